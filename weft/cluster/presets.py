@@ -1,0 +1,167 @@
+"""Device kinds and links by name: ``A100-80GB``, ``nvlink3``, ``ethernet100``. The figures are in ``presets.yaml``.
+
+Names are forgiving: case, spaces, dashes and underscores do not matter, vendor words such as ``NVIDIA`` or ``Tesla``
+may lead, and common short names work (``A100`` is ``A100-80GB``).
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Final
+
+from weft.cluster.cluster import DeviceKind
+from weft.cluster.yaml_text import parse_yaml
+from weft.errors import ClusterError
+from weft.files import decode
+from weft.units import parse_bytes, parse_flop_rate, parse_rate, parse_time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindPreset:
+    """A device kind and how such devices are usually attached."""
+
+    kind: DeviceKind
+    link: str
+    """The link preset that attaches the device to its host, such as ``pcie4``."""
+    nvlink: str | None
+    """The link preset of its NVLink generation, or None."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPreset:
+    """What a link can do in one direction."""
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+    lanes: int
+    """How many lanes the bandwidth is the sum of; meaningful for NVLink."""
+    source: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KindEntry:
+    flops: Mapping[str, str]
+    memory_bandwidth: str
+    overhead: str
+    link: str
+    source: str
+    memory: str | None = None
+    nvlink: str | None = None
+    type: str = "gpu"
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LinkEntry:
+    bandwidth: str
+    latency: str
+    source: str
+    lanes: int = 1
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _PresetFile:
+    kinds: Mapping[str, _KindEntry]
+    links: Mapping[str, _LinkEntry]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Presets:
+    kinds: Mapping[str, KindPreset]
+    links: Mapping[str, LinkPreset]
+    kind_names: Mapping[str, str] = field(repr=False)
+    """Canonical name by normalised name or alias."""
+    link_names: Mapping[str, str] = field(repr=False)
+
+
+@cache
+def _presets() -> _Presets:
+    from importlib.resources import files
+
+    text = files("weft.cluster").joinpath("presets.yaml").read_text(encoding="utf-8")
+    file = decode(_PresetFile, parse_yaml(text, where="presets.yaml"), where="presets.yaml", error=ClusterError)
+    return _Presets(
+        kinds={name: _kind_preset(name, entry) for name, entry in file.kinds.items()},
+        links={name: LinkPreset(name=name, bytes_per_s=parse_rate(entry.bandwidth), latency_s=parse_time(entry.latency),
+                                lanes=entry.lanes, source=entry.source) for name, entry in file.links.items()},
+        kind_names=_by_normal_name(file.kinds),
+        link_names=_by_normal_name(file.links),
+    )
+
+
+def _kind_preset(name: str, entry: _KindEntry) -> KindPreset:
+    kind = DeviceKind(
+        name=name,
+        flop_per_s={dtype: parse_flop_rate(rate) for dtype, rate in entry.flops.items()},
+        memory_bytes=None if entry.memory is None else parse_bytes(entry.memory),
+        memory_bytes_per_s=parse_rate(entry.memory_bandwidth),
+        overhead_s=parse_time(entry.overhead),
+        type=entry.type,
+        source=entry.source,
+    )
+    return KindPreset(kind=kind, link=entry.link, nvlink=entry.nvlink)
+
+
+def _by_normal_name(entries: Mapping[str, Any]) -> dict[str, str]:
+    names = {normal_name(name): name for name in entries}
+    for name, entry in entries.items():
+        for alias in entry.aliases:
+            names.setdefault(normal_name(alias), name)
+    return names
+
+
+_VENDOR_WORDS: Final = re.compile(r"^(nvidia|tesla|geforce|gtx|intel|amd)+(?=.)")
+
+
+def normal_name(name: str) -> str:
+    """Return ``name`` without case, spaces, dashes, underscores and leading vendor words."""
+    return _VENDOR_WORDS.sub("", re.sub(r"[\s_-]+", "", name.lower()))
+
+
+def kind_presets() -> Mapping[str, KindPreset]:
+    """Return all device kinds by name."""
+    return _presets().kinds
+
+
+def link_presets() -> Mapping[str, LinkPreset]:
+    """Return all links by name."""
+    return _presets().links
+
+
+def lookup_kind(name: str) -> KindPreset | None:
+    """Return the device kind that ``name`` means, or None."""
+    presets = _presets()
+    found = presets.kind_names.get(normal_name(name))
+    return None if found is None else presets.kinds[found]
+
+
+def find_kind(name: str) -> KindPreset:
+    """Return the device kind that ``name`` means; raise ``ClusterError`` with similar names if there is none."""
+    preset = lookup_kind(name)
+    if preset is None:
+        raise ClusterError(f"unknown device kind {name[:100]!r}{suggestion(name, kind_presets())}. Presets: "
+                           f"{', '.join(kind_presets())}")
+    return preset
+
+
+def find_link(name: str) -> LinkPreset:
+    """Return the link that ``name`` means; raise ``ClusterError`` with similar names if there is none."""
+    presets = _presets()
+    found = presets.link_names.get(normal_name(name))
+    if found is None:
+        raise ClusterError(f"unknown link {name[:100]!r}{suggestion(name, presets.links)}. Presets: "
+                           f"{', '.join(presets.links)}; or write {{bandwidth: 50GB/s, latency: 5us}}")
+    return presets.links[found]
+
+
+def suggestion(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:
+    """Return ``" (did you mean 'A100-80GB'?)"`` with up to three names like ``name``, or ``""``."""
+    by_normal = {normal_name(item): item for item in known}
+    close = difflib.get_close_matches(normal_name(name)[:60], by_normal, n=3, cutoff=cutoff)
+    return f" (did you mean {' or '.join(repr(by_normal[item]) for item in close)}?)" if close else ""

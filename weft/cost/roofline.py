@@ -1,0 +1,231 @@
+"""Operator times from peak rates: the roofline.
+
+For one operator on one device, with the efficiencies of its class (``op_classes``) and the share ``f`` of the traced
+batch:
+
+    time(f) = overhead + max(f * compute, fixed + f * moved)
+
+    compute = flops / (peak flop/s of the dtype * compute efficiency)
+    fixed   = bytes that do not depend on the batch (parameters) / (memory bandwidth * memory efficiency)
+    moved   = all other bytes / (memory bandwidth * memory efficiency)
+
+Views cost nothing; an operator that does not depend on the batch has ``f = 1`` always. ``Terms`` holds the four terms
+of all operators on one device kind for one phase: forward, gradient of the inputs, gradient of the parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+
+from weft.cluster.cluster import DeviceKind
+from weft.cost.op_classes import EMBEDDING, VIEW, Efficiency, op_class, op_classes
+from weft.errors import ClusterError
+from weft.model.graph import F64, I64, NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Bool, Graph, TensorRole
+
+Part = Literal["forward", "input_grad", "weight_grad"]
+PARTS: Final[tuple[Part, ...]] = ("forward", "input_grad", "weight_grad")
+
+_FALLBACK: Final = {
+    "bfloat16": ("float16", "float32"), "float16": ("bfloat16", "float32"), "tf32": ("float32",),
+    "float8_e4m3fn": ("float16", "bfloat16", "float32"), "float8_e5m2": ("float16", "bfloat16", "float32"),
+    "float64": ("float32",), "complex64": ("float32",), "complex128": ("float64", "float32"),
+}
+_SHORT: Final = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32",
+                 "fp64": "float64", "double": "float64"}
+_ITEM_BYTES: Final = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "tf32": 4, "complex64": 8,
+                      "complex128": 16, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+def dtype_name(text: str) -> str:
+    """Return the full name of a dtype: ``bf16`` is ``bfloat16``; a ``torch.`` prefix is dropped."""
+    plain = text.removeprefix("torch.")
+    return _SHORT.get(plain, plain)
+
+
+def is_float(dtype: str) -> bool:
+    """Return whether ``dtype`` is a floating-point or complex type."""
+    return dtype in _ITEM_BYTES
+
+
+def item_bytes(dtype: str) -> int:
+    """Return the size of one element of a floating-point type."""
+    return _ITEM_BYTES[dtype]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peak:
+    """A peak compute rate and the note to show if it belongs to another dtype."""
+
+    flop_per_s: float
+    note: str | None = None
+
+
+def peak_rate(kind: DeviceKind, dtype: str) -> Peak:
+    """Return the kind's peak rate for ``dtype``; a missing dtype takes the nearest one's, with a note.
+
+    bfloat16 falls back to float16, then float32; float16 to bfloat16, then float32; float64 to half of float32;
+    integers count as float32.
+    """
+    rates = kind.flop_per_s
+    if dtype in rates:
+        return Peak(flop_per_s=rates[dtype])
+    for other in (*_FALLBACK.get(dtype, ("float32",)), *sorted(rates)):
+        if other in rates:
+            rate = rates[other] / 2 if dtype == "float64" else rates[other]
+            shown = f"half of its {other} rate" if dtype == "float64" else f"its {other} rate"
+            note = f"{kind.name} gives no {dtype} rate: {shown} is used" if is_float(dtype) else None
+            return Peak(flop_per_s=rate, note=note)
+    raise ClusterError(f"device kind {kind.name!r} gives no compute rate: add 'flops' by dtype to the cluster file, "
+                       "choose a preset, profile the model there, or give all times in the graph file")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """The roofline's terms for all operators on one device kind, for one part of the work."""
+
+    compute_s: F64
+    fixed_s: F64
+    moved_s: F64
+    overhead_s: F64
+    scales: Bool
+    """The operator's work grows with the batch."""
+
+    def at(self, fraction: float) -> F64:
+        """Return the seconds of every operator for this share of the traced batch."""
+        share = np.where(self.scales, fraction, 1.0)
+        time_s: F64 = self.overhead_s + np.maximum(share * self.compute_s, self.fixed_s + share * self.moved_s)
+        return time_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What of a graph the roofline needs, derived once for all device kinds."""
+
+    dtypes: tuple[str, ...]
+    """The dtype that each operator computes in."""
+    classes: tuple[str, ...]
+    flops: Mapping[Part, F64]
+    fixed_bytes: Mapping[Part, F64]
+    moved_bytes: Mapping[Part, F64]
+    scales: Bool
+    is_view: Bool
+
+
+def describe_work(graph: Graph, dtype: str | None = None) -> Work:
+    """Return the operators' work; ``dtype`` (if given) replaces every operator's floating-point type."""
+    traced = op_dtypes(graph)
+    wanted = None if dtype is None else dtype_name(dtype)
+    dtypes = tuple(wanted if wanted is not None and is_float(own) else own for own in traced)
+    resize = np.array([item_bytes(new) / item_bytes(old) if is_float(old) else 1.0
+                       for new, old in zip(dtypes, traced, strict=True)])
+    classes = tuple(map(op_class, graph.op_kinds))
+    total = {"forward": graph.bytes_read + graph.bytes_written, "input_grad": graph.input_grad_bytes,
+             "weight_grad": graph.weight_grad_bytes}
+    scales = _scales_with_batch(graph)
+    parameter_bytes = _parameter_bytes(graph)
+    parameter_bytes[np.array([name == EMBEDDING for name in classes], dtype=bool)] = 0.0  # reads rows, not the table
+    fixed = {part: np.where(scales, np.minimum(parameter_bytes, total[part]), 0.0) for part in PARTS}
+    flops = {"forward": graph.flops, "input_grad": graph.input_grad_flops, "weight_grad": graph.weight_grad_flops}
+    return Work(
+        dtypes=dtypes, classes=classes, scales=scales,
+        flops={part: flops[part] for part in PARTS},
+        fixed_bytes={part: fixed[part] * resize for part in PARTS},
+        moved_bytes={part: (total[part] - fixed[part]) * resize for part in PARTS},
+        is_view=np.array([name == VIEW for name in classes], dtype=bool),
+    )
+
+
+def op_dtypes(graph: Graph) -> tuple[str, ...]:
+    """Return the dtype that each operator computes in: its first floating-point output, else input, else ``float32``.
+
+    An operator without floating-point tensors has the dtype of its first output.
+    """
+    result = []
+    for op in range(graph.num_ops):
+        tensors = [*graph.op_outputs(op), *graph.op_inputs(op)]
+        names = [name for name in (graph.tensor_dtypes[tensor] for tensor in tensors) if name]
+        floats = (name for name in names if is_float(name))
+        result.append(next(floats, names[0] if names else "float32"))
+    return tuple(result)
+
+
+def _roots(graph: Graph) -> I64:
+    """Return, for each tensor, the tensor at the end of its chain of views."""
+    roots = np.arange(graph.num_tensors, dtype=np.int64)
+    for tensor, base in enumerate(graph.tensor_base.tolist()):
+        if base >= 0:
+            roots[tensor] = roots[base] if base < tensor else base
+    return roots
+
+
+def _parameter_bytes(graph: Graph) -> F64:
+    """Return the bytes of parameters and buffers (and views of them) that each operator reads."""
+    role = graph.tensor_role[_roots(graph)]
+    is_parameter = (role == TensorRole.PARAMETER) | (role == TensorRole.BUFFER)
+    counted = np.where(is_parameter, graph.tensor_bytes, 0)[graph.inputs]
+    return np.bincount(graph.consumer_op, weights=counted, minlength=graph.num_ops).astype(np.float64)
+
+
+def _scales_with_batch(graph: Graph) -> Bool:
+    """Return whether each operator's work grows with the batch; True where the tracer does not say."""
+    batch_dim = graph.tensor_batch_dim
+    depends = (batch_dim != NO_BATCH_DIM) & ((graph.tensor_role == TensorRole.ACTIVATION)
+                                             | (graph.tensor_role == TensorRole.INPUT)
+                                             | (batch_dim != UNKNOWN_BATCH_DIM))
+    result = np.zeros(graph.num_ops, dtype=bool)
+    result[graph.consumer_op[depends[graph.inputs]]] = True
+    produced = (graph.tensor_producer >= 0) & depends
+    result[graph.tensor_producer[produced]] = True
+    no_tensors = np.ones(graph.num_ops, dtype=bool)
+    no_tensors[graph.consumer_op] = False
+    no_tensors[graph.tensor_producer[graph.tensor_producer >= 0]] = False
+    return (result | no_tensors) & ~graph.is_constant
+
+
+def roofline_terms(work: Work, kind: DeviceKind, part: Part,
+                   fitted: Mapping[str, Efficiency]) -> Terms:
+    """Return the terms of all operators on ``kind``; classes in ``fitted`` take their efficiencies from there."""
+    compute_rate, memory_rate = _rates(work, kind, fitted)
+    idle = work.is_view | ((part != "forward") & (work.flops[part] == 0)
+                           & (work.fixed_bytes[part] + work.moved_bytes[part] == 0))
+    active = np.where(idle, 0.0, 1.0)
+    return Terms(
+        compute_s=active * work.flops[part] / compute_rate,
+        fixed_s=active * work.fixed_bytes[part] / memory_rate,
+        moved_s=active * work.moved_bytes[part] / memory_rate,
+        overhead_s=active * kind.overhead_s,
+        scales=work.scales,
+    )
+
+
+def _rates(work: Work, kind: DeviceKind, fitted: Mapping[str, Efficiency]) -> tuple[F64, F64]:
+    """Return the compute and memory rates that each operator reaches on ``kind``."""
+    if kind.memory_bytes_per_s is None:
+        raise ClusterError(f"device kind {kind.name!r} gives no memory bandwidth: add 'memory_bandwidth' to the cluster "
+                           "file, choose a preset, or give all times in the graph file")
+    known: dict[tuple[str, str], tuple[float, float]] = {}
+    pairs = list(zip(work.classes, work.dtypes, strict=True))
+    for name, dtype in dict.fromkeys(pairs):
+        entry = op_classes()[name]
+        share = fitted.get(name, entry.on(kind.type))
+        peak = peak_rate(kind, dtype).flop_per_s
+        if entry.unit == "vector":
+            peak = min(peak, peak_rate(kind, "float32").flop_per_s)
+        known[name, dtype] = (peak * share.compute, kind.memory_bytes_per_s * share.memory)
+    table = np.array([known[pair] for pair in pairs], dtype=np.float64).reshape(-1, 2)
+    return table[:, 0], table[:, 1]
+
+
+def peak_notes(work: Work, kinds: Sequence[DeviceKind]) -> tuple[str, ...]:
+    """Return the notes about dtypes that a kind has no rate for, each once."""
+    notes: dict[str, None] = {}
+    for kind in kinds:
+        for dtype in sorted(set(work.dtypes)):
+            note = peak_rate(kind, dtype).note if kind.flop_per_s else None
+            if note is not None:
+                notes[note] = None
+    return tuple(notes)

@@ -1,0 +1,273 @@
+"""Reading files into types and writing them safely: strict, bounded, and never code.
+
+``decode`` turns plain JSON or YAML values into frozen dataclasses. Unknown fields, missing fields and wrong types are
+refused with the path of the field (``stages[2].devices[0]``); all problems are collected and raised once. Only the
+standard library is needed, so that the runtime can read plans on machines that carry nothing but PyTorch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import gzip
+import json
+import math
+import os
+import tempfile
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin
+
+from weft.errors import InputError
+
+T = TypeVar("T")
+
+MAX_FILE_BYTES: Final = 1 << 30
+"""Larger files are refused unread (compressed files: by their unpacked size)."""
+MAX_PROBLEMS: Final = 20
+"""At most this many problems are listed in one message."""
+
+
+def read_bytes(path: str | os.PathLike[str], *, error: type[InputError] = InputError) -> bytes:
+    """Return the content of ``path``, unpacked if its name ends in ``.gz``."""
+    file = Path(path)
+    try:
+        with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as stream:
+            data = stream.read(MAX_FILE_BYTES + 1)
+    except FileNotFoundError as problem:
+        raise error(f"no file {str(path)!r}: check the path") from problem
+    except (OSError, EOFError, gzip.zlib.error) as problem:  # type: ignore[attr-defined]
+        raise error(f"cannot read {str(path)!r}: {problem}") from problem
+    if len(data) > MAX_FILE_BYTES:
+        raise error(f"{str(path)!r} is larger than {MAX_FILE_BYTES} bytes: not read")
+    return data
+
+
+def parse_json(data: bytes | str, *, where: str, error: type[InputError] = InputError) -> Any:
+    """Return the JSON value in ``data``; duplicate keys and NaN are refused."""
+    try:
+        return json.loads(data, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+    except (ValueError, RecursionError, UnicodeDecodeError) as problem:
+        raise error(f"{where} is not valid JSON: {problem}") from problem
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"the key {key!r} is there twice")
+            seen.add(key)
+    return result
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def load_json(path: str | os.PathLike[str], *, error: type[InputError] = InputError) -> Any:
+    """Return the JSON value in the file ``path`` (``.json`` or ``.json.gz``)."""
+    return parse_json(read_bytes(path, error=error), where=str(path), error=error)
+
+
+def check_header(value: Any, *, format_name: str, version: int, where: str, error: type[InputError]) -> dict[str, Any]:
+    """Return ``value`` without its ``format`` and ``version``, after checking both."""
+    if not isinstance(value, dict):
+        raise error(f"{where} must be an object with a 'format' field, not {_describe(value)}")
+    if value.get("format") != format_name:
+        raise error(f"{where}: format must be {format_name!r}, not {value.get('format')!r}")
+    if value.get("version") != version or isinstance(value.get("version"), bool):
+        raise error(f"{where}: version must be {version}, not {value.get('version')!r}; this Weft reads no other")
+    return {key: item for key, item in value.items() if key not in ("format", "version")}
+
+
+def decode(target: type[T], value: Any, *, where: str, error: type[InputError] = InputError) -> T:
+    """Return ``value`` as a ``target``; raise ``error`` with the path of every field that does not fit."""
+    problems: list[str] = []
+    result = _decode(target, value, "", problems)
+    if problems:
+        shown = problems[:MAX_PROBLEMS]
+        if len(problems) > MAX_PROBLEMS:
+            shown.append(f"... and {len(problems) - MAX_PROBLEMS} more")
+        raise error(f"{where}: " + "; ".join(shown))
+    return typing.cast(T, result)
+
+
+def _decode(target: Any, value: Any, path: str, problems: list[str]) -> Any:
+    here = path or "the file"
+    origin = get_origin(target)
+    if target is Any:
+        return value
+    if origin in (types.UnionType, typing.Union):
+        return _decode_union(target, value, path, problems)
+    if origin is Literal:
+        if value in get_args(target) and not isinstance(value, bool):
+            return value
+        problems.append(f"{here} must be one of {', '.join(map(repr, get_args(target)))}, not {_describe(value)}")
+    elif isinstance(target, type) and issubclass(target, enum.Enum):
+        return _decode_enum(target, value, here, problems)
+    elif dataclasses.is_dataclass(target):
+        return _decode_record(typing.cast(type[Any], target), value, path, problems)
+    elif origin is tuple:
+        return _decode_list(target, value, path, problems)
+    elif origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
+        return _decode_mapping(target, value, path, problems)
+    else:
+        return _decode_scalar(target, value, here, problems)
+    return None
+
+
+def _decode_union(target: Any, value: Any, path: str, problems: list[str]) -> Any:
+    options = get_args(target)
+    if value is None and type(None) in options:
+        return None
+    best: list[str] | None = None
+    for option in options:
+        if option is type(None):
+            continue
+        trial: list[str] = []
+        result = _decode(option, value, path, trial)
+        if not trial:
+            return result
+        best = trial if best is None or len(trial) > len(best) else best
+    problems.extend(best or [f"{path} has no accepted type"])
+    return None
+
+
+def _decode_enum(target: type[enum.Enum], value: Any, here: str, problems: list[str]) -> Any:
+    for member in target:
+        if member.value == value and type(member.value) is type(value):
+            return member
+    names = ", ".join(repr(member.value) for member in target)
+    problems.append(f"{here} must be one of {names}, not {_describe(value)}")
+    return None
+
+
+def _decode_record(target: type[Any], value: Any, path: str, problems: list[str]) -> Any:
+    if not isinstance(value, dict):
+        problems.append(f"{path or 'the file'} must be an object, not {_describe(value)}")
+        return None
+    hints = typing.get_type_hints(target)
+    fields = {_key_of(field): field for field in dataclasses.fields(target)}
+    before = len(problems)
+    for name in value:
+        if name not in fields:
+            known = ", ".join(sorted(fields))
+            problems.append(f"{_join(path, name)} is not a known field (known: {known})")
+    arguments = {}
+    for name, field in fields.items():
+        if name in value:
+            arguments[field.name] = _decode(hints[field.name], value[name], _join(path, name), problems)
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            problems.append(f"{_join(path, name)} is missing")
+    return target(**arguments) if len(problems) == before else None
+
+
+def _key_of(field: dataclasses.Field[Any]) -> str:
+    """Return the field's key in a file: ``from_`` stands for ``from``, which Python keeps for itself."""
+    return field.name.removesuffix("_")
+
+
+def _decode_list(target: Any, value: Any, path: str, problems: list[str]) -> Any:
+    if not isinstance(value, list | tuple):
+        problems.append(f"{path or 'the file'} must be a list, not {_describe(value)}")
+        return None
+    arguments = get_args(target)
+    if len(arguments) == 2 and arguments[1] is Ellipsis:
+        return tuple(_decode(arguments[0], item, f"{path}[{index}]", problems) for index, item in enumerate(value))
+    if len(arguments) != len(value):
+        problems.append(f"{path} must have {len(arguments)} items, not {len(value)}")
+        return None
+    return tuple(
+        _decode(kind, item, f"{path}[{index}]", problems)
+        for index, (kind, item) in enumerate(zip(arguments, value, strict=True))
+    )
+
+
+def _decode_mapping(target: Any, value: Any, path: str, problems: list[str]) -> Any:
+    if not isinstance(value, dict):
+        problems.append(f"{path or 'the file'} must be an object, not {_describe(value)}")
+        return None
+    kind = get_args(target)[1]
+    result = {}
+    for key, item in value.items():
+        if not isinstance(key, str):
+            problems.append(f"{path}: the key {key!r} must be text")
+            continue
+        result[key] = _decode(kind, item, _join(path, key), problems)
+    return result
+
+
+def _decode_scalar(target: Any, value: Any, here: str, problems: list[str]) -> Any:
+    if target is float and isinstance(value, int | float) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        if math.isfinite(number):
+            return number
+        problems.append(f"{here} must be a finite number, not {value!r}")
+        return None
+    if target is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
+        return int(value)
+    if isinstance(value, target) and (target is bool or not isinstance(value, bool)):
+        return value
+    names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+    problems.append(f"{here} must be {names.get(target, str(target))}, not {_describe(value)}")
+    return None
+
+
+def _join(path: str, name: object) -> str:
+    return f"{path}.{name}" if path else str(name)
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, dict):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return "a list"
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def encode(value: Any) -> Any:
+    """Return ``value`` (dataclasses, enums, tuples, mappings) as plain JSON values; fields at their default are kept."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {_key_of(field): encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {str(key): encode(item) for key, item in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        return [encode(item) for item in value]
+    return value
+
+
+def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
+    """Write ``data`` to ``path`` through a temporary name, so that a failure leaves the old file whole.
+
+    A name that ends in ``.gz`` is compressed, always to the same bytes.
+    """
+    file = Path(path)
+    raw = data.encode() if isinstance(data, str) else data
+    if file.suffix == ".gz":
+        raw = gzip.compress(raw, mtime=0)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    except OSError as problem:
+        raise InputError(f"cannot write {str(path)!r}: {problem}") from problem
+    try:
+        with os.fdopen(handle, "wb") as stream:
+            stream.write(raw)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, file)
+    except OSError as problem:
+        Path(temporary).unlink(missing_ok=True)
+        raise InputError(f"cannot write {str(path)!r}: {problem}") from problem
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise

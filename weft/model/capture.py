@@ -1,0 +1,352 @@
+"""From a module to one flat, functional fx graph, without using memory for its parameters.
+
+``capture`` runs ``torch.export`` (non-strict) with every parameter, buffer and input replaced by a fake CPU tensor, so
+that a model of 70 billion parameters needs no memory, and the module is as it was afterwards. The result holds only
+``aten`` operators at the level at which autograd sees them (``linear``, ``layer_norm`` and attention stay whole) and is
+*functional*: no operator changes a tensor. Three things need care, because PyTorch's own passes lose them silently:
+
+* a ``no_grad`` block becomes a sub-graph; it is written out here with ``detach`` on its results, since
+  ``run_decompositions`` would drop the block and gradients would flow where they must not;
+* an operator that changes memory is made functional by ``run_decompositions({})``, which is skipped (it traces all
+  over again) where there is no such operator;
+* a custom ``autograd.Function`` is traced through its forward and loses its own backward: refused for training.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+from weft.errors import ModelError
+from weft.model.fold import FoldMismatch, expand, folded
+
+aten = torch.ops.aten
+
+_SET_GRAD: Final = torch.ops.higher_order.wrap_with_set_grad_enabled
+_AUTOCAST: Final = torch.ops.higher_order.wrap_with_autocast
+_REMOVED: Final = ("aten._assert_tensor_metadata", "aten._assert_async", "aten._assert_scalar",
+                   "aten.sym_constrain_range")
+_SAME_AS_INPUT: Final = (aten.lift_fresh_copy.default, aten.alias.default, aten.detach_.default)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capture:
+    """A functional fx graph and what its placeholders and results mean; nodes carry ``val``, ``module``, ``source``."""
+
+    graph: fx.Graph
+    parameters: Mapping[str, str]
+    """Parameter path by placeholder name; of tied parameters the first path."""
+    buffers: Mapping[str, str]
+    """Buffer path by placeholder name."""
+    constants: Mapping[str, torch.Tensor]
+    """Value by placeholder name of tensors that are neither parameters, buffers nor inputs."""
+    inputs: tuple[str, ...]
+    """Placeholder names of the model's inputs, in order."""
+    outputs: tuple[str, ...]
+    """Node names of the model's results, in order."""
+    buffer_updates: Mapping[str, str]
+    """Node name of the new value, by path of each buffer that the forward pass changes."""
+    tied: tuple[tuple[str, ...], ...]
+    """Paths that share one parameter or buffer."""
+
+
+def capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *, training: bool, fold: bool = True) -> Capture:
+    """Return the functional graph of ``module`` called with ``inputs``; ``ModelError`` if it cannot be traced."""
+    tied = tied_names(module)
+    with fake_parameters(module) as mode, _forward_as_written(training):
+        fake_inputs = tuple(_fake(mode, tensor) for tensor in inputs)
+        if fold:
+            with suppress(FoldMismatch), folded(module) as folding:
+                if folding.sets:
+                    return _captured(module, fake_inputs, tied)
+        return _captured(module, fake_inputs, tied)
+
+
+def tied_names(module: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of names that share one parameter or buffer, in the order of the module."""
+    groups: dict[int, list[str]] = {}
+    for named in (module.named_parameters, module.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            groups.setdefault(id(tensor), []).append(name)
+    return tuple(tuple(names) for names in groups.values() if len(names) > 1)
+
+
+# ---- tensors without memory ---------------------------------------------------------------------------------------
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    with mode:
+        return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu")
+
+
+@contextmanager
+def fake_parameters(module: torch.nn.Module) -> Iterator[FakeTensorMode]:
+    """Replace the parameters and buffers of ``module`` by fake CPU tensors while the body runs."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    fakes: dict[int, torch.Tensor] = {}
+    saved: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    try:
+        for child in module.modules():
+            for place in (child._parameters, child._buffers):
+                for name, tensor in place.items():
+                    if tensor is None:
+                        continue
+                    saved.append((place, name, tensor))
+                    if id(tensor) not in fakes:
+                        fake = _fake(mode, tensor)
+                        is_parameter = isinstance(tensor, torch.nn.Parameter)
+                        fakes[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                    place[name] = fakes[id(tensor)]
+        yield mode
+    finally:
+        for place, name, tensor in saved:
+            place[name] = tensor
+
+
+@contextmanager
+def _forward_as_written(training: bool) -> Iterator[None]:
+    """Keep PyTorch from taking shortcuts while tracing, and refuse what a trace would get wrong."""
+    function = torch.autograd.Function
+    apply = function.__dict__["apply"]
+
+    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
+        raise ModelError(f"the model calls the custom autograd function {cls.__name__}, whose own backward pass a "
+                         "traced graph cannot keep. Write it with differentiable operators, or plan for inference")
+
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        fast_path = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
+        if training:
+            function.apply = classmethod(refuse)
+            stack.callback(setattr, function, "apply", apply)
+        yield
+
+
+# ---- tracing ------------------------------------------------------------------------------------------------------
+
+
+def _captured(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], tied: tuple[tuple[str, ...], ...]) -> Capture:
+    try:
+        program = torch.export.export(module, inputs, strict=False)
+        inline_blocks(program.graph_module)
+        if any(_needs_functional(node) for node in program.graph.nodes):
+            for node in program.graph.nodes:
+                _annotate(node)
+            program = program.run_decompositions({})
+    except (FoldMismatch, ModelError):
+        raise
+    except Exception as problem:
+        raise ModelError(_why_untraceable(problem)) from problem
+    return _described(program, tied)
+
+
+def _why_untraceable(problem: Exception) -> str:
+    lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [type(problem).__name__]
+    operator = next((match[1] for line in lines if (match := re.search(r"(aten\.\w+(?:\.\w+)?)", line))), None)
+    data_dependent = "DataDependent" in type(problem).__name__ or "data-dependent" in str(problem).lower()
+    place = _user_line(problem)
+    reason = "the flow of the program depends on values of tensors" if data_dependent else lines[0][:300]
+    parts = [f"the model cannot be traced: {reason}"]
+    parts += [f"operator {operator}"] if operator else []
+    parts += [f"at {place}"] if place else []
+    advice = ("Use torch.where or torch.cond instead of Python's if and while on tensor values, and no .item()"
+              if data_dependent else "The forward pass must run on tensors without values")
+    return ", ".join(parts) + f". {advice}"
+
+
+def _user_line(problem: BaseException) -> str | None:
+    """Return ``file.py:12 (source text)`` of the innermost frame that is not PyTorch's own."""
+    frames = [frame for error in (problem, problem.__cause__, problem.__context__) if error is not None
+              for frame in traceback.extract_tb(error.__traceback__)]
+    own = [frame for frame in frames if "/torch/" not in frame.filename and "/weft/model/" not in frame.filename
+           and not frame.filename.startswith("<")]
+    return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else None
+
+
+def inline_blocks(root: fx.GraphModule) -> None:
+    """Write out the sub-graphs of ``no_grad`` and disabled ``autocast`` blocks of ``root`` in place."""
+    for node in list(root.graph.nodes):
+        if node.target is _SET_GRAD:
+            _inline(root, node, node.args[1], node.args[2:], detach=not node.args[0])
+        elif node.target is _AUTOCAST and not node.args[2]:
+            _inline(root, node, node.args[4], node.args[5:], detach=False)
+
+
+def _inline(root: fx.GraphModule, call: fx.Node, getter: fx.Node, arguments: tuple[Any, ...], *, detach: bool) -> None:
+    body = root.get_submodule(str(getter.target))
+    inline_blocks(body)
+    values: dict[fx.Node, Any] = {}
+    rest = iter(arguments)
+    with root.graph.inserting_before(call):
+        for node in body.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = next(rest)
+            elif node.op == "output":
+                results = node.args[0]
+            else:
+                if detach and _changes_memory_with_gradient(node):
+                    raise ModelError(f"{node.target} changes a tensor that needs a gradient inside a no_grad block"
+                                     f"{_at(node)}: a traced graph cannot keep that. Move it out of the forward pass")
+                values[node] = root.graph.node_copy(node, values.__getitem__)
+        made = [_detached(root.graph, values[item]) if detach else values[item] for item in results]
+    for user in list(call.users):
+        user.replace_all_uses_with(made[user.args[1]])
+        root.graph.erase_node(user)
+    root.graph.erase_node(call)
+    root.graph.erase_node(getter)
+
+
+def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+        return node
+    result = graph.call_function(aten.detach.default, (node,))
+    result.meta = dict(node.meta)
+    return result
+
+
+def _changes_memory_with_gradient(node: fx.Node) -> bool:
+    if not _is_mutable(node.target) or not node.args or not isinstance(node.args[0], fx.Node):
+        return False
+    value = node.args[0].meta.get("val")
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _is_mutable(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def _needs_functional(node: fx.Node) -> bool:
+    """Return whether the node changes memory (batch norm in training does so without saying so), or is a sub-graph."""
+    if node.op == "get_attr":
+        return True
+    if node.target is aten.batch_norm.default:
+        return node.args[3] is not None and bool(node.args[5])
+    if node.target is aten.instance_norm.default:
+        return node.args[3] is not None and bool(node.args[5])
+    return _is_mutable(node.target) and node.target is not aten.detach_.default
+
+
+# ---- describing ---------------------------------------------------------------------------------------------------
+
+
+def _described(program: Any, tied: tuple[tuple[str, ...], ...]) -> Capture:
+    graph: fx.Graph = program.graph
+    first = {name: names[0] for names in tied for name in names}
+    parameters: dict[str, str] = {}
+    buffers: dict[str, str] = {}
+    constants: dict[str, torch.Tensor] = {}
+    inputs: list[str] = []
+    for spec in program.graph_signature.input_specs:
+        match spec.kind:
+            case InputKind.PARAMETER:
+                parameters[spec.arg.name] = first.get(spec.target, spec.target)
+            case InputKind.BUFFER:
+                buffers[spec.arg.name] = first.get(spec.target, spec.target)
+            case InputKind.CONSTANT_TENSOR:
+                constants[spec.arg.name] = program.constants[spec.target]
+            case InputKind.USER_INPUT:
+                inputs.append(spec.arg.name)
+            case _:
+                raise ModelError(f"the model uses {spec.arg.name!r} of a kind that cannot be planned: {spec.kind}")
+    for node in graph.nodes:
+        _annotate(node)
+    expand(graph, {**parameters, **buffers})
+    updates, outputs = _results(program, graph)
+    simplify(graph)
+    results = graph.output_node().args[0]
+    names = [node.name if isinstance(node, fx.Node) else None for node in results]
+    return Capture(
+        graph=graph, parameters=parameters, buffers=buffers, constants=constants, inputs=tuple(inputs),
+        outputs=tuple(name for index in outputs if (name := names[index]) is not None),
+        buffer_updates={first.get(path, path): name for path, index in updates.items()
+                        if (name := names[index]) is not None}, tied=tied)
+
+
+def _results(program: Any, graph: fx.Graph) -> tuple[dict[str, int], list[int]]:
+    """Return the positions among the graph's results of changed buffers (by path) and of the model's outputs."""
+    updates: dict[str, int] = {}
+    outputs: list[int] = []
+    for index, spec in enumerate(program.graph_signature.output_specs):
+        if spec.kind is OutputKind.BUFFER_MUTATION:
+            updates[spec.target] = index
+        elif spec.kind is OutputKind.USER_OUTPUT:
+            outputs.append(index)
+        else:
+            raise ModelError(f"the forward pass changes its input {spec.target!r} in place: "
+                             "copy the input first (x = x.clone())")
+    return updates, outputs
+
+
+def _annotate(node: fx.Node) -> None:
+    """Note the innermost module's path and the user's source line on the node, where they are not noted yet."""
+    if node.op != "call_function":
+        return
+    stack = node.meta.get("nn_module_stack")
+    if "module" not in node.meta:
+        path = next(reversed(stack.values()))[0] if stack else ""
+        node.meta["module"] = re.sub(r"@\d+", "", path)
+
+
+def _at(node: fx.Node) -> str:
+    source = source_line(node)
+    return f" ({source})" if source else ""
+
+
+_FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def source_line(node: fx.Node) -> str:
+    """Return ``file.py:12`` of the innermost frame outside PyTorch that made ``node``, or ``""``."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if "/torch/" not in frame[0] and not frame[0].startswith("<")] or frames
+    return f"{own[-1][0]}:{own[-1][1]}" if own else ""
+
+
+# ---- simplifying --------------------------------------------------------------------------------------------------
+
+
+def simplify(graph: fx.Graph) -> None:
+    """Remove, in place, checks, operators that return their input whatever its shape, and operators nobody uses."""
+    for node in graph.nodes:
+        if node.op == "call_function" and str(node.target).startswith(_REMOVED):
+            graph.erase_node(node)
+        elif node.op == "call_function" and _returns_input(node):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)
+
+
+def _returns_input(node: fx.Node) -> bool:
+    """Return whether the operator gives back its input for every batch size (so that names do not depend on it)."""
+    target, args = node.target, node.args
+    if target in _SAME_AS_INPUT:
+        return True
+    if target in (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default):
+        return args[1] == 0 or not args[2]
+    if target in (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other):
+        copies = node.kwargs.get("copy", False) or (target is aten.to.dtype and len(args) > 3 and args[3])
+        return not copies and args[0].meta["val"].dtype == node.meta["val"].dtype  # type: ignore[union-attr]
+    if target is aten.slice.Tensor:
+        start = args[2] if len(args) > 2 else None
+        end = args[3] if len(args) > 3 else None
+        return start in (None, 0) and end in (None, sys.maxsize) and (len(args) < 5 or args[4] == 1)
+    return False

@@ -1,0 +1,390 @@
+"""Trace one of each repeated layer: the copies are stood in for while tracing and written out afterwards.
+
+Tracing costs two to three milliseconds per operator, so the 80 equal layers of a large model take many seconds. Layers
+are *equal* when their classes, settings and parameter shapes are (``find_repeats``); a setting that equals the layer's
+own position is the one difference allowed. While ``torch.export`` runs, the first two and the last layer of a set are
+traced in full between two markers, ``fold_enter`` and ``fold_leave``; every other one becomes a single operator
+``fold_repeat``. Afterwards ``expand`` compares the layers that were traced, operator by operator, and only if they
+agree replaces each ``fold_repeat`` with a copy of the first, wired to the copy's own parameters:
+
+    x -> [enter h.0 ... leave] -> [enter h.1 ... leave] -> repeat h.2 -> ... -> [enter h.47 ... leave] -> loss
+
+A difference, or an operator that changes memory inside a layer, raises ``FoldMismatch``; the caller then traces all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+MIN_REPEATS: Final = 4
+"""Fewer equal layers than this are simply traced: the first two and the last are traced anyway."""
+MIN_MODULES: Final = 3
+"""A layer of fewer modules than this has too few operators to be worth a stand-in."""
+
+_LIBRARY: Final = torch.library.Library("weft", "DEF")
+_LIBRARY.define("fold_enter(str key, Tensor[] tensors) -> Tensor[]")
+_LIBRARY.define("fold_leave(str key, Tensor[] tensors) -> Tensor[]")
+_LIBRARY.define("fold_repeat(str key, Tensor[] tensors) -> Tensor[]")
+
+
+class FoldMismatch(Exception):  # noqa: N818 - it is caught by the tracer, never shown
+    """Layers that looked equal are not: trace every one of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSpec:
+    """What a stand-in must know about a tensor."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> TensorSpec:
+        """Return the spec of ``tensor``."""
+        return TensorSpec(shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=tensor.dtype,
+                          device=tensor.device)
+
+    def empty(self) -> torch.Tensor:
+        """Return an unfilled tensor like this."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Record:
+    """One set of equal layers called with equal inputs."""
+
+    id: int
+    num_traced: int = 0
+    outputs: tuple[TensorSpec, ...] = ()
+    """The tensors that the layer makes, in order."""
+    layout: tuple[tuple[str, Any], ...] = ()
+    """Per leaf of the result: ``("new", i)``, ``("input", i)`` or ``("value", plain value)``."""
+    spec: Any = None
+
+
+_RECORDS: dict[int, _Record] = {}
+_NUMBERS: Final = itertools.count()
+
+
+def _like(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [TensorSpec.of(tensor).empty() for tensor in tensors]
+
+
+def _repeated(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [spec.empty() for spec in _RECORDS[int(key.split(":")[0])].outputs]
+
+
+for _name, _body in (("fold_enter", _like), ("fold_leave", _like), ("fold_repeat", _repeated)):
+    _LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"weft::{_name}", _body, lib=_LIBRARY)
+
+_ENTER: Final = torch.ops.weft.fold_enter.default
+_LEAVE: Final = torch.ops.weft.fold_leave.default
+_REPEAT: Final = torch.ops.weft.fold_repeat.default
+
+
+# ---- which layers are equal ---------------------------------------------------------------------------------------
+
+
+def find_repeats(module: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
+    """Return sets of paths of equal sibling layers, outermost first, of ``MIN_REPEATS`` or more each."""
+    owners = _parameter_owners(module)
+    sets: list[tuple[str, ...]] = []
+
+    def visit(parent: torch.nn.Module, prefix: str) -> None:
+        groups: dict[Any, list[str]] = {}
+        for index, (name, child) in enumerate(parent._modules.items()):
+            if child is not None:
+                groups.setdefault(_shape_of(child, index, f"{prefix}{name}", owners), []).append(name)
+        for key, names in groups.items():
+            if key is not None and len(names) >= MIN_REPEATS:
+                sets.append(tuple(prefix + name for name in names))
+            else:
+                for name in names:
+                    child = parent._modules[name]
+                    assert child is not None
+                    visit(child, f"{prefix}{name}.")
+
+    visit(module, "")
+    return tuple(sets)
+
+
+def _parameter_owners(module: torch.nn.Module) -> Mapping[int, tuple[str, ...]]:
+    owners: dict[int, list[str]] = {}
+    for path, child in module.named_modules(remove_duplicate=False):
+        for tensor in (*child._parameters.values(), *child._buffers.values()):
+            if tensor is not None:
+                owners.setdefault(id(tensor), []).append(path)
+    return {key: tuple(paths) for key, paths in owners.items()}
+
+
+def _shape_of(layer: torch.nn.Module, index: int, path: str, owners: Mapping[int, tuple[str, ...]]) -> Any:
+    """Return what makes two layers equal, or None if the layer must not be folded."""
+    parts: list[Any] = []
+    num_modules = 0
+    for name, module in layer.named_modules():
+        num_modules += 1
+        if "forward" in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
+            return None
+        parts.append((name, type(module)))
+        for kind in ("_parameters", "_buffers"):
+            for key, tensor in getattr(module, kind).items():
+                if tensor is not None and len(owners[id(tensor)]) > 1:
+                    return None  # shared with another module: copying the wiring would lose that
+                parts.append((key, None if tensor is None else
+                              (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)))
+        for key, value in sorted(module.__dict__.items()):
+            if key not in ("_parameters", "_buffers", "_modules"):
+                parts.append((key, _setting(value, index)))
+    return tuple(parts) if num_modules >= MIN_MODULES else None
+
+
+def _setting(value: Any, index: int) -> Any:
+    if isinstance(value, bool) or value is None or isinstance(value, str | float | torch.dtype | torch.device):
+        return (type(value).__name__, str(value))
+    if isinstance(value, int):
+        return "<position>" if value == index else value
+    if isinstance(value, list | tuple):
+        return (type(value).__name__, *(_setting(item, index) for item in value))
+    if isinstance(value, dict):
+        return ("dict", *((str(key), _setting(item, index)) for key, item in value.items()))
+    if isinstance(value, set | frozenset):
+        return ("set", *sorted(str(item) for item in value))
+    return (type(value).__name__, id(value))
+
+
+# ---- while tracing ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class Folding:
+    """The layers being folded in one trace; use ``folded(module)``."""
+
+    sets: tuple[tuple[str, ...], ...]
+    records: dict[Any, _Record] = field(default_factory=dict)
+
+    @property
+    def num_repeats(self) -> int:
+        """Return how many layers the sets hold."""
+        return sum(len(names) for names in self.sets)
+
+
+@contextmanager
+def folded(module: torch.nn.Module) -> Iterator[Folding]:
+    """Let equal layers of ``module`` be stood in for while the body runs."""
+    folding = Folding(sets=find_repeats(module))
+    layers: list[torch.nn.Module] = []
+    try:
+        for number, paths in enumerate(folding.sets):
+            for path in paths:
+                layer = module.get_submodule(path)
+                layers.append(layer)
+                layer.forward = _stand_in(folding, number, path, path == paths[-1], layer.forward)  # type: ignore[method-assign]
+        yield folding
+    finally:
+        for layer in layers:
+            del layer.forward
+        for record in folding.records.values():
+            _RECORDS.pop(record.id, None)
+
+
+def _stand_in(folding: Folding, number: int, path: str, is_last: bool, real: Callable[..., Any]) -> Callable[..., Any]:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        if not all(isinstance(leaf, torch.Tensor | bool | int | float | str | None) for leaf in leaves):
+            return real(*args, **kwargs)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        signature = (number, str(spec), tuple(TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
+                                              for leaf in leaves), _sharing(tensors))
+        record = folding.records.setdefault(signature, _Record(id=next(_NUMBERS)))
+        _RECORDS[record.id] = record
+        key = f"{record.id}:{path}"
+        if record.num_traced >= 2 and not is_last:
+            return _rebuild(record, tensors, list(_REPEAT(key, tensors)))
+        record.num_traced += 1
+        entered = list(_ENTER(key, tensors))
+        rest = iter(entered)
+        args, kwargs = pytree.tree_unflatten(
+            [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+        return _note_result(record, key, tensors, entered, real(*args, **kwargs))
+
+    return forward
+
+
+def _sharing(tensors: list[torch.Tensor]) -> tuple[int, ...]:
+    """Return for each tensor the first position that holds the same one."""
+    first: dict[int, int] = {}
+    return tuple(first.setdefault(id(tensor), position) for position, tensor in enumerate(tensors))
+
+
+def _note_result(record: _Record, key: str, tensors: list[torch.Tensor], entered: list[torch.Tensor],
+                 result: Any) -> Any:
+    leaves, spec = pytree.tree_flatten(result)
+    layout: list[tuple[str, Any]] = []
+    made: list[torch.Tensor] = []
+    for leaf in leaves:
+        position = next((i for i, tensor in enumerate(entered) if tensor is leaf), None)
+        if position is not None:
+            layout.append(("input", position))
+        elif isinstance(leaf, torch.Tensor):
+            layout.append(("new", len(made)))
+            made.append(leaf)
+        else:
+            layout.append(("value", leaf))
+    outputs = tuple(TensorSpec.of(tensor) for tensor in made)
+    if record.spec is not None and (record.outputs, record.layout) != (outputs, tuple(layout)):
+        raise FoldMismatch(f"the results of {key} differ from those of an equal layer")
+    record.outputs, record.layout, record.spec = outputs, tuple(layout), spec
+    return _rebuild(record, tensors, list(_LEAVE(key, made)))
+
+
+def _rebuild(record: _Record, tensors: list[torch.Tensor], made: list[torch.Tensor]) -> Any:
+    source = {"input": tensors, "new": made}
+    return pytree.tree_unflatten(
+        [source[kind][value] if kind != "value" else value for kind, value in record.layout], record.spec)
+
+
+# ---- after tracing ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class _Region:
+    """The nodes of one layer that was traced in full."""
+
+    path: str
+    enter: fx.Node
+    leave: fx.Node
+    body: list[fx.Node]
+
+
+def expand(graph: fx.Graph, owned: Mapping[str, str]) -> None:
+    """Write out every stand-in of ``graph`` in place; ``owned`` gives the path of each parameter or buffer node."""
+    regions, repeats = _find_regions(graph)
+    nodes = {path: node for node in graph.nodes if node.op == "placeholder" and (path := owned.get(node.name))}
+    for same in regions.values():
+        for other in same[1:]:
+            _check_equal(same[0], other, owned)
+    for node in repeats:
+        record, path = node.args[0].split(":", 1)
+        _write_copy(graph, node, regions[record][0], path, owned, nodes)
+    for region in itertools.chain.from_iterable(regions.values()):
+        _forward_items(region.enter, region.enter.args[1])
+        _forward_items(region.leave, region.leave.args[1])
+
+
+def _find_regions(graph: fx.Graph) -> tuple[dict[str, list[_Region]], list[fx.Node]]:
+    regions: dict[str, list[_Region]] = {}
+    repeats: list[fx.Node] = []
+    current: _Region | None = None
+    for node in graph.nodes:
+        if node.target is _ENTER:
+            current = _Region(path=node.args[0].split(":", 1)[1], enter=node, leave=node, body=[])
+        elif node.target is _LEAVE:
+            if current is None or current.enter.args[0] != node.args[0]:
+                raise FoldMismatch(f"layer {node.args[0]} calls another folded layer")
+            current.leave = node
+            regions.setdefault(node.args[0].split(":", 1)[0], []).append(current)
+            current = None
+        elif node.target is _REPEAT:
+            repeats.append(node)
+        elif current is not None and node.op != "placeholder":
+            if node.op != "call_function" or _changes_memory(node):
+                raise FoldMismatch(f"{node.name} in {current.path} cannot be copied")
+            current.body.append(node)
+    return regions, repeats
+
+
+def _changes_memory(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def _relative(node: fx.Node, region: _Region, owned: Mapping[str, str]) -> str | None:
+    path = owned.get(node.name) if node.op == "placeholder" else None
+    if path is None or not path.startswith(region.path + "."):
+        return None
+    return path[len(region.path) :]
+
+
+def _check_equal(first: _Region, other: _Region, owned: Mapping[str, str]) -> None:
+    """Raise ``FoldMismatch`` unless both layers do the same, operator by operator."""
+    position_a = {node: index for index, node in enumerate(first.body)}
+    position_b = {node: index for index, node in enumerate(other.body)}
+
+    def plain(region: _Region, position: dict[fx.Node, int]) -> Callable[[fx.Node], Any]:
+        def name(node: fx.Node) -> Any:
+            if node in position:
+                return ("inside", position[node])
+            if node is region.enter:
+                return "enter"
+            return ("own", relative) if (relative := _relative(node, region, owned)) else ("outside", node.name)
+        return name
+
+    name_a, name_b = plain(first, position_a), plain(other, position_b)
+    pairs = [*zip(first.body, other.body, strict=False), (first.leave, other.leave)]
+    same = len(first.body) == len(other.body) and all(
+        a.target == b.target and
+        _named((a.args[1:] if a is first.leave else a.args, a.kwargs), name_a)
+        == _named((b.args[1:] if b is other.leave else b.args, b.kwargs), name_b) for a, b in pairs)
+    if not same:
+        raise FoldMismatch(f"{first.path} and {other.path} differ")
+
+
+def _named(value: Any, name: Callable[[fx.Node], Any]) -> str:
+    return repr(fx.node.map_arg(value, lambda node: _Name(name(node))))
+
+
+class _Name:
+    """A node's place, printed so that two argument lists can be compared as text."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"<{self.value}>"
+
+
+def _write_copy(graph: fx.Graph, repeat: fx.Node, template: _Region, path: str, owned: Mapping[str, str],
+                nodes: Mapping[str, fx.Node]) -> None:
+    inputs = repeat.args[1]
+    copies: dict[fx.Node, fx.Node] = {}
+
+    def copy_of(node: fx.Node) -> fx.Node:
+        if node in copies:
+            return copies[node]
+        relative = _relative(node, template, owned)
+        if relative is None:
+            return node
+        if path + relative not in nodes:
+            raise FoldMismatch(f"no parameter {path + relative}")
+        return nodes[path + relative]
+
+    with graph.inserting_before(repeat):
+        for node in template.body:
+            if node.args and node.args[0] is template.enter:
+                copies[node] = inputs[node.args[1]]  # type: ignore[index]
+                continue
+            copy = graph.create_node("call_function", node.target, fx.node.map_arg(node.args, copy_of),
+                                     fx.node.map_arg(node.kwargs, copy_of))
+            copy.meta = {key: value for key, value in node.meta.items() if key in ("val", "stack_trace")}
+            copy.meta["module"] = path + node.meta["module"][len(template.path) :]
+            copies[node] = copy
+    _forward_items(repeat, [copy_of(item) for item in template.leave.args[1]])  # type: ignore[union-attr]
+
+
+def _forward_items(node: fx.Node, values: Any) -> None:
+    """Replace each ``getitem(node, i)`` by ``values[i]`` and remove ``node``."""
+    for user in list(node.users):
+        user.replace_all_uses_with(values[user.args[1]])
+        user.graph.erase_node(user)
+    node.graph.erase_node(node)

@@ -1,0 +1,289 @@
+"""The model as data: operators and tensors in columns, immutable, in topological order.
+
+A graph has ``num_ops`` operators and ``num_tensors`` tensors. A tensor is produced by one operator, or by none if it
+is an input of the model, a parameter or a buffer. Every column is one array (or tuple) over all operators or tensors,
+so that 100,000 operators stay cheap to hold, copy and compute with:
+
+    op 0  aten.linear  reads tensors 0 (input), 1 (weight)   writes tensor 2
+    op 1  aten.relu    reads tensor  2                        writes tensor 3
+
+Graphs come from ``weft.model.trace`` (PyTorch), ``weft.model.onnx`` and ``weft.model.graph_file``; they are always
+functionalised: no operator changes a tensor in place. Costs in seconds are not here: ``weft.cost`` derives them.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.errors import ModelError
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+Bool = npt.NDArray[np.bool_]
+
+UNKNOWN_BATCH_DIM = -2
+"""In ``Graph.tensor_batch_dim``: the tracer did not look."""
+NO_BATCH_DIM = -1
+"""In ``Graph.tensor_batch_dim``: the tensor's shape does not depend on the batch size."""
+
+
+class TensorRole(enum.IntEnum):
+    """Where a tensor comes from."""
+
+    ACTIVATION = 0
+    INPUT = 1
+    PARAMETER = 2
+    BUFFER = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenCosts:
+    """What a graph file says about costs and placement itself, one entry per operator (or tensor)."""
+
+    times: tuple[Mapping[str, float] | None, ...]
+    """Seconds by device kind or device name, per operator."""
+    memory_bytes: tuple[int, ...]
+    """Bytes that an operator keeps resident on its device."""
+    allowed_kinds: tuple[tuple[str, ...] | None, ...]
+    """Device kinds (or names) that may run an operator; None means all."""
+    colocate: tuple[str | None, ...]
+    """Operators with the same text share a device."""
+    transfer_times: tuple[Mapping[str, float] | None, ...]
+    """Seconds by ordered device pair (``"d0>d1"``), per tensor."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Graph:
+    """A model's operators and tensors as immutable columns; see the module's docstring."""
+
+    name: str
+    """The model's name, for people."""
+    op_names: tuple[str, ...]
+    """Unique names, in topological order."""
+    op_kinds: tuple[str, ...]
+    """What the operator is, such as ``aten.addmm`` or ``Conv``."""
+    op_modules: tuple[str, ...]
+    """Path of the module that owns the operator, or ``""``."""
+    flops: F64
+    """Floating-point operations of the forward pass."""
+    bytes_read: F64
+    """Bytes read by the forward pass, parameters included; zero for views."""
+    bytes_written: F64
+    """Bytes written by the forward pass; zero for views."""
+    input_grad_flops: F64
+    """Operations of the backward pass that the gradient of the inputs needs; zero where there is no backward."""
+    input_grad_bytes: F64
+    """Bytes read and written by that part."""
+    weight_grad_flops: F64
+    """Operations of the backward pass that only the gradients of parameters need."""
+    weight_grad_bytes: F64
+    """Bytes read and written by that part."""
+    is_constant: Bool
+    """The operator depends on neither inputs nor parameters: any stage may compute it for itself."""
+    input_start: I64
+    """Operator ``i`` reads ``inputs[input_start[i]:input_start[i + 1]]``."""
+    inputs: I64
+    """Tensor ids, by operator."""
+    tensor_names: tuple[str, ...]
+    """Unique names; parameters and buffers by their path in the module."""
+    tensor_shapes: tuple[tuple[int, ...], ...]
+    """Shapes; ``()`` where unknown."""
+    tensor_dtypes: tuple[str, ...]
+    """Such as ``float32``; ``""`` where unknown."""
+    tensor_role: I64
+    """``TensorRole`` values."""
+    tensor_producer: I64
+    """The operator that writes the tensor, or -1."""
+    tensor_bytes: I64
+    """Size in bytes."""
+    tensor_base: I64
+    """The tensor whose memory this one is a view of, or -1."""
+    is_saved: Bool
+    """The tensor is kept from the forward to the backward pass."""
+    tensor_batch_dim: I64
+    """The dimension that grows with the batch, ``NO_BATCH_DIM`` or ``UNKNOWN_BATCH_DIM``."""
+    outputs: tuple[int, ...]
+    """Tensor ids that the model returns; for training the first is the scalar loss."""
+    tied: tuple[tuple[str, ...], ...] = ()
+    """Names that share one parameter; the first of each group is the name in ``tensor_names``."""
+    batch: int = 1
+    """Number of samples that all sizes and costs are for."""
+    has_backward: bool = False
+    """Backward costs are there (from the joint graph or by rule, see ``backward_source``)."""
+    backward_source: str = "none"
+    """``joint``: traced; ``rule``: by the documented rule; ``none``: inference only."""
+    given: GivenCosts | None = None
+    """Costs written in a graph file, or None."""
+    warnings: tuple[str, ...] = ()
+    """What the importer wants the user to know."""
+    sources: tuple[str, ...] = field(default=(), repr=False)
+    """Source line of each operator (``file.py:12``), or empty."""
+
+    @property
+    def num_ops(self) -> int:
+        """Return the number of operators."""
+        return len(self.op_names)
+
+    @property
+    def num_tensors(self) -> int:
+        """Return the number of tensors."""
+        return len(self.tensor_names)
+
+    def op_inputs(self, op: int) -> I64:
+        """Return the ids of the tensors that ``op`` reads."""
+        return self.inputs[self.input_start[op] : self.input_start[op + 1]]
+
+    def op_outputs(self, op: int) -> I64:
+        """Return the ids of the tensors that ``op`` writes."""
+        start, tensors = self.outputs_by_op
+        return tensors[start[op] : start[op + 1]]
+
+    @cached_property
+    def op_index(self) -> Mapping[str, int]:
+        """Return each operator's id by name."""
+        return {name: index for index, name in enumerate(self.op_names)}
+
+    @cached_property
+    def tensor_index(self) -> Mapping[str, int]:
+        """Return each tensor's id by name."""
+        return {name: index for index, name in enumerate(self.tensor_names)}
+
+    @cached_property
+    def outputs_by_op(self) -> tuple[I64, I64]:
+        """Return (start, tensors): operator ``i`` writes ``tensors[start[i]:start[i + 1]]``."""
+        produced = np.flatnonzero(self.tensor_producer >= 0)
+        order = produced[np.argsort(self.tensor_producer[produced], kind="stable")]
+        counts = np.bincount(self.tensor_producer[produced], minlength=self.num_ops)
+        return np.concatenate(([0], np.cumsum(counts))).astype(np.int64), order.astype(np.int64)
+
+    @cached_property
+    def consumer_op(self) -> I64:
+        """Return, for each entry of ``inputs``, the operator that reads it."""
+        return np.repeat(np.arange(self.num_ops, dtype=np.int64), np.diff(self.input_start))
+
+    @cached_property
+    def edges(self) -> I64:
+        """Return all (producer op, consumer op, tensor) rows, in consumer order."""
+        producer = self.tensor_producer[self.inputs]
+        keep = producer >= 0
+        return np.stack([producer[keep], self.consumer_op[keep], self.inputs[keep]], axis=1)
+
+    @cached_property
+    def parameters(self) -> I64:
+        """Return the ids of the parameter tensors."""
+        return np.flatnonzero(self.tensor_role == TensorRole.PARAMETER).astype(np.int64)
+
+    @cached_property
+    def needs_gradient(self) -> Bool:
+        """Return which tensors need a gradient in training: floating-point ones that depend on a parameter."""
+        is_float = np.asarray([dtype == "" or dtype.startswith(("float", "bfloat", "complex"))
+                               for dtype in self.tensor_dtypes], dtype=bool)
+        needs: Bool = (self.tensor_role == TensorRole.PARAMETER) & is_float
+        for op in range(self.num_ops):
+            if needs[self.op_inputs(op)].any():
+                produced = self.op_outputs(op)
+                needs[produced] = is_float[produced]
+        return needs
+
+    @cached_property
+    def memory_root(self) -> I64:
+        """Return for each tensor the one whose memory it lives in: itself, or what it is a view of."""
+        root: I64 = np.arange(self.num_tensors, dtype=np.int64)
+        for tensor in np.flatnonzero(self.tensor_base >= 0):
+            root[tensor] = root[self.tensor_base[tensor]]
+        return root
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Return the bytes of all parameters, shared ones counted once."""
+        return int(self.tensor_bytes[self.parameters].sum())
+
+    @cached_property
+    def digest(self) -> str:
+        """Return what identifies the model: names, kinds and wiring of operators, and the parameters' shapes.
+
+        It does not depend on the batch size or on sequence lengths, so that a plan stays valid for both.
+        """
+        parameters = [(self.tensor_names[t], self.tensor_shapes[t], self.tensor_dtypes[t]) for t in self.parameters]
+        given: Any = None
+        if self.given is not None:
+            given = [[_plain(item) for item in column] for column in
+                     (self.given.times, self.given.memory_bytes, self.given.allowed_kinds, self.given.colocate,
+                      self.given.transfer_times)]
+        content = [self.op_names, self.op_kinds, parameters, self.tied, given, self.outputs,
+                   self.tensor_names, self.inputs.tolist(), self.input_start.tolist()]
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plain(value: Any) -> Any:
+    return dict(value) if isinstance(value, Mapping) else value
+
+
+def check_graph(graph: Graph) -> None:
+    """Raise ``ModelError`` with every problem found: column lengths, references, order, unique names, sizes."""
+    problems = [*_length_problems(graph)] or [*_reference_problems(graph), *_value_problems(graph)]
+    if problems:
+        shown = "; ".join(problems[:20])
+        raise ModelError(f"graph {graph.name!r}: {shown}")
+
+
+_OP_COLUMNS = ("op_kinds", "op_modules", "flops", "bytes_read", "bytes_written", "input_grad_flops",
+               "input_grad_bytes", "weight_grad_flops", "weight_grad_bytes", "is_constant")
+_TENSOR_COLUMNS = ("tensor_shapes", "tensor_dtypes", "tensor_role", "tensor_producer", "tensor_bytes", "tensor_base",
+                   "is_saved", "tensor_batch_dim")
+
+
+def _length_problems(graph: Graph) -> list[str]:
+    problems = []
+    for columns, length in ((_OP_COLUMNS, graph.num_ops), (_TENSOR_COLUMNS, graph.num_tensors)):
+        for column in columns:
+            actual = len(getattr(graph, column))
+            if actual != length:
+                problems.append(f"column {column} has {actual} entries, not {length}")
+    if len(graph.input_start) != graph.num_ops + 1 or graph.input_start[0] != 0 or (
+            graph.input_start[-1] != len(graph.inputs)) or np.any(np.diff(graph.input_start) < 0):
+        problems.append("input_start does not divide inputs among the operators")
+    return problems
+
+
+def _reference_problems(graph: Graph) -> list[str]:
+    problems = []
+    for what, names in (("operator", graph.op_names), ("tensor", graph.tensor_names)):
+        if len(set(names)) != len(names):
+            double = next(name for name in names if names.count(name) > 1)
+            problems.append(f"two {what}s are named {double!r}")
+    for what, ids in (("inputs", graph.inputs), ("outputs", np.asarray(graph.outputs, dtype=np.int64))):
+        if len(ids) and (ids.min() < 0 or ids.max() >= graph.num_tensors):
+            problems.append(f"{what} names a tensor that does not exist")
+    producer = graph.tensor_producer
+    if len(producer) and (producer.max() >= graph.num_ops or producer.min() < -1):
+        problems.append("tensor_producer names an operator that does not exist")
+    if problems:
+        return problems
+    backward = graph.edges[graph.edges[:, 0] >= graph.edges[:, 1]] if len(graph.edges) else graph.edges
+    for source, target, _tensor in backward[:5]:
+        problems.append(f"operator {graph.op_names[target]!r} reads from {graph.op_names[source]!r}, which is not "
+                        "before it: operators must be in topological order")
+    return problems
+
+
+def _value_problems(graph: Graph) -> list[str]:
+    problems = []
+    for column in ("flops", "bytes_read", "bytes_written", "input_grad_flops", "input_grad_bytes", "weight_grad_flops",
+                   "weight_grad_bytes", "tensor_bytes"):
+        values = getattr(graph, column)
+        bad = np.flatnonzero(~np.isfinite(values) | (values < 0))
+        names = graph.tensor_names if column == "tensor_bytes" else graph.op_names
+        for index in bad[:3]:
+            problems.append(f"{column} of {names[index]!r} is {values[index]}: it must be zero or more and finite")
+    return problems

@@ -1,0 +1,292 @@
+"""Checkers: a plan that passes ``check_plan`` runs; a program that passes ``check_program`` cannot hang.
+
+``check_program`` looks at the instructions alone, whoever wrote them: every action exactly once and on its own rank,
+everything that a compute needs received or computed before it on its rank, every message sent after what it carries was
+computed, sends and receives between two ranks in the same order on both sides, collectives after the gradients they
+exchange, and progress under rendezvous: even if every send, receive and collective blocks its rank until the other side
+is at the same point, all ranks come to the end. Every problem is reported with its place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from weft.cluster.cluster import Cluster
+from weft.errors import NoFeasiblePlan
+from weft.model.graph import Graph
+from weft.plan.lower import lower
+from weft.plan.memory import MemoryAccount, account_memory
+from weft.plan.plan import Plan
+from weft.plan.program import Instruction, Op, Phase, Program
+from weft.plan.rendezvous import rendezvous_problems
+from weft.plan.structure import raise_problems, require_structure
+from weft.units import format_bytes
+
+_Key = tuple[str, int, int, int]
+"""What a rank has done: ("compute", instance, microbatch, phase) or ("receive", channel, microbatch, 0)."""
+
+
+def check_plan(plan: Plan, graph: Graph, cluster: Cluster) -> Program:
+    """Return the plan's program after all checks; raise ``PlanError``, or ``NoFeasiblePlan`` if memory is exceeded."""
+    require_structure(plan, graph, cluster)
+    program = lower(plan, graph)
+    check_program(program)
+    check_memory(program, cluster)
+    return program
+
+
+def check_program(program: Program) -> None:
+    """Raise ``PlanError`` with every problem of the instructions; see the module's docstring."""
+    problems = [*_column_problems(program)]
+    if not problems:
+        needs = _Needs(program)
+        for rank in range(program.num_ranks):
+            problems.extend(_rank_problems(program, needs, rank))
+        problems.extend(_pair_problems(program))
+        problems.extend(rendezvous_problems(program))
+    if problems:
+        raise_problems("the program", problems)
+
+
+def check_memory(program: Program, cluster: Cluster, account: MemoryAccount | None = None) -> None:
+    """Raise ``NoFeasiblePlan`` with what is missing on every device whose peak exceeds its capacity."""
+    account = account or account_memory(program)
+    lines = []
+    for rank, name in enumerate(program.rank_names):
+        capacity = cluster.devices[cluster.device_index[name]].memory_bytes
+        peak = account.peak(rank)
+        need = sum(peak.values())
+        if capacity is not None and need > capacity:
+            parts = ", ".join(f"{key} {format_bytes(value)}" for key, value in peak.items() if value)
+            lines.append(f"{name!r} needs {format_bytes(need)} but has {format_bytes(capacity)}: "
+                         f"{format_bytes(need - capacity)} too little ({parts})")
+    if lines:
+        shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more devices" if len(lines) > 8 else "")
+        raise NoFeasiblePlan(f"the plan does not fit: {shown}. "
+                             "Try more micro-batches, recomputation, another strategy, or more devices.")
+
+
+class _Needs:
+    """What each compute needs on its rank, from the program's tables."""
+
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self.used = [frozenset(channel.microbatches) for channel in program.channels]
+        self.handled = [frozenset(instance.microbatches) for instance in program.instances]
+        self.training = program.plan.model.mode == "training"
+        ranks = range(program.num_ranks)
+        self.instances_of: list[list[int]] = [[] for _ in ranks]
+        self.channels_of: list[list[int]] = [[] for _ in ranks]
+        self.buckets_of: list[list[int]] = [[] for _ in ranks]
+        for index, instance in enumerate(program.instances):
+            for rank in instance.ranks:
+                self.instances_of[rank].append(index)
+        for index, channel in enumerate(program.channels):
+            self.channels_of[channel.source].append(index)
+            self.channels_of[channel.target].append(index)
+        for index, bucket in enumerate(program.buckets):
+            for rank in bucket.ranks:
+                self.buckets_of[rank].append(index)
+        self.parameters = [frozenset(int(tensor) for op in ops for tensor in program.graph.op_inputs(int(op)))
+                           for ops in program.stage_ops]
+
+    def of_compute(self, item: Instruction, rank: int) -> Iterator[tuple[tuple[_Key, ...], str]]:
+        """Yield (any of these must be done before, words) for a compute instruction."""
+        program, microbatch = self.program, item.microbatch
+        instance = program.instances[item.instance]
+        forward = item.phase == Phase.F
+        if item.phase == Phase.W:
+            yield (("compute", item.instance, microbatch, Phase.I),), "its I"
+            return
+        if not forward:
+            yield (("compute", item.instance, microbatch, Phase.F),), "its F"
+        for channel in instance.forward_channels if forward else instance.gradient_channels:
+            if program.channels[channel].target == rank and microbatch in self.used[channel]:
+                yield (("receive", channel, microbatch, 0),), f"the receive of {self._channel_name(channel)}"
+        for other in instance.producers if forward else instance.consumers:
+            if rank in program.instances[other].ranks and microbatch in self.handled[other]:
+                phases = (Phase.F,) if forward else (Phase.B, Phase.I)
+                keys = tuple(("compute", other, microbatch, int(phase)) for phase in phases)
+                yield keys, f"{'/'.join(phase.name for phase in phases)} {program.instance_name(other)} mb {microbatch}"
+
+    def _channel_name(self, channel: int) -> str:
+        item = self.program.channels[channel]
+        consumers = "+".join(self.program.instance_name(index) for index in item.consumers)
+        what = "the gradient " if item.kind == "gradient" else ""
+        return f"{what}{self.program.instance_name(item.producer)}>{consumers}"
+
+    def of_send(self, channel_id: int, microbatch: int) -> tuple[_Key, ...]:
+        """Return the computes of which one must be done before the send."""
+        channel = self.program.channels[channel_id]
+        phases = (Phase.F,) if channel.kind == "activation" else (Phase.B, Phase.I)
+        return tuple(("compute", channel.producer, microbatch, int(phase)) for phase in phases)
+
+    def of_bucket(self, bucket_id: int, rank: int) -> Iterator[tuple[_Key, ...]]:
+        """Yield, for each backward that contributes on this rank, the computes of which one must be done."""
+        parameters = set(self.program.buckets[bucket_id].parameters)
+        for index in self.instances_of[rank]:
+            instance = self.program.instances[index]
+            if not parameters.isdisjoint(self.parameters[instance.stage]):
+                for microbatch in instance.microbatches:
+                    yield tuple(("compute", index, microbatch, int(phase)) for phase in (Phase.B, Phase.W))
+
+
+def _column_problems(program: Program) -> Iterator[str]:
+    tables = {Op.COMPUTE: ("instance", program.instance, len(program.instances)),
+              Op.SEND: ("channel", program.channel, len(program.channels)),
+              Op.RECV: ("channel", program.channel, len(program.channels)),
+              Op.COLLECTIVE: ("bucket", program.bucket, len(program.buckets))}
+    if len(program.op) and (program.op.max() > max(Op) or program.phase.max() > max(Phase)):
+        yield "an instruction has an unknown operation or phase code"
+        return
+    for op, (what, column, size) in tables.items():
+        chosen = column[program.op == op]
+        if len(chosen) and (chosen.min() < 0 or chosen.max() >= size):
+            yield f"a {op.name.lower()} instruction names a {what} that does not exist"
+
+
+def _rank_problems(program: Program, needs: _Needs, rank: int) -> Iterator[str]:
+    done: set[_Key] = set()
+    counts: Counter[tuple[object, ...]] = Counter()
+    ended = False
+    for item in program.instructions(rank):
+        if ended:
+            yield f"{program.place(item.index)}: stands after the optimizer step"
+        match item.op:
+            case Op.COMPUTE:
+                yield from _compute_problems(program, needs, rank, item, done)
+                key: _Key = ("compute", item.instance, item.microbatch, int(item.phase))
+            case Op.SEND | Op.RECV:
+                yield from _message_problems(program, needs, rank, item, done)
+                kind = "send" if item.op == Op.SEND else "receive"
+                key = (kind, item.channel, item.microbatch, 0)
+            case Op.COLLECTIVE:
+                yield from _collective_problems(program, needs, rank, item, done)
+                key = ("collective", item.bucket, -1, 0)
+            case Op.STEP:
+                ended = True
+                key = ("step", 0, 0, 0)
+        counts[key] += 1
+        if counts[key] == 2:
+            yield f"{program.place(item.index)}: is there more than once on this rank"
+        done.add(key)
+    yield from _missing_problems(program, needs, rank, done)
+
+
+def _compute_problems(program: Program, needs: _Needs, rank: int, item: Instruction,
+                      done: set[_Key]) -> Iterator[str]:
+    instance = program.instances[item.instance]
+    if rank not in instance.ranks:
+        yield f"{program.place(item.index)}: this stage runs on {_rank_list(program, instance.ranks)}"
+        return
+    if item.microbatch not in needs.handled[item.instance]:
+        yield f"{program.place(item.index)}: the stage does not handle micro-batch {item.microbatch}"
+        return
+    if item.phase != Phase.F and not needs.training:
+        yield f"{program.place(item.index)}: a backward in an inference program"
+        return
+    for keys, words in needs.of_compute(item, rank):
+        if not any(key in done for key in keys):
+            yield f"{program.place(item.index)}: comes before {words}, which it needs"
+
+
+def _message_problems(program: Program, needs: _Needs, rank: int, item: Instruction,
+                      done: set[_Key]) -> Iterator[str]:
+    channel = program.channels[item.channel]
+    side = channel.source if item.op == Op.SEND else channel.target
+    if side != rank:
+        verb = "leaves" if item.op == Op.SEND else "arrives at"
+        yield f"{program.place(item.index)}: is on the wrong rank; the message {verb} {_rank_list(program, (side,))}"
+    elif item.microbatch not in needs.used[item.channel]:
+        yield f"{program.place(item.index)}: the message is not used for micro-batch {item.microbatch}"
+    elif item.op == Op.SEND and not any(key in done for key in needs.of_send(item.channel, item.microbatch)):
+        producer = program.instance_name(channel.producer)
+        phase = "F" if channel.kind == "activation" else "backward"
+        yield f"{program.place(item.index)}: comes before {phase} {producer} mb {item.microbatch}, which makes it"
+
+
+def _collective_problems(program: Program, needs: _Needs, rank: int, item: Instruction,
+                         done: set[_Key]) -> Iterator[str]:
+    bucket = program.buckets[item.bucket]
+    if rank not in bucket.ranks:
+        yield f"{program.place(item.index)}: is on the wrong rank; its members are {_rank_list(program, bucket.ranks)}"
+        return
+    for keys in needs.of_bucket(item.bucket, rank):
+        if not any(key in done for key in keys):
+            _, index, microbatch, _ = keys[0]
+            name = program.instance_name(index)
+            yield f"{program.place(item.index)}: comes before the backward of {name} mb {microbatch}"
+            return
+
+
+def _missing_problems(program: Program, needs: _Needs, rank: int, done: set[_Key]) -> Iterator[str]:
+    where = f"rank {rank} ({program.rank_names[rank]})"
+    for index in needs.instances_of[rank]:
+        for microbatch in program.instances[index].microbatches:
+            phases = {phase for phase in Phase if ("compute", index, microbatch, int(phase)) in done}
+            yield from (f"{where}: {text} {program.instance_name(index)} mb {microbatch}"
+                        for text in _phase_problems(phases, needs.training))
+    for index in needs.channels_of[rank]:
+        channel = program.channels[index]
+        for kind, side in (("send", channel.source), ("receive", channel.target)):
+            if side == rank:
+                for microbatch in channel.microbatches:
+                    if (kind, index, microbatch, 0) not in done:
+                        name = program.instance_name(channel.producer)
+                        yield f"{where}: the {kind} of {channel.kind} from {name} mb {microbatch} is missing"
+    for index in needs.buckets_of[rank]:
+        if ("collective", index, -1, 0) not in done:
+            yield f"{where}: the {program.buckets[index].method} of gradient bucket {index} is missing"
+    if needs.training and program.plan.optimizer.kind != "none" and done and ("step", 0, 0, 0) not in done:
+        yield f"{where}: the optimizer step is missing"
+
+
+def _phase_problems(phases: set[Phase], training: bool) -> Iterator[str]:
+    if Phase.F not in phases:
+        yield "missing F of"
+    if not training:
+        return
+    if Phase.B in phases and phases & {Phase.I, Phase.W}:
+        yield "both B and I or W of"
+    elif Phase.B not in phases:
+        if Phase.I not in phases:
+            yield "missing backward (B, or I and W) of"
+        elif Phase.W not in phases:
+            yield "missing W of"
+
+
+def _pair_problems(program: Program) -> Iterator[str]:
+    """Yield a problem for each pair of ranks whose sends and receives are not in the same order on both sides."""
+    sent: dict[tuple[int, int], list[int]] = {}
+    received: dict[tuple[int, int], list[int]] = {}
+    ends = [(channel.source, channel.target) for channel in program.channels]
+    for table, op in ((sent, Op.SEND), (received, Op.RECV)):
+        chosen = np.flatnonzero(program.op == int(op))
+        for index, channel in zip(chosen.tolist(), program.channel[chosen].tolist(), strict=True):
+            table.setdefault(ends[channel], []).append(index)
+    for pair in sorted(sent.keys() | received.keys()):
+        yield from _sequence_problems(program, pair, sent.get(pair, []), received.get(pair, []))
+
+
+def _sequence_problems(program: Program, pair: tuple[int, int], sends: list[int], receives: list[int]) -> Iterator[str]:
+    length = min(len(sends), len(receives))
+    first, second = np.asarray(sends[:length], dtype=np.int64), np.asarray(receives[:length], dtype=np.int64)
+    differ = program.channel[first] != program.channel[second]
+    differ |= program.microbatch[first] != program.microbatch[second]
+    for at in np.flatnonzero(differ)[:1].tolist():
+        yield (f"ranks {pair[0]} and {pair[1]} disagree on the order of messages: {program.place(sends[at])} "
+               f"meets {program.place(receives[at])}")
+        return
+    if len(sends) != len(receives):
+        longer = sends if len(sends) > len(receives) else receives
+        extra = program.place(longer[min(len(sends), len(receives))])
+        yield (f"ranks {pair[0]} and {pair[1]}: {len(sends)} sends but {len(receives)} receives; "
+               f"without a partner: {extra}")
+
+
+def _rank_list(program: Program, ranks: tuple[int, ...]) -> str:
+    shown = ", ".join(f"rank {rank} ({program.rank_names[rank]})" for rank in ranks[:8])
+    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

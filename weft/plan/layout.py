@@ -1,0 +1,205 @@
+"""Who runs what, and what crosses between them: the instances, channels and buckets that a plan means.
+
+For every pair of stages in which one reads what the other writes, each pair of replicas with samples in common gets a
+channel from the producer's rank to the consumer's, or nothing where both are on one rank. Tensors that several stages
+on one rank read are sent there once. In training, gradients go the opposite way, one channel for each consumer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from weft.errors import PlanError
+from weft.model.graph import I64, NO_BATCH_DIM, Bool, Graph
+from weft.plan.plan import Plan, split_samples
+from weft.plan.program import Bucket, Channel, Instance
+from weft.plan.structure import stage_microbatches
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The tables of a program, without its instructions."""
+
+    stage_ops: tuple[I64, ...]
+    instances: tuple[Instance, ...]
+    channels: tuple[Channel, ...]
+    buckets: tuple[Bucket, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Flow:
+    """One tensor that one instance needs from another, for some samples and micro-batches."""
+
+    producer: int
+    consumer: int
+    tensor: int
+    samples: tuple[int, int]
+    whole: bool
+    microbatches: tuple[int, ...]
+
+
+def build_layout(plan: Plan, graph: Graph) -> Layout:
+    """Return the instances, channels and gradient buckets of a plan whose structure has been checked."""
+    stage_ops = tuple(np.sort(np.asarray([graph.op_index[op] for op in stage.ops], dtype=np.int64))
+                      for stage in plan.stages)
+    instances = _build_instances(plan)
+    flows = list(_find_flows(plan, graph, stage_ops, instances))
+    training = plan.model.mode == "training"
+    needs_gradient = graph.needs_gradient if training else np.zeros(graph.num_tensors, dtype=bool)
+    channels = [*_forward_channels(graph, instances, flows)]
+    if training:
+        channels.extend(_gradient_channels(graph, instances, [flow for flow in flows if needs_gradient[flow.tensor]]))
+    return Layout(stage_ops=stage_ops, instances=_link_instances(instances, flows, channels, needs_gradient),
+                  channels=tuple(channels), buckets=_build_buckets(plan, graph))
+
+
+def _build_instances(plan: Plan) -> list[Instance]:
+    rank_of = {device: rank for rank, device in enumerate(plan.cluster.devices)}
+    instances = []
+    for index, stage in enumerate(plan.stages):
+        counts = split_samples(plan.microbatch_size, tuple(item.share for item in stage.replicas))
+        first = 0
+        for number, (item, count) in enumerate(zip(stage.replicas, counts, strict=True)):
+            instances.append(Instance(
+                stage=index, replica=number, ranks=tuple(rank_of[device] for device in item.devices),
+                samples=(first, first + count), microbatches=stage_microbatches(plan, stage)))
+            first += count
+    return instances
+
+
+def stage_inputs(graph: Graph, ops: I64) -> I64:
+    """Return the tensors that a stage reads from other stages; constants are computed by each stage itself."""
+    inside = np.zeros(graph.num_ops, dtype=bool)
+    inside[ops] = True
+    read = np.unique(np.concatenate([graph.op_inputs(int(op)) for op in ops])) if len(ops) else ops
+    producer = graph.tensor_producer[read]
+    outside = (producer >= 0) & ~inside[producer] & ~graph.is_constant[producer]
+    return read[outside]
+
+
+def _find_flows(plan: Plan, graph: Graph, stage_ops: tuple[I64, ...], instances: list[Instance]) -> Iterator[_Flow]:
+    stages_of_op: dict[int, list[int]] = {}
+    for index, ops in enumerate(stage_ops):
+        for op in ops.tolist():
+            stages_of_op.setdefault(op, []).append(index)
+    by_stage: dict[int, list[int]] = {}
+    for index, instance in enumerate(instances):
+        by_stage.setdefault(instance.stage, []).append(index)
+    for consumer_stage, ops in enumerate(stage_ops):
+        for tensor in stage_inputs(graph, ops).tolist():
+            for producer_stage in stages_of_op[int(graph.tensor_producer[tensor])]:
+                for consumer in by_stage[consumer_stage]:
+                    yield from _pair_flows(graph, instances, by_stage[producer_stage], consumer, tensor)
+
+
+def _pair_flows(graph: Graph, instances: list[Instance], producers: list[int], consumer: int,
+                tensor: int) -> Iterator[_Flow]:
+    target = instances[consumer]
+    source = instances[producers[0]]
+    handled = set(source.microbatches)
+    microbatches = tuple(item for item in target.microbatches if item in handled)
+    if not microbatches:
+        return
+    for producer in producers:
+        source = instances[producer]
+        if source.samples == target.samples:
+            yield _Flow(producer, consumer, tensor, target.samples, True, microbatches)
+            return
+    if graph.tensor_batch_dim[tensor] == NO_BATCH_DIM:
+        owner = next(item for item in producers
+                     if instances[item].samples[0] <= target.samples[0] < instances[item].samples[1])
+        yield _Flow(owner, consumer, tensor, target.samples, True, microbatches)
+        return
+    if graph.tensor_batch_dim[tensor] != 0:
+        raise PlanError(
+            f"tensor {graph.tensor_names[tensor]!r} goes between stages whose replicas divide the samples differently, "
+            "but its first dimension is not known to be the batch. Trace the model with batch dimensions, or give both "
+            "stages the same replica shares")
+    for producer in producers:
+        source = instances[producer]
+        low, high = max(source.samples[0], target.samples[0]), min(source.samples[1], target.samples[1])
+        if low < high:
+            yield _Flow(producer, consumer, tensor, (low, high), False, microbatches)
+
+
+def _bytes_of(graph: Graph, tensors: tuple[int, ...], num_samples: int) -> int:
+    ids = np.asarray(tensors, dtype=np.int64)
+    batched = graph.tensor_batch_dim[ids] != NO_BATCH_DIM
+    sizes = graph.tensor_bytes[ids]
+    return int(np.where(batched, sizes * num_samples // graph.batch, sizes).sum())
+
+
+def _forward_channels(graph: Graph, instances: list[Instance], flows: list[_Flow]) -> Iterator[Channel]:
+    needed: dict[tuple[int, int, int, tuple[int, int], bool, tuple[int, ...]], dict[int, list[int]]] = {}
+    for flow in flows:
+        source_ranks = instances[flow.producer].ranks
+        for position, target in enumerate(instances[flow.consumer].ranks):
+            if target not in source_ranks:
+                source = source_ranks[position % len(source_ranks)]
+                key = (flow.producer, source, target, flow.samples, flow.whole, flow.microbatches)
+                needed.setdefault(key, {}).setdefault(flow.tensor, []).append(flow.consumer)
+    for (producer, source, target, samples, whole, microbatches), consumers_of in needed.items():
+        grouped: dict[tuple[int, ...], list[int]] = {}
+        for tensor, consumers in consumers_of.items():
+            grouped.setdefault(tuple(sorted(set(consumers))), []).append(tensor)
+        for consumer_ids, members in grouped.items():
+            yield _channel(graph, "activation", producer, consumer_ids, source, target, tuple(sorted(members)), samples,
+                           whole, microbatches)
+
+
+def _gradient_channels(graph: Graph, instances: list[Instance], flows: list[_Flow]) -> Iterator[Channel]:
+    needed: dict[tuple[int, int, int, int, tuple[int, int], bool, tuple[int, ...]], list[int]] = {}
+    for flow in flows:
+        consumer_ranks = instances[flow.consumer].ranks
+        for position, target in enumerate(instances[flow.producer].ranks):
+            if target not in consumer_ranks:
+                source = consumer_ranks[position % len(consumer_ranks)]
+                key = (flow.consumer, flow.producer, source, target, flow.samples, flow.whole, flow.microbatches)
+                needed.setdefault(key, []).append(flow.tensor)
+    for (consumer, producer, source, target, samples, whole, microbatches), tensors in needed.items():
+        yield _channel(graph, "gradient", consumer, (producer,), source, target, tuple(sorted(tensors)), samples, whole,
+                       microbatches)
+
+
+def _channel(graph: Graph, kind: Literal["activation", "gradient"], producer: int, consumers: tuple[int, ...],
+             source: int, target: int, tensors: tuple[int, ...], samples: tuple[int, int], whole: bool,
+             microbatches: tuple[int, ...]) -> Channel:
+    return Channel(kind=kind, producer=producer, consumers=consumers, source=source, target=target, tensors=tensors,
+                   samples=samples, whole=whole, microbatches=microbatches,
+                   num_bytes=_bytes_of(graph, tensors, samples[1] - samples[0]))
+
+
+def _link_instances(instances: list[Instance], flows: list[_Flow], channels: list[Channel],
+                    needs_gradient: Bool) -> tuple[Instance, ...]:
+    forward: list[list[int]] = [[] for _ in instances]
+    gradient: list[list[int]] = [[] for _ in instances]
+    for index, channel in enumerate(channels):
+        for consumer in channel.consumers:
+            (forward if channel.kind == "activation" else gradient)[consumer].append(index)
+    producers: list[set[int]] = [set() for _ in instances]
+    consumers: list[set[int]] = [set() for _ in instances]
+    for flow in flows:
+        producers[flow.consumer].add(flow.producer)
+        if needs_gradient[flow.tensor]:
+            consumers[flow.producer].add(flow.consumer)
+    return tuple(
+        replace(instance, forward_channels=tuple(forward[index]), gradient_channels=tuple(gradient[index]),
+                producers=tuple(sorted(producers[index])), consumers=tuple(sorted(consumers[index])))
+        for index, instance in enumerate(instances))
+
+
+def _build_buckets(plan: Plan, graph: Graph) -> tuple[Bucket, ...]:
+    rank_of = {device: rank for rank, device in enumerate(plan.cluster.devices)}
+    buckets = []
+    for exchange in plan.gradients:
+        if len(exchange.devices) < 2:
+            continue
+        tensors = tuple(graph.tensor_index[name] for name in exchange.parameters)
+        buckets.append(Bucket(
+            parameters=tensors, method=exchange.method, ranks=tuple(sorted(rank_of[name] for name in exchange.devices)),
+            num_bytes=int(graph.tensor_bytes[list(tensors)].sum())))
+    return tuple(buckets)

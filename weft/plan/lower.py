@@ -1,0 +1,208 @@
+"""From a plan to the program it means, by playing the plan once with its own predicted times.
+
+Compute actions are played in each device's order; when an action ends, it is written to its rank, and right after it
+each message that it produces is written to both sides at once, as a send on one rank and a receive on the other. So all
+lists are cuts of one global sequence, in which a send and its receive are one event: no two ranks can wait for each
+other, whatever the transport buffers and however long things really take. A receive comes before the compute that was
+still running when the message was sent, so it is posted early and moves data beside that compute.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from weft.model.graph import Graph
+from weft.plan.layout import Layout, build_layout
+from weft.plan.plan import Plan
+from weft.plan.program import Op, Phase, Program
+from weft.plan.structure import parse_action, raise_problems, require_structure
+
+DEFAULT_TIMES: Final = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
+"""Used for phases that ``Replica.times`` does not give."""
+
+
+def lower(plan: Plan, graph: Graph) -> Program:
+    """Return the program of all ranks; raise ``PlanError`` if the plan is not sound or its orders block each other.
+
+    The result depends on the plan and the graph alone, so what is simulated is what runs.
+    """
+    require_structure(plan, graph)
+    layout = build_layout(plan, graph)
+    player = _Player(plan, graph, layout)
+    player.play()
+    return _pack(plan, graph, layout, player.lists)
+
+
+class _Player:
+    """Plays the compute actions in order of their end times and writes the instruction lists."""
+
+    def __init__(self, plan: Plan, graph: Graph, layout: Layout) -> None:
+        self.plan, self.layout = plan, layout
+        self.lists: list[list[tuple[int, int, int, int, int, int]]] = [[] for _ in plan.cluster.devices]
+        self.queues = _action_queues(plan, layout)
+        self.head = [0] * len(self.queues)
+        self.durations = _durations(plan, layout)
+        self.done: set[tuple[int, Phase, int]] = set()
+        self.started: set[tuple[int, Phase, int]] = set()
+        self.waiting: dict[tuple[int, Phase, int], list[tuple[int, Phase, int]]] = {}
+        self.heap: list[tuple[float, int, tuple[int, Phase, int]]] = []
+        self.outgoing = _outgoing(layout)
+        self.handled = [frozenset(item.microbatches) for item in layout.instances]
+        self.used = [frozenset(channel.microbatches) for channel in layout.channels]
+        self.split = {(index, microbatch) for queue in self.queues for index, phase, microbatch in queue
+                      if phase == Phase.I}
+        self.pending, self.buckets_of = _bucket_counts(plan, graph, layout)
+
+    def play(self) -> None:
+        """Play everything, then append the optimizer step of each rank."""
+        for rank in range(len(self.queues)):
+            self._try_start(rank, 0.0)
+        while self.heap:
+            now, _, action = heapq.heappop(self.heap)
+            self._finish(action)
+            for rank in self.layout.instances[action[0]].ranks:
+                self.head[rank] += 1
+            for rank in self.layout.instances[action[0]].ranks:
+                self._try_start(rank, now)
+            for blocked in self.waiting.pop(action, ()):
+                self._try_start(self.layout.instances[blocked[0]].ranks[0], now)
+        if any(self.head[rank] < len(queue) for rank, queue in enumerate(self.queues)):
+            raise_problems("the plan", self._blocked())
+        if self.plan.model.mode == "training" and self.plan.optimizer.kind != "none":
+            for items in self.lists:
+                if items:
+                    items.append((Op.STEP, -1, -1, 0, -1, -1))
+
+    def _try_start(self, rank: int, now: float) -> None:
+        if self.head[rank] >= len(self.queues[rank]):
+            return
+        action = self.queues[rank][self.head[rank]]
+        ranks = self.layout.instances[action[0]].ranks
+        if action in self.started or any(self._head_of(other) != action for other in ranks):
+            return
+        for needed in self._needs(action):
+            if needed not in self.done:
+                self.waiting.setdefault(needed, []).append(action)
+                return
+        self.started.add(action)
+        end = now + self.durations[action[0]][action[1]]
+        heapq.heappush(self.heap, (end, len(self.started), action))
+
+    def _head_of(self, rank: int) -> tuple[int, Phase, int] | None:
+        queue = self.queues[rank]
+        return queue[self.head[rank]] if self.head[rank] < len(queue) else None
+
+    def _needs(self, action: tuple[int, Phase, int]) -> Iterator[tuple[int, Phase, int]]:
+        """Yield the actions that must be done before this one."""
+        index, phase, microbatch = action
+        instance = self.layout.instances[index]
+        if phase == Phase.F:
+            for producer in instance.producers:
+                if microbatch in self.handled[producer]:
+                    yield producer, Phase.F, microbatch
+        elif phase == Phase.W:
+            yield index, Phase.I, microbatch
+        else:
+            yield index, Phase.F, microbatch
+            for consumer in instance.consumers:
+                if microbatch in self.handled[consumer]:
+                    split = (consumer, microbatch) in self.split
+                    yield consumer, Phase.I if split else Phase.B, microbatch
+
+    def _finish(self, action: tuple[int, Phase, int]) -> None:
+        """Write the compute, the messages it produces, and the collectives it completes."""
+        index, phase, microbatch = action
+        self.done.add(action)
+        for rank in self.layout.instances[index].ranks:
+            self.lists[rank].append((Op.COMPUTE, index, microbatch, phase, -1, -1))
+        if phase != Phase.W:
+            for channel_id in self.outgoing[index][phase == Phase.F]:
+                channel = self.layout.channels[channel_id]
+                if microbatch in self.used[channel_id]:
+                    self.lists[channel.source].append((Op.SEND, -1, microbatch, 0, channel_id, -1))
+                    self.lists[channel.target].append((Op.RECV, -1, microbatch, 0, channel_id, -1))
+        if phase in (Phase.B, Phase.W):
+            for bucket in self.buckets_of.get(index, ()):
+                self.pending[bucket] -= 1
+                if self.pending[bucket] == 0:
+                    for rank in self.layout.buckets[bucket].ranks:
+                        self.lists[rank].append((Op.COLLECTIVE, -1, -1, 0, -1, bucket))
+
+    def _blocked(self) -> list[str]:
+        """Return one line for each device that cannot go on."""
+        names = [self.plan.stages[item.stage].name for item in self.layout.instances]
+        problems = []
+        for rank, queue in enumerate(self.queues):
+            if self.head[rank] >= len(queue):
+                continue
+            action = queue[self.head[rank]]
+            missing = [needed for needed in self._needs(action) if needed not in self.done]
+            reason = ", ".join(f"{names[index]}:{phase.name}:{microbatch}" for index, phase, microbatch in missing)
+            reason = reason or "the other devices of its group"
+            device = self.plan.cluster.devices[rank]
+            problems.append(f"order.{device}[{self.head[rank]}]: {names[action[0]]}:{action[1].name}:{action[2]} waits "
+                            f"for {reason}, which never comes: the orders of the devices block each other")
+        return problems
+
+
+def _action_queues(plan: Plan, layout: Layout) -> list[list[tuple[int, Phase, int]]]:
+    instance_of = {(plan.stages[item.stage].name, rank): index
+                   for index, item in enumerate(layout.instances) for rank in item.ranks}
+    queues = []
+    for rank, device in enumerate(plan.cluster.devices):
+        queue = []
+        for token in plan.order.get(device, ()):
+            action = parse_action(token)
+            assert action is not None, "structure was checked"
+            name, phase, microbatch = action
+            queue.append((instance_of[name, rank], Phase[phase], microbatch))
+        queues.append(queue)
+    return queues
+
+
+def _durations(plan: Plan, layout: Layout) -> list[dict[Phase, float]]:
+    result = []
+    for item in layout.instances:
+        times = plan.stages[item.stage].replicas[item.replica].times
+        result.append({phase: times.get(phase.name, DEFAULT_TIMES[phase.name]) for phase in Phase})
+    return result
+
+
+def _outgoing(layout: Layout) -> list[tuple[list[int], list[int]]]:
+    """Return, for each instance, the channels that leave after its backward and those after its forward."""
+    result: list[tuple[list[int], list[int]]] = [([], []) for _ in layout.instances]
+    for index, channel in enumerate(layout.channels):
+        result[channel.producer][channel.kind == "activation"].append(index)
+    return result
+
+
+def _bucket_counts(plan: Plan, graph: Graph, layout: Layout) -> tuple[list[int], dict[int, list[int]]]:
+    """Return how many backward actions each bucket waits for, and the buckets that each instance contributes to."""
+    bucket_of = {tensor: index for index, bucket in enumerate(layout.buckets) for tensor in bucket.parameters}
+    pending = [0] * len(layout.buckets)
+    buckets_of: dict[int, list[int]] = {}
+    if not bucket_of:
+        return pending, buckets_of
+    of_stage: list[list[int]] = []
+    for ops in layout.stage_ops:
+        read = {int(tensor) for op in ops for tensor in graph.op_inputs(int(op))}
+        of_stage.append(sorted({bucket_of[tensor] for tensor in read if tensor in bucket_of}))
+    for index, item in enumerate(layout.instances):
+        buckets_of[index] = of_stage[item.stage]
+        for bucket in of_stage[item.stage]:
+            pending[bucket] += len(item.microbatches)
+    return pending, buckets_of
+
+
+def _pack(plan: Plan, graph: Graph, layout: Layout, lists: list[list[tuple[int, int, int, int, int, int]]]) -> Program:
+    rows = np.asarray([row for items in lists for row in items], dtype=np.int32).reshape(-1, 6)
+    rank_start = np.concatenate(([0], np.cumsum([len(items) for items in lists]))).astype(np.int64)
+    return Program(
+        plan=plan, graph=graph, stage_ops=layout.stage_ops, instances=layout.instances, channels=layout.channels,
+        buckets=layout.buckets, rank_start=rank_start, op=rows[:, 0].astype(np.uint8), instance=rows[:, 1].copy(),
+        microbatch=rows[:, 2].copy(), phase=rows[:, 3].astype(np.uint8), channel=rows[:, 4].copy(),
+        bucket=rows[:, 5].copy())

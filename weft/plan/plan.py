@@ -1,0 +1,209 @@
+"""The plan: which device does which part of the model, how, and in which order. A reviewable, versioned JSON file.
+
+A plan has *stages*, convex sets of operators. Each stage has one or more *replicas*; a replica is a group of devices
+that processes its share of the samples of every micro-batch. Two stages may hold the same operators for different
+micro-batches (opposite pipelines), and a device may serve many stages (interleaving). ``order`` gives each device its
+actions: ``"s0:F:2"`` is stage ``s0``, forward, micro-batch 2; phases are ``F`` forward, ``B`` whole backward, or ``I``
+and ``W``, the backward split into gradients of inputs and gradients of weights.
+
+``weft.plan.lower`` turns a plan into the program that is simulated and run; ``weft.plan.check`` says what is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from os import PathLike
+from typing import Any, Final, Literal
+
+from weft.errors import PlanError
+from weft.files import check_header, decode, encode, load_json, write_atomic
+
+FORMAT: Final = "weft.plan"
+VERSION: Final = 1
+
+Mode = Literal["training", "inference"]
+GradientMethod = Literal["all_reduce", "parameter_server", "sufficient_factors"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRef:
+    """The model that a plan is for."""
+
+    name: str
+    digest: str
+    """``Graph.digest`` of the traced model: a plan is refused for any other."""
+    mode: Mode = "training"
+    batch: int
+    """Samples in one step, over all micro-batches and replicas."""
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterRef:
+    """The cluster that a plan is for; rank ``i`` of a run is ``devices[i]``."""
+
+    digest: str
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """A group of devices that runs a stage for its share of every micro-batch."""
+
+    devices: tuple[str, ...]
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Axes of the group, such as ``{"tensor": 2}``; their product is the number of devices. Empty for one device."""
+    share: float = 1.0
+    """Part of each micro-batch's samples; the shares of a stage add up to 1."""
+    times: Mapping[str, float] = field(default_factory=dict)
+    """Predicted seconds by phase for one micro-batch. They order communication when the plan is lowered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorSharding:
+    """How one tensor is laid over the axes of a replica's mesh."""
+
+    dims: tuple[str | None, ...] = ()
+    """For each dimension the axis that splits it, or null."""
+    partial: tuple[str, ...] = ()
+    """Axes over which the tensor is a sum still to be taken."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """A convex set of operators and the replicas that run it."""
+
+    name: str
+    ops: tuple[str, ...]
+    replicas: tuple[Replica, ...]
+    modules: tuple[str, ...] = ()
+    """The modules these operators belong to, for the reader."""
+    microbatches: tuple[int, ...] | None = None
+    """The micro-batches this stage handles; null for all."""
+    sharding: Mapping[str, TensorSharding] = field(default_factory=dict)
+    """By tensor name; tensors that are not named are whole on every device of the replica."""
+    recompute: bool = False
+    """Keep only the stage's inputs and run the forward again before the backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientExchange:
+    """How the gradients of some parameters become equal on all devices that hold them."""
+
+    parameters: tuple[str, ...]
+    method: GradientMethod = "all_reduce"
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimizer:
+    """What happens to the parameters after the gradients are there."""
+
+    kind: Literal["none", "sgd", "adam", "adamw"] = "adamw"
+    lr: float = 1e-3
+    sharded: bool = False
+    """Each of the devices that hold a parameter keeps only its part of the optimizer's state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchInfo:
+    """Who made the plan, and how good it is known to be."""
+
+    by: str
+    status: Literal["optimal", "feasible", "heuristic"] = "heuristic"
+    step_time: float | None = None
+    bound: float | None = None
+    """No plan of this kind can be faster than this many seconds; null where nothing is known."""
+    seed: int = 0
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A whole plan; see the module's docstring."""
+
+    model: ModelRef
+    cluster: ClusterRef
+    microbatches: int
+    stages: tuple[Stage, ...]
+    order: Mapping[str, tuple[str, ...]]
+    gradients: tuple[GradientExchange, ...] = ()
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    search: SearchInfo = field(default_factory=lambda: SearchInfo(by="hand"))
+
+    @property
+    def microbatch_size(self) -> int:
+        """Return the samples of one micro-batch."""
+        return self.model.batch // self.microbatches
+
+
+def parse_plan(value: Any, *, where: str = "plan") -> Plan:
+    """Return the plan in the plain JSON value; raise ``PlanError`` with the path of every field that does not fit."""
+    body = check_header(value, format_name=FORMAT, version=VERSION, where=where, error=PlanError)
+    return decode(Plan, body, where=where, error=PlanError)
+
+
+def load_plan(path: str | PathLike[str]) -> Plan:
+    """Return the plan in the file."""
+    return parse_plan(load_json(path, error=PlanError), where=str(path))
+
+
+def plan_to_json(plan: Plan) -> dict[str, Any]:
+    """Return the plan as plain JSON values."""
+    return {"format": FORMAT, "version": VERSION, **encode(plan)}
+
+
+def save_plan(plan: Plan, path: str | PathLike[str]) -> None:
+    """Write the plan to the file, whole or not at all."""
+    write_atomic(path, format_plan(plan))
+
+
+def format_plan(plan: Plan) -> str:
+    """Return the plan file's text: one line per short list or object, indented where it is long."""
+    return _format(plan_to_json(plan), "") + "\n"
+
+
+def _format(value: Any, indent: str) -> str:
+    flat = json.dumps(value, ensure_ascii=True, allow_nan=False)
+    if len(flat) + len(indent) <= 118 or not isinstance(value, dict | list):
+        return flat
+    inner = indent + " "
+    if isinstance(value, dict):
+        items = [f"{inner}{json.dumps(key)}: {_format(item, inner)}" for key, item in value.items()]
+        return "{\n" + ",\n".join(items) + f"\n{indent}}}"
+    if all(isinstance(item, str | int | float | None) for item in value):
+        return "[\n" + ",\n".join(_wrap([json.dumps(item) for item in value], inner)) + f"\n{indent}]"
+    return "[\n" + ",\n".join(inner + _format(item, inner) for item in value) + f"\n{indent}]"
+
+
+def _wrap(items: list[str], indent: str) -> list[str]:
+    lines: list[str] = []
+    line = ""
+    for item in items:
+        if line and len(indent) + len(line) + 2 + len(item) > 118:
+            lines.append(indent + line)
+            line = ""
+        line = f"{line}, {item}" if line else item
+    return [*lines, indent + line]
+
+
+def with_search(plan: Plan, **changes: Any) -> Plan:
+    """Return the plan with some fields of ``search`` replaced."""
+    return replace(plan, search=replace(plan.search, **changes))
+
+
+def split_samples(num_samples: int, shares: tuple[float, ...]) -> tuple[int, ...]:
+    """Return whole samples for each share, adding up to ``num_samples`` (largest remainder first, ties to the first).
+
+    >>> split_samples(8, (0.75, 0.25))
+    (6, 2)
+    """
+    total = sum(shares)
+    exact = [num_samples * share / total for share in shares]
+    counts = [int(value + 1e-9) for value in exact]
+    by_remainder = sorted(range(len(shares)), key=lambda index: (counts[index] - exact[index], index))
+    for index in by_remainder[: num_samples - sum(counts)]:
+        counts[index] += 1
+    return tuple(counts)

@@ -1,0 +1,220 @@
+"""The program: per rank, the list of instructions that a plan means. The simulator times it, the runtime executes it.
+
+All instructions of all ranks lie in columns, rank after rank, so that a million of them stay cheap; ``instructions``
+gives those of one rank as objects. What instructions refer to is in four tables:
+
+- ``instances``: one replica of one stage on its ranks;
+- ``channels``: tensors that go from one instance to a rank, forward (activations) or backward (their gradients);
+- ``buckets``: parameters whose gradients are exchanged together among ranks.
+
+Semantics. A rank issues its instructions in order. A compute instruction runs when the compute before it is done and
+all tensors it needs have arrived. A send, receive or collective is issued when the compute before it in the list is
+done, and then proceeds beside later compute; a send and its receive move data together, a collective starts when all
+members have issued it. ``weft.plan.check`` demands more, so that a program is safe on any transport: it must make
+progress even if every send, receive and collective blocks its rank until the other side is there (rendezvous).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.model.graph import I64, Graph
+from weft.plan.plan import GradientMethod, Plan
+
+I32 = npt.NDArray[np.int32]
+U8 = npt.NDArray[np.uint8]
+
+
+class Op(enum.IntEnum):
+    """What an instruction does."""
+
+    COMPUTE = 0
+    SEND = 1
+    RECV = 2
+    COLLECTIVE = 3
+    STEP = 4
+
+
+class Phase(enum.IntEnum):
+    """Which part of the work a compute instruction does."""
+
+    F = 0
+    """Forward."""
+    B = 1
+    """Whole backward."""
+    I = 2  # noqa: E741 - the upstream spelling of schedules
+    """Backward: gradients of the inputs."""
+    W = 3
+    """Backward: gradients of the weights."""
+
+
+_OPS = tuple(Op)
+_PHASES = tuple(Phase)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instance:
+    """One replica of one stage."""
+
+    stage: int
+    """Index into ``Plan.stages``."""
+    replica: int
+    """Index into ``Stage.replicas``."""
+    ranks: tuple[int, ...]
+    samples: tuple[int, int]
+    """First and last-plus-one sample of each micro-batch."""
+    microbatches: tuple[int, ...]
+    forward_channels: tuple[int, ...] = ()
+    """Channels that must have been received before its forward, for the micro-batches they are used for."""
+    gradient_channels: tuple[int, ...] = ()
+    """Channels that must have been received before its backward, likewise."""
+    producers: tuple[int, ...] = ()
+    """All instances, on any rank, whose forward feeds this one's."""
+    consumers: tuple[int, ...] = ()
+    """All instances, on any rank, whose backward feeds this one's (training)."""
+
+    @property
+    def num_samples(self) -> int:
+        """Return the samples this instance processes of each micro-batch."""
+        return self.samples[1] - self.samples[0]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Channel:
+    """Tensors that one instance sends to one rank, once for each micro-batch."""
+
+    kind: Literal["activation", "gradient"]
+    producer: int
+    """The instance that computes what is sent."""
+    consumers: tuple[int, ...]
+    """The instances that need it, all on rank ``target``."""
+    source: int
+    """The sending rank."""
+    target: int
+    """The receiving rank."""
+    tensors: tuple[int, ...]
+    """Tensor ids in the graph, in the order they are sent."""
+    samples: tuple[int, int]
+    """The samples of the micro-batch that are sent."""
+    whole: bool
+    """The tensors are sent as they are; else the rows of ``samples`` are cut out along dimension 0."""
+    microbatches: tuple[int, ...]
+    """The micro-batches it is used for."""
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parameters whose gradients are exchanged among some ranks in one collective."""
+
+    parameters: tuple[int, ...]
+    """Tensor ids in the graph."""
+    method: GradientMethod
+    ranks: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruction:
+    """One instruction of one rank, as an object."""
+
+    index: int
+    """Position in the program's columns."""
+    op: Op
+    instance: int = -1
+    microbatch: int = -1
+    phase: Phase = Phase.F
+    channel: int = -1
+    bucket: int = -1
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program:
+    """The instructions of all ranks in columns, and the tables they refer to; see the module's docstring."""
+
+    plan: Plan
+    graph: Graph
+    stage_ops: tuple[I64, ...]
+    """Operator ids of each stage."""
+    instances: tuple[Instance, ...]
+    channels: tuple[Channel, ...]
+    buckets: tuple[Bucket, ...]
+    rank_start: I64
+    """Rank ``r`` has the instructions ``rank_start[r]`` up to ``rank_start[r + 1]``."""
+    op: U8
+    instance: I32
+    microbatch: I32
+    phase: U8
+    channel: I32
+    bucket: I32
+
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks."""
+        return len(self.rank_start) - 1
+
+    @property
+    def num_instructions(self) -> int:
+        """Return the number of instructions over all ranks."""
+        return len(self.op)
+
+    @property
+    def rank_names(self) -> tuple[str, ...]:
+        """Return the device name of each rank."""
+        return self.plan.cluster.devices
+
+    def rank_of(self) -> I64:
+        """Return each instruction's rank."""
+        return np.repeat(np.arange(self.num_ranks, dtype=np.int64), np.diff(self.rank_start))
+
+    def instruction(self, index: int) -> Instruction:
+        """Return one instruction as an object."""
+        return Instruction(
+            index=index, op=Op(int(self.op[index])), instance=int(self.instance[index]),
+            microbatch=int(self.microbatch[index]), phase=Phase(int(self.phase[index])),
+            channel=int(self.channel[index]), bucket=int(self.bucket[index]))
+
+    def instructions(self, rank: int) -> Iterator[Instruction]:
+        """Yield the instructions of ``rank`` in order."""
+        first, last = int(self.rank_start[rank]), int(self.rank_start[rank + 1])
+        columns = (self.op, self.instance, self.microbatch, self.phase, self.channel, self.bucket)
+        rows = zip(*(column[first:last].tolist() for column in columns), strict=True)
+        for index, (op, instance, microbatch, phase, channel, bucket) in enumerate(rows, first):
+            yield Instruction(index=index, op=_OPS[op], instance=instance, microbatch=microbatch, phase=_PHASES[phase],
+                              channel=channel, bucket=bucket)
+
+    def instance_name(self, instance: int) -> str:
+        """Return the stage's name, with the replica's number where there are several."""
+        item = self.instances[instance]
+        stage = self.plan.stages[item.stage]
+        return stage.name if len(stage.replicas) == 1 else f"{stage.name}.{item.replica}"
+
+    def label(self, index: int) -> str:
+        """Return what an instruction does, for people: ``F s0 mb 3``, ``send s0>s1 mb 3``, ``adamw step``."""
+        item = self.instruction(index)
+        match item.op:
+            case Op.COMPUTE:
+                return f"{item.phase.name} {self.instance_name(item.instance)} mb {item.microbatch}"
+            case Op.SEND | Op.RECV:
+                channel = self.channels[item.channel]
+                what = "grad " if channel.kind == "gradient" else ""
+                consumers = "+".join(self.instance_name(consumer) for consumer in channel.consumers)
+                return (f"{item.op.name.lower()} {what}{self.instance_name(channel.producer)}>{consumers} "
+                        f"mb {item.microbatch}")
+            case Op.COLLECTIVE:
+                bucket = self.buckets[item.bucket]
+                return f"{bucket.method} {len(bucket.parameters)} parameters"
+            case Op.STEP:
+                return f"{self.plan.optimizer.kind} step"
+
+    def place(self, index: int) -> str:
+        """Return where an instruction is, for messages: ``rank 1 (a1), instruction 7: F s1 mb 0``."""
+        rank = int(np.searchsorted(self.rank_start, index, side="right")) - 1
+        position = index - int(self.rank_start[rank])
+        return f"rank {rank} ({self.rank_names[rank]}), instruction {position}: {self.label(index)}"

@@ -1,0 +1,348 @@
+"""What must hold of a plan before it can be lowered; every problem is named with its path in the plan file.
+
+Names and references, coverage (each operator exactly once for each micro-batch), convex stages (no cycle among them),
+shares and sample counts, the actions of each device exactly once and in a possible order, and one gradient exchange for
+each parameter that several devices hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from weft.cluster.cluster import Cluster
+from weft.errors import PlanError
+from weft.model.graph import Graph
+from weft.plan.plan import Plan, Stage, split_samples
+
+PHASES = ("F", "B", "I", "W")
+_MICROBATCH = re.compile("[0-9]{1,9}")
+
+
+def require_structure(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None:
+    """Raise ``PlanError`` with all structural problems of the plan."""
+    problems = structure_problems(plan, graph, cluster)
+    if problems:
+        raise_problems("the plan", problems)
+
+
+def raise_problems(what: str, problems: Sequence[str]) -> None:
+    """Raise one ``PlanError`` that lists the problems (the first 20 in the message, all in ``problems``)."""
+    shown = list(problems[:20])
+    if len(problems) > len(shown):
+        shown.append(f"... and {len(problems) - len(shown)} more")
+    text = shown[0] if len(shown) == 1 else "".join(f"\n  - {line}" for line in shown)
+    raise PlanError(f"{what} has {len(problems)} problem{'s' if len(problems) > 1 else ''}: {text}", problems)
+
+
+def structure_problems(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> list[str]:
+    """Return all problems; references are checked first, and what builds on them only if they hold."""
+    problems = [*_binding_problems(plan, graph, cluster), *_count_problems(plan)]
+    for index, stage in enumerate(plan.stages):
+        problems.extend(_stage_problems(plan, graph, stage, f"stages[{index}]"))
+    names = Counter(stage.name for stage in plan.stages)
+    problems.extend(f"stages: the name {name!r} is there {count} times" for name, count in names.items() if count > 1)
+    if problems:
+        return problems
+    problems = [*_coverage_problems(plan, graph), *_order_problems(plan), *_gradient_problems(plan, graph)]
+    return problems or _cycle_problems(plan, graph)
+
+
+def _binding_problems(plan: Plan, graph: Graph, cluster: Cluster | None) -> Iterator[str]:
+    if plan.model.digest != graph.digest:
+        yield (f"model.digest is {plan.model.digest!r} but the model {graph.name!r} has {graph.digest!r}: "
+               "the plan was made for another model (or another version of it); plan again")
+    if plan.model.mode == "training":
+        if not graph.outputs or graph.tensor_shapes[graph.outputs[0]] != ():
+            yield "model.mode is 'training' but the model's first output is not a scalar loss"
+        if not graph.has_backward:
+            yield "model.mode is 'training' but the graph was traced without backward costs"
+    if cluster is None:
+        return
+    if plan.cluster.digest != cluster.digest:
+        yield (f"cluster.digest is {plan.cluster.digest!r} but the cluster {cluster.name!r} has {cluster.digest!r}: "
+               "the plan was made for another cluster; plan again")
+    for index, name in enumerate(plan.cluster.devices):
+        if name not in cluster.device_index:
+            yield f"cluster.devices[{index}]: there is no device {name!r} in the cluster"
+
+
+def _count_problems(plan: Plan) -> Iterator[str]:
+    if not plan.cluster.devices:
+        yield "cluster.devices is empty"
+    for name, count in Counter(plan.cluster.devices).items():
+        if count > 1:
+            yield f"cluster.devices: {name!r} is there {count} times"
+    if plan.microbatches < 1 or plan.model.batch < 1:
+        yield f"microbatches ({plan.microbatches}) and model.batch ({plan.model.batch}) must be 1 or more"
+    elif plan.model.batch % plan.microbatches:
+        yield (f"model.batch ({plan.model.batch}) is not a multiple of microbatches ({plan.microbatches}); "
+               "change one of them")
+    if not plan.stages:
+        yield "stages is empty"
+    if not math.isfinite(plan.optimizer.lr) or plan.optimizer.lr < 0:
+        yield f"optimizer.lr is {plan.optimizer.lr}: it must be zero or more"
+
+
+def _stage_problems(plan: Plan, graph: Graph, stage: Stage, path: str) -> Iterator[str]:
+    if not stage.name or ":" in stage.name:
+        yield f"{path}.name {stage.name!r} must not be empty or contain ':'"
+    if not stage.ops:
+        yield f"{path}.ops is empty"
+    for index, op in enumerate(stage.ops):
+        if op not in graph.op_index:
+            yield f"{path}.ops[{index}]: the model has no operator {op!r}"
+    if len(set(stage.ops)) != len(stage.ops):
+        yield f"{path}.ops names an operator twice"
+    if stage.microbatches is not None:
+        if not stage.microbatches or len(set(stage.microbatches)) != len(stage.microbatches):
+            yield f"{path}.microbatches must name at least one micro-batch, each once"
+        for index, microbatch in enumerate(stage.microbatches):
+            if not 0 <= microbatch < plan.microbatches:
+                yield f"{path}.microbatches[{index}] is {microbatch}, but there are {plan.microbatches} micro-batches"
+    yield from _replica_problems(plan, stage, path)
+    axes = set().union(*(replica.mesh for replica in stage.replicas)) if stage.replicas else set()
+    for name, sharding in stage.sharding.items():
+        if name not in graph.tensor_index:
+            yield f"{path}.sharding: the model has no tensor {name!r}"
+        for axis in (*sharding.dims, *sharding.partial):
+            if axis is not None and axis not in axes:
+                yield f"{path}.sharding.{name}: no mesh has an axis {axis!r}"
+
+
+def _replica_problems(plan: Plan, stage: Stage, path: str) -> Iterator[str]:
+    if not stage.replicas:
+        yield f"{path}.replicas is empty"
+        return
+    seen: set[str] = set()
+    for index, replica in enumerate(stage.replicas):
+        here = f"{path}.replicas[{index}]"
+        if not replica.devices:
+            yield f"{here}.devices is empty"
+        for position, device in enumerate(replica.devices):
+            if device not in plan.cluster.devices:
+                yield f"{here}.devices[{position}]: {device!r} is not in cluster.devices"
+            elif device in seen:
+                yield f"{here}.devices[{position}]: {device!r} already runs this stage"
+            seen.add(device)
+        if math.prod(replica.mesh.values()) != len(replica.devices) and replica.devices:
+            yield (f"{here}.mesh {dict(replica.mesh)} has {math.prod(replica.mesh.values())} places "
+                   f"for {len(replica.devices)} devices")
+        if any(size < 1 for size in replica.mesh.values()):
+            yield f"{here}.mesh {dict(replica.mesh)}: sizes must be 1 or more"
+        if not replica.share > 0:
+            yield f"{here}.share is {replica.share}: it must be more than zero"
+        for phase, time_s in replica.times.items():
+            if phase not in PHASES or time_s < 0:
+                yield f"{here}.times.{phase} is {time_s}: phases are F, B, I, W, and times are zero or more"
+    shares = tuple(replica.share for replica in stage.replicas)
+    if all(share > 0 for share in shares):
+        if abs(sum(shares) - 1) > 1e-6:
+            yield f"{path}.replicas: the shares add up to {sum(shares):g}, not 1"
+        elif plan.microbatches >= 1 and 0 in split_samples(plan.microbatch_size, shares):
+            yield (f"{path}.replicas: shares {list(shares)} of {plan.microbatch_size} samples leave a replica "
+                   "without one; try fewer micro-batches or replicas")
+
+
+def stage_microbatches(plan: Plan, stage: Stage) -> tuple[int, ...]:
+    """Return the micro-batches that the stage handles."""
+    return tuple(range(plan.microbatches)) if stage.microbatches is None else stage.microbatches
+
+
+def stage_patterns(plan: Plan) -> dict[tuple[int, ...], list[int]]:
+    """Return the sets of stages that serve some micro-batches together, with those micro-batches."""
+    patterns: dict[tuple[int, ...], list[int]] = {}
+    members = [set(stage_microbatches(plan, stage)) for stage in plan.stages]
+    if all(stage.microbatches is None for stage in plan.stages):
+        return {tuple(range(len(plan.stages))): list(range(plan.microbatches))}
+    for microbatch in range(plan.microbatches):
+        key = tuple(index for index, handled in enumerate(members) if microbatch in handled)
+        patterns.setdefault(key, []).append(microbatch)
+    return patterns
+
+
+def _coverage_problems(plan: Plan, graph: Graph) -> Iterator[str]:
+    for stages, microbatches in stage_patterns(plan).items():
+        where = "" if len(microbatches) == plan.microbatches else f" for micro-batch {microbatches[0]}"
+        count = np.zeros(graph.num_ops, dtype=np.int64)
+        for index in stages:
+            count[[graph.op_index[op] for op in plan.stages[index].ops]] += 1
+        missing = np.flatnonzero((count == 0) & ~graph.is_constant)
+        double = np.flatnonzero((count > 1) & ~graph.is_constant)
+        for what, ops in (("is in no stage", missing), ("is in more than one stage", double)):
+            if len(ops):
+                more = f" (and {len(ops) - 1} more)" if len(ops) > 1 else ""
+                yield f"stages: operator {graph.op_names[ops[0]]!r}{more} {what}{where}"
+
+
+def _order_problems(plan: Plan) -> Iterator[str]:
+    stages = {stage.name: stage for stage in plan.stages}
+    expected: dict[str, dict[str, Stage]] = {device: {} for device in plan.cluster.devices}
+    for stage in plan.stages:
+        for replica in stage.replicas:
+            for device in replica.devices:
+                expected[device][stage.name] = stage
+    for device in plan.order:
+        if device not in expected:
+            yield f"order: {device!r} is not in cluster.devices"
+    styles: dict[tuple[str, int], tuple[str, str]] = {}
+    for device, device_stages in expected.items():
+        yield from _device_order_problems(plan, device, device_stages, stages, styles)
+
+
+def _device_order_problems(plan: Plan, device: str, device_stages: Mapping[str, Stage], stages: Mapping[str, Stage],
+                           styles: dict[tuple[str, int], tuple[str, str]]) -> Iterator[str]:
+    position: dict[tuple[str, str, int], int] = {}
+    actions = plan.order.get(device, ())
+    for index, token in enumerate(actions):
+        path = f"order.{device}[{index}]"
+        action = parse_action(token)
+        if action is None:
+            yield f"{path}: {token!r} is not of the form stage:F:0 with a phase F, B, I or W"
+            continue
+        name, phase, microbatch = action
+        if name not in stages:
+            yield f"{path}: there is no stage {name!r}"
+        elif name not in device_stages:
+            yield f"{path}: {device!r} does not run stage {name!r}"
+        elif microbatch not in stage_microbatches(plan, stages[name]):
+            yield f"{path}: stage {name!r} does not handle micro-batch {microbatch}"
+        elif phase != "F" and plan.model.mode == "inference":
+            yield f"{path}: {token!r} is a backward action, but the plan is for inference"
+        elif action in position:
+            yield f"{path}: {token!r} is there already, at order.{device}[{position[action]}]"
+        else:
+            position[action] = index
+    for name, stage in device_stages.items():
+        for microbatch in stage_microbatches(plan, stage):
+            yield from _action_problems(plan, device, name, microbatch, position, styles)
+
+
+def _action_problems(plan: Plan, device: str, name: str, microbatch: int, position: Mapping[tuple[str, str, int], int],
+                     styles: dict[tuple[str, int], tuple[str, str]]) -> Iterator[str]:
+    here = {phase: position.get((name, phase, microbatch)) for phase in PHASES}
+    if here["F"] is None:
+        yield f"order.{device}: '{name}:F:{microbatch}' is missing"
+        return
+    if plan.model.mode == "inference":
+        return
+    chain = ["F", "B"] if here["B"] is not None else ["F", "I", "W"]
+    if here["B"] is not None and (here["I"] is not None or here["W"] is not None):
+        yield f"order.{device}: stage {name!r} micro-batch {microbatch} has both B and I or W; use B, or I and W"
+    if here["B"] is None and here["I"] is None and here["W"] is None:
+        yield f"order.{device}: '{name}:B:{microbatch}' is missing"
+        return
+    for before, after in itertools.pairwise(chain):
+        first, second = here[before], here[after]
+        if second is None:
+            yield f"order.{device}: '{name}:{after}:{microbatch}' is missing"
+        elif first is not None and first > second:
+            yield (f"order.{device}[{second}]: '{name}:{after}:{microbatch}' stands before "
+                   f"'{name}:{before}:{microbatch}'")
+    style = chain[1]
+    other = styles.setdefault((name, microbatch), (style, device))
+    if other[0] != style:
+        yield (f"order.{device}: stage {name!r} micro-batch {microbatch} uses {style} here "
+               f"but {other[0]} on {other[1]!r}; use one of them on all its devices")
+
+
+def parse_action(token: str) -> tuple[str, str, int] | None:
+    """Return (stage, phase, micro-batch) of an action such as ``s0:F:2``, or None if it is not one."""
+    parts = token.split(":")
+    if len(parts) != 3 or parts[1] not in PHASES or not _MICROBATCH.fullmatch(parts[2]):
+        return None
+    return parts[0], parts[1], int(parts[2])
+
+
+def parameter_holders(plan: Plan, graph: Graph) -> dict[int, tuple[str, ...]]:
+    """Return the devices that hold each parameter, in the order of ``cluster.devices``."""
+    holders: dict[int, set[str]] = {}
+    is_parameter = np.zeros(graph.num_tensors, dtype=bool)
+    is_parameter[graph.parameters] = True
+    for stage in plan.stages:
+        devices = {device for replica in stage.replicas for device in replica.devices}
+        for name in stage.ops:
+            inputs = graph.op_inputs(graph.op_index[name])
+            for tensor in inputs[is_parameter[inputs]]:
+                holders.setdefault(int(tensor), set()).update(devices)
+    rank = {device: index for index, device in enumerate(plan.cluster.devices)}
+    return {tensor: tuple(sorted(devices, key=rank.__getitem__)) for tensor, devices in sorted(holders.items())}
+
+
+def _gradient_problems(plan: Plan, graph: Graph) -> Iterator[str]:
+    if plan.model.mode == "inference":
+        if plan.gradients:
+            yield "gradients: an inference plan exchanges none"
+        return
+    holders = parameter_holders(plan, graph)
+    exchanged: dict[int, int] = {}
+    for index, exchange in enumerate(plan.gradients):
+        for position, name in enumerate(exchange.parameters):
+            tensor = graph.tensor_index.get(name, -1)
+            path = f"gradients[{index}].parameters[{position}]"
+            if tensor not in holders:
+                yield f"{path}: no stage has a parameter {name!r}"
+            elif tensor in exchanged:
+                yield f"{path}: {name!r} is exchanged already in gradients[{exchanged[tensor]}]"
+            elif set(exchange.devices) != set(holders[tensor]):
+                yield (f"{path}: {name!r} is held by {', '.join(holders[tensor])}, "
+                       f"but exchanged among {', '.join(exchange.devices)}")
+            exchanged.setdefault(tensor, index)
+        if len(set(exchange.devices)) != len(exchange.devices) or not exchange.devices or not exchange.parameters:
+            yield f"gradients[{index}] must name parameters and devices, each device once"
+    for tensor, devices in holders.items():
+        if len(devices) > 1 and tensor not in exchanged:
+            yield (f"gradients: parameter {graph.tensor_names[tensor]!r} is held by {', '.join(devices)} "
+                   "but its gradient is not exchanged")
+
+
+def _cycle_problems(plan: Plan, graph: Graph) -> list[str]:
+    for stages in stage_patterns(plan):
+        stage_of = np.full(graph.num_ops, -1, dtype=np.int64)
+        for index in stages:
+            ops = np.asarray([graph.op_index[op] for op in plan.stages[index].ops], dtype=np.int64)
+            stage_of[ops[~graph.is_constant[ops]]] = index
+        if len(graph.edges) == 0:
+            continue
+        pairs = np.stack([stage_of[graph.edges[:, 0]], stage_of[graph.edges[:, 1]]], axis=1)
+        keep = (pairs[:, 0] != pairs[:, 1]) & (pairs >= 0).all(axis=1)
+        cycle = _find_cycle({(int(a), int(b)) for a, b in np.unique(pairs[keep], axis=0)})
+        if cycle:
+            names = " -> ".join(plan.stages[index].name for index in cycle)
+            return [f"stages: {names} feed each other in a cycle; stages must be convex sets of operators"]
+    return []
+
+
+def _find_cycle(edges: set[tuple[int, int]]) -> list[int] | None:
+    """Return the nodes of one cycle (first node repeated at the end), or None."""
+    following: dict[int, list[int]] = {}
+    for source, target in sorted(edges):
+        following.setdefault(source, []).append(target)
+    state: dict[int, int] = {}
+    for root in sorted(following):
+        path: list[int] = []
+        stack: list[tuple[int, int]] = [(root, 0)]
+        while stack:
+            node, child = stack.pop()
+            if child == 0:
+                if state.get(node) is not None:
+                    continue
+                state[node] = 1
+                path.append(node)
+            children = following.get(node, [])
+            if child < len(children):
+                stack.append((node, child + 1))
+                target = children[child]
+                if state.get(target) == 1:
+                    return [*path[path.index(target):], target]
+                if state.get(target) is None:
+                    stack.append((target, 0))
+            else:
+                state[node] = 2
+                path.pop()
+    return None

@@ -1,0 +1,224 @@
+"""From the traced model and a set of operators to the module that a rank runs for them.
+
+``build_stage`` copies the operators of one stage out of the model's fx graph:
+
+- parameters and buffers are sunk into the stage (``get_attr``), never arguments;
+- constant operators (masks, position ids) are copied into every stage that reads them;
+- ``getitem`` stays with the operator that makes the tuple;
+- what other stages make becomes an argument, what they need becomes an output, any number of each.
+
+An output that would share memory with an argument is copied, because arguments lie in buffers that are used again.
+Tensors have the names of ``Graph.tensor_names``, so that stages, channels and buckets speak of the same things.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Interpreter, Node
+
+from weft.errors import ModelError
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelGraph:
+    """A whole model as an fx graph whose placeholders are inputs, parameters and buffers."""
+
+    graph: FxGraph
+    tensor_names: Mapping[Node, str]
+    """The name of every tensor: placeholders, operators, and ``getitem`` of operators with several results."""
+    op_names: Mapping[Node, str]
+    """The name of every operator; ``getitem`` nodes are part of the operator they read."""
+    parameters: frozenset[str]
+    """Tensor names that are parameters."""
+    buffers: frozenset[str]
+    """Tensor names that are buffers or lifted constants."""
+    constants: frozenset[str]
+    """Names of operators that depend on neither inputs nor parameters."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageModule:
+    """One stage: ``module(*inputs)`` returns the tuple of its outputs."""
+
+    module: GraphModule
+    inputs: tuple[str, ...]
+    """Names of the arguments: inputs of the model and tensors of other stages, in order of first use."""
+    outputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    """Names of its parameters; ``attribute_name`` gives the attribute of the module that holds one."""
+    buffers: tuple[str, ...]
+    values: Mapping[str, Tensor]
+    """Arguments and outputs as traced, without data: their shape, dtype and layout."""
+    uses_random: bool
+    """Some operator draws random numbers (a recomputation must draw the same again)."""
+
+
+def attribute_name(name: str) -> str:
+    """Return a Python identifier for a tensor's name, different for different names."""
+    return "t_" + "".join(char if char.isascii() and char.isalnum() else f"_{ord(char):x}_" for char in name)
+
+
+def build_stage(model: ModelGraph, ops: Sequence[str], outputs: Sequence[str], *, values: Mapping[str, Tensor],
+                device: torch.device) -> StageModule:
+    """Return the stage of the operators ``ops`` that returns the tensors ``outputs``.
+
+    ``values`` gives its parameters and buffers by tensor name (``stage_tensors`` says which it needs); constants are
+    made on ``device``. Raise ``ModelError`` if an output is not computed by these operators.
+    """
+    builder = _Builder(model, frozenset(ops))
+    builder.copy_all()
+    by_name = {model.tensor_names[node]: node for node in builder.copied if node in model.tensor_names}
+    for name in outputs:
+        if name not in by_name:
+            raise ModelError(f"tensor {name!r} is not computed by the stage that should send it")
+    results = [builder.copied[by_name[name]] for name in outputs]
+    builder.graph.output(tuple(results))
+    attributes = {attribute_name(name): values[name] for name in (*builder.parameters, *builder.buffers)}
+    _copy_shared_outputs(builder.graph)
+    for node in builder.graph.nodes:
+        node.args, node.kwargs = _retarget(node.args, device), _retarget(node.kwargs, device)
+    return StageModule(
+        module=GraphModule(attributes, builder.graph, class_name="Stage"), inputs=tuple(builder.inputs),
+        outputs=tuple(outputs), parameters=tuple(builder.parameters), buffers=tuple(builder.buffers),
+        values={name: node.meta["val"] for name, node in builder.inputs.items()}
+        | {name: by_name[name].meta["val"] for name in outputs},
+        uses_random=builder.uses_random)
+
+
+def stage_tensors(model: ModelGraph, ops: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the names of the parameters and of the buffers that a stage of these operators needs."""
+    builder = _Builder(model, frozenset(ops))
+    builder.copy_all()
+    return tuple(builder.parameters), tuple(builder.buffers)
+
+
+class _Builder:
+    """Copies nodes into a new graph, and notes what had to become an argument or an attribute."""
+
+    def __init__(self, model: ModelGraph, ops: frozenset[str]) -> None:
+        self.model, self.ops = model, ops
+        self.graph = FxGraph()
+        self.copied: dict[Node, Node] = {}
+        self.inputs: dict[str, Node] = {}
+        self.parameters: dict[str, Node] = {}
+        self.buffers: dict[str, Node] = {}
+        self.uses_random = False
+        self._first: Node | None = None
+
+    def copy_all(self) -> None:
+        """Copy every operator of the stage, in the order of the model."""
+        for node in self.model.graph.nodes:
+            if self._is_inside(node):
+                self._copy(node)
+
+    def _is_inside(self, node: Node) -> bool:
+        if node.op != "call_function":
+            return False
+        owner = _owner(node)
+        return self.model.op_names.get(owner) in self.ops
+
+    def _value(self, node: Node) -> Node:
+        """Return the copy of ``node``, made on demand: operator, argument, attribute or constant."""
+        if node in self.copied:
+            return self.copied[node]
+        if node.op == "placeholder":
+            return self._copy_placeholder(node)
+        if self._is_inside(node) or self.model.op_names.get(_owner(node)) in self.model.constants:
+            return self._copy(node)
+        return self._argument(node)
+
+    def _copy(self, node: Node) -> Node:
+        if node not in self.copied:
+            for needed in node.all_input_nodes:
+                self._value(needed)
+            new = self.graph.node_copy(node, lambda item: self.copied[item])
+            self.copied[node] = new
+            self.uses_random |= torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        return self.copied[node]
+
+    def _copy_placeholder(self, node: Node) -> Node:
+        name = self.model.tensor_names[node]
+        for names, table in ((self.model.parameters, self.parameters), (self.model.buffers, self.buffers)):
+            if name in names:
+                new = self.graph.create_node("get_attr", attribute_name(name), name=attribute_name(name))
+                new.meta = node.meta
+                table[name] = self.copied[node] = new
+                return new
+        return self._argument(node)
+
+    def _argument(self, node: Node) -> Node:
+        name = self.model.tensor_names.get(node)
+        if name is None:
+            raise ModelError(f"{node.name!r} crosses between stages but is not a tensor: keep its readers with it")
+        new = self.graph.placeholder(f"a{len(self.inputs)}")
+        new.meta = node.meta
+        # Placeholders lead the list: move each behind the last one.
+        if self._first is None:
+            first = next(iter(self.graph.nodes))
+            if first is not new:
+                first.prepend(new)
+        else:
+            self._first.append(new)
+        self._first = new
+        self.inputs[name] = self.copied[node] = new
+        return new
+
+
+def _owner(node: Node) -> Node:
+    """Return the operator that makes the tuple ``node`` is taken from, or ``node`` itself."""
+    while node.op == "call_function" and node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def _retarget(value: Any, device: torch.device) -> Any:
+    """Return the arguments of an operator with the traced device replaced by the one that runs."""
+    if isinstance(value, torch.device):
+        return device
+    if isinstance(value, tuple | list):
+        return type(value)(_retarget(item, device) for item in value)
+    if isinstance(value, dict):
+        return {key: _retarget(item, device) for key, item in value.items()}
+    return value
+
+
+def _copy_shared_outputs(graph: FxGraph) -> None:
+    """Clone the outputs that share memory with an argument, as a run on meta tensors shows."""
+    end = next(iter(reversed(graph.nodes)))
+    results = list(end.args[0])
+    arguments, outputs = _MetaRun(graph).run_stage()
+    storages = {item.untyped_storage()._cdata for item in arguments}
+    with graph.inserting_before(end):
+        for position, output in enumerate(outputs):
+            if output.untyped_storage()._cdata in storages:
+                results[position] = graph.call_function(torch.ops.aten.clone.default, (results[position],))
+    end.args = (tuple(results),)
+
+
+class _MetaRun(Interpreter):  # type: ignore[misc]
+    """Runs a stage without data; views share their (empty) storage as they will when it runs for real."""
+
+    def __init__(self, graph: FxGraph) -> None:
+        super().__init__(torch.nn.Module(), graph=graph)
+
+    def run_stage(self) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """Return the arguments and the outputs."""
+        arguments = [_meta_like(node) for node in self.graph.nodes if node.op == "placeholder"]
+        with torch.no_grad():
+            return arguments, self.run(*arguments, enable_io_processing=False)
+
+    def run_node(self, n: Node) -> Any:
+        return _meta_like(n) if n.op == "get_attr" else super().run_node(n)
+
+
+def _meta_like(node: Node) -> Tensor:
+    value = node.meta["val"]
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")

@@ -1,0 +1,167 @@
+"""The runtime's only way to other ranks: tensors between two ranks, sums over a group, and small records to rank 0.
+
+One class over ``torch.distributed``. Sends and receives go straight to the backend, without the per-call checks of
+the public functions, because the program was checked before; tags keep messages apart on gloo, and on nccl, which has
+none, the order of the program does. Records travel as JSON, never as pickles.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from weft.errors import RunError
+
+Tensor = torch.Tensor
+
+
+class Work(Protocol):
+    """A transfer or collective under way."""
+
+    def wait(self) -> Any:
+        """Return when it is done (on a GPU: when later kernels will see its result)."""
+
+
+class Transport:
+    """The connections of one rank; use as a context manager or call ``close``."""
+
+    def __init__(self, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float = 300.0) -> None:
+        self.rank, self.num_ranks, self.device = rank, num_ranks, device
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        try:
+            dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s))
+        except (RuntimeError, ValueError) as problem:
+            raise RunError(f"rank {rank} cannot connect to the other {num_ranks - 1} ranks at "
+                           f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {problem}") from problem
+        self._world = dist.group.WORLD
+        self._backend = self._world._get_backend(device)
+        self._cpu = self._world._get_backend(torch.device("cpu"))
+        self._groups: dict[tuple[int, ...], Any] = {tuple(range(num_ranks)): self._world}
+        self._record_tag = 1 << 28
+
+    def connect_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
+        """Make the groups of ranks that sums will run over; all ranks must name the same groups in the same order."""
+        for ranks in groups:
+            if ranks not in self._groups and len(ranks) > 1:
+                self._groups[ranks] = dist.new_group(ranks)
+
+    def send(self, tensor: Tensor, target: int, tag: int) -> Work:
+        """Start sending a contiguous tensor; it must stay as it is until the work is done."""
+        work: Work = self._backend.send([tensor], target, tag)
+        return work
+
+    def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
+        """Start receiving into a contiguous tensor."""
+        work: Work = self._backend.recv([tensor], source, tag)
+        return work
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+        """Start replacing the tensor by its sum over ``ranks``."""
+        work: Work = self._groups[ranks].allreduce([tensor])
+        return work
+
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
+        token = torch.zeros(1)
+        self._cpu.allreduce([token]).wait()
+
+    def gather_records(self, record: Any) -> list[Any] | None:
+        """Return the JSON records of all ranks on rank 0, None elsewhere."""
+        data = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
+        parts = [self.gather_tensor(data, source=source) for source in range(self.num_ranks)]
+        if self.rank != 0:
+            return None
+        return [json.loads(bytes(part.numpy())) for part in parts if part is not None]
+
+    def gather_tensor(self, tensor: Tensor | None, *, source: int) -> Tensor | None:
+        """Return on rank 0 the one-dimensional ``tensor`` of rank ``source``; None on other ranks."""
+        if self.rank not in (0, source):
+            return None
+        if source == 0:
+            return tensor
+        header = torch.zeros(1, dtype=torch.int64)
+        if self.rank == source:
+            assert tensor is not None
+            data = tensor.detach().cpu().contiguous().view(torch.uint8)
+            header[0] = data.numel()
+            self._cpu.send([header], 0, self._record_tag).wait()
+            self._cpu.send([data], 0, self._record_tag).wait()
+            return None
+        self._cpu.recv([header], source, self._record_tag).wait()
+        received = torch.empty(int(header), dtype=torch.uint8)
+        self._cpu.recv([received], source, self._record_tag).wait()
+        return received
+
+    def clock_offset_s(self, rounds: int = 8) -> float:
+        """Return what to add to this rank's ``time.perf_counter`` to get rank 0's; zero on the same machine.
+
+        For another machine: half the smallest round trip of a few messages with rank 0, as in NTP.
+        """
+        machines = self._gather_machines()
+        offset = 0.0
+        for other, machine in enumerate(machines):
+            if machine == machines[0] or self.rank not in (0, other):
+                continue
+            times = [self._ping(other) for _ in range(rounds)]
+            if self.rank == other:
+                offset = min(times)[1]
+        return offset
+
+    def _gather_machines(self) -> list[int]:
+        mine = torch.zeros(self.num_ranks, dtype=torch.int64)
+        mine[self.rank] = _machine_number()
+        self._cpu.allreduce([mine]).wait()
+        return [int(value) for value in mine]
+
+    def _ping(self, other: int) -> tuple[float, float]:
+        """Return (round trip, offset) on rank ``other``."""
+        stamp = torch.zeros(1, dtype=torch.float64)
+        tag = self._record_tag + 1
+        if self.rank == 0:
+            self._cpu.recv([stamp], other, tag).wait()
+            stamp[0] = time.perf_counter()
+            self._cpu.send([stamp], other, tag).wait()
+            return 0.0, 0.0
+        before = time.perf_counter()
+        self._cpu.send([stamp], 0, tag).wait()
+        self._cpu.recv([stamp], 0, tag).wait()
+        after = time.perf_counter()
+        return after - before, float(stamp) - (before + after) / 2
+
+    def close(self) -> None:
+        """Give up the connections."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _machine_number() -> int:
+    """Return a number that ranks on one machine share (they share its monotonic clock too)."""
+    text = socket.gethostname()
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    if boot.exists():
+        text += boot.read_text()
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+
+
+def free_port(address: str = "127.0.0.1") -> tuple[socket.socket, int]:
+    """Return a socket that listens on a free port of ``address``, and the port."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.bind((address, 0))
+    listener.listen(128)
+    return listener, int(listener.getsockname()[1])
+
+
+def as_bytes(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the tensors' values, one after the other, as bytes on the CPU."""
+    parts = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)
