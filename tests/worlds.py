@@ -112,3 +112,47 @@ def pipeline(kind: str, num_devices: int, num_microbatches: int, *, chunks: int 
     plan = plan_of(graph, groups, order=order, devices=[op % num_devices for op in range(num_devices * chunks)],
                    microbatches=num_microbatches)
     return graph, plan
+
+
+def dag_graph(reads: list[list[int]], *, weights: list[int | None] | None = None, unbatched: tuple[int, ...] = (),
+              whole_numbers: tuple[int, ...] = (), not_saved: tuple[int, ...] = (), sizes: list[int] | None = None,
+              batch: int = 1) -> Graph:
+    """Return a graph whose op ``i`` reads what the ops in ``reads[i]`` write (-1: the model's input).
+
+    Op ``i`` also reads the parameter ``w{weights[i]}``, or none where that is None; the default is one each. Ops that
+    read neither inputs nor parameters are constants. ``unbatched``: ops whose output does not grow with the batch;
+    ``whole_numbers``: ops whose output is int64. The last op writes a scalar loss.
+    """
+    num_ops = len(reads)
+    weights = list(range(num_ops)) if weights is None else weights
+    used = sorted({weight for weight in weights if weight is not None})
+    first_output = 1 + len(used)
+    loss = num_ops - 1
+    names = ["x", *(f"w{weight}" for weight in used), *(f"y{op}" for op in range(num_ops))]
+    roles = [TensorRole.INPUT] + [TensorRole.PARAMETER] * len(used) + [TensorRole.ACTIVATION] * num_ops
+    inputs: list[int] = []
+    start, is_constant = [0], []
+    for op in range(num_ops):
+        own = [] if weights[op] is None else [1 + used.index(weights[op])]
+        inputs += [0 if source < 0 else first_output + source for source in reads[op]] + own
+        start.append(len(inputs))
+        is_constant.append(not own and all(source >= 0 and is_constant[source] for source in reads[op]))
+    sizes = [8 * batch] * num_ops if sizes is None else sizes
+    no_batch = [op in unbatched or op == loss or is_constant[op] for op in range(num_ops)]
+    ones = np.ones(num_ops)
+    return Graph(
+        name="dag", op_names=tuple(f"op{i}" for i in range(num_ops)), op_kinds=("aten.add",) * num_ops,
+        op_modules=("",) * num_ops, flops=ones, bytes_read=ones * 0, bytes_written=ones * 0, input_grad_flops=ones,
+        input_grad_bytes=ones * 0, weight_grad_flops=ones, weight_grad_bytes=ones * 0,
+        is_constant=np.asarray(is_constant), input_start=np.asarray(start, dtype=np.int64),
+        inputs=np.asarray(inputs, dtype=np.int64), tensor_names=tuple(names),
+        tensor_shapes=((batch, 2), *((4,) for _ in used), *(() if op == loss else (batch, 2) for op in range(num_ops))),
+        tensor_dtypes=("float32",) * first_output + tuple(
+            "int64" if op in whole_numbers else "float32" for op in range(num_ops)),
+        tensor_role=np.asarray(roles, dtype=np.int64),
+        tensor_producer=np.asarray([-1] * first_output + list(range(num_ops)), dtype=np.int64),
+        tensor_bytes=np.asarray([8 * batch] + [16] * len(used) + sizes, dtype=np.int64),
+        tensor_base=np.full(len(names), -1, dtype=np.int64),
+        is_saved=np.asarray([False] * first_output + [op not in not_saved for op in range(num_ops)]),
+        tensor_batch_dim=np.asarray([0] + [-1] * len(used) + [-1 if item else 0 for item in no_batch], dtype=np.int64),
+        outputs=(first_output + loss,), batch=batch, has_backward=True, backward_source="rule")

@@ -1,1 +1,47 @@
-"""Weft plans how a neural network runs across many devices, predicts how fast that is, and runs it that way."""
+"""Weft plans how a neural network runs across many devices, predicts how fast that is, and runs it that way.
+
+    graph = weft.load_graph_for("gpt2", mode="training", batch=8)
+    cluster = weft.read_cluster("4 x A100-80GB")
+    costs = weft.estimate_costs(graph, cluster)
+    problem = weft.Problem(graph=graph, cluster=cluster, costs=costs, options=weft.PlanOptions(batch=64))
+    best = weft.compare_strategies(problem).best
+    weft.save_plan(best.plan, "plan.json")
+
+Names are imported when first used, so that ``import weft`` stays cheap.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from weft.cluster.cluster_file import read_cluster
+    from weft.cost.costs import estimate_costs
+    from weft.errors import WeftError
+    from weft.model.load import load_graph_for
+    from weft.plan.check import check_plan
+    from weft.plan.lower import lower
+    from weft.plan.plan import load_plan, save_plan
+    from weft.planner import compare_strategies
+    from weft.run.launch import run_plan
+    from weft.search.problem import PlanOptions, Problem
+
+__version__ = "0.1.0"
+__all__ = [
+    "PlanOptions", "Problem", "WeftError", "check_plan", "compare_strategies", "estimate_costs", "load_graph_for",
+    "load_plan", "lower", "read_cluster", "run_plan", "save_plan",
+]
+
+_HOME = {
+    "PlanOptions": "weft.search.problem", "Problem": "weft.search.problem", "WeftError": "weft.errors",
+    "check_plan": "weft.plan.check", "compare_strategies": "weft.planner", "estimate_costs": "weft.cost.costs",
+    "load_graph_for": "weft.model.load", "load_plan": "weft.plan.plan", "lower": "weft.plan.lower",
+    "read_cluster": "weft.cluster.cluster_file", "run_plan": "weft.run.launch", "save_plan": "weft.plan.plan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'weft' has no attribute {name!r}")
+    return getattr(import_module(_HOME[name]), name)

@@ -11,9 +11,15 @@ from typing import ClassVar
 
 
 class WeftError(Exception):
-    """The root of all errors that Weft raises on purpose."""
+    """The root of all errors that Weft raises on purpose.
+
+    Messages quote names from files, so characters that a terminal would obey or cannot show are written as escapes.
+    """
 
     exit_code: ClassVar[int] = 2
+
+    def __init__(self, message: str = "") -> None:
+        super().__init__(printable(message))
 
 
 class InputError(WeftError):
@@ -33,7 +39,7 @@ class PlanError(InputError):
 
     def __init__(self, message: str, problems: Sequence[str] = ()) -> None:
         super().__init__(message)
-        self.problems = tuple(problems)
+        self.problems = tuple(printable(problem) for problem in problems)
 
 
 class NoFeasiblePlan(WeftError):  # noqa: N818 - it is an answer rather than a fault
@@ -46,3 +52,10 @@ class RunError(WeftError):
     """Something broke while a plan was being executed."""
 
     exit_code = 4
+
+
+def printable(text: str) -> str:
+    """Return the text with everything unprintable but line breaks and tabs as an escape: ``'\\x1b'``."""
+    if text.isprintable():
+        return text
+    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import gzip
 import json
 import math
@@ -16,6 +17,7 @@ import os
 import tempfile
 import types
 import typing
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Literal, TypeVar, get_args, get_origin
@@ -28,6 +30,8 @@ MAX_FILE_BYTES: Final = 1 << 30
 """Larger files are refused unread (compressed files: by their unpacked size)."""
 MAX_PROBLEMS: Final = 20
 """At most this many problems are listed in one message."""
+MAX_DEPTH: Final = 50
+"""Values without a type of their own may be nested this deep."""
 
 
 def read_bytes(path: str | os.PathLike[str], *, error: type[InputError] = InputError) -> bytes:
@@ -38,7 +42,7 @@ def read_bytes(path: str | os.PathLike[str], *, error: type[InputError] = InputE
             data = stream.read(MAX_FILE_BYTES + 1)
     except FileNotFoundError as problem:
         raise error(f"no file {str(path)!r}: check the path") from problem
-    except (OSError, EOFError, gzip.zlib.error) as problem:  # type: ignore[attr-defined]
+    except (OSError, EOFError, ValueError, zlib.error) as problem:
         raise error(f"cannot read {str(path)!r}: {problem}") from problem
     if len(data) > MAX_FILE_BYTES:
         raise error(f"{str(path)!r} is larger than {MAX_FILE_BYTES} bytes: not read")
@@ -78,9 +82,10 @@ def check_header(value: Any, *, format_name: str, version: int, where: str, erro
     if not isinstance(value, dict):
         raise error(f"{where} must be an object with a 'format' field, not {_describe(value)}")
     if value.get("format") != format_name:
-        raise error(f"{where}: format must be {format_name!r}, not {value.get('format')!r}")
+        raise error(f"{where}: format must be {format_name!r}, not {_describe(value.get('format'))}")
     if value.get("version") != version or isinstance(value.get("version"), bool):
-        raise error(f"{where}: version must be {version}, not {value.get('version')!r}; this Weft reads no other")
+        raise error(f"{where}: version must be {version}, not {_describe(value.get('version'))}; "
+                    "this Weft reads no other")
     return {key: item for key, item in value.items() if key not in ("format", "version")}
 
 
@@ -100,7 +105,7 @@ def _decode(target: Any, value: Any, path: str, problems: list[str]) -> Any:
     here = path or "the file"
     origin = get_origin(target)
     if target is Any:
-        return value
+        return _decode_plain(value, path, problems)
     if origin in (types.UnionType, typing.Union):
         return _decode_union(target, value, path, problems)
     if origin is Literal:
@@ -110,7 +115,7 @@ def _decode(target: Any, value: Any, path: str, problems: list[str]) -> Any:
     elif isinstance(target, type) and issubclass(target, enum.Enum):
         return _decode_enum(target, value, here, problems)
     elif dataclasses.is_dataclass(target):
-        return _decode_record(typing.cast(type[Any], target), value, path, problems)
+        return _decode_record(target, value, path, problems)
     elif origin is tuple:
         return _decode_list(target, value, path, problems)
     elif origin in (dict, Mapping) or (isinstance(origin, type) and issubclass(origin, Mapping)):
@@ -137,6 +142,23 @@ def _decode_union(target: Any, value: Any, path: str, problems: list[str]) -> An
     return None
 
 
+def _decode_plain(value: Any, path: str, problems: list[str], depth: int = 0) -> Any:
+    """Return a value of no particular type as it is, if JSON can say it."""
+    if depth > MAX_DEPTH:
+        problems.append(f"{path or 'the file'} is nested more than {MAX_DEPTH} deep")
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _decode_plain(item, _join(path, key), problems, depth + 1)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            _decode_plain(item, f"{path}[{index}]", problems, depth + 1)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        return _decode_scalar(type(value), value, path or "the file", problems)
+    elif value is not None and not isinstance(value, str | bool):
+        problems.append(f"{path or 'the file'} must be a plain value, not {_describe(value)}")
+    return value
+
+
 def _decode_enum(target: type[enum.Enum], value: Any, here: str, problems: list[str]) -> Any:
     for member in target:
         if member.value == value and type(member.value) is type(value):
@@ -146,11 +168,11 @@ def _decode_enum(target: type[enum.Enum], value: Any, here: str, problems: list[
     return None
 
 
-def _decode_record(target: type[Any], value: Any, path: str, problems: list[str]) -> Any:
+def _decode_record(target: Any, value: Any, path: str, problems: list[str]) -> Any:
     if not isinstance(value, dict):
         problems.append(f"{path or 'the file'} must be an object, not {_describe(value)}")
         return None
-    hints = typing.get_type_hints(target)
+    hints = _type_hints(target)
     fields = {_key_of(field): field for field in dataclasses.fields(target)}
     before = len(problems)
     for name in value:
@@ -164,6 +186,11 @@ def _decode_record(target: type[Any], value: Any, path: str, problems: list[str]
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             problems.append(f"{_join(path, name)} is missing")
     return target(**arguments) if len(problems) == before else None
+
+
+@functools.cache
+def _type_hints(target: Any) -> dict[str, Any]:
+    return typing.get_type_hints(target)
 
 
 def _key_of(field: dataclasses.Field[Any]) -> str:
@@ -209,10 +236,13 @@ def _decode_scalar(target: Any, value: Any, here: str, problems: list[str]) -> A
             number = math.inf
         if math.isfinite(number):
             return number
-        problems.append(f"{here} must be a finite number, not {value!r}")
+        problems.append(f"{here} must be a finite number, not {_describe(value)}")
         return None
     if target is int and isinstance(value, float) and value.is_integer() and abs(value) < 2**53:
         return int(value)
+    if target is int and isinstance(value, int) and not -(2**63) <= value < 2**63:
+        problems.append(f"{here} must be a whole number of at most 64 bits, not {_describe(value)}")
+        return None
     if isinstance(value, target) and (target is bool or not isinstance(value, bool)):
         return value
     names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -221,7 +251,8 @@ def _decode_scalar(target: Any, value: Any, here: str, problems: list[str]) -> A
 
 
 def _join(path: str, name: object) -> str:
-    return f"{path}.{name}" if path else str(name)
+    key = name if isinstance(name, str) and len(name) <= 60 else _describe(name)
+    return f"{path}.{key}" if path else key
 
 
 def _describe(value: Any) -> str:
@@ -229,12 +260,14 @@ def _describe(value: Any) -> str:
         return "an object"
     if isinstance(value, list | tuple):
         return "a list"
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return "a number of more than 40 digits"
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def encode(value: Any) -> Any:
-    """Return ``value`` (dataclasses, enums, tuples, mappings) as plain JSON values; fields at their default are kept."""
+    """Return ``value`` (dataclasses, enums, tuples, mappings) as plain JSON values, with all fields."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {_key_of(field): encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, enum.Enum):
@@ -257,8 +290,8 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
         raw = gzip.compress(raw, mtime=0)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    except OSError as problem:
+        handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:100]}.")
+    except (OSError, ValueError) as problem:
         raise InputError(f"cannot write {str(path)!r}: {problem}") from problem
     try:
         with os.fdopen(handle, "wb") as stream:

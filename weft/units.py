@@ -15,21 +15,39 @@ from typing import Final
 
 from weft.errors import InputError
 
-_NUMBER: Final = re.compile(r"\s*([0-9]*\.?[0-9]+(?:[eE][+-]?[0-9]+)?)\s*(.*?)\s*")
+_NUMBER: Final = re.compile(r"([+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*(\S*)")
+_MAX_LENGTH: Final = 60
 _DECIMAL: Final = {"": 1.0, "k": 1e3, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-_BINARY: Final = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
-_TIME: Final = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9, "min": 60.0}
+_BINARY: Final = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40, "Pi": 2.0**50}
+_MAX_BYTES: Final = 2**63 - 1
+_TIME: Final = {"": (1, 1), "s": (1, 1), "ms": (1, 1e3), "us": (1, 1e6), "ns": (1, 1e9), "min": (60, 1)}
+"""What to multiply with and divide by; division keeps ``5us`` the same number as ``5e-6``."""
 
 
 def _split(text: str | float | int, what: str) -> tuple[float, str]:
     if isinstance(text, bool) or not isinstance(text, str | int | float):
-        raise InputError(f"{what} must be a number with a unit, not {text!r}")
+        raise InputError(f"{what} must be a number with a unit, not {_quoted(text)}")
     if isinstance(text, int | float):
-        return float(text), ""
-    match = _NUMBER.fullmatch(text)
+        return _to_float(text), ""
+    match = _NUMBER.fullmatch(text.strip()) if len(text) <= _MAX_LENGTH else None
     if match is None:
-        raise InputError(f"cannot read {what} {text!r}: write a number and a unit, such as {_EXAMPLES[what]}")
+        raise InputError(f"cannot read {what} {_quoted(text)}: write a number and a unit, such as {_EXAMPLES[what]}")
     return float(match[1]), match[2]
+
+
+def _to_float(number: float | int) -> float:
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
+def _quoted(value: object) -> str:
+    """Return ``value`` for a message, shortened where it is long."""
+    if isinstance(value, int) and abs(value) > 10**_MAX_LENGTH:
+        return "a number with more than 60 digits"
+    text = repr(value)
+    return text if len(text) <= _MAX_LENGTH else text[:_MAX_LENGTH] + "..."
 
 
 _EXAMPLES: Final = {
@@ -43,7 +61,7 @@ _EXAMPLES: Final = {
 def _checked(value: float, text: object, what: str, *, zero_ok: bool) -> float:
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero_ok):
         wanted = "zero or more" if zero_ok else "more than zero"
-        raise InputError(f"{what} {text!r} must be {wanted} and finite")
+        raise InputError(f"{what} {_quoted(text)} must be {wanted} and finite")
     return value
 
 
@@ -55,14 +73,22 @@ def parse_bytes(text: str | float | int) -> int:
     """Return the number of bytes that ``text`` means; a bare number is bytes."""
     value, unit = _split(text, "size")
     if unit == "":
-        return int(_checked(value, text, "size", zero_ok=True))
+        return _whole_bytes(value, text)
     scale = _scale(unit[:-1]) if unit.endswith("B") else None
     if scale is None:
-        hint = f"write {unit}B (10^n) or {unit}iB (2^n)" if unit in _DECIMAL else "units are B, kB, MB, GB, GiB, TB"
-        if unit.endswith(("b", "bit")):
+        hint = "units are B, kB, MB, GB, GiB, TB"
+        if unit in _DECIMAL:
+            hint = f"write {unit}B (10^n) or {unit.upper()}iB (2^n)"
+        elif unit.endswith(("b", "bit", "bits")):
             hint = f"'{unit}' means bits; memory is given in bytes, such as '80GB' or '80GiB'"
-        raise InputError(f"cannot read size {text!r}: {hint}")
-    return int(_checked(value * scale, text, "size", zero_ok=True))
+        raise InputError(f"cannot read size {_quoted(text)}: {hint}")
+    return _whole_bytes(value * scale, text)
+
+
+def _whole_bytes(value: float, text: str | float | int) -> int:
+    if _checked(value, text, "size", zero_ok=True) >= _MAX_BYTES:
+        raise InputError(f"size {_quoted(text)} is more than 8 EiB")
+    return text if isinstance(text, int) else int(value)
 
 
 def parse_rate(text: str | float | int) -> float:
@@ -73,22 +99,23 @@ def parse_rate(text: str | float | int) -> float:
     if unit.endswith("ps") and unit[:-2].endswith(("b", "bit", "B")):
         unit = unit[:-2] + "/s"
     if not unit.endswith("/s"):
-        raise InputError(f"cannot read bandwidth {text!r}: say per second, such as {_EXAMPLES['bandwidth']}"
+        raise InputError(f"cannot read bandwidth {_quoted(text)}: say per second, such as {_EXAMPLES['bandwidth']}"
                          " ('Gb' means bits, 'GB' means bytes)")
     amount = unit[:-2]
     for suffix, factor in (("bit", 1 / 8), ("b", 1 / 8), ("B", 1.0)):
         scale = _scale(amount[: -len(suffix)]) if amount.endswith(suffix) else None
         if scale is not None:
             return _checked(value * scale * factor, text, "bandwidth", zero_ok=False)
-    raise InputError(f"cannot read bandwidth {text!r}: units are Gbit/s (bits) and GB/s (bytes)")
+    raise InputError(f"cannot read bandwidth {_quoted(text)}: units are Gbit/s (bits) and GB/s (bytes)")
 
 
 def parse_time(text: str | float | int) -> float:
     """Return the seconds that ``text`` means; a bare number is seconds."""
     value, unit = _split(text, "time")
-    if unit and unit not in _TIME:
-        raise InputError(f"cannot read time {text!r}: units are s, ms, us, ns, min")
-    return _checked(value * _TIME.get(unit, 1.0), text, "time", zero_ok=True)
+    if unit not in _TIME:
+        raise InputError(f"cannot read time {_quoted(text)}: units are s, ms, us, ns, min")
+    times, parts = _TIME[unit]
+    return _checked(value * times / parts, text, "time", zero_ok=True)
 
 
 def parse_flop_rate(text: str | float | int) -> float:
@@ -97,7 +124,7 @@ def parse_flop_rate(text: str | float | int) -> float:
     name = unit.removesuffix("/s").removesuffix("S").removesuffix("s")
     scale = 1.0 if unit == "" else (_scale(name[:-4]) if name.upper().endswith("FLOP") else None)
     if scale is None:
-        raise InputError(f"cannot read compute rate {text!r}: write it as '312TFLOP/s'")
+        raise InputError(f"cannot read compute rate {_quoted(text)}: write it as '312TFLOP/s'")
     return _checked(value * scale, text, "compute rate", zero_ok=False)
 
 

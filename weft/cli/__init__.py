@@ -1,1 +1,1 @@
-"""cli"""
+"""The command line: ``weft models | cluster | profile | plan | simulate | show | run | check``."""

@@ -33,10 +33,7 @@ _SUFFIXES: Final = (".json", ".json.gz", ".yaml", ".yml", ".yaml.gz", ".yml.gz")
 def load_cluster(path: str | os.PathLike[str]) -> Cluster:
     """Return the cluster in the file ``path``; its name is the file's unless it gives one."""
     where = os.fspath(path)
-    try:
-        data = read_bytes(where, error=ClusterError)
-    except ValueError as problem:  # a path with a null byte
-        raise ClusterError(f"no file {where!r}: {problem}") from problem
+    data = read_bytes(where, error=ClusterError)
     name = Path(where).name
     suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), "")
     is_json = suffix.startswith(".json") or (not suffix and data.lstrip()[:1] == b"{")

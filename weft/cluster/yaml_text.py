@@ -2,7 +2,8 @@
 
 Scalars are text, whole numbers, numbers, ``true``/``false`` and ``null`` as JSON writes them; so ``no`` and ``on`` are
 text, ``010`` is not eight and nothing becomes a date. Keys are text, and no key may be there twice. Tags (``!!int``,
-``!!python/...``) are refused. Aliases and merge keys work, but what they expand to counts against ``MAX_NODES``, and none may hold itself.
+``!!python/...``) are refused. Aliases and merge keys work, but what they expand to counts against ``MAX_NODES``, and
+none may hold itself.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ batch:
     moved   = all other bytes / (memory bandwidth * memory efficiency)
 
 Views cost nothing; an operator that does not depend on the batch has ``f = 1`` always. ``Terms`` holds the four terms
-of all operators on one device kind for one phase: forward, gradient of the inputs, gradient of the parameters.
+of all operators on one device kind for one part: forward, gradient of the inputs, gradient of the parameters.
 """
 
 from __future__ import annotations
@@ -100,6 +100,12 @@ class Terms:
         time_s: F64 = self.overhead_s + np.maximum(share * self.compute_s, self.fixed_s + share * self.moved_s)
         return time_s
 
+    def ratio(self, fraction: float) -> F64:
+        """Return time(fraction) / time(1); where there are no figures, the share itself."""
+        result = np.where(self.scales, fraction, 1.0)
+        np.divide(self.at(fraction), self.at(1.0), out=result, where=self.compute_s + self.fixed_s + self.moved_s > 0)
+        return result
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
@@ -125,17 +131,18 @@ def describe_work(graph: Graph, dtype: str | None = None) -> Work:
     classes = tuple(map(op_class, graph.op_kinds))
     total = {"forward": graph.bytes_read + graph.bytes_written, "input_grad": graph.input_grad_bytes,
              "weight_grad": graph.weight_grad_bytes}
-    scales = _scales_with_batch(graph)
-    parameter_bytes = _parameter_bytes(graph)
-    parameter_bytes[np.array([name == EMBEDDING for name in classes], dtype=bool)] = 0.0  # reads rows, not the table
-    fixed = {part: np.where(scales, np.minimum(parameter_bytes, total[part]), 0.0) for part in PARTS}
+    is_view = np.array([name == VIEW for name in classes], dtype=bool)
+    scales = _scales_with_batch(graph) & ~is_view
+    unscaled = parameter_bytes(graph)
+    unscaled[np.array([name == EMBEDDING for name in classes], dtype=bool)] = 0.0  # these read rows, not the table
+    fixed = {part: np.where(scales, np.minimum(unscaled, total[part]), 0.0) for part in PARTS}
     flops = {"forward": graph.flops, "input_grad": graph.input_grad_flops, "weight_grad": graph.weight_grad_flops}
     return Work(
         dtypes=dtypes, classes=classes, scales=scales,
         flops={part: flops[part] for part in PARTS},
         fixed_bytes={part: fixed[part] * resize for part in PARTS},
         moved_bytes={part: (total[part] - fixed[part]) * resize for part in PARTS},
-        is_view=np.array([name == VIEW for name in classes], dtype=bool),
+        is_view=is_view,
     )
 
 
@@ -162,7 +169,7 @@ def _roots(graph: Graph) -> I64:
     return roots
 
 
-def _parameter_bytes(graph: Graph) -> F64:
+def parameter_bytes(graph: Graph) -> F64:
     """Return the bytes of parameters and buffers (and views of them) that each operator reads."""
     role = graph.tensor_role[_roots(graph)]
     is_parameter = (role == TensorRole.PARAMETER) | (role == TensorRole.BUFFER)
@@ -205,8 +212,8 @@ def roofline_terms(work: Work, kind: DeviceKind, part: Part,
 def _rates(work: Work, kind: DeviceKind, fitted: Mapping[str, Efficiency]) -> tuple[F64, F64]:
     """Return the compute and memory rates that each operator reaches on ``kind``."""
     if kind.memory_bytes_per_s is None:
-        raise ClusterError(f"device kind {kind.name!r} gives no memory bandwidth: add 'memory_bandwidth' to the cluster "
-                           "file, choose a preset, or give all times in the graph file")
+        raise ClusterError(f"device kind {kind.name!r} gives no memory bandwidth: add 'memory_bandwidth' to the "
+                           "cluster file, choose a preset, or give all times in the graph file")
     known: dict[tuple[str, str], tuple[float, float]] = {}
     pairs = list(zip(work.classes, work.dtypes, strict=True))
     for name, dtype in dict.fromkeys(pairs):

@@ -96,23 +96,19 @@ def fake_parameters(module: torch.nn.Module) -> Iterator[FakeTensorMode]:
     """Replace the parameters and buffers of ``module`` by fake CPU tensors while the body runs."""
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     fakes: dict[int, torch.Tensor] = {}
-    saved: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+    saved = [(child, name, tensor) for child in module.modules()
+             for name, tensor in (*child._parameters.items(), *child._buffers.items()) if tensor is not None]
     try:
-        for child in module.modules():
-            for place in (child._parameters, child._buffers):
-                for name, tensor in place.items():
-                    if tensor is None:
-                        continue
-                    saved.append((place, name, tensor))
-                    if id(tensor) not in fakes:
-                        fake = _fake(mode, tensor)
-                        is_parameter = isinstance(tensor, torch.nn.Parameter)
-                        fakes[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-                    place[name] = fakes[id(tensor)]
+        for child, name, tensor in saved:
+            if id(tensor) not in fakes:
+                fake = _fake(mode, tensor)
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                fakes[id(tensor)] = torch.nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+            setattr(child, name, fakes[id(tensor)])  # not through _parameters: nn.LSTM keeps a second list
         yield mode
     finally:
-        for place, name, tensor in saved:
-            place[name] = tensor
+        for child, name, tensor in saved:
+            setattr(child, name, tensor)
 
 
 @contextmanager

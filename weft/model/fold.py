@@ -1,11 +1,11 @@
 """Trace one of each repeated layer: the copies are stood in for while tracing and written out afterwards.
 
 Tracing costs two to three milliseconds per operator, so the 80 equal layers of a large model take many seconds. Layers
-are *equal* when their classes, settings and parameter shapes are (``find_repeats``); a setting that equals the layer's
-own position is the one difference allowed. While ``torch.export`` runs, the first two and the last layer of a set are
-traced in full between two markers, ``fold_enter`` and ``fold_leave``; every other one becomes a single operator
-``fold_repeat``. Afterwards ``expand`` compares the layers that were traced, operator by operator, and only if they
-agree replaces each ``fold_repeat`` with a copy of the first, wired to the copy's own parameters:
+are *equal* when their classes, settings and parameter shapes are (``find_repeats``); a number that is the position of
+the layer in every one of them is the only difference allowed. While ``torch.export`` runs, the first two and the last
+layer of a set are traced in full between two markers, ``fold_enter`` and ``fold_leave``; every other one becomes a
+single operator ``fold_repeat``. Afterwards ``expand`` compares the layers that were traced, operator by operator, and
+only if they agree replaces each ``fold_repeat`` with a copy of the first, wired to the copy's own parameters:
 
     x -> [enter h.0 ... leave] -> [enter h.1 ... leave] -> repeat h.2 -> ... -> [enter h.47 ... leave] -> loss
 
@@ -102,21 +102,37 @@ def find_repeats(module: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
     sets: list[tuple[str, ...]] = []
 
     def visit(parent: torch.nn.Module, prefix: str) -> None:
-        groups: dict[Any, list[str]] = {}
-        for index, (name, child) in enumerate(parent._modules.items()):
-            if child is not None:
-                groups.setdefault(_shape_of(child, index, f"{prefix}{name}", owners), []).append(name)
-        for key, names in groups.items():
-            if key is not None and len(names) >= MIN_REPEATS:
+        children = {name: child for name, child in parent._modules.items() if child is not None}
+        for equal in _equal_children(list(children.values()), owners):
+            names = [list(children)[index] for index in equal]
+            if len(names) >= MIN_REPEATS:
                 sets.append(tuple(prefix + name for name in names))
             else:
                 for name in names:
-                    child = parent._modules[name]
-                    assert child is not None
-                    visit(child, f"{prefix}{name}.")
+                    visit(children[name], f"{prefix}{name}.")
 
     visit(module, "")
     return tuple(sets)
+
+
+def _equal_children(children: list[torch.nn.Module], owners: Mapping[int, tuple[str, ...]]) -> list[list[int]]:
+    """Return the positions of ``children`` in sets of equal ones."""
+    alike: dict[Any, list[tuple[int, tuple[int, ...]]]] = {}
+    for position, child in enumerate(children):
+        numbers: list[int] = []
+        shape = _shape_of(child, owners, numbers) or ("alone", position)
+        alike.setdefault(shape, []).append((position, tuple(numbers)))
+    result: list[list[int]] = []
+    for members in alike.values():
+        # a whole number that equals the layer's position in every layer is its index, not a setting
+        is_index = [all(numbers[slot] == position for position, numbers in members)
+                    for slot in range(len(members[0][1]))]
+        equal: dict[Any, list[int]] = {}
+        for position, numbers in members:
+            key = tuple(number for number, index in zip(numbers, is_index, strict=True) if not index)
+            equal.setdefault(key, []).append(position)
+        result.extend(equal.values())
+    return sorted(result)
 
 
 def _parameter_owners(module: torch.nn.Module) -> Mapping[int, tuple[str, ...]]:
@@ -128,8 +144,8 @@ def _parameter_owners(module: torch.nn.Module) -> Mapping[int, tuple[str, ...]]:
     return {key: tuple(paths) for key, paths in owners.items()}
 
 
-def _shape_of(layer: torch.nn.Module, index: int, path: str, owners: Mapping[int, tuple[str, ...]]) -> Any:
-    """Return what makes two layers equal, or None if the layer must not be folded."""
+def _shape_of(layer: torch.nn.Module, owners: Mapping[int, tuple[str, ...]], numbers: list[int]) -> Any:
+    """Return all of ``layer`` but its whole-number settings, which go to ``numbers``; None if it must not be folded."""
     parts: list[Any] = []
     num_modules = 0
     for name, module in layer.named_modules():
@@ -145,19 +161,20 @@ def _shape_of(layer: torch.nn.Module, index: int, path: str, owners: Mapping[int
                               (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)))
         for key, value in sorted(module.__dict__.items()):
             if key not in ("_parameters", "_buffers", "_modules"):
-                parts.append((key, _setting(value, index)))
+                parts.append((key, _setting(value, numbers)))
     return tuple(parts) if num_modules >= MIN_MODULES else None
 
 
-def _setting(value: Any, index: int) -> Any:
+def _setting(value: Any, numbers: list[int]) -> Any:
     if isinstance(value, bool) or value is None or isinstance(value, str | float | torch.dtype | torch.device):
         return (type(value).__name__, str(value))
     if isinstance(value, int):
-        return "<position>" if value == index else value
+        numbers.append(value)
+        return "int"
     if isinstance(value, list | tuple):
-        return (type(value).__name__, *(_setting(item, index) for item in value))
+        return (type(value).__name__, *(_setting(item, numbers) for item in value))
     if isinstance(value, dict):
-        return ("dict", *((str(key), _setting(item, index)) for key, item in value.items()))
+        return ("dict", *((str(key), _setting(item, numbers)) for key, item in value.items()))
     if isinstance(value, set | frozenset):
         return ("set", *sorted(str(item) for item in value))
     return (type(value).__name__, id(value))

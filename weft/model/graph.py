@@ -106,9 +106,9 @@ class Graph:
     tensor_bytes: I64
     """Size in bytes."""
     tensor_base: I64
-    """The tensor whose memory this one is a view of, or -1."""
+    """The tensor whose memory this one is a view of (never itself a view), or -1."""
     is_saved: Bool
-    """The tensor is kept from the forward to the backward pass."""
+    """The tensor is kept from the forward to the backward pass. A view is never marked: the tensor it is of is."""
     tensor_batch_dim: I64
     """The dimension that grows with the batch, ``NO_BATCH_DIM`` or ``UNKNOWN_BATCH_DIM``."""
     outputs: tuple[int, ...]
@@ -120,13 +120,19 @@ class Graph:
     has_backward: bool = False
     """Backward costs are there (from the joint graph or by rule, see ``backward_source``)."""
     backward_source: str = "none"
-    """``joint``: traced; ``rule``: by the documented rule; ``none``: inference only."""
+    """``joint``: traced, forward and backward together; ``rule``: by the documented rule; ``none``: inference only."""
     given: GivenCosts | None = None
     """Costs written in a graph file, or None."""
     warnings: tuple[str, ...] = ()
     """What the importer wants the user to know."""
     sources: tuple[str, ...] = field(default=(), repr=False)
     """Source line of each operator (``file.py:12``), or empty."""
+    saved_inside_bytes: F64 = field(default_factory=lambda: np.zeros(0), repr=False)
+    """Bytes that an operator keeps for its backward pass beyond the tensors marked in ``is_saved``."""
+
+    def __post_init__(self) -> None:
+        if len(self.saved_inside_bytes) == 0:
+            object.__setattr__(self, "saved_inside_bytes", np.zeros(len(self.op_names)))
 
     @property
     def num_ops(self) -> int:
@@ -238,7 +244,7 @@ def check_graph(graph: Graph) -> None:
 
 
 _OP_COLUMNS = ("op_kinds", "op_modules", "flops", "bytes_read", "bytes_written", "input_grad_flops",
-               "input_grad_bytes", "weight_grad_flops", "weight_grad_bytes", "is_constant")
+               "input_grad_bytes", "weight_grad_flops", "weight_grad_bytes", "is_constant", "saved_inside_bytes")
 _TENSOR_COLUMNS = ("tensor_shapes", "tensor_dtypes", "tensor_role", "tensor_producer", "tensor_bytes", "tensor_base",
                    "is_saved", "tensor_batch_dim")
 
@@ -280,7 +286,7 @@ def _reference_problems(graph: Graph) -> list[str]:
 def _value_problems(graph: Graph) -> list[str]:
     problems = []
     for column in ("flops", "bytes_read", "bytes_written", "input_grad_flops", "input_grad_bytes", "weight_grad_flops",
-                   "weight_grad_bytes", "tensor_bytes"):
+                   "weight_grad_bytes", "saved_inside_bytes", "tensor_bytes"):
         values = getattr(graph, column)
         bad = np.flatnonzero(~np.isfinite(values) | (values < 0))
         names = graph.tensor_names if column == "tensor_bytes" else graph.op_names

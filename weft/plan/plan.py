@@ -15,7 +15,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from weft.errors import PlanError
 from weft.files import check_header, decode, encode, load_json, write_atomic
@@ -24,6 +24,8 @@ FORMAT: Final = "weft.plan"
 VERSION: Final = 1
 
 Mode = Literal["training", "inference"]
+OptimizerKind = Literal["none", "sgd", "adam", "adamw"]
+OPTIMIZERS: Final = get_args(OptimizerKind)
 GradientMethod = Literal["all_reduce", "parameter_server", "sufficient_factors"]
 
 
@@ -46,6 +48,8 @@ class ClusterRef:
 
     digest: str
     devices: tuple[str, ...]
+    description: Mapping[str, Any] | None = None
+    """The cluster file's content in long form, so that a plan can be checked and shown by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +105,7 @@ class GradientExchange:
 class Optimizer:
     """What happens to the parameters after the gradients are there."""
 
-    kind: Literal["none", "sgd", "adam", "adamw"] = "adamw"
+    kind: OptimizerKind = "adamw"
     lr: float = 1e-3
     sharded: bool = False
     """Each of the devices that hold a parameter keeps only its part of the optimizer's state."""

@@ -10,7 +10,7 @@ gives those of one rank as objects. What instructions refer to is in four tables
 Semantics. A rank issues its instructions in order. A compute instruction runs when the compute before it is done and
 all tensors it needs have arrived. A send, receive or collective is issued when the compute before it in the list is
 done, and then proceeds beside later compute; a send and its receive move data together, a collective starts when all
-members have issued it. ``weft.plan.check`` demands more, so that a program is safe on any transport: it must make
+members have issued it, and so does the compute of an instance with several ranks. ``weft.plan.check`` demands more, so that a program is safe on any transport: it must make
 progress even if every send, receive and collective blocks its rank until the other side is there (rendezvous).
 """
 

@@ -19,12 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Interpreter, Node
 
 from weft.errors import ModelError
-
-Tensor = torch.Tensor
+from weft.model.trace import TracedModel
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,6 +42,29 @@ class ModelGraph:
     """Tensor names that are buffers or lifted constants."""
     constants: frozenset[str]
     """Names of operators that depend on neither inputs nor parameters."""
+    buffer_updates: Mapping[str, Node]
+    """The new value of each buffer that the forward changes."""
+
+
+def model_graph(traced: TracedModel) -> ModelGraph:
+    """Return a traced model with its nodes under the names of its ``Graph``."""
+    program, graph = traced.program, traced.graph
+    tensor_names = {program.nodes[node]: name for name, node in program.tensor_nodes.items()}
+    op_names: dict[Node, str] = {}
+    for op, (first, *items) in program.op_nodes.items():
+        op_names[program.nodes[first]] = op
+        for item in items:
+            node = program.nodes[item]
+            tensor_names.setdefault(node, f"{op}:{node.args[1]}")
+    for placeholder, path in (*program.parameters.items(), *program.buffers.items()):
+        tensor_names.setdefault(program.nodes[placeholder], path)
+    constants = {name for name, is_constant in zip(graph.op_names, graph.is_constant, strict=True) if is_constant}
+    return ModelGraph(
+        graph=program.fx_graph, tensor_names=tensor_names, op_names=op_names, constants=frozenset(constants),
+        parameters=frozenset(program.parameters.values()),
+        buffers=frozenset(program.buffers.values()) | program.constants.keys(),
+        buffer_updates={path: program.nodes[program.tensor_nodes[name]]
+                        for path, name in program.buffer_updates.items()})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,6 +80,8 @@ class StageModule:
     buffers: tuple[str, ...]
     values: Mapping[str, Tensor]
     """Arguments and outputs as traced, without data: their shape, dtype and layout."""
+    updated_buffers: tuple[str, ...]
+    """Buffers that the forward changes: their new values follow the outputs."""
     uses_random: bool
     """Some operator draws random numbers (a recomputation must draw the same again)."""
 
@@ -79,18 +104,20 @@ def build_stage(model: ModelGraph, ops: Sequence[str], outputs: Sequence[str], *
     for name in outputs:
         if name not in by_name:
             raise ModelError(f"tensor {name!r} is not computed by the stage that should send it")
-    results = [builder.copied[by_name[name]] for name in outputs]
-    builder.graph.output(tuple(results))
+    updated = tuple(name for name, node in model.buffer_updates.items()
+                    if node in builder.copied and name in builder.buffers)
+    results = [*(by_name[name] for name in outputs), *(model.buffer_updates[name] for name in updated)]
+    builder.graph.output(tuple(builder.copied[node] for node in results))
     attributes = {attribute_name(name): values[name] for name in (*builder.parameters, *builder.buffers)}
+    _retarget(builder.graph, torch.device("meta"))
     _copy_shared_outputs(builder.graph)
-    for node in builder.graph.nodes:
-        node.args, node.kwargs = _retarget(node.args, device), _retarget(node.kwargs, device)
+    _retarget(builder.graph, device)
     return StageModule(
         module=GraphModule(attributes, builder.graph, class_name="Stage"), inputs=tuple(builder.inputs),
         outputs=tuple(outputs), parameters=tuple(builder.parameters), buffers=tuple(builder.buffers),
         values={name: node.meta["val"] for name, node in builder.inputs.items()}
         | {name: by_name[name].meta["val"] for name in outputs},
-        uses_random=builder.uses_random)
+        updated_buffers=updated, uses_random=builder.uses_random)
 
 
 def stage_tensors(model: ModelGraph, ops: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -175,18 +202,32 @@ class _Builder:
 def _owner(node: Node) -> Node:
     """Return the operator that makes the tuple ``node`` is taken from, or ``node`` itself."""
     while node.op == "call_function" and node.target is operator.getitem:
-        node = node.args[0]  # type: ignore[assignment]
+        node = node.args[0]
     return node
 
 
-def _retarget(value: Any, device: torch.device) -> Any:
-    """Return the arguments of an operator with the traced device replaced by the one that runs."""
+def _retarget(graph: FxGraph, device: torch.device) -> None:
+    """Let all operators that make tensors from nothing make them on ``device``, in place."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem:
+            node.args, node.kwargs = _on_device(node.args, device), _on_device(node.kwargs, device)
+            if "device" not in node.kwargs and _makes_tensor(node):
+                node.kwargs = {**node.kwargs, "device": device}
+
+
+def _makes_tensor(node: Node) -> bool:
+    """Return whether the operator has a device but no tensor to take it from."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not node.all_input_nodes and any(item.name == "device" for item in schema.arguments)
+
+
+def _on_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.device):
         return device
     if isinstance(value, tuple | list):
-        return type(value)(_retarget(item, device) for item in value)
+        return type(value)(_on_device(item, device) for item in value)
     if isinstance(value, dict):
-        return {key: _retarget(item, device) for key, item in value.items()}
+        return {key: _on_device(item, device) for key, item in value.items()}
     return value
 
 

@@ -6,9 +6,10 @@ return the gradient of their input and *queue* the rest:
     I:  y.backward(grad)         -> gradient of x is there, queue = [MatmulGradient(weight, grad, x), ...]
     W:  for item in queue.take(): item.accumulate()     # weight.grad += grad^T x
 
-Rules exist for ``linear``, ``addmm``, ``mm`` and ``matmul`` with a parameter on the right (also behind ``t``, ``transpose``
-or ``permute`` of two dimensions), convolutions, ``embedding`` and ``layer_norm``. Every other use of a parameter (an
-elementwise scale, a weight behind a cast or a reshape) takes the ordinary way, and its gradient is there after ``I``.
+Rules exist for ``linear``, ``addmm``, ``mm`` and ``matmul`` with a parameter on the right (also behind ``t``,
+``transpose`` or ``permute`` of two dimensions), convolutions, ``embedding`` and ``layer_norm``.
+Every other use of a parameter (an elementwise scale, a weight behind a cast or a reshape) takes the ordinary way, and
+its gradient is there after ``I``.
 The values are the same as those of a whole backward up to the order of summation.
 
 A queue item keeps the factors of a gradient apart, which is where an exchange of factors instead of sums attaches.
@@ -21,10 +22,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
 
-Tensor = torch.Tensor
 aten = torch.ops.aten
 
 
@@ -59,24 +60,27 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 @dataclass(slots=True)
 class MatmulGradient:
-    """``weight.grad += left^T right`` and ``bias.grad += sum of rows of grad``: all the factors of a linear layer."""
+    """``weight.grad += left^T right`` and ``bias.grad += sum of rows of grad``: all the factors of a linear layer.
+
+    ``left``, ``right`` and ``grad`` have one row for each sample and position.
+    """
 
     weight: Tensor
-    left_NL: Tensor
-    right_NR: Tensor
+    left: Tensor
+    right: Tensor
     bias: Tensor | None
-    grad_NO: Tensor
+    grad: Tensor
 
     def accumulate(self) -> None:
         """Add the gradients of weight and bias."""
-        left_LN = self.left_NL.t()
+        left_t = self.left.t()
         if self.weight.requires_grad:
             if self.weight.grad is None:
-                self.weight.grad = torch.mm(left_LN, self.right_NR)
+                self.weight.grad = torch.mm(left_t, self.right)
             else:
-                self.weight.grad.addmm_(left_LN, self.right_NR)
+                self.weight.grad.addmm_(left_t, self.right)
         if self.bias is not None and self.bias.requires_grad:
-            add_gradient(self.bias, self.grad_NO.sum(0).reshape(self.bias.shape))
+            add_gradient(self.bias, self.grad.sum(0).reshape(self.bias.shape))
 
 
 @dataclass(slots=True)
@@ -220,15 +224,13 @@ def split_weight_gradients(module: GraphModule, queue: WeightGradients) -> Graph
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
     holder = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
-    result = GraphModule({**holder, _QUEUE: queue}, graph)
     for node in list(graph.nodes):
         rule = _RULES.get(node.target) if node.op == "call_function" else None
         call = rule(_Arguments(node, holder)) if rule is not None else None
         if call is not None:
             _replace(graph, node, *call)
     graph.eliminate_dead_code()
-    result.recompile()
-    return result
+    return GraphModule({**holder, _QUEUE: queue}, graph, class_name="SplitStage")
 
 
 _QUEUE = "weight_gradients"
@@ -247,7 +249,7 @@ class _Arguments:
     """The arguments of a call by position, completed from its schema, and which of them are parameters."""
 
     def __init__(self, node: Node, parameters: dict[str, Any]) -> None:
-        schema = node.target._schema.arguments  # type: ignore[union-attr]
+        schema = node.target._schema.arguments
         given = dict(zip((item.name for item in schema), node.args, strict=False)) | node.kwargs
         self.values: list[Any] = [given.get(item.name, item.default_value) for item in schema]
         self._parameters = parameters
@@ -255,6 +257,10 @@ class _Arguments:
     def is_parameter(self, value: Any) -> bool:
         return (isinstance(value, Node) and value.op == "get_attr"
                 and isinstance(self._parameters.get(str(value.target)), torch.nn.Parameter))
+
+    def size(self, parameter: Node) -> int:
+        """Return the number of elements of a parameter."""
+        return int(self._parameters[str(parameter.target)].numel())
 
     def is_optional_parameter(self, value: Any) -> bool:
         return value is None or self.is_parameter(value)
@@ -266,10 +272,10 @@ class _Arguments:
         if not isinstance(value, Node) or value.target not in _TRANSPOSES or not self.is_parameter(value.args[0]):
             return None
         parameter = value.args[0]
-        swaps = value.target is aten.t.default or sorted(_dims(value)) == [0, 1] and _dims(value) != [0, 1]
-        if len(self._parameters[str(parameter.target)].shape) != 2:  # type: ignore[union-attr]
+        swaps = value.target is aten.t.default or _dims(value) == [1, 0]
+        if len(self._parameters[str(parameter.target)].shape) != 2:
             return None
-        return parameter, swaps  # type: ignore[return-value]
+        return parameter, swaps
 
 
 _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
@@ -277,7 +283,7 @@ _TRANSPOSES = (aten.t.default, aten.transpose.int, aten.permute.default)
 
 def _dims(node: Node) -> list[int]:
     given = node.args[1] if node.target is aten.permute.default else node.args[1:3]
-    dims = [int(dim) % 2 for dim in given]  # type: ignore[union-attr, arg-type]
+    dims = [int(dim) % 2 for dim in given]
     return sorted(dims, reverse=True) if node.target is aten.transpose.int else dims
 
 
@@ -304,6 +310,8 @@ def _addmm(call: _Arguments) -> _Call | None:
     found = call.matrix(factor)
     if found is None or not call.is_parameter(bias) or beta != 1 or alpha != 1:
         return None
+    if call.size(bias) != call.size(found[0]) // _shape(x)[-1]:
+        return None  # a bias that is broadcast along the columns
     return split_matmul, (x, found[0], bias, found[1])
 
 

@@ -19,10 +19,9 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from weft.errors import RunError
-
-Tensor = torch.Tensor
 
 
 class Work(Protocol):

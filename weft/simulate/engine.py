@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar, cast
 
 import numba
 import numpy as np
+import numpy.typing as npt
 
 from weft.model.graph import F64, Bool
 from weft.simulate.tasks import U32, Describe, TaskGraph, check_finished, is_topological, name_task
@@ -52,17 +53,16 @@ class Simulator:
         self.ends: F64 = np.zeros(graph.num_tasks)
         """End of each task in the last run; overwritten by the next."""
         self._describe = describe
+        self._missing = np.zeros(graph.num_tasks, dtype=np.uint32)
         self._inline = inline_tasks(graph)
         self._no_inline = np.zeros_like(self._inline)
-        self._missing = np.zeros(graph.num_tasks, dtype=np.uint32)
         roots = np.flatnonzero(graph.num_predecessors == 0).astype(np.uint32)
-        self._columns = (graph.resource_start, graph.resources, graph.successor_start, graph.successors,
-                         graph.num_predecessors, roots)
         num_tasks, num_resources = graph.num_tasks, graph.num_resources
-        self._workspace = (
-            self.starts, self.ends, self._missing, np.zeros(num_tasks), np.zeros(num_resources),
-            np.zeros(num_resources, dtype=np.uint32), np.zeros(num_tasks), np.zeros(num_tasks, dtype=np.uint32),
-            np.zeros(num_tasks, dtype=np.uint32))
+        self._arguments: tuple[npt.NDArray[Any], ...] = (
+            graph.resource_start, graph.resources, graph.successor_start, graph.successors, graph.num_predecessors,
+            roots, self.starts, self.ends, self._missing,
+            np.zeros(num_tasks), np.zeros(num_resources), np.zeros(num_resources, dtype=np.uint32),
+            np.zeros(num_tasks), np.zeros(num_tasks, dtype=np.uint32), np.zeros(num_tasks, dtype=np.uint32))
 
     def run(self, durations: F64 | None = None) -> float:
         """Return the time at which the last task ends; the times of all tasks are in ``starts`` and ``ends``.
@@ -72,9 +72,9 @@ class Simulator:
         """
         seconds = self.graph.durations if durations is None else durations
         assert seconds.shape == self.ends.shape
-        num_done, makespan = _run(seconds, *self._columns, self._inline, *self._workspace)
+        num_done, makespan = _run(seconds, self._inline, *self._arguments)
         if num_done == _UNORDERED:
-            num_done, makespan = _run(seconds, *self._columns, self._no_inline, *self._workspace)
+            num_done, makespan = _run(seconds, self._no_inline, *self._arguments)
         if num_done < self.graph.num_tasks:
             check_finished(self.graph, self._missing > 0, self._describe)
         return float(makespan)
@@ -82,9 +82,11 @@ class Simulator:
 
 def inline_tasks(graph: TaskGraph) -> Bool:
     """Return which tasks can be handled together with their last predecessor; see the module's docstring."""
+    if not is_topological(graph):
+        return np.zeros(graph.num_tasks, dtype=np.bool_)
+    if len(graph.resources) == 0:
+        return np.ones(graph.num_tasks, dtype=np.bool_)
     num_held = graph.num_held()
-    if not is_topological(graph) or len(graph.resources) == 0:
-        return num_held == 0 if is_topological(graph) else np.zeros(graph.num_tasks, dtype=np.bool_)
     predecessor = np.zeros(graph.num_tasks, dtype=np.int64)
     predecessor[graph.successors] = graph.edge_sources()
     inline: Bool = (num_held > 0) & (graph.num_predecessors == 1) & (num_held[predecessor] > 0)
@@ -94,7 +96,8 @@ def inline_tasks(graph: TaskGraph) -> Bool:
     inline = _drop_unfit(graph, inline, feeder)
     while inline[predecessor[inline]].any():
         inline = _drop_unfit(graph, inline & ~inline[predecessor], feeder)
-    return inline | (num_held == 0)
+    inline |= num_held == 0
+    return inline
 
 
 def _drop_unfit(graph: TaskGraph, inline: Bool, feeder: U32) -> Bool:
@@ -114,9 +117,9 @@ def _drop_unfit(graph: TaskGraph, inline: Bool, feeder: U32) -> Bool:
 
 @_compiled
 def _run(
-    durations: F64, resource_start: U32, resources: U32, successor_start: U32, successors: U32, num_predecessors: U32,
-    roots: U32, inline: Bool, starts: F64, ends: F64, missing: U32, ready: F64, free: F64, latest: U32, heap_time: F64,
-    heap_task: U32, queue: U32,
+    durations: F64, inline: Bool, resource_start: U32, resources: U32, successor_start: U32, successors: U32,
+    num_predecessors: U32, roots: U32, starts: F64, ends: F64, missing: U32, ready: F64, free: F64, latest: U32,
+    heap_time: F64, heap_task: U32, queue: U32,
 ) -> tuple[int, float]:
     """Return the number of tasks run (or ``_UNORDERED``) and the end of the last; fill ``starts`` and ``ends``.
 

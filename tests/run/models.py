@@ -1,0 +1,82 @@
+"""Small models for tests of the runtime, also loaded by path (``models.py:tiny_gpt``) in started processes."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.register_buffer("mask", torch.ones(16, 16, dtype=torch.bool).tril())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, length, 3, 4, width // 4).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = (q @ k.transpose(-1, -2)).masked_fill(~self.mask[:length, :length], float("-inf"))
+        attended = (functional.softmax(scores, -1) @ v).transpose(1, 2).reshape(batch, length, width)
+        x = x + self.out(attended)
+        return x + self.down(functional.gelu(self.up(self.norm2(x))))
+
+
+class TinyGPT(nn.Module):
+    """Tied embeddings, learned positions from a constant ``arange``, and the mean cross-entropy of the next token."""
+
+    def __init__(self, layers: int = 4, width: int = 32, words: int = 40, length: int = 8, tied: bool = True) -> None:
+        super().__init__()
+        self.words, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, words, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(self.norm(x))
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+class Skip(nn.Module):
+    """Convolutions with connections from early to late layers, a tuple in the middle, and parameters behind views."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1, stride=2)
+        self.third, self.fourth = nn.Conv2d(width, width, 3, padding=1), nn.ConvTranspose2d(width, width, 2, stride=2)
+        self.last = nn.Conv2d(2 * width, 4, 1)
+        self.mix = nn.Parameter(torch.empty(8, 8))
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, image: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        a = functional.relu(self.first(image))
+        b = functional.relu(self.second(a))
+        c, d = functional.relu(self.third(b)).chunk(2, dim=1)
+        e = torch.cat([d, c], dim=1) + b
+        f = self.fourth(e)
+        out = self.last(torch.cat([a, f], dim=1))
+        out = (out @ self.mix.t()) * self.scale
+        return functional.mse_loss(out, target)
+
+
+def tiny_gpt() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return TinyGPT(), _tokens()
+
+
+def untied_gpt() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return TinyGPT(tied=False), _tokens()
+
+
+def skip_net() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Skip(), (torch.randn(2, 3, 8, 8), torch.randn(2, 4, 8, 8))
+
+
+def _tokens() -> tuple[torch.Tensor, ...]:
+    return torch.randint(0, 40, (2, 8)), torch.randint(0, 40, (2, 8))

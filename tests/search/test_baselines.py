@@ -1,0 +1,145 @@
+"""The simple strategies: cuts against brute force, shares, bounds, and what they say when nothing fits."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tests.worlds import chain_graph
+from weft.cluster import read_cluster
+from weft.cluster.cluster import Cluster
+from weft.cluster.cluster_file import parse_cluster
+from weft.cost.costs import estimate_costs
+from weft.errors import InputError, NoFeasiblePlan
+from weft.planner import compare_strategies, evaluate, microbatch_choices
+from weft.search.baselines import STRATEGIES, balanced_cuts, equal_cuts
+from weft.search.problem import PlanOptions, Problem, block_of, divisors
+
+
+def mixed_cluster(speeds: list[float], *, memory: str = "1GB", bandwidth: str = "100GB/s") -> Cluster:
+    devices = [{"name": f"d{i}", "kind": f"k{i}", "memory": memory, "flops": {"float32": speed}, "memory_bandwidth": "100TB/s"}
+               for i, speed in enumerate(speeds)]
+    links = [{"from": f"d{i}", "to": "switch", "bandwidth": bandwidth, "latency": "1us"} for i in range(len(speeds))]
+    return parse_cluster({"format": "weft.cluster", "version": 1, "devices": devices, "switches": ["switch"], "links": links})
+
+
+def problem_of(num_ops: int = 12, *, cluster: Cluster | None = None, batch: int = 16, seed: int = 0, **options) -> Problem:
+    rng = np.random.default_rng(seed)
+    graph = chain_graph(num_ops, batch=4, parameter_bytes=4000, activation_bytes=4000)
+    object.__setattr__(graph, "flops", rng.integers(1, 20, num_ops) * 1e9)
+    object.__setattr__(graph, "input_grad_flops", graph.flops)
+    object.__setattr__(graph, "weight_grad_flops", graph.flops)
+    cluster = cluster or mixed_cluster([1e12, 2e12, 1e12, 4e12])
+    return Problem(graph=graph, cluster=cluster, costs=estimate_costs(graph, cluster),
+                   options=PlanOptions(batch=batch, **options))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_balanced_cuts_have_the_smallest_bottleneck(seed):
+    problem = problem_of(9, seed=seed, microbatches=4)
+    cuts = balanced_cuts(problem, 4)
+    seconds = [problem.op_seconds(device, 4) for device in problem.devices]
+
+    def bottleneck(bounds):
+        return max(float(seconds[i][a:b].sum()) for i, (a, b) in enumerate(itertools.pairwise(bounds)))
+
+    best = min(bottleneck((0, *inner, 9)) for inner in itertools.combinations_with_replacement(range(10), 3))
+    assert bottleneck(cuts) == pytest.approx(best, rel=1e-6)
+
+
+def test_balanced_cuts_respect_memory():
+    tight = problem_of(8, cluster=mixed_cluster([1e12, 1e12], memory="100kB"), batch=4, microbatches=1)
+    cuts = balanced_cuts(tight, 1)
+    assert cuts[0] == 0
+    assert cuts[-1] == 8
+    with pytest.raises(NoFeasiblePlan, match=r"the model needs .* the 2 devices have .* more would be needed"):
+        balanced_cuts(problem_of(8, cluster=mixed_cluster([1e12, 1e12], memory="10kB"), batch=4, microbatches=1), 1)
+
+
+def test_equal_cuts_count_layers_not_operators():
+    problem = problem_of(12)
+    modules = ["embed", *(f"h.{i}.fc" for i in range(8) for _ in range(1)), "norm", "head", "loss"]
+    object.__setattr__(problem.graph, "op_modules", tuple(modules))
+    assert equal_cuts(problem) == [0, 3, 5, 7, 12]
+
+
+def test_block_of_takes_the_path_up_to_its_first_number():
+    assert [block_of(m) for m in ("transformer.h.3.attn", "lm_head", "", "a.0.b.1")] == [
+        "transformer.h.3", "lm_head", "", "a.0"]
+
+
+def test_divisors():
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
+
+
+def test_shares_follow_speed():
+    plan = STRATEGIES["data-parallel-by-speed"](problem_of(cluster=mixed_cluster([1e12, 3e12]), batch=16), 1)
+    assert [replica.share for replica in plan.stages[0].replicas] == [0.25, 0.75]
+
+
+def test_every_strategy_gives_a_checked_plan_above_the_bound():
+    problem = problem_of()
+    comparison = compare_strategies(problem)
+    assert {item.strategy for item in comparison.candidates if item.plan is not None} == set(STRATEGIES)
+    for item in comparison.candidates:
+        assert item.step_time_s >= comparison.bound_s
+        assert item.plan.search.step_time == item.step_time_s
+    assert comparison.best.step_time_s == min(item.step_time_s for item in comparison.candidates)
+
+
+def test_the_busiest_device_is_never_busier_than_with_equal_cuts():
+    for seed in range(5):
+        problem = problem_of(13, seed=seed, cluster=mixed_cluster([1e12] * 4), microbatches=8)
+        equal = evaluate(STRATEGIES["1f1b"](problem, 8), problem)
+        balanced = evaluate(STRATEGIES["1f1b-balanced"](problem, 8), problem)
+        assert balanced.busy_s.max() <= equal.busy_s.max() * (1 + 1e-9)
+
+
+def test_inference_plans_have_forwards_only():
+    comparison = compare_strategies(problem_of(mode="inference"))
+    plan = comparison.best.plan
+    assert all(":F:" in action for actions in plan.order.values() for action in actions)
+    assert plan.gradients == ()
+
+
+def test_recomputation_saves_memory_and_costs_time():
+    plain = problem_of(microbatches=8)
+    again = problem_of(microbatches=8, recompute=True)
+    first = evaluate(STRATEGIES["gpipe"](plain, 8), plain)
+    second = evaluate(STRATEGIES["gpipe"](again, 8), again)
+    assert second.step_time_s > first.step_time_s
+    assert max(r.peak_bytes for r in second.summary()) < max(r.peak_bytes for r in first.summary())
+
+
+def test_same_input_same_bytes():
+    from weft.plan.plan import format_plan
+    assert format_plan(compare_strategies(problem_of()).best.plan) == format_plan(compare_strategies(problem_of()).best.plan)
+
+
+def test_too_small_a_cluster_says_what_is_missing():
+    with pytest.raises(NoFeasiblePlan, match=r"(?s)no strategy gives a plan for .* that fits.*too little") as caught:
+        compare_strategies(problem_of(cluster=mixed_cluster([1e12, 1e12], memory="5kB")))
+    assert caught.value.exit_code == 3
+
+
+def test_one_device_has_only_the_single_strategy():
+    comparison = compare_strategies(problem_of(cluster=read_cluster("1 x A100-80GB")))
+    assert comparison.best.strategy == "single"
+    assert all(item.reason for item in comparison.candidates if item.strategy != "single")
+
+
+def test_options_are_checked():
+    with pytest.raises(InputError, match="cannot be divided into 5 equal micro-batches; try 4"):
+        PlanOptions(batch=16, microbatches=5)
+    with pytest.raises(InputError, match="1 or more"):
+        PlanOptions(batch=0)
+    with pytest.raises(InputError, match="there is no strategy 'magic'"):
+        compare_strategies(problem_of(), ["magic"])
+
+
+def test_microbatch_choices_are_the_users_or_divisors():
+    assert microbatch_choices(problem_of(microbatches=8), "1f1b") == [8]
+    assert microbatch_choices(problem_of(batch=24), "single") == [1, 2, 3, 4, 6]
+    assert microbatch_choices(problem_of(batch=96), "1f1b") == [8, 12, 16, 24, 32]

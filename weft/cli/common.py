@@ -1,0 +1,98 @@
+"""What all commands share: options, progress on stderr, JSON on stdout, and loading of models, clusters and plans."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.errors import InputError
+
+if TYPE_CHECKING:
+    from weft.cluster.cluster import Cluster
+    from weft.cost.costs import Costs
+    from weft.model.graph import Graph
+    from weft.plan.plan import Mode, Plan
+
+ModelArgument = Annotated[str, typer.Argument(
+    metavar="MODEL", help="A name from `weft models` (options after a colon: gpt2:layers=4,seq=128), path/to/file.py:function, "
+    "an .onnx file or a graph file.")]
+ClusterArgument = Annotated[str, typer.Argument(
+    metavar="CLUSTER", help="A cluster file, or a text such as '4 x A100-80GB'.")]
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout and nothing else there.")]
+ProfileOption = Annotated[Path | None, typer.Option(
+    "--profile", metavar="FILE", help="A profile store written by `weft profile`; measured times replace estimates.")]
+QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
+
+
+def print_json(value: Any) -> None:
+    """Print ``value`` as JSON on stdout."""
+    print(json.dumps(value, indent=1, allow_nan=False))
+
+
+def reporter(quiet: bool) -> Callable[[str], None]:
+    """Return a function that writes progress lines to stderr, or nothing."""
+    def report(text: str) -> None:
+        if not quiet:
+            print(text, file=sys.stderr, flush=True)
+    return report
+
+
+def load_graph_of(spec: str, *, mode: Mode, batch: int | None, dtype: str | None = None,
+                  batch_dims: bool = False) -> Graph:
+    """Return the graph of any kind of model, traced for that many samples."""
+    from weft.model.load import load_graph_for
+
+    return load_graph_for(spec, mode=mode, batch=batch, dtype=dtype, batch_dims=batch_dims)
+
+
+def load_costs(graph: Graph, cluster: Cluster, profile: Path | None, dtype: str | None) -> Costs:
+    """Return the costs of the graph on the cluster, with measured times where the profile store has them."""
+    from weft.cost.costs import estimate_costs
+    from weft.cost.profile import ProfileStore
+
+    if profile is not None and not profile.exists():
+        raise InputError(f"no profile store {str(profile)!r}: make one with `weft profile MODEL --store {profile}`")
+    store = ProfileStore(profile) if profile is not None else None
+    return estimate_costs(graph, cluster, profile=store, dtype=dtype)
+
+
+def graph_of_plan(plan: Plan, model: str | None) -> Graph:
+    """Return the graph that a plan is for: of the model given, or of the zoo model that the plan names.
+
+    A file that a plan names is never executed: such a model must be given on the command line.
+    """
+    spec = model or plan.model.name
+    if model is None and not is_zoo_name(spec):
+        raise InputError(f"the plan's model {spec!r} is not a name from `weft models`: give the model as well (--model)")
+    return load_graph_of(spec, mode=plan.model.mode, batch=plan.microbatch_size, dtype=plan.model.dtype,
+                         batch_dims=has_unaligned_replicas(plan))
+
+
+def cluster_of_plan(plan: Plan, cluster: str | None) -> Cluster:
+    """Return the cluster given on the command line, or the one that the plan describes."""
+    from weft.cluster import read_cluster
+    from weft.cluster.cluster_file import parse_cluster
+
+    if cluster is not None:
+        return read_cluster(cluster)
+    if plan.cluster.description is None:
+        raise InputError("the plan does not describe its cluster: give it as well (--cluster)")
+    return parse_cluster(plan.cluster.description, where="the plan's cluster.description")
+
+
+def is_zoo_name(spec: str) -> bool:
+    """Return whether the text names a model of the zoo, so that building it runs no code but Weft's."""
+    from weft.model.zoo import MODELS
+
+    return spec.partition(":")[0] in MODELS
+
+
+def has_unaligned_replicas(plan: Plan) -> bool:
+    """Return whether stages divide the samples differently, so that tensors must be cut along the batch."""
+    return len({tuple(replica.share for replica in stage.replicas) for stage in plan.stages}) > 1

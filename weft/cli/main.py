@@ -1,0 +1,58 @@
+"""The ``weft`` command. Commands live in the sibling modules; this one joins them and turns errors into exit codes.
+
+Exit codes: 0 ok, 2 bad input, 3 no plan fits, 4 a run failed, 130 interrupted. Results go to stdout, everything else to
+stderr. Nothing heavy is imported before a command needs it.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from weft.cli import cluster_commands, model_commands, plan_commands, run_commands
+from weft.errors import WeftError
+
+app = typer.Typer(
+    name="weft", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Plans how a neural network runs across many devices, predicts how fast that is, and runs it that way.",
+    epilog="Exit codes: 0 ok, 2 bad input, 3 no plan fits, 4 a run failed.")
+app.command("models")(model_commands.models)
+app.command("profile")(model_commands.profile)
+app.command("plan")(plan_commands.plan)
+app.command("simulate")(plan_commands.simulate)
+app.command("show")(plan_commands.show)
+app.command("check")(plan_commands.check)
+app.command("run")(run_commands.run)
+app.add_typer(cluster_commands.app, name="cluster")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(args=arguments, prog_name="weft", standalone_mode=False)
+    except WeftError as problem:
+        print(f"weft: {problem}", file=sys.stderr)
+        return problem.exit_code
+    except (typer.Abort, KeyboardInterrupt):
+        print("weft: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 0
+    except Exception as problem:
+        if type(problem).__module__.startswith(("click", "typer")) and hasattr(problem, "show"):
+            problem.show()
+            return 2
+        raise
+    return result if isinstance(result, int) else 0
+
+
+def entry() -> None:
+    """Run the command line and exit with its code."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    entry()

@@ -1,0 +1,63 @@
+"""``weft models`` and ``weft profile``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli.common import JsonOption, ModelArgument, QuietOption, print_json, reporter
+from weft.errors import InputError
+
+
+def models(as_json: JsonOption = False) -> None:
+    """List the models that Weft can build by name, without weights."""
+    from weft.files import encode
+    from weft.model.zoo import list_models
+    from weft.show.tables import print_table
+
+    items = list_models()
+    if as_json:
+        print_json([encode(item) for item in items])
+        return
+    print_table(["model", "family", "parameters", "batch", "about"],
+                [[item.name, item.family, item.parameters, str(item.batch), item.about] for item in items])
+
+
+def profile(
+    model: ModelArgument,
+    device: Annotated[str, typer.Option(help="Where to run the operators: cpu or cuda.")] = "cpu",
+    store: Annotated[Path, typer.Option(help="Profile store to fill (sqlite).")] = Path("weft-profile.sqlite"),
+    batch: Annotated[int | None, typer.Option(help="Samples at once; the model's default if absent.")] = None,
+    mode: Annotated[str, typer.Option(help="training or inference.")] = "training",
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    kind: Annotated[str | None, typer.Option(help="Device kind to file the times under; found out if absent.")] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Time each distinct operator of a model once on this machine's device and keep the times."""
+    from weft.cost.profile import ProfileStore
+    from weft.cost.profiler import profile_model
+    from weft.files import encode
+    from weft.model.load import trace_model
+    from weft.show.tables import print_table
+    from weft.units import format_time
+
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"--device must be cpu or cuda, not {device!r}")
+    if mode not in ("training", "inference"):
+        raise InputError(f"--mode must be training or inference, not {mode!r}")
+    report = reporter(quiet)
+    report(f"tracing {model}")
+    traced = trace_model(model, mode="training" if mode == "training" else "inference", batch=batch)
+    summary = profile_model(traced, device=device, store=ProfileStore(store), threads=threads, device_kind=kind,
+                            progress=report)
+    if as_json:
+        print_json(encode(summary))
+        return
+    print_table(["what", "value"], [
+        ["device kind", summary.device_kind], ["operators", str(summary.num_ops)],
+        ["timed now", str(summary.num_timed)], ["known already", str(summary.num_known)],
+        ["sum of forward times", format_time(summary.forward_s)],
+        ["sum of backward times", format_time(summary.backward_s)], ["store", str(store)]])

@@ -1,0 +1,203 @@
+"""``weft plan``, ``simulate``, ``show`` and ``check``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, get_args
+
+import typer
+
+from weft.cli.common import (
+    ClusterArgument,
+    JsonOption,
+    ModelArgument,
+    PlanArgument,
+    ProfileOption,
+    QuietOption,
+    cluster_of_plan,
+    graph_of_plan,
+    load_costs,
+    load_graph_of,
+    print_json,
+    reporter,
+)
+from weft.errors import InputError
+
+if TYPE_CHECKING:
+    from weft.plan.plan import Plan
+    from weft.planner import Comparison
+    from weft.simulate.timeline import Timeline
+
+ModelOption = Annotated[str | None, typer.Option("--model", help="The plan's model, where it is not from `weft models`.")]
+ClusterOption = Annotated[str | None, typer.Option("--cluster", help="Another cluster than the one the plan describes.")]
+TraceOption = Annotated[Path | None, typer.Option("--trace", help="Write a Perfetto trace (.json.gz) here.")]
+HtmlOption = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page with a Gantt chart here.")]
+
+
+def plan(
+    model: ModelArgument,
+    cluster: ClusterArgument,
+    batch: Annotated[int, typer.Option(help="Samples in one step.")] = 32,
+    microbatches: Annotated[int | None, typer.Option(help="Parts of the batch; chosen if absent.")] = None,
+    strategy: Annotated[list[str] | None, typer.Option(help="Try only this strategy (may be repeated).")] = None,
+    mode: Annotated[str, typer.Option(help="training or inference.")] = "training",
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
+    optimizer: Annotated[str, typer.Option(help="none, sgd, adam or adamw.")] = "adamw",
+    recompute: Annotated[bool, typer.Option(help="Keep only stage inputs between forward and backward.")] = False,
+    profile: ProfileOption = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the best plan here.")] = None,
+    html: HtmlOption = None,
+    trace: TraceOption = None,
+    seed: Annotated[int, typer.Option(help="Seed of all searches.")] = 0,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Find the fastest way to run a model on a cluster, and compare the strategies."""
+    from weft.cluster import read_cluster
+    from weft.model.source import DTYPES
+    from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, save_plan
+    from weft.planner import compare_strategies
+    from weft.search.problem import PlanOptions, Problem
+    from weft.show.facts import strategy_facts
+    from weft.show.tables import print_comparison
+
+    report = reporter(quiet)
+    options = PlanOptions(batch=batch, microbatches=microbatches, mode=_choice("--mode", mode, get_args(Mode)),
+                          dtype=_choice("--dtype", dtype, tuple(DTYPES)), recompute=recompute, seed=seed,
+                          optimizer=Optimizer(kind=_choice("--optimizer", optimizer, OPTIMIZERS)))
+    target = read_cluster(cluster)
+    report(f"tracing {model}")
+    graph = load_graph_of(model, mode=options.mode, batch=batch // (microbatches or 1) if microbatches else None,
+                          dtype=dtype)
+    for warning in graph.warnings:
+        report(f"note: {warning}")
+    problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options)
+    comparison = compare_strategies(problem, strategy, progress=report)
+    best = comparison.best
+    assert best.plan is not None and best.timeline is not None, "compare_strategies raises otherwise"
+    if out is not None:
+        save_plan(best.plan, out)
+        report(f"plan written to {out}")
+    _write_pictures([best.timeline], comparison, html=html, trace=trace)
+    if as_json:
+        print_json(comparison_json(comparison))
+    else:
+        print_comparison(strategy_facts(comparison))
+
+
+def simulate(
+    plan: PlanArgument,
+    model: ModelOption = None,
+    cluster: ClusterOption = None,
+    profile: ProfileOption = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the timeline (JSON) here.")] = None,
+    trace: TraceOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict how a plan runs: step time, and where each device's time and memory go."""
+    from weft.plan.plan import load_plan
+    from weft.simulate.timeline_file import save_timeline
+
+    timeline = _predict(load_plan(plan), model, cluster, profile)
+    if out is not None:
+        save_timeline(timeline, out)
+    _write_pictures([timeline], None, html=None, trace=trace)
+    if as_json:
+        print_json(timeline_json(timeline))
+    else:
+        from weft.show.tables import print_timeline
+
+        print_timeline(timeline)
+
+
+def show(
+    plan: PlanArgument,
+    model: ModelOption = None,
+    cluster: ClusterOption = None,
+    profile: ProfileOption = None,
+    timeline: Annotated[list[Path] | None, typer.Option(help="A timeline of this plan, such as a run's.")] = None,
+    html: HtmlOption = None,
+    width: Annotated[int | None, typer.Option(help="Width of the Gantt chart; the terminal's if absent.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Print a plan as tables and a Gantt chart, or write it as a page."""
+    from weft.plan.plan import load_plan, plan_to_json
+    from weft.show.tables import print_plan
+    from weft.simulate.timeline_file import load_timeline
+
+    item = load_plan(plan)
+    if as_json:
+        print_json(plan_to_json(item))
+        return
+    predicted = _predict(item, model, cluster, profile)
+    timelines = [predicted, *(load_timeline(path, program=predicted.program) for path in timeline or ())]
+    print_plan(item, timelines, width=width)
+    _write_pictures(timelines, None, html=html, trace=None)
+
+
+def check(plan: PlanArgument, model: ModelOption = None, cluster: ClusterOption = None, as_json: JsonOption = False) -> None:
+    """Check that a plan is sound: complete, free of deadlock, within memory, and made for this model and cluster."""
+    from weft.plan.check import check_plan
+    from weft.plan.plan import load_plan
+
+    item = load_plan(plan)
+    program = check_plan(item, graph_of_plan(item, model), cluster_of_plan(item, cluster))
+    if as_json:
+        print_json({"status": "ok", "ranks": program.num_ranks, "instructions": program.num_instructions})
+    else:
+        print(f"{plan}: ok, {program.num_ranks} ranks, {program.num_instructions} instructions")
+
+
+def _predict(plan: Plan, model: str | None, cluster: str | None, profile: Path | None) -> Timeline:
+    """Return the simulated timeline of a plan that passes all checks."""
+    from weft.plan.check import check_plan
+    from weft.simulate.predict import simulate as simulate_program
+
+    graph, target = graph_of_plan(plan, model), cluster_of_plan(plan, cluster)
+    program = check_plan(plan, graph, target)
+    return simulate_program(program, load_costs(graph, target, profile, plan.model.dtype), target)
+
+
+def _write_pictures(timelines: list[Timeline], comparison: Comparison | None, *, html: Path | None,
+                    trace: Path | None) -> None:
+    if html is not None:
+        from weft.show.facts import strategy_facts
+        from weft.show.html import write_report
+
+        write_report(html, timelines, comparison=strategy_facts(comparison) if comparison else None)
+    if trace is not None:
+        from weft.simulate.perfetto import write_trace
+
+        write_trace(timelines, trace)
+
+
+def comparison_json(comparison: Comparison) -> dict[str, Any]:
+    """Return the comparison as plain JSON values."""
+    rows = []
+    for item in comparison.candidates:
+        row: dict[str, Any] = {"strategy": item.strategy, "feasible": item.plan is not None}
+        if item.plan is None or item.timeline is None:
+            rows.append({**row, "reason": item.reason})
+            continue
+        peaks = {entry.device: entry.peak_bytes for entry in item.timeline.summary()}
+        rows.append({**row, "step_time": item.step_time_s, "throughput": item.plan.model.batch / item.step_time_s,
+                     "microbatches": item.plan.microbatches, "bubble": item.timeline.bubble, "peak_memory": peaks})
+    best = comparison.best
+    assert best.plan is not None
+    return {"status": best.plan.search.status, "best": best.strategy, "step_time": best.step_time_s,
+            "bound": comparison.bound_s, "strategies": rows}
+
+
+def timeline_json(timeline: Timeline) -> dict[str, Any]:
+    """Return a timeline's summary as plain JSON values."""
+    from weft.files import encode
+
+    return {"kind": timeline.kind, "step_time": timeline.step_time_s, "bubble": timeline.bubble,
+            "devices": [encode(item) for item in timeline.summary()]}
+
+
+def _choice(option: str, text: str, allowed: tuple[str, ...]) -> Any:
+    """Return ``text`` if it is one of the allowed values."""
+    if text not in allowed:
+        raise InputError(f"{option} must be one of {', '.join(allowed)}, not {text!r}")
+    return text

@@ -1,0 +1,309 @@
+"""Times of collectives on a group of devices: rounds of simultaneous transfers, in the alpha-beta model.
+
+An algorithm is a tuple of *rounds*. In a round a set of ordered device pairs sends at the same time; with ``n`` the
+collective's bytes it takes
+
+    steps * alpha + share * n / B
+
+``alpha`` is the largest latency of the round's routes, ``B`` the rate of its slowest transfer: each link's bandwidth is
+divided by the number of the round's transfers that cross it (links of one shared medium count together), so rings that
+leave a host through one network card share it. A collective's time is therefore ``a + b * n`` with two numbers that
+depend on group and algorithm only; ``CollectiveModel`` keeps them.
+
+``n`` is the size of the whole tensor: what each device holds before an all-reduce, after an all-gather, before a
+reduce-scatter or an all-to-all, and what the first device has before a broadcast. With ``p`` devices on equal links of
+bandwidth ``B`` and latency ``alpha``, ``L = ceil(log2 p)``, ``h`` hosts of ``g`` devices, ``x`` marking the network:
+
+| collective     | ring                              | tree                           | hierarchical              |
+|----------------|-----------------------------------|--------------------------------|---------------------------|
+| all_gather     | (p-1) alpha + (p-1)/p n/B         | L alpha + (p-1)/p n/B          | gather among hosts, n/g   |
+| reduce_scatter | the same                          | the same                       | each, then inside them    |
+| all_reduce     | twice all_gather                  | 2L (alpha + n/B)               | scatter inside, reduce    |
+|                |                                   |                                | n/g among, gather inside  |
+| broadcast      | (p-1) alpha + n/B (pipelined)     | L (alpha + n/B)                | among hosts, then inside  |
+| all_to_all     | (p-1) alpha + (p-1)/p n/B         | L (alpha + n/2/B)              | inside, then among hosts  |
+| p2p            | alpha + n/B                       |                                |                           |
+
+Ring order is the order of the devices given. Ring forms are those of Thakur, Rabenseifner and Gropp (2005); trees are
+binomial (all_reduce, broadcast), recursive doubling (all_gather, reduce_scatter) and Bruck's (all_to_all). Hierarchical
+takes groups on several hosts; where hosts hold unequal numbers of devices, all_reduce and broadcast go through one
+leader per host, and the others have no hierarchical form.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from weft.cluster.cluster import Cluster, Contention, DeviceId
+from weft.cost.figure import Source
+from weft.errors import ClusterError, InputError
+
+
+class Collective(enum.Enum):
+    """What a group of devices does together."""
+
+    ALL_REDUCE = "all_reduce"
+    ALL_GATHER = "all_gather"
+    REDUCE_SCATTER = "reduce_scatter"
+    ALL_TO_ALL = "all_to_all"
+    BROADCAST = "broadcast"
+    P2P = "p2p"
+
+
+class Algorithm(enum.Enum):
+    """How they do it."""
+
+    RING = "ring"
+    TREE = "tree"
+    HIERARCHICAL = "hierarchical"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommCost:
+    """The time of one collective, with its two parts."""
+
+    seconds: float
+    source: Source
+    algorithm: str
+    latency_s: float
+    """The part that does not depend on the size."""
+    bandwidth_s: float
+    """The part that grows with the size."""
+
+
+Pairs = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Round:
+    """Transfers that run at the same time, ``steps`` times over."""
+
+    pairs: Pairs
+    """(sender, receiver), as positions in the group."""
+    steps: float
+    """How often the latency is paid."""
+    share: float
+    """How much each pair sends in all steps together, as a share of the collective's bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A time ``latency_s + bytes * s_per_byte``."""
+
+    latency_s: float
+    s_per_byte: float
+
+    def at(self, num_bytes: float) -> float:
+        """Return the seconds for ``num_bytes``."""
+        return self.latency_s + num_bytes * self.s_per_byte
+
+
+def _ring(size: int) -> Pairs:
+    return tuple((i, (i + 1) % size) for i in range(size)) if size > 1 else ()
+
+
+def _shift(size: int, distance: int) -> Pairs:
+    return tuple((i, (i + distance) % size) for i in range(size))
+
+
+def _binomial(size: int) -> Iterator[Pairs]:
+    """Yield, round by round, who sends to whom when the first device's data reaches all."""
+    have = 1
+    while have < size:
+        yield tuple((i, i + have) for i in range(min(have, size - have)))
+        have *= 2
+
+
+def _reversed(pairs: Pairs) -> Pairs:
+    return tuple((target, source) for source, target in pairs)
+
+
+def ring_rounds(collective: Collective, size: int) -> tuple[Round, ...]:
+    """Return the rounds of the ring algorithm for ``size`` devices (for all_to_all: pairwise exchange)."""
+    ring, once = _ring(size), (size - 1) / size
+    match collective:
+        case Collective.ALL_GATHER | Collective.REDUCE_SCATTER:
+            return (Round(pairs=ring, steps=size - 1, share=once),)
+        case Collective.ALL_REDUCE:
+            return (Round(pairs=ring, steps=2 * (size - 1), share=2 * once),)
+        case Collective.BROADCAST | Collective.P2P:
+            return (Round(pairs=ring[:-1], steps=size - 1, share=1.0),)
+        case Collective.ALL_TO_ALL:
+            return tuple(Round(pairs=_shift(size, k), steps=1, share=1 / size) for k in range(1, size))
+
+
+def tree_rounds(collective: Collective, size: int) -> tuple[Round, ...]:
+    """Return the rounds of the tree algorithm for ``size`` devices."""
+    levels = list(_binomial(size))
+    match collective:
+        case Collective.BROADCAST | Collective.P2P:
+            return tuple(Round(pairs=pairs, steps=1, share=1.0) for pairs in levels)
+        case Collective.ALL_REDUCE:
+            down = tuple(Round(pairs=pairs, steps=1, share=1.0) for pairs in levels)
+            up = tuple(Round(pairs=_reversed(pairs), steps=1, share=1.0) for pairs in reversed(levels))
+            return up + down
+        case Collective.ALL_GATHER | Collective.REDUCE_SCATTER:
+            held = [min(2**k, size - 2**k) / size for k in range(len(levels))]
+            return tuple(Round(pairs=_shift(size, 2**k), steps=1, share=share) for k, share in enumerate(held))
+        case Collective.ALL_TO_ALL:
+            return tuple(Round(pairs=_shift(size, 2**k), steps=1, share=0.5) for k in range(len(levels)))
+
+
+def hierarchical_rounds(collective: Collective, hosts: Sequence[Sequence[int]]) -> tuple[Round, ...]:
+    """Return the rounds inside hosts and between them, or none; ``hosts`` lists the positions on each host."""
+    width = len(hosts[0])
+    if any(len(members) != width for members in hosts):
+        through_leaders = collective in (Collective.ALL_REDUCE, Collective.BROADCAST)
+        return _leader_rounds(collective, hosts) if through_leaders else ()
+    inside = tuple(tuple(members) for members in hosts)
+    across = tuple(tuple(members[k] for members in hosts) for k in range(width))
+
+    def rounds(part: Collective, groups: Sequence[Sequence[int]], scale: float) -> tuple[Round, ...]:
+        return _together(ring_rounds(part, len(groups[0])), groups, scale)
+
+    match collective:
+        case Collective.ALL_REDUCE:
+            return (*rounds(Collective.REDUCE_SCATTER, inside, 1.0), *rounds(Collective.ALL_REDUCE, across, 1 / width),
+                    *rounds(Collective.ALL_GATHER, inside, 1.0))
+        case Collective.ALL_GATHER:
+            return rounds(collective, across, 1 / width) + rounds(collective, inside, 1.0)
+        case Collective.REDUCE_SCATTER:
+            return rounds(collective, inside, 1.0) + rounds(collective, across, 1 / width)
+        case Collective.ALL_TO_ALL:
+            return rounds(collective, inside, 1.0) + rounds(collective, across, 1.0)
+        case Collective.BROADCAST | Collective.P2P:
+            return rounds(collective, across[:1], 1.0) + rounds(collective, inside, 1.0)
+
+
+def _leader_rounds(collective: Collective, hosts: Sequence[Sequence[int]]) -> tuple[Round, ...]:
+    """Return the rounds where one leader per host collects (all_reduce), exchanges with leaders and spreads."""
+    leaders = tuple(members[0] for members in hosts)
+    between = _together(ring_rounds(collective, len(hosts)), [leaders], 1.0)
+    chains = tuple(pair for members in hosts for pair in pairwise(members))
+    spread = Round(pairs=chains, steps=max(map(len, hosts)) - 1, share=1.0)
+    collect = Round(pairs=_reversed(chains), steps=spread.steps, share=1.0)
+    return (*between, spread) if collective is Collective.BROADCAST else (collect, *between, spread)
+
+
+def _together(rounds: Sequence[Round], groups: Sequence[Sequence[int]], scale: float) -> tuple[Round, ...]:
+    """Return ``rounds`` run by all ``groups`` at once, each on ``scale`` of the bytes."""
+    return tuple(
+        Round(pairs=tuple((group[i], group[j]) for group in groups for i, j in entry.pairs),
+              steps=entry.steps, share=entry.share * scale)
+        for entry in rounds
+    )
+
+
+def step_counts(collective: Collective, algorithm: Algorithm, size: int) -> Line:
+    """Return how often latency and bytes count on equal links: ``time = latency_s * alpha + s_per_byte * n / B``."""
+    rounds = tree_rounds(collective, size) if algorithm is Algorithm.TREE else ring_rounds(collective, size)
+    return Line(sum(entry.steps for entry in rounds), sum(entry.share for entry in rounds))
+
+
+def scope_of(cluster: Cluster, devices: Sequence[int]) -> str:
+    """Return which fits hold for a group: ``host:KIND`` inside one host, ``network:KIND`` across, kinds joined by +."""
+    kinds = "+".join(sorted({cluster.devices[device].kind for device in devices}))
+    hosts = {cluster.devices[device].host for device in devices}
+    return f"{'host' if len(hosts) == 1 else 'network'}:{kinds}"
+
+
+class CollectiveModel:
+    """Collective times on one cluster; what depends on group and algorithm only is computed once."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self._lines: dict[tuple[Collective, Algorithm, tuple[int, ...]], Line | None] = {}
+        self._candidates: dict[tuple[Collective, tuple[int, ...]], tuple[tuple[Line, str], ...]] = {}
+
+    def cost(self, collective: Collective, num_bytes: float, devices: Sequence[int],
+             algorithm: Algorithm | None = None) -> CommCost:
+        """Return the time on ``devices`` in that order; without ``algorithm`` the cheapest one's."""
+        group = tuple(devices)
+        candidates = self._candidates.get((collective, group))
+        if candidates is None:
+            candidates = self._candidates[collective, group] = self._all_lines(collective, group)
+        if algorithm is not None and len(group) > 1:
+            line = self._line(collective, algorithm, group)
+            if line is None:
+                raise InputError(f"there is no {algorithm.value} {collective.value} for {self._names(group)}: "
+                                 "leave the algorithm out, or choose 'ring'")
+            candidates = ((line, algorithm.value),)
+        best, name = candidates[0]
+        for line, other in candidates[1:]:
+            if line.at(num_bytes) < best.at(num_bytes):
+                best, name = line, other
+        bandwidth_s = num_bytes * best.s_per_byte
+        return CommCost(seconds=best.latency_s + bandwidth_s, source=Source.ROOFLINE, algorithm=name,
+                        latency_s=best.latency_s, bandwidth_s=bandwidth_s)
+
+    def _all_lines(self, collective: Collective, group: tuple[int, ...]) -> tuple[tuple[Line, str], ...]:
+        self._check(collective, group)
+        if len(group) == 1:
+            return ((Line(0.0, 0.0), "none"),)
+        found, problem = [], None
+        for algorithm in Algorithm:
+            try:
+                line = self._line(collective, algorithm, group)
+            except ClusterError as error:
+                problem = problem or error
+                continue
+            if line is not None:
+                found.append((line, algorithm.value))
+        if not found and problem is not None:
+            raise problem
+        return tuple(found)
+
+    def _check(self, collective: Collective, group: tuple[int, ...]) -> None:
+        known = range(self._cluster.num_devices)
+        if not group or len(set(group)) != len(group) or any(device not in known for device in group):
+            raise InputError(f"{collective.value} needs a group of different devices, each 0 to {len(known) - 1}, "
+                             f"not {list(group)}")
+        if collective is Collective.P2P and len(group) > 2:
+            raise InputError(f"p2p is between two devices, not {len(group)}: {self._names(group)}")
+
+    def _names(self, group: tuple[int, ...]) -> str:
+        names = [self._cluster.devices[device].name for device in group[:8]]
+        return ", ".join(names) + (", ..." if len(group) > 8 else "")
+
+    def _line(self, collective: Collective, algorithm: Algorithm, group: tuple[int, ...]) -> Line | None:
+        key = (collective, algorithm, group)
+        if key not in self._lines:
+            rounds = self._rounds(collective, algorithm, group)
+            parts = [self._round_line(entry, group) for entry in rounds]
+            self._lines[key] = Line(sum(part.latency_s for part in parts),
+                                    sum(part.s_per_byte for part in parts)) if parts else None
+        return self._lines[key]
+
+    def _rounds(self, collective: Collective, algorithm: Algorithm, group: tuple[int, ...]) -> tuple[Round, ...]:
+        """Return the algorithm's rounds for ``group``, or none where it makes no sense."""
+        if collective is Collective.P2P or algorithm is Algorithm.RING:
+            return ring_rounds(collective, len(group)) if algorithm is Algorithm.RING else ()
+        if algorithm is Algorithm.TREE:
+            return tree_rounds(collective, len(group))
+        hosts: dict[str, list[int]] = {}
+        for position, device in enumerate(group):
+            hosts.setdefault(self._cluster.devices[device].host, []).append(position)
+        members = list(hosts.values())
+        if len(members) < 2 or all(len(host) == 1 for host in members):
+            return ()
+        return hierarchical_rounds(collective, members)
+
+    def _round_line(self, entry: Round, group: tuple[int, ...]) -> Line:
+        if not entry.pairs:
+            return Line(0.0, 0.0)
+        cluster = self._cluster
+        routes = [cluster.route(DeviceId(group[i]), DeviceId(group[j])) for i, j in entry.pairs]
+        latency_s = max(route.latency_s for route in routes)
+        if cluster.contention is Contention.LINK:
+            medium = cluster.link_resources
+            load = Counter(resource for route in routes
+                           for resource in dict.fromkeys(medium[link] for link in route.links))
+            slowest = min(cluster.links[link].bytes_per_s / load[medium[link]] for route in routes
+                          for link in route.links)
+        else:
+            slowest = min(route.bytes_per_s for route in routes)
+        return Line(entry.steps * latency_s, entry.share / slowest)

@@ -1,0 +1,213 @@
+"""Costs: how long every operator takes on every device, and how long transfers and collectives take.
+
+``estimate_costs`` fills one row per operator and one column per device kind (per device, where the graph file gives
+times by device name). For each entry the best source wins:
+
+    given (graph file)  >  measured (profile store)  >  fitted efficiency  >  roofline with the table's efficiency
+
+and ``source`` remembers which it was. A figure for a share ``f`` of the traced batch follows the roofline's shape: the
+entry times ``time(f) / time(1)`` (see ``roofline``), so parameter reads and fixed overhead do not shrink with the
+batch. Entries without a roofline (given times without flops) are proportional to ``f``.
+
+Backward parts: measured where the profile has them; else the forward entry times the roofline's ratio of backward to
+forward; given times without flops take one forward for the inputs' and one for the parameters' gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.cluster.cluster import Cluster
+from weft.cost.collectives import Algorithm, Collective, CollectiveModel, CommCost, scope_of, step_counts
+from weft.cost.entries import U8, Profile, choose_columns, fill_column
+from weft.cost.figure import SOURCES, ZERO, Figure, Source
+from weft.cost.profile import CommFit, ProfileStore
+from weft.cost.roofline import Part, Terms, describe_work, dtype_name, is_float, peak_notes
+from weft.errors import InputError
+from weft.model.graph import F64, Graph
+
+Phase = Literal["F", "B", "I", "W"]
+"""Forward; backward, which is I and W together; gradient of the inputs; gradient of the parameters."""
+_PARTS: Final[Mapping[str, tuple[Part, ...]]] = {
+    "F": ("forward",), "B": ("input_grad", "weight_grad"), "I": ("input_grad",), "W": ("weight_grad",)}
+_ZERO_CODE: Final = ZERO.source.code
+_MAX_TABLES: Final = 256
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Costs:
+    """Times of one graph's operators on one cluster; see the module's docstring."""
+
+    cluster: Cluster
+    columns: tuple[str, ...]
+    """Names of the columns: device kinds, or devices."""
+    column_of_device: tuple[int, ...]
+    """Each device's column."""
+    forward_s: F64
+    """[operators, columns]; infinite where the graph file does not let an operator run."""
+    input_grad_s: F64
+    weight_grad_s: F64
+    source: U8
+    """[operators, columns]: ``Source.code`` of the forward entries."""
+    backward_source: U8
+    """The same for both backward parts."""
+    notes: tuple[str, ...] = ()
+    """What the user should know, such as rates taken from another dtype."""
+    transfer_times: tuple[Mapping[str, float] | None, ...] = field(default=(), repr=False)
+    """Seconds by ordered device pair, per tensor, where the graph file gives them."""
+    tensor_bytes: npt.NDArray[np.int64] = field(repr=False)
+    comm_fits: Mapping[tuple[str, str], CommFit] = field(default_factory=dict, repr=False)
+    terms: tuple[Mapping[Part, Terms] | None, ...] = field(repr=False)
+    """The roofline's terms by column; None where the kind gives no rates."""
+
+    def stage_figure(self, ops: npt.NDArray[np.int64], device: int, phase: Phase, fraction: float = 1.0) -> Figure:
+        """Return the time of ``ops`` on ``device`` for this share of the traced batch, with the weakest source."""
+        column = self.column_of_device[device]
+        seconds, codes = self._phase_table(phase, fraction)
+        code = int(codes[column][ops].min(initial=_ZERO_CODE))
+        return Figure(float(seconds[column][ops].sum()), SOURCES[code])
+
+    def op_seconds(self, phase: Phase, fraction: float = 1.0) -> F64:
+        """Return the seconds of all operators, [operators, columns], for this share of the traced batch."""
+        return self._phase_table(phase, fraction)[0].T
+
+    def _phase_table(self, phase: Phase, fraction: float) -> tuple[F64, U8]:
+        """Return seconds and source codes by [column, operator]; entries of zero have the strongest code."""
+        known = self._tables.get((phase, fraction))
+        if known is None:
+            if not fraction > 0 or not math.isfinite(fraction):
+                raise InputError(f"the share of the batch must be more than zero and finite, not {fraction!r}")
+            if phase not in _PARTS:
+                raise InputError(f"the phase must be one of F, B, I, W, not {phase!r}")
+            parts = [self._part_seconds(part, fraction) for part in _PARTS[phase]]
+            seconds = np.ascontiguousarray(sum(parts[1:], start=parts[0]).T)
+            codes = (self.source if phase == "F" else self.backward_source).T
+            known = seconds, np.where(seconds > 0, codes, np.uint8(_ZERO_CODE))
+            if len(self._tables) >= _MAX_TABLES:
+                self._tables.clear()
+            self._tables[phase, fraction] = known
+        return known
+
+    def _part_seconds(self, part: Part, fraction: float) -> F64:
+        whole: F64 = {"forward": self.forward_s, "input_grad": self.input_grad_s,
+                      "weight_grad": self.weight_grad_s}[part]
+        if fraction == 1.0:
+            return whole
+        ratios = [np.full(len(whole), fraction) if by_part is None else by_part[part].ratio(fraction)
+                  for by_part in self.terms]
+        scaled: F64 = whole * np.stack(ratios, axis=1)
+        return scaled
+
+    @cached_property
+    def _tables(self) -> dict[tuple[Phase, float], tuple[F64, U8]]:
+        return {}
+
+    @cached_property
+    def _collectives(self) -> CollectiveModel:
+        return CollectiveModel(self.cluster)
+
+    def transfer(self, num_bytes: float, source: int, target: int) -> Figure:
+        """Return the time to send ``num_bytes`` from one device to another."""
+        if source == target:
+            return ZERO
+        cost = self.collective(Collective.P2P, num_bytes, (source, target))
+        return Figure(cost.seconds, cost.source)
+
+    def tensor_transfer(self, tensor: int, source: int, target: int) -> Figure:
+        """Return the time to send one tensor of the graph: as the graph file says, else by its bytes."""
+        if source == target:
+            return ZERO
+        given = self.transfer_times[tensor] if self.transfer_times else None
+        if given is not None:
+            devices = self.cluster.devices
+            pair = f"{devices[source].name}>{devices[target].name}"
+            kinds = f"{devices[source].kind}>{devices[target].kind}"
+            seconds = given.get(pair, given.get(kinds))
+            if seconds is not None:
+                return Figure(seconds, Source.GIVEN)
+        return self.transfer(float(self.tensor_bytes[tensor]), source, target)
+
+    def collective(self, kind: Collective | str, num_bytes: float, devices: Sequence[int],
+                   algorithm: Algorithm | str | None = None) -> CommCost:
+        """Return the time of a collective on ``devices`` in that order; see ``collectives`` for what ``bytes`` means.
+
+        Without ``algorithm`` (or with ``"auto"``) a fit for such a group decides, else the cheapest algorithm.
+        """
+        collective = _parse_collective(kind)
+        chosen = _parse_algorithm(algorithm)
+        if not 0 <= num_bytes < math.inf:
+            raise InputError(f"{collective.value} of {num_bytes!r} bytes: the size must be zero or more and finite")
+        if self.comm_fits and len(devices) > 1:
+            fit = self.comm_fits.get((collective.value, scope_of(self.cluster, devices)))
+            if fit is not None and (chosen is None or chosen.value == fit.algorithm):
+                return _fitted(fit, collective, num_bytes, len(devices))
+        return self._collectives.cost(collective, num_bytes, devices, chosen)
+
+
+def _fitted(fit: CommFit, collective: Collective, num_bytes: float, size: int) -> CommCost:
+    """Return the fit's time by the closed form of its algorithm."""
+    counts = step_counts(collective, Algorithm(fit.algorithm), size)
+    latency_s = counts.latency_s * fit.latency_s
+    bandwidth_s = counts.s_per_byte * fit.s_per_byte * num_bytes
+    return CommCost(seconds=latency_s + bandwidth_s, source=Source.FITTED, algorithm=fit.algorithm,
+                    latency_s=latency_s, bandwidth_s=bandwidth_s)
+
+
+def _parse_collective(value: Collective | str) -> Collective:
+    try:
+        return Collective(value)
+    except ValueError as problem:
+        names = ", ".join(member.value for member in Collective)
+        raise InputError(f"there is no collective {value!r}: choose one of {names}") from problem
+
+
+def _parse_algorithm(value: Algorithm | str | None) -> Algorithm | None:
+    try:
+        return None if value is None or value == "auto" else Algorithm(value)
+    except ValueError as problem:
+        names = ", ".join(member.value for member in Algorithm)
+        raise InputError(f"there is no collective algorithm {value!r}: choose one of {names}, auto") from problem
+
+
+def estimate_costs(graph: Graph, cluster: Cluster, *, profile: ProfileStore | None = None,
+                   dtype: str | None = None) -> Costs:
+    """Return the costs of ``graph`` on ``cluster``.
+
+    ``dtype`` (``bf16``, ``float16``, ...) replaces the floating-point type that the graph was traced with: rates and
+    bytes follow. Raise ``ModelError`` where a graph file gives no time for a kind, and ``ClusterError`` where a kind
+    gives no rates and they are needed.
+    """
+    if dtype is not None and not is_float(dtype_name(dtype)):
+        raise InputError(f"dtype {dtype!r} is not a floating-point type: try 'bf16', 'float16' or 'float32'")
+    work = describe_work(graph, dtype)
+    columns, column_of_device = choose_columns(graph, cluster)
+    profiles = {column.kind.name: _read_profile(profile, column.kind.name) for column in columns}
+    filled = [fill_column(graph, work, column, profiles[column.kind.name]) for column in columns]
+
+    def table(part: Part) -> F64:
+        return np.stack([entries.seconds[part] for entries in filled], axis=1)
+
+    return Costs(
+        cluster=cluster, columns=tuple(column.name for column in columns), column_of_device=column_of_device,
+        forward_s=table("forward"), input_grad_s=table("input_grad"), weight_grad_s=table("weight_grad"),
+        source=np.stack([entries.source for entries in filled], axis=1),
+        backward_source=np.stack([entries.backward_source for entries in filled], axis=1),
+        notes=peak_notes(work, [column.kind for column in columns]),
+        transfer_times=() if graph.given is None else graph.given.transfer_times,
+        tensor_bytes=graph.tensor_bytes,
+        comm_fits={} if profile is None else profile.comm_fits(),
+        terms=tuple(entries.terms for entries in filled),
+    )
+
+
+def _read_profile(store: ProfileStore | None, device_kind: str) -> Profile:
+    if store is None:
+        return Profile(timings={}, fits={})
+    return Profile(timings=store.timings(device_kind), fits=store.class_fits(device_kind))

@@ -1,0 +1,171 @@
+"""One column of the cost table: the times of all operators on one device kind (or one device), with their sources.
+
+Part of ``estimate_costs``: ``choose_columns`` says which columns there are, ``fill_column`` fills one, first by the
+roofline, then over it what was measured, then over that what the graph file gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from weft.cluster.cluster import Cluster, DeviceKind
+from weft.cost.figure import Source
+from weft.cost.op_classes import Efficiency
+from weft.cost.profile import ClassFit, OpKey, OpTiming, op_signature
+from weft.cost.roofline import PARTS, Part, Terms, Work, op_dtypes, parameter_bytes, roofline_terms
+from weft.errors import ClusterError, ModelError
+from weft.model.graph import F64, Bool, Graph
+
+U8 = npt.NDArray[np.uint8]
+_MAX_SHOWN = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    """Which device kind, or which single device, a column of the table is for."""
+
+    name: str
+    kind: DeviceKind
+    device: str | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entries:
+    """The content of one column."""
+
+    seconds: Mapping[Part, F64]
+    source: U8
+    backward_source: U8
+    terms: Mapping[Part, Terms] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """What the profile store knows about one device kind."""
+
+    timings: Mapping[OpKey, OpTiming]
+    fits: Mapping[str, ClassFit]
+
+
+def choose_columns(graph: Graph, cluster: Cluster) -> tuple[tuple[Column, ...], tuple[int, ...]]:
+    """Return the columns and each device's column: one per kind in use, or per device if the graph names devices."""
+    names = set(cluster.device_index) - set(cluster.kinds)
+    if graph.given is not None and names and _mentions(graph, names):
+        by_device = tuple(Column(name=device.name, kind=cluster.kinds[device.kind], device=device.name)
+                          for device in cluster.devices)
+        return by_device, tuple(range(cluster.num_devices))
+    kinds = tuple(dict.fromkeys(device.kind for device in cluster.devices))
+    columns = tuple(Column(name=kind, kind=cluster.kinds[kind], device=None) for kind in kinds)
+    return columns, tuple(kinds.index(device.kind) for device in cluster.devices)
+
+
+def _mentions(graph: Graph, names: set[str]) -> bool:
+    given = graph.given
+    assert given is not None
+    return any(times and not names.isdisjoint(times) for times in given.times) or any(
+        allowed and not names.isdisjoint(allowed) for allowed in given.allowed_kinds)
+
+
+def fill_column(graph: Graph, work: Work, column: Column, profile: Profile) -> Entries:
+    """Return the column's entries; raise if an operator has no figure there."""
+    fitted = {name: Efficiency(compute=fit.compute, memory=fit.memory) for name, fit in profile.fits.items()}
+    has_rates = bool(column.kind.flop_per_s) and column.kind.memory_bytes_per_s is not None
+    terms = {part: roofline_terms(work, column.kind, part, fitted) for part in PARTS} if has_rates else None
+    unknown = np.full(graph.num_ops, np.nan)
+    seconds = {part: unknown.copy() if terms is None else terms[part].at(1.0) for part in PARTS}
+    codes = np.array([(Source.FITTED if name in fitted else Source.ROOFLINE).code for name in work.classes],
+                     dtype=np.uint8)
+    entries = Entries(seconds=seconds, source=codes, backward_source=codes.copy(), terms=terms)
+    if not graph.has_backward:
+        seconds["input_grad"][:] = 0.0
+        seconds["weight_grad"][:] = 0.0
+    _put_measured(graph, work, column, profile, entries)
+    _put_given(graph, column, entries)
+    _check_filled(graph, column, entries)
+    return entries
+
+
+def _backward_ratios(graph: Graph, terms: Mapping[Part, Terms] | None) -> Mapping[Part, F64]:
+    """Return what the forward time is multiplied by for each backward part where that part has no figure of its own."""
+    has_parameters = parameter_bytes(graph) > 0
+    ratios: dict[Part, F64] = {"input_grad": np.ones(graph.num_ops),
+                               "weight_grad": np.where(has_parameters, 1.0, 0.0)}
+    if terms is not None:
+        forward_s = terms["forward"].at(1.0)
+        for part in ("input_grad", "weight_grad"):
+            np.divide(terms[part].at(1.0), forward_s, out=ratios[part], where=(forward_s > 0) & (graph.flops > 0))
+    return ratios
+
+
+def _put_measured(graph: Graph, work: Work, column: Column, profile: Profile, entries: Entries) -> None:
+    if not profile.timings:
+        return
+    ratios = _backward_ratios(graph, entries.terms)
+    for op, traced in enumerate(op_dtypes(graph)):
+        key = OpKey(column.kind.name, graph.op_kinds[op], op_signature(graph, op, traced), work.dtypes[op])
+        timing = profile.timings.get(key)
+        if timing is None:
+            continue
+        entries.seconds["forward"][op] = timing.forward_s
+        entries.source[op] = Source.MEASURED.code
+        if not graph.has_backward:
+            continue
+        if timing.input_grad_s is not None and timing.weight_grad_s is not None:
+            entries.seconds["input_grad"][op] = timing.input_grad_s
+            entries.seconds["weight_grad"][op] = timing.weight_grad_s
+            entries.backward_source[op] = Source.MEASURED.code
+        else:
+            for part in ("input_grad", "weight_grad"):
+                entries.seconds[part][op] = timing.forward_s * ratios[part][op]
+            entries.backward_source[op] = Source.FITTED.code
+
+
+def _put_given(graph: Graph, column: Column, entries: Entries) -> None:
+    given = graph.given
+    if given is None:
+        return
+    ratios = _backward_ratios(graph, entries.terms)
+    has_figures = graph.flops + graph.bytes_read + graph.bytes_written > 0
+    missing = []
+    for op, (times, allowed) in enumerate(zip(given.times, given.allowed_kinds, strict=True)):
+        if allowed is not None and column.kind.name not in allowed and column.device not in allowed:
+            for part in PARTS:
+                entries.seconds[part][op] = np.inf
+            entries.source[op] = entries.backward_source[op] = Source.GIVEN.code
+        elif times is not None:
+            seconds = times.get(column.device or "", times.get(column.kind.name))
+            if seconds is not None:
+                _put_one_given(graph, entries, op, seconds, ratios)
+            elif not has_figures[op]:
+                missing.append(graph.op_names[op])
+    if missing:
+        shown = ", ".join(map(repr, missing[:_MAX_SHOWN])) + (", ..." if len(missing) > _MAX_SHOWN else "")
+        where = f"device {column.device!r} (kind {column.kind.name!r})" if column.device else (
+            f"device kind {column.kind.name!r}")
+        raise ModelError(f"graph {graph.name!r}: {len(missing)} operators have no time on {where}: {shown}. Add that "
+                         "kind to their 'times', give 'flops' and 'bytes_read' instead, or limit them by 'on'")
+
+
+def _put_one_given(graph: Graph, entries: Entries, op: int, seconds: float, ratios: Mapping[Part, F64]) -> None:
+    entries.seconds["forward"][op] = seconds
+    entries.source[op] = Source.GIVEN.code
+    if graph.has_backward:
+        for part in ("input_grad", "weight_grad"):
+            entries.seconds[part][op] = seconds * ratios[part][op]
+        entries.backward_source[op] = Source.ROOFLINE.code
+
+
+def _check_filled(graph: Graph, column: Column, entries: Entries) -> None:
+    empty: Bool = np.isnan(entries.seconds["forward"]) | np.isnan(entries.seconds["input_grad"])
+    if not empty.any():
+        return
+    name = graph.op_names[int(np.flatnonzero(empty)[0])]
+    raise ClusterError(
+        f"device kind {column.kind.name!r} gives no compute rate or no memory bandwidth, and {int(empty.sum())} "
+        f"operators ({name!r} first) have no measured or given time there. Add 'flops' and 'memory_bandwidth' to "
+        "the cluster file, choose a preset, profile the model on such a device, or give all times in the graph file"
+    )

@@ -1,0 +1,244 @@
+"""Times a model's operators on this machine, each distinct one once, and puts them into a profile store.
+
+Operators with one key (kind, shapes, dtype; see ``profile``) that differ in constant arguments, in memory layout or in
+which inputs need gradients are *variants*: each is timed where it first occurs (``walk``), and the key's entry is the
+mean over the model's operators of that key. Keys that the store has for this device kind are not timed again.
+
+Needs torch and numpy only, so that it runs on a machine that carries nothing else; copy the store back from there.
+"""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, fx
+
+from weft.cost.clocks import backward_start_time, make_clock
+from weft.cost.profile import OpKey, OpTiming, ProfileStore, op_signature
+from weft.cost.roofline import op_dtypes
+from weft.cost.walk import Flags, Samples, Walk, node_flags
+from weft.errors import InputError
+from weft.model.graph import Graph
+from weft.model.trace import TracedModel
+
+PASSES: Final = 9
+"""Timed passes over the model; twice as many for training, whose passes alternate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProfileSummary:
+    """What a profiling run did."""
+
+    device_kind: str
+    num_ops: int
+    num_keys: int
+    """Distinct operators of the model."""
+    num_timed: int
+    """Of them, those timed now; the others were in the store, or failed."""
+    problems: tuple[str, ...]
+    """Operators that could not be run alone, and why; their costs stay estimates."""
+    forward_s: float
+    """Sum over all the model's operators of their times in the store."""
+    backward_s: float
+    seconds_spent: float
+
+
+def profile_model(traced: TracedModel, device: Literal["cpu", "cuda"], store: ProfileStore, *, threads: int = 1,
+                  kind: str | None = None, passes: int = PASSES, timestamp: str | None = None,
+                  progress: Callable[[int, int], None] | None = None) -> ProfileSummary:
+    """Time the operators of ``traced`` on this machine's ``device``, put them into ``store``, return what was done.
+
+    ``kind`` is the name that cluster files use for such a device: unless given, ``cpu``, or the GPU's name without its
+    maker's. ``threads`` is how many CPU threads an operator may use. ``timestamp`` (default: now) is noted with each
+    entry. ``progress`` is called with (passes done, all passes).
+    """
+    begin = time.perf_counter()
+    place = _check_device(device, threads, passes)
+    name = kind or (_gpu_name() if device == "cuda" else "cpu")
+    graph, training = traced.graph, traced.graph.has_backward
+    keys = op_keys(graph, name)
+    known = {key for key, timing in store.timings(name).items() if _is_enough(timing, threads, training)}
+    flags = node_flags(traced.program.fx_graph, traced.program.parameters, _input_nodes(traced))
+    variants = _find_variants(traced, keys, known, flags)
+    problems: list[str] = []
+    entries: list[tuple[OpKey, OpTiming]] = []
+    if variants:
+        with _single_purpose(place, threads):
+            walk = Walk(traced.program.fx_graph, [item.nodes[0] for item in variants], flags,
+                        placeholder_values(traced, place), device=place, training=training)
+            clock = make_clock(place, threads)
+            start_s = backward_start_time(clock, place) if training else 0.0
+            walk.run(clock, 2 * passes if training else passes, progress)
+        record = _Recorder(start_s=start_s, floor_s=clock.floor(), training=training, threads=threads,
+                           timestamp=timestamp or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
+        entries, problems = record.all_timings(variants, walk.samples)
+        store.put_timings(entries)
+    timings = store.timings(name)
+    found = [timings[key] for key in keys if key in timings]
+    return ProfileSummary(
+        device_kind=name, num_ops=graph.num_ops, num_keys=len(set(keys)), num_timed=len(entries),
+        problems=tuple(problems), forward_s=sum(item.forward_s for item in found),
+        backward_s=sum((item.input_grad_s or 0.0) + (item.weight_grad_s or 0.0) for item in found),
+        seconds_spent=time.perf_counter() - begin)
+
+
+def _check_device(device: str, threads: int, passes: int) -> torch.device:
+    if device not in ("cpu", "cuda"):
+        raise InputError(f"cannot profile on {device!r}: choose 'cpu' or 'cuda'")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise InputError("cannot profile on 'cuda': this machine's PyTorch sees no GPU. Profile on 'cpu', or run this on "
+                         "a machine with a GPU and copy the profile store back")
+    if threads < 1 or passes < 1:
+        raise InputError(f"threads and passes must be 1 or more, not {threads} and {passes}")
+    return torch.device(device)
+
+
+def _gpu_name() -> str:
+    """Return the GPU's name as cluster files write it: ``NVIDIA H200`` is ``H200``."""
+    name = torch.cuda.get_device_name()
+    for maker in ("NVIDIA ", "AMD ", "GeForce ", "Tesla ", "Quadro "):
+        name = name.removeprefix(maker)
+    return name.replace(" ", "") if name.startswith(("RTX", "GTX")) else name
+
+
+def _input_nodes(traced: TracedModel) -> tuple[str, ...]:
+    return tuple(traced.program.tensor_nodes[name] for name in traced.program.inputs)
+
+
+def placeholder_values(traced: TracedModel, device: torch.device) -> Callable[[fx.Node], Tensor]:
+    """Return what gives each placeholder's value: true inputs, buffers and constants, and random parameters."""
+    program = traced.program
+    module = traced.source.build()
+    ready = dict(zip(_input_nodes(traced), traced.source.inputs(), strict=True))
+    ready |= {program.tensor_nodes[name]: value for name, value in program.constants.items()}
+    made: dict[str, Tensor] = {}
+
+    def value(node: fx.Node) -> Tensor:
+        if node.name in ready:
+            return ready[node.name].to(device)
+        if node.name in program.buffers:
+            return module.get_buffer(program.buffers[node.name]).to(device)
+        path = program.parameters[node.name]
+        if path not in made:
+            like: Tensor = node.meta["val"]
+            made[path] = torch.empty_strided(tuple(like.shape), like.stride(), dtype=like.dtype, device=device)
+            made[path].normal_(std=0.02) if like.is_floating_point() else made[path].zero_()
+        return made[path]
+
+    return value
+
+
+def op_keys(graph: Graph, kind: str) -> list[OpKey]:
+    """Return every operator's key on the device kind ``kind``."""
+    return [OpKey(kind, graph.op_kinds[op], op_signature(graph, op, dtype), dtype)
+            for op, dtype in enumerate(op_dtypes(graph))]
+
+
+def _is_enough(timing: OpTiming, threads: int, training: bool) -> bool:
+    return timing.threads == threads and (not training or timing.input_grad_s is not None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Variant:
+    """Operators that are the same in all that their time may depend on; the first is the one to time."""
+
+    key: OpKey
+    nodes: list[fx.Node]
+
+
+def _find_variants(traced: TracedModel, keys: Sequence[OpKey], known: set[OpKey], flags: Mapping[fx.Node, Flags],
+                   ) -> list[_Variant]:
+    """Return the variants that need timing, in the order of the model."""
+    program = traced.program
+    variants: dict[tuple[Any, ...], _Variant] = {}
+    for name, key in zip(traced.graph.op_names, keys, strict=True):
+        if key in known:
+            continue
+        node = program.nodes[program.op_nodes[name][0]]
+        layouts = tuple((flags[source].grad, flags[source].data, _strides(source)) for source in node.all_input_nodes)
+        constants = repr(fx.node.map_arg((node.args, node.kwargs), lambda _: None))
+        variants.setdefault((key, layouts, constants), _Variant(key=key, nodes=[])).nodes.append(node)
+    return list(variants.values())
+
+
+def _strides(node: fx.Node) -> tuple[int, ...] | None:
+    value = node.meta.get("val")
+    return value.stride() if isinstance(value, Tensor) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Recorder:
+    """Turns samples into entries of the store."""
+
+    start_s: float
+    floor_s: float
+    training: bool
+    threads: int
+    timestamp: str
+
+    def all_timings(self, variants: Sequence[_Variant], samples: Mapping[fx.Node, Samples],
+                    ) -> tuple[list[tuple[OpKey, OpTiming]], list[str]]:
+        """Return the entries of all keys that could be timed, and what went wrong with the others."""
+        by_key: dict[OpKey, list[tuple[int, Samples]]] = {}
+        for variant in variants:
+            by_key.setdefault(variant.key, []).append((len(variant.nodes), samples[variant.nodes[0]]))
+        problems = [f"{key.op_kind} {key.signature}: {item.problem}" for key, entries in by_key.items()
+                    for _, item in entries if item.problem]
+        return [(key, self.timing(entries)) for key, entries in by_key.items()
+                if not any(item.problem for _, item in entries)], problems
+
+    def timing(self, entries: Sequence[tuple[int, Samples]]) -> OpTiming:
+        """Return the mean over a key's operators; ``entries`` are (number of operators, samples of one of them)."""
+        total = sum(count for count, _ in entries)
+
+        def mean(part: Callable[[Samples], float]) -> float:
+            return sum(count * part(samples) for count, samples in entries) / total
+
+        spread = mean(lambda samples: _spread(samples.forward))
+        return OpTiming(
+            forward_s=mean(lambda samples: statistics.median(samples.forward)),
+            input_grad_s=mean(self._input_grad) if self.training else None,
+            weight_grad_s=mean(lambda samples: self._backward(samples) - self._input_grad(samples))
+            if self.training else None,
+            spread=spread, repeats=sum(len(samples.forward) for _, samples in entries), threads=self.threads,
+            torch_version=torch.__version__, recorded_at=self.timestamp)
+
+    def _backward(self, samples: Samples) -> float:
+        return self._net(samples.backward)
+
+    def _input_grad(self, samples: Samples) -> float:
+        """Return the activations' part, at most all of it: the two are measured apart and may cross by noise."""
+        if not samples.has_weights:
+            return self._backward(samples)
+        return min(self._net(samples.input_grad), self._backward(samples)) if samples.has_activations else 0.0
+
+    def _net(self, seconds: Sequence[float]) -> float:
+        """Return the median less what starting autograd costs, but not less than a launch."""
+        return max(statistics.median(seconds) - self.start_s, self.floor_s) if seconds else 0.0
+
+
+def _spread(seconds: Sequence[float]) -> float:
+    """Return half the distance of the quartiles relative to the median."""
+    if len(seconds) < 2 or statistics.median(seconds) == 0:
+        return 0.0
+    low, middle, high = statistics.quantiles(seconds, n=4, method="inclusive")
+    return (high - low) / 2 / middle
+
+
+@contextmanager
+def _single_purpose(device: torch.device, threads: int) -> Iterator[None]:
+    """Set the number of threads and keep the random state, and put both back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else []):
+            yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,304 @@
+"""Runs a model's operators for timing: each distinct one where it first occurs, in the order of the model.
+
+A pass over the model executes only the *chosen* nodes (the first of each kind that is to be timed) and what they need:
+
+- Values of floating-point tensors do not matter for the time, so a tensor whose producer was not chosen is random data
+  of the right shape and layout, just written, as if its producer had run. So of a model with 80 equal layers one
+  layer's worth of operators runs, and one layer's worth of parameters is held.
+- Whole numbers and truth values do matter (they are indices and masks): their producers run, and so does everything
+  that depends on no parameter, such as position ids.
+
+Between two passes the caches are overwritten (``Clock.settle``). So a timed operator finds its parameters in memory and
+its activations in cache if its producer left them there, as in a run of the whole model; an operator repeated in place
+would find everything in cache. Freeing what is used for the last time counts, as it does in a run.
+
+For training, each chosen operator runs on detached inputs and keeps its little autograd graph; then the passes go back
+through them in reverse order and time ``torch.autograd.grad`` on each: on even passes for all inputs, on odd ones for
+activations only. The difference is what the parameters' gradients take.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from weft.cost.clocks import Clock
+
+
+class Flags(NamedTuple):
+    """What a node's value depends on."""
+
+    parameter: bool
+    data: bool
+    """On the model's inputs."""
+    grad: bool
+    """It is a floating-point tensor whose gradient training needs."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Step:
+    """One node to run; ``args`` and ``kwargs`` refer to other nodes directly."""
+
+    node: fx.Node
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    is_timed: bool
+    made_up: tuple[fx.Node, ...]
+    """Inputs that are random data and count as just written."""
+    release: tuple[fx.Node, ...]
+
+
+@dataclass(slots=True, kw_only=True)
+class Samples:
+    """The times of one chosen node, one per pass."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    input_grad: list[float] = field(default_factory=list)
+    has_weights: bool = False
+    has_activations: bool = False
+    problem: str = ""
+    """Why it could not be run; empty if it could."""
+
+
+class _Pending(NamedTuple):
+    """A forward run whose backward is still to be timed."""
+
+    node: fx.Node
+    outputs: tuple[Tensor, ...]
+    weights: tuple[Tensor, ...]
+    activations: tuple[Tensor, ...]
+
+
+def node_flags(graph: fx.Graph, parameters: Mapping[str, str], inputs: Sequence[str]) -> dict[fx.Node, Flags]:
+    """Return what every node of ``graph`` depends on; ``parameters`` and ``inputs`` name placeholders."""
+    flags: dict[fx.Node, Flags] = {}
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            is_parameter = node.name in parameters
+            grad = is_parameter and node.meta["val"].is_floating_point() and node.meta["val"].requires_grad
+            flags[node] = Flags(is_parameter, node.name in inputs, grad)
+        elif node.op == "call_function":
+            before = [flags[source] for source in node.all_input_nodes]
+            grad = any(item.grad for item in before) and _has_float(node) and node.target is not _DETACH
+            flags[node] = Flags(any(item.parameter for item in before), any(item.data for item in before), grad)
+    return flags
+
+
+_DETACH: Final = torch.ops.aten.detach.default
+
+
+def _tensors_of(node: fx.Node) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
+
+
+def _has_float(node: fx.Node) -> bool:
+    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in _tensors_of(node))
+
+
+def _all_float(node: fx.Node) -> bool:
+    tensors = _tensors_of(node)
+    return bool(tensors) and all(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+
+
+class Walk:
+    """Passes over the chosen nodes of a model; see the module's docstring."""
+
+    def __init__(self, graph: fx.Graph, chosen: Sequence[fx.Node], flags: Mapping[fx.Node, Flags],
+                 stored: Callable[[fx.Node], Tensor], *, device: torch.device, training: bool) -> None:
+        """``stored`` gives the value of a placeholder; it is asked once, and only for those that are needed."""
+        self._flags = flags
+        self._device = device
+        self._training = training
+        self._storages: dict[tuple[Any, ...], Tensor] = {}
+        self._filled: dict[fx.Node, Any] = {}
+        executed = self._needed(chosen)
+        self.samples = {node: Samples() for node in chosen}
+        self._values = {node: stored(node) for node in graph.nodes
+                        if node.op == "placeholder" and any(user in executed for user in node.users)}
+        self._steps = self._plan([node for node in graph.nodes if node in executed], set(chosen))
+
+    def _needed(self, chosen: Sequence[fx.Node]) -> set[fx.Node]:
+        """Return the nodes that run: the chosen ones and those whose values matter to them."""
+        executed: set[fx.Node] = set()
+        waiting = list(chosen)
+        while waiting:
+            node = waiting.pop()
+            if node in executed or node.op != "call_function":
+                continue
+            executed.add(node)
+            for source in node.all_input_nodes:
+                if source.op == "call_function" and self._must_run(source):
+                    waiting.append(source)
+        return executed
+
+    def _must_run(self, node: fx.Node) -> bool:
+        if node.target is operator.getitem:
+            return True
+        return not self._flags[node].parameter or not _all_float(node)
+
+    def _plan(self, order: Sequence[fx.Node], chosen: set[fx.Node]) -> list[_Step]:
+        running = set(order)
+        last: dict[fx.Node, fx.Node] = {}
+        for node in order:
+            last.update(dict.fromkeys(node.all_input_nodes, node))
+        steps = []
+        for node in order:
+            sources = [source for source in node.all_input_nodes if source.op == "call_function"]
+            made_up = tuple(source for source in sources if source not in running)
+            for source in made_up:
+                self._filled[source] = self._fill(source)
+            steps.append(_Step(
+                node=node, args=self._on_device(node.args), kwargs=self._on_device(dict(node.kwargs)),
+                is_timed=node in chosen, made_up=tuple(source for source in made_up if self._flags[source].data),
+                release=tuple(source for source in sources if source in running and last[source] is node)))
+        return steps
+
+    def _on_device(self, arguments: Any) -> Any:
+        """Return ``arguments`` with every device replaced by the one that is timed."""
+        if isinstance(arguments, torch.device):
+            return self._device
+        if isinstance(arguments, tuple | list):
+            return type(arguments)(self._on_device(item) for item in arguments)
+        if isinstance(arguments, dict):
+            return {key: self._on_device(item) for key, item in arguments.items()}
+        return arguments
+
+    def _fill(self, node: fx.Node) -> Any:
+        """Return made-up values for a node's result: random numbers, or zeros where whole numbers are due."""
+        return pytree.tree_map_only(Tensor, self._fill_one, node.meta["val"])
+
+    def _fill_one(self, like: Tensor) -> Tensor:
+        size = 1 + sum((extent - 1) * step for extent, step in zip(like.shape, like.stride(), strict=True)
+                       ) if like.numel() else 0
+        key = (size, like.dtype)
+        if key not in self._storages:
+            flat = torch.zeros(size, dtype=like.dtype, device=self._device)
+            self._storages[key] = flat.normal_() if like.is_floating_point() else flat
+        return self._storages[key].as_strided(tuple(like.shape), like.stride())
+
+    # ---- passes ----
+
+    def run(self, clock: Clock, passes: int, progress: Callable[[int, int], None] | None = None) -> None:
+        """Run a warm-up pass and ``passes`` timed ones; ``samples`` holds the times, clean of the warm-up's."""
+        self._pass(clock, 0)
+        for samples in self.samples.values():
+            samples.forward.clear()
+            samples.backward.clear()
+            samples.input_grad.clear()
+        for index in range(passes):
+            self._pass(clock, index)
+            if progress is not None:
+                progress(index + 1, passes)
+
+    def _pass(self, clock: Clock, index: int) -> None:
+        with torch.set_grad_enabled(self._training):
+            pending = self._forward(clock)
+            while pending:
+                self._backward(pending.pop(), clock, only_activations=index % 2 == 1)
+        clock.settle()
+
+    def _forward(self, clock: Clock) -> list[_Pending]:
+        env: dict[fx.Node, Any] = {**self._values, **self._filled}
+        pending: list[_Pending] = []
+        for step in self._steps:
+            if not step.is_timed or self.samples[step.node].problem:
+                self._run_untimed(step, env)
+                continue
+            for source in step.made_up:
+                for tensor in pytree.tree_leaves(self._filled[source]):
+                    if isinstance(tensor, Tensor) and tensor.is_floating_point():
+                        self._touch(tensor)
+            try:
+                self._run_timed(step, env, clock, pending)
+            except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as problem:
+                self.samples[step.node].problem = str(problem).splitlines()[0][:200]
+                self._run_untimed(step, env)
+        return pending
+
+    def _touch(self, tensor: Tensor) -> None:
+        with torch.no_grad():
+            size = 1 + sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
+            tensor.as_strided((size,), (1,)).mul_(1.0)
+
+    def _run_untimed(self, step: _Step, env: dict[fx.Node, Any]) -> None:
+        with torch.no_grad():
+            try:
+                env[step.node] = step.node.target(*_fetch(step.args, env), **_fetch(step.kwargs, env))
+            except Exception:
+                env[step.node] = self._fill(step.node)
+        for source in step.release:
+            env.pop(source, None)
+
+    def _run_timed(self, step: _Step, env: dict[fx.Node, Any], clock: Clock, pending: list[_Pending]) -> None:
+        node, target, args, kwargs, release = step.node, step.node.target, step.args, step.kwargs, step.release
+        leaves = self._take_leaves(node, env) if self._training else {}
+        originals = {source: env[source] for source in leaves}
+        env.update(leaves)
+        sink = self.samples[node].forward.append
+        mark = clock.start()
+        result = target(*_fetch(args, env), **_fetch(kwargs, env))
+        env[node] = result
+        if not leaves:
+            for source in release:
+                env.pop(source, None)
+        clock.stop(mark, sink)
+        env.update(originals)
+        if self._training:
+            env[node] = pytree.tree_map_only(Tensor, Tensor.detach, result)
+            self._keep(node, result, leaves, pending)
+            for source in release:
+                env.pop(source, None)
+
+    def _take_leaves(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+        return {source: pytree.tree_map_only(Tensor, _leaf, env[source]) for source in node.all_input_nodes
+                if self._flags[source].grad}
+
+    def _keep(self, node: fx.Node, result: Any, leaves: Mapping[fx.Node, Any], pending: list[_Pending]) -> None:
+        outputs = tuple(tensor for tensor in pytree.tree_leaves(result)
+                        if isinstance(tensor, Tensor) and tensor.requires_grad)
+        sides: dict[bool, list[Tensor]] = {False: [], True: []}
+        for source, value in leaves.items():
+            tensors = [tensor for tensor in pytree.tree_leaves(value) if isinstance(tensor, Tensor)]
+            sides[self._flags[source].data].extend(tensor for tensor in tensors if tensor.requires_grad)
+        samples = self.samples[node]
+        samples.has_weights, samples.has_activations = bool(sides[False]), bool(sides[True])
+        if outputs and leaves:
+            pending.append(_Pending(node, outputs, tuple(sides[False]), tuple(sides[True])))
+
+    def _backward(self, item: _Pending, clock: Clock, *, only_activations: bool) -> None:
+        samples = self.samples[item.node]
+        both = bool(item.weights) and bool(item.activations)
+        partial = only_activations and both
+        wanted = item.activations if partial else item.weights + item.activations
+        seeds = [torch.randn_like(output) for output in item.outputs]
+        sink = (samples.input_grad if partial else samples.backward).append
+        try:
+            mark = clock.start(ahead=True)
+            torch.autograd.grad(item.outputs, wanted, seeds, allow_unused=True)
+            clock.stop(mark, sink)
+        except RuntimeError as problem:
+            samples.problem = str(problem).splitlines()[0][:200]
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """Return the tensor as a leaf of its own autograd graph."""
+    return tensor.detach().requires_grad_(tensor.is_floating_point())
+
+
+def _fetch(arguments: Any, env: Mapping[fx.Node, Any]) -> Any:
+    """Return ``arguments`` with every node replaced by its value."""
+    kind = type(arguments)
+    if kind is fx.Node:
+        return env[arguments]
+    if kind is tuple or kind is list or isinstance(arguments, list | tuple):
+        return [_fetch(item, env) for item in arguments]
+    if isinstance(arguments, dict):
+        return {key: _fetch(item, env) for key, item in arguments.items()}
+    return arguments

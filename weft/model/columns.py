@@ -1,0 +1,345 @@
+"""From a captured fx graph to Weft's ``Graph``: operators, tensors, costs and wiring in columns.
+
+Each ``call_function`` node becomes an operator, except ``getitem``, which only names one of an operator's outputs.
+Operators are named after their module and kind (``transformer.h.0.attn.c_attn.addmm``), so that names do not depend on
+the batch size or on how the graph was traced, and a plan stays readable.
+
+Backward costs by *rule* (``backward="rule"``; also what a single operator falls back to that cannot be run on meta):
+an operator on the path from a parameter to the loss takes its forward operations and bytes once more for the gradient
+of its activations, if one of them needs a gradient, and once more for its parameters, if it reads one; every
+activation that is neither a view nor of whole numbers is kept for the backward pass.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import fx
+
+from weft.errors import ModelError
+from weft.model.capture import Capture, source_line
+from weft.model.flops import operator_name
+from weft.model.graph import UNKNOWN_BATCH_DIM, Graph, TensorRole
+from weft.model.probe import GradClass, OpCost, Probe
+
+Backward = Literal["joint", "rule", "none"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Columns:
+    """A graph, and the fx nodes that its operators and tensors came from."""
+
+    graph: Graph
+    op_nodes: Mapping[str, tuple[str, ...]]
+    tensor_nodes: Mapping[str, str]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tensor:
+    name: str
+    node: str
+    value: torch.Tensor
+    role: TensorRole
+    producer: int
+    grad: GradClass
+    is_constant: bool
+    base: int = -1
+    num_readers: int = 0
+    is_saved: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Op:
+    name: str
+    kind: str
+    module: str
+    source: str
+    cost: OpCost
+    inputs: list[int]
+    nodes: list[str]
+    is_constant: bool
+    outputs: dict[int, int] = field(default_factory=dict)
+    """Tensor id by output position."""
+    sum_input: tuple[float, float] = (0.0, 0.0)
+    """Operations and bytes that add up the gradients of its outputs' readers."""
+    sum_weight: tuple[float, float] = (0.0, 0.0)
+    """The same for parameters."""
+
+
+def make_columns(capture: Capture, *, name: str, batch: int, training: bool, backward: Backward) -> Columns:
+    """Return the graph of ``capture``, with the costs of its backward pass found as ``backward`` says."""
+    builder = _Builder(capture=capture, probe=Probe(backward=backward == "joint"), backward=backward)
+    for node in capture.graph.nodes:
+        builder.add(node)
+    outputs = tuple(builder.ids[node] for node in capture.outputs)
+    if training:
+        builder.check_loss(outputs)
+    if backward != "none":
+        builder.note_backward(outputs[0])
+    return builder.finish(name, batch, outputs)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Builder:
+    """The columns while they grow, one fx node at a time."""
+
+    capture: Capture
+    probe: Probe
+    backward: Backward
+    tensors: list[_Tensor] = field(default_factory=list)
+    ops: list[_Op] = field(default_factory=list)
+    ids: dict[str, int] = field(default_factory=dict)
+    """Tensor id by fx node."""
+    op_of_node: dict[str, int] = field(default_factory=dict)
+    stored: dict[str, int] = field(default_factory=dict)
+    """Tensor id by the path of a parameter or buffer."""
+    counts: dict[str, int] = field(default_factory=dict)
+    """How often each name was asked for."""
+    warnings: dict[str, None] = field(default_factory=dict)
+
+    # ---- nodes ----
+
+    def add(self, node: fx.Node) -> None:
+        """Take over one fx node."""
+        if node.op == "placeholder":
+            self._add_placeholder(node)
+        elif node.op == "call_function" and node.target is operator.getitem:
+            self._add_item(node)
+        elif node.op == "call_function":
+            self._add_op(node)
+        elif node.op != "output":
+            raise ModelError(f"the model holds a sub-graph ({node.name}, such as torch.cond makes), which cannot be "
+                             "planned: write the branch with torch.where")
+
+    def _add_placeholder(self, node: fx.Node) -> None:
+        capture, value = self.capture, node.meta["val"]
+        if node.name in capture.inputs:
+            self._add_tensor(node, self._unique(node.name), value, TensorRole.INPUT)
+            return
+        path = capture.parameters.get(node.name) or capture.buffers.get(node.name)
+        if not node.users:
+            return
+        if path in self.stored:
+            self.ids[node.name] = self.stored[path]
+            return
+        if node.name in capture.parameters:
+            wanted = value.requires_grad and value.is_floating_point()
+            self._add_tensor(node, capture.parameters[node.name], value, TensorRole.PARAMETER,
+                             grad=GradClass.WEIGHT if wanted else GradClass.NONE)
+        else:
+            self._add_tensor(node, path or self._unique(f"constant.{node.name}"), value, TensorRole.BUFFER,
+                             is_constant=path not in capture.buffer_updates)
+        if path:
+            self.stored[path] = self.ids[node.name]
+            self.counts[path] = 1
+
+    def _add_op(self, node: fx.Node) -> None:
+        inputs = [self.ids[argument.name] for argument in node.all_input_nodes]
+        cost = self.probe.cost(node, [self.tensors[index].grad for index in inputs])
+        kind = str(getattr(node.target, "overloadpacket", node.target))
+        is_random = _is_random(node)
+        if is_random:
+            self._warn(f"operator {kind} draws random numbers: a run on many devices draws others than one device does")
+        if cost.problem:
+            self._warn(f"operator {kind} cannot be run on meta tensors ({cost.problem}): costs by rule")
+        module = node.meta.get("module", "")
+        name = self._unique(f"{module}.{operator_name(node.target)}" if module else operator_name(node.target))
+        self.op_of_node[node.name] = len(self.ops)
+        self.ops.append(_Op(
+            name=name, kind=kind, module=module, source=source_line(node), cost=cost, inputs=inputs,
+            nodes=[node.name], is_constant=not is_random and all(self.tensors[index].is_constant for index in inputs)))
+        if isinstance(node.meta["val"], torch.Tensor):
+            self._add_output(node, len(self.ops) - 1, 0, name)
+
+    def _add_item(self, node: fx.Node) -> None:
+        producer, position = node.args
+        assert isinstance(producer, fx.Node) and isinstance(position, int)
+        op = self.op_of_node[producer.name]
+        self.ops[op].nodes.append(node.name)
+        if position in self.ops[op].outputs:
+            self.ids[node.name] = self.ops[op].outputs[position]
+        else:
+            self._add_output(node, op, position, f"{self.ops[op].name}:{position}")
+
+    def _add_output(self, node: fx.Node, index: int, position: int, name: str) -> None:
+        op = self.ops[index]
+        value: torch.Tensor = node.meta["val"]
+        source = op.cost.view_of[position] if position < len(op.cost.view_of) else -1
+        viewed = op.inputs[source] if source >= 0 else -1
+        base = viewed if viewed < 0 or self.tensors[viewed].base < 0 else self.tensors[viewed].base
+        self._add_tensor(node, name, value, TensorRole.ACTIVATION, producer=index, base=base,
+                         grad=self._grad_of(op, position, value), is_constant=op.is_constant)
+        op.outputs[position] = self.ids[node.name]
+
+    def _grad_of(self, op: _Op, position: int, value: torch.Tensor) -> GradClass:
+        classes = [self.tensors[index].grad for index in op.inputs]
+        if self.backward == "joint":
+            needed = position < len(op.cost.needs_grad) and op.cost.needs_grad[position]
+        else:
+            needed = value.is_floating_point() and any(classes) and op.kind != "aten.detach"
+        if not needed:
+            return GradClass.NONE
+        from_weights = all(self.tensors[index].is_constant or self.tensors[index].grad is GradClass.WEIGHT
+                           for index in op.inputs)
+        return GradClass.WEIGHT if from_weights else GradClass.ACTIVATION
+
+    def _add_tensor(self, node: fx.Node, name: str, value: torch.Tensor, role: TensorRole, *, producer: int = -1,
+                    grad: GradClass = GradClass.NONE, is_constant: bool = False, base: int = -1) -> None:
+        self.ids[node.name] = len(self.tensors)
+        self.tensors.append(_Tensor(name=name, node=node.name, value=value, role=role, producer=producer, grad=grad,
+                                    is_constant=is_constant, base=base))
+
+    def _unique(self, name: str) -> str:
+        count = self.counts.get(name, 0)
+        self.counts[name] = count + 1
+        if count == 0:
+            return name
+        return self._unique(f"{name}_{count}")
+
+    def _warn(self, text: str) -> None:
+        self.warnings[text] = None
+
+    # ---- the backward pass ----
+
+    def check_loss(self, outputs: Sequence[int]) -> None:
+        """Raise ``ModelError`` unless the first output can be differentiated."""
+        first = self.tensors[outputs[0]] if outputs else None
+        if first is None or first.value.numel() != 1 or not first.value.is_floating_point():
+            shape = "nothing" if first is None else f"a tensor of shape {tuple(first.value.shape)}, {first.value.dtype}"
+            raise ModelError(f"for training the first output must be the loss, a single number, but the model returns "
+                             f"{shape}. Return the loss first, or plan for inference")
+        if self.backward != "none" and first.grad is GradClass.NONE:
+            raise ModelError("the loss does not depend on any parameter that needs a gradient: "
+                             "nothing can be trained. Check requires_grad, or plan for inference")
+
+    def note_backward(self, loss: int) -> None:
+        """Note what is kept for the backward pass, and drop the backward costs of operators the loss does not need."""
+        needed = self._needed_for(loss)
+        for index, op in enumerate(self.ops):
+            if index not in needed or not any(self.tensors[tensor].grad for tensor in op.outputs.values()):
+                op.cost = replace(op.cost, input_grad_flops=0.0, input_grad_bytes=0.0, weight_grad_flops=0.0,
+                                  weight_grad_bytes=0.0, saved_inputs=(), saved_outputs=(), saved_inside_bytes=0.0)
+                continue
+            if self.backward == "rule":
+                op.cost = self._cost_by_rule(op)
+            for tensor in op.inputs:
+                self.tensors[tensor].num_readers += 1
+                if self.tensors[tensor].num_readers > 1:
+                    self._note_sum(tensor, op)
+            for tensor in [*(op.inputs[position] for position in op.cost.saved_inputs),
+                           *(op.outputs[position] for position in op.cost.saved_outputs if position in op.outputs)]:
+                self._note_saved(tensor)
+
+    def _needed_for(self, loss: int) -> set[int]:
+        needed: set[int] = set()
+        waiting = [self.tensors[loss].producer]
+        while waiting:
+            index = waiting.pop()
+            if index >= 0 and index not in needed:
+                needed.add(index)
+                waiting.extend(self.tensors[tensor].producer for tensor in self.ops[index].inputs)
+        return needed
+
+    def _note_sum(self, index: int, reader: _Op) -> None:
+        """Cost the addition that joins the gradients of a tensor's readers."""
+        tensor = self.tensors[index]
+        if tensor.grad is GradClass.NONE:
+            return
+        flops, num_bytes = float(tensor.value.numel()), 3.0 * tensor.value.numel() * tensor.value.element_size()
+        op = self.ops[tensor.producer] if tensor.producer >= 0 else reader
+        if tensor.grad is GradClass.WEIGHT:
+            op.sum_weight = (op.sum_weight[0] + flops, op.sum_weight[1] + num_bytes)
+        else:
+            op.sum_input = (op.sum_input[0] + flops, op.sum_input[1] + num_bytes)
+
+    def _note_saved(self, index: int) -> None:
+        base = self.tensors[index].base
+        owner = self.tensors[base if base >= 0 else index]
+        if owner.role in (TensorRole.ACTIVATION, TensorRole.INPUT) and not owner.is_constant:
+            owner.is_saved = True
+
+    def _cost_by_rule(self, op: _Op) -> OpCost:
+        classes = {self.tensors[index].grad for index in op.inputs}
+        num_bytes = op.cost.bytes_read + op.cost.bytes_written
+        has_input, has_weight = GradClass.ACTIVATION in classes, GradClass.WEIGHT in classes
+        kept = tuple(position for position, index in enumerate(op.inputs)
+                     if self.tensors[index].value.is_floating_point())
+        return replace(
+            op.cost, input_grad_flops=op.cost.flops * has_input, input_grad_bytes=num_bytes * has_input,
+            weight_grad_flops=op.cost.flops * has_weight, weight_grad_bytes=num_bytes * has_weight,
+            saved_inputs=kept, saved_outputs=tuple(op.outputs))
+
+    # ---- the result ----
+
+    def finish(self, name: str, batch: int, outputs: tuple[int, ...]) -> Columns:
+        """Return all columns."""
+        ops, tensors = self.ops, self.tensors
+        self._warn_unused()
+        starts = np.cumsum([0] + [len(op.inputs) for op in ops])
+        graph = Graph(
+            name=name, batch=batch, outputs=outputs, tied=self.capture.tied, warnings=tuple(self.warnings),
+            has_backward=self.backward != "none", backward_source=self.backward,
+            sources=tuple(op.source for op in ops), **_op_columns(ops), **_tensor_columns(tensors),
+            input_start=starts.astype(np.int64),
+            inputs=np.array([index for op in ops for index in op.inputs], dtype=np.int64))
+        return Columns(graph=graph, op_nodes={op.name: tuple(op.nodes) for op in ops},
+                       tensor_nodes={tensor.name: tensor.node for tensor in tensors})
+
+    def _warn_unused(self) -> None:
+        unused = sorted(set(self.capture.parameters.values()) - self.stored.keys())
+        if unused:
+            shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
+            self._warn(f"{len(unused)} parameters are never used and left out of the graph: {shown}")
+
+
+def _is_random(node: fx.Node) -> bool:
+    """Return whether the operator draws random numbers, with the settings it has."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    names = [argument.name for argument in getattr(node.target, "_schema").arguments]
+    settings = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    probability = next((settings[key] for key in ("dropout_p", "dropout", "p") if key in settings), None)
+    switched_off = settings.get("train") is False
+    takes_probability = any(key in names for key in ("dropout_p", "dropout"))
+    return not (switched_off or probability == 0 or (probability is None and takes_probability))
+
+
+def _op_columns(ops: list[_Op]) -> dict[str, Any]:
+    def column(values: list[float]) -> Any:
+        return np.array(values, dtype=np.float64)
+
+    return {
+        "op_names": tuple(op.name for op in ops), "op_kinds": tuple(op.kind for op in ops),
+        "op_modules": tuple(op.module for op in ops),
+        "flops": column([op.cost.flops for op in ops]),
+        "bytes_read": column([op.cost.bytes_read for op in ops]),
+        "bytes_written": column([op.cost.bytes_written for op in ops]),
+        "input_grad_flops": column([op.cost.input_grad_flops + op.sum_input[0] for op in ops]),
+        "input_grad_bytes": column([op.cost.input_grad_bytes + op.sum_input[1] for op in ops]),
+        "weight_grad_flops": column([op.cost.weight_grad_flops + op.sum_weight[0] for op in ops]),
+        "weight_grad_bytes": column([op.cost.weight_grad_bytes + op.sum_weight[1] for op in ops]),
+        "saved_inside_bytes": column([op.cost.saved_inside_bytes for op in ops]),
+        "is_constant": np.array([op.is_constant for op in ops], dtype=np.bool_),
+    }
+
+
+def _tensor_columns(tensors: list[_Tensor]) -> dict[str, Any]:
+    def column(values: list[int]) -> Any:
+        return np.array(values, dtype=np.int64)
+
+    return {
+        "tensor_names": tuple(tensor.name for tensor in tensors),
+        "tensor_shapes": tuple(tuple(int(size) for size in tensor.value.shape) for tensor in tensors),
+        "tensor_dtypes": tuple(str(tensor.value.dtype).removeprefix("torch.") for tensor in tensors),
+        "tensor_role": column([tensor.role for tensor in tensors]),
+        "tensor_producer": column([tensor.producer for tensor in tensors]),
+        "tensor_bytes": column([tensor.value.numel() * tensor.value.element_size() for tensor in tensors]),
+        "tensor_base": column([tensor.base for tensor in tensors]),
+        "is_saved": np.array([tensor.is_saved for tensor in tensors], dtype=np.bool_),
+        "tensor_batch_dim": np.full(len(tensors), UNKNOWN_BATCH_DIM, dtype=np.int64),
+    }

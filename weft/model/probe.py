@@ -1,0 +1,260 @@
+"""What each operator costs, forward and backward, found by running it once on tensors without memory.
+
+For every distinct (operator, shapes, strides, dtypes, settings) the operator is called on ``meta`` tensors and its
+autograd graph is run backwards, while a dispatch mode counts the elementary operators inside. So the backward costs are
+those of the very operators that the runtime's autograd will run, the tensors kept for the backward pass are those that
+autograd really keeps, and a model of 5,000 operators, 60 of them distinct, is costed in well under a second.
+
+* bytes: each elementary operator reads its inputs and writes its outputs once; views move nothing, and a dimension that
+  a tensor is merely expanded along counts once.
+* ``input_grad`` is what the gradients of activations take; ``weight_grad`` is what is added when the gradients of
+  parameters are wanted as well.
+* attention is costed by formula as the fused kernel that every device has: scores are neither written nor kept, the
+  backward pass computes them again.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeAlias
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from weft.model.flops import attention_backward_flops, attention_flops, count_flops
+
+_ATTENTION: Final = torch.ops.aten.scaled_dot_product_attention.default
+
+
+class GradClass(enum.IntEnum):
+    """Whether and why the gradient of a tensor is wanted."""
+
+    NONE = 0
+    ACTIVATION = 1
+    WEIGHT = 2
+    """A parameter, or something made of parameters and constants only."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCost:
+    """The costs of one operator; tensor positions refer to its distinct tensor arguments, in order."""
+
+    flops: float = 0.0
+    bytes_read: float = 0.0
+    bytes_written: float = 0.0
+    input_grad_flops: float = 0.0
+    input_grad_bytes: float = 0.0
+    weight_grad_flops: float = 0.0
+    weight_grad_bytes: float = 0.0
+    view_of: tuple[int, ...] = ()
+    """Per output: the argument whose memory it shares, or -1."""
+    needs_grad: tuple[bool, ...] = ()
+    """Per output: autograd would give it a gradient."""
+    saved_inputs: tuple[int, ...] = ()
+    """Arguments that autograd keeps for the backward pass."""
+    saved_outputs: tuple[int, ...] = ()
+    """Outputs that autograd keeps."""
+    saved_inside_bytes: float = 0.0
+    """Bytes that autograd keeps beyond those."""
+    problem: str = ""
+    """Why the operator could not be run, where it could not."""
+
+
+Spec: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
+"""Shape, stride and dtype of a tensor."""
+
+
+def spec_of(tensor: torch.Tensor) -> Spec:
+    """Return the shape, stride and dtype of ``tensor``."""
+    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
+
+
+@dataclass(slots=True)
+class Probe:
+    """Costs operators, each distinct one once."""
+
+    backward: bool
+    """Also cost the backward pass."""
+    _known: dict[Any, OpCost] = field(default_factory=dict)
+
+    def cost(self, node: fx.Node, grads: Sequence[GradClass]) -> OpCost:
+        """Return the cost of ``node``, whose distinct tensor arguments want gradients as ``grads`` says."""
+        inputs = node.all_input_nodes
+        position = {argument: index for index, argument in enumerate(inputs)}
+        specs = tuple(spec_of(argument.meta["val"]) for argument in inputs)
+        wanted = tuple(grads) if self.backward else (GradClass.NONE,) * len(specs)
+        key = (node.target, _frozen(node.args, position), _frozen(node.kwargs, position), specs, wanted)
+        if key not in self._known:
+            self._known[key] = _measure(node, specs, wanted, position)
+        return self._known[key]
+
+
+def _frozen(value: Any, position: dict[fx.Node, int]) -> Any:
+    if isinstance(value, fx.Node):
+        return ("tensor", position[value])
+    if isinstance(value, list | tuple):
+        return tuple(_frozen(item, position) for item in value)
+    if isinstance(value, dict):
+        return tuple((key, _frozen(item, position)) for key, item in value.items())
+    return (type(value).__name__, str(value))
+
+
+def _measure(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradClass, ...],
+             position: dict[fx.Node, int]) -> OpCost:
+    if node.target is _ATTENTION:
+        return _attention_cost(node, specs, grads, position)
+    tensors = [torch.empty_strided(shape, stride, dtype=dtype, device="meta",
+                                   requires_grad=grad is not GradClass.NONE and dtype.is_floating_point)
+               for (shape, stride, dtype), grad in zip(specs, grads, strict=True)]
+    args = _on_meta(node.args, tensors, position)
+    kwargs = _on_meta(node.kwargs, tensors, position)
+    try:
+        return _run(lambda: node.target(*args, **kwargs), tensors, grads)  # type: ignore[operator]
+    except Exception as problem:  # any operator may lack a meta kernel, each in its own way
+        return _by_rule(node, specs, grads, f"{type(problem).__name__}: {str(problem).splitlines()[0][:120]}")
+
+
+def _on_meta(value: Any, tensors: list[torch.Tensor], position: dict[fx.Node, int]) -> Any:
+    if isinstance(value, fx.Node):
+        return tensors[position[value]]
+    if isinstance(value, list | tuple):
+        return [_on_meta(item, tensors, position) for item in value]
+    if isinstance(value, dict):
+        return {key: _on_meta(item, tensors, position) for key, item in value.items()}
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+# ---- running on meta ----------------------------------------------------------------------------------------------
+
+
+class _Meter(TorchDispatchMode):
+    """Counts the operations and bytes of every elementary operator that runs under it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = self.bytes_read = self.bytes_written = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        inputs, outputs = _flat((args, kwargs)), _flat(result)
+        owners = {_storage(tensor) for tensor in inputs}
+        if func._schema.is_mutable or not outputs or any(_storage(tensor) not in owners for tensor in outputs):
+            self.flops += count_flops(func, args, kwargs or {}, result)
+            self.bytes_read += sum(touched_bytes(tensor) for tensor in _distinct(inputs))
+            self.bytes_written += sum(touched_bytes(tensor) for tensor in _distinct(outputs))
+        return result
+
+
+def _run(call: Callable[[], Any], tensors: list[torch.Tensor], grads: tuple[GradClass, ...]) -> OpCost:
+    kept: list[torch.Tensor] = []
+    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_keeper(kept), lambda tensor: tensor):
+        with _Meter() as forward:
+            result = call()
+    outputs = _flat(result)
+    owners = {_storage(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
+    view_of = tuple(owners.get(_storage(tensor), -1) for tensor in outputs)
+    inside, saved_inputs, saved_outputs = _sort_kept(kept, tensors, outputs)
+    both, inputs_only = _backward(outputs, tensors, grads)
+    return OpCost(
+        flops=forward.flops, bytes_read=forward.bytes_read, bytes_written=forward.bytes_written,
+        input_grad_flops=inputs_only.flops, input_grad_bytes=inputs_only.bytes_read + inputs_only.bytes_written,
+        weight_grad_flops=max(0.0, both.flops - inputs_only.flops),
+        weight_grad_bytes=max(0.0, both.bytes_read + both.bytes_written
+                              - inputs_only.bytes_read - inputs_only.bytes_written),
+        view_of=view_of, needs_grad=tuple(tensor.requires_grad for tensor in outputs),
+        saved_inputs=saved_inputs, saved_outputs=saved_outputs, saved_inside_bytes=inside)
+
+
+def _keeper(kept: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept.append(tensor)
+        return tensor
+    return keep
+
+
+def _sort_kept(kept: list[torch.Tensor], tensors: list[torch.Tensor],
+               outputs: list[torch.Tensor]) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
+    """Return the bytes kept inside the operator, and the positions of the arguments and outputs that are kept."""
+    places = {_storage(tensor): ("out", index) for index, tensor in enumerate(outputs)}
+    places |= {_storage(tensor): ("in", index) for index, tensor in enumerate(tensors)}
+    inside = {_storage(tensor): touched_bytes(tensor) for tensor in kept if _storage(tensor) not in places}
+    found = {places[_storage(tensor)] for tensor in kept if _storage(tensor) in places}
+    return (float(sum(inside.values())), tuple(sorted(index for kind, index in found if kind == "in")),
+            tuple(sorted(index for kind, index in found if kind == "out")))
+
+
+def _backward(outputs: list[torch.Tensor], tensors: list[torch.Tensor],
+              grads: tuple[GradClass, ...]) -> tuple[_Meter, _Meter]:
+    """Return the costs of all gradients, and of those of activations alone."""
+    sources = [tensor for tensor in outputs if tensor.requires_grad]
+    gradients = [torch.empty_like(tensor) for tensor in sources]
+    meters = []
+    for unwanted in (GradClass.NONE, GradClass.WEIGHT):
+        wanted = [tensor for tensor, grad in zip(tensors, grads, strict=True)
+                  if tensor.requires_grad and grad is not unwanted]
+        with _Meter() as meter:
+            if sources and wanted:
+                torch.autograd.grad(sources, wanted, gradients, retain_graph=True, allow_unused=True)
+        meters.append(meter)
+    return meters[0], meters[1]
+
+
+def _flat(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    return [tensor for item in value for tensor in _flat(item)] if isinstance(value, list | tuple) else []
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def touched_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of ``tensor`` that exist: a dimension of stride 0 counts once."""
+    sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0]
+    return math.prod(sizes) * tensor.element_size()
+
+
+# ---- by formula ---------------------------------------------------------------------------------------------------
+
+
+def _attention_cost(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradClass, ...],
+                    position: dict[fx.Node, int]) -> OpCost:
+    named = [position[argument] for argument in node.args[:3] if isinstance(argument, fx.Node)]
+    query, key, value = (specs[index][0] for index in named)
+    result: torch.Tensor = node.meta["val"]
+    sizes = {index: math.prod(shape) * dtype.itemsize for index, (shape, _, dtype) in enumerate(specs)}
+    read, written = float(sum(sizes.values())), float(touched_bytes(result))
+    has_grad = any(grads[index] is not GradClass.NONE for index in named)
+    return OpCost(
+        flops=attention_flops(query, key, value), bytes_read=read, bytes_written=written, view_of=(-1,),
+        input_grad_flops=attention_backward_flops(query, key, value) if has_grad else 0.0,
+        input_grad_bytes=read + 2 * written + sum(sizes[index] for index in named) if has_grad else 0.0,
+        needs_grad=(has_grad,), saved_inputs=tuple(sorted(set(position.values()))) if has_grad else (),
+        saved_outputs=(0,) if has_grad else (),
+        saved_inside_bytes=4.0 * math.prod(query[:-1]) if has_grad else 0.0)  # log-sum-exp of each row, float32
+
+
+def _by_rule(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradClass, ...], problem: str) -> OpCost:
+    """Return a cost from sizes alone: one operation per element, and as much backward as forward."""
+    outputs = _flat(node.meta["val"])
+    read = float(sum(math.prod(shape) * dtype.itemsize for shape, _, dtype in specs))
+    written = float(sum(touched_bytes(tensor) for tensor in outputs))
+    flops = float(max((math.prod(shape) for shape, *_ in specs), default=0))
+    has_grad = GradClass.ACTIVATION in grads, GradClass.WEIGHT in grads
+    float_outputs = tuple(tensor.is_floating_point() and any(has_grad) for tensor in outputs)
+    return OpCost(
+        flops=flops, bytes_read=read, bytes_written=written, view_of=(-1,) * len(outputs), needs_grad=float_outputs,
+        input_grad_flops=flops * has_grad[0], input_grad_bytes=(read + written) * has_grad[0],
+        weight_grad_flops=flops * has_grad[1], weight_grad_bytes=(read + written) * has_grad[1],
+        saved_inputs=tuple(range(len(specs))) if any(has_grad) else (), problem=problem)

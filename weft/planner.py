@@ -1,0 +1,118 @@
+"""The planner: tries every strategy, checks and simulates each plan, and keeps the best with the reasons why.
+
+    candidates = [best plan of each strategy]   build -> check_plan -> simulate
+    comparison = the candidates, the fastest that fits, and a bound that no plan can beat
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from weft.errors import InputError, NoFeasiblePlan
+from weft.plan.check import check_memory, check_program
+from weft.plan.lower import lower
+from weft.plan.plan import Plan, with_search
+from weft.plan.structure import require_structure
+from weft.search.baselines import STRATEGIES
+from weft.search.problem import Problem, divisors
+from weft.simulate.predict import simulate
+from weft.simulate.timeline import Timeline
+
+log = logging.getLogger(__name__)
+
+MAX_MICROBATCH_CHOICES = 5
+"""So many numbers of micro-batches are tried for each strategy where the user gives none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """The best plan of one strategy, or why there is none."""
+
+    strategy: str
+    plan: Plan | None = None
+    timeline: Timeline | None = None
+    reason: str = ""
+    """Why there is no plan."""
+
+    @property
+    def step_time_s(self) -> float:
+        """Return the predicted step time, infinite where there is no plan."""
+        return self.timeline.step_time_s if self.timeline is not None else float("inf")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """What every strategy came to."""
+
+    candidates: tuple[Candidate, ...]
+    bound_s: float
+    """No plan for this step on this cluster can be faster, by the cost model."""
+
+    @property
+    def best(self) -> Candidate:
+        """Return the fastest candidate; the first of equals."""
+        return min(self.candidates, key=lambda candidate: candidate.step_time_s)
+
+
+def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None, *,
+                       progress: Callable[[str], None] = lambda text: None) -> Comparison:
+    """Return the best plan of each strategy; raise ``NoFeasiblePlan`` with the nearest miss if none fits."""
+    names = tuple(STRATEGIES) if strategies is None else tuple(strategies)
+    unknown = [name for name in names if name not in STRATEGIES]
+    if unknown:
+        raise InputError(f"there is no strategy {unknown[0]!r}; choose from {', '.join(STRATEGIES)}")
+    bound_s = problem.work_bound()
+    candidates: list[Candidate] = []
+    for name in names:
+        best_s = min((candidate.step_time_s for candidate in candidates), default=float("inf"))
+        progress(f"{name}: best so far {best_s:.6g} s, bound {bound_s:.6g} s")
+        candidates.append(_best_of_strategy(problem, name, bound_s))
+    comparison = Comparison(candidates=tuple(candidates), bound_s=bound_s)
+    if comparison.best.plan is None:
+        reasons = "".join(f"\n  - {item.strategy}: {item.reason}" for item in candidates)
+        raise NoFeasiblePlan(f"no strategy gives a plan for {problem.graph.name!r} that fits:{reasons}")
+    return comparison
+
+
+def _best_of_strategy(problem: Problem, name: str, bound_s: float) -> Candidate:
+    best = Candidate(strategy=name)
+    reason = ""
+    for microbatches in microbatch_choices(problem, name):
+        try:
+            plan = STRATEGIES[name](problem, microbatches)
+            timeline = evaluate(plan, problem)
+        except NoFeasiblePlan as problem_found:
+            reason = reason or str(problem_found)
+            continue
+        log.debug("%s with %d micro-batches: %.6g s", name, microbatches, timeline.step_time_s)
+        if timeline.step_time_s < best.step_time_s:
+            plan = with_search(plan, step_time=timeline.step_time_s, bound=bound_s)
+            best = Candidate(strategy=name, plan=plan, timeline=timeline)
+    return best if best.plan is not None else replace(best, reason=reason)
+
+
+def evaluate(plan: Plan, problem: Problem) -> Timeline:
+    """Return the simulated timeline of a plan that passes all checks."""
+    require_structure(plan, problem.graph, problem.cluster)
+    program = lower(plan, problem.graph)
+    check_program(program)
+    timeline = simulate(program, problem.costs, problem.cluster)
+    check_memory(program, problem.cluster, timeline.memory)
+    return timeline
+
+
+def microbatch_choices(problem: Problem, strategy: str) -> list[int]:
+    """Return the numbers of micro-batches to try: the user's, or a few divisors of the batch that suit the strategy.
+
+    Pipelines want several micro-batches per stage, up to eight; plain strategies want few large ones.
+    """
+    if problem.options.microbatches is not None:
+        return [problem.options.microbatches]
+    every = divisors(problem.options.batch)
+    if strategy == "single" or strategy.startswith("data-parallel"):
+        return every[:MAX_MICROBATCH_CHOICES]
+    num_devices = len(problem.devices)
+    wanted = [number for number in every if number <= 8 * num_devices]
+    return wanted[-MAX_MICROBATCH_CHOICES:]

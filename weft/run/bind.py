@@ -1,0 +1,270 @@
+"""One closure per instruction, made once: everything that does not change from step to step is decided here.
+
+The closures of a rank, called in order, are a step. ``weft.run.wiring`` finds where arguments and gradients lie,
+``weft.run.compute`` makes the closures of computes, and this module those of messages, collectives and the optimizer.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.plan.program import Channel, Instruction, Op, Phase, Program
+from weft.run.cells import Cell, Transfer
+from weft.run.compute import (
+    Action,
+    BackwardWork,
+    ForwardWork,
+    backward,
+    forgetful_forward,
+    forward,
+    inference_forward,
+    recompute,
+    weight_gradients,
+)
+from weft.run.parameters import Parameters
+from weft.run.routes import Rows
+from weft.run.stage import Stage
+from weft.run.transport import Transport
+from weft.run.wiring import Given, Key, Wiring
+
+SEND_WINDOW = 2
+"""A message that nothing else waits for is waited for when this many later ones have left on its channel."""
+_MAX_TAG = 1 << 28
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bound:
+    """A rank's step, ready to be executed."""
+
+    actions: list[Action]
+    finish: Action
+    """Returns when all messages and collectives of the step are done."""
+    given: list[Given]
+    losses: list[tuple[Tensor, float]]
+    """Losses of the step's micro-batches with their weights; the caller empties the list."""
+    results: list[tuple[int, int, tuple[Tensor, ...]]]
+    """In inference, (instance, micro-batch, outputs) of stages that compute an output of the model; likewise."""
+
+
+class Binder:
+    """Makes the closures of one rank; see the module's docstring."""
+
+    def __init__(self, program: Program, *, stages: Mapping[int, Stage], parameters: Parameters,
+                 optimizer: torch.optim.Optimizer | None, transport: Transport, starts: array[int],
+                 ends: array[int]) -> None:
+        self.program, self.stages, self.parameters, self.optimizer = program, stages, parameters, optimizer
+        self.transport, self.starts, self.ends = transport, starts, ends
+        self.training = program.plan.model.mode == "training"
+        self.wiring = Wiring(program, transport.rank, stages=stages, device=transport.device)
+        self.split = {(item.instance, item.microbatch) for item in self.wiring.instructions
+                      if item.op == Op.COMPUTE and item.phase == Phase.I}
+        self.forwards: dict[Key, ForwardWork] = {}
+        self.transfers: dict[Key, Transfer] = {}
+        self.sent: dict[Key, list[Transfer]] = {}
+        self.sent_on: dict[int, list[Transfer]] = {}
+        self.collectives: list[Transfer] = []
+        self.widest = max((len(channel.tensors) for channel in program.channels), default=1)
+        self.bound = Bound(actions=[], finish=self._finish(), given=self.wiring.given, losses=[], results=[])
+
+    def bind(self) -> Bound:
+        """Return the closures of the rank, in order."""
+        for position, item in enumerate(self.wiring.instructions):
+            self.bound.actions.append(self._bind(position, item))
+            self.wiring.release_buffers(position)
+        return self.bound
+
+    def _bind(self, position: int, item: Instruction) -> Action:
+        match item.op:
+            case Op.COMPUTE if item.phase == Phase.F:
+                return self._forward(position, (item.instance, item.microbatch))
+            case Op.COMPUTE if item.phase == Phase.W:
+                return weight_gradients(self.wiring.cells[item.instance, item.microbatch])
+            case Op.COMPUTE:
+                return self._backward(position, (item.instance, item.microbatch))
+            case Op.SEND:
+                return self._send(position, (item.channel, item.microbatch))
+            case Op.RECV:
+                return self._receive(position, (item.channel, item.microbatch))
+            case Op.COLLECTIVE:
+                return self._all_reduce(position, item.bucket)
+            case Op.STEP:
+                return self._step()
+
+    # ---- compute ----------------------------------------------------------------------------------------------------
+
+    def _forward(self, position: int, key: Key) -> Action:
+        instance, microbatch = key
+        item, stage, wiring = self.program.instances[instance], self.stages[instance], self.wiring
+        arguments: list[Any] = [None] * len(stage.module.inputs)
+        dynamic = wiring.fill(key, arguments)
+        call = stage.split_forward if key in self.split else stage.forward
+        assert call is not None, "a stage with split actions has a split forward"
+        work = self.forwards[key] = ForwardWork(
+            position=position, starts=self.starts, cell=wiring.cells[key],
+            arrivals=self._arrivals(item.forward_channels, microbatch), arguments=arguments, dynamic=dynamic,
+            call=call, leaf_places=wiring.leaf_places(instance), root_places=wiring.root_places(key),
+            updates=stage.updates, keep=key in wiring.readers.outputs, report=self._report(key))
+        if not self.training:
+            return inference_forward(work)
+        if self.program.plan.stages[item.stage].recompute:
+            return forgetful_forward(work, device=self.transport.device, uses_random=stage.module.uses_random)
+        return forward(work)
+
+    def _report(self, key: Key) -> Callable[[tuple[Tensor, ...]], None] | None:
+        """Return what takes the model's own outputs from those of a stage."""
+        graph, outputs = self.program.graph, self.stages[key[0]].module.outputs
+        names = [graph.tensor_names[tensor] for tensor in graph.outputs]
+        if not self.training:
+            results = self.bound.results
+            wanted = any(name in outputs for name in names)
+            return (lambda values: results.append((*key, values))) if wanted else None
+        if not names or names[0] not in outputs:
+            return None
+        place, losses, weight = outputs.index(names[0]), self.bound.losses, self.wiring.loss_weight(key[0])
+        return lambda values: losses.append((values[place].detach(), weight))
+
+    def _backward(self, position: int, key: Key) -> Action:
+        instance, microbatch = key
+        item, wiring = self.program.instances[instance], self.wiring
+        recomputes = self.program.plan.stages[item.stage].recompute
+        readers = wiring.readers.gradients
+        return backward(BackwardWork(
+            position=position, starts=self.starts, cell=wiring.cells[key],
+            arrivals=[*self._arrivals(item.gradient_channels, microbatch), *self.sent.get(key, ())],
+            gradients=[wiring.gradient(key, place) for place in wiring.root_places(key)],
+            prepare=recompute(self.forwards[key], device=self.transport.device) if recomputes else None,
+            queue=self.stages[instance].queue if key in self.split else None, keep=key in readers,
+            used_up=[wiring.cells[consumer, microbatch] for consumer in item.consumers
+                     if readers[consumer, microbatch] == position and (consumer, microbatch) in wiring.cells]))
+
+    def _arrivals(self, channels: tuple[int, ...], microbatch: int) -> list[Transfer]:
+        return [self.transfers[index, microbatch] for index in channels
+                if microbatch in self.program.channels[index].microbatches]
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    def _receive(self, position: int, key: Key) -> Action:
+        channel, wiring = self.program.channels[key[0]], self.wiring
+        users = [(consumer, key[1]) for consumer in channel.consumers]
+        buffers = []
+        for tensor in channel.tensors:
+            value = wiring.value(users[0][0], tensor)
+            buffers.append(wiring.take_buffer(value, wiring.rows(channel, users[0][0], value), users))
+        wiring.arrived[key] = tuple(buffers)
+        transfer = self.transfers[key] = Transfer(position, self.ends)
+        parts = [(buffer, self._tag(key, number)) for number, buffer in enumerate(buffers)]
+        receive, source = self.transport.receive, channel.source
+
+        def action() -> None:
+            transfer.works = [receive(buffer, source, tag) for buffer, tag in parts]
+
+        return action
+
+    def _send(self, position: int, key: Key) -> Action:
+        channel, wiring = self.program.channels[key[0]], self.wiring
+        producer, is_activation = (channel.producer, key[1]), channel.kind == "activation"
+        cell = wiring.cells[producer]
+        take = _outputs if is_activation else _gradients
+        clears = (wiring.readers.outputs if is_activation else wiring.readers.gradients)[producer] == position
+        transfer, before = self._outgoing(position, key, is_awaited=is_activation and self.training)
+        parts = [(place, cut, self._tag(key, number))
+                 for number, (place, cut) in enumerate(self._parts_to_send(channel))]
+        send, target = self.transport.send, channel.target
+
+        def action() -> None:
+            source = take(cell, clears)
+            tensors = transfer.tensors = [cut(source[place]) for place, cut, _ in parts]
+            transfer.works = [send(tensor, target, part[2]) for tensor, part in zip(tensors, parts, strict=True)]
+            if before is not None:
+                before.wait()
+
+        return action
+
+    def _outgoing(self, position: int, key: Key, *, is_awaited: bool) -> tuple[Transfer, Transfer | None]:
+        """Return a new outgoing message, and an earlier one of the channel to wait for, if nothing else does."""
+        transfer = self.transfers[key] = Transfer(position, self.ends)
+        if is_awaited:
+            self.sent.setdefault((self.program.channels[key[0]].producer, key[1]), []).append(transfer)
+            return transfer, None
+        earlier = self.sent_on.setdefault(key[0], [])
+        earlier.append(transfer)
+        return transfer, earlier[-1 - SEND_WINDOW] if len(earlier) > SEND_WINDOW else None
+
+    def _parts_to_send(self, channel: Channel) -> list[tuple[int, Callable[[Tensor | None], Tensor]]]:
+        """Return, for each tensor of a channel, its place in the cell and the function that cuts out what is sent."""
+        wiring, module = self.wiring, self.stages[channel.producer].module
+        names = module.outputs
+        if channel.kind == "gradient":
+            names = tuple(module.inputs[place] for place in wiring.leaf_places(channel.producer))
+        parts = []
+        for tensor in channel.tensors:
+            value = wiring.value(channel.producer, tensor)
+            cut = _cutter(value, wiring.rows(channel, channel.producer, value), self.transport.device)
+            parts.append((names.index(self.program.graph.tensor_names[tensor]), cut))
+        return parts
+
+    def _tag(self, key: Key, number: int) -> int:
+        return ((key[0] * self.program.plan.microbatches + key[1]) * self.widest + number) % _MAX_TAG
+
+    def _all_reduce(self, position: int, index: int) -> Action:
+        transfer = Transfer(position, self.ends)
+        self.collectives.append(transfer)
+        all_reduce, ranks = self.transport.all_reduce, self.program.buckets[index].ranks
+        flat = self.parameters.flat[index]
+
+        def action() -> None:
+            transfer.works = [all_reduce(tensor, ranks) for tensor in flat]
+
+        return action
+
+    def _step(self) -> Action:
+        optimizer, finish = self.optimizer, self.bound.finish
+
+        def action() -> None:
+            finish()  # an output may be a view of a parameter, so messages end before parameters change
+            if optimizer is not None:
+                optimizer.step()
+
+        return action
+
+    def _finish(self) -> Action:
+        def action() -> None:
+            for transfer in self.transfers.values():
+                transfer.wait()
+            for collective in self.collectives:
+                collective.wait()
+
+        return action
+
+
+def _outputs(cell: Cell, clears: bool) -> Any:
+    outputs = cell.outputs
+    if clears:
+        cell.outputs = None
+    return outputs
+
+
+def _gradients(cell: Cell, clears: bool) -> Any:
+    gradients = cell.gradients
+    if clears:
+        cell.gradients = []
+    return gradients
+
+
+def _cutter(value: Tensor, rows: Rows | None, device: torch.device) -> Callable[[Tensor | None], Tensor]:
+    """Return a function that makes a tensor ready to be sent: some rows, contiguous, zeros where there is none."""
+    shape, dtype = tuple(value.shape), value.dtype
+
+    def cut(tensor: Tensor | None) -> Tensor:
+        if tensor is None:
+            tensor = torch.zeros(shape, dtype=dtype, device=device)
+        tensor = tensor.detach()
+        return (tensor if rows is None else rows.of(tensor)).contiguous()
+
+    return cut

@@ -1,0 +1,216 @@
+"""The closures of compute instructions: forward, whole backward, and backward in two parts.
+
+Forward keeps the edges of the autograd graph at the stage's outputs (not the outputs themselves, so that their memory
+can go) and the leaves at its inputs. Backward runs autograd from those edges with the gradients that have arrived, and
+leaves the gradients of the inputs in the cell.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from weft.run.cells import Cell, Transfer
+from weft.run.split_backward import WeightGradients
+from weft.run.stage import Forward, run_backward
+
+Action = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardWork:
+    """All that a forward needs to know."""
+
+    position: int
+    """Of the instruction, for its start time."""
+    starts: array[int]
+    cell: Cell
+    arrivals: Sequence[Transfer]
+    """Messages to wait for."""
+    arguments: list[Any]
+    """Arguments of the stage; those that do not change from step to step are filled in."""
+    dynamic: Sequence[tuple[int, Callable[[], Tensor]]]
+    """The other arguments: place, and function that returns the value."""
+    call: Forward
+    leaf_places: Sequence[int]
+    """The arguments that need a gradient."""
+    root_places: Sequence[int]
+    """The outputs that get a gradient."""
+    updates: Sequence[tuple[int, Tensor]]
+    """Outputs that are new values of buffers."""
+    keep: bool
+    """Somebody reads the outputs later."""
+    report: Callable[[tuple[Tensor, ...]], None] | None
+    """Takes the outputs where they hold the loss or other results of the model."""
+
+    def begin(self) -> None:
+        """Wait for what must have arrived, note the time, and complete the arguments."""
+        if self.arrivals:
+            for arrival in self.arrivals:
+                arrival.wait()
+            self.starts[self.position] = time.perf_counter_ns()
+        for place, fetch in self.dynamic:
+            self.arguments[place] = fetch()
+
+    def end(self, outputs: tuple[Tensor, ...]) -> None:
+        """Hand the outputs on, and let go of arguments that are used once."""
+        if self.keep:
+            self.cell.outputs = outputs
+        if self.report is not None:
+            self.report(outputs)
+        for place, buffer in self.updates:
+            buffer.data.copy_(outputs[place].detach())
+        for place, _ in self.dynamic:
+            self.arguments[place] = None
+
+    def connect(self, outputs: tuple[Tensor, ...]) -> None:
+        """Keep what the backward needs of the autograd graph."""
+        cell, arguments = self.cell, self.arguments
+        cell.edges = [GradientEdge(outputs[place].grad_fn, outputs[place].output_nr) for place in self.root_places]
+        cell.leaves = [arguments[place] for place in self.leaf_places]
+
+
+def forward(work: ForwardWork) -> Action:
+    """Return the forward of training."""
+    begin, end, connect, call, arguments = work.begin, work.end, work.connect, work.call, work.arguments
+
+    def action() -> None:
+        begin()
+        outputs = call(*arguments)
+        connect(outputs)
+        end(outputs)
+
+    return action
+
+
+def inference_forward(work: ForwardWork) -> Action:
+    """Return the forward of inference: nothing is kept for a backward."""
+    begin, end, call, arguments = work.begin, work.end, work.call, work.arguments
+
+    def action() -> None:
+        begin()
+        end(call(*arguments))
+
+    return action
+
+
+def forgetful_forward(work: ForwardWork, *, device: torch.device, uses_random: bool) -> Action:
+    """Return the forward of a stage that recomputes: it keeps its arguments only (and the random state it met)."""
+
+    def action() -> None:
+        work.begin()
+        if uses_random:
+            work.cell.random_state = _random_state(device)
+        with torch.no_grad():
+            outputs = work.call(*work.arguments)
+        work.cell.arguments = list(work.arguments)
+        work.end(outputs)
+
+    return action
+
+
+def recompute(work: ForwardWork, *, device: torch.device) -> Action:
+    """Return what a backward does first in a stage that recomputes."""
+
+    def action() -> None:
+        cell = work.cell
+        work.arguments[:], cell.arguments = cell.arguments, []
+        if cell.random_state is None:
+            work.connect(work.call(*work.arguments))
+        else:
+            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+                _set_random_state(device, cell.random_state)
+                work.connect(work.call(*work.arguments))
+        for place, _ in work.dynamic:
+            work.arguments[place] = None
+
+    return action
+
+
+def _random_state(device: torch.device) -> Tensor:
+    state: Tensor = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return state
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackwardWork:
+    """All that a backward needs to know."""
+
+    position: int
+    starts: array[int]
+    cell: Cell
+    arrivals: Sequence[Transfer]
+    """Messages to wait for: the gradients, and the cell's own activations on their way out."""
+    gradients: Sequence[Tensor | Callable[[], Tensor]]
+    """For each root the gradient, or a function that returns it."""
+    prepare: Action | None
+    """Runs the forward again, in a stage that recomputes."""
+    queue: WeightGradients | None
+    """Where split operators leave the gradients of weights; None for a whole backward."""
+    keep: bool
+    """Somebody reads the gradients of the inputs."""
+    used_up: Sequence[Cell]
+    """Cells of the rank whose gradients this backward is the last to read."""
+
+
+def backward(work: BackwardWork) -> Action:
+    """Return the backward, whole or its first part."""
+    cell, arrivals, queue, prepare = work.cell, work.arrivals, work.queue, work.prepare
+    fixed = None if any(callable(item) for item in work.gradients) else tuple(work.gradients)
+
+    def action() -> None:
+        if arrivals:
+            for arrival in arrivals:
+                arrival.wait()
+            work.starts[work.position] = time.perf_counter_ns()
+        if prepare is not None:
+            prepare()
+        gradients = fixed or [item() if callable(item) else item for item in work.gradients]
+        _run(cell.edges, gradients)
+        for other in work.used_up:
+            other.gradients = []
+        leaves = cell.leaves
+        if work.keep:
+            cell.gradients = [leaf.grad for leaf in leaves]
+        for leaf in leaves:
+            leaf.grad = None
+        cell.edges, cell.leaves = [], []
+        if queue is not None:
+            cell.deferred = queue.take()
+
+    return action
+
+
+def _run(edges: list[GradientEdge], gradients: Sequence[Any]) -> None:
+    for edge in edges:
+        if edge.node is None:  # an output that no parameter reaches after all
+            pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if edge.node is not None]
+            edges, gradients = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+            break
+    if edges:
+        run_backward(edges, gradients)
+
+
+def weight_gradients(cell: Cell) -> Action:
+    """Return the second part of a backward."""
+
+    def action() -> None:
+        for item in cell.deferred:
+            item.accumulate()
+        cell.deferred = []
+
+    return action

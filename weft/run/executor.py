@@ -1,0 +1,140 @@
+"""Executes one rank's part of a program, step after step, and measures it.
+
+A step is the rank's list of closures (``weft.run.bind``), called in order; before each one the rank notes where it is,
+so that a failure can be named. Times are taken around every instruction: computes begin when what they need has
+arrived; a message or collective ends when the rank sees that it has ended, which may be late, so ``measured_timeline``
+takes the earliest that any side saw.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.errors import RunError
+from weft.model.graph import F64
+from weft.plan.program import Op, Program
+from weft.run.bind import Binder, Bound
+from weft.run.parameters import Parameters, make_optimizer
+from weft.run.stage import Stage
+from weft.run.status import Milestone, StatusLine
+from weft.run.transport import Transport
+from weft.run.wiring import Given
+from weft.simulate.timeline import Timeline, make_timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTimes:
+    """When the instructions of one rank ran in one step, in seconds of rank 0's clock."""
+
+    start_s: F64
+    end_s: F64
+
+    @property
+    def span_s(self) -> tuple[float, float]:
+        """Return the first start and the last end; an empty span where the rank has no instruction."""
+        return (float(self.start_s.min()), float(self.end_s.max())) if len(self.start_s) else (math.inf, -math.inf)
+
+
+class Executor:
+    """The steps of one rank."""
+
+    def __init__(self, program: Program, *, stages: Mapping[int, Stage], parameters: Parameters, transport: Transport,
+                 status: StatusLine) -> None:
+        self.program, self.transport, self.parameters, self.status = program, transport, parameters, status
+        first, last = (int(value) for value in program.rank_start[transport.rank : transport.rank + 2])
+        self._starts, self._ends = array("q", [0]) * (last - first), array("q", [0]) * (last - first)
+        self.optimizer = make_optimizer(parameters, program.plan.optimizer)
+        self.bound: Bound = Binder(
+            program, stages=stages, parameters=parameters, optimizer=self.optimizer, transport=transport,
+            starts=self._starts, ends=self._ends).bind()
+        self._training = program.plan.model.mode == "training"
+        status.name_instructions(tuple(program.label(index) for index in range(first, last)))
+
+    def load(self, inputs: Mapping[str, Tensor]) -> None:
+        """Take the inputs of the whole batch; each forward gets its samples of them."""
+        for place in self.bound.given:
+            place.arguments[place.place] = samples_of(
+                inputs[place.name], place, batch=self.program.plan.model.batch).to(self.transport.device)
+
+    def step(self, number: int = 0) -> None:
+        """Execute the rank's instructions once."""
+        cell = self.status.cell
+        cell[1] = number
+        if self._training:
+            self.parameters.clear_gradients()
+            self._run(cell)
+        else:
+            with torch.inference_mode():
+                self._run(cell)
+        cell[0] = Milestone.WAITING
+
+    def _run(self, cell: memoryview[int]) -> None:
+        starts, ends, clock = self._starts, self._ends, time.perf_counter_ns
+        for position, action in enumerate(self.bound.actions):
+            cell[0] = position
+            starts[position] = clock()
+            action()
+            ends[position] = clock()
+        self.bound.finish()
+
+    def take_loss(self) -> float:
+        """Return the rank's part of the batch's loss since the last call; the parts of all ranks add up to it."""
+        losses = self.bound.losses
+        total = sum((float(loss.double()) * weight for loss, weight in losses), 0.0)
+        losses.clear()
+        return total
+
+    def take_results(self) -> list[tuple[int, int, tuple[Tensor, ...]]]:
+        """Return (instance, micro-batch, outputs of the stage) of an inference step, and forget them."""
+        results = list(self.bound.results)
+        self.bound.results.clear()
+        return results
+
+    def step_times(self, clock_offset_s: float) -> StepTimes:
+        """Return when the instructions of the last step ran."""
+        return StepTimes(start_s=np.asarray(self._starts) * 1e-9 + clock_offset_s,
+                         end_s=np.asarray(self._ends) * 1e-9 + clock_offset_s)
+
+
+def samples_of(value: Tensor, place: Given, *, batch: int) -> Tensor:
+    """Return the samples that a forward takes of an input of the whole batch; all of it where none is the batch."""
+    if tuple(value.shape) == place.shape:
+        return value
+    for dim, (size, wanted) in enumerate(zip(value.shape, place.shape, strict=False)):
+        if size != wanted:
+            per_sample = wanted // place.num_samples
+            if per_sample * batch != size or len(value.shape) != len(place.shape):
+                break
+            return value.narrow(dim, place.first_sample * per_sample, wanted)
+    raise RunError(f"input {place.name!r} has the shape {tuple(value.shape)} for {batch} samples but "
+                   f"{place.shape} for {place.num_samples}: no dimension is the batch")
+
+
+def measured_timeline(program: Program, times: Sequence[StepTimes]) -> Timeline:
+    """Return the timeline of a step from what every rank has measured.
+
+    A message is under way from when both sides have issued it until the first of them sees that it is done, a
+    collective likewise over its members.
+    """
+    start = np.concatenate([item.start_s for item in times])
+    end = np.concatenate([item.end_s for item in times])
+    origin = start.min() if len(start) else 0.0
+    start, end = start - origin, end - origin
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for index in np.flatnonzero((program.op != Op.COMPUTE) & (program.op != Op.STEP)).tolist():
+        key = (program.bucket[index],) if program.op[index] == Op.COLLECTIVE else (
+            program.channel[index], program.microbatch[index])
+        groups.setdefault(key, []).append(index)
+    for members in groups.values():
+        start[members] = start[members].max()
+        end[members] = max(float(end[members].min()), float(start[members[0]]))
+    return make_timeline(program, start_s=start, end_s=end, kind="measured")

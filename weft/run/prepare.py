@@ -1,0 +1,174 @@
+"""From a plan and a model to what one rank executes: program, stages, parameters.
+
+The traced graph has fixed sizes, so the model is traced once for every number of samples that the rank's instances
+process (usually one). All ranks lower the plan with the same graph, that of the smallest number, and so get the same
+program. Each rank makes values for its own parameters only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from weft.errors import ModelError, PlanError, RunError
+from weft.model.graph import Graph
+from weft.model.source import ModelSource
+from weft.model.trace import TracedModel, trace
+from weft.model.weights import initial_value
+from weft.plan.check import check_program
+from weft.plan.lower import lower
+from weft.plan.plan import Plan, split_samples
+from weft.plan.program import Op, Phase, Program
+from weft.run.parameters import Parameters
+from weft.run.partition import ModelGraph, build_stage, model_graph, stage_tensors
+from weft.run.routes import Routes
+from weft.run.stage import Stage
+
+
+class Tracer:
+    """Traces one model for any number of samples, each number once."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self.source = source
+        self._traced: dict[tuple[int, bool], TracedModel] = {}
+
+    def trace(self, num_samples: int, *, batch_dims: bool = False) -> TracedModel:
+        """Return the model traced for that many samples, without measuring its backward pass."""
+        for key in ((num_samples, True), (num_samples, batch_dims)):
+            if key in self._traced:
+                return self._traced[key]
+        traced = trace(self.source, batch=num_samples, batch_dims=batch_dims, backward="rule")
+        self._traced[num_samples, batch_dims] = traced
+        return traced
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """What one rank executes."""
+
+    program: Program
+    stages: dict[int, Stage]
+    """By instance."""
+    parameters: Parameters
+    input_names: tuple[str, ...]
+    """Tensor names of the model's inputs, in the order of ``source.inputs``."""
+
+
+def lower_to_run(plan: Plan, tracer: Tracer) -> Program:
+    """Return the program of a plan for a model, checked; raise if the plan is for another or cannot be executed yet."""
+    divisions = _divisions(plan)
+    traced = tracer.trace(min(min(counts) for counts in divisions), batch_dims=len(divisions) > 1)
+    graph = _bound_graph(plan, traced.graph, tracer.source)
+    program = lower(replace(plan, model=replace(plan.model, digest=graph.digest)), graph)
+    check_program(program)
+    _require_executable(program)
+    return program
+
+
+def prepare_rank(program: Program, tracer: Tracer, rank: int, *, device: torch.device, seed: int) -> Prepared:
+    """Return what ``rank`` executes, with its parameters at their initial values."""
+    own = [index for index, item in enumerate(program.instances) if rank in item.ranks]
+    sizes = {program.instances[index].num_samples for index in own} or {program.graph.batch}
+    traced = {size: tracer.trace(size) for size in sorted(sizes)}
+    for model in traced.values():
+        _require_same(program.graph, model.graph)
+    graphs = {size: model_graph(model) for size, model in traced.items()}
+    first = next(iter(traced.values()))
+    values = _Values(tracer.source, first, device=device, seed=seed)
+    split = set(program.instance[(program.op == Op.COMPUTE) & (program.phase == Phase.I)].tolist())
+    routes = Routes(program, rank)
+    stages = {}
+    for index in own:
+        item = program.instances[index]
+        stages[index] = _make_stage(program, graphs[item.num_samples], routes, item.stage, values, device,
+                                    split=index in split)
+    names = program.graph.tensor_names
+    buckets = [tuple(names[tensor] for tensor in bucket.parameters) if rank in bucket.ranks else ()
+               for bucket in program.buckets]
+    return Prepared(program=program, stages=stages, parameters=Parameters(values.parameters, buckets),
+                    input_names=first.program.inputs)
+
+
+def _make_stage(program: Program, graph: ModelGraph, routes: Routes, stage: int, values: _Values,
+                device: torch.device, *, split: bool) -> Stage:
+    ops = [program.graph.op_names[op] for op in program.stage_ops[stage].tolist()]
+    parameters, buffers = stage_tensors(graph, ops)
+    given = {name: values.parameter(name) for name in parameters} | {name: values.buffer(name) for name in buffers}
+    outputs = [program.graph.tensor_names[tensor] for tensor in routes.outputs(stage)]
+    return Stage(build_stage(graph, ops, outputs, values=given, device=device), split=split)
+
+
+class _Values:
+    """The values of parameters and buffers, made when asked for; a parameter that is asked for twice is one tensor."""
+
+    def __init__(self, source: ModelSource, traced: TracedModel, *, device: torch.device, seed: int) -> None:
+        self._module, self._device, self._seed = source.build(), device, seed
+        self._parameters = dict(self._module.named_parameters(remove_duplicate=False))
+        self._buffers = dict(self._module.named_buffers(remove_duplicate=False)) | dict(traced.program.constants)
+        self.parameters: dict[str, torch.nn.Parameter] = {}
+        self._made: dict[str, Tensor] = {}
+
+    def parameter(self, name: str) -> torch.nn.Parameter:
+        """Return the parameter, on the run's device."""
+        if name not in self.parameters:
+            given = self._parameters[name]
+            value = (initial_value(name, given.shape, given.dtype, self._seed, self._device) if given.is_meta
+                     else given.detach().to(self._device, copy=True))
+            needs_gradient = given.requires_grad and given.is_floating_point()
+            self.parameters[name] = torch.nn.Parameter(value, requires_grad=needs_gradient)
+        return self.parameters[name]
+
+    def buffer(self, name: str) -> Tensor:
+        """Return the buffer or constant, on the run's device."""
+        if name not in self._made:
+            if self._buffers[name].is_meta:
+                raise ModelError(f"buffer {name!r} is on the meta device and has no value: give buffers real values")
+            self._made[name] = self._buffers[name].detach().to(self._device, copy=True)
+        return self._made[name]
+
+
+def _divisions(plan: Plan) -> set[tuple[int, ...]]:
+    """Return the ways in which the stages of a plan divide the samples of a micro-batch among replicas."""
+    return {split_samples(plan.microbatch_size, tuple(replica.share for replica in stage.replicas))
+            for stage in plan.stages}
+
+
+def _bound_graph(plan: Plan, graph: Graph, source: ModelSource) -> Graph:
+    """Return the graph after making sure that the plan was made for it, in this dtype or another."""
+    if plan.model.digest == graph.digest:
+        return graph
+    floats = {"float64", "float32", "bfloat16", "float16"}
+    for dtype in sorted(floats):
+        dtypes = tuple(dtype if item in floats else item for item in graph.tensor_dtypes)
+        if replace(graph, tensor_dtypes=dtypes).digest == plan.model.digest:
+            return graph
+    hint = f" in {source.dtype}; plan it in that dtype" if source.dtype else "; plan again"
+    raise PlanError(f"model.digest is {plan.model.digest!r} but {graph.name!r} has {graph.digest!r}: the plan was made "
+                    f"for another model, another version of it, or its operators differ{hint}")
+
+
+def _require_same(graph: Graph, other: Graph) -> None:
+    if graph.op_names != other.op_names or graph.tensor_names != other.tensor_names:
+        mine, theirs = set(graph.op_names), set(other.op_names)
+        differing = sorted(mine ^ theirs) or ["their order"]
+        raise RunError(f"the model traced for {graph.batch} and for {other.batch} samples has different operators "
+                       f"({', '.join(differing[:3])}): give all replicas the same share")
+
+
+def _require_executable(program: Program) -> None:
+    """Raise ``RunError`` for what a plan can say and the runtime cannot do yet."""
+    plan = program.plan
+    for index, item in enumerate(program.instances):
+        if len(item.ranks) > 1:
+            raise RunError(f"stage {program.instance_name(index)!r} runs on {len(item.ranks)} devices together: "
+                           "tensor-parallel stages are not executable yet. Give each replica one device")
+    for stage in plan.stages:
+        if stage.sharding:
+            raise RunError(f"stage {stage.name!r} shards tensors: tensor-parallel stages are not executable yet")
+    for bucket in program.buckets:
+        if bucket.method != "all_reduce":
+            raise RunError(f"gradient exchange by {bucket.method} is not executable yet: use all_reduce")
+    if plan.optimizer.sharded:
+        raise RunError("optimizer.sharded is not executable yet: set it to false")

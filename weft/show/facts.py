@@ -1,0 +1,280 @@
+"""The facts about plans and timelines that people ask for, as plain records. Tables and pages only format them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from weft.errors import PlanError
+from weft.model.graph import F64
+from weft.plan.plan import Plan
+from weft.plan.program import Op, Phase, Program
+from weft.show.names import short_modules
+from weft.simulate.timeline import Timeline
+
+if TYPE_CHECKING:
+    from weft.planner import Candidate, Comparison
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanFacts:
+    """A plan in one row."""
+
+    model: str
+    mode: str
+    dtype: str
+    batch: int
+    microbatches: int
+    num_stages: int
+    num_devices: int
+    """Devices that have work."""
+    num_cluster_devices: int
+    optimizer: str
+    strategy: str
+    """Who made the plan."""
+    status: str
+    """``optimal``, ``feasible`` or ``heuristic``."""
+    step_time_s: float | None
+    """Predicted."""
+    measured_s: float | None
+    bound_s: float | None
+    """No plan of this kind can be faster; None where nothing is known."""
+    bubble: float | None
+    """Part of all devices' time, of the predicted step."""
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Return the predicted throughput."""
+        return self.batch / self.step_time_s if self.step_time_s else None
+
+    @property
+    def gap(self) -> float | None:
+        """Return by how much the step is longer than the bound, as a part of the bound."""
+        return relative(self.step_time_s, self.bound_s)
+
+    @property
+    def measured_difference(self) -> float | None:
+        """Return by how much the measured step is longer than the predicted one, as a part of the latter."""
+        return relative(self.measured_s, self.step_time_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFacts:
+    """One stage, or those of its replicas that are alike."""
+
+    name: str
+    modules: str
+    """In short form."""
+    num_ops: int
+    replicas: tuple[tuple[str, ...], ...]
+    """The devices of each replica."""
+    mesh: Mapping[str, int]
+    share: float
+    """Part of each micro-batch that each of the replicas processes."""
+    microbatches: tuple[int, ...] | None
+    """None for all."""
+    parameter_bytes: int
+    recompute: bool
+    forward_s: float | None
+    """Predicted (else measured) mean over micro-batches."""
+    backward_s: float | None
+    """Both parts of a split backward together."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExchangeFacts:
+    """One gradient exchange."""
+
+    method: str
+    parameters: tuple[str, ...]
+    devices: tuple[str, ...]
+    num_bytes: int
+    time_s: float | None
+    """From the first start to the last end of its collectives."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """Where one device's time and memory go; busy, exposed communication and bubble add up to the step."""
+
+    device: str
+    step_time_s: float
+    busy_s: float
+    exposed_s: float
+    bubble_s: float
+    peak_bytes: int
+    peak_memory: Mapping[str, int]
+    """Bytes by category when the total is largest."""
+    capacity_bytes: int | None
+    """None is unlimited or unknown."""
+
+    @property
+    def idle_s(self) -> float:
+        """Return the time in which the device does not compute."""
+        return self.exposed_s + self.bubble_s
+
+    @property
+    def capacity_used(self) -> float | None:
+        """Return the part of the capacity that the peak takes; None where the capacity is not known."""
+        return self.peak_bytes / self.capacity_bytes if self.capacity_bytes else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StrategyFacts:
+    """What one strategy came to; without a step time there is a reason instead."""
+
+    strategy: str
+    is_chosen: bool = False
+    step_time_s: float | None = None
+    samples_per_s: float | None = None
+    microbatches: int | None = None
+    peak_bytes: Mapping[str, int] | None = None
+    """By device."""
+    bubble: float | None = None
+    bound_s: float | None = None
+    status: str = "infeasible"
+    reason: str = ""
+    """Why there is no plan."""
+
+
+def relative(value: float | None, base: float | None) -> float | None:
+    """Return ``value / base - 1``, or None where either is unknown."""
+    return value / base - 1 if value is not None and base else None
+
+
+def pick(timelines: Sequence[Timeline], kind: str) -> Timeline | None:
+    """Return the first timeline of that kind, or None."""
+    return next((timeline for timeline in timelines if timeline.kind == kind), None)
+
+
+def program_of(timelines: Sequence[Timeline]) -> Program:
+    """Return the program that all the timelines are of; raise ``PlanError`` if there is none or they differ."""
+    program = next((timeline.program for timeline in timelines if timeline.program is not None), None)
+    if program is None:
+        raise PlanError("none of the timelines knows its program: load them together with the plan they are of")
+    for timeline in timelines:
+        if timeline.program is not program and not (
+                np.array_equal(timeline.rank_start, program.rank_start) and np.array_equal(timeline.op, program.op)):
+            raise PlanError(f"the {timeline.kind} timeline has {timeline.num_instructions} instructions that are not "
+                            f"those of the plan ({program.num_instructions}): show each with its own plan")
+    return program
+
+
+def plan_facts(plan: Plan, timelines: Sequence[Timeline] = ()) -> PlanFacts:
+    """Return the plan in one row; the predicted step time is the timeline's, else the one the plan gives."""
+    predicted, measured = pick(timelines, "predicted"), pick(timelines, "measured")
+    used = {device for stage in plan.stages for replica in stage.replicas for device in replica.devices}
+    return PlanFacts(
+        model=plan.model.name, mode=plan.model.mode, dtype=plan.model.dtype, batch=plan.model.batch,
+        microbatches=plan.microbatches, num_stages=len(plan.stages), num_devices=len(used),
+        num_cluster_devices=len(plan.cluster.devices), optimizer=plan.optimizer.kind, strategy=plan.search.by,
+        status=plan.search.status, step_time_s=predicted.step_time_s if predicted else plan.search.step_time,
+        measured_s=measured.step_time_s if measured else None, bound_s=plan.search.bound,
+        bubble=predicted.bubble if predicted else None)
+
+
+def stage_facts(program: Program, timeline: Timeline | None = None) -> tuple[StageFacts, ...]:
+    """Return the stages in order; replicas with equal share, mesh and (to three digits) times are one record."""
+    graph, plan = program.graph, program.plan
+    modules = short_modules([stage.modules or [graph.op_modules[op] for op in ops]
+                             for stage, ops in zip(plan.stages, program.stage_ops, strict=True)])
+    times = _phase_times(program, timeline)
+    groups: dict[tuple[object, ...], StageFacts] = {}
+    for index, instance in enumerate(program.instances):
+        stage = plan.stages[instance.stage]
+        replica = stage.replicas[instance.replica]
+        forward_s, backward_s = times[index]
+        key = (instance.stage, replica.share, tuple(sorted(replica.mesh.items())), _rounded(forward_s),
+               _rounded(backward_s))
+        known = groups.get(key)
+        groups[key] = StageFacts(
+            name=stage.name, modules=modules[instance.stage], num_ops=len(stage.ops),
+            replicas=(*(known.replicas if known else ()), replica.devices), mesh=replica.mesh, share=replica.share,
+            microbatches=stage.microbatches, parameter_bytes=_parameter_bytes(program, instance.stage),
+            recompute=stage.recompute, forward_s=known.forward_s if known else forward_s,
+            backward_s=known.backward_s if known else backward_s)
+    return tuple(groups.values())
+
+
+def _rounded(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.3g}"
+
+
+def _phase_times(program: Program, timeline: Timeline | None) -> list[tuple[float | None, float | None]]:
+    """Return the mean seconds of forward and backward of each instance, None where there are none."""
+    if timeline is None:
+        return [(None, None)] * len(program.instances)
+    computes = np.flatnonzero(program.op == Op.COMPUTE)
+    keys = program.instance[computes].astype(np.int64) * len(Phase) + program.phase[computes]
+    size = len(program.instances) * len(Phase)
+    seconds = np.bincount(keys, weights=(timeline.end_s - timeline.start_s)[computes], minlength=size)
+    counts = np.bincount(keys, minlength=size)
+    mean: F64 = np.divide(seconds, counts, out=np.zeros(size), where=counts > 0).reshape(-1, len(Phase))
+    known = counts.reshape(-1, len(Phase)) > 0
+    backward = [Phase.B, Phase.I, Phase.W]
+    return [(float(mean[index, Phase.F]) if known[index, Phase.F] else None,
+             float(mean[index, backward].sum()) if known[index, backward].any() else None)
+            for index in range(len(program.instances))]
+
+
+def _parameter_bytes(program: Program, stage: int) -> int:
+    graph = program.graph
+    read = [graph.op_inputs(int(op)) for op in program.stage_ops[stage]]
+    tensors = np.unique(np.concatenate(read)) if read else np.zeros(0, dtype=np.int64)
+    return int(graph.tensor_bytes[np.intersect1d(tensors, graph.parameters)].sum())
+
+
+def exchange_facts(program: Program, timeline: Timeline | None = None) -> tuple[ExchangeFacts, ...]:
+    """Return the gradient exchanges of the program."""
+    rank_names, tensor_names = program.rank_names, program.graph.tensor_names
+    rows = []
+    for index, bucket in enumerate(program.buckets):
+        members = np.flatnonzero((program.op == Op.COLLECTIVE) & (program.bucket == index))
+        time_s = None
+        if timeline is not None and len(members):
+            time_s = float(timeline.end_s[members].max() - timeline.start_s[members].min())
+        rows.append(ExchangeFacts(
+            method=bucket.method, parameters=tuple(tensor_names[tensor] for tensor in bucket.parameters),
+            devices=tuple(rank_names[rank] for rank in bucket.ranks), num_bytes=bucket.num_bytes, time_s=time_s))
+    return tuple(rows)
+
+
+def device_facts(timeline: Timeline, capacities: Mapping[str, int | None] | None = None) -> tuple[DeviceFacts, ...]:
+    """Return each device's share of the step and its peak memory."""
+    known = capacities or {}
+    return tuple(
+        DeviceFacts(device=item.device, step_time_s=timeline.step_time_s, busy_s=item.busy_s, exposed_s=item.exposed_s,
+                    bubble_s=item.bubble_s, peak_bytes=item.peak_bytes, peak_memory=item.peak_memory,
+                    capacity_bytes=known.get(item.device))
+        for item in timeline.summary())
+
+
+def plan_capacities(plan: Plan) -> dict[str, int | None]:
+    """Return the memory of each device by the cluster that the plan describes; empty where it describes none."""
+    if plan.cluster.description is None:
+        return {}
+    from weft.cluster.cluster_file import parse_cluster
+
+    cluster = parse_cluster(plan.cluster.description, where="the plan's cluster.description")
+    return {device.name: device.memory_bytes for device in cluster.devices}
+
+
+def strategy_facts(comparison: Comparison) -> tuple[StrategyFacts, ...]:
+    """Return what each strategy came to; the best is marked as chosen."""
+    best = comparison.best
+    return tuple(_strategy_row(candidate, comparison.bound_s, candidate is best) for candidate in comparison.candidates)
+
+
+def _strategy_row(candidate: Candidate, bound_s: float, is_chosen: bool) -> StrategyFacts:
+    plan, timeline = candidate.plan, candidate.timeline
+    if plan is None or timeline is None:
+        return StrategyFacts(strategy=candidate.strategy, reason=candidate.reason)
+    step_time_s = timeline.step_time_s
+    return StrategyFacts(
+        strategy=candidate.strategy, is_chosen=is_chosen, step_time_s=step_time_s,
+        samples_per_s=plan.model.batch / step_time_s if step_time_s else None, microbatches=plan.microbatches,
+        peak_bytes={item.device: item.peak_bytes for item in timeline.summary()}, bubble=timeline.bubble,
+        bound_s=bound_s, status=plan.search.status)

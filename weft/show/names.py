@@ -1,0 +1,116 @@
+"""Short, safe names for people: module lists, device lists, and text that is safe to print.
+
+>>> short_modules([["transformer.h.0.attn", "transformer.h.1.mlp"], ["transformer.h.2.attn", "transformer.ln_f"]])
+('h.0 - h.1', 'h.2, ln_f')
+>>> short_list(["a0", "a1", "a2", "a3", "b0"])
+'a0 - a3, b0'
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Final
+
+_NUMBERED: Final = re.compile(r"(.*?)(\d{1,9})")
+_MAX_DEEPER: Final = 3
+"""A module that two stages divide is named so many levels deeper at most."""
+
+
+def printable(text: str) -> str:
+    r"""Return the text with everything that is not printable written as an escape, so that names cannot move a cursor.
+
+    >>> printable("a\x1b[2J")
+    'a\\x1b[2J'
+    """
+    return text if text.isprintable() else "".join(
+        char if char.isprintable() else char.encode("unicode_escape", "backslashreplace").decode() for char in text)
+
+
+def shorten(text: str, length: int) -> str:
+    """Return the text, cut in the middle if it is longer than ``length``.
+
+    >>> shorten("transformer.layers.12", 12)
+    'trans..rs.12'
+    """
+    if len(text) <= length:
+        return text
+    if length < 8:
+        return text[:length]
+    left = (length - 2) // 2
+    return text[:left] + ".." + text[len(text) - (length - 2 - left):]
+
+
+def short_list(names: Iterable[str], *, limit: int = 6) -> str:
+    """Return names with runs of consecutive numbers joined, and no more than ``limit`` parts."""
+    parts = [first if first == last else f"{first} - {last}" for first, last in _runs(dict.fromkeys(names))]
+    if len(parts) > limit:
+        parts = [*parts[: limit - 1], f"{len(parts) - limit + 1} more"]
+    return ", ".join(parts)
+
+
+def _runs(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return (first, last) of each run of names that end in consecutive numbers."""
+    runs: list[tuple[str, str]] = []
+    expected: str | None = None
+    for name in names:
+        if name == expected:
+            runs[-1] = (runs[-1][0], name)
+        else:
+            runs.append((name, name))
+        match = _NUMBERED.fullmatch(name)
+        expected = f"{match[1]}{int(match[2]) + 1}" if match else None
+    return runs
+
+
+def short_modules(stages: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """Return the modules of each stage in short form, such as ``h.0 - h.5``.
+
+    Modules are named down to the first number in their path, deeper where stages divide one; what all paths begin with
+    is left out.
+    """
+    paths = [[tuple(module.split(".")) for module in dict.fromkeys(modules) if module] for modules in stages]
+    depth: dict[tuple[str, ...], int] = {}
+    for _ in range(_MAX_DEEPER):
+        shared = _shared([{_cut(path, depth) for path in stage} for stage in paths])
+        if not shared:
+            break
+        for path in (path for stage in paths for path in stage):
+            cut = _cut(path, depth)
+            if cut in shared and len(cut) < len(path):
+                depth[path] = len(cut) + 1
+    cuts = [list(dict.fromkeys(_cut(path, depth) for path in stage)) for stage in paths]
+    skip = _common_length([cut for stage in cuts for cut in stage])
+    return tuple(short_list(".".join(cut[skip:]) for cut in stage) for stage in cuts)
+
+
+def _cut(path: tuple[str, ...], depth: dict[tuple[str, ...], int]) -> tuple[str, ...]:
+    if path in depth:
+        return path[: depth[path]]
+    for index, part in enumerate(path):
+        if part.isdecimal():
+            return path[: index + 1]
+    return path
+
+
+def _shared(stages: list[set[tuple[str, ...]]]) -> set[tuple[str, ...]]:
+    """Return the names that stages with different modules have in common; equal stages are copies of each other."""
+    distinct = {frozenset(stage) for stage in stages}
+    seen: set[tuple[str, ...]] = set()
+    shared: set[tuple[str, ...]] = set()
+    for stage in distinct:
+        shared |= stage & seen
+        seen |= stage
+    return shared
+
+
+def _common_length(cuts: list[tuple[str, ...]]) -> int:
+    """Return how many leading parts all names share, leaving each at least one part that is not a number."""
+    if not cuts:
+        return 0
+    limit = min(len(cut) - (2 if len(cut) > 1 and cut[-1].isdecimal() else 1) for cut in cuts)
+    first = cuts[0]
+    for length in range(limit):
+        if any(cut[length] != first[length] for cut in cuts):
+            return length
+    return max(0, limit)

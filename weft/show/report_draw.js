@@ -1,0 +1,413 @@
+// The timeline of a Weft report: reading the data, and drawing it. report.js follows in the same block of the page.
+// All data comes from the JSON block of the page; names reach it only as text nodes or as canvas text. Rows are drawn on
+// a canvas as large as the viewport, and only what is visible is drawn.
+
+const $ = (id) => document.getElementById(id);
+const data = JSON.parse($("weft-data").textContent);
+const chart = $("chart"), space = $("chart-space"), canvas = $("canvas"), tip = $("tip");
+const context = canvas.getContext("2d");
+
+// ---- numbers as people read them
+
+const significant = (value) => String(Number(value.toPrecision(4)));
+
+function formatTime(seconds) {
+  const size = Math.abs(seconds);
+  if (size === 0) return "0 s";
+  if (size >= 1) return significant(seconds) + " s";
+  return size >= 1e-3 ? significant(seconds * 1e3) + " ms" : significant(seconds * 1e6) + " us";
+}
+
+function formatBytes(bytes) {
+  let value = bytes;
+  for (const unit of ["B", "KiB", "MiB", "GiB"]) {
+    if (Math.abs(value) < 1024) return significant(value) + " " + unit;
+    value /= 1024;
+  }
+  return significant(value) + " TiB";
+}
+
+const percent = (fraction) => Math.round(fraction * 100) + " %";
+
+// ---- from the columns of the JSON block to rows that can be searched by time
+
+const isCompute = data.what.map((what) => what.op === "compute" || what.op === "step");
+
+function readTimeline(item) {
+  const start = Float64Array.from(item.start, (value) => value * item.unit_s);
+  const end = Float64Array.from(item.duration, (value, index) => start[index] + value * item.unit_s);
+  const ranks = data.devices.map((_, rank) => {
+    const compute = [], communication = [];
+    for (let i = data.program.rank_start[rank]; i < data.program.rank_start[rank + 1]; i++) {
+      (isCompute[data.program.what[i]] ? compute : communication).push(i);
+    }
+    return { compute: makeLanes(compute, start, end), communication: makeLanes(communication, start, end),
+             memory: readMemory(item, rank) };
+  });
+  return { title: item.title, span: item.step_time_s, start, end, ranks, busy: item.busy };
+}
+
+// Instructions that overlap in time go to different lanes, so that none hides another.
+function makeLanes(indices, start, end) {
+  indices.sort((a, b) => start[a] - start[b] || a - b);
+  const lanes = [];
+  for (const i of indices) {
+    let lane = lanes.find((candidate) => candidate.free <= start[i]);
+    if (lane === undefined) {
+      lane = lanes.length < 12 ? { items: [], latest: [], free: 0 } : lanes[lanes.length - 1];
+      if (lane.items.length === 0) lanes.push(lane);
+    }
+    lane.items.push(i);
+    lane.free = Math.max(lane.free, end[i]);
+    lane.latest.push(lane.free);
+  }
+  return lanes;
+}
+
+function readMemory(item, rank) {
+  if (!item.memory) return null;
+  const { at, bytes } = item.memory[rank];
+  let peak = 0;
+  for (const value of bytes) peak = Math.max(peak, value);
+  return { at: Float64Array.from(at, (value) => value * item.unit_s), bytes, peak };
+}
+
+// Returns the first position whose value is greater than the limit, in an ascending list.
+function firstAbove(values, limit) {
+  let low = 0, high = values.length;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (values[middle] > limit) high = middle; else low = middle + 1;
+  }
+  return low;
+}
+
+const timelines = data.timelines.map(readTimeline);
+const fullSpan = Math.max(...timelines.map((timeline) => timeline.span)) || 1;
+
+// ---- colours: one hue for each micro-batch; backward is darker than forward
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+let theme = {}, colours = new Map();
+
+function readTheme() {
+  const style = getComputedStyle(document.documentElement);
+  const names = ["page", "panel", "ink", "soft", "faint", "line", "track", "accent", "warn", "neutral", "forward-l",
+                 "backward-l", "weight-l", "chroma", "activations"];
+  theme = Object.fromEntries(names.map((name) => [name, style.getPropertyValue("--" + name).trim()]));
+  colours = new Map();
+}
+
+function hue(microbatch) {
+  return data.microbatches <= 10 ? (200 + microbatch * 360 / data.microbatches) % 360 : (200 + microbatch * 137.508) % 360;
+}
+
+function colourOf(microbatch, shade) {
+  if (microbatch < 0) return theme.neutral;
+  const key = shade + microbatch;
+  let colour = colours.get(key);
+  if (colour === undefined) {
+    colour = `oklch(${theme[shade + "-l"]} ${theme.chroma} ${hue(microbatch).toFixed(1)})`;
+    colours.set(key, colour);
+  }
+  return colour;
+}
+
+function shadeOf(what) {
+  if (what.phase === "W") return "weight";
+  return what.backward ? "backward" : "forward";
+}
+
+// ---- what is shown, and where
+
+const view = { from: 0, to: fullSpan, shown: [0], memory: true, communication: true, pointer: null, hover: null };
+const AXIS = 28, COMPUTE = 26, COMMUNICATION = 13, MEMORY = 30, GAP = 3, ROW_GAP = 14;
+let width = 0, height = 0, gutter = 0, rowHeight = 0, blockHeight = 0;
+
+function layOut() {
+  const hasMemory = view.memory && timelines.some((timeline) => timeline.ranks[0]?.memory);
+  blockHeight = COMPUTE + (view.communication ? GAP + COMMUNICATION : 0) + (hasMemory ? GAP + MEMORY : 0);
+  rowHeight = view.shown.length * (blockHeight + 6) - 6 + ROW_GAP;
+  const total = AXIS + ROW_GAP / 2 + rowHeight * data.devices.length;
+  space.style.height = total + "px";
+  width = chart.clientWidth;
+  height = Math.min(total, chart.clientHeight || total);
+  gutter = width < 560 ? 70 : 138;
+  const ratio = window.devicePixelRatio || 1;
+  canvas.width = Math.round(width * ratio);
+  canvas.height = Math.round(height * ratio);
+  canvas.style.width = width + "px";
+  canvas.style.height = height + "px";
+  context.setTransform(ratio, 0, 0, ratio, 0, 0);
+  requestDraw();
+}
+
+const plotWidth = () => Math.max(1, width - gutter - 8);
+const toX = (time) => gutter + (time - view.from) / (view.to - view.from) * plotWidth();
+const toTime = (x) => view.from + (x - gutter) / plotWidth() * (view.to - view.from);
+
+// Calls visit for each track that is inside the viewport: its device, timeline and place.
+function eachTrack(visit) {
+  const scroll = chart.scrollTop;
+  const first = Math.max(0, Math.floor((scroll - ROW_GAP) / rowHeight));
+  for (let rank = first; rank < data.devices.length; rank++) {
+    const top = AXIS + ROW_GAP / 2 + rank * rowHeight - scroll;
+    if (top > height) return;
+    view.shown.forEach((number, position) => {
+      let y = top + position * (blockHeight + 6);
+      const place = { rank, timeline: timelines[number], number, position, top: y };
+      visit({ ...place, kind: "compute", y, h: COMPUTE });
+      y += COMPUTE + GAP;
+      if (view.communication) {
+        visit({ ...place, kind: "communication", y, h: COMMUNICATION });
+        y += COMMUNICATION + GAP;
+      }
+      if (view.memory && place.timeline.ranks[rank].memory) visit({ ...place, kind: "memory", y, h: MEMORY });
+    });
+  }
+}
+
+// ---- drawing
+
+let isWaiting = false, drawn = 0;
+
+function requestDraw() {
+  if (isWaiting) return;
+  isWaiting = true;
+  requestAnimationFrame(() => { isWaiting = false; draw(); });
+}
+
+function draw() {
+  const began = performance.now();
+  drawn = 0;
+  context.clearRect(0, 0, width, height);
+  const ticks = findTicks();
+  drawGrid(ticks);
+  clipped(gutter, AXIS, plotWidth(), height - AXIS, () => eachTrack(drawTrack));
+  clipped(0, AXIS, gutter - 8, height - AXIS, () => eachTrack(drawName));
+  drawAxis(ticks);
+  chart.dataset.drawn = drawn;
+  chart.dataset.from = view.from;
+  chart.dataset.to = view.to;
+  chart.dataset.milliseconds = (performance.now() - began).toFixed(1);
+  sayRange();
+}
+
+function clipped(x, y, w, h, paint) {
+  context.save();
+  context.beginPath();
+  context.rect(x, y, w, h);
+  context.clip();
+  paint();
+  context.restore();
+}
+
+function findTicks() {
+  const rough = (view.to - view.from) / Math.max(2, plotWidth() / 96);
+  const power = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].find((factor) => factor * power >= rough) * power;
+  const [unit, scale] = step * 10 >= 1 ? ["s", 1] : step * 10 >= 1e-3 ? ["ms", 1e3] : ["us", 1e6];
+  const digits = Math.max(0, -Math.floor(Math.log10(step * scale) + 1e-9));
+  const ticks = [];
+  for (let k = Math.ceil(view.from / step - 1e-9); k * step <= view.to; k++) {
+    ticks.push({ x: toX(k * step), text: (k * step * scale).toFixed(digits) + " " + unit });
+  }
+  return ticks;
+}
+
+function drawGrid(ticks) {
+  context.fillStyle = theme.line;
+  context.globalAlpha = 0.7;
+  for (const tick of ticks) context.fillRect(Math.round(tick.x), AXIS, 1, height - AXIS);
+  context.globalAlpha = 1;
+  context.setLineDash([3, 3]);
+  for (const number of view.shown) {
+    const x = Math.round(toX(timelines[number].span)) - 0.5;
+    if (x > gutter && timelines[number].span < fullSpan) line(x, AXIS, x, height, theme.faint);
+  }
+  context.setLineDash([]);
+}
+
+function line(x0, y0, x1, y1, colour) {
+  context.strokeStyle = colour;
+  context.lineWidth = 1;
+  context.beginPath();
+  context.moveTo(x0, y0);
+  context.lineTo(x1, y1);
+  context.stroke();
+}
+
+function drawAxis(ticks) {
+  context.font = "12px system-ui, sans-serif";
+  context.textBaseline = "middle";
+  context.fillStyle = theme.soft;
+  for (const tick of ticks) {
+    const half = context.measureText(tick.text).width / 2;
+    if (tick.x + half > width) continue;
+    context.textAlign = "center";
+    if (tick.x - half >= gutter - 20) context.fillText(tick.text, Math.max(tick.x, gutter + half - 6), AXIS / 2);
+  }
+  line(gutter, AXIS - 0.5, width - 8, AXIS - 0.5, theme.line);
+  if (view.pointer && view.pointer.x >= gutter && view.pointer.x <= width - 8) drawPointer(view.pointer.x);
+}
+
+function drawPointer(x) {
+  const text = formatTime(toTime(x)), half = context.measureText(text).width / 2 + 5;
+  const middle = Math.min(Math.max(x, gutter + half), width - half);
+  context.globalAlpha = 0.5;
+  line(Math.round(x) + 0.5, AXIS, Math.round(x) + 0.5, height, theme.ink);
+  context.globalAlpha = 1;
+  context.fillStyle = theme.ink;
+  context.fillRect(middle - half, 4, half * 2, AXIS - 9);
+  context.fillStyle = theme.panel;
+  context.textAlign = "center";
+  context.fillText(text, middle, AXIS / 2);
+}
+
+function drawName(track) {
+  if (track.kind !== "compute") {
+    if (track.kind === "memory") {
+      const { peak } = track.timeline.ranks[track.rank].memory;
+      write("peak " + formatBytes(peak), track.y + MEMORY / 2, "11px", theme.faint);
+    }
+    return;
+  }
+  const single = view.shown.length === 1, name = data.devices[track.rank].name;
+  const busy = percent(track.timeline.busy[track.rank]) + " busy";
+  if (track.position === 0) write(name, track.y + 9, "600 13px", theme.ink);
+  if (single) write(busy, track.y + 24, "11px", theme.faint);
+  else write(track.timeline.title + ", " + busy, track.y + (track.position === 0 ? 24 : 10), "11px", theme.faint);
+}
+
+function write(text, y, font, colour) {
+  context.font = font + " system-ui, sans-serif";
+  context.textAlign = "left";
+  context.textBaseline = "middle";
+  context.fillStyle = colour;
+  let shown = text;
+  while (shown.length > 1 && context.measureText(shown).width > gutter - 10) {
+    shown = shown.replace(/\u2026$/, "").slice(0, -1) + "\u2026";
+  }
+  context.fillText(shown, 0, y);
+}
+
+function drawTrack(track) {
+  context.fillStyle = theme.track;
+  const right = Math.min(toX(track.timeline.span), width - 8), left = Math.max(gutter, toX(0));
+  if (right > left) context.fillRect(left, track.y, right - left, track.h);
+  if (track.kind === "memory") return drawMemory(track);
+  const lanes = track.timeline.ranks[track.rank][track.kind];
+  const laneHeight = track.h / Math.max(1, lanes.length);
+  lanes.forEach((lane, index) => drawLane(lane, track, track.y + index * laneHeight, laneHeight));
+}
+
+// Instructions narrower than a pixel and a half are gathered pixel by pixel: the longest gives the colour, and the
+// share of the pixel that is covered gives the opacity.
+function drawLane(lane, track, y, h) {
+  const { start, end } = track.timeline;
+  const gap = h > 6 ? 1 : 0;
+  let pixel = -1, covered = 0, longest = -1;
+  const flush = () => {
+    if (longest >= 0) {
+      context.globalAlpha = Math.min(1, Math.max(0.3, covered));
+      fill(longest, pixel, y, 1, h - gap);
+      context.globalAlpha = 1;
+    }
+    covered = 0;
+    longest = -1;
+  };
+  for (let k = firstAbove(lane.latest, view.from); k < lane.items.length; k++) {
+    const i = lane.items[k];
+    if (start[i] > view.to) break;
+    const x0 = Math.max(toX(start[i]), gutter - 2), x1 = Math.min(toX(end[i]), width + 2);
+    if (x1 - x0 >= 1.5) {
+      flush();
+      const box = { x: x0, y, w: Math.max(1, x1 - x0 - (x1 - x0 > 4 ? 1 : 0)), h: h - gap };
+      fill(i, box.x, box.y, box.w, box.h);
+      decorate(i, track, box);
+      continue;
+    }
+    if (Math.floor(x0) !== pixel) flush();
+    pixel = Math.floor(x0);
+    covered += x1 - x0;
+    if (longest < 0 || end[i] - start[i] > end[longest] - start[longest]) longest = i;
+  }
+  flush();
+}
+
+function fill(i, x, y, w, h) {
+  const what = data.what[data.program.what[i]];
+  context.fillStyle = colourOf(data.program.microbatch[i], shadeOf(what));
+  context.fillRect(x, y, w, h);
+  drawn++;
+}
+
+function decorate(i, track, box) {
+  if (view.hover && view.hover.index === i) {
+    context.strokeStyle = theme.ink;
+    context.lineWidth = 2;
+    context.strokeRect(box.x + 1, box.y + 1, Math.max(0, box.w - 2), Math.max(0, box.h - 2));
+  }
+  if (track.kind !== "compute" || box.w < 13 || box.h < 13) return;
+  const what = data.what[data.program.what[i]], microbatch = data.program.microbatch[i];
+  const long = microbatch < 0 ? what.label : what.label + " \u00b7 " + microbatch;
+  context.font = "600 11px system-ui, sans-serif";
+  const left = Math.max(box.x, gutter), room = Math.min(box.x + box.w, width - 8) - left - 4;
+  const text = context.measureText(long).width <= room ? long : microbatch < 0 ? "" : String(microbatch);
+  if (text === "" || context.measureText(text).width > room) return;
+  context.fillStyle = shadeOf(what) === "forward" && microbatch >= 0 ? "#16202a" : "#ffffff";
+  context.textAlign = "center";
+  context.textBaseline = "middle";
+  context.fillText(text, left + (room + 4) / 2, box.y + box.h / 2 + 0.5);
+}
+
+// The highest value within each pixel is kept, so that no peak is lost when many points share one.
+function drawMemory(track) {
+  const { at, bytes } = track.timeline.ranks[track.rank].memory;
+  const top = memoryTop(track), toY = (value) => track.y + track.h * (1 - value / top);
+  const bottom = track.y + track.h;
+  let k = Math.max(0, firstAbove(at, view.from) - 1);
+  let last = k < at.length && at[k] <= view.from ? bytes[k] : 0;
+  const right = Math.min(toX(track.timeline.span), width - 8);
+  context.beginPath();
+  context.moveTo(gutter, bottom);
+  context.lineTo(gutter, toY(last));
+  for (; k < at.length && at[k] <= view.to; k++) {
+    const x = Math.floor(toX(at[k]));
+    let highest = bytes[k];
+    const before = last;
+    last = bytes[k];
+    while (k + 1 < at.length && Math.floor(toX(at[k + 1])) === x) {
+      k++;
+      highest = Math.max(highest, bytes[k]);
+      last = bytes[k];
+    }
+    context.lineTo(x, toY(before));
+    context.lineTo(x, toY(highest));
+    context.lineTo(x, toY(last));
+  }
+  context.lineTo(right, toY(last));
+  context.lineTo(right, bottom);
+  context.globalAlpha = 0.35;
+  context.fillStyle = theme.activations;
+  context.fill();
+  context.globalAlpha = 1;
+  context.strokeStyle = theme.activations;
+  context.lineWidth = 1.25;
+  context.stroke();
+  drawCapacity(track, top, toY);
+}
+
+function memoryTop(track) {
+  const { peak } = track.timeline.ranks[track.rank].memory, { capacity } = data.devices[track.rank];
+  return 1.08 * (capacity && capacity <= 5 * peak ? Math.max(capacity, peak) : peak || 1);
+}
+
+function drawCapacity(track, top, toY) {
+  const { capacity } = data.devices[track.rank];
+  if (!capacity || capacity > top) return;
+  const y = Math.round(toY(capacity)) + 0.5;
+  context.setLineDash([5, 3]);
+  line(gutter, y, Math.min(toX(track.timeline.span), width - 8), y, theme.warn);
+  context.setLineDash([]);
+}

@@ -1,0 +1,171 @@
+"""From a program and costs to the task graph that the event engine runs.
+
+Following the semantics in ``weft.plan.program``:
+
+- The computes of a rank, and its optimizer step, form a chain. An instance with several ranks is one task in the chain
+  of each of them, and lasts as long as its slowest device.
+- A send and its receive are one transfer. It is ready when the compute before it is done on both sides, and occupies
+  what the cluster says. The computes that need it wait for it.
+- A collective is ready when the compute before it is done on all members; those of a rank follow each other in order.
+  The optimizer step waits for the collectives before it.
+
+A backward of a stage that recomputes takes its forward again. A parameter server's link carries the gradients of one
+member after the other, and then the sums back; sufficient factors are gathered. An optimizer step reads and writes
+parameters and state and reads gradients, at the memory rate of pointwise operators.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from weft.cluster.cluster import Cluster, DeviceId
+from weft.cost.collectives import Collective
+from weft.cost.costs import Costs
+from weft.cost.costs import Phase as CostPhase
+from weft.cost.figure import ZERO, Figure, Source, combine
+from weft.cost.op_classes import op_classes
+from weft.errors import PlanError
+from weft.model.graph import F64, I64
+from weft.plan.memory import static_bytes
+from weft.plan.program import U8, Bucket, Channel, Op, Phase, Program
+from weft.simulate.tasks import TaskGraph, make_task_graph
+from weft.simulate.wiring import Wiring, expand, last_before, wire
+
+_COST_PHASE: Final[tuple[CostPhase, ...]] = ("F", "B", "I", "W")
+"""What costs call each ``Phase``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TimedProgram:
+    """A program's task graph, and how it maps to the program."""
+
+    graph: TaskGraph
+    wiring: Wiring
+    source: U8
+    """Code of the ``Source`` of each task's duration."""
+
+
+def time_program(program: Program, costs: Costs, cluster: Cluster) -> TimedProgram:
+    """Return the program as tasks with durations, resources and edges."""
+    devices = rank_devices(program, cluster)
+    wiring = wire(program)
+    seconds, source = _durations(program, costs, devices, wiring.leader)
+    resources = _transfer_resources(program, cluster, devices, wiring.leader)
+    names, held = np.unique(resources[:, 1], return_inverse=True)
+    graph = make_task_graph(
+        seconds, edges=_edges(program, wiring), holds=np.stack([resources[:, 0], held.reshape(-1)], axis=1),
+        num_resources=len(names))
+    return TimedProgram(graph=graph, wiring=wiring, source=source)
+
+
+def rank_devices(program: Program, cluster: Cluster) -> tuple[DeviceId, ...]:
+    """Return the device of each rank; raise ``PlanError`` if the cluster does not have it."""
+    for name in program.rank_names:
+        if name not in cluster.device_index:
+            raise PlanError(f"the plan uses device {name!r}, which cluster {cluster.name!r} does not have: "
+                            "it was made for another cluster; plan again")
+    return tuple(cluster.device_index[name] for name in program.rank_names)
+
+
+def _edges(program: Program, wiring: Wiring) -> I64:
+    """Return rows (task, task that waits for it)."""
+    task = wiring.task
+    index = np.arange(program.num_instructions, dtype=np.int64)
+    in_stream = (program.op == Op.COLLECTIVE) | (program.op == Op.STEP)
+    collective_before = np.where(in_stream, last_before(program.rank_start, program.op == Op.COLLECTIVE), -1)
+    received = wiring.needs[program.op[wiring.needs[:, 1]] == Op.RECV]
+    rows = [np.stack([task[before[before >= 0]], task[index[before >= 0]]], axis=1)
+            for before in (wiring.previous, collective_before)]
+    return np.concatenate([*rows, task[received[:, ::-1]]])
+
+
+def _durations(
+    program: Program, costs: Costs, devices: tuple[DeviceId, ...], leader: I64
+) -> tuple[F64, U8]:
+    """Return the seconds of each task and the code of their source, from one figure for each kind of task."""
+    seconds = np.zeros(len(leader))
+    source = np.full(len(leader), Source.GIVEN.code, dtype=np.uint8)
+    op = program.op[leader]
+
+    def fill(kind: Op, keys: I64, figure: Callable[[int], Figure]) -> None:
+        tasks = np.flatnonzero(op == kind)
+        used, which = np.unique(keys[leader[tasks]], return_inverse=True)
+        figures = [figure(int(key)) for key in used]
+        seconds[tasks] = np.asarray([item.seconds for item in figures], dtype=np.float64)[which]
+        source[tasks] = np.asarray([item.source.code for item in figures], dtype=np.uint8)[which]
+
+    fill(Op.COMPUTE, program.instance.astype(np.int64) * len(Phase) + program.phase,
+         lambda key: _compute_figure(program, costs, devices, *divmod(key, len(Phase))))
+    fill(Op.SEND, program.channel.astype(np.int64),
+         lambda key: _transfer_figure(program, costs, devices, program.channels[key]))
+    fill(Op.COLLECTIVE, program.bucket.astype(np.int64),
+         lambda key: _bucket_figure(costs, devices, program.buckets[key]))
+    if (op == Op.STEP).any():
+        static = static_bytes(program)
+        fill(Op.STEP, program.rank_of(), lambda rank: _step_figure(costs.cluster, devices[rank], static[rank]))
+    return seconds, source
+
+
+def _compute_figure(
+    program: Program, costs: Costs, devices: tuple[DeviceId, ...], instance: int, phase: int
+) -> Figure:
+    item = program.instances[instance]
+    stage, ops = program.plan.stages[item.stage], program.stage_ops[item.stage]
+    fraction = item.num_samples / program.graph.batch
+    figures = []
+    for rank in item.ranks:
+        figure = costs.stage_figure(ops, devices[rank], _COST_PHASE[phase], fraction)
+        if stage.recompute and phase in (Phase.B, Phase.I):
+            figure += costs.stage_figure(ops, devices[rank], "F", fraction)
+        if not math.isfinite(figure.seconds):
+            raise PlanError(f"stage {stage.name!r} holds an operator that may not run on {program.rank_names[rank]!r}: "
+                            "the graph file gives it no time there; move it to another device")
+        figures.append(figure)
+    return max(figures, key=lambda figure: figure.seconds)
+
+
+def _transfer_figure(program: Program, costs: Costs, devices: tuple[DeviceId, ...], channel: Channel) -> Figure:
+    ends = devices[channel.source], devices[channel.target]
+    given = program.graph.given
+    if given is None or all(given.transfer_times[tensor] is None for tensor in channel.tensors):
+        return costs.transfer(channel.num_bytes, *ends)
+    whole = combine(costs.tensor_transfer(tensor, *ends) for tensor in channel.tensors)
+    return Figure(whole.seconds * (channel.samples[1] - channel.samples[0]) / program.graph.batch, whole.source)
+
+
+def _bucket_figure(costs: Costs, devices: tuple[DeviceId, ...], bucket: Bucket) -> Figure:
+    members = [devices[rank] for rank in bucket.ranks]
+    if bucket.method == "parameter_server":
+        server, *others = members
+        return combine(costs.transfer(bucket.num_bytes, *ends)
+                       for other in others for ends in ((other, server), (server, other)))
+    kind = Collective.ALL_REDUCE if bucket.method == "all_reduce" else Collective.ALL_GATHER
+    cost = costs.collective(kind, bucket.num_bytes, members)
+    return Figure(cost.seconds, cost.source)
+
+
+def _step_figure(cluster: Cluster, device: DeviceId, static: I64) -> Figure:
+    """Return the time to update what a rank holds; ``static`` is its bytes by category."""
+    kind = cluster.kind_of(device)
+    if kind.memory_bytes_per_s is None:
+        return ZERO
+    parameters, gradients, state = (int(amount) for amount in static[:3])
+    rate = kind.memory_bytes_per_s * op_classes()["elementwise"].on(kind.type).memory
+    return Figure((2 * parameters + gradients + 2 * state) / rate, Source.ROOFLINE)
+
+
+def _transfer_resources(program: Program, cluster: Cluster, devices: tuple[DeviceId, ...], leader: I64) -> I64:
+    """Return rows (task, resource of the cluster)."""
+    lists = [cluster.transfer_resources(devices[channel.source], devices[channel.target])
+             for channel in program.channels]
+    start = np.concatenate(([0], np.cumsum([len(item) for item in lists]))).astype(np.int64)
+    resources = np.asarray([resource for item in lists for resource in item], dtype=np.int64)
+    transfers = np.flatnonzero(program.op[leader] == Op.SEND)
+    channels = program.channel[leader[transfers]]
+    position, owner = expand(start[channels], start[channels + 1])
+    return np.stack([transfers[owner], resources[position]], axis=1)

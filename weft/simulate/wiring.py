@@ -1,0 +1,177 @@
+"""Who waits for whom in a program, in columns: the part of timing that needs no costs.
+
+Instructions that happen together are one *task*: a send and its receive, the shares of all members in a collective,
+and the compute of an instance that has several ranks. A task is known by one of its instructions, its *leader*: the
+send, or the one on the lowest rank. Tasks are numbered by their leaders' positions.
+
+    rank 0:  F s0 mb 0, send, ...            tasks: 0 F s0 mb 0,  1 transfer,  2 F s1 mb 0
+    rank 1:  receive, F s1 mb 0, ...         the receive belongs to task 1
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.errors import PlanError
+from weft.model.graph import I64, Bool
+from weft.plan.program import Op, Phase, Program
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Wiring:
+    """Tasks of a program and what they wait for; instructions are known by their position in the program's columns."""
+
+    task: I64
+    """The task of each instruction."""
+    leader: I64
+    """The instruction that stands for each task."""
+    previous: I64
+    """The compute (or step) before each instruction on its rank, or -1."""
+    partner: I64
+    """The receive of each send and the send of each receive; -1 for others."""
+    needs: I64
+    """Rows (compute or step, receive or collective that it waits for), ordered by the first."""
+
+    @property
+    def num_tasks(self) -> int:
+        """Return the number of tasks."""
+        return len(self.leader)
+
+
+def wire(program: Program) -> Wiring:
+    """Return the tasks of the program and what they wait for.
+
+    Raises ``PlanError`` if a send has no receive, or if a collective is missing on a member.
+    """
+    partner = _match_transfers(program)
+    leader_of = np.arange(program.num_instructions, dtype=np.int64)
+    received = np.flatnonzero(program.op == Op.RECV)
+    leader_of[received] = partner[received]
+    _lead_collectives(program, leader_of)
+    _lead_joint_computes(program, leader_of)
+    is_leader = np.zeros(program.num_instructions, dtype=np.bool_)
+    is_leader[leader_of] = True
+    number = np.cumsum(is_leader) - 1
+    runs = (program.op == Op.COMPUTE) | (program.op == Op.STEP)
+    needs = np.concatenate([_channel_needs(program), _collective_needs(program)])
+    return Wiring(
+        task=number[leader_of], leader=np.flatnonzero(is_leader), partner=partner,
+        previous=last_before(program.rank_start, runs),
+        needs=needs[np.argsort(needs[:, 0], kind="stable")])
+
+
+def last_before(rank_start: I64, chosen: Bool) -> I64:
+    """Return, for each instruction, the last ``chosen`` one before it on its rank, or -1."""
+    latest = np.full(len(chosen) + 1, -1, dtype=np.int64)
+    latest[1:] = np.where(chosen, np.arange(len(chosen)), -1)
+    latest = np.maximum.accumulate(latest)[:-1]
+    first = np.repeat(rank_start[:-1], rank_start[1:] - rank_start[:-1])
+    return np.where(latest >= first, latest, -1)
+
+
+def expand(first: I64, stop: I64) -> tuple[I64, I64]:
+    """Return all numbers of the ranges ``first[i] .. stop[i] - 1``, and for each of them the range it is from.
+
+    >>> expand(np.array([2, 0]), np.array([3, 2]))
+    (array([2, 0, 1]), array([0, 1, 1]))
+    """
+    counts = stop - first
+    owner = np.repeat(np.arange(len(first), dtype=np.int64), counts)
+    inside = np.arange(len(owner), dtype=np.int64) - np.repeat(np.cumsum(counts) - counts, counts)
+    return first[owner] + inside, owner
+
+
+def _message_keys(program: Program, instructions: I64) -> I64:
+    """Return what a send and its receive have in common: channel and micro-batch, as one number."""
+    return program.channel[instructions].astype(np.int64) * program.plan.microbatches + program.microbatch[instructions]
+
+
+def _match_transfers(program: Program) -> I64:
+    partner = np.full(program.num_instructions, -1, dtype=np.int64)
+    sends, receives = np.flatnonzero(program.op == Op.SEND), np.flatnonzero(program.op == Op.RECV)
+    send_keys, receive_keys = _message_keys(program, sends), _message_keys(program, receives)
+    by_send, by_receive = np.argsort(send_keys, kind="stable"), np.argsort(receive_keys, kind="stable")
+    for keys, order, items in ((send_keys, by_send, sends), (receive_keys, by_receive, receives)):
+        double = np.flatnonzero(np.diff(keys[order]) == 0)
+        if len(double):
+            raise PlanError(f"{program.place(int(items[order[double[0] + 1]]))}: it is there a second time")
+    alone = np.concatenate([sends[~np.isin(send_keys, receive_keys)], receives[~np.isin(receive_keys, send_keys)]])
+    if len(alone):
+        raise PlanError(f"{program.place(int(alone[0]))}: there is no other side to it in the program")
+    partner[sends[by_send]] = receives[by_receive]
+    partner[receives[by_receive]] = sends[by_send]
+    return partner
+
+
+def _lead_collectives(program: Program, leader_of: I64) -> None:
+    """Point the members' instructions of each collective to the first."""
+    instructions = np.flatnonzero(program.op == Op.COLLECTIVE)
+    if len(instructions) == 0:
+        return
+    buckets = program.bucket[instructions].astype(np.int64)
+    ranks = np.searchsorted(program.rank_start, instructions, side="right") - 1
+    wanted = np.concatenate([index * program.num_ranks + np.asarray(sorted(bucket.ranks), dtype=np.int64)
+                             for index, bucket in enumerate(program.buckets)])
+    found = np.sort(buckets * program.num_ranks + ranks)
+    used = np.zeros(len(program.buckets), dtype=np.bool_)
+    used[buckets] = True
+    wanted = wanted[used[wanted // program.num_ranks]]
+    if not np.array_equal(found, wanted):
+        bucket, rank = divmod(int(_first_difference(found, wanted)), program.num_ranks)
+        raise PlanError(f"bucket {bucket} must be exchanged once on each of its ranks {program.buckets[bucket].ranks}, "
+                        f"but that does not hold for rank {rank} ({program.rank_names[rank]})")
+    first = np.full(len(program.buckets), -1, dtype=np.int64)
+    first[buckets[::-1]] = instructions[::-1]
+    leader_of[instructions] = first[buckets]
+
+
+def _first_difference(left: I64, right: I64) -> int:
+    """Return the smallest number that the two sorted lists do not hold equally often."""
+    for a, b in zip(left.tolist(), right.tolist(), strict=False):
+        if a != b:
+            return int(min(a, b))
+    return int((left if len(left) > len(right) else right)[min(len(left), len(right))])
+
+
+def _lead_joint_computes(program: Program, leader_of: I64) -> None:
+    """Point the computes of instances with several ranks to the one on the lowest rank."""
+    is_joint = np.asarray([len(instance.ranks) > 1 for instance in program.instances], dtype=np.bool_)
+    if not is_joint.any():
+        return
+    computes = np.flatnonzero(program.op == Op.COMPUTE)
+    computes = computes[is_joint[program.instance[computes]]]
+    keys = program.instance[computes].astype(np.int64) * len(Phase) + program.phase[computes]
+    keys = keys * program.plan.microbatches + program.microbatch[computes]
+    _, first, group = np.unique(keys, return_index=True, return_inverse=True)
+    leader_of[computes] = computes[first[group]]
+
+
+def _channel_needs(program: Program) -> I64:
+    """Return rows (compute, receive that it waits for)."""
+    receives = np.flatnonzero(program.op == Op.RECV)
+    computes = np.flatnonzero((program.op == Op.COMPUTE) & (program.phase != Phase.W))
+    if len(receives) == 0 or len(computes) == 0:
+        return np.empty((0, 2), dtype=np.int64)
+    # Group 2 i holds the channels before the forward of instance i, group 2 i + 1 those before its backward.
+    lists = [channels for item in program.instances for channels in (item.forward_channels, item.gradient_channels)]
+    start = np.concatenate(([0], np.cumsum([len(channels) for channels in lists]))).astype(np.int64)
+    channels = np.asarray([channel for item in lists for channel in item], dtype=np.int64)
+    groups = program.instance[computes].astype(np.int64) * 2 + (program.phase[computes] != Phase.F)
+    position, mention = expand(start[groups], start[groups + 1])
+    wanted = channels[position] * program.plan.microbatches + program.microbatch[computes][mention]
+    keys = _message_keys(program, receives)
+    order = np.argsort(keys)
+    place = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
+    found = keys[order][place] == wanted
+    return np.stack([computes[mention[found]], receives[order][place[found]]], axis=1)
+
+
+def _collective_needs(program: Program) -> I64:
+    """Return rows (step, collective before it on its rank)."""
+    steps, collectives = np.flatnonzero(program.op == Op.STEP), np.flatnonzero(program.op == Op.COLLECTIVE)
+    ranks = np.searchsorted(program.rank_start, steps, side="right") - 1
+    first = np.searchsorted(collectives, program.rank_start[ranks]).astype(np.int64)
+    position, mention = expand(first, np.searchsorted(collectives, steps).astype(np.int64))
+    return np.stack([steps[mention], collectives[position]], axis=1)
