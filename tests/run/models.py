@@ -25,9 +25,9 @@ class Block(nn.Module):
 
 
 class TinyGPT(nn.Module):
-    """Tied embeddings, learned positions from a constant ``arange``, and the mean cross-entropy of the next token."""
+    """Learned positions from a constant ``arange``, and the mean cross-entropy of the next token (or the logits)."""
 
-    def __init__(self, layers: int = 4, width: int = 32, words: int = 40, length: int = 8, tied: bool = True) -> None:
+    def __init__(self, *, layers: int = 4, width: int = 32, words: int = 40, length: int = 8, tied: bool = False) -> None:
         super().__init__()
         self.words, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
@@ -36,15 +36,17 @@ class TinyGPT(nn.Module):
         if tied:
             self.head.weight = self.words.weight
 
-    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
         x = self.words(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         logits = self.head(self.norm(x))
+        if labels is None:
+            return logits
         return functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-class Skip(nn.Module):
+class SkipNet(nn.Module):
     """Convolutions with connections from early to late layers, a tuple in the middle, and parameters behind views."""
 
     def __init__(self, width: int = 6) -> None:
@@ -52,7 +54,7 @@ class Skip(nn.Module):
         self.first, self.second = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, width, 3, padding=1, stride=2)
         self.third, self.fourth = nn.Conv2d(width, width, 3, padding=1), nn.ConvTranspose2d(width, width, 2, stride=2)
         self.last = nn.Conv2d(2 * width, 4, 1)
-        self.mix = nn.Parameter(torch.empty(8, 8))
+        self.mix = nn.Parameter(torch.randn(8, 8))
         self.scale = nn.Parameter(torch.ones(8))
 
     def forward(self, image: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -66,17 +68,24 @@ class Skip(nn.Module):
         return functional.mse_loss(out, target)
 
 
-def tiny_gpt() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return TinyGPT(), _tokens()
+def _gpt(batch: int, seed: int, mode: str, *, tied: bool) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(1)
+    model = TinyGPT(tied=tied)
+    torch.manual_seed(seed)
+    tokens = torch.randint(0, 40, (batch, 9))
+    return model, (tokens[:, :-1].clone(), tokens[:, 1:].clone())[: 2 if mode == "training" else 1]
 
 
-def untied_gpt() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return TinyGPT(tied=False), _tokens()
+def tied_gpt(batch: int = 2, seed: int = 0, mode: str = "training") -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return _gpt(batch, seed, mode, tied=True)
 
 
-def skip_net() -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
-    return Skip(), (torch.randn(2, 3, 8, 8), torch.randn(2, 4, 8, 8))
+def tiny_gpt(batch: int = 2, seed: int = 0, mode: str = "training") -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return _gpt(batch, seed, mode, tied=False)
 
 
-def _tokens() -> tuple[torch.Tensor, ...]:
-    return torch.randint(0, 40, (2, 8)), torch.randint(0, 40, (2, 8))
+def skip_net(batch: int = 2, seed: int = 0) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(1)
+    model = SkipNet()
+    torch.manual_seed(seed)
+    return model, (torch.randn(batch, 3, 8, 8), torch.randn(batch, 4, 8, 8))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
 import select
@@ -17,7 +18,7 @@ from typing import Any
 EXECUTABLES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-background-networking",
          "--disable-component-update", "--disable-sync", "--disable-default-apps", "--disable-extensions",
-         "--disable-dev-shm-usage", "--no-first-run", "--no-default-browser-check", "--mute-audio",
+         "--disable-dev-shm-usage", "--no-first-run", "--no-default-browser-check", "--mute-audio", "--disable-breakpad",
          "--host-resolver-rules=MAP * ~NOTFOUND", "--remote-debugging-pipe")
 
 
@@ -71,10 +72,8 @@ class Browser:
         return self
 
     def __exit__(self, *_: object) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait(timeout=10)
         os.close(self._write)
         os.close(self._read)

@@ -8,11 +8,12 @@ from weft.simulate.tasks import TaskGraph, make_task_graph
 
 
 def random_placement(rng: np.random.Generator, *, num_tasks: int, num_edges: int, num_devices: int,
-                     window: int | None = None, zero_share: float = 0.0) -> TaskGraph:
+                     window: int | None = None, zero_share: float = 0.0, ports: bool = False) -> TaskGraph:
     """Return ``num_tasks`` tasks on random devices with ``num_edges`` distinct edges, and their transfers.
 
     An edge between two devices is a task on the link from the one to the other, which carries one transfer at a time.
-    With ``window`` an edge spans at most that many tasks. Ids are in topological order: a task, then its transfers.
+    With ``ports`` it occupies the sender's way out and the receiver's way in instead. With ``window`` an edge spans at
+    most that many tasks. Ids are in topological order: a task, then its transfers.
     """
     pairs: set[tuple[int, int]] = set()
     while len(pairs) < num_edges:
@@ -22,18 +23,23 @@ def random_placement(rng: np.random.Generator, *, num_tasks: int, num_edges: int
     device = rng.integers(0, num_devices, num_tasks)
     source, target = np.array(sorted(pairs)).T
     crosses = device[source] != device[target]
-    # Where each task lies when its transfers follow it.
-    before = np.cumsum(np.bincount(source[crosses], minlength=num_tasks))
-    new_id = np.arange(num_tasks) + np.concatenate(([0], before[:-1]))
-    inside = np.arange(crosses.sum()) - np.repeat(before - np.bincount(source[crosses], minlength=num_tasks),
-                                                  np.bincount(source[crosses], minlength=num_tasks))
-    transfer = new_id[source[crosses]] + 1 + inside
-    link = num_devices + device[source[crosses]] * num_devices + device[target[crosses]]
-    total = num_tasks + len(transfer)
-    durations = rng.random(total)
-    durations[rng.random(total) < zero_share] = 0.0
-    edges = np.concatenate([
-        np.stack([new_id[source[~crosses]], new_id[target[~crosses]]], axis=1),
-        np.stack([new_id[source[crosses]], transfer], axis=1), np.stack([transfer, new_id[target[crosses]]], axis=1)])
-    holds = np.concatenate([np.stack([new_id, device], axis=1), np.stack([transfer, link], axis=1)])
-    return make_task_graph(durations, edges=edges, holds=holds, num_resources=num_devices + num_devices**2)
+    source_x, target_x = source[crosses], target[crosses]
+    # Each task is followed by its transfers.
+    num_sent = np.bincount(source_x, minlength=num_tasks)
+    new_id = np.arange(num_tasks) + np.cumsum(num_sent) - num_sent
+    transfer = np.setdiff1d(np.arange(num_tasks + len(source_x)), new_id)
+    if ports:
+        held = [num_devices + device[source_x], 2 * num_devices + device[target_x]]
+    else:
+        held = [num_devices + device[source_x] * num_devices + device[target_x]]
+    durations = rng.random(num_tasks + len(transfer))
+    durations[rng.random(len(durations)) < zero_share] = 0.0
+    edges = [(new_id[source[~crosses]], new_id[target[~crosses]]), (new_id[source_x], transfer),
+             (transfer, new_id[target_x])]
+    holds = [(new_id, device), *((transfer, resource) for resource in held)]
+    num_resources = num_devices * (num_devices + 3)
+    return make_task_graph(durations, edges=_rows(edges), holds=_rows(holds), num_resources=num_resources)
+
+
+def _rows(pairs: list[tuple[np.ndarray, np.ndarray]]) -> np.ndarray:
+    return np.concatenate([np.stack(pair, axis=1) for pair in pairs])

@@ -44,11 +44,12 @@ def test_equals_twin_on_small_graphs_with_ties(graph):
     assert_equals_twin(graph, Simulator(graph))
 
 
+@pytest.mark.parametrize("ports", [False, True])
 @pytest.mark.parametrize("zero_share", [0.0, 0.5])
-def test_equals_twin_on_random_placements(zero_share):
-    for seed in range(40):
+def test_equals_twin_on_random_placements(zero_share, ports):
+    for seed in range(30):
         graph = random_placement(np.random.default_rng(seed), num_tasks=200, num_edges=400, num_devices=8,
-                                 zero_share=zero_share)
+                                 zero_share=zero_share, ports=ports)
         simulator = Simulator(graph)
         assert simulator.run() == simulate_python(graph).makespan
         assert_equals_twin(graph, simulator, np.random.default_rng(seed + 1000).random(graph.num_tasks))

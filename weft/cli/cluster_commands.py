@@ -26,7 +26,7 @@ def show(cluster: ClusterArgument, as_json: JsonOption = False) -> None:
 
 @app.command("probe")
 def probe(
-    devices: Annotated[int | None, typer.Option(help="Local processes to plan for; the number of cores if absent.")] = None,
+    devices: Annotated[int | None, typer.Option(help="Local processes to plan for; one per core if absent.")] = None,
     device: Annotated[str, typer.Option(help="cpu, cuda, or auto for GPUs if there are any.")] = "auto",
     out: OutOption = None,
     as_json: JsonOption = False,

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from weft.plan.plan import Mode, Plan
 
 ModelArgument = Annotated[str, typer.Argument(
-    metavar="MODEL", help="A name from `weft models` (options after a colon: gpt2:layers=4,seq=128), path/to/file.py:function, "
-    "an .onnx file or a graph file.")]
+    metavar="MODEL", help="A name from `weft models` (options after a colon: gpt2:layers=4,seq=128), "
+    "path/to/file.py:function, an .onnx file or a graph file.")]
 ClusterArgument = Annotated[str, typer.Argument(
     metavar="CLUSTER", help="A cluster file, or a text such as '4 x A100-80GB'.")]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
@@ -41,6 +41,13 @@ def reporter(quiet: bool) -> Callable[[str], None]:
         if not quiet:
             print(text, file=sys.stderr, flush=True)
     return report
+
+
+def choice(option: str, text: str, allowed: tuple[str, ...]) -> Any:
+    """Return ``text`` if it is one of the allowed values of the option."""
+    if text not in allowed:
+        raise InputError(f"{option} must be one of {', '.join(allowed)}, not {text!r}")
+    return text
 
 
 def load_graph_of(spec: str, *, mode: Mode, batch: int | None, dtype: str | None = None,
@@ -69,7 +76,7 @@ def graph_of_plan(plan: Plan, model: str | None) -> Graph:
     """
     spec = model or plan.model.name
     if model is None and not is_zoo_name(spec):
-        raise InputError(f"the plan's model {spec!r} is not a name from `weft models`: give the model as well (--model)")
+        raise InputError(f"the plan's model {spec!r} is not a name from `weft models`: give it as well (--model)")
     return load_graph_of(spec, mode=plan.model.mode, batch=plan.microbatch_size, dtype=plan.model.dtype,
                          batch_dims=has_unaligned_replicas(plan))
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
 
-from weft.cli.common import JsonOption, ModelArgument, QuietOption, print_json, reporter
-from weft.errors import InputError
+from weft.cli.common import JsonOption, ModelArgument, QuietOption, choice, print_json, reporter
+from weft.plan.plan import Mode
 
 
 def models(as_json: JsonOption = False) -> None:
@@ -31,6 +31,7 @@ def profile(
     store: Annotated[Path, typer.Option(help="Profile store to fill (sqlite).")] = Path("weft-profile.sqlite"),
     batch: Annotated[int | None, typer.Option(help="Samples at once; the model's default if absent.")] = None,
     mode: Annotated[str, typer.Option(help="training or inference.")] = "training",
+    dtype: Annotated[str | None, typer.Option(help="float64, float32, bfloat16 or float16.")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
     kind: Annotated[str | None, typer.Option(help="Device kind to file the times under; found out if absent.")] = None,
     as_json: JsonOption = False,
@@ -44,20 +45,18 @@ def profile(
     from weft.show.tables import print_table
     from weft.units import format_time
 
-    if device not in ("cpu", "cuda"):
-        raise InputError(f"--device must be cpu or cuda, not {device!r}")
-    if mode not in ("training", "inference"):
-        raise InputError(f"--mode must be training or inference, not {mode!r}")
     report = reporter(quiet)
     report(f"tracing {model}")
-    traced = trace_model(model, mode="training" if mode == "training" else "inference", batch=batch)
-    summary = profile_model(traced, device=device, store=ProfileStore(store), threads=threads, device_kind=kind,
-                            progress=report)
+    traced = trace_model(model, mode=choice("--mode", mode, get_args(Mode)), batch=batch, dtype=dtype)
+    summary = profile_model(traced, choice("--device", device, ("cpu", "cuda")), ProfileStore(store), threads=threads,
+                            kind=kind, progress=lambda done, total: report(f"timing operators: pass {done} of {total}"))
+    for problem in summary.problems:
+        report(f"note: {problem}")
     if as_json:
         print_json(encode(summary))
         return
     print_table(["what", "value"], [
         ["device kind", summary.device_kind], ["operators", str(summary.num_ops)],
-        ["timed now", str(summary.num_timed)], ["known already", str(summary.num_known)],
+        ["distinct", str(summary.num_keys)], ["timed now", str(summary.num_timed)],
         ["sum of forward times", format_time(summary.forward_s)],
         ["sum of backward times", format_time(summary.backward_s)], ["store", str(store)]])

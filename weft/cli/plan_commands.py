@@ -14,6 +14,7 @@ from weft.cli.common import (
     PlanArgument,
     ProfileOption,
     QuietOption,
+    choice,
     cluster_of_plan,
     graph_of_plan,
     load_costs,
@@ -21,15 +22,16 @@ from weft.cli.common import (
     print_json,
     reporter,
 )
-from weft.errors import InputError
 
 if TYPE_CHECKING:
     from weft.plan.plan import Plan
     from weft.planner import Comparison
     from weft.simulate.timeline import Timeline
 
-ModelOption = Annotated[str | None, typer.Option("--model", help="The plan's model, where it is not from `weft models`.")]
-ClusterOption = Annotated[str | None, typer.Option("--cluster", help="Another cluster than the one the plan describes.")]
+ModelOption = Annotated[str | None, typer.Option(
+    "--model", help="The plan's model, where it is not from `weft models`.")]
+ClusterOption = Annotated[str | None, typer.Option(
+    "--cluster", help="Another cluster than the one the plan describes.")]
 TraceOption = Annotated[Path | None, typer.Option("--trace", help="Write a Perfetto trace (.json.gz) here.")]
 HtmlOption = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page with a Gantt chart here.")]
 
@@ -62,9 +64,9 @@ def plan(
     from weft.show.tables import print_comparison
 
     report = reporter(quiet)
-    options = PlanOptions(batch=batch, microbatches=microbatches, mode=_choice("--mode", mode, get_args(Mode)),
-                          dtype=_choice("--dtype", dtype, tuple(DTYPES)), recompute=recompute, seed=seed,
-                          optimizer=Optimizer(kind=_choice("--optimizer", optimizer, OPTIMIZERS)))
+    options = PlanOptions(batch=batch, microbatches=microbatches, mode=choice("--mode", mode, get_args(Mode)),
+                          dtype=choice("--dtype", dtype, tuple(DTYPES)), recompute=recompute, seed=seed,
+                          optimizer=Optimizer(kind=choice("--optimizer", optimizer, OPTIMIZERS)))
     target = read_cluster(cluster)
     report(f"tracing {model}")
     graph = load_graph_of(model, mode=options.mode, batch=batch // (microbatches or 1) if microbatches else None,
@@ -74,7 +76,8 @@ def plan(
     problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options)
     comparison = compare_strategies(problem, strategy, progress=report)
     best = comparison.best
-    assert best.plan is not None and best.timeline is not None, "compare_strategies raises otherwise"
+    assert best.plan is not None, "compare_strategies raises otherwise"
+    assert best.timeline is not None
     if out is not None:
         save_plan(best.plan, out)
         report(f"plan written to {out}")
@@ -135,7 +138,9 @@ def show(
     _write_pictures(timelines, None, html=html, trace=None)
 
 
-def check(plan: PlanArgument, model: ModelOption = None, cluster: ClusterOption = None, as_json: JsonOption = False) -> None:
+def check(
+    plan: PlanArgument, model: ModelOption = None, cluster: ClusterOption = None, as_json: JsonOption = False
+) -> None:
     """Check that a plan is sound: complete, free of deadlock, within memory, and made for this model and cluster."""
     from weft.plan.check import check_plan
     from weft.plan.plan import load_plan
@@ -195,9 +200,3 @@ def timeline_json(timeline: Timeline) -> dict[str, Any]:
     return {"kind": timeline.kind, "step_time": timeline.step_time_s, "bubble": timeline.bubble,
             "devices": [encode(item) for item in timeline.summary()]}
 
-
-def _choice(option: str, text: str, allowed: tuple[str, ...]) -> Any:
-    """Return ``text`` if it is one of the allowed values."""
-    if text not in allowed:
-        raise InputError(f"{option} must be one of {', '.join(allowed)}, not {text!r}")
-    return text

@@ -2,13 +2,38 @@
 
 from __future__ import annotations
 
-from weft.cli.common import JsonOption, ModelArgument, PlanArgument
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli.common import JsonOption, ModelArgument, PlanArgument, QuietOption, choice, reporter
 
 
 def run(
     plan: PlanArgument,
     model: ModelArgument,
+    steps: Annotated[int, typer.Option(help="Measured steps, all on the same inputs.")] = 1,
+    warmup: Annotated[int, typer.Option(help="Steps before the measured ones.")] = 0,
+    verify: Annotated[bool, typer.Option(help="Compare loss and every gradient with one process.")] = False,
+    dtype: Annotated[str | None, typer.Option(help="Run in this dtype instead of the plan's.")] = None,
+    device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (nccl).")] = "cpu",
+    threads: Annotated[int, typer.Option(help="CPU threads of each process.")] = 1,
+    seed: Annotated[int, typer.Option(help="For initial parameters and inputs.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Longest wait for a message, in seconds.")] = 300.0,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for result, timeline and gradients.")] = None,
     as_json: JsonOption = False,
-) -> None:
-    """Run a plan on local processes."""
-    raise NotImplementedError
+    quiet: QuietOption = False,
+) -> int:
+    """Run a plan with one local process for each of its devices; `torchrun -m weft.run` does it on many hosts."""
+    from weft.plan.plan import load_plan
+    from weft.run.__main__ import report
+    from weft.run.launch import run_plan
+    from weft.run.result import RunOptions
+
+    item = load_plan(plan)
+    options = RunOptions(steps=steps, warmup=warmup, seed=seed, dtype=dtype, verify=verify, timeout_s=timeout,
+                         device=choice("--device", device, ("cpu", "cuda")), gradients=out is not None)
+    reporter(quiet)(f"starting {len(item.cluster.devices)} processes")
+    result = run_plan(item, model, options=options, threads=threads, keep=out)
+    return report(result, as_json=as_json)

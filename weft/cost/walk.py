@@ -175,11 +175,9 @@ class Walk:
         return pytree.tree_map_only(Tensor, self._fill_one, node.meta["val"])
 
     def _fill_one(self, like: Tensor) -> Tensor:
-        size = 1 + sum((extent - 1) * step for extent, step in zip(like.shape, like.stride(), strict=True)
-                       ) if like.numel() else 0
-        key = (size, like.dtype)
+        key = (_extent(like), like.dtype)
         if key not in self._storages:
-            flat = torch.zeros(size, dtype=like.dtype, device=self._device)
+            flat = torch.zeros(key[0], dtype=like.dtype, device=self._device)
             self._storages[key] = flat.normal_() if like.is_floating_point() else flat
         return self._storages[key].as_strided(tuple(like.shape), like.stride())
 
@@ -223,9 +221,8 @@ class Walk:
         return pending
 
     def _touch(self, tensor: Tensor) -> None:
-        with torch.no_grad():
-            size = 1 + sum((extent - 1) * step for extent, step in zip(tensor.shape, tensor.stride(), strict=True))
-            tensor.as_strided((size,), (1,)).mul_(1.0)
+        """Write the tensor's memory without changing it; ``data`` keeps autograd from noticing."""
+        tensor.data.as_strided((_extent(tensor),), (1,)).mul_(1.0)
 
     def _run_untimed(self, step: _Step, env: dict[fx.Node, Any]) -> None:
         with torch.no_grad():
@@ -285,6 +282,13 @@ class Walk:
             clock.stop(mark, sink)
         except RuntimeError as problem:
             samples.problem = str(problem).splitlines()[0][:200]
+
+
+def _extent(tensor: Tensor) -> int:
+    """Return how many elements of memory the tensor spans."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _leaf(tensor: Tensor) -> Tensor:

@@ -30,7 +30,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft.errors import ModelError
-from weft.model.fold import FoldMismatch, expand, folded
+from weft.model.fold import FoldMismatch, check_unchanging, expand, folded
 
 aten = torch.ops.aten
 
@@ -141,9 +141,11 @@ def _captured(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], tied: t
         program = torch.export.export(module, inputs, strict=False)
         inline_blocks(program.graph_module)
         if any(_needs_functional(node) for node in program.graph.nodes):
+            check_unchanging(program.graph, _needs_functional)
             for node in program.graph.nodes:
                 _annotate(node)
             program = program.run_decompositions({})
+            _free_of_strides(program.graph)
     except (FoldMismatch, ModelError):
         raise
     except Exception as problem:
@@ -240,6 +242,17 @@ def _needs_functional(node: fx.Node) -> bool:
 
 
 # ---- describing ---------------------------------------------------------------------------------------------------
+
+
+def _free_of_strides(graph: fx.Graph) -> None:
+    """Turn views into reshapes, in place.
+
+    ``run_decompositions`` chose between a view and a copy by the strides that fake CPU tensors had; real kernels (such
+    as attention) may lay out their results differently, and a view of those would fail.
+    """
+    for node in graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
 
 
 def _described(program: Any, tied: tuple[tuple[str, ...], ...]) -> Capture:

@@ -9,7 +9,7 @@ only if they agree replaces each ``fold_repeat`` with a copy of the first, wired
 
     x -> [enter h.0 ... leave] -> [enter h.1 ... leave] -> repeat h.2 -> ... -> [enter h.47 ... leave] -> loss
 
-A difference, or an operator that changes memory inside a layer, raises ``FoldMismatch``; the caller then traces all.
+A difference, or an operator that changes memory inside a layer (``check_unchanging``), raises ``FoldMismatch``; the caller then traces all.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _shape_of(layer: torch.nn.Module, owners: Mapping[int, tuple[str, ...]], num
     num_modules = 0
     for name, module in layer.named_modules():
         num_modules += 1
-        if "forward" in module.__dict__ or isinstance(module, torch.jit.ScriptModule):
+        if "forward" in module.__dict__ or isinstance(module, torch.jit.ScriptModule) or _has_running_state(module):
             return None
         parts.append((name, type(module)))
         for kind in ("_parameters", "_buffers"):
@@ -163,6 +163,11 @@ def _shape_of(layer: torch.nn.Module, owners: Mapping[int, tuple[str, ...]], num
             if key not in ("_parameters", "_buffers", "_modules"):
                 parts.append((key, _setting(value, numbers)))
     return tuple(parts) if num_modules >= MIN_MODULES else None
+
+
+def _has_running_state(module: torch.nn.Module) -> bool:
+    """Return whether the forward pass changes the module's buffers."""
+    return module.training and bool(getattr(module, "track_running_stats", False))
 
 
 def _setting(value: Any, numbers: list[int]) -> Any:
@@ -271,6 +276,15 @@ def _rebuild(record: _Record, tensors: list[torch.Tensor], made: list[torch.Tens
         [source[kind][value] if kind != "value" else value for kind, value in record.layout], record.spec)
 
 
+def check_unchanging(graph: fx.Graph, changes_memory: Callable[[fx.Node], bool]) -> None:
+    """Raise ``FoldMismatch`` if an operator inside a traced layer changes memory: its copies would have to as well."""
+    inside = False
+    for node in graph.nodes:
+        inside = (inside or node.target is _ENTER) and node.target is not _LEAVE
+        if inside and changes_memory(node):
+            raise FoldMismatch(f"{node.name} changes memory in a folded layer")
+
+
 # ---- after tracing ------------------------------------------------------------------------------------------------
 
 
@@ -315,15 +329,10 @@ def _find_regions(graph: fx.Graph) -> tuple[dict[str, list[_Region]], list[fx.No
         elif node.target is _REPEAT:
             repeats.append(node)
         elif current is not None and node.op != "placeholder":
-            if node.op != "call_function" or _changes_memory(node):
+            if node.op != "call_function":
                 raise FoldMismatch(f"{node.name} in {current.path} cannot be copied")
             current.body.append(node)
     return regions, repeats
-
-
-def _changes_memory(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and schema.is_mutable
 
 
 def _relative(node: fx.Node, region: _Region, owned: Mapping[str, str]) -> str | None:

@@ -94,21 +94,22 @@ class ModelSource:
 
 def resolve_model(spec: str, *, batch: int | None = None, mode: Mode = "training", dtype: str | None = None,
                   options: Mapping[str, str] | None = None) -> ModelSource | Graph:
-    """Return what ``spec`` names; ``options`` set sizes of a zoo model, as its suffix does.
+    """Return what ``spec`` names; ``options`` set sizes of a zoo model, as its suffix does, or of an ONNX file's inputs.
 
     Raises ``ModelError`` for anything that is not there or not as it must be.
     """
     lower = spec.lower()
     if batch is not None and batch < 1:
         raise ModelError(f"batch must be 1 or more, not {batch}")
-    if lower.endswith((".json", ".json.gz", ".onnx")):
-        _refuse_options(spec, options, dtype)
-        if lower.endswith(".onnx"):
-            from weft.model.onnx import load_onnx
+    if lower.endswith(".onnx"):
+        from weft.model.onnx import load_onnx
 
-            return load_onnx(spec)
+        _refuse_options(spec, None, dtype)
+        return load_onnx(spec, dims=_sizes(spec, options or {}), batch=batch)
+    if lower.endswith((".json", ".json.gz")):
         from weft.model.graph_file import load_graph
 
+        _refuse_options(spec, options, dtype)
         return load_graph(spec)
     if ".py:" in spec or lower.endswith(".py"):
         _refuse_options(spec, options, None)
@@ -118,9 +119,16 @@ def resolve_model(spec: str, *, batch: int | None = None, mode: Mode = "training
     return source if dtype is None else source.with_dtype(dtype)
 
 
+def _sizes(spec: str, options: Mapping[str, str]) -> dict[str, int]:
+    for key, value in options.items():
+        if not value.isdecimal() or int(value) < 1:
+            raise ModelError(f"option {key}={value} of {spec!r} must be a whole number of 1 or more")
+    return {key: int(value) for key, value in options.items()}
+
+
 def _refuse_options(spec: str, options: Mapping[str, str] | None, dtype: str | None) -> None:
     if options:
-        raise ModelError(f"{spec!r} takes no options ({', '.join(options)}): only models of the zoo do")
+        raise ModelError(f"{spec!r} takes no options ({', '.join(options)}): only zoo models and ONNX files do")
     if dtype is not None:
         raise ModelError(f"{spec!r} has its own dtypes: {dtype!r} cannot be set")
 

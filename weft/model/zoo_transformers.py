@@ -20,6 +20,7 @@ from weft.errors import ModelError
 from weft.model.zoo import Mode
 
 Sizes = Mapping[str, int]
+_ATTENTION: Final = "weft_without_masks"
 
 
 def build(family: str, sizes: Sizes, mode: Mode) -> torch.nn.Module:
@@ -38,6 +39,21 @@ def build(family: str, sizes: Sizes, mode: Mode) -> torch.nn.Module:
 def _class(module: str, name: str) -> Any:
     """Return a class of one model's package; the top package would import far more."""
     return getattr(importlib.import_module(f"transformers.models.{module}"), name)
+
+
+def _without_masks(config: Any) -> Any:
+    """Return ``config`` with attention that builds no mask tensors.
+
+    The zoo's inputs have no padding, so a causal flag is all that attention needs. The library would build masks of
+    sequence times sequence while tracing, and other operators for a batch of one than for larger ones. An attention
+    function without a mask function of the same name gets none.
+    """
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(_ATTENTION, sdpa_attention_forward)
+    config._attn_implementation = _ATTENTION
+    return config
 
 
 def _with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> torch.nn.Module:
@@ -120,12 +136,12 @@ def _gpt2(sizes: Sizes, mode: Mode) -> torch.nn.Module:
     config = _class("gpt2", "GPT2Config")(
         n_layer=sizes["layers"], n_embd=sizes["hidden"], n_head=sizes["heads"], vocab_size=sizes["vocab"],
         n_positions=sizes["seq"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    return _with_forward(_class("gpt2", "GPT2LMHeadModel")(config), _pick(mode, _decoder_loss, _decoder_logits))
+    return _with_forward(_class("gpt2", "GPT2LMHeadModel")(_without_masks(config)), _pick(mode, _decoder_loss, _decoder_logits))
 
 
 def _llama(sizes: Sizes, mode: Mode) -> torch.nn.Module:
     config = _class("llama", "LlamaConfig")(**_llama_sizes(sizes))
-    return _with_forward(_class("llama", "LlamaForCausalLM")(config), _pick(mode, _decoder_loss, _decoder_logits))
+    return _with_forward(_class("llama", "LlamaForCausalLM")(_without_masks(config)), _pick(mode, _decoder_loss, _decoder_logits))
 
 
 def _llama_sizes(sizes: Sizes) -> dict[str, int]:
@@ -139,7 +155,7 @@ def _mixtral(sizes: Sizes, mode: Mode) -> torch.nn.Module:
     config = _class("mixtral", "MixtralConfig")(
         **_llama_sizes(sizes), num_local_experts=sizes["experts"], num_experts_per_tok=min(2, sizes["experts"]),
         experts_implementation="batched_mm")  # the others need the values of the router
-    return _with_forward(_class("mixtral", "MixtralForCausalLM")(config), _pick(mode, _decoder_loss, _decoder_logits))
+    return _with_forward(_class("mixtral", "MixtralForCausalLM")(_without_masks(config)), _pick(mode, _decoder_loss, _decoder_logits))
 
 
 def _opt(sizes: Sizes, mode: Mode) -> torch.nn.Module:
@@ -147,13 +163,13 @@ def _opt(sizes: Sizes, mode: Mode) -> torch.nn.Module:
         num_hidden_layers=sizes["layers"], hidden_size=sizes["hidden"], word_embed_proj_dim=sizes["hidden"],
         num_attention_heads=sizes["heads"], ffn_dim=sizes["ffn"], vocab_size=sizes["vocab"],
         max_position_embeddings=sizes["seq"], dropout=0.0, layerdrop=0.0)
-    return _with_forward(_class("opt", "OPTForCausalLM")(config), _pick(mode, _decoder_loss, _decoder_logits))
+    return _with_forward(_class("opt", "OPTForCausalLM")(_without_masks(config)), _pick(mode, _decoder_loss, _decoder_logits))
 
 
 def _bert(sizes: Sizes, mode: Mode) -> torch.nn.Module:
     config = _class("bert", "BertConfig")(
         **_encoder_sizes(sizes), vocab_size=sizes["vocab"], max_position_embeddings=sizes["seq"])
-    return _with_forward(_class("bert", "BertForMaskedLM")(config), _pick(mode, _encoder_loss, _encoder_logits))
+    return _with_forward(_class("bert", "BertForMaskedLM")(_without_masks(config)), _pick(mode, _encoder_loss, _encoder_logits))
 
 
 def _encoder_sizes(sizes: Sizes) -> dict[str, Any]:
@@ -167,7 +183,7 @@ def _t5(sizes: Sizes, mode: Mode, package: str = "t5", prefix: str = "T5") -> to
         num_layers=sizes["layers"], num_decoder_layers=sizes["layers"], d_model=sizes["hidden"],
         num_heads=sizes["heads"], d_kv=sizes["hidden"] // sizes["heads"], d_ff=sizes["ffn"],
         vocab_size=sizes["vocab"], dropout_rate=0.0)
-    return _with_forward(_class(package, f"{prefix}ForConditionalGeneration")(config),
+    return _with_forward(_class(package, f"{prefix}ForConditionalGeneration")(_without_masks(config)),
                          _pick(mode, _translator_loss, _translator_logits))
 
 
@@ -182,20 +198,20 @@ def _whisper(sizes: Sizes, mode: Mode) -> torch.nn.Module:
         encoder_ffn_dim=sizes["ffn"], decoder_ffn_dim=sizes["ffn"], vocab_size=sizes["vocab"],
         max_target_positions=sizes["seq"], max_source_positions=sizes["frames"] // 2, pad_token_id=0,
         bos_token_id=0, eos_token_id=0, decoder_start_token_id=0)
-    return _with_forward(_class("whisper", "WhisperForConditionalGeneration")(config),
+    return _with_forward(_class("whisper", "WhisperForConditionalGeneration")(_without_masks(config)),
                          _pick(mode, _speech_loss, _speech_logits))
 
 
 def _vit(sizes: Sizes, mode: Mode) -> torch.nn.Module:
     config = _class("vit", "ViTConfig")(**_encoder_sizes(sizes), image_size=sizes["image"],
                                         num_labels=sizes["classes"])
-    return _with_forward(_class("vit", "ViTForImageClassification")(config), _pick(mode, _image_loss, _image_logits))
+    return _with_forward(_class("vit", "ViTForImageClassification")(_without_masks(config)), _pick(mode, _image_loss, _image_logits))
 
 
 def _swin(sizes: Sizes, mode: Mode) -> torch.nn.Module:
     config = _class("swin", "SwinConfig")(embed_dim=sizes["hidden"], image_size=sizes["image"],
                                           num_labels=sizes["classes"], drop_path_rate=0.0)
-    return _with_forward(_class("swin", "SwinForImageClassification")(config), _pick(mode, _image_loss, _image_logits))
+    return _with_forward(_class("swin", "SwinForImageClassification")(_without_masks(config)), _pick(mode, _image_loss, _image_logits))
 
 
 def _resnet(sizes: Sizes, mode: Mode) -> torch.nn.Module:
@@ -203,7 +219,7 @@ def _resnet(sizes: Sizes, mode: Mode) -> torch.nn.Module:
     config = _class("resnet", "ResNetConfig")(
         embedding_size=width, hidden_sizes=[4 * width, 8 * width, 16 * width, 32 * width],
         num_labels=sizes["classes"])
-    return _with_forward(_class("resnet", "ResNetForImageClassification")(config),
+    return _with_forward(_class("resnet", "ResNetForImageClassification")(_without_masks(config)),
                          _pick(mode, _image_loss, _image_logits))
 
 
@@ -212,7 +228,7 @@ def _convnext(sizes: Sizes, mode: Mode) -> torch.nn.Module:
     config = _class("convnext", "ConvNextConfig")(
         hidden_sizes=[hidden, 2 * hidden, 4 * hidden, 8 * hidden], num_labels=sizes["classes"],
         image_size=sizes["image"])
-    return _with_forward(_class("convnext", "ConvNextForImageClassification")(config),
+    return _with_forward(_class("convnext", "ConvNextForImageClassification")(_without_masks(config)),
                          _pick(mode, _image_loss, _image_logits))
 
 
@@ -221,7 +237,7 @@ class FlavaClassifier(torch.nn.Module):
 
     def __init__(self, config: Any, num_classes: int, mode: Mode) -> None:
         super().__init__()
-        self.flava = _class("flava", "FlavaModel")(config)
+        self.flava = _class("flava", "FlavaModel")(_without_masks(config))
         self.classifier = torch.nn.Linear(config.hidden_size, num_classes)
         self.mode = mode
 

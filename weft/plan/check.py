@@ -4,7 +4,8 @@
 everything that a compute needs received or computed before it on its rank, every message sent after what it carries was
 computed, sends and receives between two ranks in the same order on both sides, collectives after the gradients they
 exchange, and progress under rendezvous: even if every send, receive and collective blocks its rank until the other side
-is at the same point, all ranks come to the end. Every problem is reported with its place.
+is at the same point, all ranks come to the end. Every problem is reported with its place. The tables of a program
+(instances, channels, buckets) are taken as ``weft.plan.layout`` builds them.
 """
 
 from __future__ import annotations
@@ -90,8 +91,12 @@ class _Needs:
         for index, bucket in enumerate(program.buckets):
             for rank in bucket.ranks:
                 self.buckets_of[rank].append(index)
-        self.parameters = [frozenset(int(tensor) for op in ops for tensor in program.graph.op_inputs(int(op)))
-                           for ops in program.stage_ops]
+        updates = self.training and program.plan.optimizer.kind != "none"
+        self.steps = [updates and bool(instances) for instances in self.instances_of]
+        read = [{int(tensor) for op in ops for tensor in program.graph.op_inputs(int(op))} for ops in program.stage_ops]
+        self.stages_of_bucket = [
+            frozenset(stage for stage, tensors in enumerate(read) if not tensors.isdisjoint(bucket.parameters))
+            for bucket in program.buckets]
 
     def of_compute(self, item: Instruction, rank: int) -> Iterator[tuple[tuple[_Key, ...], str]]:
         """Yield (any of these must be done before, words) for a compute instruction."""
@@ -126,26 +131,33 @@ class _Needs:
 
     def of_bucket(self, bucket_id: int, rank: int) -> Iterator[tuple[_Key, ...]]:
         """Yield, for each backward that contributes on this rank, the computes of which one must be done."""
-        parameters = set(self.program.buckets[bucket_id].parameters)
         for index in self.instances_of[rank]:
             instance = self.program.instances[index]
-            if not parameters.isdisjoint(self.parameters[instance.stage]):
+            if instance.stage in self.stages_of_bucket[bucket_id]:
                 for microbatch in instance.microbatches:
                     yield tuple(("compute", index, microbatch, int(phase)) for phase in (Phase.B, Phase.W))
 
 
 def _column_problems(program: Program) -> Iterator[str]:
-    tables = {Op.COMPUTE: ("instance", program.instance, len(program.instances)),
-              Op.SEND: ("channel", program.channel, len(program.channels)),
-              Op.RECV: ("channel", program.channel, len(program.channels)),
-              Op.COLLECTIVE: ("bucket", program.bucket, len(program.buckets))}
-    if len(program.op) and (program.op.max() > max(Op) or program.phase.max() > max(Phase)):
-        yield "an instruction has an unknown operation or phase code"
+    columns = (program.instance, program.microbatch, program.phase, program.channel, program.bucket)
+    starts = program.rank_start
+    if any(len(column) != program.num_instructions for column in columns) or len(starts) != len(program.rank_names) + 1:
+        yield f"the columns are not of one length, or not for {len(program.rank_names)} ranks"
         return
-    for op, (what, column, size) in tables.items():
-        chosen = column[program.op == op]
-        if len(chosen) and (chosen.min() < 0 or chosen.max() >= size):
-            yield f"a {op.name.lower()} instruction names a {what} that does not exist"
+    if starts[0] != 0 or starts[-1] != program.num_instructions or (np.diff(starts) < 0).any():
+        yield "rank_start does not divide the instructions among the ranks"
+        return
+    references = {Op.COMPUTE: (("instance", program.instance, len(program.instances)),
+                               ("phase", program.phase, len(Phase))),
+                  Op.SEND: (("channel", program.channel, len(program.channels)),),
+                  Op.RECV: (("channel", program.channel, len(program.channels)),),
+                  Op.COLLECTIVE: (("bucket", program.bucket, len(program.buckets)),), Op.STEP: ()}
+    for index in np.flatnonzero(program.op >= len(Op)).tolist():
+        yield f"{program.position(index)}: there is no operation {program.op[index]}"
+    for op, parts in references.items():
+        for what, column, size in parts:
+            for index in np.flatnonzero((program.op == op) & ((column < 0) | (column >= size))).tolist():
+                yield f"{program.position(index)}: a {op.name.lower()} names {what} {column[index]}; there are {size}"
 
 
 def _rank_problems(program: Program, needs: _Needs, rank: int) -> Iterator[str]:
@@ -167,6 +179,8 @@ def _rank_problems(program: Program, needs: _Needs, rank: int) -> Iterator[str]:
                 yield from _collective_problems(program, needs, rank, item, done)
                 key = ("collective", item.bucket, -1, 0)
             case Op.STEP:
+                if not needs.steps[rank]:
+                    yield f"{program.place(item.index)}: there is nothing to update on this rank"
                 ended = True
                 key = ("step", 0, 0, 0)
         counts[key] += 1
@@ -240,7 +254,7 @@ def _missing_problems(program: Program, needs: _Needs, rank: int, done: set[_Key
     for index in needs.buckets_of[rank]:
         if ("collective", index, -1, 0) not in done:
             yield f"{where}: the {program.buckets[index].method} of gradient bucket {index} is missing"
-    if needs.training and program.plan.optimizer.kind != "none" and done and ("step", 0, 0, 0) not in done:
+    if needs.steps[rank] and ("step", 0, 0, 0) not in done:
         yield f"{where}: the optimizer step is missing"
 
 

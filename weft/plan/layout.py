@@ -110,15 +110,15 @@ def _pair_flows(graph: Graph, instances: list[Instance], producers: list[int], c
             yield _Flow(producer, consumer, tensor, target.samples, True, microbatches)
             return
     if graph.tensor_batch_dim[tensor] == NO_BATCH_DIM:
+        if _mixes_samples(graph, tensor):
+            raise _unequal_shares(graph, tensor, "it mixes the samples of a batch, so each replica has another value")
         owner = next(item for item in producers
                      if instances[item].samples[0] <= target.samples[0] < instances[item].samples[1])
-        yield _Flow(owner, consumer, tensor, target.samples, True, microbatches)
+        yield _Flow(owner, consumer, tensor, instances[owner].samples, True, microbatches)
         return
     if graph.tensor_batch_dim[tensor] != 0:
-        raise PlanError(
-            f"tensor {graph.tensor_names[tensor]!r} goes between stages whose replicas divide the samples differently, "
-            "but its first dimension is not known to be the batch. Trace the model with batch dimensions, or give both "
-            "stages the same replica shares")
+        raise _unequal_shares(graph, tensor, "its first dimension is not known to be the batch "
+                              "(trace the model with batch dimensions to find out)")
     for producer in producers:
         source = instances[producer]
         low, high = max(source.samples[0], target.samples[0]), min(source.samples[1], target.samples[1])
@@ -126,11 +126,28 @@ def _pair_flows(graph: Graph, instances: list[Instance], producers: list[int], c
             yield _Flow(producer, consumer, tensor, (low, high), False, microbatches)
 
 
+def _unequal_shares(graph: Graph, tensor: int, reason: str) -> PlanError:
+    return PlanError(f"tensor {graph.tensor_names[tensor]!r} goes between stages whose replicas divide the samples "
+                     f"differently, but {reason}. Give both stages the same replica shares")
+
+
+def _mixes_samples(graph: Graph, tensor: int) -> bool:
+    """Return whether a tensor without a batch dimension is computed from some that have one (a mean, a loss)."""
+    seen, stack = {tensor}, [tensor]
+    while stack:
+        producer = int(graph.tensor_producer[stack.pop()])
+        for source in graph.op_inputs(producer).tolist() if producer >= 0 else ():
+            if graph.tensor_batch_dim[source] != NO_BATCH_DIM:
+                return True
+            if source not in seen:
+                seen.add(source)
+                stack.append(source)
+    return False
+
+
 def _bytes_of(graph: Graph, tensors: tuple[int, ...], num_samples: int) -> int:
-    ids = np.asarray(tensors, dtype=np.int64)
-    batched = graph.tensor_batch_dim[ids] != NO_BATCH_DIM
-    sizes = graph.tensor_bytes[ids]
-    return int(np.where(batched, sizes * num_samples // graph.batch, sizes).sum())
+    sizes = ((int(graph.tensor_bytes[tensor]), graph.tensor_batch_dim[tensor] != NO_BATCH_DIM) for tensor in tensors)
+    return sum(size * num_samples // graph.batch if is_batched else size for size, is_batched in sizes)
 
 
 def _forward_channels(graph: Graph, instances: list[Instance], flows: list[_Flow]) -> Iterator[Channel]:

@@ -4,9 +4,12 @@ Static for a rank: parameters and buffers, their gradients, and the optimizer's 
 tensors that its backward will need (``Graph.is_saved``) and keeps them until that backward ends; with a split backward,
 what the weight gradients need stays until ``W``; with recomputation only the stage's inputs stay, and the rest is taken
 again for the backward. While a compute runs it also needs room for what is live inside it. Received tensors are held
-from the receive until the compute that reads them ends.
+from the receive until the compute that reads them ends; outputs and gradients that a stage hands over, until the last
+instruction on the rank that reads or sends them.
 
-Sizes are the graph's, scaled by an instance's samples. Not counted: the allocator's rounding, and library workspaces.
+Sizes are the graph's, for an instance's samples. Not counted: the allocator's rounding, library workspaces, and the
+inputs and outputs of the model. A tensor that two stages on one rank both keep counts twice. Shards are not known here
+yet: a rank of a stage on several devices is charged for the whole stage.
 """
 
 from __future__ import annotations
@@ -16,14 +19,15 @@ from typing import Final
 
 import numpy as np
 
-from weft.model.graph import F64, I64, Bool, Graph, TensorRole
+from weft.model.graph import I64, Graph, TensorRole
 from weft.plan.layout import stage_inputs
 from weft.plan.plan import Optimizer
 from weft.plan.program import Op, Phase, Program
+from weft.plan.stage_memory import StageMemory, stage_memory
 from weft.plan.structure import parameter_holders
 
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "buffers")
-"""``buffers`` are received tensors that wait for their consumer."""
+"""``buffers`` are tensors that wait between stages: received, or to be read or sent on their own rank."""
 
 _STATE_BYTES: Final = {"none": 0, "sgd": 0, "adam": 2, "adamw": 2}
 """Optimizer states per parameter element, each in the parameter's precision but at least 4 bytes."""
@@ -38,7 +42,7 @@ class MemoryAccount:
     activations: I64
     """Per instruction: bytes of activations held while it runs."""
     buffers: I64
-    """Per instruction: bytes of received tensors held while it runs."""
+    """Per instruction: bytes of tensors between stages held while it runs."""
     rank_start: I64
 
     def held(self, rank: int) -> I64:
@@ -60,101 +64,125 @@ class MemoryAccount:
         return sum(self.peak(rank).values())
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageMemory:
-    """Bytes of one stage for the traced batch."""
-
-    saved: float
-    """Kept from forward to backward."""
-    saved_for_weights: float
-    """What gradients of weights need after the gradients of inputs: operands and incoming gradients."""
-    inputs: float
-    """Tensors received from other stages."""
-    forward_peak: float
-    """Largest amount live inside the forward, saved tensors included."""
-    backward_work: float
-    """Largest amount of gradients live inside the backward."""
-
-
 def account_memory(program: Program) -> MemoryAccount:
     """Return what every rank holds during every instruction of the program."""
-    held, during = _activation_changes(program)
-    activations = np.zeros(program.num_instructions, dtype=np.int64)
-    buffers = _buffer_bytes(program)
-    for rank in range(program.num_ranks):
-        part = slice(int(program.rank_start[rank]), int(program.rank_start[rank + 1]))
-        before = np.concatenate(([0.0], np.cumsum(held[part])[:-1])) if part.stop > part.start else held[part]
-        activations[part] = np.round(before + during[part]).astype(np.int64)
-    return MemoryAccount(static=static_bytes(program), activations=activations, buffers=buffers,
-                         rank_start=program.rank_start)
+    places = _Places(program)
+    memories = _instance_memories(program)
+    return MemoryAccount(
+        static=static_bytes(program), activations=_activation_bytes(program, memories),
+        buffers=_received_bytes(program, places) + _handed_over_bytes(program, places, memories),
+        rank_start=program.rank_start)
 
 
-def _activation_changes(program: Program) -> tuple[F64, F64]:
-    """Return per instruction the lasting change of held bytes after it, and the extra bytes while it runs."""
+class _Places:
+    """Where the computes of each instance stand on each of its ranks; a *slot* is an instance on one rank."""
+
+    def __init__(self, program: Program) -> None:
+        pairs = sorted((rank, index) for index, instance in enumerate(program.instances) for rank in instance.ranks)
+        self.slots = {pair: slot for slot, pair in enumerate(pairs)}
+        self.instance = np.asarray([index for _, index in pairs], dtype=np.int64)
+        num_instances = max(1, len(program.instances))
+        computes = np.flatnonzero(program.op == Op.COMPUTE)
+        keys = program.rank_of()[computes] * num_instances + program.instance[computes]
+        slot = np.searchsorted(np.asarray([rank * num_instances + index for rank, index in pairs]), keys)
+        self.position: I64 = np.full((len(pairs), len(Phase), program.plan.microbatches), -1, dtype=np.int64)
+        """[slot, phase, microbatch] -> instruction, or -1."""
+        self.position[slot, program.phase[computes], program.microbatch[computes]] = computes
+        self.backward = np.maximum(self.position[:, Phase.B], self.position[:, Phase.I])
+        """[slot, microbatch] -> the B or I instruction."""
+
+
+def _instance_memories(program: Program) -> list[StageMemory]:
+    inputs = [stage_inputs(program.graph, ops) for ops in program.stage_ops]
+    crossing = np.unique(np.concatenate(inputs)) if inputs else np.zeros(0, dtype=np.int64)
     training = program.plan.model.mode == "training"
-    change = np.zeros((max(1, len(program.instances)), len(Phase)))
+    known: dict[tuple[int, int], StageMemory] = {}
+    for item in program.instances:
+        if (item.stage, item.num_samples) not in known:
+            known[item.stage, item.num_samples] = stage_memory(
+                program.graph, program.stage_ops[item.stage], num_samples=item.num_samples, training=training,
+                crossing=crossing)
+    return [known[item.stage, item.num_samples] for item in program.instances]
+
+
+def _activation_bytes(program: Program, memories: list[StageMemory]) -> I64:
+    """Return per instruction what forwards have left for their backwards, and what is live inside it."""
+    training = program.plan.model.mode == "training"
+    change = np.zeros((max(1, len(memories)), len(Phase)), dtype=np.int64)
     extra = np.zeros_like(change)
-    memories = [stage_memory(program.graph, ops, training=training) for ops in program.stage_ops]
-    for index, instance in enumerate(program.instances):
-        memory = memories[instance.stage]
-        scale = instance.num_samples / program.graph.batch
+    for index, (instance, memory) in enumerate(zip(program.instances, memories, strict=True)):
         recompute = program.plan.stages[instance.stage].recompute
         kept = memory.inputs if recompute else memory.saved
-        again = memory.forward_peak if recompute else 0.0
-        change[index] = np.asarray([kept, -kept, -(kept - memory.saved_for_weights), -memory.saved_for_weights]) * scale
-        if not training:
-            change[index] = 0.0
-        extra[index] = np.asarray([memory.forward_peak, again + memory.backward_work, again + memory.backward_work,
-                                   0.0]) * scale
+        if training:
+            change[index] = (kept, -kept, memory.saved_for_weights - kept, -memory.saved_for_weights)
+        pieces = any(not program.channels[channel].whole for channel in instance.forward_channels)
+        forward = memory.forward_peak + (memory.inputs if pieces else 0)
+        backward = memory.backward_work + (memory.forward_peak if recompute else 0)
+        extra[index] = (forward, backward, backward, 0)
     is_compute = program.op == Op.COMPUTE
-    instance_ids, phases = program.instance[is_compute], program.phase[is_compute]
-    lasting, during = np.zeros(program.num_instructions), np.zeros(program.num_instructions)
-    lasting[is_compute] = change[instance_ids, phases]
-    during[is_compute] = extra[instance_ids, phases]
-    return lasting, during
+    chosen = program.instance[is_compute], program.phase[is_compute]
+    lasting, during = np.zeros((2, program.num_instructions), dtype=np.int64)
+    lasting[is_compute], during[is_compute] = change[chosen], extra[chosen]
+    return np.cumsum(lasting) - lasting + during
 
 
-def _buffer_bytes(program: Program) -> I64:
+def _received_bytes(program: Program, places: _Places) -> I64:
     """Return the bytes of received tensors held during each instruction."""
+    rows = np.flatnonzero(program.op == Op.RECV)
+    if len(rows) == 0:
+        return np.zeros(program.num_instructions, dtype=np.int64)
+    channels, microbatches = program.channel[rows], program.microbatch[rows]
+    is_gradient = np.asarray([channel.kind == "gradient" for channel in program.channels])[channels]
+    until = rows.copy()
+    for depth in range(max(len(channel.consumers) for channel in program.channels)):
+        slot = np.asarray([places.slots[channel.target, channel.consumers[min(depth, len(channel.consumers) - 1)]]
+                           for channel in program.channels])[channels]
+        read = np.where(is_gradient, places.backward[slot, microbatches],
+                        places.position[slot, Phase.F, microbatches])
+        until = np.maximum(until, read)
+    sizes = np.asarray([channel.num_bytes for channel in program.channels], dtype=np.int64)[channels]
+    return _held(program, rows, until, sizes)
+
+
+def _handed_over_bytes(program: Program, places: _Places, memories: list[StageMemory]) -> I64:
+    """Return the bytes of outputs, and of gradients of inputs, that wait to be sent or read on their own rank."""
+    forward, backward = places.position[:, Phase.F], places.backward
+    output_until, gradient_until = forward.copy(), backward.copy()
+    for (rank, index), slot in places.slots.items():
+        for producer in program.instances[index].producers:
+            source = places.slots.get((rank, producer))
+            if source is not None:
+                np.maximum(output_until[source], forward[slot], out=output_until[source])
+                if index in program.instances[producer].consumers:
+                    np.maximum(gradient_until[slot], backward[source], out=gradient_until[slot])
+    sender = np.asarray([places.slots[item.source, item.producer] for item in program.channels], dtype=np.int64)
+    is_gradient = np.asarray([item.kind == "gradient" for item in program.channels], dtype=bool)
+    sends = np.flatnonzero(program.op == Op.SEND)
+    for until, rows in ((output_until, sends[~is_gradient[program.channel[sends]]]),
+                        (gradient_until, sends[is_gradient[program.channel[sends]]])):
+        np.maximum.at(until, (sender[program.channel[rows]], program.microbatch[rows]), rows)
+    outputs = np.asarray([_unsaved_outputs(program, item.stage, memory)
+                          for item, memory in zip(program.instances, memories, strict=True)], dtype=np.int64)
+    gradients = np.asarray([memory.input_gradients for memory in memories], dtype=np.int64)
+    total = np.zeros(program.num_instructions, dtype=np.int64)
+    for start, until, sizes in ((forward, output_until, outputs), (backward, gradient_until, gradients)):
+        slots, microbatches = np.nonzero(until > start)
+        total += _held(program, start[slots, microbatches] + 1, until[slots, microbatches],
+                       sizes[places.instance[slots]])
+    return total
+
+
+def _unsaved_outputs(program: Program, stage: int, memory: StageMemory) -> int:
+    keeps_all = program.plan.model.mode == "training" and not program.plan.stages[stage].recompute
+    return memory.outputs - memory.saved_outputs if keeps_all else memory.outputs
+
+
+def _held(program: Program, first: I64, last: I64, sizes: I64) -> I64:
+    """Return the total per instruction of sizes that are held from ``first`` to ``last``, both included."""
     change = np.zeros(program.num_instructions + 1, dtype=np.int64)
-    received = np.flatnonzero(program.op == Op.RECV)
-    if len(received) == 0:
-        return change[:-1]
-    position = compute_positions(program)
-    sizes = np.asarray([channel.num_bytes for channel in program.channels], dtype=np.int64)
-    until = np.full(len(received), -1, dtype=np.int64)
-    channel_ids, microbatches = program.channel[received].astype(np.int64), program.microbatch[received]
-    for consumer, phases, mask in _consumers(program, channel_ids):
-        for phase in phases:
-            found = position[consumer[mask], phase, microbatches[mask]]
-            until[mask] = np.maximum(until[mask], found)
-    ends = np.searchsorted(program.rank_start, received, side="right")
-    until = np.where(until < received, program.rank_start[ends] - 1, until)
-    np.add.at(change, received, sizes[channel_ids])
-    np.add.at(change, until + 1, -sizes[channel_ids])
+    np.add.at(change, first, sizes)
+    np.add.at(change, last + 1, -sizes)
     return np.cumsum(change)[:-1]
-
-
-def _consumers(program: Program, channel_ids: I64) -> list[tuple[I64, tuple[Phase, ...], Bool]]:
-    """Return (consumer instance, phases, which receives) for the first, second, ... consumer of each receive."""
-    depth = max(len(channel.consumers) for channel in program.channels)
-    gradient = np.asarray([channel.kind == "gradient" for channel in program.channels])[channel_ids]
-    rows: list[tuple[I64, tuple[Phase, ...], Bool]] = []
-    for index in range(depth):
-        table = np.asarray([channel.consumers[index] if index < len(channel.consumers) else -1
-                            for channel in program.channels], dtype=np.int64)
-        consumer = table[channel_ids]
-        rows.append((consumer, (Phase.F,), (consumer >= 0) & ~gradient))
-        rows.append((consumer, (Phase.B, Phase.I), (consumer >= 0) & gradient))
-    return rows
-
-
-def compute_positions(program: Program) -> I64:
-    """Return [instance, phase, microbatch] -> instruction index, or -1; ranks of a joint instance: the last one."""
-    position = np.full((max(1, len(program.instances)), len(Phase), program.plan.microbatches), -1, dtype=np.int64)
-    computes = np.flatnonzero(program.op == Op.COMPUTE)
-    position[program.instance[computes], program.phase[computes], program.microbatch[computes]] = computes
-    return position
 
 
 def static_bytes(program: Program) -> I64:
@@ -171,10 +199,11 @@ def static_bytes(program: Program) -> I64:
             if training:
                 result[rank_of[device], 1] += size
                 result[rank_of[device], 2] += -(-state // len(devices)) if plan.optimizer.sharded else state
+    buffers: list[set[int]] = [set() for _ in range(program.num_ranks)]
     for instance in program.instances:
-        size = _stage_buffers(graph, program.stage_ops[instance.stage])
         for rank in instance.ranks:
-            result[rank, 0] += size
+            buffers[rank].update(_stage_buffers(graph, program.stage_ops[instance.stage]))
+    result[:, 0] += [int(graph.tensor_bytes[sorted(tensors)].sum()) for tensors in buffers]
     return result
 
 
@@ -191,86 +220,6 @@ def _dtype_bytes(dtype: str) -> int:
     return {"float64": 8, "float16": 2, "bfloat16": 2}.get(dtype, 4)
 
 
-def _stage_buffers(graph: Graph, ops: I64) -> int:
+def _stage_buffers(graph: Graph, ops: I64) -> list[int]:
     read = np.unique(np.concatenate([graph.op_inputs(int(op)) for op in ops]))
-    return int(graph.tensor_bytes[read[graph.tensor_role[read] == TensorRole.BUFFER]].sum())
-
-
-def stage_memory(graph: Graph, ops: I64, *, training: bool) -> StageMemory:
-    """Return the memory figures of the stage with these operators, for the traced batch."""
-    root = graph.memory_root
-    counted = np.isin(graph.tensor_role, (TensorRole.ACTIVATION,))
-    inputs = np.unique(root[stage_inputs(graph, ops)])
-    inside = np.zeros(graph.num_tensors, dtype=bool)
-    reads_parameter = np.zeros(graph.num_tensors, dtype=bool)
-    waiting_gradients = 0.0
-    for op in ops:
-        tensors = graph.op_inputs(int(op))
-        inside[tensors] = True
-        inside[graph.op_outputs(int(op))] = True
-        if (graph.tensor_role[tensors] == TensorRole.PARAMETER).any():
-            reads_parameter[tensors] = True
-            waiting_gradients += float(graph.tensor_bytes[graph.op_outputs(int(op))].sum())
-    inside &= counted
-    saved = np.unique(root[inside & graph.is_saved]) if training else np.zeros(0, dtype=np.int64)
-    saved = saved[counted[saved]]
-    weights = np.unique(root[inside & graph.is_saved & reads_parameter]) if training else saved
-    weights = weights[counted[weights]]
-    sizes = graph.tensor_bytes.astype(np.float64)
-    kept = np.zeros(graph.num_tensors, dtype=bool)
-    kept[saved] = True
-    return StageMemory(
-        saved=float(sizes[saved].sum()),
-        saved_for_weights=float(sizes[weights].sum()) + waiting_gradients if training else 0.0,
-        inputs=float(sizes[inputs].sum()), forward_peak=_forward_peak(graph, ops, root, kept, sizes * counted),
-        backward_work=_backward_work(graph, ops, root, sizes * counted) if training else 0.0)
-
-
-def _forward_peak(graph: Graph, ops: I64, root: I64, kept: Bool, sizes: F64) -> float:
-    """Return the most that is live at once inside the forward beyond what is saved in the end."""
-    last: dict[int, int] = {}
-    for op in ops.tolist():
-        for tensor in (*graph.op_inputs(op).tolist(), *graph.op_outputs(op).tolist()):
-            last[int(root[tensor])] = op
-    live, peak = 0.0, 0.0
-    held: set[int] = set()
-    by_last: dict[int, list[int]] = {}
-    for tensor, op in last.items():
-        by_last.setdefault(op, []).append(tensor)
-    for op in ops.tolist():
-        for tensor in graph.op_outputs(op).tolist():
-            base = int(root[tensor])
-            if base not in held and not kept[base]:
-                held.add(base)
-                live += sizes[base]
-        peak = max(peak, live)
-        for base in by_last.get(op, ()):
-            if base in held:
-                live -= sizes[base]
-    saved_total = float(sum(sizes[base] for base in last if kept[base]))
-    return peak + saved_total
-
-
-def _backward_work(graph: Graph, ops: I64, root: I64, sizes: F64) -> float:
-    """Return the most that gradients of activations take at once, from the last operator to the first."""
-    needed = graph.needs_gradient
-    first: dict[int, int] = {}
-    for op in ops.tolist():
-        for tensor in (*graph.op_outputs(op).tolist(), *graph.op_inputs(op).tolist()):
-            first.setdefault(int(root[tensor]), op)
-    live, peak = 0.0, 0.0
-    held: set[int] = set()
-    by_first: dict[int, list[int]] = {}
-    for tensor, op in first.items():
-        by_first.setdefault(op, []).append(tensor)
-    for op in reversed(ops.tolist()):
-        for tensor in (*graph.op_outputs(op).tolist(), *graph.op_inputs(op).tolist()):
-            base = int(root[tensor])
-            if needed[tensor] and base not in held:
-                held.add(base)
-                live += sizes[base]
-        peak = max(peak, live)
-        for base in by_first.get(op, ()):
-            if base in held:
-                live -= sizes[base]
-    return peak
+    return [int(tensor) for tensor in read[graph.tensor_role[read] == TensorRole.BUFFER]]

@@ -1,7 +1,7 @@
 """The program: per rank, the list of instructions that a plan means. The simulator times it, the runtime executes it.
 
 All instructions of all ranks lie in columns, rank after rank, so that a million of them stay cheap; ``instructions``
-gives those of one rank as objects. What instructions refer to is in four tables:
+gives those of one rank as objects. What instructions refer to is in three tables:
 
 - ``instances``: one replica of one stage on its ranks;
 - ``channels``: tensors that go from one instance to a rank, forward (activations) or backward (their gradients);
@@ -10,8 +10,9 @@ gives those of one rank as objects. What instructions refer to is in four tables
 Semantics. A rank issues its instructions in order. A compute instruction runs when the compute before it is done and
 all tensors it needs have arrived. A send, receive or collective is issued when the compute before it in the list is
 done, and then proceeds beside later compute; a send and its receive move data together, a collective starts when all
-members have issued it, and so does the compute of an instance with several ranks. ``weft.plan.check`` demands more, so that a program is safe on any transport: it must make
-progress even if every send, receive and collective blocks its rank until the other side is there (rendezvous).
+members have issued it. The compute of an instance with several ranks runs on all of them at once. ``weft.plan.check``
+demands more, so that a program is safe on any transport: it must make progress even if every send, receive and
+collective blocks its rank until the other side is there (rendezvous).
 """
 
 from __future__ import annotations
@@ -209,12 +210,16 @@ class Program:
                         f"mb {item.microbatch}")
             case Op.COLLECTIVE:
                 bucket = self.buckets[item.bucket]
-                return f"{bucket.method} {len(bucket.parameters)} parameters"
+                which = f" (bucket {item.bucket})" if len(self.buckets) > 1 else ""
+                return f"{bucket.method} {len(bucket.parameters)} parameters{which}"
             case Op.STEP:
                 return f"{self.plan.optimizer.kind} step"
 
     def place(self, index: int) -> str:
         """Return where an instruction is, for messages: ``rank 1 (a1), instruction 7: F s1 mb 0``."""
+        return f"{self.position(index)}: {self.label(index)}"
+
+    def position(self, index: int) -> str:
+        """Return the rank and the place in its list, for messages: ``rank 1 (a1), instruction 7``."""
         rank = int(np.searchsorted(self.rank_start, index, side="right")) - 1
-        position = index - int(self.rank_start[rank])
-        return f"rank {rank} ({self.rank_names[rank]}), instruction {position}: {self.label(index)}"
+        return f"rank {rank} ({self.rank_names[rank]}), instruction {index - int(self.rank_start[rank])}"

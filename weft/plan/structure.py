@@ -18,10 +18,13 @@ import numpy as np
 from weft.cluster.cluster import Cluster
 from weft.errors import PlanError
 from weft.model.graph import Graph
-from weft.plan.plan import Plan, Stage, split_samples
+from weft.plan.plan import Plan, Replica, Stage, split_samples
 
 PHASES = ("F", "B", "I", "W")
 _MICROBATCH = re.compile("[0-9]{1,9}")
+_MAX_BATCH = 2**31 - 1
+_MAX_PROBLEMS = 1000
+"""A broken file can have millions of problems; more than this many help nobody."""
 
 
 def require_structure(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> None:
@@ -42,15 +45,16 @@ def raise_problems(what: str, problems: Sequence[str]) -> None:
 
 def structure_problems(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> list[str]:
     """Return all problems; references are checked first, and what builds on them only if they hold."""
-    problems = [*_binding_problems(plan, graph, cluster), *_count_problems(plan)]
-    for index, stage in enumerate(plan.stages):
-        problems.extend(_stage_problems(plan, graph, stage, f"stages[{index}]"))
-    names = Counter(stage.name for stage in plan.stages)
-    problems.extend(f"stages: the name {name!r} is there {count} times" for name, count in names.items() if count > 1)
+    binding = list(_binding_problems(plan, graph, cluster))
+    if binding:  # made for another model or cluster: whatever else is wrong follows from that
+        return binding
+    references = itertools.chain(_count_problems(plan), *(_stage_problems(plan, graph, stage, f"stages[{index}]")
+                                                          for index, stage in enumerate(plan.stages)))
+    problems = list(itertools.islice(references, _MAX_PROBLEMS))
     if problems:
         return problems
-    problems = [*_coverage_problems(plan, graph), *_order_problems(plan), *_gradient_problems(plan, graph)]
-    return problems or _cycle_problems(plan, graph)
+    meaning = itertools.chain(_coverage_problems(plan, graph), _order_problems(plan), _gradient_problems(plan, graph))
+    return list(itertools.islice(meaning, _MAX_PROBLEMS)) or _cycle_problems(plan, graph)
 
 
 def _binding_problems(plan: Plan, graph: Graph, cluster: Cluster | None) -> Iterator[str]:
@@ -78,13 +82,20 @@ def _count_problems(plan: Plan) -> Iterator[str]:
     for name, count in Counter(plan.cluster.devices).items():
         if count > 1:
             yield f"cluster.devices: {name!r} is there {count} times"
-    if plan.microbatches < 1 or plan.model.batch < 1:
-        yield f"microbatches ({plan.microbatches}) and model.batch ({plan.model.batch}) must be 1 or more"
+    if plan.microbatches < 1 or not 1 <= plan.model.batch <= _MAX_BATCH:
+        yield (f"microbatches ({plan.microbatches}) and model.batch ({plan.model.batch}) must be 1 or more, "
+               f"and at most {_MAX_BATCH}")
     elif plan.model.batch % plan.microbatches:
         yield (f"model.batch ({plan.model.batch}) is not a multiple of microbatches ({plan.microbatches}); "
                "change one of them")
+    num_actions = sum(len(actions) for actions in plan.order.values())
+    if plan.microbatches > num_actions:
+        yield f"order has {num_actions} actions for {plan.microbatches} micro-batches: each needs at least one"
     if not plan.stages:
         yield "stages is empty"
+    for name, count in Counter(stage.name for stage in plan.stages).items():
+        if count > 1:
+            yield f"stages: the name {name!r} is there {count} times"
     if not math.isfinite(plan.optimizer.lr) or plan.optimizer.lr < 0:
         yield f"optimizer.lr is {plan.optimizer.lr}: it must be zero or more"
 
@@ -112,7 +123,7 @@ def _stage_problems(plan: Plan, graph: Graph, stage: Stage, path: str) -> Iterat
             yield f"{path}.sharding: the model has no tensor {name!r}"
         for axis in (*sharding.dims, *sharding.partial):
             if axis is not None and axis not in axes:
-                yield f"{path}.sharding.{name}: no mesh has an axis {axis!r}"
+                yield f"{path}.sharding: tensor {name!r} is laid over axis {axis!r}, which no mesh has"
 
 
 def _replica_problems(plan: Plan, stage: Stage, path: str) -> Iterator[str]:
@@ -130,23 +141,29 @@ def _replica_problems(plan: Plan, stage: Stage, path: str) -> Iterator[str]:
             elif device in seen:
                 yield f"{here}.devices[{position}]: {device!r} already runs this stage"
             seen.add(device)
-        if math.prod(replica.mesh.values()) != len(replica.devices) and replica.devices:
-            yield (f"{here}.mesh {dict(replica.mesh)} has {math.prod(replica.mesh.values())} places "
-                   f"for {len(replica.devices)} devices")
-        if any(size < 1 for size in replica.mesh.values()):
-            yield f"{here}.mesh {dict(replica.mesh)}: sizes must be 1 or more"
+        yield from _mesh_problems(replica, here)
         if not replica.share > 0:
             yield f"{here}.share is {replica.share}: it must be more than zero"
         for phase, time_s in replica.times.items():
-            if phase not in PHASES or time_s < 0:
+            if phase not in PHASES or not 0 <= time_s < math.inf:
                 yield f"{here}.times.{phase} is {time_s}: phases are F, B, I, W, and times are zero or more"
     shares = tuple(replica.share for replica in stage.replicas)
     if all(share > 0 for share in shares):
         if abs(sum(shares) - 1) > 1e-6:
             yield f"{path}.replicas: the shares add up to {sum(shares):g}, not 1"
-        elif plan.microbatches >= 1 and 0 in split_samples(plan.microbatch_size, shares):
+        elif 1 <= plan.microbatches <= plan.model.batch <= _MAX_BATCH and (
+                0 in split_samples(plan.microbatch_size, shares)):
             yield (f"{path}.replicas: shares {list(shares)} of {plan.microbatch_size} samples leave a replica "
                    "without one; try fewer micro-batches or replicas")
+
+
+def _mesh_problems(replica: Replica, here: str) -> Iterator[str]:
+    num_devices = len(replica.devices)
+    if any(not 1 <= size <= num_devices for size in replica.mesh.values()):
+        yield f"{here}.mesh {dict(replica.mesh)}: sizes must be from 1 to the number of devices ({num_devices})"
+    elif math.prod(replica.mesh.values()) != num_devices:
+        yield (f"{here}.mesh {dict(replica.mesh)} has {math.prod(replica.mesh.values())} places "
+               f"for {num_devices} devices")
 
 
 def stage_microbatches(plan: Plan, stage: Stage) -> tuple[int, ...]:
@@ -156,14 +173,15 @@ def stage_microbatches(plan: Plan, stage: Stage) -> tuple[int, ...]:
 
 def stage_patterns(plan: Plan) -> dict[tuple[int, ...], list[int]]:
     """Return the sets of stages that serve some micro-batches together, with those micro-batches."""
+    always = [index for index, stage in enumerate(plan.stages) if stage.microbatches is None]
+    chosen: list[list[int]] = [[] for _ in range(plan.microbatches)]
+    for index, stage in enumerate(plan.stages):
+        for microbatch in stage.microbatches or ():
+            chosen[microbatch].append(index)
     patterns: dict[tuple[int, ...], list[int]] = {}
-    members = [set(stage_microbatches(plan, stage)) for stage in plan.stages]
-    if all(stage.microbatches is None for stage in plan.stages):
-        return {tuple(range(len(plan.stages))): list(range(plan.microbatches))}
-    for microbatch in range(plan.microbatches):
-        key = tuple(index for index, handled in enumerate(members) if microbatch in handled)
-        patterns.setdefault(key, []).append(microbatch)
-    return patterns
+    for microbatch, stages in enumerate(chosen):
+        patterns.setdefault(tuple(stages), []).append(microbatch)
+    return {tuple(sorted((*always, *stages))): microbatches for stages, microbatches in patterns.items()}
 
 
 def _coverage_problems(plan: Plan, graph: Graph) -> Iterator[str]:
@@ -190,12 +208,14 @@ def _order_problems(plan: Plan) -> Iterator[str]:
     for device in plan.order:
         if device not in expected:
             yield f"order: {device!r} is not in cluster.devices"
+    handled = {name: frozenset(stage_microbatches(plan, stage)) for name, stage in stages.items()}
     styles: dict[tuple[str, int], tuple[str, str]] = {}
     for device, device_stages in expected.items():
-        yield from _device_order_problems(plan, device, device_stages, stages, styles)
+        yield from _device_order_problems(plan, device, device_stages, handled, styles)
 
 
-def _device_order_problems(plan: Plan, device: str, device_stages: Mapping[str, Stage], stages: Mapping[str, Stage],
+def _device_order_problems(plan: Plan, device: str, device_stages: Mapping[str, Stage],
+                           handled: Mapping[str, frozenset[int]],
                            styles: dict[tuple[str, int], tuple[str, str]]) -> Iterator[str]:
     position: dict[tuple[str, str, int], int] = {}
     actions = plan.order.get(device, ())
@@ -206,11 +226,11 @@ def _device_order_problems(plan: Plan, device: str, device_stages: Mapping[str, 
             yield f"{path}: {token!r} is not of the form stage:F:0 with a phase F, B, I or W"
             continue
         name, phase, microbatch = action
-        if name not in stages:
+        if name not in handled:
             yield f"{path}: there is no stage {name!r}"
         elif name not in device_stages:
             yield f"{path}: {device!r} does not run stage {name!r}"
-        elif microbatch not in stage_microbatches(plan, stages[name]):
+        elif microbatch not in handled[name]:
             yield f"{path}: stage {name!r} does not handle micro-batch {microbatch}"
         elif phase != "F" and plan.model.mode == "inference":
             yield f"{path}: {token!r} is a backward action, but the plan is for inference"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from weft.run.split_backward import Deferred
-from weft.run.transport import Work
+from weft.run.transport import PeerLost, Work
 
 
 class Cell:
@@ -47,8 +47,11 @@ class Transfer:
     def wait(self) -> None:
         """Return when the message is done; at once if it was waited for before."""
         if self.works:
-            for work in self.works:
-                work.wait()
+            try:
+                for work in self.works:
+                    work.wait()
+            except RuntimeError as problem:
+                raise PeerLost(f"a message or collective failed: {problem}") from problem
             self.works = ()
             self.tensors = ()
             self.ends[self.position] = time.perf_counter_ns()

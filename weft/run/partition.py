@@ -244,7 +244,7 @@ def _copy_shared_outputs(graph: FxGraph) -> None:
     end.args = (tuple(results),)
 
 
-class _MetaRun(Interpreter):  # type: ignore[misc]
+class _MetaRun(Interpreter):
     """Runs a stage without data; views share their (empty) storage as they will when it runs for real."""
 
     def __init__(self, graph: FxGraph) -> None:

@@ -103,7 +103,7 @@ def save_result(result: RunResult, folder: Path) -> None:
     if result.timeline is not None:
         save_timeline(result.timeline, folder / TIMELINE_FILE)
     if result.gradients is not None:
-        np.savez(folder / GRADIENTS_FILE, **result.gradients)
+        np.savez(folder / GRADIENTS_FILE, allow_pickle=False, **result.gradients)
     write_atomic(folder / RESULT_FILE, json.dumps(_finite(encode(record))))
 
 

@@ -97,7 +97,7 @@ class CallGradient:
                 add_gradient(parameter, gradient)
 
 
-class _Matmul(torch.autograd.Function):  # type: ignore[misc]
+class _Matmul(torch.autograd.Function):
     """``x W^T + b`` if ``transposed`` (as ``linear``), else ``x W + b`` (as ``addmm``)."""
 
     @staticmethod
@@ -123,7 +123,7 @@ class _Matmul(torch.autograd.Function):  # type: ignore[misc]
         return torch.matmul(grad, weight if transposed else weight.t()), None, None, None, None
 
 
-class _Convolution(torch.autograd.Function):  # type: ignore[misc]
+class _Convolution(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...],
                 queue: WeightGradients) -> Tensor:
@@ -149,7 +149,7 @@ class _Convolution(torch.autograd.Function):  # type: ignore[misc]
         return inputs[0], None, None, None, None
 
 
-class _Embedding(torch.autograd.Function):  # type: ignore[misc]
+class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Tensor, indices: Tensor, padding: int, by_frequency: bool,
                 queue: WeightGradients) -> Tensor:
@@ -169,7 +169,7 @@ class _Embedding(torch.autograd.Function):  # type: ignore[misc]
         return None, None, None, None, None
 
 
-class _LayerNorm(torch.autograd.Function):  # type: ignore[misc]
+class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor | None, eps: float,
                 queue: WeightGradients) -> Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import mmap
+import sys
 from pathlib import Path
 
 _LINE_BYTES = 64  # one cache line for each rank
@@ -42,7 +43,7 @@ DESCRIPTIONS = {
 class StatusLine:
     """One rank's line: ``cell[0]`` is the place, ``cell[1]`` the step."""
 
-    __slots__ = ("_labels", "_memory", "cell")
+    __slots__ = ("_labels", "_labels_file", "_memory", "cell")
 
     def __init__(self, path: Path | None = None, rank: int = 0) -> None:
         self._memory: mmap.mmap | bytearray
@@ -55,6 +56,7 @@ class StatusLine:
             start = rank * _LINE_BYTES
         self.cell = memoryview(self._memory)[start : start + _LINE_BYTES].cast("q")
         self._labels: tuple[str, ...] = ()
+        self._labels_file = None if path is None else labels_file(path, rank)
         self.cell[0] = Milestone.STARTING
 
     def set(self, milestone: Milestone) -> None:
@@ -62,8 +64,10 @@ class StatusLine:
         self.cell[0] = milestone
 
     def name_instructions(self, labels: tuple[str, ...]) -> None:
-        """Remember what the instructions are, for ``describe``."""
+        """Remember what the instructions are, for ``describe`` and for readers of the file."""
         self._labels = labels
+        if self._labels_file is not None:
+            self._labels_file.write_text("\n".join(labels), encoding="utf-8")
 
     def describe(self) -> str:
         """Return what the rank is doing, for people."""
@@ -80,13 +84,21 @@ def describe_place(place: int, step: int, labels: tuple[str, ...]) -> str:
 
 def create_status_file(path: Path, num_ranks: int) -> None:
     """Write the file in which ``num_ranks`` ranks keep their lines, all at the first milestone."""
-    line = int(Milestone.STARTING).to_bytes(8, "little", signed=True).ljust(_LINE_BYTES, b"\0")
+    line = int(Milestone.STARTING).to_bytes(8, sys.byteorder, signed=True).ljust(_LINE_BYTES, b"\0")
     path.write_bytes(line * num_ranks)
 
 
-def read_status_file(path: Path, rank: int) -> tuple[int, int]:
-    """Return (place, step) of a rank."""
+def labels_file(path: Path, rank: int) -> Path:
+    """Return the file beside the status file in which a rank lists its instructions."""
+    return path.with_name(f"labels-{rank}.txt")
+
+
+def read_status_file(path: Path, rank: int) -> str:
+    """Return what a rank is doing, for people."""
     with open(path, "rb") as stream:
         stream.seek(rank * _LINE_BYTES)
         data = stream.read(16)
-    return int.from_bytes(data[:8], "little", signed=True), int.from_bytes(data[8:], "little", signed=True)
+    place, step = (int.from_bytes(part, sys.byteorder, signed=True) for part in (data[:8], data[8:]))
+    names = labels_file(path, rank)
+    labels = tuple(names.read_text(encoding="utf-8").split("\n")) if names.exists() else ()
+    return describe_place(place, step, labels)

@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,6 +22,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.errors import RunError
+
+
+class PeerLost(RunError):  # noqa: N818 - it says what happened
+    """A message or collective failed: most likely another rank is gone, and the fault lies there."""
 
 
 class Work(Protocol):
@@ -34,13 +38,16 @@ class Work(Protocol):
 class Transport:
     """The connections of one rank; use as a context manager or call ``close``."""
 
-    def __init__(self, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float = 300.0) -> None:
+    def __init__(self, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float = 300.0,
+                 store: Any = None) -> None:
+        """Connect to the ranks that meet at ``store``, or else at ``MASTER_ADDR:MASTER_PORT``."""
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
-            dist.init_process_group(backend, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s))
+            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks,
+                                    timeout=timedelta(seconds=timeout_s))
         except (RuntimeError, ValueError) as problem:
-            raise RunError(f"rank {rank} cannot connect to the other {num_ranks - 1} ranks at "
+            raise PeerLost(f"rank {rank} cannot connect to the other {num_ranks - 1} ranks at "
                            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {problem}") from problem
         self._world = dist.group.WORLD
         self._backend = self._world._get_backend(device)
@@ -56,23 +63,31 @@ class Transport:
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Work:
         """Start sending a contiguous tensor; it must stay as it is until the work is done."""
-        work: Work = self._backend.send([tensor], target, tag)
+        try:
+            work: Work = self._backend.send([tensor], target, tag)
+        except RuntimeError as problem:
+            raise PeerLost(f"rank {self.rank} lost rank {target}: {problem}") from problem
         return work
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Start receiving into a contiguous tensor."""
-        work: Work = self._backend.recv([tensor], source, tag)
+        try:
+            work: Work = self._backend.recv([tensor], source, tag)
+        except RuntimeError as problem:
+            raise PeerLost(f"rank {self.rank} lost rank {source}: {problem}") from problem
         return work
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
         """Start replacing the tensor by its sum over ``ranks``."""
-        work: Work = self._groups[ranks].allreduce([tensor])
+        try:
+            work: Work = self._groups[ranks].allreduce([tensor])
+        except RuntimeError as problem:
+            raise PeerLost(f"rank {self.rank} lost one of the ranks {ranks}: {problem}") from problem
         return work
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
-        token = torch.zeros(1)
-        self._cpu.allreduce([token]).wait()
+        self._finish(self._cpu.allreduce([torch.zeros(1)]))
 
     def gather_records(self, record: Any) -> list[Any] | None:
         """Return the JSON records of all ranks on rank 0, None elsewhere."""
@@ -93,13 +108,19 @@ class Transport:
             assert tensor is not None
             data = tensor.detach().cpu().contiguous().view(torch.uint8)
             header[0] = data.numel()
-            self._cpu.send([header], 0, self._record_tag).wait()
-            self._cpu.send([data], 0, self._record_tag).wait()
+            self._finish(self._cpu.send([header], 0, self._record_tag))
+            self._finish(self._cpu.send([data], 0, self._record_tag))
             return None
-        self._cpu.recv([header], source, self._record_tag).wait()
+        self._finish(self._cpu.recv([header], source, self._record_tag))
         received = torch.empty(int(header), dtype=torch.uint8)
-        self._cpu.recv([received], source, self._record_tag).wait()
+        self._finish(self._cpu.recv([received], source, self._record_tag))
         return received
+
+    def _finish(self, work: Work) -> None:
+        try:
+            work.wait()
+        except RuntimeError as problem:
+            raise PeerLost(f"rank {self.rank} lost another rank: {problem}") from problem
 
     def clock_offset_s(self, rounds: int = 8) -> float:
         """Return what to add to this rank's ``time.perf_counter`` to get rank 0's; zero on the same machine.
@@ -119,7 +140,7 @@ class Transport:
     def _gather_machines(self) -> list[int]:
         mine = torch.zeros(self.num_ranks, dtype=torch.int64)
         mine[self.rank] = _machine_number()
-        self._cpu.allreduce([mine]).wait()
+        self._finish(self._cpu.allreduce([mine]))
         return [int(value) for value in mine]
 
     def _ping(self, other: int) -> tuple[float, float]:
@@ -127,13 +148,13 @@ class Transport:
         stamp = torch.zeros(1, dtype=torch.float64)
         tag = self._record_tag + 1
         if self.rank == 0:
-            self._cpu.recv([stamp], other, tag).wait()
+            self._finish(self._cpu.recv([stamp], other, tag))
             stamp[0] = time.perf_counter()
-            self._cpu.send([stamp], other, tag).wait()
+            self._finish(self._cpu.send([stamp], other, tag))
             return 0.0, 0.0
         before = time.perf_counter()
-        self._cpu.send([stamp], 0, tag).wait()
-        self._cpu.recv([stamp], 0, tag).wait()
+        self._finish(self._cpu.send([stamp], 0, tag))
+        self._finish(self._cpu.recv([stamp], 0, tag))
         after = time.perf_counter()
         return after - before, float(stamp) - (before + after) / 2
 
@@ -143,6 +164,17 @@ class Transport:
             dist.destroy_process_group()
 
 
+def open_store(*, listen_fd: int | None, timeout_s: float) -> Any:
+    """Return the store at ``MASTER_ADDR:MASTER_PORT``, served by this process if it is given the listening socket."""
+    try:
+        return dist.TCPStore(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=listen_fd is not None,
+            timeout=timedelta(seconds=timeout_s), master_listen_fd=listen_fd, wait_for_workers=False)
+    except (RuntimeError, ValueError, KeyError) as problem:
+        raise PeerLost(f"no store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
+                       f"{problem}") from problem
+
+
 def _machine_number() -> int:
     """Return a number that ranks on one machine share (they share its monotonic clock too)."""
     text = socket.gethostname()
@@ -150,17 +182,3 @@ def _machine_number() -> int:
     if boot.exists():
         text += boot.read_text()
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
-
-
-def free_port(address: str = "127.0.0.1") -> tuple[socket.socket, int]:
-    """Return a socket that listens on a free port of ``address``, and the port."""
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    listener.bind((address, 0))
-    listener.listen(128)
-    return listener, int(listener.getsockname()[1])
-
-
-def as_bytes(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the tensors' values, one after the other, as bytes on the CPU."""
-    parts = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for tensor in tensors]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.uint8)

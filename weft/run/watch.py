@@ -13,13 +13,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from typing import Final
 
 import torch.distributed as dist
 
 from weft.errors import RunError
 from weft.run.status import StatusLine
+from weft.run.transport import open_store
 
 BEAT_S: Final = 1.0
 SILENCE_S: Final = 8.0
@@ -38,13 +38,7 @@ class Watch(threading.Thread):
         self.rank, self.num_ranks, self.status = rank, num_ranks, status
         self._end = end
         self._stop = threading.Event()
-        try:
-            self._store = dist.PrefixStore("weft-watch", dist.TCPStore(
-                os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                timeout=timedelta(seconds=START_S), wait_for_workers=False))
-        except (RuntimeError, KeyError, ValueError) as problem:
-            raise RunError(f"rank {rank} cannot reach the job's store at {os.environ.get('MASTER_ADDR')}:"
-                           f"{os.environ.get('MASTER_PORT')}: {problem}") from problem
+        self._store = dist.PrefixStore("weft-watch", open_store(listen_fd=None, timeout_s=START_S))
 
     def run(self) -> None:
         """Beat and watch until stopped; end the process when a rank is gone."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import shutil
 import sys
 from dataclasses import dataclass
+from itertools import groupby
 from typing import IO, Final
 
 import numpy as np
@@ -66,7 +67,7 @@ def draw_gantt(timeline: Timeline, program: Program, *, num_cells: int, max_rows
         busy = float(timeline.busy_s[rank]) / timeline.step_time_s if timeline.step_time_s else 0.0
         rows.append(GanttRow(device=timeline.devices[rank], cells=cells, instructions=shown, busy=busy))
     return Gantt(rows=tuple(rows), num_left_out=timeline.num_ranks - num_rows, step_time_s=timeline.step_time_s,
-                 legend=_legend(program))
+                 legend=_legend(timeline, program))
 
 
 def _fill_cells(timeline: Timeline, rank: int, num_cells: int) -> I64:
@@ -97,7 +98,7 @@ def _character(program: Program, index: int) -> str:
     return chr(ord(_FIRST[Phase(int(program.phase[index]))]) + int(program.microbatch[index]) % 10)
 
 
-def _legend(program: Program) -> str:
+def _legend(timeline: Timeline, program: Program) -> str:
     last = min(program.plan.microbatches, 10) - 1
     phases = sorted(set(program.phase[program.op == Op.COMPUTE].tolist()))
     parts: dict[str, str] = {}
@@ -107,7 +108,7 @@ def _legend(program: Program) -> str:
         parts[_MEANING[phase]] = f"{marks} {_MEANING[phase]}"
     note = " of the micro-batch" + ("" if program.plan.microbatches <= 10 else " (its last digit)")
     text = ", ".join(parts.values()) + note if parts else ""
-    if (program.op == Op.STEP).any():
+    if (timeline.end_s > timeline.start_s)[program.op == Op.STEP].any():
         text += f"; {STEP} optimizer"
     return f"{text}; {IDLE} idle"
 
@@ -165,9 +166,10 @@ def print_gantt(timeline: Timeline, program: Program, *, width: int | None = Non
         text = Text(line, no_wrap=True)
         if row is not None:
             first = len(line) - len("|  100 %") - len(row.cells)
-            for cell, style in enumerate(_styles(program, row)):
-                if style:
-                    text.stylize(style, first + cell, first + cell + 1)
+            for style, run in groupby(_styles(program, row)):
+                last = first + len(list(run))
+                text.stylize(style, first, last)
+                first = last
         console.print(text)
     console.print()
 

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from importlib.resources import files
 from os import PathLike
@@ -54,6 +55,8 @@ def render_report(timelines: Sequence[Timeline], *, comparison: Sequence[Strateg
     known = plan_capacities(plan) if capacities is None else capacities
     shown = pick(timelines, "predicted") or timelines[0]
     facts, devices = plan_facts(plan, timelines), device_facts(shown, known)
+    if facts.bound_s is None and comparison:
+        facts = replace(facts, bound_s=next((row.bound_s for row in comparison if row.is_chosen), None))
     style, script = _read("report.css"), _script()
     return _fill(_read("report.html"), {
         "policy": _policy(style, script), "style": style, "script": script,

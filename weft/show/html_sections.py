@@ -5,8 +5,8 @@ Every text goes through ``escape`` here and nowhere else; functions return HTML.
 
 from __future__ import annotations
 
+import html
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from typing import Final
 
 from weft.plan.memory import CATEGORIES
@@ -15,6 +15,7 @@ from weft.show.facts import DeviceFacts, ExchangeFacts, PlanFacts, StageFacts, S
 from weft.show.names import short_list
 from weft.show.tables import (
     UNKNOWN,
+    batch_text,
     bound_text,
     peak_text,
     per_second,
@@ -31,6 +32,11 @@ MAX_ROWS: Final = 256
 """Longer tables of devices are cut; the chart has all of them."""
 
 
+def escape(text: str) -> str:
+    """Return the text as HTML; a percent sign stays with its number."""
+    return html.escape(text).replace(" %", "&nbsp;%")
+
+
 def heading(facts: PlanFacts) -> str:
     """Return the page's heading, not escaped."""
     devices = "1 device" if facts.num_devices == 1 else f"{facts.num_devices} devices"
@@ -40,8 +46,8 @@ def heading(facts: PlanFacts) -> str:
 def subtitle(facts: PlanFacts) -> str:
     """Return the line below the heading, not escaped."""
     stages = "1 stage" if facts.num_stages == 1 else f"{facts.num_stages} stages"
-    return (f"{facts.mode.capitalize()} in {facts.dtype}, batch {facts.batch} in {facts.microbatches} micro-batches of "
-            f"{facts.batch // facts.microbatches}, {stages}, planned by {facts.strategy}")
+    return (f"{facts.mode.capitalize()} in {facts.dtype}, batch {batch_text(facts)}, {stages}, "
+            f"planned by {facts.strategy}")
 
 
 def tiles(facts: PlanFacts, devices: Sequence[DeviceFacts]) -> str:
@@ -80,17 +86,17 @@ def strategies(rows: Sequence[StrategyFacts]) -> str:
     for row in rows:
         name = _th(row.strategy, tag="chosen" if row.is_chosen else "")
         if row.step_time_s is None:
-            body.append(f'<tr class="refused">{name}<td colspan="7" class="wrap">{escape(row.status)}: '
+            body.append(f'<tr class="refused">{name}<td colspan="8" class="wrap">{escape(row.status)}: '
                         f"{escape(row.reason or 'no reason given')}</td></tr>")
             continue
         slower = relative(row.step_time_s, best)
         cells = [seconds(row.step_time_s), "fastest" if not slower else percent(slower, signed=True),
-                 per_second(row.samples_per_s), str(row.microbatches or UNKNOWN), percent(row.bubble),
+                 per_second(row.samples_per_s), str(row.microbatches or UNKNOWN), peak_text(row), percent(row.bubble),
                  seconds(row.bound_s)]
         body.append(f"<tr{' class=chosen' if row.is_chosen else ''}>{name}{_numbers(cells)}"
-                    f'<td class="wrap">{escape(peak_text(row))}<div class="dim">{escape(row.status)}</div></td></tr>')
-    header = ("Strategy", "#Step time", "#Against fastest", "#Samples", "#Micro-batches", "#Bubble", "#Bound",
-              "Peak memory per device, status")
+                    f"<td>{escape(row.status)}</td></tr>")
+    header = ("Strategy", "#Step time", "#Against fastest", "#Samples", "#Micro-batches", "#Peak memory per device",
+              "#Bubble", "#Bound", "Status")
     return _section("Strategies", _table(header, body))
 
 

@@ -66,8 +66,8 @@ def _runs(names: Iterable[str]) -> list[tuple[str, str]]:
 def short_modules(stages: Sequence[Sequence[str]]) -> tuple[str, ...]:
     """Return the modules of each stage in short form, such as ``h.0 - h.5``.
 
-    Modules are named down to the first number in their path, deeper where stages divide one; what all paths begin with
-    is left out.
+    Modules are named down to the first number in their path, deeper where stages divide one; what all longer paths
+    begin with is left out.
     """
     paths = [[tuple(module.split(".")) for module in dict.fromkeys(modules) if module] for modules in stages]
     depth: dict[tuple[str, ...], int] = {}
@@ -80,8 +80,8 @@ def short_modules(stages: Sequence[Sequence[str]]) -> tuple[str, ...]:
             if cut in shared and len(cut) < len(path):
                 depth[path] = len(cut) + 1
     cuts = [list(dict.fromkeys(_cut(path, depth) for path in stage)) for stage in paths]
-    skip = _common_length([cut for stage in cuts for cut in stage])
-    return tuple(short_list(".".join(cut[skip:]) for cut in stage) for stage in cuts)
+    short = _strip_common({cut for stage in cuts for cut in stage})
+    return tuple(short_list(".".join(short[cut]) for cut in stage) for stage in cuts)
 
 
 def _cut(path: tuple[str, ...], depth: dict[tuple[str, ...], int]) -> tuple[str, ...]:
@@ -104,13 +104,15 @@ def _shared(stages: list[set[tuple[str, ...]]]) -> set[tuple[str, ...]]:
     return shared
 
 
-def _common_length(cuts: list[tuple[str, ...]]) -> int:
-    """Return how many leading parts all names share, leaving each at least one part that is not a number."""
-    if not cuts:
-        return 0
-    limit = min(len(cut) - (2 if len(cut) > 1 and cut[-1].isdecimal() else 1) for cut in cuts)
-    first = cuts[0]
-    for length in range(limit):
-        if any(cut[length] != first[length] for cut in cuts):
-            return length
-    return max(0, limit)
+def _strip_common(names: set[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[str, ...]]:
+    """Return each name without the leading parts that all longer names share; a number keeps a word before it."""
+    short = {name: name for name in names}
+    while True:
+        long = [name for name in short.values() if len(name) > 1]
+        if not long or len({name[0] for name in long}) > 1 or any(
+                len(name) - name[-1].isdecimal() < 2 for name in long):
+            return short
+        stripped = {name: cut[1:] if len(cut) > 1 else cut for name, cut in short.items()}
+        if len(set(stripped.values())) < len(stripped):
+            return short
+        short = stripped

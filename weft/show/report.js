@@ -30,11 +30,11 @@ function hover(clientX, clientY) {
   view.pointer = { x: clientX - box.left, y: clientY - box.top };
   const track = trackAt(view.pointer.x, view.pointer.y);
   const index = track && track.kind !== "memory" ? instructionAt(track, view.pointer.x, view.pointer.y) : -1;
-  view.hover = index >= 0 ? { index } : null;
+  view.hover = index >= 0 ? { index, rank: track.rank, kind: track.kind } : null;
   if (index >= 0) showTip(instructionFacts(track, index), clientX, clientY);
   else if (track && track.kind === "memory") showTip(memoryFacts(track, toTime(view.pointer.x)), clientX, clientY);
   else tip.hidden = true;
-  requestDraw();
+  requestFrame();
 }
 
 function instructionFacts(track, i) {
@@ -45,14 +45,16 @@ function instructionFacts(track, i) {
   facts.push(["Start", formatTime(start[i])], ["End", formatTime(end[i])], ["Duration", formatTime(end[i] - start[i])]);
   if (what.bytes !== null) facts.push(["Bytes", formatBytes(what.bytes)]);
   timelines.forEach((other, number) => {
-    if (number !== track.number) facts.push([capital(other.title), compare(end[i] - start[i], other.end[i] - other.start[i])]);
+    if (number === track.number) return;
+    facts.push([capital(other.title), compare(end[i] - start[i], other.end[i] - other.start[i])]);
   });
   const title = microbatch < 0 ? what.label : what.label + " mb " + microbatch;
   return { title: timelines.length > 1 ? title + " (" + track.timeline.title + ")" : title, facts };
 }
 
 function compare(own, other) {
-  return formatTime(other) + (own > 0 ? ` (${other >= own ? "+" : "\u2212"}${percent(Math.abs(other / own - 1))})` : "");
+  const sign = other >= own ? "+" : "\u2212";
+  return formatTime(other) + (own > 0 ? ` (${sign}${percent(Math.abs(other / own - 1))})` : "");
 }
 
 const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
@@ -90,7 +92,7 @@ function showTip({ title, facts }, x, y) {
 function endHover() {
   view.pointer = view.hover = null;
   tip.hidden = true;
-  requestDraw();
+  requestFrame();
 }
 
 // ---- zoom and pan
@@ -221,9 +223,11 @@ function drawLegend() {
   const names = [["forward", "forward", phases.has("F")], ["backward", "backward", phases.has("B") || phases.has("I")],
                  ["weight", "weight gradients", phases.has("W")]];
   for (const [shade, text, isUsed] of names) if (isUsed) addStrip(legend, shade, text);
-  if (data.what.some((what) => what.op === "step" || what.op === "collective")) addSwatch(legend, theme.neutral, "gradient exchange, optimizer");
+  const ops = new Set(data.what.map((what) => what.op));
+  const others = [["collective", "gradient exchange"], ["step", "optimizer"]].filter(([op]) => ops.has(op));
+  if (others.length) addSwatch(legend, theme.neutral, others.map(([, text]) => text).join(", "));
   if (timelines.some((timeline) => timeline.ranks[0]?.memory)) addSwatch(legend, theme.activations, "memory held");
-  if (data.devices.some((device) => device.capacity)) addSwatch(legend, theme.warn, "memory capacity");
+  if (data.devices.some((device) => device.capacity)) addSwatch(legend, theme.warn, "memory capacity", "dash");
 }
 
 function addStrip(legend, shade, text) {
@@ -234,12 +238,14 @@ function addStrip(legend, shade, text) {
     swatch.style.background = colourOf(microbatch, shade);
     swatch.style.color = shade === "forward" ? "#16202a" : "#ffffff";
   }
-  element("b", text + (data.microbatches > 8 ? `, micro-batches 0 to ${data.microbatches - 1}` : " of micro-batch"), strip);
+  const range = data.microbatches > 8 ? `, micro-batches 0 to ${data.microbatches - 1}` : " of micro-batch";
+  element("b", text + range, strip);
 }
 
-function addSwatch(legend, colour, text) {
-  const item = element("span", null, legend);
-  element("i", null, item).style.background = colour;
+function addSwatch(legend, colour, text, shape = "box") {
+  const item = element("span", null, legend), swatch = element("i", null, item);
+  swatch.className = shape;
+  swatch.style.color = colour;
   item.append(text);
 }
 
@@ -250,7 +256,9 @@ let page = 0;
 
 function setUpTable() {
   data.devices.forEach((device, rank) => { element("option", device.name, $("table-device")).value = rank; });
-  timelines.forEach((timeline, number) => { element("option", capital(timeline.title), $("table-timeline")).value = number; });
+  timelines.forEach((timeline, number) => {
+    element("option", capital(timeline.title), $("table-timeline")).value = number;
+  });
   $("table-timeline-label").hidden = timelines.length < 2;
   for (const id of ["table-device", "table-timeline"]) $(id).onchange = () => { page = 0; fillTable(); };
   $("table-back").onclick = () => { page -= 1; fillTable(); };

@@ -1,11 +1,13 @@
 // The timeline of a Weft report: reading the data, and drawing it. report.js follows in the same block of the page.
-// All data comes from the JSON block of the page; names reach it only as text nodes or as canvas text. Rows are drawn on
-// a canvas as large as the viewport, and only what is visible is drawn.
+// All data comes from the JSON block of the page; names reach it only as text nodes or as canvas text. Rows are drawn
+// on a canvas as large as the viewport, and only what is visible is drawn.
 
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("weft-data").textContent);
 const chart = $("chart"), space = $("chart-space"), canvas = $("canvas"), tip = $("tip");
-const context = canvas.getContext("2d");
+const screen = canvas.getContext("2d");
+// Everything but what follows the pointer is drawn here once, and copied to the screen when the pointer moves.
+const context = document.createElement("canvas").getContext("2d");
 
 // ---- numbers as people read them
 
@@ -35,29 +37,33 @@ const isCompute = data.what.map((what) => what.op === "compute" || what.op === "
 
 function readTimeline(item) {
   const start = Float64Array.from(item.start, (value) => value * item.unit_s);
-  const end = Float64Array.from(item.duration, (value, index) => start[index] + value * item.unit_s);
+  const end = Float64Array.from(item.duration, (value, index) => (item.start[index] + value) * item.unit_s);
+  const laneOf = new Uint8Array(start.length);
   const ranks = data.devices.map((_, rank) => {
     const compute = [], communication = [];
     for (let i = data.program.rank_start[rank]; i < data.program.rank_start[rank + 1]; i++) {
       (isCompute[data.program.what[i]] ? compute : communication).push(i);
     }
-    return { compute: makeLanes(compute, start, end), communication: makeLanes(communication, start, end),
-             memory: readMemory(item, rank) };
+    return { compute: makeLanes(compute, start, end, laneOf),
+             communication: makeLanes(communication, start, end, laneOf), memory: readMemory(item, rank) };
   });
-  return { title: item.title, span: item.step_time_s, start, end, ranks, busy: item.busy };
+  return { title: item.title, span: item.step_time_s, start, end, laneOf, ranks, busy: item.busy };
 }
 
-// Instructions that overlap in time go to different lanes, so that none hides another.
-function makeLanes(indices, start, end) {
+// Instructions that overlap in time go to different lanes, so that none hides another. Measured clocks may disagree by
+// a little: that is no overlap.
+function makeLanes(indices, start, end, laneOf) {
   indices.sort((a, b) => start[a] - start[b] || a - b);
+  const slack = 1e-6 * (indices.length ? end[indices[indices.length - 1]] : 0);
   const lanes = [];
   for (const i of indices) {
-    let lane = lanes.find((candidate) => candidate.free <= start[i]);
+    let lane = lanes.find((candidate) => candidate.free <= start[i] + slack);
     if (lane === undefined) {
       lane = lanes.length < 12 ? { items: [], latest: [], free: 0 } : lanes[lanes.length - 1];
       if (lane.items.length === 0) lanes.push(lane);
     }
     lane.items.push(i);
+    laneOf[i] = lanes.indexOf(lane);
     lane.free = Math.max(lane.free, end[i]);
     lane.latest.push(lane.free);
   }
@@ -99,7 +105,8 @@ function readTheme() {
 }
 
 function hue(microbatch) {
-  return data.microbatches <= 10 ? (200 + microbatch * 360 / data.microbatches) % 360 : (200 + microbatch * 137.508) % 360;
+  const step = data.microbatches <= 10 ? 360 / data.microbatches : 137.508;
+  return (200 + microbatch * step) % 360;
 }
 
 function colourOf(microbatch, shade) {
@@ -134,11 +141,13 @@ function layOut() {
   height = Math.min(total, chart.clientHeight || total);
   gutter = width < 560 ? 70 : 138;
   const ratio = window.devicePixelRatio || 1;
-  canvas.width = Math.round(width * ratio);
-  canvas.height = Math.round(height * ratio);
+  for (const surface of [context, screen]) {
+    surface.canvas.width = Math.round(width * ratio);
+    surface.canvas.height = Math.round(height * ratio);
+    surface.setTransform(ratio, 0, 0, ratio, 0, 0);
+  }
   canvas.style.width = width + "px";
   canvas.style.height = height + "px";
-  context.setTransform(ratio, 0, 0, ratio, 0, 0);
   requestDraw();
 }
 
@@ -169,12 +178,23 @@ function eachTrack(visit) {
 
 // ---- drawing
 
-let isWaiting = false, drawn = 0;
+let isWaiting = false, isStale = true, drawn = 0;
 
 function requestDraw() {
+  isStale = true;
+  requestFrame();
+}
+
+function requestFrame() {
   if (isWaiting) return;
   isWaiting = true;
-  requestAnimationFrame(() => { isWaiting = false; draw(); });
+  requestAnimationFrame(() => {
+    isWaiting = false;
+    if (width <= 0 || height <= 0) return;
+    if (isStale) draw();
+    isStale = false;
+    drawPointed();
+  });
 }
 
 function draw() {
@@ -184,7 +204,7 @@ function draw() {
   const ticks = findTicks();
   drawGrid(ticks);
   clipped(gutter, AXIS, plotWidth(), height - AXIS, () => eachTrack(drawTrack));
-  clipped(0, AXIS, gutter - 8, height - AXIS, () => eachTrack(drawName));
+  clipped(0, AXIS, width, height - AXIS, () => eachTrack(drawName));
   drawAxis(ticks);
   chart.dataset.drawn = drawn;
   chart.dataset.from = view.from;
@@ -248,35 +268,56 @@ function drawAxis(ticks) {
     if (tick.x - half >= gutter - 20) context.fillText(tick.text, Math.max(tick.x, gutter + half - 6), AXIS / 2);
   }
   line(gutter, AXIS - 0.5, width - 8, AXIS - 0.5, theme.line);
+}
+
+// Copies the drawing to the screen and adds what follows the pointer: a frame around the instruction, and the time.
+function drawPointed() {
+  screen.clearRect(0, 0, width, height);
+  screen.drawImage(context.canvas, 0, 0, width, height);
+  if (view.hover) eachTrack(drawFrame);
   if (view.pointer && view.pointer.x >= gutter && view.pointer.x <= width - 8) drawPointer(view.pointer.x);
 }
 
+function drawFrame(track) {
+  const { rank, kind, index } = view.hover, { start, end, laneOf, ranks } = track.timeline;
+  if (track.rank !== rank || track.kind !== kind || track.y < AXIS) return;
+  const h = track.h / ranks[rank][kind].length, y = track.y + laneOf[index] * h;
+  const left = Math.max(toX(start[index]), gutter), right = Math.min(toX(end[index]), width - 8);
+  screen.strokeStyle = theme.ink;
+  screen.lineWidth = h > 8 ? 2 : 1;
+  if (right >= left) screen.strokeRect(left, y, Math.max(1, right - left - 1), h - 1);
+}
+
 function drawPointer(x) {
-  const text = formatTime(toTime(x)), half = context.measureText(text).width / 2 + 5;
+  screen.font = "12px system-ui, sans-serif";
+  const text = formatTime(toTime(x)), half = screen.measureText(text).width / 2 + 5;
   const middle = Math.min(Math.max(x, gutter + half), width - half);
-  context.globalAlpha = 0.5;
-  line(Math.round(x) + 0.5, AXIS, Math.round(x) + 0.5, height, theme.ink);
-  context.globalAlpha = 1;
-  context.fillStyle = theme.ink;
-  context.fillRect(middle - half, 4, half * 2, AXIS - 9);
-  context.fillStyle = theme.panel;
-  context.textAlign = "center";
-  context.fillText(text, middle, AXIS / 2);
+  screen.fillStyle = theme.ink;
+  screen.globalAlpha = 0.5;
+  screen.fillRect(Math.round(x), AXIS, 1, height - AXIS);
+  screen.globalAlpha = 1;
+  screen.fillRect(middle - half, 4, half * 2, AXIS - 9);
+  screen.fillStyle = theme.panel;
+  screen.textAlign = "center";
+  screen.textBaseline = "middle";
+  screen.fillText(text, middle, AXIS / 2);
 }
 
 function drawName(track) {
-  if (track.kind !== "compute") {
-    if (track.kind === "memory") {
-      const { peak } = track.timeline.ranks[track.rank].memory;
-      write("peak " + formatBytes(peak), track.y + MEMORY / 2, "11px", theme.faint);
-    }
-    return;
+  const isNarrow = gutter < 100;
+  if (track.kind === "memory") {
+    const peak = formatBytes(track.timeline.ranks[track.rank].memory.peak);
+    write(isNarrow ? peak : "peak " + peak, track.y + MEMORY / 2, "11px", theme.soft);
   }
-  const single = view.shown.length === 1, name = data.devices[track.rank].name;
-  const busy = percent(track.timeline.busy[track.rank]) + " busy";
-  if (track.position === 0) write(name, track.y + 9, "600 13px", theme.ink);
-  if (single) write(busy, track.y + 24, "11px", theme.faint);
-  else write(track.timeline.title + ", " + busy, track.y + (track.position === 0 ? 24 : 10), "11px", theme.faint);
+  if (track.kind !== "compute") return;
+  const busy = percent(track.timeline.busy[track.rank]) + " busy", { title } = track.timeline;
+  if (track.position === 0 && track.rank > 0) {
+    const y = Math.round(track.y - ROW_GAP / 2) - 0.5;
+    line(0, y, width - 8, y, theme.line);
+  }
+  if (track.position === 0) write(data.devices[track.rank].name, track.y + 9, "600 13px", theme.ink);
+  const text = view.shown.length === 1 ? busy : isNarrow ? title : title + ", " + busy;
+  write(text, track.y + (track.position === 0 ? 25 : 10), "11px", theme.soft);
 }
 
 function write(text, y, font, colour) {
@@ -324,7 +365,7 @@ function drawLane(lane, track, y, h) {
       flush();
       const box = { x: x0, y, w: Math.max(1, x1 - x0 - (x1 - x0 > 4 ? 1 : 0)), h: h - gap };
       fill(i, box.x, box.y, box.w, box.h);
-      decorate(i, track, box);
+      writeInside(i, track, box);
       continue;
     }
     if (Math.floor(x0) !== pixel) flush();
@@ -342,19 +383,15 @@ function fill(i, x, y, w, h) {
   drawn++;
 }
 
-function decorate(i, track, box) {
-  if (view.hover && view.hover.index === i) {
-    context.strokeStyle = theme.ink;
-    context.lineWidth = 2;
-    context.strokeRect(box.x + 1, box.y + 1, Math.max(0, box.w - 2), Math.max(0, box.h - 2));
-  }
+function writeInside(i, track, box) {
   if (track.kind !== "compute" || box.w < 13 || box.h < 13) return;
   const what = data.what[data.program.what[i]], microbatch = data.program.microbatch[i];
   const long = microbatch < 0 ? what.label : what.label + " \u00b7 " + microbatch;
   context.font = "600 11px system-ui, sans-serif";
   const left = Math.max(box.x, gutter), room = Math.min(box.x + box.w, width - 8) - left - 4;
-  const text = context.measureText(long).width <= room ? long : microbatch < 0 ? "" : String(microbatch);
-  if (text === "" || context.measureText(text).width > room) return;
+  const isLong = microbatch < 0 || (box.w >= 110 && context.measureText(long).width <= room);
+  const text = isLong ? long : String(microbatch);
+  if (context.measureText(text).width > room) return;
   context.fillStyle = shadeOf(what) === "forward" && microbatch >= 0 ? "#16202a" : "#ffffff";
   context.textAlign = "center";
   context.textBaseline = "middle";
@@ -370,8 +407,7 @@ function drawMemory(track) {
   let last = k < at.length && at[k] <= view.from ? bytes[k] : 0;
   const right = Math.min(toX(track.timeline.span), width - 8);
   context.beginPath();
-  context.moveTo(gutter, bottom);
-  context.lineTo(gutter, toY(last));
+  context.moveTo(gutter, toY(last));
   for (; k < at.length && at[k] <= view.to; k++) {
     const x = Math.floor(toX(at[k]));
     let highest = bytes[k];
@@ -387,14 +423,15 @@ function drawMemory(track) {
     context.lineTo(x, toY(last));
   }
   context.lineTo(right, toY(last));
+  context.strokeStyle = theme.activations;
+  context.lineWidth = 1.25;
+  context.stroke();
   context.lineTo(right, bottom);
+  context.lineTo(gutter, bottom);
   context.globalAlpha = 0.35;
   context.fillStyle = theme.activations;
   context.fill();
   context.globalAlpha = 1;
-  context.strokeStyle = theme.activations;
-  context.lineWidth = 1.25;
-  context.stroke();
   drawCapacity(track, top, toY);
 }
 

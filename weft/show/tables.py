@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Final
 
 from weft.plan.memory import CATEGORIES
@@ -39,6 +39,10 @@ MAX_DEVICE_ROWS: Final = 32
 """Longer device tables are cut in the terminal."""
 PLAIN_WIDTH: Final = 160
 """Columns for output that is not a terminal."""
+NARROW: Final = 100
+"""Below this width the comparison of strategies leaves columns out."""
+WIDE: Final = 130
+"""From this width on, a device's time and memory are in one table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +56,8 @@ class TextTable:
     """Columns that are aligned to the right."""
     marked: frozenset[int] = frozenset()
     """Rows that stand out."""
+    notes: tuple[str, ...] = ()
+    """Lines below the table."""
 
 
 def seconds(value: float | None) -> str:
@@ -79,7 +85,7 @@ def plan_table(facts: PlanFacts) -> TextTable:
         devices = f"{facts.num_devices} of {facts.num_cluster_devices}"
     rows = [
         ("model", f"{facts.model} ({facts.mode}, {facts.dtype})"),
-        ("batch", f"{facts.batch} in {facts.microbatches} micro-batches of {facts.batch // facts.microbatches}"),
+        ("batch", batch_text(facts)),
         ("devices", devices),
         ("stages", str(facts.num_stages)),
         ("strategy", facts.strategy),
@@ -94,6 +100,12 @@ def plan_table(facts: PlanFacts) -> TextTable:
         rows.insert(6, ("measured step", f"{seconds(facts.measured_s)}, "
                                          f"{percent(facts.measured_difference, signed=True)} against the prediction"))
     return TextTable(header=("plan", ""), rows=tuple(rows))
+
+
+def batch_text(facts: PlanFacts) -> str:
+    """Return the batch and its division in words."""
+    parts = "1 micro-batch" if facts.microbatches == 1 else f"{facts.microbatches} micro-batches"
+    return f"{facts.batch} in {parts} of {facts.batch // facts.microbatches}"
 
 
 def bound_text(facts: PlanFacts) -> str:
@@ -145,15 +157,33 @@ def exchanges_table(rows: Sequence[ExchangeFacts]) -> TextTable:
 
 
 def devices_table(rows: Sequence[DeviceFacts], *, title: str = "Devices", limit: int = MAX_DEVICE_ROWS) -> TextTable:
-    """Return where each device's time and memory go; memory is at the device's peak."""
-    categories = [name for name in CATEGORIES if any(row.peak_memory.get(name) for row in rows)]
-    shown = rows if len(rows) <= limit else rows[: limit - 1]
+    """Return where each device's time and memory go; memory is at the device's peak. Rows beyond ``limit`` are cut."""
+    time, memory = times_table(rows, limit=limit), memory_table(rows, limit=limit)
+    return TextTable(title=title, header=time.header + memory.header[1:],
+                     rows=tuple(left + right[1:] for left, right in zip(time.rows, memory.rows, strict=True)),
+                     numeric=frozenset(range(1, len(time.header) + len(memory.header) - 1)))
+
+
+def times_table(rows: Sequence[DeviceFacts], *, title: str = "Time", limit: int = MAX_DEVICE_ROWS) -> TextTable:
+    """Return where each device's time goes."""
     cells = [(row.device, *(_part(value, row.step_time_s) for value in (row.busy_s, row.exposed_s, row.bubble_s)),
-              seconds(row.idle_s), *(format_bytes(row.peak_memory.get(name, 0)) for name in categories),
-              format_bytes(row.peak_bytes), capacity_text(row)) for row in shown]
-    header = ("device", "busy", "exposed comm", "bubble", "idle", *categories, "peak", "capacity")
-    if len(shown) < len(rows):
-        cells.append((f"... {len(rows) - len(shown)} more", *[""] * (len(header) - 1)))
+              seconds(row.idle_s)) for row in rows]
+    return _device_table(title, ("device", "busy", "exposed comm", "bubble", "idle"), cells, limit)
+
+
+def memory_table(rows: Sequence[DeviceFacts], *, title: str = "Memory", limit: int = MAX_DEVICE_ROWS) -> TextTable:
+    """Return what each device holds at its peak, by category, against its capacity."""
+    categories = [name for name in CATEGORIES if any(row.peak_memory.get(name) for row in rows)]
+    cells = [(row.device, *(format_bytes(row.peak_memory.get(name, 0)) for name in categories),
+              format_bytes(row.peak_bytes), percent(row.capacity_used),
+              UNKNOWN if row.capacity_bytes is None else format_bytes(row.capacity_bytes)) for row in rows]
+    return _device_table(title, ("device", *categories, "peak", "used", "capacity"), cells, limit)
+
+
+def _device_table(title: str, header: tuple[str, ...], cells: list[tuple[str, ...]], limit: int) -> TextTable:
+    if len(cells) > limit:
+        left_out = len(cells) - limit + 1
+        cells = [*cells[: limit - 1], (f"... {left_out} more", *[""] * (len(header) - 1))]
     return TextTable(title=title, header=header, rows=tuple(cells), numeric=frozenset(range(1, len(header))))
 
 
@@ -161,34 +191,36 @@ def _part(value: float, whole: float) -> str:
     return percent(value / whole if whole else 0.0)
 
 
-def capacity_text(row: DeviceFacts) -> str:
-    """Return the device's capacity and how much of it the peak takes."""
-    if row.capacity_bytes is None:
-        return UNKNOWN
-    return f"{format_bytes(row.capacity_bytes)} ({percent(row.capacity_used)})"
-
-
 def strategies_table(rows: Sequence[StrategyFacts]) -> TextTable:
-    """Return the comparison of strategies; the chosen one is marked, and those without a plan say why."""
+    """Return the comparison of strategies: the chosen one is marked, reasons why there is no plan are notes."""
     cells = tuple(
         (("* " if row.is_chosen else "  ") + row.strategy, seconds(row.step_time_s), per_second(row.samples_per_s),
          UNKNOWN if row.microbatches is None else str(row.microbatches), peak_text(row), percent(row.bubble),
-         seconds(row.bound_s), row.status + (f": {row.reason}" if row.reason else "")) for row in rows)
+         seconds(row.bound_s), row.status) for row in rows)
     return TextTable(
         title="Strategies", rows=cells, numeric=frozenset({1, 2, 3, 5, 6}),
-        header=("strategy", "step time", "samples", "micro-batches", "peak memory per device", "bubble", "bound",
-                "status"),
-        marked=frozenset(index for index, row in enumerate(rows) if row.is_chosen))
+        header=("strategy", "step", "samples", "mb", "peak per device", "bubble", "bound", "status"),
+        marked=frozenset(index for index, row in enumerate(rows) if row.is_chosen),
+        notes=tuple(f"{row.strategy}: {row.reason}" for row in rows if row.reason))
+
+
+def _without(table: TextTable, columns: set[str]) -> TextTable:
+    """Return the table without some columns."""
+    kept = [index for index, name in enumerate(table.header) if name not in columns]
+    return replace(table, header=tuple(table.header[index] for index in kept),
+                   rows=tuple(tuple(row[index] for index in kept) for row in table.rows),
+                   numeric=frozenset(kept.index(index) for index in table.numeric if index in kept))
 
 
 def peak_text(row: StrategyFacts) -> str:
-    """Return the peak of each device where there are up to four, else the largest and the smallest."""
-    if not row.peak_bytes:
+    """Return the range of the peaks of all devices that hold something: ``2.016 - 2.297 GiB``."""
+    peaks = sorted(value for value in (row.peak_bytes or {}).values() if value > 0)
+    if not peaks:
         return UNKNOWN
-    if len(row.peak_bytes) <= 4:
-        return ", ".join(format_bytes(value) for value in row.peak_bytes.values())
-    device, most = max(row.peak_bytes.items(), key=lambda item: item[1])
-    return f"{format_bytes(min(row.peak_bytes.values()))} to {format_bytes(most)} ({device})"
+    low, high = format_bytes(peaks[0]), format_bytes(peaks[-1])
+    if low == high:
+        return high
+    return f"{low.removesuffix(high[high.index(' '):])} - {high}"
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "",
@@ -199,15 +231,36 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: 
     from rich.table import Table
     from rich.text import Text
 
+    console = make_console(file, width)
+    cells = [[printable(cell) for cell in row] for row in (header, *rows)]
     table = Table(title=Text(printable(title), "bold") if title else None, title_justify="left", box=SIMPLE_HEAD,
-                  pad_edge=False, show_edge=False, header_style="dim")
-    for index, name in enumerate(header):
-        is_numeric = index in numeric
-        table.add_column(Text(printable(name)), justify="right" if is_numeric else "left", no_wrap=is_numeric,
-                         overflow="fold")
-    for index, row in enumerate(rows):
-        table.add_row(*(Text(printable(cell)) for cell in row), style="bold" if index in marked else None)
-    make_console(file, width).print(table)
+                  pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    for index, (name, wide) in enumerate(zip(cells[0], column_widths(cells, console.width), strict=True)):
+        table.add_column(Text(name), justify="right" if index in numeric else "left", width=wide, overflow="fold")
+    for index, row in enumerate(cells[1:]):
+        table.add_row(*map(Text, row), style="bold" if index in marked else None)
+    console.print(table)
+
+
+def column_widths(cells: Sequence[Sequence[str]], available: int, *, gap: int = 2) -> list[int]:
+    """Return a width for each column so that the table fits if it can, the widest shrinking first, words kept whole.
+
+    >>> column_widths([["ab", "a longer text"]], 12)
+    [2, 8]
+    """
+    from rich.cells import cell_len
+
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(cell_len, column)) for column in columns]
+    least = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
+    least[0] = widths[0]
+    for floor in (least, [4] * len(widths)):
+        while sum(widths) + gap * (len(widths) - 1) > available:
+            shrinkable = [(width, index) for index, width in enumerate(widths) if width > floor[index]]
+            if not shrinkable:
+                break
+            widths[max(shrinkable)[1]] -= 1
+    return widths
 
 
 def make_console(file: IO[str] | None = None, width: int | None = None) -> Console:
@@ -223,12 +276,19 @@ def make_console(file: IO[str] | None = None, width: int | None = None) -> Conso
 def _print(table: TextTable, file: IO[str] | None, width: int | None) -> None:
     print_table(table.header, table.rows, title=table.title, numeric=table.numeric, marked=table.marked, file=file,
                 width=width)
+    for note in table.notes:
+        make_console(file, width).print(printable(note), soft_wrap=False)
     print(file=file)
 
 
 def print_comparison(rows: Sequence[StrategyFacts], *, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Draw the comparison of strategies."""
-    _print(strategies_table(rows), file, width)
+    """Draw the comparison of strategies; on a narrow terminal the bounds are below it."""
+    table = strategies_table(rows)
+    if make_console(file, width).width < NARROW:
+        bounds = dict.fromkeys(seconds(row.bound_s) for row in rows if row.bound_s is not None)
+        note = f"bound: {', '.join(bounds) or UNKNOWN}"
+        table = replace(_without(table, {"mb", "bound"}), notes=(*table.notes, note))
+    _print(table, file, width)
 
 
 def print_timeline(timeline: Timeline, *, capacities: Mapping[str, int | None] | None = None,
@@ -238,7 +298,12 @@ def print_timeline(timeline: Timeline, *, capacities: Mapping[str, int | None] |
     if known is None and timeline.program is not None:
         known = plan_capacities(timeline.program.plan)
     title = f"{timeline.kind.capitalize()} step: {seconds(timeline.step_time_s)}, bubble {percent(timeline.bubble)}"
-    _print(devices_table(device_facts(timeline, known), title=title), file, width)
+    rows = device_facts(timeline, known)
+    if make_console(file, width).width >= WIDE:
+        _print(devices_table(rows, title=title), file, width)
+        return
+    _print(times_table(rows, title=title), file, width)
+    _print(memory_table(rows, title="Memory at each device's peak"), file, width)
 
 
 def print_plan(plan: Plan, timelines: Sequence[Timeline], *, width: int | None = None,

@@ -5,13 +5,13 @@ lie in a binary heap of (ready time, id). Two things make it fast:
 
 - The task at hand stays at the heap's root until the first of its successors becomes ready and takes its place: one
   sift instead of two.
-- *Inline* tasks never enter the heap: they are handled as soon as their last predecessor is, since nothing can come
-  between. These are tasks without resources, and tasks such as transfers on a link that is fed by one device only:
-  one predecessor, and resources that only such tasks use, whose predecessors all hold one resource in common. That
-  resource serves its tasks one after the other, so the transfers become ready in the order they are handled. The
-  exception, a predecessor of zero duration (two transfers ready at the same instant, to be handled by id), is seen
-  while running; then the run starts over with every task in the heap. Inline handling needs ids in topological order,
-  without which a task may become ready after tasks of its own ready time and larger id were handled.
+- *Inline* tasks never enter the heap: they are handled together with their only predecessor, since nothing can come
+  between. These are delays without resources, and tasks such as transfers on a link that is fed by one device only:
+  their resources serve only such tasks, whose predecessors all hold one resource in common. That resource serves its
+  tasks one after the other, so the transfers become ready in the order in which they are handled. The exception, a
+  predecessor of zero duration (two transfers ready at the same instant, to be handled by id), is seen while running;
+  then the run starts over with every task in the heap. Inline handling needs ids in topological order, without which a
+  task may become ready after tasks of its own ready time and larger id were handled.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Simulator:
             graph.resource_start, graph.resources, graph.successor_start, graph.successors, graph.num_predecessors,
             roots, self.starts, self.ends, self._missing,
             np.zeros(num_tasks), np.zeros(num_resources), np.zeros(num_resources, dtype=np.uint32),
-            np.zeros(num_tasks), np.zeros(num_tasks, dtype=np.uint32), np.zeros(num_tasks, dtype=np.uint32))
+            np.zeros(num_tasks), np.zeros(num_tasks, dtype=np.uint32))
 
     def run(self, durations: F64 | None = None) -> float:
         """Return the time at which the last task ends; the times of all tasks are in ``starts`` and ``ends``.
@@ -84,19 +84,19 @@ def inline_tasks(graph: TaskGraph) -> Bool:
     """Return which tasks can be handled together with their last predecessor; see the module's docstring."""
     if not is_topological(graph):
         return np.zeros(graph.num_tasks, dtype=np.bool_)
-    if len(graph.resources) == 0:
-        return np.ones(graph.num_tasks, dtype=np.bool_)
     num_held = graph.num_held()
     predecessor = np.zeros(graph.num_tasks, dtype=np.int64)
     predecessor[graph.successors] = graph.edge_sources()
-    inline: Bool = (num_held > 0) & (graph.num_predecessors == 1) & (num_held[predecessor] > 0)
-    # What orders an inline task is the first resource that its predecessor holds.
-    last = len(graph.resources) - 1
-    feeder = graph.resources[np.minimum(graph.resource_start[predecessor], last)]
-    inline = _drop_unfit(graph, inline, feeder)
-    while inline[predecessor[inline]].any():
-        inline = _drop_unfit(graph, inline & ~inline[predecessor], feeder)
-    inline |= num_held == 0
+    has_one = graph.num_predecessors == 1
+    inline: Bool = has_one & (num_held > 0) & (num_held[predecessor] > 0)
+    if inline.any():
+        # What orders an inline task is the first resource that its predecessor holds.
+        feeder = graph.resources[np.minimum(graph.resource_start[predecessor], len(graph.resources) - 1)]
+        inline = _drop_unfit(graph, inline, feeder)
+        while inline[predecessor[inline]].any():
+            inline = _drop_unfit(graph, inline & ~inline[predecessor], feeder)
+    inline |= has_one & (num_held == 0)
+    inline &= ~(inline[predecessor] & (num_held == 0))
     return inline
 
 
@@ -119,11 +119,11 @@ def _drop_unfit(graph: TaskGraph, inline: Bool, feeder: U32) -> Bool:
 def _run(
     durations: F64, inline: Bool, resource_start: U32, resources: U32, successor_start: U32, successors: U32,
     num_predecessors: U32, roots: U32, starts: F64, ends: F64, missing: U32, ready: F64, free: F64, latest: U32,
-    heap_time: F64, heap_task: U32, queue: U32,
+    heap_time: F64, heap_task: U32,
 ) -> tuple[int, float]:
     """Return the number of tasks run (or ``_UNORDERED``) and the end of the last; fill ``starts`` and ``ends``.
 
-    ``latest`` is the last inline task on each resource, ``queue`` the tasks to handle before the heap's next.
+    ``free`` is when each resource is free, and ``latest`` the last inline task on it.
     """
     one = np.uint32(1)
     missing[:] = num_predecessors
@@ -133,45 +133,77 @@ def _run(
     num_done, makespan = 0, 0.0
     while size > 0:
         root_is_done = True
-        queue[0] = heap_task[0]
-        head, tail = 0, 1
-        while head < tail:
-            task = queue[head]
-            head += 1
-            first, last = resource_start[task], resource_start[task + one]
-            start = ready[task]
-            for index in range(first, last):
-                start = max(start, free[resources[index]])
-            end = start + durations[task]
-            starts[task], ends[task] = start, end
-            makespan = max(makespan, end)
-            for index in range(first, last):
-                free[resources[index]] = end
-            num_done += 1
-            for edge in range(successor_start[task], successor_start[task + one]):
-                successor = successors[edge]
-                ready[successor] = max(ready[successor], end)
-                missing[successor] -= one
-                if missing[successor] != 0:
-                    continue
-                if inline[successor]:
-                    for index in range(resource_start[successor], resource_start[successor + one]):
-                        if end == start and latest[resources[index]] > successor:
-                            return _UNORDERED, 0.0
-                        latest[resources[index]] = successor
-                    queue[tail] = successor
-                    tail += 1
-                elif root_is_done:
-                    _sift_down(heap_time, heap_task, size, ready[successor], successor)
+        task = heap_task[0]
+        end = _reserve(task, ready[task], durations, resource_start, resources, free, starts, ends)
+        makespan = max(makespan, end)
+        num_done += 1
+        for edge in range(successor_start[task], successor_start[task + one]):
+            successor = successors[edge]
+            if not inline[successor]:
+                if _arrive(successor, end, ready, missing):
+                    size = _push(heap_time, heap_task, size, root_is_done, ready[successor], successor)
                     root_is_done = False
-                else:
-                    _sift_up(heap_time, heap_task, size, ready[successor], successor)
-                    size += 1
+                continue
+            if not _is_in_order(successor, end == starts[task], resource_start, resources, latest):
+                return _UNORDERED, 0.0
+            inline_end = _reserve(successor, end, durations, resource_start, resources, free, starts, ends)
+            makespan = max(makespan, inline_end)
+            num_done += 1
+            missing[successor] = 0
+            for inline_edge in range(successor_start[successor], successor_start[successor + one]):
+                target = successors[inline_edge]
+                if _arrive(target, inline_end, ready, missing):
+                    size = _push(heap_time, heap_task, size, root_is_done, ready[target], target)
+                    root_is_done = False
         if root_is_done:
             size -= 1
             if size > 0:
                 _sift_down(heap_time, heap_task, size, heap_time[size], heap_task[size])
     return num_done, makespan
+
+
+@_compiled
+def _reserve(
+    task: int, ready: float, durations: F64, resource_start: U32, resources: U32, free: F64, starts: F64, ends: F64
+) -> float:
+    """Return the end of the task that became ready at this time, and note it with its resources."""
+    first, last = resource_start[task], resource_start[task + np.uint32(1)]
+    start = ready
+    for index in range(first, last):
+        start = max(start, free[resources[index]])
+    end: float = start + durations[task]
+    starts[task], ends[task] = start, end
+    for index in range(first, last):
+        free[resources[index]] = end
+    return end
+
+
+@_compiled
+def _arrive(task: int, time: float, ready: F64, missing: U32) -> bool:
+    """Note that one predecessor of the task has ended; return whether it was the last."""
+    ready[task] = max(ready[task], time)
+    missing[task] -= np.uint32(1)
+    return bool(missing[task] == 0)
+
+
+@_compiled
+def _is_in_order(task: int, may_tie: bool, resource_start: U32, resources: U32, latest: U32) -> bool:
+    """Return whether the inline task comes after those before it on its resources, by id where ready times may tie."""
+    for index in range(resource_start[task], resource_start[task + np.uint32(1)]):
+        if may_tie and latest[resources[index]] > task:
+            return False
+        latest[resources[index]] = task
+    return True
+
+
+@_compiled
+def _push(heap_time: F64, heap_task: U32, size: int, replaces_root: bool, time: float, task: int) -> int:
+    """Put the entry into the heap, in the place of the root or as one more; return the heap's size."""
+    if replaces_root:
+        _sift_down(heap_time, heap_task, size, time, task)
+        return size
+    _sift_up(heap_time, heap_task, size, time, task)
+    return size + 1
 
 
 @_compiled

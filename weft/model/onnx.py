@@ -1,0 +1,342 @@
+"""An ONNX file as a ``Graph``: operators, shapes by inference, FLOPs by the rules below, weights never loaded.
+
+Initialisers of floating-point type are parameters; whole-number ones and ``Constant`` nodes are buffers. Sizes must be
+fixed: a symbolic dimension is given its size by ``dims`` (``{"batch": 8}``), else refused with its name. Counting, as
+for PyTorch models (``weft.model.flops``): a multiply-add is two operations; ``Conv`` and ``MatMul`` and their kin by
+formula, recurrent layers by their matrix products, pooling one per element of the window, the rest a fixed number per
+element of the largest tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from weft.errors import ModelError
+from weft.files import read_bytes
+from weft.model.graph import UNKNOWN_BATCH_DIM, Graph, TensorRole, check_graph
+
+Shape = tuple[int, ...]
+
+_VIEWS: Final = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsqueeze"})
+_SUBGRAPHS: Final = frozenset({"If", "Loop", "Scan", "SequenceMap"})
+_RANDOM: Final = frozenset({"Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
+                            "RandomUniformLike"})
+_PER_ELEMENT: Final[Mapping[str, float]] = {
+    **dict.fromkeys(("Cast", "CastLike", "Concat", "ConstantOfShape", "Dropout", "Expand", "Gather", "GatherElements",
+                     "GatherND", "OneHot", "Pad", "Range", "Resize", "ScatterElements", "ScatterND", "Shape", "Size",
+                     "Slice", "Split", "Tile", "TopK", "Transpose", "Trilu", "Where"), 0.0),
+    **dict.fromkeys(("Cos", "Erf", "Exp", "Log", "Pow", "Sigmoid", "Sin", "Softplus", "Tanh"), 4.0),
+    **dict.fromkeys(("Gelu", "HardSwish", "Mish"), 8.0),
+    **dict.fromkeys(("LogSoftmax", "Softmax"), 5.0),
+    **dict.fromkeys(("BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization",
+                     "RMSNormalization", "SimplifiedLayerNormalization"), 7.0),
+}
+"""Operations per element of the operator's largest tensor; others take 1."""
+_SIZES: Final[Mapping[str, float]] = {
+    "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "float8e4m3fn": 1, "float8e5m2": 1, "int8": 1, "uint8": 1,
+    "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "bool": 1, "complex64": 8,
+    "complex128": 16, "int4": 0.5, "uint4": 0.5}
+_NAMES: Final[Mapping[str, str]] = {"float": "float32", "double": "float64"}
+"""ONNX's own names of dtypes that have others here."""
+
+
+def load_onnx(path: str | os.PathLike[str], *, dims: Mapping[str, int] | None = None,
+              batch: int | None = None) -> Graph:
+    """Return the graph of the ONNX file ``path``; ``dims`` fixes symbolic dimensions, ``batch`` the first input's first.
+
+    Raises ``ModelError`` if the file is corrupt, has unknown or symbolic shapes, or holds loops or branches.
+    """
+    model = _read(path)
+    _fix_dims(model, dict(dims or {}), batch)
+    inferred = _infer(model, str(path))
+    reader = _Reader(where=str(path), graph=inferred.graph)
+    reader.read()
+    graph = reader.finish(Path(path).stem)
+    check_graph(graph)
+    return graph
+
+
+def _onnx() -> Any:
+    try:
+        import onnx
+    except ImportError as problem:
+        raise ModelError("reading ONNX files needs the onnx package: pip install 'weft[onnx]'") from problem
+    return onnx
+
+
+def _read(path: str | os.PathLike[str]) -> Any:
+    onnx = _onnx()
+    data = read_bytes(path, error=ModelError)
+    try:
+        model = onnx.load_model_from_string(data)
+        if model.functions:
+            import onnx.inliner
+
+            model = onnx.inliner.inline_local_functions(model)
+    except Exception as problem:  # protobuf, onnx and C++ errors of many types
+        raise ModelError(f"{str(path)!r} is not a readable ONNX file: {_first_line(problem)}") from problem
+    if not model.graph.node:
+        raise ModelError(f"{str(path)!r} holds no operators: the file is empty or not an ONNX model")
+    return model
+
+
+def _first_line(problem: Exception) -> str:
+    text = str(problem).strip()
+    return (text.splitlines()[0] if text else type(problem).__name__)[:200]
+
+
+def _fix_dims(model: Any, dims: Mapping[str, int], batch: int | None) -> None:
+    initialised = {tensor.name for tensor in model.graph.initializer}
+    inputs = [value for value in model.graph.input if value.name not in initialised]
+    for position, value in enumerate(inputs):
+        if not value.type.tensor_type.HasField("shape"):
+            raise ModelError(f"input {value.name!r} has no shape: export the model with fixed input sizes")
+        for index, dim in enumerate(value.type.tensor_type.shape.dim):
+            size = dims.get(dim.dim_param) if dim.dim_param else None
+            if size is None and position == 0 and index == 0 and not dim.dim_value:
+                size = batch
+            if size is not None:
+                dim.dim_value = size
+            if dim.dim_value <= 0:
+                name = dim.dim_param or "without a name"
+                raise ModelError(f"input {value.name!r}: dimension {index} is symbolic ({name}). Give its size as an "
+                                 f"option ({dim.dim_param or 'name'}=8), or export the model with fixed input sizes")
+
+
+def _infer(model: Any, where: str) -> Any:
+    onnx = _onnx()
+    for value in model.graph.output:  # the exporter's symbolic output shapes would stand in the way
+        value.type.tensor_type.ClearField("shape")
+    del model.graph.value_info[:]
+    try:
+        return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+    except Exception as problem:
+        raise ModelError(f"{where}: shapes cannot be inferred: {_first_line(problem)}") from problem
+
+
+# ---- reading ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True, kw_only=True)
+class _Tensor:
+    name: str
+    shape: Shape
+    dtype: str
+    role: TensorRole
+    producer: int = -1
+    base: int = -1
+    is_constant: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return math.ceil(math.prod(self.shape) * _SIZES.get(self.dtype, 4))
+
+
+@dataclass(slots=True, kw_only=True)
+class _Op:
+    name: str
+    kind: str
+    module: str
+    inputs: list[int]
+    flops: float
+    bytes_read: float
+    bytes_written: float
+    is_constant: bool
+
+
+@dataclass(slots=True, kw_only=True)
+class _Reader:
+    """The columns while they grow."""
+
+    where: str
+    graph: Any
+    tensors: list[_Tensor] = field(default_factory=list)
+    ops: list[_Op] = field(default_factory=list)
+    ids: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, tuple[Shape, str]] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+    warnings: dict[str, None] = field(default_factory=dict)
+
+    def read(self) -> None:
+        """Take over tensors and nodes in the order of the file."""
+        graph = self.graph
+        for value in (*graph.value_info, *graph.input, *graph.output):
+            self.shapes[value.name] = _shape_of(value)
+        for tensor in graph.initializer:
+            self._add_stored(tensor.name, tuple(tensor.dims), _dtype(tensor.data_type))
+        for tensor in graph.sparse_initializer:
+            self._add_stored(tensor.values.name, tuple(tensor.dims), _dtype(tensor.values.data_type))
+        for value in graph.input:
+            if value.name not in self.ids:
+                shape, dtype = self.shapes[value.name]
+                self._add(value.name, shape, dtype, TensorRole.INPUT)
+        for node in graph.node:
+            self._add_node(node)
+
+    def _add_stored(self, name: str, shape: Shape, dtype: str) -> None:
+        is_parameter = dtype.startswith(("float", "bfloat"))
+        self._add(name, shape, dtype, TensorRole.PARAMETER if is_parameter else TensorRole.BUFFER,
+                  is_constant=not is_parameter)
+
+    def _add(self, name: str, shape: Shape, dtype: str, role: TensorRole, *, producer: int = -1, base: int = -1,
+             is_constant: bool = False) -> None:
+        if name in self.ids:
+            raise ModelError(f"{self.where}: tensor {name!r} is made twice: the file is not a valid ONNX model")
+        self.ids[name] = len(self.tensors)
+        self.tensors.append(_Tensor(name=name, shape=shape, dtype=dtype, role=role, producer=producer, base=base,
+                                    is_constant=is_constant))
+
+    def _add_node(self, node: Any) -> None:
+        kind = node.op_type
+        if kind in _SUBGRAPHS:
+            raise ModelError(f"{self.where}: node {node.name!r} is {kind}: loops and branches cannot be planned. "
+                             "Export the model without them")
+        outputs = [(name, *self._known_shape(name, node)) for name in node.output if name]
+        if kind == "Constant":
+            for name, shape, dtype in outputs:
+                self._add(name, shape, dtype, TensorRole.BUFFER, is_constant=True)
+            return
+        missing = [name for name in node.input if name and name not in self.ids]
+        if missing:
+            raise ModelError(f"{self.where}: node {node.name!r} ({kind}) reads {missing[0]!r}, which nothing made "
+                             "before it: the file is not a valid ONNX model")
+        inputs = list(dict.fromkeys(self.ids[name] for name in node.input if name))
+        self._add_op(node, inputs, outputs)
+
+    def _add_op(self, node: Any, inputs: list[int], outputs: list[tuple[str, Shape, str]]) -> None:
+        kind, read = node.op_type, [self.tensors[index] for index in inputs]
+        is_view = kind in _VIEWS
+        constant = kind not in _RANDOM and all(tensor.is_constant for tensor in read)
+        shapes = [self.tensors[self.ids[name]].shape if name else None for name in node.input]
+        index = len(self.ops)
+        for name, shape, dtype in outputs:
+            base = inputs[0] if is_view and inputs else -1
+            owner = self.tensors[base].base if base >= 0 and self.tensors[base].base >= 0 else base
+            self._add(name, shape, dtype, TensorRole.ACTIVATION, producer=index, base=owner, is_constant=constant)
+        written = [self.tensors[self.ids[name]].num_bytes for name, *_ in outputs]
+        name = self._unique(node.name or f"{kind}_{index}")
+        self.ops.append(_Op(
+            name=name, kind=kind, module=".".join(node.name.strip("/").split("/")[:-1]), inputs=inputs,
+            flops=0.0 if is_view else self._flops(node, shapes, [shape for _, shape, _ in outputs]),
+            bytes_read=0.0 if is_view else float(sum(tensor.num_bytes for tensor in read)),
+            bytes_written=0.0 if is_view else float(sum(written)), is_constant=constant))
+
+    def _known_shape(self, name: str, node: Any) -> tuple[Shape, str]:
+        shape, dtype = self.shapes.get(name, ((-1,), ""))
+        if any(size < 0 for size in shape):
+            raise ModelError(f"{self.where}: the shape of {name!r}, made by node {node.name!r} ({node.op_type}), cannot "
+                             "be inferred: it depends on values. Export the model with fixed sizes")
+        return shape, dtype
+
+    def _flops(self, node: Any, inputs: list[Shape | None], outputs: list[Shape]) -> float:
+        settings = {attribute.name: _onnx().helper.get_attribute_value(attribute) for attribute in node.attribute}
+        try:
+            return float(_RULES.get(node.op_type, _per_element)(node.op_type, inputs, outputs, settings))
+        except (IndexError, TypeError, KeyError) as problem:
+            raise ModelError(f"{self.where}: node {node.name!r} ({node.op_type}) has inputs that the operator does not "
+                             "take: the file is not a valid ONNX model") from problem
+
+    def _unique(self, name: str) -> str:
+        unique, number = name, 0
+        while unique in self.names:
+            number += 1
+            unique = f"{name}_{number}"
+        self.names.add(unique)
+        return unique
+
+    def finish(self, name: str) -> Graph:
+        """Return the graph."""
+        ops, tensors = self.ops, self.tensors
+        unknown = [value.name for value in self.graph.output if value.name not in self.ids]
+        if unknown:
+            raise ModelError(f"{self.where}: nothing makes the output {unknown[0]!r}")
+        random = sorted({op.kind for op in ops if op.kind in _RANDOM and op.kind != "Dropout"})
+        first = next((tensor for tensor in tensors if tensor.role is TensorRole.INPUT and tensor.shape), None)
+        zeros = np.zeros(len(ops))
+        return Graph(
+            name=name, op_names=tuple(op.name for op in ops), op_kinds=tuple(op.kind for op in ops),
+            op_modules=tuple(op.module for op in ops), flops=np.array([op.flops for op in ops], dtype=np.float64),
+            bytes_read=np.array([op.bytes_read for op in ops], dtype=np.float64),
+            bytes_written=np.array([op.bytes_written for op in ops], dtype=np.float64),
+            input_grad_flops=zeros, input_grad_bytes=zeros, weight_grad_flops=zeros, weight_grad_bytes=zeros,
+            is_constant=np.array([op.is_constant for op in ops], dtype=np.bool_),
+            input_start=np.cumsum([0] + [len(op.inputs) for op in ops]).astype(np.int64),
+            inputs=np.array([index for op in ops for index in op.inputs], dtype=np.int64),
+            tensor_names=tuple(tensor.name for tensor in tensors),
+            tensor_shapes=tuple(tensor.shape for tensor in tensors),
+            tensor_dtypes=tuple(tensor.dtype for tensor in tensors),
+            tensor_role=np.array([tensor.role for tensor in tensors], dtype=np.int64),
+            tensor_producer=np.array([tensor.producer for tensor in tensors], dtype=np.int64),
+            tensor_bytes=np.array([tensor.num_bytes for tensor in tensors], dtype=np.int64),
+            tensor_base=np.array([tensor.base for tensor in tensors], dtype=np.int64),
+            is_saved=np.zeros(len(tensors), dtype=np.bool_),
+            tensor_batch_dim=np.full(len(tensors), UNKNOWN_BATCH_DIM, dtype=np.int64),
+            outputs=tuple(self.ids[value.name] for value in self.graph.output),
+            batch=first.shape[0] if first is not None and first.shape[0] > 0 else 1,
+            warnings=tuple(f"operator {kind} draws random numbers" for kind in random))
+
+
+def _shape_of(value: Any) -> tuple[Shape, str]:
+    tensor = value.type.tensor_type
+    if not tensor.HasField("shape"):
+        return (-1,), _dtype(tensor.elem_type)
+    return tuple(dim.dim_value if dim.HasField("dim_value") else -1 for dim in tensor.shape.dim), _dtype(
+        tensor.elem_type)
+
+
+def _dtype(number: int) -> str:
+    try:
+        name: str = _onnx().TensorProto.DataType.Name(number).lower()
+    except ValueError:
+        return ""
+    return _NAMES.get(name, name)
+
+
+# ---- counting -----------------------------------------------------------------------------------------------------
+
+
+def _per_element(kind: str, inputs: Sequence[Shape | None], outputs: Sequence[Shape], settings: Any) -> float:
+    largest = max((math.prod(shape) for shape in (*inputs, *outputs) if shape is not None), default=0)
+    return _PER_ELEMENT.get(kind, 1.0) * largest
+
+
+def _conv(kind: str, inputs: Sequence[Shape | None], outputs: Sequence[Shape], settings: Any) -> float:
+    weight = inputs[3 if kind == "QLinearConv" else 1]
+    assert weight is not None and inputs[0] is not None
+    # each output takes one product per weight of its filter; transposed, each input feeds one
+    places = math.prod(inputs[0]) if kind == "ConvTranspose" else math.prod(outputs[0])
+    return 2.0 * places * math.prod(weight[1:])
+
+
+def _matmul(kind: str, inputs: Sequence[Shape | None], outputs: Sequence[Shape], settings: Any) -> float:
+    left = inputs[0]
+    assert left is not None
+    inner = left[-2] if kind == "Gemm" and settings.get("transA") else left[-1]
+    return 2.0 * math.prod(outputs[0]) * inner
+
+
+def _recurrent(kind: str, inputs: Sequence[Shape | None], outputs: Sequence[Shape], settings: Any) -> float:
+    sequence, weight, recurrence = inputs[:3]
+    assert sequence is not None and weight is not None and recurrence is not None
+    return 2.0 * sequence[0] * sequence[1] * (math.prod(weight) + math.prod(recurrence))
+
+
+def _pool(kind: str, inputs: Sequence[Shape | None], outputs: Sequence[Shape], settings: Any) -> float:
+    if kind.startswith("Global"):
+        return _per_element(kind, inputs, outputs, settings)
+    return float(math.prod(outputs[0]) * math.prod(settings["kernel_shape"]))
+
+
+_RULES: Final[Mapping[str, Callable[..., float]]] = {
+    **dict.fromkeys(("Conv", "ConvInteger", "ConvTranspose", "QLinearConv"), _conv),
+    **dict.fromkeys(("FusedMatMul", "Gemm", "MatMul", "MatMulInteger", "QLinearMatMul"), _matmul),
+    **dict.fromkeys(("GRU", "LSTM", "RNN"), _recurrent),
+    **dict.fromkeys(("AveragePool", "GlobalAveragePool", "GlobalMaxPool", "LpPool", "MaxPool"), _pool),
+}

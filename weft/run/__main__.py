@@ -1,0 +1,204 @@
+"""``python -m weft.run PLAN MODEL``: run a plan on local processes, or be one rank of it under ``torchrun``.
+
+    python -m weft.run plan.json gpt2-tiny --verify                       starts one process for each device of the plan
+    torchrun --nproc-per-node 4 -m weft.run plan.json gpt2-tiny --verify  is one of them, on one host or many
+
+Without ``RANK`` in the environment the first form is meant. The variable ``WEFT_TEST_FAULT`` (``rank:place``, where
+place is ``init``, ``F``, ``B``, ``I``, ``W`` or ``all_reduce``) makes a rank kill itself there; it is for tests only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.errors import RunError, WeftError
+from weft.run.status import Milestone, StatusLine
+
+if TYPE_CHECKING:
+    from weft.run.executor import Executor
+    from weft.run.result import RunOptions, RunResult
+    from weft.run.watch import Watch
+
+STATUS_FILE = "status"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Return the exit code of the command."""
+    args = _parser().parse_args(arguments)
+    if "RANK" in os.environ:
+        return _Rank(args).run()
+    from weft.run.launch import run_plan
+
+    try:
+        result = run_plan(args.plan, args.model, options=_options(args), threads=args.threads, keep=args.output)
+    except WeftError as problem:
+        print(f"weft: {problem}", file=sys.stderr)
+        return problem.exit_code
+    return report(result, as_json=args.json)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m weft.run", description="Run a plan on its model.")
+    parser.add_argument("plan", help="plan file")
+    parser.add_argument("model", help="model: a name from the zoo or file.py:function")
+    parser.add_argument("--steps", type=int, default=1, help="measured steps (default 1)")
+    parser.add_argument("--warmup", type=int, default=0, help="steps before the measured ones (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="for parameters and inputs (default 0)")
+    parser.add_argument("--dtype", help="run in this dtype, for instance float64")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cpu with gloo or cuda with nccl")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each started process (default 1)")
+    parser.add_argument("--timeout", type=float, default=300.0, help="longest wait for a message, in seconds")
+    parser.add_argument("--verify", action="store_true", help="compare loss and gradients with one process")
+    parser.add_argument("--gradients", action="store_true", help="collect the gradients of the first step")
+    parser.add_argument("--output", type=Path, help="folder for the result, the timeline and the gradients")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    parser.add_argument("--launched-in", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--listen-fd", type=int, help=argparse.SUPPRESS)
+    return parser
+
+
+def _options(args: argparse.Namespace) -> RunOptions:
+    from weft.run.result import RunOptions
+
+    return RunOptions(steps=args.steps, warmup=args.warmup, seed=args.seed, dtype=args.dtype, device=args.device,
+                      verify=args.verify, gradients=args.gradients, timeout_s=args.timeout)
+
+
+def report(result: RunResult, *, as_json: bool) -> int:
+    """Print a result and return the exit code: 4 if it was verified and differs from one device."""
+    check = result.verification
+    if as_json:
+        from weft.files import encode
+
+        facts = {"num_ranks": result.num_ranks, "losses": result.losses, "step_times_s": result.step_times_s,
+                 "cpu_s": result.cpu_s, "verification": encode(check)}
+        print(json.dumps(facts))
+    else:
+        loss = f"loss {result.losses[0]:.6f}, " if result.losses else ""
+        print(f"{result.num_ranks} ranks: {loss}step time {result.step_time_s * 1e3:.2f} ms "
+              f"(median of {len(result.step_times_s)})")
+        if check is not None:
+            print(f"{'equal to' if check.passed else 'DIFFERENT FROM'} one process: loss error {check.loss_error:.1e}, "
+                  f"largest gradient error {check.gradient_error:.1e} {check.worst} over {check.num_gradients} "
+                  f"gradients (tolerance {check.tolerance:.0e})")
+    return 0 if check is None or check.passed else RunError.exit_code
+
+
+class _Rank:
+    """This process as one rank of a run."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args, self.folder = args, args.launched_in
+        self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        self.status = StatusLine(None if self.folder is None else self.folder / STATUS_FILE, self.rank)
+        self.fault = _requested_fault(self.rank)
+        self.watch: Watch | None = None
+        if self.folder is not None:
+            threading.Thread(target=_follow_parent, daemon=True).start()
+
+    def run(self) -> int:
+        """Run this rank and return its exit code; every failure ends in one record or message."""
+        try:
+            result = self._execute()
+        except WeftError as problem:
+            return self._fail(problem)
+        except Exception as problem:
+            return self._fail(problem)
+        if self.watch is not None:
+            self.watch.stop()
+        if result is None:
+            return 0
+        if self.folder is None:
+            return report(result, as_json=self.args.json)
+        return 0
+
+    def _execute(self) -> RunResult | None:
+        import torch
+
+        from weft.plan.plan import load_plan
+        from weft.run.prepare import Tracer
+        from weft.run.result import save_result
+        from weft.run.transport import Transport, open_store
+        from weft.run.watch import Watch
+        from weft.run.worker import check_world, execute, resolve_source
+
+        options = _options(self.args)
+        plan = load_plan(self.args.plan)
+        check_world(plan, self.num_ranks)
+        source = resolve_source(plan, self.args.model, options)
+        self.status.set(Milestone.CONNECTING)
+        if self.fault == "init":
+            os.kill(os.getpid(), signal.SIGKILL)
+        device = torch.device(options.device)
+        if device.type == "cuda":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+        store = None
+        if self.folder is not None:
+            store = open_store(listen_fd=self.args.listen_fd, timeout_s=options.timeout_s)
+        transport = Transport(rank=self.rank, num_ranks=self.num_ranks, device=device, timeout_s=options.timeout_s,
+                              store=store)
+        if self.folder is None:
+            self.watch = Watch(rank=self.rank, num_ranks=self.num_ranks, status=self.status)
+            self.watch.start()
+        result = execute(plan, Tracer(source), options, transport=transport, status=self.status, adjust=self._adjust)
+        output = self.folder or self.args.output
+        if result is not None and output is not None:
+            save_result(result, output)
+        transport.barrier()
+        transport.close()
+        return result
+
+    def _adjust(self, executor: Executor) -> None:
+        """Let the first instruction of the kind that a test asked for kill the process."""
+        from weft.plan.program import Op
+
+        for position, item in enumerate(executor.program.instructions(self.rank)):
+            kind = item.phase.name if item.op == Op.COMPUTE else "all_reduce" if item.op == Op.COLLECTIVE else ""
+            if self.fault is not None and kind == self.fault:
+                executor.bound.actions[position] = lambda: os.kill(os.getpid(), signal.SIGKILL)
+                return
+
+    def _fail(self, problem: Exception) -> int:
+        """Record or print what went wrong, and return the exit code."""
+        from weft.run.transport import PeerLost
+
+        code = problem.exit_code if isinstance(problem, WeftError) else RunError.exit_code
+        text = str(problem) if isinstance(problem, WeftError) else f"{type(problem).__name__}: {problem}"
+        is_peer = isinstance(problem, PeerLost)
+        if self.folder is not None:
+            record = {"kind": "peer" if is_peer else "own", "type": type(problem).__name__, "message": text,
+                      "is_input": code != RunError.exit_code}
+            temporary = self.folder / f".error-{self.rank}"
+            temporary.write_text(json.dumps(record), encoding="utf-8")
+            temporary.rename(self.folder / f"error-{self.rank}.json")
+        elif self.watch is None:
+            print(f"weft: rank {self.rank}: {text}", file=sys.stderr, flush=True)
+        elif not is_peer or self.watch.verdict() is None:
+            self.watch.announce(f"rank {self.rank} failed while {self.status.describe()}: {text}")
+        sys.stderr.flush()
+        sys.stdout.flush()
+        os._exit(code)  # threads of the backend may hang on the lost connection
+
+
+def _requested_fault(rank: int) -> str | None:
+    wanted, _, place = os.environ.get("WEFT_TEST_FAULT", "").partition(":")
+    return place if wanted == str(rank) else None
+
+
+def _follow_parent() -> None:
+    """End the process when the launcher is gone: its end of our standard input is closed."""
+    while os.read(0, 1):
+        pass
+    os._exit(RunError.exit_code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""Rank 0 gathers what the ranks measured and computed, and compares the first step with one device.
+
+Gradients and outputs travel one tensor at a time, so that rank 0 needs memory for the reference run and one tensor.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.model.graph import F64, Graph
+from weft.model.source import ModelSource
+from weft.model.weights import materialize
+from weft.plan.program import Program
+from weft.plan.structure import parameter_holders
+from weft.run.executor import StepTimes, measured_timeline
+from weft.run.prepare import Prepared
+from weft.run.result import RunOptions, RunResult, Verification
+from weft.run.status import Milestone, StatusLine
+from weft.run.transport import Transport
+from weft.run.verify import Reference, reference_run, verify_inference, verify_training
+
+
+class Measured:
+    """What one rank has from its steps."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.cpu_s = 0.0
+        self.spans: list[tuple[float, float]] = []
+        self.times: list[StepTimes] = []
+        self.first_gradients: dict[str, Tensor] = {}
+        self.first_results: list[tuple[int, int, tuple[Tensor, ...]]] = []
+
+
+def collect(program: Program, measured: Measured, transport: Transport) -> RunResult | None:
+    """Return on rank 0 the losses, times and timeline of all ranks."""
+    records = transport.gather_records(
+        {"losses": measured.losses, "spans": measured.spans, "cpu_s": measured.cpu_s})
+    mine = np.stack([np.stack([item.start_s, item.end_s]) for item in measured.times])
+    own = torch.from_numpy(mine).reshape(-1)
+    parts = [transport.gather_tensor(own, source=rank) for rank in range(transport.num_ranks)]
+    if records is None:
+        return None
+    spans = np.asarray([record["spans"] for record in records])
+    durations = spans[:, :, 1].max(axis=0) - spans[:, :, 0].min(axis=0)
+    kept = durations[-len(measured.times):]
+    chosen = int(np.argsort(kept, kind="stable")[len(kept) // 2])
+    times = [_unpack(part, len(measured.times), chosen) for part in parts if part is not None]
+    losses = tuple(float(value) for value in np.asarray([record["losses"] for record in records]).sum(axis=0))
+    return RunResult(
+        num_ranks=transport.num_ranks, losses=losses if program.plan.model.mode == "training" else (),
+        step_times_s=tuple(durations.tolist()), cpu_s=tuple(record["cpu_s"] for record in records),
+        timeline=measured_timeline(program, times))
+
+
+def _unpack(part: Tensor, num_steps: int, chosen: int) -> StepTimes:
+    values = part.view(torch.float64).numpy().reshape(num_steps, 2, -1)
+    return StepTimes(start_s=values[chosen, 0], end_s=values[chosen, 1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspected:
+    """What rank 0 found out about the first step; empty on other ranks."""
+
+    verification: Verification | None = None
+    gradients: dict[str, F64] | None = None
+
+
+def inspect(program: Program, prepared: Prepared, measured: Measured, options: RunOptions, *, source: ModelSource,
+            transport: Transport, status: StatusLine) -> Inspected:
+    """Return on rank 0 how the first step compares with one device, and its gradients, as the options ask."""
+    reference = None
+    if options.verify and transport.rank == 0:
+        status.set(Milestone.VERIFYING)
+        reference = _reference(program, source, options, transport.device)
+    if program.plan.model.mode == "inference":
+        outputs = _gather_outputs(program, prepared, measured.first_results, transport)
+        return Inspected() if reference is None else Inspected(
+            verification=verify_inference(reference, outputs, dtype=_run_dtype(program)))
+    records = transport.gather_records(measured.losses[0])
+    kept: dict[str, F64] = {}
+
+    def gathered() -> Iterator[tuple[str, int, Tensor]]:
+        for name, rank, value in _gather_gradients(program, measured.first_gradients, transport):
+            if options.gradients:
+                kept.setdefault(name, value.double().numpy())
+            yield name, rank, value
+
+    verification = None
+    if reference is not None and records is not None:
+        verification = verify_training(reference, loss=sum(records), gradients=gathered(), dtype=_run_dtype(program))
+    else:
+        deque(gathered(), maxlen=0)
+    return Inspected(verification=verification, gradients=kept if options.gradients else None)
+
+
+def _reference(program: Program, source: ModelSource, options: RunOptions, device: torch.device) -> Reference:
+    module = materialize(source.build(), options.seed, device=device)
+    inputs = [item.to(device) for item in source.inputs(program.plan.model.batch, options.seed)]
+    return reference_run(module, inputs, training=program.plan.model.mode == "training")
+
+
+def _run_dtype(program: Program) -> torch.dtype:
+    """Return the least precise dtype among the parameters and the outputs: the one that bounds the accuracy."""
+    graph = program.graph
+    names = {graph.tensor_dtypes[tensor] for tensor in (*graph.parameters.tolist(), *graph.outputs)}
+    for name in ("bfloat16", "float16", "float32"):
+        if name in names:
+            dtype: torch.dtype = getattr(torch, name)
+            return dtype
+    return torch.float64
+
+
+def _gather_gradients(program: Program, own: Mapping[str, Tensor],
+                      transport: Transport) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield on rank 0 (parameter, rank, gradient) for each rank that holds it; all ranks must run through it."""
+    graph = program.graph
+    names = {device: rank for rank, device in enumerate(program.rank_names)}
+    for tensor, devices in parameter_holders(program.plan, graph).items():
+        name = graph.tensor_names[tensor]
+        for rank in (names[device] for device in devices):
+            data = transport.gather_tensor(_flat(own.get(name)), source=rank)
+            if data is not None and transport.rank == 0:
+                yield name, rank, data.view(_dtype_of(graph, tensor)).view(graph.tensor_shapes[tensor])
+
+
+def _gather_outputs(program: Program, prepared: Prepared, results: list[tuple[int, int, tuple[Tensor, ...]]],
+                    transport: Transport) -> dict[int, Tensor]:
+    """Return on rank 0 the model's outputs for the whole batch, by position."""
+    graph = program.graph
+    own = {(instance, microbatch, name): value for instance, microbatch, values in results
+           for name, value in zip(prepared.stages[instance].module.outputs, values, strict=False)}
+    found: dict[int, list[tuple[int, Tensor]]] = {}
+    for position, tensor in enumerate(graph.outputs):
+        for index, instance in enumerate(program.instances):
+            if int(graph.tensor_producer[tensor]) not in program.stage_ops[instance.stage]:
+                continue
+            # The first dimension of an output is the batch; the graph may be for another number of samples.
+            first, *rest = graph.tensor_shapes[tensor]
+            shape = (first // graph.batch * instance.num_samples, *rest)
+            for microbatch in instance.microbatches:
+                mine = own.get((index, microbatch, graph.tensor_names[tensor]))
+                data = transport.gather_tensor(_flat(mine), source=instance.ranks[0])
+                if data is not None and transport.rank == 0:
+                    sample = microbatch * program.plan.microbatch_size + instance.samples[0]
+                    found.setdefault(position, []).append((sample, data.view(_dtype_of(graph, tensor)).view(shape)))
+    return {position: torch.cat([value for _, value in sorted(parts, key=lambda part: part[0])])
+            for position, parts in found.items()}
+
+
+def _flat(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().cpu().reshape(-1)
+
+
+def _dtype_of(graph: Graph, tensor: int) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, graph.tensor_dtypes[tensor])
+    return dtype

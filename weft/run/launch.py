@@ -1,0 +1,195 @@
+"""Starts a plan on processes of this machine, one for each device, and never leaves one behind.
+
+The launcher writes the plan into a folder of its own, starts ``python -m weft.run`` with the environment that
+``torchrun`` would give, and watches. Ranks keep their place in a status file and write down why they fail; when one
+ends early, the others are ended too, and one ``RunError`` says which rank it was and what it was doing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import IO, Any, Final
+
+import weft.errors
+from weft.errors import InputError, RunError, WeftError
+from weft.plan.plan import Plan, load_plan, save_plan
+from weft.run.result import RunOptions, RunResult, load_result
+from weft.run.status import create_status_file, read_status_file
+
+POLL_S: Final = 0.05
+PATIENCE_S: Final = 3.0
+"""How long to look for the rank that is to blame, after a rank has ended because it lost another."""
+_STATUS: Final = "status"
+
+
+def run_plan(plan: Plan | str | PathLike[str], model: str, *, options: RunOptions | None = None, threads: int = 1,
+             keep: str | PathLike[str] | None = None) -> RunResult:
+    """Return the result of running ``plan`` on ``model`` with one local process for each of its devices.
+
+    ``model`` is what the command line takes: a name from the zoo or ``file.py:function``. ``threads`` is for each
+    process. ``keep`` names a folder for the result's files. Raise ``RunError`` if a rank fails, ``PlanError`` or
+    ``ModelError`` if the plan or model is wrong.
+    """
+    options = options or RunOptions()
+    _check_options(options, threads)
+    given = plan if isinstance(plan, Plan) else load_plan(plan)
+    with tempfile.TemporaryDirectory(prefix="weft-run-") as name:
+        folder = Path(name)
+        save_plan(given, folder / "plan.json")
+        create_status_file(folder / _STATUS, len(given.cluster.devices))
+        with _Ranks(given, _model_argument(model), options, threads, folder) as ranks:
+            ranks.wait()
+        result = load_result(folder)
+        if keep is not None:
+            _keep_files(folder, Path(keep))
+    return result
+
+
+def _check_options(options: RunOptions, threads: int) -> None:
+    if options.steps < 1 or options.warmup < 0 or threads < 1:
+        raise InputError(f"steps ({options.steps}) and threads ({threads}) must be 1 or more, "
+                         f"warmup ({options.warmup}) 0 or more")
+    if not options.timeout_s > 0:
+        raise InputError(f"timeout_s is {options.timeout_s}: it must be more than zero")
+
+
+def _model_argument(model: str) -> str:
+    """Return the model with the path of a file made absolute, as the processes run elsewhere."""
+    path, colon, function = model.rpartition(":")
+    return f"{Path(path).resolve()}:{function}" if colon and path.endswith(".py") else model
+
+
+def _keep_files(folder: Path, target: Path) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    for name in ("result.json", "timeline.json.gz", "gradients.npz"):
+        if (folder / name).exists():
+            shutil.copy(folder / name, target / name)
+
+
+@dataclass(frozen=True, slots=True)
+class _Process:
+    rank: int
+    child: subprocess.Popen[bytes]
+    errors: IO[bytes]
+
+
+class _Ranks:
+    """The processes of a run; leaving the context ends all of them."""
+
+    def __init__(self, plan: Plan, model: str, options: RunOptions, threads: int, folder: Path) -> None:
+        self.plan, self.folder = plan, folder
+        self._command = [sys.executable, "-m", "weft.run", str(folder / "plan.json"), model,
+                         "--launched-in", str(folder), *_flags(options)]
+        self._threads = threads
+        self._processes: list[_Process] = []
+
+    def __enter__(self) -> _Ranks:
+        with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
+            try:
+                for rank in range(len(self.plan.cluster.devices)):
+                    self._start(rank, listener)
+            except BaseException:
+                self._end_all()
+                raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end_all()
+
+    def _start(self, rank: int, listener: socket.socket) -> None:
+        """Start one rank; rank 0 serves the socket at which the others meet."""
+        world = str(len(self.plan.cluster.devices))
+        environment = {
+            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": str(self._threads),
+            "PYTHONPATH": os.pathsep.join([_package_root(), *filter(None, [os.environ.get("PYTHONPATH")])])}
+        if sys.platform == "linux":
+            environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        extra = ["--listen-fd", str(listener.fileno())] if rank == 0 else []
+        errors = open(self.folder / f"stderr-{rank}.txt", "w+b")  # noqa: SIM115 - closed in _end_all
+        child = subprocess.Popen(
+            [*self._command, *extra], env=environment, stdin=subprocess.PIPE, stdout=errors, stderr=errors,
+            start_new_session=True, pass_fds=[listener.fileno()] if rank == 0 else [])
+        self._processes.append(_Process(rank, child, errors))
+
+    def wait(self) -> None:
+        """Return when all ranks have ended well; raise for the first that has not."""
+        running = list(self._processes)
+        while running:
+            for process in running:
+                if process.child.poll() not in (None, 0):
+                    raise self._failure(process)
+            running = [process for process in running if process.child.poll() is None]
+            time.sleep(POLL_S if running else 0)
+
+    def _failure(self, first: _Process) -> WeftError:
+        """Return the error of the rank that is to blame: one that was killed or broke, not one that lost another."""
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            failed = [item for item in self._processes if item.child.poll() not in (None, 0)]
+            records = {item.rank: self._record(item.rank) for item in failed}
+            for item in failed:
+                record = records[item.rank]
+                if record is None or record["kind"] == "own":
+                    return self._error(item, record)
+            if time.monotonic() > deadline:
+                return self._error(first, records[first.rank])
+            time.sleep(POLL_S)
+
+    def _record(self, rank: int) -> dict[str, Any] | None:
+        path = self.folder / f"error-{rank}.json"
+        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+    def _error(self, process: _Process, record: dict[str, Any] | None) -> WeftError:
+        if record is not None and record["is_input"]:
+            kind = getattr(weft.errors, record["type"], InputError)
+            error: WeftError = kind(record["message"])
+            return error
+        who = f"rank {process.rank} ({self.plan.cluster.devices[process.rank]})"
+        doing = read_status_file(self.folder / _STATUS, process.rank)
+        if record is not None:
+            return RunError(f"{who} failed while {doing}: {record['message']}")
+        code = process.child.returncode
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        others = len(self._processes) - 1
+        return RunError(f"{who} {how} while {doing}; the other {others} ranks were ended{self._last_words(process)}")
+
+    def _last_words(self, process: _Process) -> str:
+        process.errors.flush()
+        process.errors.seek(0)
+        lines = process.errors.read().decode(errors="replace").strip().splitlines()
+        return f". Its last words: {lines[-1]}" if lines and process.child.returncode > 0 else ""
+
+    def _end_all(self) -> None:
+        for process in self._processes:
+            if process.child.poll() is None:
+                process.child.kill()
+        for process in self._processes:
+            process.child.wait()
+            if process.child.stdin is not None:
+                process.child.stdin.close()
+            process.errors.close()
+
+
+def _flags(options: RunOptions) -> list[str]:
+    flags = ["--steps", str(options.steps), "--warmup", str(options.warmup), "--seed", str(options.seed),
+             "--device", options.device, "--timeout", str(options.timeout_s)]
+    flags += ["--dtype", options.dtype] if options.dtype is not None else []
+    return flags + ["--verify"] * options.verify + ["--gradients"] * options.gradients
+
+
+def _package_root() -> str:
+    """Return the folder from which ``weft`` was imported, so that the processes import the same one."""
+    return str(Path(weft.errors.__file__).resolve().parent.parent)
