@@ -15,12 +15,9 @@ Member = tuple[int, int]
 
 
 def divide(num_samples: int, shares: list[float]) -> list[int]:
-    """Return whole samples by largest remainder, one sample at a time."""
-    counts = [0] * len(shares)
+    """Return whole samples by largest remainder, one left-over sample at a time."""
     exact = [num_samples * share / sum(shares) for share in shares]
-    for index in range(len(shares)):
-        while counts[index] + 1 <= exact[index] + 1e-9:
-            counts[index] += 1
+    counts = [int(value + 1e-9) for value in exact]
     while sum(counts) < num_samples:
         largest = max(range(len(shares)), key=lambda index: (exact[index] - counts[index], -index))
         counts[largest] += 1

@@ -219,6 +219,13 @@ def test_message_lists_twenty_problems_and_counts_the_rest():
     assert "... and 10 more" in str(caught.value)
 
 
+def test_sizes_beyond_all_bounds_are_refused_before_they_overflow():
+    graph = replace(GRAPH, tensor_bytes=np.full(GRAPH.num_tensors, 2**40, dtype=np.int64))
+    plan = change("model", batch=2**30)(PLAN)
+    assert structure_problems(plan, graph) == [
+        f"model.batch is {2**30}: the tensors of one step would take 5.369e+09 TiB"]
+
+
 def test_training_needs_a_scalar_loss():
     graph = replace(GRAPH, tensor_shapes=tuple((2, 2) for _ in GRAPH.tensor_shapes))
     plan = change("model", digest=graph.digest)(PLAN)

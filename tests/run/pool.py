@@ -151,7 +151,7 @@ def _adjust(executor: Any, kind: str, rank: int) -> None:
         is_first = item.microbatch == 0 and rank == 1
         if kind == "no_all_reduce" and item.op == Op.COLLECTIVE:
             actions[position] = lambda: None
-        elif kind == "lost_weight_gradient" and item.op == Op.COMPUTE and item.phase in (Phase.B, Phase.W) and is_first:
+        elif kind == "lost_weight_gradient" and item.op == Op.COMPUTE and item.phase != Phase.F and is_first:
             actions[position] = _without_gradients(actions[position], executor.parameters)
         elif kind == "swapped_channel" and item.op == Op.RECV and item.microbatch in (0, 1) and rank == 1:
             _swap(executor)

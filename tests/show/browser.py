@@ -139,7 +139,7 @@ class Browser:
 
     def settle(self) -> None:
         """Wait until everything asked for is drawn."""
-        self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 150))))")
+        self.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 20))))")
 
     def mouse(self, kind: str, x: float, y: float, **more: Any) -> None:
         """Send a mouse event: ``mouseMoved``, ``mousePressed``, ``mouseReleased`` or ``mouseWheel``."""

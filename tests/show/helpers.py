@@ -54,7 +54,7 @@ def hostile_timeline() -> Timeline:
     stage = Stage(name=HOSTILE[0], ops=graph.op_names, replicas=tuple(
         Replica(devices=(name,), share=0.5) for name in devices))
     tokens = tuple(f"{HOSTILE[0]}:{phase}:{index}" for phase in "FB" for index in range(2))
-    plan = replace(plan, stages=(stage,), order={name: tokens for name in devices}, gradients=(),
+    plan = replace(plan, stages=(stage,), order=dict.fromkeys(devices, tokens), gradients=(),
                    model=replace(plan.model, batch=4), cluster=replace(plan.cluster, devices=devices))
     return played(lower(with_gradients(plan, graph), graph))
 
@@ -67,7 +67,7 @@ def replicated_program(shares: tuple[float, ...], num_samples: int = 8) -> Progr
                    num_devices=len(shares), microbatch_size=num_samples)
     stage = replace(plan.stages[0], replicas=tuple(
         Replica(devices=(name,), share=share) for name, share in zip(names, shares, strict=True)))
-    plan = replace(plan, stages=(stage,), order={name: plan.order["d0"] for name in names}, gradients=())
+    plan = replace(plan, stages=(stage,), order=dict.fromkeys(names, plan.order["d0"]), gradients=())
     return lower(with_gradients(plan, graph), graph)
 
 

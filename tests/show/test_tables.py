@@ -8,7 +8,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.show.helpers import HOSTILE, hostile_timeline, many_microbatches, played, replicated_program, simulated, stretched
+from tests.show.helpers import (
+    HOSTILE,
+    hostile_timeline,
+    many_microbatches,
+    played,
+    replicated_program,
+    simulated,
+    stretched,
+)
 from weft.errors import PlanError
 from weft.plan.plan import SearchInfo
 from weft.planner import Candidate, Comparison

@@ -71,6 +71,8 @@ class Device:
     """Devices of one host share its network card."""
     memory_bytes: int | None
     """Capacity; None is unlimited."""
+    unit: str | None = None
+    """Devices with the same text share one processing unit, such as a core: they compute one at a time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +227,7 @@ class Cluster:
         used = sorted({device.kind for device in self.devices})
         content = [
             [_kind_content(self.kinds[name]) for name in used],
-            [[device.name, device.kind, device.host, device.memory_bytes] for device in self.devices],
+            [[device.name, device.kind, device.host, device.memory_bytes, device.unit] for device in self.devices],
             [[link.source, link.target, link.bytes_per_s, link.latency_s, link.shared] for link in self.links],
             self.contention.value,
         ]

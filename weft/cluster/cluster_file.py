@@ -112,7 +112,8 @@ def to_json(cluster: Cluster) -> dict[str, Any]:
                              "contention": cluster.contention.value}
     value["kinds"] = {name: _kind_value(kind) for name, kind in cluster.kinds.items()}
     value["devices"] = [
-        {"name": device.name, "kind": device.kind, "host": device.host, "memory": device.memory_bytes}
+        {"name": device.name, "kind": device.kind, "host": device.host, "memory": device.memory_bytes,
+         **({} if device.unit is None else {"unit": device.unit})}
         for device in cluster.devices
     ]
     if cluster.links:

@@ -276,7 +276,7 @@ def _add_device(draft: _Draft, entry: DeviceEntry, path: str) -> None:
         draft.note(f"{path}.host: the name {host[:100]!r} {problem}")
     kind = _device_kind(draft, entry, path)
     memory = kind.memory_bytes if entry.memory is ABSENT else _read_memory(draft, f"{path}.memory", entry.memory)
-    draft.devices.append(Device(name=entry.name, kind=kind.name, host=host, memory_bytes=memory))
+    draft.devices.append(Device(name=entry.name, kind=kind.name, host=host, memory_bytes=memory, unit=entry.unit))
 
 
 def _device_kind(draft: _Draft, entry: DeviceEntry, path: str) -> DeviceKind:

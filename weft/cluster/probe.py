@@ -77,8 +77,9 @@ def _probe_cpu(torch: Any, num_devices: int | None, time_limit_s: float) -> Clus
                f"divided by {count}",
     )
     host = _host_name()
-    devices = tuple(Device(name=f"cpu{index}", kind=kind.name, host=host, memory_bytes=kind.memory_bytes)
-                    for index in range(count))
+    cores = num_cores()
+    devices = tuple(Device(name=f"cpu{index}", kind=kind.name, host=host, memory_bytes=kind.memory_bytes,
+                           unit=f"core{index % cores}" if count > cores else None) for index in range(count))
     links = _local_links(devices, host, time_limit_s) if count > 1 else ()
     return Cluster(name=host, kinds={kind.name: kind}, devices=devices, links=links)
 

@@ -61,6 +61,8 @@ class DeviceEntry:
     """Absent: a host of its own, named as the device."""
     memory: Any = ABSENT
     """Absent: that of the kind; null: unlimited."""
+    unit: str | None = None
+    """Devices that give the same text compute one at a time."""
     flops: Mapping[str, Any] = field(default_factory=dict)
     memory_bandwidth: Any = None
 

@@ -353,7 +353,7 @@ def _returns_input(node: fx.Node) -> bool:
         return args[1] == 0 or not args[2]
     if target in (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other):
         copies = node.kwargs.get("copy", False) or (target is aten.to.dtype and len(args) > 3 and args[3])
-        return not copies and args[0].meta["val"].dtype == node.meta["val"].dtype  # type: ignore[union-attr]
+        return not copies and args[0].meta["val"].dtype == node.meta["val"].dtype
     if target is aten.slice.Tensor:
         start = args[2] if len(args) > 2 else None
         end = args[3] if len(args) > 3 else None

@@ -158,7 +158,8 @@ class _Builder:
 
     def _add_item(self, node: fx.Node) -> None:
         producer, position = node.args
-        assert isinstance(producer, fx.Node) and isinstance(position, int)
+        assert isinstance(producer, fx.Node)
+        assert isinstance(position, int)
         op = self.op_of_node[producer.name]
         self.ops[op].nodes.append(node.name)
         if position in self.ops[op].outputs:
@@ -301,7 +302,7 @@ def _is_random(node: fx.Node) -> bool:
     """Return whether the operator draws random numbers, with the settings it has."""
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
-    names = [argument.name for argument in getattr(node.target, "_schema").arguments]
+    names = [argument.name for argument in node.target._schema.arguments]
     settings = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     probability = next((settings[key] for key in ("dropout_p", "dropout", "p") if key in settings), None)
     switched_off = settings.get("train") is False

@@ -53,15 +53,14 @@ def operator_name(target: Any) -> str:
 
 
 def count_flops(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> float:
-    """Return the operations of one operator that ran on ``args`` and gave ``result`` (views are the caller's matter)."""
+    """Return the operations of one operator, no view, that ran on ``args`` and gave ``result``."""
     formula = flop_registry.get(getattr(target, "overloadpacket", target))
     if formula is not None:
         return float(formula(*args, **kwargs, out_val=result))
     name = operator_name(target)
     if name in _POOLS:
         window = args[_POOLS[name]]
-        outputs = [tensor for tensor in _tensors((args[0], result))]
-        return float(min(tensor.numel() for tensor in outputs) * math.prod(window))
+        return float(min(tensor.numel() for tensor in _tensors((args[0], result))) * math.prod(window))
     largest = max((tensor.numel() for tensor in _tensors((args, kwargs, result))), default=0)
     return FLOPS_PER_ELEMENT.get(name, 1.0) * largest
 

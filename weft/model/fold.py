@@ -9,7 +9,8 @@ only if they agree replaces each ``fold_repeat`` with a copy of the first, wired
 
     x -> [enter h.0 ... leave] -> [enter h.1 ... leave] -> repeat h.2 -> ... -> [enter h.47 ... leave] -> loss
 
-A difference, or an operator that changes memory inside a layer (``check_unchanging``), raises ``FoldMismatch``; the caller then traces all.
+A difference, or an operator that changes memory inside a layer (``check_unchanging``), raises ``FoldMismatch``; the
+caller then traces all.
 """
 
 from __future__ import annotations
@@ -125,11 +126,11 @@ def _equal_children(children: list[torch.nn.Module], owners: Mapping[int, tuple[
     result: list[list[int]] = []
     for members in alike.values():
         # a whole number that equals the layer's position in every layer is its index, not a setting
-        is_index = [all(numbers[slot] == position for position, numbers in members)
+        is_index = [all(found[slot] == position for position, found in members)
                     for slot in range(len(members[0][1]))]
         equal: dict[Any, list[int]] = {}
-        for position, numbers in members:
-            key = tuple(number for number, index in zip(numbers, is_index, strict=True) if not index)
+        for position, found in members:
+            key = tuple(number for number, index in zip(found, is_index, strict=True) if not index)
             equal.setdefault(key, []).append(position)
         result.extend(equal.values())
     return sorted(result)
@@ -211,7 +212,7 @@ def folded(module: torch.nn.Module) -> Iterator[Folding]:
             for path in paths:
                 layer = module.get_submodule(path)
                 layers.append(layer)
-                layer.forward = _stand_in(folding, number, path, path == paths[-1], layer.forward)  # type: ignore[method-assign]
+                layer.forward = _stand_in(folding, number, path, path == paths[-1], layer.forward)
         yield folding
     finally:
         for layer in layers:
@@ -398,14 +399,14 @@ def _write_copy(graph: fx.Graph, repeat: fx.Node, template: _Region, path: str, 
     with graph.inserting_before(repeat):
         for node in template.body:
             if node.args and node.args[0] is template.enter:
-                copies[node] = inputs[node.args[1]]  # type: ignore[index]
+                copies[node] = inputs[node.args[1]]
                 continue
             copy = graph.create_node("call_function", node.target, fx.node.map_arg(node.args, copy_of),
                                      fx.node.map_arg(node.kwargs, copy_of))
             copy.meta = {key: value for key, value in node.meta.items() if key in ("val", "stack_trace")}
             copy.meta["module"] = path + node.meta["module"][len(template.path) :]
             copies[node] = copy
-    _forward_items(repeat, [copy_of(item) for item in template.leave.args[1]])  # type: ignore[union-attr]
+    _forward_items(repeat, [copy_of(item) for item in template.leave.args[1]])
 
 
 def _forward_items(node: fx.Node, values: Any) -> None:

@@ -9,6 +9,7 @@ element of the largest tensor.
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -49,7 +50,9 @@ _NAMES: Final[Mapping[str, str]] = {"float": "float32", "double": "float64"}
 
 def load_onnx(path: str | os.PathLike[str], *, dims: Mapping[str, int] | None = None,
               batch: int | None = None) -> Graph:
-    """Return the graph of the ONNX file ``path``; ``dims`` fixes symbolic dimensions, ``batch`` the first input's first.
+    """Return the graph of the ONNX file ``path``.
+
+    ``dims`` gives symbolic dimensions their sizes, by name; ``batch`` that of the first input's first dimension.
 
     Raises ``ModelError`` if the file is corrupt, has unknown or symbolic shapes, or holds loops or branches.
     """
@@ -77,9 +80,7 @@ def _read(path: str | os.PathLike[str]) -> Any:
     try:
         model = onnx.load_model_from_string(data)
         if model.functions:
-            import onnx.inliner
-
-            model = onnx.inliner.inline_local_functions(model)
+            model = importlib.import_module("onnx.inliner").inline_local_functions(model)
     except Exception as problem:  # protobuf, onnx and C++ errors of many types
         raise ModelError(f"{str(path)!r} is not a readable ONNX file: {_first_line(problem)}") from problem
     if not model.graph.node:
@@ -231,17 +232,19 @@ class _Reader:
     def _known_shape(self, name: str, node: Any) -> tuple[Shape, str]:
         shape, dtype = self.shapes.get(name, ((-1,), ""))
         if any(size < 0 for size in shape):
-            raise ModelError(f"{self.where}: the shape of {name!r}, made by node {node.name!r} ({node.op_type}), cannot "
-                             "be inferred: it depends on values. Export the model with fixed sizes")
+            raise ModelError(f"{self.where}: the shape of {name!r}, made by node {node.name!r} ({node.op_type}), "
+                             "cannot be inferred: it depends on values. Export the model with fixed sizes")
         return shape, dtype
 
     def _flops(self, node: Any, inputs: list[Shape | None], outputs: list[Shape]) -> float:
-        settings = {attribute.name: _onnx().helper.get_attribute_value(attribute) for attribute in node.attribute}
+        helper: Any = _onnx().helper
+        settings = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
+        rule: Any = _RULES.get(node.op_type, _per_element)
         try:
-            return float(_RULES.get(node.op_type, _per_element)(node.op_type, inputs, outputs, settings))
+            return float(rule(node.op_type, inputs, outputs, settings))
         except (IndexError, TypeError, KeyError) as problem:
-            raise ModelError(f"{self.where}: node {node.name!r} ({node.op_type}) has inputs that the operator does not "
-                             "take: the file is not a valid ONNX model") from problem
+            raise ModelError(f"{self.where}: node {node.name!r} ({node.op_type}) has other inputs than the operator "
+                             "takes: the file is not a valid ONNX model") from problem
 
     def _unique(self, name: str) -> str:
         unique, number = name, 0
@@ -309,7 +312,8 @@ def _per_element(kind: str, inputs: Sequence[Shape | None], outputs: Sequence[Sh
 
 def _conv(kind: str, inputs: Sequence[Shape | None], outputs: Sequence[Shape], settings: Any) -> float:
     weight = inputs[3 if kind == "QLinearConv" else 1]
-    assert weight is not None and inputs[0] is not None
+    assert weight is not None
+    assert inputs[0] is not None
     # each output takes one product per weight of its filter; transposed, each input feeds one
     places = math.prod(inputs[0]) if kind == "ConvTranspose" else math.prod(outputs[0])
     return 2.0 * places * math.prod(weight[1:])
@@ -324,7 +328,8 @@ def _matmul(kind: str, inputs: Sequence[Shape | None], outputs: Sequence[Shape],
 
 def _recurrent(kind: str, inputs: Sequence[Shape | None], outputs: Sequence[Shape], settings: Any) -> float:
     sequence, weight, recurrence = inputs[:3]
-    assert sequence is not None and weight is not None and recurrence is not None
+    if sequence is None or weight is None or recurrence is None:
+        raise TypeError("a recurrent layer needs its input and both weights")
     return 2.0 * sequence[0] * sequence[1] * (math.prod(weight) + math.prod(recurrence))
 
 

@@ -113,7 +113,7 @@ def _measure(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradClass, ...
     args = _on_meta(node.args, tensors, position)
     kwargs = _on_meta(node.kwargs, tensors, position)
     try:
-        return _run(lambda: node.target(*args, **kwargs), tensors, grads)  # type: ignore[operator]
+        return _run(lambda: node.target(*args, **kwargs), tensors, grads)
     except Exception as problem:  # any operator may lack a meta kernel, each in its own way
         return _by_rule(node, specs, grads, f"{type(problem).__name__}: {str(problem).splitlines()[0][:120]}")
 
@@ -151,9 +151,9 @@ class _Meter(TorchDispatchMode):
 
 def _run(call: Callable[[], Any], tensors: list[torch.Tensor], grads: tuple[GradClass, ...]) -> OpCost:
     kept: list[torch.Tensor] = []
-    with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(_keeper(kept), lambda tensor: tensor):
-        with _Meter() as forward:
-            result = call()
+    keeping = torch.autograd.graph.saved_tensors_hooks(_keeper(kept), lambda tensor: tensor)
+    with torch.enable_grad(), keeping, _Meter() as forward:
+        result = call()
     outputs = _flat(result)
     owners = {_storage(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
     view_of = tuple(owners.get(_storage(tensor), -1) for tensor in outputs)
@@ -212,7 +212,8 @@ def _flat(value: Any) -> list[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
+    storage: Any = tensor.untyped_storage()
+    return int(storage._cdata)
 
 
 def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -222,7 +223,7 @@ def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def touched_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of ``tensor`` that exist: a dimension of stride 0 counts once."""
     sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0]
-    return math.prod(sizes) * tensor.element_size()
+    return math.prod(sizes) * int(tensor.element_size())
 
 
 # ---- by formula ---------------------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class ModelSource:
 
 def resolve_model(spec: str, *, batch: int | None = None, mode: Mode = "training", dtype: str | None = None,
                   options: Mapping[str, str] | None = None) -> ModelSource | Graph:
-    """Return what ``spec`` names; ``options`` set sizes of a zoo model, as its suffix does, or of an ONNX file's inputs.
+    """Return what ``spec`` names; ``options`` set sizes of a zoo model, as its suffix does, or of an ONNX file.
 
     Raises ``ModelError`` for anything that is not there or not as it must be.
     """
@@ -211,7 +211,8 @@ def _execute(path: str) -> Any:
     """Return the module that the file ``path`` makes; it is run once."""
     name = f"weft_user_{Path(path).stem}_{len(sys.modules)}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     sys.path.insert(0, str(Path(path).parent))

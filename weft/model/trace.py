@@ -1,8 +1,8 @@
 """Trace a PyTorch model: ``trace(source) -> TracedModel``, a ``Graph`` to plan with and a program to run.
 
 The steps: ``capture`` exports the module to a functional fx graph without using memory (equal layers are traced once,
-``fold``), ``probe`` costs each distinct operator forward and backward on meta tensors, and ``columns`` writes operators,
-tensors and costs down as a ``Graph``.
+``fold``), ``probe`` costs each distinct operator forward and backward on meta tensors, and ``columns`` writes
+operators, tensors and costs down as a ``Graph``.
 
 ``TracedModel`` is what the runtime's partitioner reads:
 
@@ -22,7 +22,7 @@ tensors and costs down as a ``Graph``.
                                   inputs (literals in the forward); in the graph their role is BUFFER
     traced.program.buffer_updates path of a buffer -> name of the tensor that is its new value after the step
                                   (batch-norm statistics in training)
-    traced.program.parameters     placeholder name -> path, tied parameters all with the first path; ``buffers`` likewise
+    traced.program.parameters     placeholder name -> path (of tied parameters the first); ``buffers`` likewise
     traced.source                 the ``ModelSource``: ``build()`` gives the module with its parameters and buffers
 
 Two placeholders may stand for one tied parameter (``parameters`` maps both to one path); ``tensor_nodes`` names one.
@@ -33,7 +33,6 @@ plainest example of all this.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -45,6 +44,7 @@ from torch import fx
 
 from weft.errors import ModelError
 from weft.model.capture import Capture, capture
+from weft.model.collector import collector_paused
 from weft.model.columns import Backward, Columns, make_columns
 from weft.model.graph import NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Graph, check_graph
 from weft.model.source import ModelSource
@@ -105,15 +105,10 @@ def trace(source: ModelSource, *, batch: int | None = None, mode: Mode | None = 
 def _traced(source: ModelSource, batch: int, backward: Backward, fold: bool) -> tuple[Capture, Columns]:
     module = source.build()
     inputs = source.inputs(batch, 0)
-    collecting = gc.isenabled()
-    gc.disable()  # tracing makes millions of small objects that all live: collections only cost time
-    try:
-        found = capture(module, inputs, training=source.mode == "training", fold=fold)
-        return found, make_columns(found, name=source.name, batch=batch, training=source.mode == "training",
-                                   backward=backward)
-    finally:
-        if collecting:
-            gc.enable()
+    training = source.mode == "training"
+    with collector_paused():
+        found = capture(module, inputs, training=training, fold=fold)
+        return found, make_columns(found, name=source.name, batch=batch, training=training, backward=backward)
 
 
 def _program(found: Capture, columns: Columns) -> TracedProgram:
@@ -131,7 +126,7 @@ def _program(found: Capture, columns: Columns) -> TracedProgram:
 
 
 def _with_batch_dims(graph: Graph, other: Graph, batch: int, other_batch: int) -> Graph:
-    """Return ``graph`` with the dimensions in which its tensors differ from those of the same model at another batch."""
+    """Return ``graph`` with the dimensions in which its tensors differ from the same model's at another batch."""
     if (graph.op_names, graph.tensor_names) != (other.op_names, other.tensor_names):
         text = f"the operators at batch {batch} differ from those at {other_batch}: batch dimensions are not known"
         return replace(graph, warnings=(*graph.warnings, text))

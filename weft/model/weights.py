@@ -30,11 +30,11 @@ def without_memory() -> Iterator[None]:
             param = torch.nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
         register(self, name, param)
 
-    torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    torch.nn.Module.register_parameter = register_on_meta
     try:
         yield
     finally:
-        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+        torch.nn.Module.register_parameter = register
 
 
 def initial_value(name: str, shape: Sequence[int], dtype: torch.dtype, seed: int,

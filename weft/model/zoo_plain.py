@@ -86,12 +86,16 @@ def _square_block(inputs: int, w: int, pool: int) -> Branches:
 
 def _long_block(inputs: int, w: int, inner: int) -> Branches:
     """Return the block of figure 6: 7x7 split into 1x7 and 7x1 at 17x17."""
-    row, column = {"kernel": (1, 7), "padding": (0, 3)}, {"kernel": (7, 1), "padding": (3, 0)}
+    def row(outputs: int) -> ConvUnit:
+        return ConvUnit(inner, outputs, (1, 7), padding=(0, 3))
+
+    def column(outputs: int) -> ConvUnit:
+        return ConvUnit(inner, outputs, (7, 1), padding=(3, 0))
+
     return Branches(
         ConvUnit(inputs, 6 * w, 1),
-        nn.Sequential(ConvUnit(inputs, inner, 1), ConvUnit(inner, inner, **row), ConvUnit(inner, 6 * w, **column)),
-        nn.Sequential(ConvUnit(inputs, inner, 1), ConvUnit(inner, inner, **column), ConvUnit(inner, inner, **row),
-                      ConvUnit(inner, inner, **column), ConvUnit(inner, 6 * w, **row)),
+        nn.Sequential(ConvUnit(inputs, inner, 1), row(inner), column(6 * w)),
+        nn.Sequential(ConvUnit(inputs, inner, 1), column(inner), row(inner), column(inner), row(6 * w)),
         nn.Sequential(nn.AvgPool2d(3, 1, 1), ConvUnit(inputs, 6 * w, 1)))
 
 
@@ -121,7 +125,8 @@ class Inception(nn.Module):
                                     _square_block(9 * w, w, 2 * w))
         self.reduce = Branches(
             ConvUnit(9 * w, 12 * w, 3, 2),
-            nn.Sequential(ConvUnit(9 * w, 2 * w, 1), ConvUnit(2 * w, 3 * w, 3, padding=1), ConvUnit(3 * w, 3 * w, 3, 2)),
+            nn.Sequential(ConvUnit(9 * w, 2 * w, 1), ConvUnit(2 * w, 3 * w, 3, padding=1),
+                          ConvUnit(3 * w, 3 * w, 3, 2)),
             nn.MaxPool2d(3, 2))
         self.long = nn.Sequential(*(_long_block(24 * w, w, inner) for inner in (4 * w, 5 * w, 5 * w, 6 * w)))
         self.reduce_again = Branches(

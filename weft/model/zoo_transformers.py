@@ -56,7 +56,9 @@ def _without_masks(config: Any) -> Any:
     return config
 
 
-def _with_forward(module: torch.nn.Module, forward: Callable[..., Any]) -> torch.nn.Module:
+def _made(package: str, name: str, config: Any, forward: Callable[..., Any]) -> torch.nn.Module:
+    """Return a model of ``config`` whose forward is ``forward``."""
+    module: torch.nn.Module = _class(package, name)(_without_masks(config))
     base = type(module)
     module.__class__ = type(base.__name__, (base,), {
         "forward": forward, "_plain_forward": base.forward, "__module__": base.__module__})
@@ -125,8 +127,12 @@ def _image_logits(self: Any, pixel_values: torch.Tensor) -> Any:
     return self._plain_forward(pixel_values=pixel_values).logits
 
 
-def _pick(mode: Mode, loss: Callable[..., Any], logits: Callable[..., Any]) -> Callable[..., Any]:
-    return loss if mode == "training" else logits
+_Forwards = Mapping[Mode, Callable[..., Any]]
+_DECODER: Final[_Forwards] = {"training": _decoder_loss, "inference": _decoder_logits}
+_ENCODER: Final[_Forwards] = {"training": _encoder_loss, "inference": _encoder_logits}
+_TRANSLATOR: Final[_Forwards] = {"training": _translator_loss, "inference": _translator_logits}
+_SPEECH: Final[_Forwards] = {"training": _speech_loss, "inference": _speech_logits}
+_IMAGE: Final[_Forwards] = {"training": _image_loss, "inference": _image_logits}
 
 
 # ---- families -----------------------------------------------------------------------------------------------------
@@ -136,12 +142,12 @@ def _gpt2(sizes: Sizes, mode: Mode) -> torch.nn.Module:
     config = _class("gpt2", "GPT2Config")(
         n_layer=sizes["layers"], n_embd=sizes["hidden"], n_head=sizes["heads"], vocab_size=sizes["vocab"],
         n_positions=sizes["seq"], resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    return _with_forward(_class("gpt2", "GPT2LMHeadModel")(_without_masks(config)), _pick(mode, _decoder_loss, _decoder_logits))
+    return _made("gpt2", "GPT2LMHeadModel", config, _DECODER[mode])
 
 
 def _llama(sizes: Sizes, mode: Mode) -> torch.nn.Module:
     config = _class("llama", "LlamaConfig")(**_llama_sizes(sizes))
-    return _with_forward(_class("llama", "LlamaForCausalLM")(_without_masks(config)), _pick(mode, _decoder_loss, _decoder_logits))
+    return _made("llama", "LlamaForCausalLM", config, _DECODER[mode])
 
 
 def _llama_sizes(sizes: Sizes) -> dict[str, int]:
@@ -155,7 +161,7 @@ def _mixtral(sizes: Sizes, mode: Mode) -> torch.nn.Module:
     config = _class("mixtral", "MixtralConfig")(
         **_llama_sizes(sizes), num_local_experts=sizes["experts"], num_experts_per_tok=min(2, sizes["experts"]),
         experts_implementation="batched_mm")  # the others need the values of the router
-    return _with_forward(_class("mixtral", "MixtralForCausalLM")(_without_masks(config)), _pick(mode, _decoder_loss, _decoder_logits))
+    return _made("mixtral", "MixtralForCausalLM", config, _DECODER[mode])
 
 
 def _opt(sizes: Sizes, mode: Mode) -> torch.nn.Module:
@@ -163,13 +169,13 @@ def _opt(sizes: Sizes, mode: Mode) -> torch.nn.Module:
         num_hidden_layers=sizes["layers"], hidden_size=sizes["hidden"], word_embed_proj_dim=sizes["hidden"],
         num_attention_heads=sizes["heads"], ffn_dim=sizes["ffn"], vocab_size=sizes["vocab"],
         max_position_embeddings=sizes["seq"], dropout=0.0, layerdrop=0.0)
-    return _with_forward(_class("opt", "OPTForCausalLM")(_without_masks(config)), _pick(mode, _decoder_loss, _decoder_logits))
+    return _made("opt", "OPTForCausalLM", config, _DECODER[mode])
 
 
 def _bert(sizes: Sizes, mode: Mode) -> torch.nn.Module:
     config = _class("bert", "BertConfig")(
         **_encoder_sizes(sizes), vocab_size=sizes["vocab"], max_position_embeddings=sizes["seq"])
-    return _with_forward(_class("bert", "BertForMaskedLM")(_without_masks(config)), _pick(mode, _encoder_loss, _encoder_logits))
+    return _made("bert", "BertForMaskedLM", config, _ENCODER[mode])
 
 
 def _encoder_sizes(sizes: Sizes) -> dict[str, Any]:
@@ -183,8 +189,7 @@ def _t5(sizes: Sizes, mode: Mode, package: str = "t5", prefix: str = "T5") -> to
         num_layers=sizes["layers"], num_decoder_layers=sizes["layers"], d_model=sizes["hidden"],
         num_heads=sizes["heads"], d_kv=sizes["hidden"] // sizes["heads"], d_ff=sizes["ffn"],
         vocab_size=sizes["vocab"], dropout_rate=0.0)
-    return _with_forward(_class(package, f"{prefix}ForConditionalGeneration")(_without_masks(config)),
-                         _pick(mode, _translator_loss, _translator_logits))
+    return _made(package, f"{prefix}ForConditionalGeneration", config, _TRANSLATOR[mode])
 
 
 def _mt5(sizes: Sizes, mode: Mode) -> torch.nn.Module:
@@ -198,20 +203,19 @@ def _whisper(sizes: Sizes, mode: Mode) -> torch.nn.Module:
         encoder_ffn_dim=sizes["ffn"], decoder_ffn_dim=sizes["ffn"], vocab_size=sizes["vocab"],
         max_target_positions=sizes["seq"], max_source_positions=sizes["frames"] // 2, pad_token_id=0,
         bos_token_id=0, eos_token_id=0, decoder_start_token_id=0)
-    return _with_forward(_class("whisper", "WhisperForConditionalGeneration")(_without_masks(config)),
-                         _pick(mode, _speech_loss, _speech_logits))
+    return _made("whisper", "WhisperForConditionalGeneration", config, _SPEECH[mode])
 
 
 def _vit(sizes: Sizes, mode: Mode) -> torch.nn.Module:
     config = _class("vit", "ViTConfig")(**_encoder_sizes(sizes), image_size=sizes["image"],
                                         num_labels=sizes["classes"])
-    return _with_forward(_class("vit", "ViTForImageClassification")(_without_masks(config)), _pick(mode, _image_loss, _image_logits))
+    return _made("vit", "ViTForImageClassification", config, _IMAGE[mode])
 
 
 def _swin(sizes: Sizes, mode: Mode) -> torch.nn.Module:
     config = _class("swin", "SwinConfig")(embed_dim=sizes["hidden"], image_size=sizes["image"],
                                           num_labels=sizes["classes"], drop_path_rate=0.0)
-    return _with_forward(_class("swin", "SwinForImageClassification")(_without_masks(config)), _pick(mode, _image_loss, _image_logits))
+    return _made("swin", "SwinForImageClassification", config, _IMAGE[mode])
 
 
 def _resnet(sizes: Sizes, mode: Mode) -> torch.nn.Module:
@@ -219,8 +223,7 @@ def _resnet(sizes: Sizes, mode: Mode) -> torch.nn.Module:
     config = _class("resnet", "ResNetConfig")(
         embedding_size=width, hidden_sizes=[4 * width, 8 * width, 16 * width, 32 * width],
         num_labels=sizes["classes"])
-    return _with_forward(_class("resnet", "ResNetForImageClassification")(_without_masks(config)),
-                         _pick(mode, _image_loss, _image_logits))
+    return _made("resnet", "ResNetForImageClassification", config, _IMAGE[mode])
 
 
 def _convnext(sizes: Sizes, mode: Mode) -> torch.nn.Module:
@@ -228,18 +231,16 @@ def _convnext(sizes: Sizes, mode: Mode) -> torch.nn.Module:
     config = _class("convnext", "ConvNextConfig")(
         hidden_sizes=[hidden, 2 * hidden, 4 * hidden, 8 * hidden], num_labels=sizes["classes"],
         image_size=sizes["image"])
-    return _with_forward(_class("convnext", "ConvNextForImageClassification")(_without_masks(config)),
-                         _pick(mode, _image_loss, _image_logits))
+    return _made("convnext", "ConvNextForImageClassification", config, _IMAGE[mode])
 
 
 class FlavaClassifier(torch.nn.Module):
     """FLAVA's three encoders with a linear classifier on the joint summary."""
 
-    def __init__(self, config: Any, num_classes: int, mode: Mode) -> None:
+    def __init__(self, config: Any, num_classes: int) -> None:
         super().__init__()
         self.flava = _class("flava", "FlavaModel")(_without_masks(config))
         self.classifier = torch.nn.Linear(config.hidden_size, num_classes)
-        self.mode = mode
 
     def forward(self, input_ids: torch.Tensor, pixel_values: torch.Tensor,
                 labels: torch.Tensor | None = None) -> torch.Tensor:
@@ -255,7 +256,7 @@ def _flava(sizes: Sizes, mode: Mode) -> torch.nn.Module:
         text_config={**common, "vocab_size": sizes["vocab"], "max_position_embeddings": max(sizes["seq"], 2)},
         image_config={**common, "image_size": sizes["image"]},
         multimodal_config={**common, "num_hidden_layers": sizes["joint_layers"]}, hidden_size=sizes["hidden"])
-    return FlavaClassifier(config, sizes["classes"], mode)
+    return FlavaClassifier(config, sizes["classes"])
 
 
 _FAMILIES: Final[Mapping[str, Callable[[Sizes, Mode], torch.nn.Module]]] = {

@@ -19,10 +19,13 @@ from weft.cluster.cluster import Cluster
 from weft.errors import PlanError
 from weft.model.graph import Graph
 from weft.plan.plan import Plan, Replica, Stage, split_samples
+from weft.units import format_bytes
 
 PHASES = ("F", "B", "I", "W")
 _MICROBATCH = re.compile("[0-9]{1,9}")
 _MAX_BATCH = 2**31 - 1
+_MAX_STEP_BYTES = 2**58
+"""Far more than any cluster has, and few enough that sums of sizes stay below 64 bits."""
 _MAX_PROBLEMS = 1000
 """A broken file can have millions of problems; more than this many help nobody."""
 
@@ -48,8 +51,9 @@ def structure_problems(plan: Plan, graph: Graph, cluster: Cluster | None = None)
     binding = list(_binding_problems(plan, graph, cluster))
     if binding:  # made for another model or cluster: whatever else is wrong follows from that
         return binding
-    references = itertools.chain(_count_problems(plan), *(_stage_problems(plan, graph, stage, f"stages[{index}]")
-                                                          for index, stage in enumerate(plan.stages)))
+    references = itertools.chain(
+        _count_problems(plan, graph),
+        *(_stage_problems(plan, graph, stage, f"stages[{index}]") for index, stage in enumerate(plan.stages)))
     problems = list(itertools.islice(references, _MAX_PROBLEMS))
     if problems:
         return problems
@@ -76,7 +80,7 @@ def _binding_problems(plan: Plan, graph: Graph, cluster: Cluster | None) -> Iter
             yield f"cluster.devices[{index}]: there is no device {name!r} in the cluster"
 
 
-def _count_problems(plan: Plan) -> Iterator[str]:
+def _count_problems(plan: Plan, graph: Graph) -> Iterator[str]:
     if not plan.cluster.devices:
         yield "cluster.devices is empty"
     for name, count in Counter(plan.cluster.devices).items():
@@ -88,6 +92,9 @@ def _count_problems(plan: Plan) -> Iterator[str]:
     elif plan.model.batch % plan.microbatches:
         yield (f"model.batch ({plan.model.batch}) is not a multiple of microbatches ({plan.microbatches}); "
                "change one of them")
+    step_bytes = float(graph.tensor_bytes.sum(dtype=np.float64)) * plan.model.batch / graph.batch
+    if step_bytes > _MAX_STEP_BYTES:
+        yield f"model.batch is {plan.model.batch}: the tensors of one step would take {format_bytes(step_bytes)}"
     num_actions = sum(len(actions) for actions in plan.order.values())
     if plan.microbatches > num_actions:
         yield f"order has {num_actions} actions for {plan.microbatches} micro-batches: each needs at least one"

@@ -97,7 +97,7 @@ def strategies(rows: Sequence[StrategyFacts]) -> str:
                     f"<td>{escape(row.status)}</td></tr>")
     header = ("Strategy", "#Step time", "#Against fastest", "#Samples", "#Micro-batches", "#Peak memory per device",
               "#Bubble", "#Bound", "Status")
-    return _section("Strategies", _table(header, body))
+    return _section("Strategies", _table("Strategies", header, body))
 
 
 def stages(rows: Sequence[StageFacts]) -> str:
@@ -108,7 +108,7 @@ def stages(rows: Sequence[StageFacts]) -> str:
                         seconds(row.backward_s)])
             + "</tr>" for row in rows]
     header = ("Stage", "Modules", "#Operators", "Devices", "#Share of batch", "#Parameters", "#Forward", "#Backward")
-    return _section("Stages", _table(header, body), lead="Times are for one micro-batch.")
+    return _section("Stages", _table("Stages", header, body), lead="Times are for one micro-batch.")
 
 
 def exchanges(rows: Sequence[ExchangeFacts]) -> str:
@@ -121,7 +121,7 @@ def exchanges(rows: Sequence[ExchangeFacts]) -> str:
             + f'<td class="wrap">{escape(short_list(row.devices))}</td>{_numbers([seconds(row.time_s)])}</tr>'
             for row in rows]
     header = ("Method", "Parameters", "#Number", "#Bytes", "Devices", "#Time")
-    return _section("Gradient exchanges", _table(header, body))
+    return _section("Gradient exchanges", _table("Gradient exchanges", header, body))
 
 
 def devices(rows: Sequence[DeviceFacts], kind: str) -> str:
@@ -137,7 +137,7 @@ def devices(rows: Sequence[DeviceFacts], kind: str) -> str:
         body.append(f'<tr><td colspan="4" class="dim">{len(rows) - MAX_ROWS} more</td></tr>')
     header = ("Device", f"Time of the {kind} step", "#Idle", "Memory at its peak")
     used = [name for name in CATEGORIES if any(row.peak_memory.get(name) for row in rows)]
-    return _section("Devices", _table(header, body) + _key({**_TIME_PARTS, **{name: name for name in used}}))
+    return _section("Devices", _table("Devices", header, body) + _key({**_TIME_PARTS, **{name: name for name in used}}))
 
 
 def _memory_cell(row: DeviceFacts) -> str:
@@ -184,11 +184,11 @@ def _section(title: str, body: str, *, lead: str = "") -> str:
     return f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2>{note}{body}</section>'
 
 
-def _table(header: Iterable[str], body: Iterable[str]) -> str:
+def _table(label: str, header: Iterable[str], body: Iterable[str]) -> str:
     """Return a table; a header that begins with ``#`` is of a column of numbers."""
     heads = "".join(f'<th scope="col" class="n">{escape(name[1:])}</th>' if name.startswith("#")
                     else f'<th scope="col">{escape(name)}</th>' for name in header)
-    return (f'<div class="card scroll" tabindex="0" role="region" aria-label="Table"><table>'
+    return (f'<div class="card scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table>'
             f"<thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></div>")
 
 

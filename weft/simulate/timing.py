@@ -4,6 +4,7 @@ Following the semantics in ``weft.plan.program``:
 
 - The computes of a rank, and its optimizer step, form a chain. An instance with several ranks is one task in the chain
   of each of them, and lasts as long as its slowest device.
+- Devices that share a processing unit compute one at a time, in the order in which their computes are ready.
 - A send and its receive are one transfer. It is ready when the compute before it is done on both sides, and occupies
   what the cluster says. The computes that need it wait for it.
 - A collective is ready when the compute before it is done on all members; those of a rank follow each other in order.
@@ -55,7 +56,8 @@ def time_program(program: Program, costs: Costs, cluster: Cluster) -> TimedProgr
     devices = rank_devices(program, cluster)
     wiring = wire(program)
     seconds, source = _durations(program, costs, devices, wiring.leader)
-    resources = _transfer_resources(program, cluster, devices, wiring.leader)
+    resources = np.concatenate([_transfer_resources(program, cluster, devices, wiring.leader),
+                                _unit_resources(program, cluster, devices, wiring)])
     names, held = np.unique(resources[:, 1], return_inverse=True)
     graph = make_task_graph(
         seconds, edges=_edges(program, wiring), holds=np.stack([resources[:, 0], held.reshape(-1)], axis=1),
@@ -169,3 +171,16 @@ def _transfer_resources(program: Program, cluster: Cluster, devices: tuple[Devic
     channels = program.channel[leader[transfers]]
     position, owner = expand(start[channels], start[channels + 1])
     return np.stack([transfers[owner], resources[position]], axis=1)
+
+
+def _unit_resources(program: Program, cluster: Cluster, devices: tuple[DeviceId, ...], wiring: Wiring) -> I64:
+    """Return rows (task, resource) for computes and steps on devices that share a processing unit."""
+    units = [cluster.devices[device].unit for device in devices]
+    known = {unit: index for index, unit in enumerate(dict.fromkeys(unit for unit in units if unit is not None))}
+    if not known:
+        return np.zeros((0, 2), dtype=np.int64)
+    first = cluster.num_resources
+    resource = np.asarray([-1 if unit is None else first + known[unit] for unit in units], dtype=np.int64)
+    computes = np.flatnonzero(np.isin(program.op, (Op.COMPUTE, Op.STEP)))
+    rows = np.stack([wiring.task[computes], resource[program.rank_of()[computes]]], axis=1)
+    return np.unique(rows[rows[:, 1] >= 0], axis=0)

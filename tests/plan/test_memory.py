@@ -1,0 +1,353 @@
+"""The memory account against a plain recount that walks through every rank with a dictionary of what it holds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from random import Random
+
+import numpy as np
+import pytest
+
+from tests.plan.bases import custom_plan
+from tests.plan.explore import rows_of
+from tests.plan.generate import random_plan
+from tests.plan.meaning import Meaning, Member
+from tests.worlds import chain_graph, dag_graph, pipeline, plain_cluster, plan_of
+from weft.errors import NoFeasiblePlan
+from weft.model.graph import Graph, TensorRole
+from weft.plan.check import check_memory, check_plan
+from weft.plan.layout import stage_inputs
+from weft.plan.lower import lower
+from weft.plan.memory import CATEGORIES, account_memory, optimizer_bytes, static_bytes
+from weft.plan.orders import gpipe
+from weft.plan.plan import Optimizer
+from weft.plan.program import Op, Phase, Program
+from weft.plan.stage_memory import StageMemory, stage_memory
+
+
+class Recount:
+    """What one stage takes for some samples, by looping over its operators and tensors."""
+
+    def __init__(self, graph: Graph, meaning: Meaning, member: Member) -> None:
+        self.graph, self.training = graph, meaning.training
+        self.samples = meaning.samples[member][1] - meaning.samples[member][0]
+        self.ops = sorted(graph.op_names.index(name) for name in meaning.plan.stages[member[0]].ops)
+        self.made, self.inputs = meaning.makes[member[0]], meaning.reads[member[0]]
+        self.differentiable = meaning.differentiable
+        crossing = set().union(*meaning.reads)
+        self.outputs = {self.base(tensor) for tensor in self.made & crossing}
+        touched = {int(item) for op in self.ops for item in (*graph.op_inputs(op), *graph.op_outputs(op))}
+        self.saved = {self.base(item) for item in touched if graph.is_saved[self.base(item)]} if self.training else set()
+
+    def base(self, tensor: int) -> int:
+        return int(self.graph.tensor_base[tensor]) if self.graph.tensor_base[tensor] >= 0 else tensor
+
+    def size(self, tensor: int) -> float:
+        grows = self.graph.tensor_batch_dim[tensor] != -1
+        return float(self.graph.tensor_bytes[tensor]) * (self.samples / self.graph.batch if grows else 1.0)
+
+    def storage(self, base: int) -> float:
+        """Return the bytes that this stage has of a storage: what it made, or the tensors that came."""
+        came = [tensor for tensor in self.inputs if self.base(tensor) == base]
+        if came and base not in self.made:
+            return sum(self.size(tensor) for tensor in came)
+        return self.size(base) if self.graph.tensor_role[base] == TensorRole.ACTIVATION else 0.0
+
+    def total(self, bases: set[int]) -> int:
+        return round(sum(self.storage(base) for base in bases))
+
+    def kept_for_weights(self) -> int:
+        operands, gradients = set(), 0.0
+        for op in self.ops:
+            read = [int(tensor) for tensor in self.graph.op_inputs(op)]
+            if any(self.graph.tensor_role[tensor] == TensorRole.PARAMETER for tensor in read):
+                operands |= {self.base(tensor) for tensor in read} & self.saved
+                gradients += sum(self.size(int(tensor)) for tensor in self.graph.op_outputs(op))
+        return round(sum(self.storage(base) for base in operands) + gradients)
+
+    def peak(self, ops: list[int], wanted: set[int]) -> float:
+        """Return the most that the wanted storages take while each lives from its first operator to its last."""
+        of_op = [{self.base(int(item)) for item in (*self.graph.op_inputs(op), *self.graph.op_outputs(op))} & wanted
+                 for op in ops]
+        most = 0.0
+        for step in range(len(ops)):
+            before, after = set().union(*of_op[:step + 1]), set().union(*of_op[step:])
+            most = max(most, sum(self.storage(base) for base in before & after))
+        return most
+
+    def forward_peak(self) -> int:
+        own = {self.base(tensor) for tensor in self.made} & self.made
+        came = {self.base(tensor) for tensor in self.inputs} - self.made
+        return round(self.peak(self.ops, own - self.saved) + sum(self.storage(base) for base in self.saved - came))
+
+    def backward_work(self) -> int:
+        touched = {int(item) for op in self.ops for item in (*self.graph.op_inputs(op), *self.graph.op_outputs(op))}
+        return round(self.peak(self.ops[::-1], {self.base(item) for item in touched if self.differentiable(item)}))
+
+    def given_back(self) -> int:
+        return round(sum(self.size(tensor) for tensor in self.inputs if self.differentiable(tensor)))
+
+
+def recount(program: Program) -> list[list[int]]:
+    """Return, for each rank, the dynamic bytes held during each instruction."""
+    meaning = Meaning(program.plan, program.graph)
+    stages = {member: Recount(program.graph, meaning, member) for member in meaning.members()}
+    return [_recount_rank(program, meaning, stages, rank) for rank in range(program.num_ranks)]
+
+
+def _readers(program: Program, meaning: Meaning, rank: int) -> dict[tuple[object, ...], int]:
+    """Return the last position on the rank at which each thing that waits is read."""
+    last: dict[tuple[object, ...], int] = {}
+    for position, (op, instance, microbatch, phase, channel_id, _) in enumerate(rows_of(program)[rank]):
+        if op == Op.SEND:
+            channel = program.channels[channel_id]
+            kind = "output" if channel.kind == "activation" else "gradient"
+            last[kind, member_of(program, channel.producer), microbatch] = position
+        elif op == Op.COMPUTE and phase != Phase.W:
+            member = member_of(program, instance)
+            needed = meaning.feeds(member, microbatch) if phase == Phase.F else meaning.gradients(member, microbatch)
+            for _, other in needed:
+                if rank in meaning.ranks[other]:
+                    last["output" if phase == Phase.F else "gradient", other, microbatch] = position
+            kind = "activation" if phase == Phase.F else "gradient"
+            for index, channel in enumerate(program.channels):
+                if channel.kind == kind and channel.target == rank and instance in channel.consumers:
+                    last["arrived", index, microbatch] = position
+    return last
+
+
+def member_of(program: Program, instance: int) -> Member:
+    return program.instances[instance].stage, program.instances[instance].replica
+
+
+def _recount_rank(program: Program, meaning: Meaning, stages: dict[Member, Recount], rank: int) -> list[int]:
+    last = _readers(program, meaning, rank)
+    held: dict[tuple[object, ...], int] = {}
+    result = []
+    for position, (op, instance, microbatch, phase, channel, _) in enumerate(rows_of(program)[rank]):
+        during = 0
+        if op == Op.RECV:
+            held["arrived", channel, microbatch] = program.channels[channel].num_bytes
+        if op == Op.COMPUTE:
+            during = _inside(program, stages, instance, Phase(phase))
+        result.append(sum(held.values()) + during)
+        if op == Op.COMPUTE:
+            _after(program, stages, member_of(program, instance), microbatch, Phase(phase), held)
+        for key in [key for key in held if key[0] != "kept" and last.get(key, -1) <= position]:
+            del held[key]
+    assert not held, f"rank {rank} never lets go of {held}"
+    return result
+
+
+def _inside(program: Program, stages: dict[Member, Recount], instance: int, phase: Phase) -> int:
+    item = program.instances[instance]
+    stage = stages[item.stage, item.replica]
+    if phase == Phase.F:
+        cut = any(not program.channels[index].whole for index in item.forward_channels)
+        return stage.forward_peak() + (round(sum(map(stage.size, stage.inputs))) if cut else 0)
+    again = program.plan.stages[item.stage].recompute
+    return 0 if phase == Phase.W else stage.backward_work() + (stage.forward_peak() if again else 0)
+
+
+def _after(program: Program, stages: dict[Member, Recount], member: Member, microbatch: int, phase: Phase,
+           held: dict[tuple[object, ...], int]) -> None:
+    stage, again = stages[member], program.plan.stages[member[0]].recompute
+    if phase == Phase.F:
+        keeps = stage.training and not again
+        held["output", member, microbatch] = stage.total(stage.outputs) - (
+            stage.total(stage.outputs & stage.saved) if keeps else 0)
+        if stage.training:
+            held["kept", member, microbatch] = round(sum(map(stage.size, stage.inputs))) if again else stage.total(
+                stage.saved)
+    elif phase == Phase.I:
+        held["kept", member, microbatch] = stage.kept_for_weights()
+    else:
+        del held["kept", member, microbatch]
+    if phase in (Phase.B, Phase.I):
+        held["gradient", member, microbatch] = stage.given_back()
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_account_equals_the_recount_on_generated_plans(part):
+    for seed in range(part, 160, 4):
+        rng = Random(seed)
+        graph, cluster, plan = random_plan(rng, num_ops=rng.randint(1, 12), num_devices=rng.randint(1, 5),
+                                           microbatches=rng.randint(1, 4))
+        program = check_plan(plan, graph, cluster)
+        account = account_memory(program)
+        for rank, expected in enumerate(recount(program)):
+            found = account.held(rank) - account.static[rank].sum()
+            assert found.tolist() == expected, f"seed {seed}, rank {rank}"
+
+
+def test_account_is_never_negative_and_returns_to_the_static_amount():
+    for seed in range(120):
+        rng = Random(seed)
+        graph, cluster, plan = random_plan(rng, num_ops=10, num_devices=4, microbatches=3)
+        account = account_memory(check_plan(replace(plan, optimizer=Optimizer(kind="adamw")), graph, cluster))
+        assert account.activations.min() >= 0
+        assert account.buffers.min() >= 0
+        assert account.static.min() >= 0
+        if plan.model.mode == "training":
+            for rank in range(4):
+                assert account.held(rank)[-1:].tolist() in ([], [account.static[rank].sum()])
+
+
+def test_chain_in_numbers():
+    """Two stages of one op each, 8 bytes between them, written out instruction by instruction."""
+    graph, plan = pipeline("gpipe", 2, 1)
+    program = lower(plan, graph)
+    account = account_memory(program)
+    rows = {program.place(index).split(": ", 1)[1]: (int(account.activations[index]), int(account.buffers[index]))
+            for index in range(program.num_instructions)}
+    assert rows["F s0 mb 0"] == (8, 0)  # y0 is made
+    assert rows["send s0>s1 mb 0"] == (8, 0)  # and kept for the backward, so sending it takes nothing more
+    assert rows["recv s0>s1 mb 0"] == (0, 8)
+    assert rows["F s1 mb 0"] == (4, 8)  # the loss, and y0 in the buffer it came in
+    assert rows["B s1 mb 0"] == (8 + 4 + 8 + 4, 0)  # y0 and the loss are kept; their gradients are live
+    assert rows["send grad s1>s0 mb 0"] == (0, 8)  # the gradient waits to be sent
+    assert rows["recv grad s1>s0 mb 0"] == (8, 8)
+    assert rows["B s0 mb 0"] == (8 + 8, 8)
+    assert rows["sgd step"] == (0, 0)
+    assert account.peak(0) == {"parameters": 4, "gradients": 4, "optimizer": 0, "activations": 16, "buffers": 8}
+    assert account.peak_bytes(0) == 32
+
+
+def test_receives_of_a_stage_on_several_devices_end_on_their_own_rank():
+    """Was: a receive on the first rank of a group was held into the lists of the ranks after it."""
+    graph = chain_graph(2)
+    plan = custom_plan(graph, [[0], [1]], [((("d2",), 1.0),), ((("d0", "d1"), 1.0),)], microbatches=1, size=1,
+                       num_devices=4)
+    account = account_memory(lower(plan, graph))
+    for rank in range(4):
+        assert account.held(rank)[-1:].tolist() in ([], [account.static[rank].sum()])
+
+
+def test_what_one_stage_hands_to_another_on_its_rank_is_held_in_between():
+    """Was: in inference nothing was held between two stages on one device."""
+    graph = chain_graph(3, skips=((0, 2),))
+    plan = custom_plan(graph, [[0], [1], [2]], [((("d0",), 1.0),)] * 3, microbatches=1, size=1, num_devices=1)
+    plan = replace(plan, model=replace(plan.model, mode="inference"), order={"d0": ("s0:F:0", "s1:F:0", "s2:F:0")})
+    account = account_memory(lower(plan, graph))
+    assert account.buffers.tolist() == [0, 8, 16]
+    assert account.activations.tolist() == [8, 8, 4]
+
+
+@pytest.mark.parametrize(("recompute", "kept"), [(False, 8 + 8 + 8 + 4), (True, 8)])
+def test_recomputation_keeps_the_inputs_only(recompute, kept):
+    graph = chain_graph(6)
+    groups = [[0, 1, 2], [3, 4, 5]]
+    plan = plan_of(graph, groups, order=gpipe(2, 4), devices=[0, 1], microbatches=4, recompute=recompute)
+    program = lower(plan, graph)
+    rows = {program.label(index): int(account_memory(program).activations[index])
+            for index in range(program.num_instructions)}
+    inside = 8 + 8 + 4  # y3, y4 and the loss
+    assert rows["F s1 mb 3"] == 3 * kept + inside
+    assert rows["B s1 mb 0"] == 4 * kept + (8 + 8) + (inside if recompute else 0)
+
+
+def figures(graph: Graph, ops: list[int], *, samples: int = 1, training: bool = True,
+            others: list[list[int]] | None = None) -> StageMemory:
+    """Return the figures of the stage with these ops, where the other stages have the ``others``."""
+    stages = [np.asarray(group, dtype=np.int64) for group in (ops, *(others or []))]
+    crossing = np.unique(np.concatenate([stage_inputs(graph, group) for group in stages]))
+    return stage_memory(graph, stages[0], num_samples=samples, training=training, crossing=crossing)
+
+
+def test_saved_bytes_inside_operators_count():
+    graph = replace(chain_graph(2), saved_inside_bytes=np.asarray([100.0, 7.0]))
+    plain = chain_graph(2)
+    assert figures(graph, [0, 1]).saved == figures(plain, [0, 1]).saved + 107
+    assert figures(graph, [0, 1]).forward_peak == figures(plain, [0, 1]).forward_peak + 107
+    assert figures(graph, [0], samples=3).saved == figures(plain, [0], samples=3).saved + 300
+    assert figures(graph, [0, 1], training=False) == figures(plain, [0, 1], training=False)
+
+
+def test_tensors_without_a_batch_are_not_scaled():
+    graph = dag_graph([[-1], [], [0, 1], [2]], unbatched=(1,), sizes=[80, 1000, 80, 4], batch=8)
+    assert figures(graph, [0, 1, 2, 3], samples=1).saved == 10 + 1000 + 10 + 4
+    assert figures(graph, [0, 1, 2, 3], samples=16).saved == 160 + 1000 + 160 + 4
+    assert figures(graph, [2, 3], samples=1, others=[[0, 1]]).inputs == 10 + 1000
+
+
+def with_views(graph: Graph, base_of: dict[str, str], *, saved: set[str]) -> Graph:
+    """Return the graph with some tensors as views of others, and only these tensors saved."""
+    base = graph.tensor_base.copy()
+    for view, source in base_of.items():
+        base[graph.tensor_index[view]] = graph.tensor_index[source]
+    return replace(graph, tensor_base=base, is_saved=np.asarray([name in saved for name in graph.tensor_names]))
+
+
+def test_a_view_takes_no_memory_of_its_own():
+    graph = with_views(chain_graph(3), {"y1": "y0"}, saved={"y0"})
+    assert figures(graph, [0, 1, 2]).saved == 8
+    assert figures(graph, [0, 1, 2]).forward_peak == 8 + 4
+
+
+def test_a_view_that_comes_from_another_stage_is_kept_as_what_came():
+    """Was: the consumer of a view kept nothing, because only what the view is of is marked as saved."""
+    graph = with_views(dag_graph([[-1], [0], [1]], sizes=[100, 30, 4]), {"y1": "y0"}, saved={"y0"})
+    last = figures(graph, [2], others=[[0, 1]])
+    assert (last.inputs, last.saved) == (30, 30)
+    first = figures(graph, [0, 1], others=[[2]])
+    assert (first.outputs, first.saved_outputs, first.saved) == (100, 100, 100)
+
+
+def test_a_view_of_a_parameter_is_not_counted():
+    graph = with_views(chain_graph(2), {"y0": "w0"}, saved={"w0", "y1"})
+    assert figures(graph, [0, 1]).saved == 4
+
+
+def test_inputs_of_a_stage_are_counted_once_while_its_forward_runs():
+    """Was: a received tensor that the backward needs was counted in its buffer and again among the saved."""
+    graph = chain_graph(2)
+    assert figures(graph, [1], others=[[0]]).forward_peak == 4
+    assert figures(graph, [1], others=[[0]]).saved == 8 + 4
+
+
+def test_buffers_of_the_model_count_once_for_each_rank():
+    graph = dag_graph([[-1], [0], [1]], weights=[0, 0, 0])
+    roles = graph.tensor_role.copy()
+    roles[graph.tensor_index["w0"]] = TensorRole.BUFFER
+    graph = replace(graph, tensor_role=roles)
+    plan = custom_plan(graph, [[0], [1], [2]], [((("d0",), 1.0),), ((("d0",), 1.0),), ((("d1",), 1.0),)],
+                       microbatches=1, size=1, num_devices=2)
+    assert static_bytes(lower(plan, graph))[:, CATEGORIES.index("parameters")].tolist() == [16, 16]
+
+
+@pytest.mark.parametrize(("kind", "dtype", "expected"), [
+    ("none", "float32", 0), ("sgd", "float32", 0), ("adam", "float32", 800), ("adamw", "float32", 800),
+    ("adamw", "float64", 800), ("none", "bfloat16", 0), ("sgd", "bfloat16", 800), ("adamw", "bfloat16", 2400),
+])
+def test_optimizer_states(kind, dtype, expected):
+    graph = replace(chain_graph(1, parameter_bytes=400), tensor_dtypes=(dtype,) * 3)
+    assert optimizer_bytes(graph, graph.tensor_index["w0"], Optimizer(kind=kind)) == expected
+
+
+def test_sharded_optimizer_states_are_divided_among_the_holders():
+    graph = chain_graph(1, parameter_bytes=400)
+    plan = custom_plan(graph, [[0]], [((("d0",), 0.5), (("d1",), 0.25), (("d2",), 0.25))], microbatches=1, size=4,
+                       num_devices=3)
+    for sharded, each in ((False, 800), (True, 267)):
+        program = lower(replace(plan, optimizer=Optimizer(kind="adamw", sharded=sharded)), graph)
+        assert static_bytes(program)[:, 2].tolist() == [each] * 3
+
+
+def test_a_plan_that_does_not_fit_says_where_and_how_much_is_missing():
+    graph, plan = pipeline("gpipe", 2, 4)
+    needs = account_memory(lower(plan, graph)).peak_bytes(0)
+    check_memory(lower(plan, graph), plain_cluster(2, memory_bytes=needs + 100))
+    small = plain_cluster(2, memory_bytes=needs - 10)
+    with pytest.raises(NoFeasiblePlan, match=rf"'d0' needs {needs} B but has {needs - 10} B: 10 B too little "
+                                             r"\(parameters 4 B, gradients 4 B, activations 40 B, buffers 16 B\)") as caught:
+        check_plan(replace(plan, cluster=replace(plan.cluster, digest=small.digest)), graph, small)
+    assert "Try more micro-batches, recomputation, another strategy, or more devices." in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+def test_in_flight_microbatches_of_1f1b_show_in_the_peak():
+    graph, plan = pipeline("1f1b", 6, 8)
+    account = account_memory(lower(plan, graph))
+    for rank in range(1, 5):
+        most = account.activations[account.rank_start[rank]:account.rank_start[rank + 1]].max()
+        assert most == (6 - rank) * (8 + 8) + (8 + 8)  # what each keeps, and the gradients of one

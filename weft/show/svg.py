@@ -1,0 +1,115 @@
+"""A Gantt chart as a static SVG picture, for documents: one row per device, computes above, communication below.
+
+Each micro-batch has its own hue; backward is darker than forward. Instructions narrower than half a pixel are left out
+where another one lies within the same pixel, so that the picture's size is bounded by its width and number of rows.
+"""
+
+from __future__ import annotations
+
+import colorsys
+from collections.abc import Iterator
+from html import escape
+from os import PathLike
+from typing import Final
+
+import numpy as np
+
+from weft.files import write_atomic
+from weft.model.graph import I64
+from weft.plan.program import Op, Phase, Program
+from weft.show.names import printable, shorten
+from weft.simulate.timeline import Timeline
+from weft.units import format_time
+
+_MARGIN: Final = 96
+_COMPUTE: Final = 24
+_COMMUNICATION: Final = 8
+_ROW: Final = 44
+_TOP: Final = 30
+_FONT: Final = "font-family='system-ui, -apple-system, Segoe UI, Liberation Sans, sans-serif'"
+
+
+def write_svg(path: str | PathLike[str], timeline: Timeline, program: Program, *, width: int = 960,
+              max_rows: int = 16) -> None:
+    """Write the picture to the file, whole or not at all."""
+    write_atomic(path, render_svg(timeline, program, width=width, max_rows=max_rows))
+
+
+def render_svg(timeline: Timeline, program: Program, *, width: int = 960, max_rows: int = 16) -> str:
+    """Return the picture's text; of more than ``max_rows`` devices the last are left out, and their number is said."""
+    num_rows = timeline.num_ranks if timeline.num_ranks <= max_rows else max(1, max_rows - 1)
+    left_out = timeline.num_ranks - num_rows
+    height = _TOP + num_rows * _ROW + (24 if left_out else 0)
+    scale = (width - _MARGIN - 12) / timeline.step_time_s if timeline.step_time_s > 0 else 0.0
+    title = f"{printable(program.plan.model.name)}: {timeline.kind} step of {format_time(timeline.step_time_s)}"
+    parts = [
+        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' viewBox='0 0 {width} {height}' "
+        f"role='img' {_FONT} font-size='12'>",
+        f"<title>{escape(title)}</title><rect width='100%' height='100%' fill='#ffffff'/>",
+        *_axis(timeline.step_time_s, scale, height),
+    ]
+    for rank in range(num_rows):
+        parts += _row(timeline, program, rank, scale, _TOP + rank * _ROW)
+    if left_out:
+        parts.append(f"<text x='8' y='{height - 8}' fill='#5c6670'>... {left_out} more</text>")
+    return "\n".join([*parts, "</svg>", ""])
+
+
+def _axis(step_time_s: float, scale: float, height: int) -> Iterator[str]:
+    rough = step_time_s / 8 or 1.0
+    power = 10.0 ** np.floor(np.log10(rough))
+    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
+    for number in range(int(step_time_s / step + 1e-9) + 1):
+        x = _MARGIN + number * step * scale
+        text = format_time(number * step) if number else "0"
+        yield f"<line x1='{x:.1f}' x2='{x:.1f}' y1='22' y2='{height - 6}' stroke='#e3e5e6'/>"
+        yield f"<text x='{x:.1f}' y='15' text-anchor='middle' fill='#5c6670'>{text}</text>"
+
+
+def _row(timeline: Timeline, program: Program, rank: int, scale: float, y: int) -> Iterator[str]:
+    name = escape(shorten(printable(timeline.devices[rank]), 13))
+    yield f"<text x='8' y='{y + 17}' font-weight='600' fill='#1d2126'>{name}</text>"
+    right = timeline.step_time_s * scale
+    yield f"<rect x='{_MARGIN}' y='{y}' width='{right:.1f}' height='{_COMPUTE}' fill='#f1f2f2'/>"
+    instructions = np.arange(int(timeline.rank_start[rank]), int(timeline.rank_start[rank + 1]))
+    runs = timeline.runs[instructions]
+    for index in _visible(timeline, instructions[~runs], scale):
+        yield _box(timeline, program, index, scale, y + _COMPUTE + 2, _COMMUNICATION)
+    for index in _visible(timeline, instructions[runs], scale):
+        yield _box(timeline, program, index, scale, y, _COMPUTE)
+        width = (timeline.end_s[index] - timeline.start_s[index]) * scale
+        if program.op[index] == Op.COMPUTE and width >= 7 * len(str(int(program.microbatch[index]))) + 4:
+            middle = _MARGIN + (timeline.start_s[index] + timeline.end_s[index]) / 2 * scale
+            ink = "#16202a" if program.phase[index] == Phase.F else "#ffffff"
+            yield (f"<text x='{middle:.1f}' y='{y + 16}' text-anchor='middle' font-size='11' font-weight='600' "
+                   f"fill='{ink}'>{int(program.microbatch[index])}</text>")
+
+
+def _visible(timeline: Timeline, instructions: I64, scale: float) -> list[int]:
+    """Return the instructions to draw, by start: of those narrower than half a pixel one for each pixel."""
+    order = instructions[np.argsort(timeline.start_s[instructions], kind="stable")]
+    is_wide = (timeline.end_s[order] - timeline.start_s[order]) * scale >= 0.5
+    pixel = np.floor(timeline.start_s[order] * scale)
+    is_new = np.concatenate(([True], np.diff(pixel) > 0)) if len(order) else is_wide
+    shown: list[int] = order[is_wide | is_new].tolist()
+    return shown
+
+
+def _box(timeline: Timeline, program: Program, index: int, scale: float, y: int, height: int) -> str:
+    x = _MARGIN + timeline.start_s[index] * scale
+    width = max(0.5, (timeline.end_s[index] - timeline.start_s[index]) * scale - 0.5)
+    return (f"<rect x='{x:.2f}' y='{y}' width='{width:.2f}' height='{height}' fill='{_colour(program, index)}'>"
+            f"<title>{escape(printable(program.label(index)))}</title></rect>")
+
+
+def _colour(program: Program, index: int) -> str:
+    """Return the micro-batch's hue, darker for backward and darkest for weight gradients; grey for the rest."""
+    microbatch, num_microbatches = int(program.microbatch[index]), program.plan.microbatches
+    if microbatch < 0:
+        return "#76808a"
+    step = 1 / num_microbatches if num_microbatches <= 10 else 0.382
+    shade = {Phase.F: 0.74, Phase.B: 0.45, Phase.I: 0.45, Phase.W: 0.34}[Phase(int(program.phase[index]))]
+    if program.op[index] in (Op.SEND, Op.RECV):
+        shade = 0.45 if program.channels[int(program.channel[index])].kind == "gradient" else 0.74
+    red, green, blue = colorsys.hls_to_rgb((0.52 + microbatch * step) % 1, shade, 0.55)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
