@@ -47,6 +47,12 @@ class NoFeasiblePlan(WeftError):  # noqa: N818 - it is an answer rather than a f
 
     exit_code = 3
 
+    def __init__(self, message: str, *, missing_bytes: int | None = None, device: str | None = None) -> None:
+        super().__init__(message)
+        self.missing_bytes = missing_bytes
+        """How much memory is missing on ``device``, or in all; None where something else is the reason."""
+        self.device = device
+
 
 class RunError(WeftError):
     """Something broke while a plan was being executed."""

@@ -50,10 +50,11 @@ def read_bytes(path: str | os.PathLike[str], *, error: type[InputError] = InputE
 
 
 def parse_json(data: bytes | str, *, where: str, error: type[InputError] = InputError) -> Any:
-    """Return the JSON value in ``data``; duplicate keys and NaN are refused."""
+    """Return the JSON value in ``data``; duplicate keys, NaN and damaged text are refused."""
     try:
-        return json.loads(data, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
-    except (ValueError, RecursionError, UnicodeDecodeError) as problem:
+        text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
+        return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as problem:
         raise error(f"{where} is not valid JSON: {problem}") from problem
 
 

@@ -19,6 +19,7 @@ from weft.search.baselines import STRATEGIES
 from weft.search.problem import Problem, divisors
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
+from weft.units import format_bytes
 
 log = logging.getLogger(__name__)
 
@@ -33,8 +34,13 @@ class Candidate:
     strategy: str
     plan: Plan | None = None
     timeline: Timeline | None = None
-    reason: str = ""
-    """Why there is no plan."""
+    problem: NoFeasiblePlan | None = None
+    """Why there is no plan: the nearest miss."""
+
+    @property
+    def reason(self) -> str:
+        """Return why there is no plan, or nothing."""
+        return str(self.problem) if self.problem is not None else ""
 
     @property
     def step_time_s(self) -> float:
@@ -71,26 +77,46 @@ def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None
         candidates.append(_best_of_strategy(problem, name, bound_s))
     comparison = Comparison(candidates=tuple(candidates), bound_s=bound_s)
     if comparison.best.plan is None:
-        reasons = "".join(f"\n  - {item.strategy}: {item.reason}" for item in candidates)
-        raise NoFeasiblePlan(f"no strategy gives a plan for {problem.graph.name!r} that fits:{reasons}")
+        raise _nothing_fits(problem, candidates)
     return comparison
+
+
+def _nothing_fits(problem: Problem, candidates: list[Candidate]) -> NoFeasiblePlan:
+    """Return the error that explains the nearest miss in full and the others in short."""
+    problems = [item.problem for item in candidates if item.problem is not None]
+    nearest = min(problems, key=_missing)
+    lines = []
+    for item in candidates:
+        missing = item.problem.missing_bytes if item.problem is not None else None
+        where = f" on {item.problem.device!r}" if item.problem is not None and item.problem.device else ""
+        lines.append(f"\n  - {item.strategy}: "
+                     + (f"{format_bytes(missing)} too little{where}" if missing is not None else item.reason))
+    return NoFeasiblePlan(f"no strategy gives a plan for {problem.graph.name!r} that fits:{''.join(lines)}\n"
+                          f"The nearest: {nearest}", missing_bytes=nearest.missing_bytes, device=nearest.device)
+
+
+def _missing(miss: NoFeasiblePlan) -> float:
+    return float("inf") if miss.missing_bytes is None else miss.missing_bytes
 
 
 def _best_of_strategy(problem: Problem, name: str, bound_s: float) -> Candidate:
     best = Candidate(strategy=name)
-    reason = ""
+    misses: list[NoFeasiblePlan] = []
     for microbatches in microbatch_choices(problem, name):
         try:
             plan = STRATEGIES[name](problem, microbatches)
             timeline = evaluate(plan, problem)
-        except NoFeasiblePlan as problem_found:
-            reason = reason or str(problem_found)
+        except NoFeasiblePlan as miss:
+            misses.append(miss)
             continue
         log.debug("%s with %d micro-batches: %.6g s", name, microbatches, timeline.step_time_s)
         if timeline.step_time_s < best.step_time_s:
+            assert timeline.program is not None, "it was simulated just now"
             plan = with_search(plan, step_time=timeline.step_time_s, bound=bound_s)
+            timeline = replace(timeline, program=replace(timeline.program, plan=plan))
             best = Candidate(strategy=name, plan=plan, timeline=timeline)
-    return best if best.plan is not None else replace(best, reason=reason)
+    nearest = min(misses, key=_missing, default=None)
+    return best if best.plan is not None else replace(best, problem=nearest)
 
 
 def evaluate(plan: Plan, problem: Problem) -> Timeline:

@@ -54,7 +54,7 @@ def test_balanced_cuts_respect_memory():
     cuts = balanced_cuts(tight, 1)
     assert cuts[0] == 0
     assert cuts[-1] == 8
-    with pytest.raises(NoFeasiblePlan, match=r"the model needs .* the 2 devices have .* more would be needed"):
+    with pytest.raises(NoFeasiblePlan, match=r"the model needs .* the 2 devices have .* too little"):
         balanced_cuts(problem_of(8, cluster=mixed_cluster([1e12, 1e12], memory="10kB"), batch=4, microbatches=1), 1)
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -89,7 +90,10 @@ def test_split_backwards_and_the_optimizer_have_their_own_marks():
     assert "+ optimizer" in gantt.legend
 
 
-def test_colours_appear_on_a_terminal_only():
+def test_colours_appear_on_a_terminal_only(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
     class Terminal(io.StringIO):
         def isatty(self):
             return True
@@ -99,7 +103,9 @@ def test_colours_appear_on_a_terminal_only():
     print_gantt(timeline, timeline.program, width=40, file=plain)
     assert plain.getvalue().rstrip() == format_gantt(timeline, timeline.program, width=40)
     print_gantt(timeline, timeline.program, width=40, file=coloured)
-    assert "|" in coloured.getvalue()
+    shown = coloured.getvalue()
+    assert "\x1b[38;5;16;48;5;75m000\x1b[0m" in shown
+    assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == plain.getvalue()
 
 
 def test_hostile_device_names_stay_text():

@@ -7,8 +7,8 @@ that a model of 70 billion parameters needs no memory, and the module is as it w
 
 * a ``no_grad`` block becomes a sub-graph; it is written out here with ``detach`` on its results, since
   ``run_decompositions`` would drop the block and gradients would flow where they must not;
-* an operator that changes memory is made functional by ``run_decompositions({})``, which is skipped (it traces all
-  over again) where there is no such operator;
+* an operator that changes memory must become one that does not, also through views: ``weft.model.functional`` does
+  so where it is simple, and ``run_decompositions({})``, which traces all over again, where it is not;
 * a custom ``autograd.Function`` is traced through its forward and loses its own backward: refused for training.
 """
 
@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft.errors import ModelError
 from weft.model.fold import FoldMismatch, check_unchanging, expand, folded
+from weft.model.functional import changes_memory, is_mutable, make_functional
 
 aten = torch.ops.aten
 
@@ -38,7 +39,7 @@ _SET_GRAD: Final = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST: Final = torch.ops.higher_order.wrap_with_autocast
 _REMOVED: Final = ("aten._assert_tensor_metadata", "aten._assert_async", "aten._assert_scalar",
                    "aten.sym_constrain_range")
-_SAME_AS_INPUT: Final = (aten.lift_fresh_copy.default, aten.alias.default, aten.detach_.default)
+_SAME_AS_INPUT: Final = (aten.lift_fresh_copy.default, aten.alias.default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,17 +141,43 @@ def _captured(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], tied: t
     try:
         program = torch.export.export(module, inputs, strict=False)
         inline_blocks(program.graph_module)
-        if any(_needs_functional(node) for node in program.graph.nodes):
-            check_unchanging(program.graph, _needs_functional)
-            for node in program.graph.nodes:
-                _annotate(node)
-            program = program.run_decompositions({})
-            _free_of_strides(program.graph)
+        program, updates = _functional(program)
     except (FoldMismatch, ModelError):
         raise
     except Exception as problem:
         raise ModelError(_why_untraceable(problem)) from problem
-    return _described(program, tied)
+    return _described(program, updates, tied)
+
+
+def _functional(program: Any) -> tuple[Any, dict[str, fx.Node]]:
+    """Return the program made functional, and the new value of each buffer that it changes, by path."""
+    graph: fx.Graph = program.graph
+    has_blocks = any(node.op == "get_attr" for node in graph.nodes)
+    if not has_blocks and not any(changes_memory(node) for node in graph.nodes):
+        return program, {}
+    check_unchanging(graph, changes_memory)
+    buffers = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs
+               if spec.kind is InputKind.BUFFER}
+    updates = None if has_blocks else make_functional(graph, buffers)
+    if updates is not None:
+        return program, updates
+    for node in graph.nodes:
+        _annotate(node)
+    program = program.run_decompositions({})
+    _free_of_strides(program.graph)
+    results = dict(zip(program.graph_signature.output_specs, program.graph.output_node().args[0], strict=True))
+    return program, {spec.target: node for spec, node in results.items() if spec.kind is OutputKind.BUFFER_MUTATION}
+
+
+def _free_of_strides(graph: fx.Graph) -> None:
+    """Turn views into reshapes, in place.
+
+    ``run_decompositions`` chose between a view and a copy by the strides that fake CPU tensors had; real kernels (such
+    as attention) may lay out their results differently, and a view of those would fail.
+    """
+    for node in graph.nodes:
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
 
 
 def _why_untraceable(problem: Exception) -> str:
@@ -219,43 +246,16 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 def _changes_memory_with_gradient(node: fx.Node) -> bool:
-    if not _is_mutable(node.target) or not node.args or not isinstance(node.args[0], fx.Node):
+    if not is_mutable(node.target) or not node.args or not isinstance(node.args[0], fx.Node):
         return False
     value = node.args[0].meta.get("val")
     return isinstance(value, torch.Tensor) and value.requires_grad
 
 
-def _is_mutable(target: Any) -> bool:
-    schema = getattr(target, "_schema", None)
-    return schema is not None and bool(schema.is_mutable)
-
-
-def _needs_functional(node: fx.Node) -> bool:
-    """Return whether the node changes memory (batch norm in training does so without saying so), or is a sub-graph."""
-    if node.op == "get_attr":
-        return True
-    if node.target is aten.batch_norm.default:
-        return node.args[3] is not None and bool(node.args[5])
-    if node.target is aten.instance_norm.default:
-        return node.args[3] is not None and bool(node.args[5])
-    return _is_mutable(node.target) and node.target is not aten.detach_.default
-
-
 # ---- describing ---------------------------------------------------------------------------------------------------
 
 
-def _free_of_strides(graph: fx.Graph) -> None:
-    """Turn views into reshapes, in place.
-
-    ``run_decompositions`` chose between a view and a copy by the strides that fake CPU tensors had; real kernels (such
-    as attention) may lay out their results differently, and a view of those would fail.
-    """
-    for node in graph.nodes:
-        if node.target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default
-
-
-def _described(program: Any, tied: tuple[tuple[str, ...], ...]) -> Capture:
+def _described(program: Any, updates: dict[str, fx.Node], tied: tuple[tuple[str, ...], ...]) -> Capture:
     graph: fx.Graph = program.graph
     first = {name: names[0] for names in tied for name in names}
     parameters: dict[str, str] = {}
@@ -276,31 +276,27 @@ def _described(program: Any, tied: tuple[tuple[str, ...], ...]) -> Capture:
                 raise ModelError(f"the model uses {spec.arg.name!r} of a kind that cannot be planned: {spec.kind}")
     for node in graph.nodes:
         _annotate(node)
+    outputs = _outputs(program)
+    graph.output_node().args = ((*updates.values(), *outputs),)
     expand(graph, {**parameters, **buffers})
-    updates, outputs = _results(program, graph)
     simplify(graph)
-    results = graph.output_node().args[0]
-    names = [node.name if isinstance(node, fx.Node) else None for node in results]
+    results = [node.name for node in graph.output_node().args[0]]
     return Capture(
         graph=graph, parameters=parameters, buffers=buffers, constants=constants, inputs=tuple(inputs),
-        outputs=tuple(name for index in outputs if (name := names[index]) is not None),
-        buffer_updates={first.get(path, path): name for path, index in updates.items()
-                        if (name := names[index]) is not None}, tied=tied)
+        outputs=tuple(results[len(updates) :]), tied=tied,
+        buffer_updates={first.get(path, path): name for path, name in zip(updates, results, strict=False)})
 
 
-def _results(program: Any, graph: fx.Graph) -> tuple[dict[str, int], list[int]]:
-    """Return the positions among the graph's results of changed buffers (by path) and of the model's outputs."""
-    updates: dict[str, int] = {}
-    outputs: list[int] = []
-    for index, spec in enumerate(program.graph_signature.output_specs):
-        if spec.kind is OutputKind.BUFFER_MUTATION:
-            updates[spec.target] = index
-        elif spec.kind is OutputKind.USER_OUTPUT:
-            outputs.append(index)
-        else:
-            raise ModelError(f"the forward pass changes its input {spec.target!r} in place: "
-                             "copy the input first (x = x.clone())")
-    return updates, outputs
+def _outputs(program: Any) -> list[fx.Node]:
+    """Return the nodes of the model's own results; plain values among them are left out."""
+    outputs: list[fx.Node] = []
+    for spec, node in zip(program.graph_signature.output_specs, program.graph.output_node().args[0], strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            outputs += [node] if isinstance(node, fx.Node) else []
+        elif spec.kind is not OutputKind.BUFFER_MUTATION:
+            raise ModelError(f"the forward pass changes {spec.target!r} in place, an input or a parameter: "
+                             "copy it first (x = x.clone())")
+    return outputs
 
 
 def _annotate(node: fx.Node) -> None:
@@ -349,6 +345,8 @@ def _returns_input(node: fx.Node) -> bool:
     target, args = node.target, node.args
     if target in _SAME_AS_INPUT:
         return True
+    if target is aten.detach.default:
+        return args[0].op == "placeholder" and not args[0].meta["val"].requires_grad
     if target in (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default):
         return args[1] == 0 or not args[2]
     if target in (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other):

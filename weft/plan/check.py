@@ -53,21 +53,23 @@ def check_program(program: Program) -> None:
 
 
 def check_memory(program: Program, cluster: Cluster, account: MemoryAccount | None = None) -> None:
-    """Raise ``NoFeasiblePlan`` with what is missing on every device whose peak exceeds its capacity."""
+    """Raise ``NoFeasiblePlan`` with what is missing where, if the peak of any device exceeds its capacity."""
     account = account or account_memory(program)
-    lines = []
+    over = []
     for rank, name in enumerate(program.rank_names):
         capacity = cluster.devices[cluster.device_index[name]].memory_bytes
-        peak = account.peak(rank)
-        need = sum(peak.values())
+        need = account.peak_bytes(rank)
         if capacity is not None and need > capacity:
-            parts = ", ".join(f"{key} {format_bytes(value)}" for key, value in peak.items() if value)
-            lines.append(f"{name!r} needs {format_bytes(need)} but has {format_bytes(capacity)}: "
-                         f"{format_bytes(need - capacity)} too little ({parts})")
-    if lines:
-        shown = "; ".join(lines[:8]) + (f"; and {len(lines) - 8} more devices" if len(lines) > 8 else "")
-        raise NoFeasiblePlan(f"the plan does not fit: {shown}. "
-                             "Try more micro-batches, recomputation, another strategy, or more devices.")
+            over.append((need - capacity, -rank, name, need, capacity))
+    if not over:
+        return
+    missing, rank, name, need, capacity = max(over)
+    parts = ", ".join(f"{key} {format_bytes(value)}" for key, value in account.peak(-rank).items() if value)
+    others = f", and {len(over) - 1} more devices have too little as well" if len(over) > 1 else ""
+    raise NoFeasiblePlan(
+        f"{name!r} needs {format_bytes(need)} but has {format_bytes(capacity)}: {format_bytes(missing)} too little "
+        f"({parts}){others}. Try more micro-batches, recomputation, another strategy, or more devices.",
+        missing_bytes=missing, device=name)
 
 
 class _Needs:

@@ -41,6 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
     except WeftError as problem:
         print(f"weft: {problem}", file=sys.stderr)
         return problem.exit_code
+    except KeyboardInterrupt:
+        print("weft: interrupted; all ranks were ended", file=sys.stderr)
+        return 130
     return report(result, as_json=args.json)
 
 
@@ -107,8 +110,6 @@ class _Rank:
         """Run this rank and return its exit code; every failure ends in one record or message."""
         try:
             result = self._execute()
-        except WeftError as problem:
-            return self._fail(problem)
         except Exception as problem:
             return self._fail(problem)
         if self.watch is not None:
@@ -126,7 +127,7 @@ class _Rank:
         from weft.run.prepare import Tracer
         from weft.run.result import save_result
         from weft.run.transport import Transport, open_store
-        from weft.run.watch import Watch
+        from weft.run.watch import start_watch
         from weft.run.worker import check_world, execute, resolve_source
 
         options = _options(self.args)
@@ -146,8 +147,7 @@ class _Rank:
         transport = Transport(rank=self.rank, num_ranks=self.num_ranks, device=device, timeout_s=options.timeout_s,
                               store=store)
         if self.folder is None:
-            self.watch = Watch(rank=self.rank, num_ranks=self.num_ranks, status=self.status)
-            self.watch.start()
+            self.watch = start_watch(transport, self.status)
         result = execute(plan, Tracer(source), options, transport=transport, status=self.status, adjust=self._adjust)
         output = self.folder or self.args.output
         if result is not None and output is not None:

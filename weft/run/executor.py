@@ -13,6 +13,7 @@ import time
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -57,7 +58,7 @@ class Executor:
             program, stages=stages, parameters=parameters, optimizer=self.optimizer, transport=transport,
             starts=self._starts, ends=self._ends).bind()
         self._training = program.plan.model.mode == "training"
-        status.name_instructions(tuple(program.label(index) for index in range(first, last)))
+        status.name_instructions(partial(_labels, program))
 
     def load(self, inputs: Mapping[str, Tensor]) -> None:
         """Take the inputs of the whole batch; each forward gets its samples of them."""
@@ -103,6 +104,11 @@ class Executor:
         """Return when the instructions of the last step ran."""
         return StepTimes(start_s=np.asarray(self._starts) * 1e-9 + clock_offset_s,
                          end_s=np.asarray(self._ends) * 1e-9 + clock_offset_s)
+
+
+def _labels(program: Program, rank: int) -> list[str]:
+    first, last = (int(value) for value in program.rank_start[rank : rank + 2])
+    return [program.label(index) for index in range(first, last)]
 
 
 def samples_of(value: Tensor, place: Given, *, batch: int) -> Tensor:

@@ -127,7 +127,7 @@ class Transport:
 
         For another machine: half the smallest round trip of a few messages with rank 0, as in NTP.
         """
-        machines = self._gather_machines()
+        machines = self.machines()
         offset = 0.0
         for other, machine in enumerate(machines):
             if machine == machines[0] or self.rank not in (0, other):
@@ -137,7 +137,8 @@ class Transport:
                 offset = min(times)[1]
         return offset
 
-    def _gather_machines(self) -> list[int]:
+    def machines(self) -> list[int]:
+        """Return a number for each rank; ranks on one machine have the same."""
         mine = torch.zeros(self.num_ranks, dtype=torch.int64)
         mine[self.rank] = _machine_number()
         self._finish(self._cpu.allreduce([mine]))

@@ -18,6 +18,7 @@ from weft.plan.memory import optimizer_bytes
 from weft.plan.orders import Order, forward_only, gpipe, one_f_one_b
 from weft.plan.plan import Plan, split_samples
 from weft.search.problem import Problem, StageSpec, block_of, make_plan
+from weft.units import format_bytes
 
 Strategy = Callable[[Problem, int], Plan]
 
@@ -128,7 +129,7 @@ def balanced_cuts(problem: Problem, microbatches: int) -> list[int]:
     lowest, highest = 0.0, max(float(time[-1]) for time in times) + float(cut_times.max(initial=0.0))
     best = _greedy_cuts(times, cut_times, limits, highest)
     if best is None:
-        raise NoFeasiblePlan(limits.explain())
+        raise limits.error()
     for _ in range(60):
         middle = (lowest + highest) / 2
         cuts = _greedy_cuts(times, cut_times, limits, middle)
@@ -178,19 +179,18 @@ class _MemoryLimits:
         used = self.state - self.state[first] + (self.saved - self.saved[first]) * self.in_flight[stage]
         return int(np.searchsorted(used, capacity, side="right")) - 1
 
-    def explain(self) -> str:
+    def error(self) -> NoFeasiblePlan:
         """Return what is missing for the whole model."""
-        from weft.units import format_bytes
-
         devices = self.problem.cluster.devices
         total = sum(device.memory_bytes or 0 for device in devices)
         need = float(self.state[-1] + self.saved[-1])
-        missing = f"{format_bytes(need - total)} more" if need > total else "a finer division than whole operators"
+        missing = f"{format_bytes(need - total)} too little" if need > total else "too little for whole operators"
         state = format_bytes(self.state[-1])
-        return (f"the model needs {format_bytes(need)} (parameters, gradients and optimizer state {state}, "
-                f"activations of one micro-batch {format_bytes(self.saved[-1])}), the {len(devices)} devices have "
-                f"{format_bytes(total)} in all: {missing} would be needed. "
-                "Try more micro-batches, recomputation, or more devices.")
+        return NoFeasiblePlan(
+            f"the model needs {format_bytes(need)} (parameters, gradients and optimizer state {state}, activations of "
+            f"one micro-batch {format_bytes(self.saved[-1])}), the {len(devices)} devices have {format_bytes(total)} in "
+            f"all: {missing}. Try more micro-batches, recomputation, or more devices.",
+            missing_bytes=max(0, int(need - total)))
 
 
 def _prefix(values: F64) -> F64:

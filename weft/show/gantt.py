@@ -148,7 +148,7 @@ def _axis(step_time_s: float, num_cells: int) -> str:
 def _wrapped(text: str, width: int) -> list[str]:
     import textwrap
 
-    return textwrap.wrap(text, width)
+    return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 def print_gantt(timeline: Timeline, program: Program, *, width: int | None = None, max_rows: int = 16,
