@@ -80,6 +80,17 @@ def _split_backward() -> tuple[Graph, Plan]:
                               split=1.0, optimizer="none")
 
 
+def _split_and_shared() -> tuple[Graph, Plan]:
+    graph = chain_graph(1)
+    return graph, custom_plan(graph, [[0]], [_shared(d0=0.5, d1=0.5)], microbatches=2, size=2, num_devices=2, split=1.0)
+
+
+def _common_stage() -> tuple[Graph, Plan]:
+    graph = chain_graph(2)
+    return graph, custom_plan(graph, [[0], [1], [1]], [_on(0), _on(1), _on(2)], microbatches=3, size=1, num_devices=3,
+                              handled=[(0, 1, 2), (0, 2), (1,)])
+
+
 def _unaligned() -> tuple[Graph, Plan]:
     graph = chain_graph(3)
     places = [_shared(d0=0.75, d1=0.25), _shared(d1=0.5, d2=0.5), _on(0)]
@@ -121,6 +132,8 @@ BASES = {
     "data parallel 3:1": _data_parallel,
     "tied parameters": _tied,
     "split backward": _split_backward,
+    "split backward of a shared parameter": _split_and_shared,
+    "stage common to two pipelines": _common_stage,
     "unaligned replicas": _unaligned,
     "shared table": _shared_table,
     "stage on several devices": _joint,

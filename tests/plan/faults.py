@@ -112,6 +112,26 @@ def _message_twice(program: Program, lists: Lists, rng: Random) -> bool:
     return bool(places)
 
 
+def _message_too_many(program: Program, lists: Lists, rng: Random) -> bool:
+    """Send something else that is there, for another micro-batch, and receive it, right after a message."""
+    places = _sides_of_message(lists, rng)
+    other = rng.randrange(program.plan.microbatches)
+    for rank, index in places:
+        row = lists[rank][index]
+        lists[rank].insert(index + 1, (*row[:2], other, *row[3:]))
+    return bool(places)
+
+
+def _other_direction(program: Program, lists: Lists, rng: Random) -> bool:
+    """Turn a send into a receive, or a receive into a send."""
+    place = _pick(lists, rng, _MESSAGES)
+    if place is None:
+        return False
+    row = lists[place[0]][place[1]]
+    lists[place[0]][place[1]] = (_MESSAGES[row[0] == _MESSAGES[0]], *row[1:])
+    return True
+
+
 def _messages_permuted(program: Program, lists: Lists, rng: Random) -> bool:
     """Put the sends, receives and collectives of one rank (or all) in another order, in the same places."""
     chosen = range(len(lists)) if rng.random() < 0.3 else [rng.randrange(len(lists))]
@@ -141,6 +161,8 @@ FAULTS: dict[str, Callable[[Program, Lists, Random], bool]] = {
     "other operation": _retarget(0, tuple(map(int, Op)), lambda program: len(Op)),
     "message lost": _message_lost,
     "message twice": _message_twice,
+    "message too many": _message_too_many,
+    "other direction": _other_direction,
     "messages permuted": _messages_permuted,
 }
 """Each changes the lists in place and returns whether there was something to change."""

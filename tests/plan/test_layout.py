@@ -198,6 +198,13 @@ def test_a_stage_on_several_devices_gets_its_inputs_on_each():
         (2, (1,), 0, 3, ("y1",), "whole")]
 
 
+def test_stages_on_several_devices_send_rank_by_rank():
+    graph = chain_graph(2)
+    layout = layout_of(graph, [[0], [1]], [on("d0", "d1"), on("d2", "d3")])
+    assert described(layout, graph, "activation") == [(0, (1,), 0, 2, ("y0",), "whole"), (0, (1,), 1, 3, ("y0",), "whole")]
+    assert described(layout, graph, "gradient") == [(1, (0,), 2, 0, ("y0",), "whole"), (1, (0,), 3, 1, ("y0",), "whole")]
+
+
 def test_opposite_pipelines_do_not_talk_to_each_other():
     graph = chain_graph(2)
     layout = layout_of(graph, [[0], [1], [0], [1]], [on("d0"), on("d1"), on("d1"), on("d0")], microbatches=4, size=1,

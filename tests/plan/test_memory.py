@@ -335,14 +335,18 @@ def test_sharded_optimizer_states_are_divided_among_the_holders():
 
 def test_a_plan_that_does_not_fit_says_where_and_how_much_is_missing():
     graph, plan = pipeline("gpipe", 2, 4)
-    needs = account_memory(lower(plan, graph)).peak_bytes(0)
-    check_memory(lower(plan, graph), plain_cluster(2, memory_bytes=needs + 100))
-    small = plain_cluster(2, memory_bytes=needs - 10)
-    with pytest.raises(NoFeasiblePlan, match=rf"'d0' needs {needs} B but has {needs - 10} B: 10 B too little "
-                                             r"\(parameters 4 B, gradients 4 B, activations 40 B, buffers 16 B\)") as caught:
-        check_plan(replace(plan, cluster=replace(plan.cluster, digest=small.digest)), graph, small)
-    assert "Try more micro-batches, recomputation, another strategy, or more devices." in str(caught.value)
-    assert caught.value.exit_code == 3
+    first, second = (account_memory(lower(plan, graph)).peak_bytes(rank) for rank in (0, 1))
+    assert (first, second) == (64, 68)
+    check_memory(lower(plan, graph), plain_cluster(2, memory_bytes=68))
+    for capacity, others in ((65, ""), (54, ", and 1 more devices have too little as well")):
+        cluster = plain_cluster(2, memory_bytes=capacity)
+        with pytest.raises(NoFeasiblePlan) as caught:
+            check_plan(replace(plan, cluster=replace(plan.cluster, digest=cluster.digest)), graph, cluster)
+        assert str(caught.value) == (
+            f"'d1' needs 68 B but has {capacity} B: {68 - capacity} B too little (parameters 4 B, gradients 4 B, "
+            f"activations 60 B){others}. Try more micro-batches, recomputation, another strategy, or more devices.")
+        assert caught.value.exit_code == 3
+        assert (caught.value.missing_bytes, caught.value.device) == (68 - capacity, "d1")
 
 
 def test_in_flight_microbatches_of_1f1b_show_in_the_peak():

@@ -401,6 +401,7 @@ def test_samples_are_divided_without_rest_and_within_one_of_the_share(num_sample
 
 @pytest.mark.parametrize(("num_samples", "shares", "counts"), [
     (8, (0.75, 0.25), (6, 2)), (4, (0.75, 0.25), (3, 1)), (3, (0.5, 0.5), (2, 1)), (1, (0.5, 0.5), (1, 0)),
-    (10, (1 / 3, 1 / 3, 1 / 3), (4, 3, 3)), (7, (1.0,), (7,)), (5, (0.2, 0.2, 0.6), (1, 1, 3))])
+    (10, (1 / 3, 1 / 3, 1 / 3), (4, 3, 3)), (7, (1.0,), (7,)), (5, (0.2, 0.2, 0.6), (1, 1, 3)),
+    (3, (0.4, 0.6), (1, 2)), (7, (0.5, 0.3, 0.2), (4, 2, 1))])
 def test_samples_by_hand(num_samples, shares, counts):
     assert split_samples(num_samples, shares) == counts

@@ -27,7 +27,7 @@ class Block(nn.Module):
 class TinyGPT(nn.Module):
     """Learned positions from a constant ``arange``, and the mean cross-entropy of the next token (or the logits)."""
 
-    def __init__(self, *, layers: int = 4, width: int = 32, words: int = 40, length: int = 8, tied: bool = False) -> None:
+    def __init__(self, *, layers: int = 2, width: int = 32, words: int = 40, length: int = 8, tied: bool = False) -> None:
         super().__init__()
         self.words, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(layers))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ def source_of(name: str, *, mode: str = "training", dtype: str | None = "float64
     return source.with_dtype(dtype)
 
 
+@cache
 def traced(name: str, *, mode: str = "training", batch_dims: bool = False) -> TracedModel:
     return trace(source_of(name, mode=mode), batch=2, backward="rule", batch_dims=batch_dims)
 

@@ -148,7 +148,7 @@ def _adjust(executor: Any, kind: str, rank: int) -> None:
 
     program, actions = executor.program, executor.bound.actions
     for position, item in enumerate(program.instructions(rank)):
-        is_first = item.microbatch == 0 and rank == 1
+        is_first = item.microbatch == 0 and rank == 0
         if kind == "no_all_reduce" and item.op == Op.COLLECTIVE:
             actions[position] = lambda: None
         elif kind == "lost_weight_gradient" and item.op == Op.COMPUTE and item.phase != Phase.F and is_first:

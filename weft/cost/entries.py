@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from weft.cluster.cluster import Cluster, DeviceKind
 from weft.cost.figure import Source
+from weft.cost.gradient_sums import gradient_sums, sum_key
 from weft.cost.op_classes import Efficiency
 from weft.cost.profile import ClassFit, OpKey, OpTiming, op_signature
 from weft.cost.roofline import PARTS, Part, Terms, Work, op_dtypes, parameter_bytes, roofline_terms
@@ -105,6 +106,7 @@ def _put_measured(graph: Graph, work: Work, column: Column, profile: Profile, en
     if not profile.timings:
         return
     ratios = _backward_ratios(graph, entries.terms)
+    measured_back = np.zeros(graph.num_ops, dtype=bool)
     for op, traced in enumerate(op_dtypes(graph)):
         key = OpKey(column.kind.name, graph.op_kinds[op], op_signature(graph, op, traced), work.dtypes[op])
         timing = profile.timings.get(key)
@@ -118,10 +120,24 @@ def _put_measured(graph: Graph, work: Work, column: Column, profile: Profile, en
             entries.seconds["input_grad"][op] = timing.input_grad_s
             entries.seconds["weight_grad"][op] = timing.weight_grad_s
             entries.backward_source[op] = Source.MEASURED.code
+            measured_back[op] = True
         else:
             for part in ("input_grad", "weight_grad"):
                 entries.seconds[part][op] = timing.forward_s * ratios[part][op]
             entries.backward_source[op] = Source.FITTED.code
+    _add_gradient_sums(graph, work, column, profile, entries, measured_back)
+
+
+def _add_gradient_sums(graph: Graph, work: Work, column: Column, profile: Profile, entries: Entries,
+                       measured: Bool) -> None:
+    """Add to the operators that were measured alone the additions that join their outputs' gradients."""
+    for item in gradient_sums(graph):
+        if not measured[item.op]:
+            continue
+        timing = profile.timings.get(sum_key(graph, item, column.kind.name, work.dtypes[item.op]))
+        if timing is not None:
+            part: Part = "weight_grad" if item.is_weight else "input_grad"
+            entries.seconds[part][item.op] += timing.forward_s
 
 
 def _put_given(graph: Graph, column: Column, entries: Entries) -> None:

@@ -14,16 +14,17 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor, fx
 
 from weft.cost.clocks import backward_start_time, make_clock
+from weft.cost.gradient_sums import SUM_KIND, gradient_sums, sum_key
 from weft.cost.profile import OpKey, OpTiming, ProfileStore, op_signature
 from weft.cost.roofline import op_dtypes
-from weft.cost.walk import Flags, Samples, Walk, node_flags
+from weft.cost.walk import Flags, Samples, SumToTime, Walk, node_flags
 from weft.errors import InputError
 from weft.model.graph import Graph
 from weft.model.trace import TracedModel
@@ -62,39 +63,50 @@ def profile_model(traced: TracedModel, device: Literal["cpu", "cuda"], store: Pr
     begin = time.perf_counter()
     place = _check_device(device, threads, passes)
     name = kind or (_gpu_name() if device == "cuda" else "cpu")
-    graph, training = traced.graph, traced.graph.has_backward
-    keys = op_keys(graph, name)
-    known = {key for key, timing in store.timings(name).items() if _is_enough(timing, threads, training)}
-    flags = node_flags(traced.program.fx_graph, traced.program.parameters, _input_nodes(traced))
-    variants = _find_variants(traced, keys, known, flags)
-    problems: list[str] = []
+    known = {key for key, timing in store.timings(name).items()
+             if _is_enough(key, timing, threads, traced.graph.has_backward)}
+    work = _find_work(traced, name, known)
     entries: list[tuple[OpKey, OpTiming]] = []
-    if variants:
+    problems: list[str] = []
+    if work.variants or work.sums:
         with _single_purpose(place, threads):
-            walk = Walk(traced.program.fx_graph, [item.nodes[0] for item in variants], flags,
-                        placeholder_values(traced, place), device=place, training=training)
-            clock = make_clock(place, threads)
-            start_s = backward_start_time(clock, place) if training else 0.0
-            walk.run(clock, 2 * passes if training else passes, progress)
-        record = _Recorder(start_s=start_s, floor_s=clock.floor(), training=training, threads=threads,
-                           timestamp=timestamp or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"))
-        entries, problems = record.all_timings(variants, walk.samples)
+            record = _time(traced, work, place, threads, passes, progress)
+        now = timestamp or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        entries, problems = record.entries(work, threads, now)
         store.put_timings(entries)
-    timings = store.timings(name)
-    found = [timings[key] for key in keys if key in timings]
+    forward_s, backward_s = _sum_times(traced.graph, name, store)
     return ProfileSummary(
-        device_kind=name, num_ops=graph.num_ops, num_keys=len(set(keys)), num_timed=len(entries),
-        problems=tuple(problems), forward_s=sum(item.forward_s for item in found),
-        backward_s=sum((item.input_grad_s or 0.0) + (item.weight_grad_s or 0.0) for item in found),
+        device_kind=name, num_ops=traced.graph.num_ops, num_keys=len(set(op_keys(traced.graph, name))),
+        num_timed=len(entries), problems=tuple(problems), forward_s=forward_s, backward_s=backward_s,
         seconds_spent=time.perf_counter() - begin)
+
+
+def _time(traced: TracedModel, work: _Work, device: torch.device, threads: int, passes: int,
+          progress: Callable[[int, int], None] | None) -> _Record:
+    training = traced.graph.has_backward
+    walk = Walk(traced.program.fx_graph, [variant.nodes[0] for variant in work.variants], work.flags,
+                placeholder_values(traced, device), device=device, training=training, sums=list(work.sums.values()))
+    clock = make_clock(device, threads)
+    start_s = backward_start_time(clock, device) if training else 0.0
+    walk.run(clock, 2 * passes if training else passes, progress)
+    return _Record(walk=walk, start_s=start_s, floor_s=clock.floor(), training=training)
+
+
+def _sum_times(graph: Graph, kind: str, store: ProfileStore) -> tuple[float, float]:
+    """Return the sums of the forward and backward times of all operators that the store knows."""
+    timings = store.timings(kind)
+    found = [timings[key] for key in op_keys(graph, kind) if key in timings]
+    sums = (timings.get(sum_key(graph, item, kind)) for item in gradient_sums(graph))
+    backward_s = sum((item.input_grad_s or 0.0) + (item.weight_grad_s or 0.0) for item in found)
+    return sum(item.forward_s for item in found), backward_s + sum(item.forward_s for item in sums if item is not None)
 
 
 def _check_device(device: str, threads: int, passes: int) -> torch.device:
     if device not in ("cpu", "cuda"):
         raise InputError(f"cannot profile on {device!r}: choose 'cpu' or 'cuda'")
     if device == "cuda" and not torch.cuda.is_available():
-        raise InputError("cannot profile on 'cuda': this machine's PyTorch sees no GPU. Profile on 'cpu', or run this on "
-                         "a machine with a GPU and copy the profile store back")
+        raise InputError("cannot profile on 'cuda': this machine's PyTorch sees no GPU. Profile on 'cpu', or run this "
+                         "on a machine with a GPU and copy the profile store back")
     if threads < 1 or passes < 1:
         raise InputError(f"threads and passes must be 1 or more, not {threads} and {passes}")
     return torch.device(device)
@@ -102,7 +114,7 @@ def _check_device(device: str, threads: int, passes: int) -> torch.device:
 
 def _gpu_name() -> str:
     """Return the GPU's name as cluster files write it: ``NVIDIA H200`` is ``H200``."""
-    name = torch.cuda.get_device_name()
+    name = str(torch.cuda.get_device_name())
     for maker in ("NVIDIA ", "AMD ", "GeForce ", "Tesla ", "Quadro "):
         name = name.removeprefix(maker)
     return name.replace(" ", "") if name.startswith(("RTX", "GTX")) else name
@@ -141,8 +153,9 @@ def op_keys(graph: Graph, kind: str) -> list[OpKey]:
             for op, dtype in enumerate(op_dtypes(graph))]
 
 
-def _is_enough(timing: OpTiming, threads: int, training: bool) -> bool:
-    return timing.threads == threads and (not training or timing.input_grad_s is not None)
+def _is_enough(key: OpKey, timing: OpTiming, threads: int, training: bool) -> bool:
+    is_whole = not training or timing.input_grad_s is not None or key.op_kind == SUM_KIND
+    return timing.threads == threads and is_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,19 +166,34 @@ class _Variant:
     nodes: list[fx.Node]
 
 
-def _find_variants(traced: TracedModel, keys: Sequence[OpKey], known: set[OpKey], flags: Mapping[fx.Node, Flags],
-                   ) -> list[_Variant]:
-    """Return the variants that need timing, in the order of the model."""
-    program = traced.program
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Work:
+    """What is to be timed."""
+
+    variants: list[_Variant]
+    sums: dict[OpKey, SumToTime]
+    flags: Mapping[fx.Node, Flags]
+
+
+def _find_work(traced: TracedModel, kind: str, known: set[OpKey]) -> _Work:
+    """Return the variants and gradient sums that are not known, in the order of the model."""
+    program, graph = traced.program, traced.graph
+    flags = node_flags(program.fx_graph, program.parameters, _input_nodes(traced))
     variants: dict[tuple[Any, ...], _Variant] = {}
-    for name, key in zip(traced.graph.op_names, keys, strict=True):
+    for name, key in zip(graph.op_names, op_keys(graph, kind), strict=True):
         if key in known:
             continue
         node = program.nodes[program.op_nodes[name][0]]
         layouts = tuple((flags[source].grad, flags[source].data, _strides(source)) for source in node.all_input_nodes)
         constants = repr(fx.node.map_arg((node.args, node.kwargs), lambda _: None))
         variants.setdefault((key, layouts, constants), _Variant(key=key, nodes=[])).nodes.append(node)
-    return list(variants.values())
+    sums: dict[OpKey, SumToTime] = {}
+    for item in gradient_sums(graph):
+        key = sum_key(graph, item, kind)
+        node = program.nodes[program.tensor_nodes[graph.tensor_names[item.tensor]]]
+        if key not in known:
+            sums.setdefault(key, SumToTime(like=node.meta["val"], in_place=not item.is_weight))
+    return _Work(variants=list(variants.values()), flags=flags, sums=sums)
 
 
 def _strides(node: fx.Node) -> tuple[int, ...] | None:
@@ -174,41 +202,43 @@ def _strides(node: fx.Node) -> tuple[int, ...] | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Recorder:
-    """Turns samples into entries of the store."""
+class _Record:
+    """The times that a walk took, and how they become entries of the store."""
 
+    walk: Walk
     start_s: float
     floor_s: float
     training: bool
-    threads: int
-    timestamp: str
 
-    def all_timings(self, variants: Sequence[_Variant], samples: Mapping[fx.Node, Samples],
-                    ) -> tuple[list[tuple[OpKey, OpTiming]], list[str]]:
+    def entries(self, work: _Work, threads: int, timestamp: str) -> tuple[list[tuple[OpKey, OpTiming]], list[str]]:
         """Return the entries of all keys that could be timed, and what went wrong with the others."""
         by_key: dict[OpKey, list[tuple[int, Samples]]] = {}
-        for variant in variants:
-            by_key.setdefault(variant.key, []).append((len(variant.nodes), samples[variant.nodes[0]]))
-        problems = [f"{key.op_kind} {key.signature}: {item.problem}" for key, entries in by_key.items()
-                    for _, item in entries if item.problem]
-        return [(key, self.timing(entries)) for key, entries in by_key.items()
-                if not any(item.problem for _, item in entries)], problems
+        for variant in work.variants:
+            by_key.setdefault(variant.key, []).append((len(variant.nodes), self.walk.samples[variant.nodes[0]]))
+        problems = [f"{key.op_kind} {key.signature}: {item.problem}" for key, samples in by_key.items()
+                    for _, item in samples if item.problem]
+        blank = OpTiming(forward_s=0.0, input_grad_s=None, weight_grad_s=None, spread=0.0, repeats=0, threads=threads,
+                         torch_version=torch.__version__, recorded_at=timestamp)
+        entries = [(key, self._timing(samples, blank)) for key, samples in by_key.items()
+                   if not any(item.problem for _, item in samples)]
+        for key, item in work.sums.items():
+            times = item.seconds
+            entries.append((key, replace(blank, forward_s=statistics.median(times), spread=_spread(times),
+                                         repeats=len(times))))
+        return entries, problems
 
-    def timing(self, entries: Sequence[tuple[int, Samples]]) -> OpTiming:
-        """Return the mean over a key's operators; ``entries`` are (number of operators, samples of one of them)."""
-        total = sum(count for count, _ in entries)
+    def _timing(self, samples: Sequence[tuple[int, Samples]], blank: OpTiming) -> OpTiming:
+        """Return the mean over a key's operators; ``samples`` are (number of operators, times of one of them)."""
+        total = sum(count for count, _ in samples)
 
         def mean(part: Callable[[Samples], float]) -> float:
-            return sum(count * part(samples) for count, samples in entries) / total
+            return sum(count * part(item) for count, item in samples) / total
 
-        spread = mean(lambda samples: _spread(samples.forward))
-        return OpTiming(
-            forward_s=mean(lambda samples: statistics.median(samples.forward)),
+        return replace(
+            blank, forward_s=mean(lambda item: statistics.median(item.forward)),
+            spread=mean(lambda item: _spread(item.forward)), repeats=sum(len(item.forward) for _, item in samples),
             input_grad_s=mean(self._input_grad) if self.training else None,
-            weight_grad_s=mean(lambda samples: self._backward(samples) - self._input_grad(samples))
-            if self.training else None,
-            spread=spread, repeats=sum(len(samples.forward) for _, samples in entries), threads=self.threads,
-            torch_version=torch.__version__, recorded_at=self.timestamp)
+            weight_grad_s=mean(lambda item: self._backward(item) - self._input_grad(item)) if self.training else None)
 
     def _backward(self, samples: Samples) -> float:
         return self._net(samples.backward)

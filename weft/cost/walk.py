@@ -14,7 +14,8 @@ would find everything in cache. Freeing what is used for the last time counts, a
 
 For training, each chosen operator runs on detached inputs and keeps its little autograd graph; then the passes go back
 through them in reverse order and time ``torch.autograd.grad`` on each: on even passes for all inputs, on odd ones for
-activations only. The difference is what the parameters' gradients take.
+activations only. The difference is what the parameters' gradients take. Additions that join two gradients of a tensor
+(``gradient_sums``) are timed after that.
 """
 
 from __future__ import annotations
@@ -67,6 +68,15 @@ class Samples:
     """Why it could not be run; empty if it could."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SumToTime:
+    """An addition of two gradients, and its times, one per pass."""
+
+    like: Tensor
+    in_place: bool
+    seconds: list[float] = field(default_factory=list)
+
+
 class _Pending(NamedTuple):
     """A forward run whose backward is still to be timed."""
 
@@ -111,8 +121,12 @@ class Walk:
     """Passes over the chosen nodes of a model; see the module's docstring."""
 
     def __init__(self, graph: fx.Graph, chosen: Sequence[fx.Node], flags: Mapping[fx.Node, Flags],
-                 stored: Callable[[fx.Node], Tensor], *, device: torch.device, training: bool) -> None:
-        """``stored`` gives the value of a placeholder; it is asked once, and only for those that are needed."""
+                 stored: Callable[[fx.Node], Tensor], *, device: torch.device, training: bool,
+                 sums: Sequence[SumToTime] = ()) -> None:
+        """``stored`` gives the value of a placeholder; it is asked once, and only for those that are needed.
+
+        ``sums`` are additions of gradients to be timed besides.
+        """
         self._flags = flags
         self._device = device
         self._training = training
@@ -120,6 +134,7 @@ class Walk:
         self._filled: dict[fx.Node, Any] = {}
         executed = self._needed(chosen)
         self.samples = {node: Samples() for node in chosen}
+        self._sums = sums
         self._values = {node: stored(node) for node in graph.nodes
                         if node.op == "placeholder" and any(user in executed for user in node.users)}
         self._steps = self._plan([node for node in graph.nodes if node in executed], set(chosen))
@@ -186,6 +201,8 @@ class Walk:
     def run(self, clock: Clock, passes: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Run a warm-up pass and ``passes`` timed ones; ``samples`` holds the times, clean of the warm-up's."""
         self._pass(clock, 0)
+        for item in self._sums:
+            item.seconds.clear()
         for samples in self.samples.values():
             samples.forward.clear()
             samples.backward.clear()
@@ -200,6 +217,8 @@ class Walk:
             pending = self._forward(clock)
             while pending:
                 self._backward(pending.pop(), clock, only_activations=index % 2 == 1)
+        for item in self._sums:
+            self._add_gradients(item, clock)
         clock.settle()
 
     def _forward(self, clock: Clock) -> list[_Pending]:
@@ -284,11 +303,20 @@ class Walk:
             samples.problem = str(problem).splitlines()[0][:200]
 
 
+    def _add_gradients(self, item: SumToTime, clock: Clock) -> None:
+        shape, dtype = tuple(item.like.shape), item.like.dtype
+        first, second = (torch.randn(shape, dtype=dtype, device=self._device) for _ in range(2))
+        mark = clock.start()
+        result = first.add_(second) if item.in_place else first + second
+        clock.stop(mark, item.seconds.append)
+        del result
+
+
 def _extent(tensor: Tensor) -> int:
     """Return how many elements of memory the tensor spans."""
     if tensor.numel() == 0:
         return 0
-    return 1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(1 + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)))
 
 
 def _leaf(tensor: Tensor) -> Tensor:

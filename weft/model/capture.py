@@ -14,12 +14,14 @@ that a model of 70 billion parameters needs no memory, and the module is as it w
 
 from __future__ import annotations
 
+import io
+import logging
 import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -39,6 +41,8 @@ _SET_GRAD: Final = torch.ops.higher_order.wrap_with_set_grad_enabled
 _AUTOCAST: Final = torch.ops.higher_order.wrap_with_autocast
 _REMOVED: Final = ("aten._assert_tensor_metadata", "aten._assert_async", "aten._assert_scalar",
                    "aten.sym_constrain_range")
+_CHATTY: Final = ("torch._subclasses.fake_tensor", "torch.export", "torch.export._trace",
+                  "torch.fx.experimental.symbolic_shapes")
 _SAME_AS_INPUT: Final = (aten.lift_fresh_copy.default, aten.alias.default)
 
 
@@ -119,8 +123,10 @@ def _forward_as_written(training: bool) -> Iterator[None]:
     apply = function.__dict__["apply"]
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-        raise ModelError(f"the model calls the custom autograd function {cls.__name__}, whose own backward pass a "
-                         "traced graph cannot keep. Write it with differentiable operators, or plan for inference")
+        place = _own_line(traceback.extract_stack())
+        raise ModelError(f"the model calls the custom autograd function {cls.__name__} at {place}, whose own backward "
+                         "pass a traced graph cannot keep. Write it with differentiable operators, or plan for "
+                         "inference")
 
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
@@ -128,6 +134,11 @@ def _forward_as_written(training: bool) -> Iterator[None]:
         fast_path = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         stack.callback(torch.backends.mha.set_fastpath_enabled, fast_path)
+        stack.enter_context(redirect_stderr(io.StringIO()))  # PyTorch prints what it has traced when it fails
+        for name in _CHATTY:
+            logger = logging.getLogger(name)
+            stack.callback(setattr, logger, "disabled", logger.disabled)
+            logger.disabled = True
         if training:
             function.apply = classmethod(refuse)
             stack.callback(setattr, function, "apply", apply)
@@ -164,16 +175,15 @@ def _functional(program: Any) -> tuple[Any, dict[str, fx.Node]]:
     for node in graph.nodes:
         _annotate(node)
     program = program.run_decompositions({})
-    _free_of_strides(program.graph)
-    results = dict(zip(program.graph_signature.output_specs, program.graph.output_node().args[0], strict=True))
-    return program, {spec.target: node for spec, node in results.items() if spec.kind is OutputKind.BUFFER_MUTATION}
+    results = zip(program.graph_signature.output_specs, program.graph.output_node().args[0], strict=True)
+    return program, {spec.target: node for spec, node in results if spec.kind is OutputKind.BUFFER_MUTATION}
 
 
 def _free_of_strides(graph: fx.Graph) -> None:
     """Turn views into reshapes, in place.
 
-    ``run_decompositions`` chose between a view and a copy by the strides that fake CPU tensors had; real kernels (such
-    as attention) may lay out their results differently, and a view of those would fail.
+    PyTorch leaves out a copy (``contiguous``) where the strides of fake CPU tensors need none; real kernels, such as
+    attention on another device, may lay out their results differently, and a view of those would fail.
     """
     for node in graph.nodes:
         if node.target in (aten.view.default, aten._unsafe_view.default):
@@ -184,12 +194,13 @@ def _why_untraceable(problem: Exception) -> str:
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [type(problem).__name__]
     operator = next((match[1] for line in lines if (match := re.search(r"(aten\.\w+(?:\.\w+)?)", line))), None)
     data_dependent = "DataDependent" in type(problem).__name__ or "data-dependent" in str(problem).lower()
+    operator = "aten.item" if data_dependent else operator
     place = _user_line(problem)
     reason = "the flow of the program depends on values of tensors" if data_dependent else lines[0][:300]
     parts = [f"the model cannot be traced: {reason}"]
     parts += [f"operator {operator}"] if operator else []
     parts += [f"at {place}"] if place else []
-    advice = ("Use torch.where or torch.cond instead of Python's if and while on tensor values, and no .item()"
+    advice = ("Use torch.where instead of Python's if and while on values of tensors, and no .item()"
               if data_dependent else "The forward pass must run on tensors without values")
     return ", ".join(parts) + f". {advice}"
 
@@ -198,6 +209,10 @@ def _user_line(problem: BaseException) -> str | None:
     """Return ``file.py:12 (source text)`` of the innermost frame that is not PyTorch's own."""
     frames = [frame for error in (problem, problem.__cause__, problem.__context__) if error is not None
               for frame in traceback.extract_tb(error.__traceback__)]
+    return _own_line(frames)
+
+
+def _own_line(frames: Iterable[traceback.FrameSummary]) -> str | None:
     own = [frame for frame in frames if "/torch/" not in frame.filename and "/weft/model/" not in frame.filename
            and not frame.filename.startswith("<")]
     return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else None
@@ -224,7 +239,7 @@ def _inline(root: fx.GraphModule, call: fx.Node, getter: fx.Node, arguments: tup
             elif node.op == "output":
                 results = node.args[0]
             else:
-                if detach and _changes_memory_with_gradient(node):
+                if detach and _changes_memory_with_gradient(node, values):
                     raise ModelError(f"{node.target} changes a tensor that needs a gradient inside a no_grad block"
                                      f"{_at(node)}: a traced graph cannot keep that. Move it out of the forward pass")
                 values[node] = root.graph.node_copy(node, values.__getitem__)
@@ -245,11 +260,19 @@ def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return result
 
 
-def _changes_memory_with_gradient(node: fx.Node) -> bool:
+def _changes_memory_with_gradient(node: fx.Node, outside: Mapping[fx.Node, Any]) -> bool:
+    """Return whether a node of a ``no_grad`` block changes what came into the block with a gradient."""
     if not is_mutable(node.target) or not node.args or not isinstance(node.args[0], fx.Node):
         return False
-    value = node.args[0].meta.get("val")
-    return isinstance(value, torch.Tensor) and value.requires_grad
+    waiting, seen = [outside[node.args[0]]], set()
+    while waiting:
+        source = waiting.pop()
+        if source.op == "placeholder" and source.meta["val"].requires_grad:
+            return True
+        if source not in seen:
+            seen.add(source)
+            waiting.extend(source.all_input_nodes)
+    return False
 
 
 # ---- describing ---------------------------------------------------------------------------------------------------
@@ -276,10 +299,12 @@ def _described(program: Any, updates: dict[str, fx.Node], tied: tuple[tuple[str,
                 raise ModelError(f"the model uses {spec.arg.name!r} of a kind that cannot be planned: {spec.kind}")
     for node in graph.nodes:
         _annotate(node)
+        _check_sizes(node)
     outputs = _outputs(program)
     graph.output_node().args = ((*updates.values(), *outputs),)
     expand(graph, {**parameters, **buffers})
     simplify(graph)
+    _free_of_strides(graph)
     results = [node.name for node in graph.output_node().args[0]]
     return Capture(
         graph=graph, parameters=parameters, buffers=buffers, constants=constants, inputs=tuple(inputs),
@@ -297,6 +322,17 @@ def _outputs(program: Any) -> list[fx.Node]:
             raise ModelError(f"the forward pass changes {spec.target!r} in place, an input or a parameter: "
                              "copy it first (x = x.clone())")
     return outputs
+
+
+def _check_sizes(node: fx.Node) -> None:
+    """Raise ``ModelError`` if the size of the node's result depends on values."""
+    value = node.meta.get("val")
+    values = value if isinstance(value, list | tuple) else (value,)
+    sizes = [size for item in values for size in (item.shape if isinstance(item, torch.Tensor) else (item,))]
+    if node.op == "call_function" and any(isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
+                                          for size in sizes):
+        raise ModelError(f"the model cannot be traced: the size of the result of operator {node.target}{_at(node)} "
+                         "depends on values of tensors. Use masks or torch.where, which keep sizes fixed")
 
 
 def _annotate(node: fx.Node) -> None:
@@ -332,12 +368,27 @@ def simplify(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.op == "call_function" and str(node.target).startswith(_REMOVED):
             graph.erase_node(node)
+        elif node.target is aten.copy.default:
+            _spell_out_copy(graph, node)
         elif node.op == "call_function" and _returns_input(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users:
             graph.erase_node(node)
+
+
+def _spell_out_copy(graph: fx.Graph, node: fx.Node) -> None:
+    """Replace the functional ``copy``, which has no derivative, by a cast (if any) and an expansion of its source."""
+    source, value = node.args[1], node.meta["val"]
+    with graph.inserting_before(node):
+        if source.meta["val"].dtype != value.dtype:
+            source = graph.call_function(aten._to_copy.default, (source,), {"dtype": value.dtype})
+            source.meta = {**node.meta, "val": node.args[1].meta["val"].to(value.dtype)}
+        result = graph.call_function(aten.expand.default, (source, list(value.shape)))
+    result.meta = {**node.meta, "val": source.meta["val"].expand(value.shape)}
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
 
 
 def _returns_input(node: fx.Node) -> bool:

@@ -145,6 +145,9 @@ class _Builder:
         is_random = _is_random(node)
         if is_random:
             self._warn(f"operator {kind} draws random numbers: a run on many devices draws others than one device does")
+        if "derivative" in cost.problem and self.backward == "joint":
+            raise ModelError(f"operator {kind} ({source_line(node)}) has no derivative, so the model cannot be trained "
+                             "as it is: write it with other operators")
         if cost.problem:
             self._warn(f"operator {kind} cannot be run on meta tensors ({cost.problem}): costs by rule")
         module = node.meta.get("module", "")

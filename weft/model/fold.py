@@ -16,7 +16,7 @@ caller then traces all.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -48,12 +48,13 @@ class TensorSpec:
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+    requires_grad: bool
 
     @staticmethod
     def of(tensor: torch.Tensor) -> TensorSpec:
         """Return the spec of ``tensor``."""
         return TensorSpec(shape=tuple(tensor.shape), stride=tuple(tensor.stride()), dtype=tensor.dtype,
-                          device=tensor.device)
+                          device=tensor.device, requires_grad=tensor.requires_grad)
 
     def empty(self) -> torch.Tensor:
         """Return an unfilled tensor like this."""
@@ -87,6 +88,7 @@ def _repeated(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 for _name, _body in (("fold_enter", _like), ("fold_leave", _like), ("fold_repeat", _repeated)):
     _LIBRARY.impl(_name, _body, "CompositeExplicitAutograd")
+    _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"weft::{_name}", _body, lib=_LIBRARY)
 
 _ENTER: Final = torch.ops.weft.fold_enter.default
@@ -233,15 +235,22 @@ def _stand_in(folding: Folding, number: int, path: str, is_last: bool, real: Cal
         _RECORDS[record.id] = record
         key = f"{record.id}:{path}"
         if record.num_traced >= 2 and not is_last:
-            return _rebuild(record, tensors, list(_REPEAT(key, tensors)))
+            return _rebuild(record, tensors, _wanting(_REPEAT(key, tensors), record.outputs))
         record.num_traced += 1
-        entered = list(_ENTER(key, tensors))
+        entered = _wanting(_ENTER(key, tensors), tensors)
         rest = iter(entered)
         args, kwargs = pytree.tree_unflatten(
             [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
         return _note_result(record, key, tensors, entered, real(*args, **kwargs))
 
     return forward
+
+
+def _wanting(tensors: list[torch.Tensor], like: Sequence[TensorSpec | torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``tensors``, each wanting a gradient as its counterpart does: PyTorch picks some kernels by that."""
+    for tensor, other in zip(tensors, like, strict=True):
+        tensor.requires_grad = other.requires_grad
+    return list(tensors)
 
 
 def _sharing(tensors: list[torch.Tensor]) -> tuple[int, ...]:
@@ -268,7 +277,7 @@ def _note_result(record: _Record, key: str, tensors: list[torch.Tensor], entered
     if record.spec is not None and (record.outputs, record.layout) != (outputs, tuple(layout)):
         raise FoldMismatch(f"the results of {key} differ from those of an equal layer")
     record.outputs, record.layout, record.spec = outputs, tuple(layout), spec
-    return _rebuild(record, tensors, list(_LEAVE(key, made)))
+    return _rebuild(record, tensors, _wanting(_LEAVE(key, made), outputs))
 
 
 def _rebuild(record: _Record, tensors: list[torch.Tensor], made: list[torch.Tensor]) -> Any:

@@ -223,7 +223,8 @@ def _distinct(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 def touched_bytes(tensor: torch.Tensor) -> int:
     """Return the bytes of ``tensor`` that exist: a dimension of stride 0 counts once."""
     sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0 or size == 0]
-    return math.prod(sizes) * int(tensor.element_size())
+    result: int = math.prod(sizes) * tensor.element_size()
+    return result
 
 
 # ---- by formula ---------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ plainest example of all this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -155,8 +155,11 @@ def retarget(value: Any, device: torch.device) -> Any:
 
 
 def run_program(program: TracedProgram, tensors: Callable[[str], torch.Tensor] | Mapping[str, torch.Tensor],
-                inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """Return the outputs of the traced graph, with parameters and buffers taken by path from ``tensors``."""
+                inputs: tuple[torch.Tensor, ...], *, outputs: Sequence[str] | None = None) -> tuple[torch.Tensor, ...]:
+    """Return ``outputs`` (tensor names; default: the model's own) of the traced graph run on ``inputs``.
+
+    Parameters and buffers are taken by path from ``tensors``.
+    """
     lookup = tensors if callable(tensors) else tensors.__getitem__
     given = {program.tensor_nodes[name]: tensor for name, tensor in zip(program.inputs, inputs, strict=True)}
     given |= {program.tensor_nodes[name]: tensor for name, tensor in program.constants.items()}
@@ -171,7 +174,7 @@ def run_program(program: TracedProgram, tensors: Callable[[str], torch.Tensor] |
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*retarget(args, device), **retarget(kwargs, device))
     by_name = program.nodes
-    return tuple(values[by_name[program.tensor_nodes[name]]] for name in program.outputs)
+    return tuple(values[by_name[program.tensor_nodes[name]]] for name in outputs or program.outputs)
 
 
 def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:

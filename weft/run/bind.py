@@ -157,7 +157,7 @@ class Binder:
             value = wiring.value(users[0][0], tensor)
             buffers.append(wiring.take_buffer(value, wiring.rows(channel, users[0][0], value), users))
         wiring.arrived[key] = tuple(buffers)
-        transfer = self.transfers[key] = Transfer(position, self.ends)
+        transfer = self.transfers[key] = self._transfer(position)
         parts = [(buffer, self._tag(key, number)) for number, buffer in enumerate(buffers)]
         receive, source = self.transport.receive, channel.source
 
@@ -188,7 +188,7 @@ class Binder:
 
     def _outgoing(self, position: int, key: Key, *, is_awaited: bool) -> tuple[Transfer, Transfer | None]:
         """Return a new outgoing message, and an earlier one of the channel to wait for, if nothing else does."""
-        transfer = self.transfers[key] = Transfer(position, self.ends)
+        transfer = self.transfers[key] = self._transfer(position)
         if is_awaited:
             self.sent.setdefault((self.program.channels[key[0]].producer, key[1]), []).append(transfer)
             return transfer, None
@@ -212,8 +212,11 @@ class Binder:
     def _tag(self, key: Key, number: int) -> int:
         return ((key[0] * self.program.plan.microbatches + key[1]) * self.widest + number) % _MAX_TAG
 
+    def _transfer(self, position: int) -> Transfer:
+        return Transfer(position, self.ends, self.transport.synchronize)
+
     def _all_reduce(self, position: int, index: int) -> Action:
-        transfer = Transfer(position, self.ends)
+        transfer = self._transfer(position)
         self.collectives.append(transfer)
         all_reduce, ranks = self.transport.all_reduce, self.program.buckets[index].ranks
         flat = self.parameters.flat[index]

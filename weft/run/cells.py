@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -37,12 +37,12 @@ class Cell:
 class Transfer:
     """A message under way: its works, what must stay alive, and when it was seen to be done."""
 
-    __slots__ = ("ends", "position", "tensors", "works")
+    __slots__ = ("ends", "position", "synchronize", "tensors", "works")
 
-    def __init__(self, position: int, ends: array[int]) -> None:
+    def __init__(self, position: int, ends: array[int], synchronize: Callable[[], None] | None) -> None:
         self.works: Sequence[Work] = ()
         self.tensors: Sequence[Tensor] = ()
-        self.position, self.ends = position, ends
+        self.position, self.ends, self.synchronize = position, ends, synchronize
 
     def wait(self) -> None:
         """Return when the message is done; at once if it was waited for before."""
@@ -50,6 +50,8 @@ class Transfer:
             try:
                 for work in self.works:
                     work.wait()
+                if self.synchronize is not None:
+                    self.synchronize()
             except RuntimeError as problem:
                 raise PeerLost(f"a message or collective failed: {problem}") from problem
             self.works = ()

@@ -3,7 +3,8 @@
 A step is the rank's list of closures (``weft.run.bind``), called in order; before each one the rank notes where it is,
 so that a failure can be named. Times are taken around every instruction: computes begin when what they need has
 arrived; a message or collective ends when the rank sees that it has ended, which may be late, so ``measured_timeline``
-takes the earliest that any side saw.
+takes the earliest that any side saw. On a GPU the rank waits for its own stream after every instruction, so that times
+are those of the device; messages still move beside the computes.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ class Executor:
         first, last = (int(value) for value in program.rank_start[transport.rank : transport.rank + 2])
         self._starts, self._ends = array("q", [0]) * (last - first), array("q", [0]) * (last - first)
         self.optimizer = make_optimizer(parameters, program.plan.optimizer)
-        self.bound: Bound = Binder(
-            program, stages=stages, parameters=parameters, optimizer=self.optimizer, transport=transport,
-            starts=self._starts, ends=self._ends).bind()
+        self.binder = Binder(program, stages=stages, parameters=parameters, optimizer=self.optimizer,
+                             transport=transport, starts=self._starts, ends=self._ends)
+        self.bound: Bound = self.binder.bind()
         self._training = program.plan.model.mode == "training"
         status.name_instructions(partial(_labels, program))
 
@@ -79,11 +80,13 @@ class Executor:
         cell[0] = Milestone.WAITING
 
     def _run(self, cell: memoryview[int]) -> None:
-        starts, ends, clock = self._starts, self._ends, time.perf_counter_ns
+        starts, ends, clock, synchronize = self._starts, self._ends, time.perf_counter_ns, self.transport.synchronize
         for position, action in enumerate(self.bound.actions):
             cell[0] = position
             starts[position] = clock()
             action()
+            if synchronize is not None:
+                synchronize()
             ends[position] = clock()
         self.bound.finish()
 

@@ -25,13 +25,18 @@ class Stage:
 
     def __init__(self, module: StageModule, *, split: bool) -> None:
         self.module = module
-        self.updates = [(len(module.outputs) + number, getattr(module.module, attribute_name(name)))
+        self.updates = [(len(module.outputs) + number, self.buffer(name))
                         for number, name in enumerate(module.updated_buffers)]
         self.forward = _direct_call(module.module)
         self.queue = WeightGradients()
         self.split_forward: Forward | None = None
         if split:
             self.split_forward = _direct_call(split_weight_gradients(module.module, self.queue))
+
+    def buffer(self, name: str) -> Tensor:
+        """Return a buffer by its name in the model."""
+        tensor: Tensor = getattr(self.module.module, attribute_name(name))
+        return tensor
 
 
 def _direct_call(module: GraphModule) -> Forward:

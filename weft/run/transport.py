@@ -12,7 +12,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,6 +49,10 @@ class Transport:
         except (RuntimeError, ValueError) as problem:
             raise PeerLost(f"rank {rank} cannot connect to the other {num_ranks - 1} ranks at "
                            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {problem}") from problem
+        self.synchronize: Callable[[], None] | None = None
+        """On a GPU: returns when the device has done what was issued; None on a CPU, where calls return when done."""
+        if device.type == "cuda":
+            self.synchronize = torch.cuda.current_stream(device).synchronize
         self._world = dist.group.WORLD
         self._backend = self._world._get_backend(device)
         self._cpu = self._world._get_backend(torch.device("cpu"))

@@ -188,8 +188,8 @@ class _MemoryLimits:
         state = format_bytes(self.state[-1])
         return NoFeasiblePlan(
             f"the model needs {format_bytes(need)} (parameters, gradients and optimizer state {state}, activations of "
-            f"one micro-batch {format_bytes(self.saved[-1])}), the {len(devices)} devices have {format_bytes(total)} in "
-            f"all: {missing}. Try more micro-batches, recomputation, or more devices.",
+            f"one micro-batch {format_bytes(self.saved[-1])}), the {len(devices)} devices have {format_bytes(total)} "
+            f"in all: {missing}. Try more micro-batches, recomputation, or more devices.",
             missing_bytes=max(0, int(need - total)))
 
 

@@ -1,0 +1,25 @@
+"""Run every benchmark, one after the other; each prints its figures beside their references.
+
+    make bench        or        python -m benchmarks.all
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+BENCHMARKS = ("bench_startup", "bench_trace", "bench_simulate", "bench_profile", "bench_checker", "bench_runtime")
+
+
+def main() -> None:
+    failed = []
+    for name in BENCHMARKS:
+        print(f"== {name}", flush=True)
+        if subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode:
+            failed.append(name)
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,117 @@
+"""Sum of profiled operator times against the time of the whole model, on one CPU thread.
+
+    python benchmarks/bench_profile.py            three models, inference and a training step; about five minutes
+    python benchmarks/bench_profile.py --json     the same facts for machines
+
+Each model's operators are profiled into a fresh store; after every timing pass the whole model runs once (the module as
+the user wrote it, not the traced graph), so that background load meets both alike. Times are CPU times and medians.
+The sum is what Weft predicts for one device: every operator's entry in the store, over all operators of the model.
+Exit status 1 if a ratio is off by more than the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from weft.cost.profile import ProfileStore
+from weft.cost.profiler import profile_model
+from weft.model.source import ModelSource, resolve_model
+from weft.model.trace import trace
+from weft.model.weights import materialize
+
+LIMIT = 0.08
+MODELS = (("gpt2:layers=4,seq=128", 1), ("bert-large:layers=4,seq=128", 1), ("resnet-50", 4))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """One model in one mode."""
+
+    model: str
+    mode: str
+    batch: int
+    num_ops: int
+    num_timed: int
+    sum_s: float
+    whole_s: float
+    ratio: float
+    limit: float
+    is_within: bool
+    problems: tuple[str, ...]
+
+
+class WholeModel:
+    """Runs the module as its user wrote it, and keeps the CPU times of its steps."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self.module = materialize(source.build(), 0)
+        self.inputs = source.inputs()
+        self.is_training = source.mode == "training"
+        self.seconds: list[float] = []
+
+    def step(self, *_progress: int) -> None:
+        """Run one forward pass, or forward and backward."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        begin = time.process_time()
+        with torch.set_grad_enabled(self.is_training):
+            output = self.module(*self.inputs)
+            if self.is_training:
+                (output[0] if isinstance(output, tuple) else output).backward()
+        self.seconds.append(time.process_time() - begin)
+
+
+def measure(spec: str, batch: int, mode: str, passes: int) -> Result:
+    source = resolve_model(spec, batch=batch, mode=mode)
+    assert isinstance(source, ModelSource)
+    traced = trace(source)
+    whole = WholeModel(source)
+    whole.step()
+    whole.seconds.clear()
+    with tempfile.TemporaryDirectory() as folder:
+        store = ProfileStore(Path(folder) / "profile.db")
+        summary = profile_model(traced, "cpu", store, threads=1, passes=passes, progress=whole.step)
+    sum_s = summary.forward_s + summary.backward_s
+    whole_s = statistics.median(whole.seconds)
+    ratio = sum_s / whole_s
+    return Result(model=spec, mode=mode, batch=batch, num_ops=summary.num_ops, num_timed=summary.num_timed, sum_s=sum_s,
+                  whole_s=whole_s, ratio=ratio, limit=LIMIT, is_within=abs(ratio - 1) <= LIMIT,
+                  problems=summary.problems)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
+    parser.add_argument("--passes", type=int, default=15, help="timing passes per model (training: twice as many)")
+    parser.add_argument("--mode", choices=("inference", "training", "both"), default="both")
+    parser.add_argument("--model", action="append", metavar="SPEC", help="a zoo model at batch 1 instead of the three")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    modes = ("inference", "training") if options.mode == "both" else (options.mode,)
+    models = MODELS if not options.model else tuple((spec, 1) for spec in options.model)
+    results = []
+    for spec, batch in models:
+        for mode in modes:
+            result = measure(spec, batch, mode, options.passes)
+            results.append(result)
+            if not options.json:
+                verdict = "ok" if result.is_within else "OVER"
+                print(f"{spec:<28} {mode:<9} batch {batch}  {result.num_timed:>3} of {result.num_ops} operators timed  "
+                      f"sum {result.sum_s * 1e3:8.1f} ms  whole {result.whole_s * 1e3:8.1f} ms  "
+                      f"ratio {result.ratio:.3f}  limit {1 - LIMIT:.2f}..{1 + LIMIT:.2f}  {verdict}", flush=True)
+    if options.json:
+        print(json.dumps({"benchmark": "profile", "torch": torch.__version__, "results": [asdict(r) for r in results]}))
+    return 0 if all(result.is_within for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""Equal layers traced once: the graph is the one that tracing every layer gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from tests.model.helpers import assert_equals_eager, source_of
+from weft.model import fold
+from weft.model.fold import find_repeats
+from weft.model.trace import trace
+
+COLUMNS = ("flops", "bytes_read", "bytes_written", "input_grad_flops", "input_grad_bytes", "weight_grad_flops",
+           "weight_grad_bytes", "saved_inside_bytes", "is_constant", "inputs", "input_start", "tensor_base", "is_saved",
+           "tensor_bytes", "tensor_producer")
+
+
+class Block(nn.Module):
+    def __init__(self, index: int, scale: float = 1.0):
+        super().__init__()
+        self.index, self.scale = index, scale
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, memory=None):
+        y = self.down(torch.relu(self.up(self.norm(x)))) * self.scale
+        return x + y if memory is None else (x + y * memory, memory)
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).mean()
+
+
+class WithMemory(Stack):
+    def forward(self, x):
+        memory = torch.tanh(x)
+        for block in self.blocks:
+            x, memory = block(x, memory=memory)
+        return self.head(x).mean()
+
+
+class Skipping(Stack):
+    """Every layer also reads the output of the one before the last."""
+
+    def forward(self, x):
+        older = x
+        for block in self.blocks:
+            older, x = x, block(x) + older
+        return self.head(x).mean()
+
+
+class DependsOnIndex(Block):
+    def forward(self, x):
+        return super().forward(x) / (1 + self.index)
+
+
+class Alternating(Block):
+    def forward(self, x):
+        return super().forward(x) if self.index % 2 else x - self.down(self.up(x))
+
+
+class ChangesMemory(Block):
+    def forward(self, x):
+        y = self.up(self.norm(x))
+        y += 1
+        return x + self.down(y)
+
+
+def stack(kind=Stack, block=Block, count=7, **settings):
+    return lambda: kind([block(index, **settings) for index in range(count)])
+
+
+def same_graph(make, *shapes):
+    source = source_of(make, *(shapes or ((8,),)))
+    folded, full = trace(source).graph, trace(source, fold=False).graph
+    assert folded.digest == full.digest
+    assert folded.op_modules == full.op_modules
+    assert folded.tensor_shapes == full.tensor_shapes
+    for column in COLUMNS:
+        assert np.array_equal(getattr(folded, column), getattr(full, column)), column
+    return source
+
+
+@pytest.mark.parametrize(("make", "is_folded"), [
+    (stack(), True),
+    (stack(kind=WithMemory), True),
+    (stack(kind=Skipping), True),
+    (stack(block=DependsOnIndex), False),
+    (stack(block=Alternating), False),
+    (stack(block=ChangesMemory), False),
+])
+def test_folded_graph_is_the_full_one(make, is_folded, monkeypatch):
+    copied = []
+    real = fold._write_copy
+    monkeypatch.setattr(fold, "_write_copy", lambda *args: (copied.append(1), real(*args)))
+    source = same_graph(make)
+    assert bool(copied) == is_folded
+    assert_equals_eager(trace(source))
+
+
+def test_layers_are_equal_by_structure_and_settings():
+    assert find_repeats(stack()()) == (tuple(f"blocks.{i}" for i in range(7)),)
+    assert find_repeats(stack(count=3)()) == ()
+    mixed = Stack([Block(i, scale=1.0 + (i % 2)) for i in range(10)])
+    assert find_repeats(mixed) == (tuple(f"blocks.{i}" for i in range(0, 10, 2)),
+                                   tuple(f"blocks.{i}" for i in range(1, 10, 2)))
+    frozen = Stack([Block(i) for i in range(8)])
+    frozen.blocks[3].requires_grad_(False)
+    assert find_repeats(frozen) == (tuple(f"blocks.{i}" for i in range(8) if i != 3),)
+
+
+def test_an_index_that_looks_like_a_setting_does_not_split_the_set():
+    """A width of 4 in layer 4 is no index: it is the same in every layer."""
+    blocks = [Block(i) for i in range(8)]
+    for block in blocks:
+        block.width = 4
+    assert find_repeats(Stack(blocks)) == (tuple(f"blocks.{i}" for i in range(8)),)
+
+
+def test_shared_parameters_are_not_folded():
+    blocks = [Block(i) for i in range(6)]
+    for block in blocks[1:]:
+        block.up.weight = blocks[0].up.weight
+    assert find_repeats(Stack(blocks)) == ()
+    same_graph(lambda: _shared())
+
+
+def _shared():
+    blocks = [Block(i) for i in range(6)]
+    for block in blocks[1:]:
+        block.up.weight = blocks[0].up.weight
+    return Stack(blocks)
+
+
+def test_modules_are_restored_after_folding():
+    module = stack()()
+    trace(source_of(lambda: module, (8,)))
+    assert not any("forward" in block.__dict__ for block in module.blocks)
+    assert not fold._RECORDS

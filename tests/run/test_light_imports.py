@@ -1,0 +1,21 @@
+"""The runtime needs PyTorch, numpy and numba, and nothing else that has to be installed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+
+def loaded_by(module: str) -> set[str]:
+    code = f"import sys, {module}; print(' '.join(name for name in sys.modules if '.' not in name))"
+    return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100).stdout.split())
+
+
+def test_a_rank_imports_no_planner_libraries():
+    loaded = loaded_by("weft.run.worker")
+    assert "torch" in loaded
+    assert not loaded & {"ortools", "typer", "rich", "yaml", "rustworkx", "transformers", "onnx", "msgspec", "safetensors"}
+
+
+def test_the_launcher_imports_no_framework():
+    assert not loaded_by("weft.run.launch") & {"torch", "numba", "ortools", "transformers"}
