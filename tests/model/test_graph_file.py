@@ -216,7 +216,8 @@ def test_damaged_compressed_files(tmp_path):
     (("tensors", 2, "op"), "nobody", r"tensors\[2\]\.op: there is no operator 'nobody'"),
     (("tensors", 0, "role"), "weight", r"tensors\[0\]\.role 'weight'"),
     (("tensors", 0, "batch_dim"), 9, r"tensors\[0\]\.batch_dim must be a dimension"),
-    (("tensors", 1, "name"), "transformer.wte.weight", r"tensors\[1\]\.name"),
+    (("tensors", 1, "name"), "transformer.wte.weight", r"tensors\[\d+\]\.name"),
+    (("tensors", -1, "view_of"), "cross_entropy_loss", r"view_of: 'cross_entropy_loss' is a view itself"),
     (("tensors", 1, "shape"), [-1], r"tensors\[1\]: bytes and shape"),
     (("outputs", 0), "nothing", r"outputs\[0\]: there is no tensor"),
     (("backward",), "guess", "backward must be joint, rule or none"),
@@ -261,8 +262,7 @@ def mutated(value: Any, data: st.DataObject) -> Any:
 def only_model_errors(value: Any) -> None:
     try:
         graph = parse_graph(value)
-    except ModelError as error:
-        assert str(error)
+    except ModelError:
         return
     check_graph(graph)
     equal(parse_graph(json.loads(json.dumps(graph_to_json(graph))), name=graph.name), graph)
@@ -274,7 +274,7 @@ def test_mutations_of_plain_files_raise_only_model_errors(data):
     only_model_errors(mutated(copy.deepcopy(PLAIN), data))
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_mutations_of_traced_files_raise_only_model_errors(data):
     only_model_errors(mutated(copy.deepcopy(SMALL_TRACED), data))

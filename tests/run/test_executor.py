@@ -12,15 +12,16 @@ from torch import nn
 from torch.nn import functional
 
 from tests.run.plans import greedy_order, pipeline_plan, source_of, traced
-from weft.errors import PlanError, RunError
+from tests.worlds import with_gradients
+from weft.errors import RunError
 from weft.model.source import ModelSource
 from weft.model.trace import trace
 from weft.plan.plan import Optimizer, Plan, Replica
-from weft.run.bind import Given
 from weft.run.executor import Executor, samples_of
 from weft.run.prepare import Tracer, lower_to_run, prepare_rank
 from weft.run.status import StatusLine
 from weft.run.transport import Transport
+from weft.run.wiring import Given
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +105,7 @@ def test_nothing_is_held_after_a_step(transport, split, recompute):
             assert cell.outputs is None
             assert not any((cell.edges, cell.leaves, cell.gradients, cell.deferred, cell.arguments))
     source = source_of("tiny_gpt")
-    assert executor.take_loss() / 2 == pytest.approx(float(source.build()(*source.inputs(6, 0))), rel=1e-12)
+    assert executor.take_loss() / 2 == pytest.approx(source.build()(*source.inputs(6, 0)).item(), rel=1e-12)
 
 
 def test_buffers_that_the_forward_changes_are_updated(transport):
@@ -148,17 +149,25 @@ def test_frozen_parameters_and_second_outputs(transport):
                 torch.testing.assert_close(executor.parameters.gradient(name), parameter.grad, rtol=1e-10, atol=1e-14)
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    (lambda plan: replace(plan, optimizer=Optimizer(kind="adam", sharded=True)), "optimizer.sharded is not executable"),
-    (lambda plan: replace(plan, cluster=replace(plan.cluster, devices=("d0", "d1")), stages=(replace(
-        plan.stages[0], replicas=(Replica(devices=("d0", "d1"), mesh={"tensor": 2}),)),),
-        gradients=(), order={"d0": plan.order["d0"], "d1": plan.order["d0"]}), "tensor-parallel stages are not executable")])
-def test_what_cannot_be_executed_yet_is_refused(change, message):
-    source = source_of("tiny_gpt")
-    graph = traced("tiny_gpt").graph
+def two_devices(plan: Plan, **changes: object) -> Plan:
+    stage = replace(plan.stages[0], **changes)  # type: ignore[arg-type]
+    return replace(plan, cluster=replace(plan.cluster, devices=("d0", "d1")), stages=(stage,),
+                   order={"d0": plan.order["d0"], "d1": plan.order["d0"]})
+
+
+def test_what_cannot_be_executed_yet_is_refused():
+    graph, tracer = traced("tiny_gpt").graph, Tracer(source_of("tiny_gpt"))
     plan = pipeline_plan(graph, [0], [[(0, "F", 0), (0, "B", 0)]], microbatches=1, ops=[list(graph.op_names)])
-    with pytest.raises((RunError, PlanError), match=message):
-        lower_to_run(change(plan), Tracer(source))
+    sharded = replace(plan, optimizer=Optimizer(kind="adam", sharded=True))
+    mesh = two_devices(plan, replicas=(Replica(devices=("d0", "d1"), mesh={"tensor": 2}),))
+    pair = two_devices(plan, replicas=(Replica(devices=("d0",), share=0.5), Replica(devices=("d1",), share=0.5)))
+    served = with_gradients(pair, graph)
+    served = replace(served, gradients=tuple(replace(item, method="parameter_server") for item in served.gradients))
+    for refused, message in ((sharded, "optimizer.sharded is not executable"),
+                             (with_gradients(mesh, graph), "tensor-parallel stages are not executable"),
+                             (served, "by parameter_server is not executable")):
+        with pytest.raises(RunError, match=message):
+            lower_to_run(refused, tracer)
 
 
 def test_samples_of_an_input():

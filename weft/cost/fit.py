@@ -12,8 +12,9 @@ Operators. With ``c`` and ``m`` the compute and memory times at peak rates, the 
 
     seconds = overhead + max(c / compute, m / memory)
 
-Each profiled operator of a class counts for the side that binds it under the present efficiencies; each side is then
-fitted by relative least squares, until no operator changes sides. A side without operators keeps the table's value.
+The pair (compute, memory) that minimises the sum of |log(fitted / measured)| over the class's profiled operators is
+searched among the shares that the operators themselves show, c / (seconds - overhead) and m / (seconds - overhead).
+That is robust: half of the operators may be odd. Where a side never binds, it keeps the table's value.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from weft.cost.op_classes import Efficiency, op_classes
 from weft.cost.profile import ClassFit, CommFit, OpKey, ProfileStore, op_signature
 from weft.cost.roofline import Work, describe_work, op_dtypes, roofline_terms
 from weft.errors import InputError
-from weft.model.graph import F64, Bool, Graph
+from weft.model.graph import F64, Graph
 
 MIN_SECONDS: Final = 1e-12
 _ROUNDS: Final = 10
 _OUTLIER: Final = 3.0
 """A point whose error is more than this many median errors loses weight."""
+_CANDIDATES: Final = 60
+"""Shares tried per side and class."""
 _MIN_WORK: Final = 2.0
 """Operators shorter than this many overheads say nothing about efficiencies."""
 
@@ -129,17 +132,19 @@ def _peak_times(work: Work, kind: DeviceKind) -> tuple[F64, F64]:
 def _fit_class(name: str, kind: DeviceKind, rows: F64) -> ClassFit:
     compute_s, memory_s, seconds = rows.T
     start = op_classes()[name].on(kind.type)
-    shares = np.array([start.compute, start.memory])
-    side: Bool | None = None
-    for _ in range(_ROUNDS):
-        is_compute = compute_s / shares[0] >= memory_s / shares[1]
-        if side is not None and np.array_equal(side, is_compute):
-            break
-        side = is_compute
-        for index, (work_s, chosen) in enumerate(((compute_s, is_compute), (memory_s, ~is_compute))):
-            relative = work_s[chosen] / seconds[chosen]
-            if len(relative):
-                shares[index] = (relative**2).sum() / relative.sum()
+    best, shares = np.inf, (start.compute, start.memory)
+    for compute in _candidates(start.compute, compute_s / seconds):
+        for memory in _candidates(start.memory, memory_s / seconds):
+            error = float(np.abs(np.log(np.maximum(compute_s / compute, memory_s / memory) / seconds)).sum())
+            if error < best * (1 - 1e-9):
+                best, shares = error, (compute, memory)
     fitted_s = np.maximum(compute_s / shares[0], memory_s / shares[1])
-    return ClassFit(device_kind=kind.name, op_class=name, compute=float(shares[0]), memory=float(shares[1]),
+    return ClassFit(device_kind=kind.name, op_class=name, compute=shares[0], memory=shares[1],
                     num_points=len(seconds), error=float(np.median(np.abs(fitted_s / seconds - 1))))
+
+
+def _candidates(start: float, shares: F64) -> list[float]:
+    """Return shares to try: the table's first, then those that the operators show, thinned to a few dozen."""
+    positive = np.unique(shares[shares > 0])
+    keep = np.unique(np.linspace(0, len(positive) - 1, min(len(positive), _CANDIDATES)).astype(int))
+    return [start, *positive[keep].tolist()]

@@ -9,8 +9,10 @@ batch:
     fixed   = bytes that do not depend on the batch (parameters) / (memory bandwidth * memory efficiency)
     moved   = all other bytes / (memory bandwidth * memory efficiency)
 
-Views cost nothing; an operator that does not depend on the batch has ``f = 1`` always. ``Terms`` holds the four terms
-of all operators on one device kind for one part: forward, gradient of the inputs, gradient of the parameters.
+Views move nothing and cost nothing, not even overhead (their backward may: that of a split is a concatenation). An
+operator that does not depend on the batch has ``f = 1`` always. A gather reads what it writes, not its whole table.
+``Terms`` holds the four terms of all operators on one device kind for one part: forward, gradient of the inputs,
+gradient of the parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import numpy as np
 from weft.cluster.cluster import DeviceKind
 from weft.cost.op_classes import EMBEDDING, VIEW, Efficiency, op_class, op_classes
 from weft.errors import ClusterError
-from weft.model.graph import F64, I64, NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Bool, Graph, TensorRole
+from weft.model.graph import F64, NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Bool, Graph, TensorRole
 
 Part = Literal["forward", "input_grad", "weight_grad"]
 PARTS: Final[tuple[Part, ...]] = ("forward", "input_grad", "weight_grad")
@@ -131,10 +133,11 @@ def describe_work(graph: Graph, dtype: str | None = None) -> Work:
     classes = tuple(map(op_class, graph.op_kinds))
     total = {"forward": graph.bytes_read + graph.bytes_written, "input_grad": graph.input_grad_bytes,
              "weight_grad": graph.weight_grad_bytes}
-    is_view = np.array([name == VIEW for name in classes], dtype=bool)
-    scales = _scales_with_batch(graph) & ~is_view
+    scales = _scales_with_batch(graph)
     unscaled = parameter_bytes(graph)
-    unscaled[np.array([name == EMBEDDING for name in classes], dtype=bool)] = 0.0  # these read rows, not the table
+    is_gather = np.array([name == EMBEDDING for name in classes], dtype=bool)
+    unscaled[is_gather] = 0.0
+    total["forward"] = np.where(is_gather, np.minimum(total["forward"], 2 * graph.bytes_written), total["forward"])
     fixed = {part: np.where(scales, np.minimum(unscaled, total[part]), 0.0) for part in PARTS}
     flops = {"forward": graph.flops, "input_grad": graph.input_grad_flops, "weight_grad": graph.weight_grad_flops}
     return Work(
@@ -142,7 +145,7 @@ def describe_work(graph: Graph, dtype: str | None = None) -> Work:
         flops={part: flops[part] for part in PARTS},
         fixed_bytes={part: fixed[part] * resize for part in PARTS},
         moved_bytes={part: (total[part] - fixed[part]) * resize for part in PARTS},
-        is_view=is_view,
+        is_view=np.array([name == VIEW for name in classes], dtype=bool),
     )
 
 
@@ -160,18 +163,9 @@ def op_dtypes(graph: Graph) -> tuple[str, ...]:
     return tuple(result)
 
 
-def _roots(graph: Graph) -> I64:
-    """Return, for each tensor, the tensor at the end of its chain of views."""
-    roots = np.arange(graph.num_tensors, dtype=np.int64)
-    for tensor, base in enumerate(graph.tensor_base.tolist()):
-        if base >= 0:
-            roots[tensor] = roots[base] if base < tensor else base
-    return roots
-
-
 def parameter_bytes(graph: Graph) -> F64:
     """Return the bytes of parameters and buffers (and views of them) that each operator reads."""
-    role = graph.tensor_role[_roots(graph)]
+    role = graph.tensor_role[graph.memory_root]
     is_parameter = (role == TensorRole.PARAMETER) | (role == TensorRole.BUFFER)
     counted = np.where(is_parameter, graph.tensor_bytes, 0)[graph.inputs]
     return np.bincount(graph.consumer_op, weights=counted, minlength=graph.num_ops).astype(np.float64)
@@ -197,15 +191,14 @@ def roofline_terms(work: Work, kind: DeviceKind, part: Part,
                    fitted: Mapping[str, Efficiency]) -> Terms:
     """Return the terms of all operators on ``kind``; classes in ``fitted`` take their efficiencies from there."""
     compute_rate, memory_rate = _rates(work, kind, fitted)
-    idle = work.is_view | ((part != "forward") & (work.flops[part] == 0)
-                           & (work.fixed_bytes[part] + work.moved_bytes[part] == 0))
-    active = np.where(idle, 0.0, 1.0)
+    is_empty = (work.flops[part] == 0) & (work.fixed_bytes[part] + work.moved_bytes[part] == 0)
+    is_free = is_empty & (work.is_view if part == "forward" else True)
     return Terms(
-        compute_s=active * work.flops[part] / compute_rate,
-        fixed_s=active * work.fixed_bytes[part] / memory_rate,
-        moved_s=active * work.moved_bytes[part] / memory_rate,
-        overhead_s=active * kind.overhead_s,
-        scales=work.scales,
+        compute_s=work.flops[part] / compute_rate,
+        fixed_s=work.fixed_bytes[part] / memory_rate,
+        moved_s=work.moved_bytes[part] / memory_rate,
+        overhead_s=np.where(is_free, 0.0, kind.overhead_s),
+        scales=work.scales & ~(work.is_view & is_empty),
     )
 
 

@@ -241,6 +241,9 @@ def _tensor_problems(record: GraphRecord) -> list[str]:
     used += [(f"tensors[{index}].view_of", item.view_of) for index, item in enumerate(tensors) if item.view_of]
     used += [(f"outputs[{index}]", item) for index, item in enumerate(record.outputs)]
     problems += [f"{path}: there is no tensor {item!r}" for path, item in used if item not in seen]
+    views = {item.name for item in tensors if item.view_of is not None}
+    problems += [f"tensors[{index}].view_of: {item.view_of!r} is a view itself; name the tensor that owns the memory"
+                 for index, item in enumerate(tensors) if item.view_of in views]
     if record.backward not in ("joint", "rule", "none"):
         problems.append(f"backward must be joint, rule or none, not {record.backward!r}")
     if record.batch < 1:

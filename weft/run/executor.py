@@ -120,8 +120,8 @@ def samples_of(value: Tensor, place: Given, *, batch: int) -> Tensor:
         return value
     for dim, (size, wanted) in enumerate(zip(value.shape, place.shape, strict=False)):
         if size != wanted:
-            per_sample = wanted // place.num_samples
-            if per_sample * batch != size or len(value.shape) != len(place.shape):
+            per_sample, rest = divmod(wanted, place.num_samples)
+            if rest or per_sample * batch != size or len(value.shape) != len(place.shape):
                 break
             return value.narrow(dim, place.first_sample * per_sample, wanted)
     raise RunError(f"input {place.name!r} has the shape {tuple(value.shape)} for {batch} samples but "

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from tests.model.helpers import source_of
+from weft.errors import ModelError
+from weft.model.graph import TensorRole, check_graph
+from weft.model.onnx import load_onnx
+from weft.model.source import resolve_model
+from weft.model.trace import trace
+
+onnx = pytest.importorskip("onnx")
+from onnx import TensorProto, helper  # noqa: E402
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1, stride=2)
+        self.norm = nn.BatchNorm2d(8)
+        self.deep = nn.Conv2d(8, 8, 3, padding=1, groups=4)
+        self.pool = nn.MaxPool2d(2)
+        self.head = nn.Linear(8 * 16, 10)
+
+    def forward(self, x):
+        y = torch.relu(self.norm(self.conv(x)))
+        return torch.softmax(self.head(self.pool(self.deep(y) + y).flatten(1)), dim=1)
+
+
+def export(module, inputs, path, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(module.eval(), inputs, str(path), dynamo=False, **options)
+    return path
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    torch.manual_seed(0)
+    return export(Net(), (torch.randn(2, 3, 16, 16),), tmp_path_factory.mktemp("onnx") / "net.onnx",
+                  input_names=["x"], do_constant_folding=False, training=torch.onnx.TrainingMode.EVAL)
+
+
+def model_of(nodes, inputs, outputs, initializers=(), path=None):
+    graph = helper.make_graph(nodes, "test", inputs, outputs, initializer=list(initializers))
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+    if path is not None:
+        path.write_bytes(model.SerializeToString())
+    return path
+
+
+def value(name, *shape, kind=TensorProto.FLOAT):
+    return helper.make_tensor_value_info(name, kind, shape)
+
+
+def stored(name, *shape):
+    return helper.make_tensor(name, TensorProto.FLOAT, shape, np.zeros(shape, dtype=np.float32).tobytes(), raw=True)
+
+
+def test_exported_model_agrees_with_the_trace(exported):
+    graph = load_onnx(exported)
+    check_graph(graph)
+    ours = trace(source_of(lambda: Net(), (3, 16, 16), mode="inference")).graph
+    pairs = {"Conv": "aten.conv2d", "Gemm": "aten.linear"}
+    for theirs, mine in pairs.items():
+        here = graph.flops[np.array(graph.op_kinds) == theirs].sum()
+        # ONNX's products count no bias, aten's neither
+        assert here == ours.flops[np.array(ours.op_kinds) == mine].sum(), theirs
+    assert graph.batch == 2
+    weights = {graph.tensor_names[index]: graph.tensor_shapes[index] for index in graph.parameters}
+    assert weights["deep.weight"] == (8, 2, 3, 3)
+    assert "/conv/Conv" in graph.op_names
+    assert graph.op_modules[graph.op_index["/conv/Conv"]] == "conv"
+    assert [graph.tensor_shapes[tensor] for tensor in graph.outputs] == [(2, 10)]
+    assert not graph.has_backward
+    edges = {(graph.op_kinds[a], graph.op_kinds[b]) for a, b, _ in graph.edges}
+    assert ("Conv", "Add") in edges
+    assert isinstance(resolve_model(str(exported)), type(graph))
+
+
+def test_flops_and_bytes_by_hand(tmp_path):
+    constant = helper.make_node("Constant", [], ["two"], value=helper.make_tensor("t", TensorProto.FLOAT, (), [2.0]))
+    path = model_of(
+        [constant,
+         helper.make_node("MatMul", ["x", "w"], ["h"], name="mm"),
+         helper.make_node("Mul", ["h", "two"], ["s"], name="mul"),
+         helper.make_node("Reshape", ["s", "shape"], ["r"], name="view"),
+         helper.make_node("Gemm", ["r", "v"], ["y"], name="gemm", transA=0, transB=1)],
+        [value("x", 2, 3, 4)], [value("y", 6, 7)],
+        [stored("w", 4, 5), stored("v", 7, 5), helper.make_tensor("shape", TensorProto.INT64, (2,), [6, 5])],
+        tmp_path / "m.onnx")
+    graph = load_onnx(path)
+    assert graph.op_names == ("mm", "mul", "view", "gemm")
+    assert graph.flops.tolist() == [2 * 2 * 3 * 4 * 5, 30, 0, 2 * 6 * 5 * 7]
+    assert graph.bytes_read.tolist() == [4 * (24 + 20), 4 * (30 + 1), 0, 4 * (30 + 35)]
+    assert graph.bytes_written.tolist() == [120, 120, 0, 168]
+    role = {name: TensorRole(int(kind)) for name, kind in zip(graph.tensor_names, graph.tensor_role, strict=True)}
+    assert role["w"] is TensorRole.PARAMETER
+    assert role["two"] is role["shape"] is TensorRole.BUFFER
+    assert role["x"] is TensorRole.INPUT
+    assert graph.tensor_base[graph.tensor_index["r"]] == graph.tensor_index["s"]
+
+
+def test_recurrent_and_transposed_layers(tmp_path):
+    path = model_of(
+        [helper.make_node("LSTM", ["x", "w", "r"], ["y"], hidden_size=6, name="lstm")],
+        [value("x", 5, 2, 4)], [value("y", 5, 1, 2, 6)], [stored("w", 1, 24, 4), stored("r", 1, 24, 6)],
+        tmp_path / "lstm.onnx")
+    assert load_onnx(path).flops.tolist() == [2 * 5 * 2 * (24 * 4 + 24 * 6)]
+    path = model_of(
+        [helper.make_node("ConvTranspose", ["x", "w"], ["y"], strides=[2, 2], name="up")],
+        [value("x", 1, 3, 4, 4)], [value("y", 1, 5, 8, 8)], [stored("w", 3, 5, 2, 2)], tmp_path / "up.onnx")
+    assert load_onnx(path).flops.tolist() == [2 * (3 * 4 * 4) * (5 * 2 * 2)]
+
+
+def test_constant_parts_are_marked(tmp_path):
+    path = model_of(
+        [helper.make_node("Range", ["a", "b", "c"], ["positions"], name="range"),
+         helper.make_node("Cast", ["positions"], ["floats"], to=TensorProto.FLOAT, name="cast"),
+         helper.make_node("Add", ["x", "floats"], ["y"], name="add")],
+        [value("x", 2, 4)], [value("y", 2, 4)],
+        [helper.make_tensor(name, TensorProto.INT64, (), [number]) for name, number in (("a", 0), ("b", 4), ("c", 1))],
+        tmp_path / "c.onnx")
+    graph = load_onnx(path)
+    assert dict(zip(graph.op_names, graph.is_constant.tolist(), strict=True)) == {
+        "range": True, "cast": True, "add": False}
+
+
+def test_symbolic_sizes_are_named_or_given(tmp_path):
+    path = model_of([helper.make_node("Relu", ["x"], ["y"], name="relu")],
+                    [value("x", "N", "length", 3)], [value("y", "N", "length", 3)], path=tmp_path / "s.onnx")
+    with pytest.raises(ModelError, match=r"input 'x': dimension 0 is symbolic \(N\).*N=8"):
+        load_onnx(path)
+    with pytest.raises(ModelError, match=r"dimension 1 is symbolic \(length\)"):
+        load_onnx(path, batch=4)
+    graph = resolve_model(str(path), batch=4, options={"length": "6"})
+    assert graph.tensor_shapes[graph.outputs[0]] == (4, 6, 3)
+    assert graph.batch == 4
+    with pytest.raises(ModelError, match="must be a whole number"):
+        resolve_model(str(path), options={"length": "long"})
+
+
+@pytest.mark.parametrize(("nodes", "message"), [
+    ([helper.make_node("Relu", ["nothing"], ["y"], name="n")], "Relu, node name: n"),
+    ([helper.make_node("NonZero", ["x"], ["i"], name="nz"), helper.make_node("Cast", ["i"], ["y"], to=1, name="c")],
+     r"the shape of 'i', made by node 'nz' \(NonZero\), cannot be inferred"),
+    ([helper.make_node("MatMul", ["x"], ["y"], name="mm")], "MatMul"),
+    ([helper.make_node("NoSuchOperator", ["x"], ["y"], name="q")], "NoSuchOperator"),
+])
+def test_models_that_cannot_be_read_are_explained(nodes, message, tmp_path):
+    path = model_of(nodes, [value("x", 2, 2)], [value("y", 2, 2)], path=tmp_path / "bad.onnx")
+    with pytest.raises(ModelError, match=message):
+        load_onnx(path)
+
+
+def test_loops_are_refused(tmp_path):
+    body = helper.make_graph([helper.make_node("Identity", ["x"], ["b"])], "body", [], [value("b", 2)])
+    path = model_of([helper.make_node("If", ["p"], ["y"], name="if", then_branch=body, else_branch=body)],
+                    [value("x", 2), value("p", kind=TensorProto.BOOL)], [value("y", 2)], path=tmp_path / "if.onnx")
+    with pytest.raises(ModelError, match=r"'if' is If: loops and branches cannot be planned"):
+        load_onnx(path)
+
+
+def test_missing_and_empty_files(tmp_path):
+    with pytest.raises(ModelError, match="no file"):
+        load_onnx(tmp_path / "nothing.onnx")
+    (tmp_path / "empty.onnx").write_bytes(b"")
+    with pytest.raises(ModelError, match="no operators"):
+        load_onnx(tmp_path / "empty.onnx")
+    (tmp_path / "text.onnx").write_text("this is not a model")
+    with pytest.raises(ModelError, match=r"not a readable ONNX file|no operators"):
+        load_onnx(tmp_path / "text.onnx")
+
+
+def test_a_missing_package_gives_the_install_command(monkeypatch, exported):
+    monkeypatch.setitem(sys.modules, "onnx", None)
+    with pytest.raises(ModelError, match=r"pip install 'weft\[onnx\]'"):
+        load_onnx(exported)
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_damaged_files_raise_only_model_errors(exported, tmp_path_factory, data):
+    content = bytearray(exported.read_bytes())
+    for _ in range(data.draw(st.integers(1, 4))):
+        position = data.draw(st.integers(0, len(content) - 1))
+        if data.draw(st.booleans()):
+            content[position] = data.draw(st.integers(0, 255))
+        else:
+            del content[position : position + data.draw(st.integers(1, 200))]
+        content = content or bytearray(b"\0")
+    path = tmp_path_factory.mktemp("damaged") / "net.onnx"
+    path.write_bytes(bytes(content))
+    with contextlib.suppress(ModelError):
+        check_graph(load_onnx(path))
