@@ -1,7 +1,8 @@
-"""Sum of profiled operator times against the time of the whole model, on one CPU thread.
+"""Sum of profiled operator times against the time of the whole model, on one CPU thread (or on a GPU).
 
-    python benchmarks/bench_profile.py            three models, inference and a training step; about five minutes
-    python benchmarks/bench_profile.py --json     the same facts for machines
+    python benchmarks/bench_profile.py                  three models, inference and a training step; about five minutes
+    python benchmarks/bench_profile.py --json           the same facts for machines
+    python benchmarks/bench_profile.py --device cuda    the same on the GPU; wall time there
 
 Each model's operators are profiled into a fresh store; after every timing pass the whole model runs once (the module as
 the user wrote it, not the traced graph), so that background load meets both alike. Times are CPU times and medians.
@@ -52,9 +53,10 @@ class Result:
 class WholeModel:
     """Runs the module as its user wrote it, and keeps the CPU times of its steps."""
 
-    def __init__(self, source: ModelSource) -> None:
-        self.module = materialize(source.build(), 0)
-        self.inputs = source.inputs()
+    def __init__(self, source: ModelSource, device: str) -> None:
+        self.module = materialize(source.build(), 0, device=device)
+        self.inputs = tuple(tensor.to(device) for tensor in source.inputs())
+        self.device = device
         self.is_training = source.mode == "training"
         self.seconds: list[float] = []
 
@@ -62,24 +64,31 @@ class WholeModel:
         """Run one forward pass, or forward and backward."""
         for parameter in self.module.parameters():
             parameter.grad = None
-        begin = time.process_time()
+        begin = self.now()
         with torch.set_grad_enabled(self.is_training):
             output = self.module(*self.inputs)
             if self.is_training:
                 (output[0] if isinstance(output, tuple) else output).backward()
-        self.seconds.append(time.process_time() - begin)
+        self.seconds.append(self.now() - begin)
+
+    def now(self) -> float:
+        """Return the CPU time of this process, or the wall time when the GPU has finished."""
+        if self.device == "cpu":
+            return time.process_time()
+        torch.cuda.synchronize()
+        return time.perf_counter()
 
 
-def measure(spec: str, batch: int, mode: str, passes: int) -> Result:
+def measure(spec: str, batch: int, mode: str, passes: int, device: str) -> Result:
     source = resolve_model(spec, batch=batch, mode=mode)
     assert isinstance(source, ModelSource)
     traced = trace(source)
-    whole = WholeModel(source)
+    whole = WholeModel(source, device)
     whole.step()
     whole.seconds.clear()
     with tempfile.TemporaryDirectory() as folder:
         store = ProfileStore(Path(folder) / "profile.db")
-        summary = profile_model(traced, "cpu", store, threads=1, passes=passes, progress=whole.step)
+        summary = profile_model(traced, device, store, threads=1, passes=passes, progress=whole.step)
     sum_s = summary.forward_s + summary.backward_s
     whole_s = statistics.median(whole.seconds)
     ratio = sum_s / whole_s
@@ -93,15 +102,17 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else on stdout")
     parser.add_argument("--passes", type=int, default=15, help="timing passes per model (training: twice as many)")
     parser.add_argument("--mode", choices=("inference", "training", "both"), default="both")
-    parser.add_argument("--model", action="append", metavar="SPEC", help="a zoo model at batch 1 instead of the three")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", action="append", metavar="SPEC", help="a zoo model instead of the three")
+    parser.add_argument("--batch", type=int, default=1, help="batch size for --model")
     options = parser.parse_args()
     torch.set_num_threads(1)
     modes = ("inference", "training") if options.mode == "both" else (options.mode,)
-    models = MODELS if not options.model else tuple((spec, 1) for spec in options.model)
+    models = MODELS if not options.model else tuple((spec, options.batch) for spec in options.model)
     results = []
     for spec, batch in models:
         for mode in modes:
-            result = measure(spec, batch, mode, options.passes)
+            result = measure(spec, batch, mode, options.passes, options.device)
             results.append(result)
             if not options.json:
                 verdict = "ok" if result.is_within else "OVER"

@@ -94,8 +94,8 @@ def test_work_that_does_not_depend_on_the_batch_does_not_shrink():
 
 
 @settings(max_examples=60, deadline=None)
-@given(batch=st.integers(1, 512), width=st.integers(1, 256), fractions=st.tuples(st.floats(1e-3, 4), st.floats(1e-3, 4)),
-       phase=st.sampled_from("FBIW"))
+@given(batch=st.integers(1, 512), width=st.integers(1, 256),
+       fractions=st.tuples(st.floats(1e-3, 4), st.floats(1e-3, 4)), phase=st.sampled_from("FBIW"))
 def test_costs_are_finite_never_negative_and_monotone_in_the_share(batch, width, fractions, phase):
     costs = estimate_costs(make_graph(2, batch=batch, width=width), make_cluster((1, 1), kinds=(FAST, SLOW)))
     less, more = (costs.op_seconds(phase, fraction) for fraction in sorted(fractions))
@@ -117,9 +117,10 @@ def test_one_column_per_kind_in_use():
 
 def test_dtype_changes_rates_and_bytes():
     graph = make_graph(1, batch=4096, width=1024)
+    graph = dataclasses.replace(graph, op_kinds=("aten.linear", "aten.view", "aten.relu"))
     cluster = make_cluster((1,))
     single, half = (estimate_costs(graph, cluster, dtype=dtype) for dtype in (None, "fp16"))
-    assert (half.forward_s[0, 0] - 1e-6) * 8 == pytest.approx(single.forward_s[0, 0] - 1e-6)  # compute: 8 times the rate
+    assert (half.forward_s[0, 0] - 1e-6) * 8 == pytest.approx(single.forward_s[0, 0] - 1e-6)  # compute: 8 x rate
     assert (half.forward_s[2, 0] - 1e-6) * 2 == pytest.approx(single.forward_s[2, 0] - 1e-6)  # memory: half the bytes
     assert half.notes == ()
     brain = estimate_costs(graph, cluster, dtype="bf16")
@@ -137,6 +138,15 @@ def test_missing_dtypes_fall_back_with_a_note():
     assert peak_rate(SLOW, "int64").note is None
     with pytest.raises(ClusterError, match="device kind 'empty' gives no compute rate"):
         peak_rate(DeviceKind(name="empty"), "float32")
+
+
+def test_float32_convolutions_run_at_the_tf32_rate_where_there_is_one():
+    graph = dataclasses.replace(make_graph(1, batch=4096, width=1024), op_kinds=("Conv", "aten.view", "Relu"))
+    with_tf32 = dataclasses.replace(FAST, flop_per_s={**FAST.flop_per_s, "tf32": 2e12})
+    plain, fast = (estimate_costs(graph, make_cluster((1,), kinds=(kind,))).forward_s[:, 0] - 1e-6
+                   for kind in (FAST, with_tf32))
+    assert plain[0] == pytest.approx(2 * fast[0])
+    assert plain[2] == fast[2]
 
 
 def bare(graph):

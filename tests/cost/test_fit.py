@@ -96,7 +96,8 @@ def profiled(store: ProfileStore, graph, seconds, device_kind: str = "fast") -> 
 
 def test_efficiency_fit_recovers_known_efficiencies_and_is_used(tmp_path):
     store = ProfileStore(tmp_path / "profile.db")
-    graphs = [make_graph(1, batch=batch, width=width) for batch, width in ((1, 4096), (4, 2048), (4096, 2048), (8192, 1024))]
+    sizes = ((1, 4096), (4, 2048), (4096, 2048), (8192, 1024))
+    graphs = [make_graph(1, batch=batch, width=width) for batch, width in sizes]
     for graph in graphs:
         compute_s = graph.flops / 1e12
         memory_s = (graph.bytes_read + graph.bytes_written) / 1e11

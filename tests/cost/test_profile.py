@@ -160,3 +160,10 @@ def test_measured_times_hit_only_their_own_key(store):
     for other in (estimate_costs(graph, cluster, profile=store, dtype="fp16"),
                   estimate_costs(make_graph(1, batch=8, width=8), cluster, profile=store)):
         assert other.source[0, 0] == Source.ROOFLINE.code
+
+
+def test_a_kind_that_the_store_does_not_know_is_noted(store):
+    store.put_timings([(KEY, TIMING)])
+    costs = estimate_costs(make_graph(1), make_cluster((1,)), profile=store)
+    assert costs.notes == ("the profile store has no times for device kind 'fast' (it has: cpu): "
+                           "costs there are estimates",)

@@ -15,8 +15,9 @@ SLOW = DeviceKind(name="slow", flop_per_s={"float32": 1e11}, memory_bytes=10**10
                   overhead_s=5e-6, type="cpu")
 
 
-def make_cluster(hosts: Sequence[int] = (4,), *, kinds: Sequence[DeviceKind] = (FAST,), intra: tuple[float, float] = (1e11, 1e-6),
-                 network: tuple[float, float] = (1e10, 1e-5), contention: Contention = Contention.LINK) -> Cluster:
+def make_cluster(hosts: Sequence[int] = (4,), *, kinds: Sequence[DeviceKind] = (FAST,),
+                 intra: tuple[float, float] = (1e11, 1e-6), network: tuple[float, float] = (1e10, 1e-5),
+                 contention: Contention = Contention.LINK) -> Cluster:
     """Return hosts of so many devices, each behind a fabric, joined by a network; host ``i`` has kind ``i % n``."""
     devices, links = [], []
     for index, count in enumerate(hosts):

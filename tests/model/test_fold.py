@@ -68,11 +68,23 @@ class Alternating(Block):
         return super().forward(x) if self.index % 2 else x - self.down(self.up(x))
 
 
-class ChangesMemory(Block):
+class ChangesItsOwn(Block):
     def forward(self, x):
         y = self.up(self.norm(x))
         y += 1
+        y[:, :4].mul_(2)
         return x + self.down(y)
+
+
+class ChangesItsInput(Block):
+    def forward(self, x):
+        x += self.down(torch.relu(self.up(x.clone())))
+        return x
+
+
+class FromCopy(Stack):
+    def forward(self, x):
+        return super().forward(x.clone())
 
 
 def stack(kind=Stack, block=Block, count=7, **settings):
@@ -96,7 +108,8 @@ def same_graph(make, *shapes):
     (stack(kind=Skipping), True),
     (stack(block=DependsOnIndex), False),
     (stack(block=Alternating), False),
-    (stack(block=ChangesMemory), False),
+    (stack(block=ChangesItsOwn), True),
+    (stack(kind=FromCopy, block=ChangesItsInput), False),
 ])
 def test_folded_graph_is_the_full_one(make, is_folded, monkeypatch):
     copied = []

@@ -1,7 +1,7 @@
 """A few ranks that stay up and run one plan after another, because starting processes takes longer than most tests.
 
-As a program (``python -m tests.run.pool RANK ...``) this is one rank; ``Pool`` starts and drives them. A job may ask for
-damage, which a test's control needs: it must make the verification fail.
+As a program (``python -m tests.run.pool ...``) this imports and traces once and then becomes the ranks, by forking;
+``Pool`` starts and drives it. A job may ask for damage, which a test's control needs: it must make the verification fail.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import contextlib
 import json
 import os
 import select
+import signal
+import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,30 +27,30 @@ class Pool:
 
     def __init__(self, num_ranks: int, folder: Path) -> None:
         self.num_ranks, self.folder = num_ranks, folder
-        self.children: list[subprocess.Popen[str]] = []
         self.count = 0
 
     def __enter__(self) -> Pool:
-        import socket
-
+        jobs, answers = [os.pipe() for _ in range(self.num_ranks)], [os.pipe() for _ in range(self.num_ranks)]
+        theirs = [*(job[0] for job in jobs), *(answer[1] for answer in answers)]
         with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-            for rank in range(self.num_ranks):
-                environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]),
-                               "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-                self.children.append(subprocess.Popen(
-                    [sys.executable, "-m", "tests.run.pool", str(rank), str(self.num_ranks), str(listener.fileno())],
-                    cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                    pass_fds=[listener.fileno()]))
+            environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]),
+                           "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "tests.run.pool", str(listener.fileno()), *map(str, theirs)], cwd=ROOT,
+                env=environment, pass_fds=[listener.fileno(), *theirs], start_new_session=True)
+        for fd in theirs:
+            os.close(fd)
+        self.jobs = [os.fdopen(job[1], "w") for job in jobs]
+        self.answers = [os.fdopen(answer[0]) for answer in answers]
         return self
 
     def __exit__(self, *_: object) -> None:
-        for child in self.children:
-            child.kill()
-        for child in self.children:
-            child.wait()
-            for stream in (child.stdin, child.stdout):
-                if stream is not None:
-                    stream.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for stream in (*self.jobs, *self.answers):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
 
     def run(self, plan: Any, model: str, *, damage: str = "", **options: Any) -> dict[str, Any]:
         """Return rank 0's result of running the plan; ``damage`` is one of those in ``_damage``."""
@@ -59,32 +60,44 @@ class Pool:
         path = self.folder / f"plan{self.count}.json"
         save_plan(plan, path)
         job = {"plan": str(path), "model": model, "damage": damage, "options": {"verify": True, **options}}
-        for child in self.children:
-            assert child.stdin is not None
-            child.stdin.write(json.dumps(job) + "\n")
-            child.stdin.flush()
-        answers = [self._answer(child) for child in self.children]
+        for stream in self.jobs:
+            stream.write(json.dumps(job) + "\n")
+            stream.flush()
+        answers = [self._answer(stream) for stream in self.answers]
         problems = [answer["error"] for answer in answers if "error" in answer]
         assert not problems, "\n".join(problems)
         return answers[0]
 
-    def _answer(self, child: subprocess.Popen[str]) -> dict[str, Any]:
-        assert child.stdout is not None
-        deadline = time.monotonic() + JOB_LIMIT_S
-        while not select.select([child.stdout], [], [], 0.2)[0]:
-            assert time.monotonic() < deadline, "a rank did not answer in time"
-            assert child.poll() is None, "a rank has died"
-        line = child.stdout.readline()
+    def _answer(self, stream: Any) -> dict[str, Any]:
+        ready, _, _ = select.select([stream], [], [], JOB_LIMIT_S)
+        assert ready, "a rank did not answer in time"
+        line = stream.readline()
         assert line, "a rank has died"
         return json.loads(line)
 
 
-def _serve(rank: int, num_ranks: int, listen_fd: int) -> None:
+def _serve(listen_fd: int, fds: list[int]) -> None:
+    """Trace what most tests need, and fork into the ranks."""
+    tracers: dict[tuple[str, str, str], Any] = {}
+    _tracer(tracers, "tiny_gpt", "training", "float64").trace(2)
+    num_ranks = len(fds) // 2
+    children = []
+    for rank in range(num_ranks):
+        children.append(os.fork())
+        if children[-1] == 0:
+            _serve_rank(rank, num_ranks, listen_fd, os.fdopen(fds[rank]), os.fdopen(fds[num_ranks + rank], "w"), tracers)
+            os._exit(0)
+    for fd in fds:
+        os.close(fd)
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def _serve_rank(rank: int, num_ranks: int, listen_fd: int, jobs: Any, answers: Any, tracers: dict[Any, Any]) -> None:
     import torch
 
     from weft.files import encode
     from weft.plan.plan import load_plan
-    from weft.run.prepare import Tracer
     from weft.run.result import RunOptions
     from weft.run.status import StatusLine
     from weft.run.transport import Transport, open_store
@@ -92,8 +105,7 @@ def _serve(rank: int, num_ranks: int, listen_fd: int) -> None:
 
     store = open_store(listen_fd=listen_fd if rank == 0 else None, timeout_s=60)
     transport = Transport(rank=rank, num_ranks=num_ranks, device=torch.device("cpu"), timeout_s=60, store=store)
-    tracers: dict[tuple[str, str, str], Tracer] = {}
-    for line in sys.stdin:
+    for line in jobs:
         job = json.loads(line)
         plan, options = load_plan(job["plan"]), RunOptions(**job["options"])
         try:
@@ -101,11 +113,12 @@ def _serve(rank: int, num_ranks: int, listen_fd: int) -> None:
             with _damage(job["damage"], rank) as adjust:
                 result = execute(plan, tracer, options, transport=transport, status=StatusLine(), adjust=adjust)
             answer = {} if result is None else {
-                "losses": result.losses, "verification": encode(result.verification), "timeline": _spans(result.timeline),
-                "cpu_s": result.cpu_s, "gradients": {name: value.tolist() for name, value in (result.gradients or {}).items()}}
+                "losses": result.losses, "verification": encode(result.verification),
+                "timeline": _spans(result.timeline)}
         except Exception as problem:
             answer = {"error": f"rank {rank}: {type(problem).__name__}: {problem}"}
-        print(json.dumps(answer), flush=True)
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
 
 
 def _tracer(tracers: dict[tuple[str, str, str], Any], model: str, mode: str, dtype: str) -> Any:
@@ -200,4 +213,4 @@ def _swap(executor: Any) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+    _serve(int(sys.argv[1]), [int(word) for word in sys.argv[2:]])

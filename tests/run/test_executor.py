@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from tests.run.plans import greedy_order, pipeline_plan, source_of, traced
+from tests.run.plans import greedy_order, pipeline_plan, replicated_plan, source_of, traced
 from tests.worlds import with_gradients
-from weft.errors import RunError
+from weft.errors import PlanError, RunError
 from weft.model.source import ModelSource
 from weft.model.trace import trace
 from weft.plan.plan import Optimizer, Plan, Replica
@@ -168,6 +168,26 @@ def test_what_cannot_be_executed_yet_is_refused():
                              (served, "by parameter_server is not executable")):
         with pytest.raises(RunError, match=message):
             lower_to_run(refused, tracer)
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.first(x).square().mean() * 2
+
+
+def test_a_mean_over_samples_does_not_cross_to_another_division_of_them():
+    source = source_from(Doubled, numbers)
+    graph = trace(source, batch=2, backward="rule", batch_dims=True).graph
+    plan = replicated_plan(graph, [[(0, 0.5), (1, 0.5)], [(0, 1.0)]], microbatches=1, batch=4, num_devices=2)
+    parts = (graph.op_names[:-1], graph.op_names[-1:])
+    plan = with_gradients(replace(plan, gradients=(), stages=tuple(
+        replace(stage, ops=ops) for stage, ops in zip(plan.stages, parts, strict=True))), graph)
+    with pytest.raises(PlanError, match=r"tensor 'mean' .* mixes the samples"):
+        lower_to_run(plan, Tracer(source))
 
 
 def test_samples_of_an_input():

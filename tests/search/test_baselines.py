@@ -37,16 +37,32 @@ def problem_of(num_ops: int = 12, *, cluster: Cluster | None = None, batch: int 
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_balanced_cuts_have_the_smallest_bottleneck(seed):
-    problem = problem_of(9, seed=seed, microbatches=4)
+@pytest.mark.parametrize("bandwidth", ["100GB/s", "100kB/s"])
+def test_balanced_cuts_have_the_smallest_period(seed, bandwidth):
+    problem = problem_of(9, seed=seed, microbatches=4, cluster=mixed_cluster([1e12, 2e12, 1e12, 4e12], bandwidth=bandwidth))
     cuts = balanced_cuts(problem, 4)
     seconds = [problem.op_seconds(device, 4) for device in problem.devices]
+    transfer = problem.costs.transfer(4000, 0, 1).seconds
 
-    def bottleneck(bounds):
-        return max(float(seconds[i][a:b].sum()) for i, (a, b) in enumerate(itertools.pairwise(bounds)))
+    def period(bounds):
+        result, rest = 0.0, 0.0
+        for stage in reversed(range(4)):
+            first, last = bounds[stage], bounds[stage + 1]
+            if last > first:
+                load, sent = float(seconds[stage][first:last].sum()), 0.0 if last == 9 else 2 * transfer
+                rest += load + sent
+                result = max(result, load, sent, rest / (4 - stage))
+        return result
 
-    best = min(bottleneck((0, *inner, 9)) for inner in itertools.combinations_with_replacement(range(10), 3))
-    assert bottleneck(cuts) == pytest.approx(best, rel=1e-6)
+    best = min(period((0, *inner, 9)) for inner in itertools.combinations_with_replacement(range(10), 3))
+    assert period(cuts) == pytest.approx(best, rel=1e-5)
+
+
+def test_a_long_model_is_cut_at_few_places_and_well():
+    problem = problem_of(1000, microbatches=8, cluster=mixed_cluster([1e12] * 4))
+    cuts = balanced_cuts(problem, 8)
+    loads = [float(problem.op_seconds(0, 2)[first:last].sum()) for first, last in itertools.pairwise(cuts)]
+    assert max(loads) <= 1.02 * sum(loads) / 4
 
 
 def test_balanced_cuts_respect_memory():
@@ -89,12 +105,16 @@ def test_every_strategy_gives_a_checked_plan_above_the_bound():
     assert comparison.best.step_time_s == min(item.step_time_s for item in comparison.candidates)
 
 
-def test_the_busiest_device_is_never_busier_than_with_equal_cuts():
-    for seed in range(5):
-        problem = problem_of(13, seed=seed, cluster=mixed_cluster([1e12] * 4), microbatches=8)
-        equal = evaluate(STRATEGIES["1f1b"](problem, 8), problem)
-        balanced = evaluate(STRATEGIES["1f1b-balanced"](problem, 8), problem)
-        assert balanced.busy_s.max() <= equal.busy_s.max() * (1 + 1e-9)
+def test_a_heavy_head_is_not_cut_where_its_output_is_large():
+    problem = problem_of(12, microbatches=8, cluster=mixed_cluster([1e12] * 4, bandwidth="1GB/s", memory="100GB"))
+    graph = problem.graph
+    graph.flops[10] = graph.input_grad_flops[10] = graph.weight_grad_flops[10] = 50e9
+    graph.tensor_bytes[graph.op_outputs(10)] = 10**9
+    problem = Problem(graph=graph, cluster=problem.cluster, costs=estimate_costs(graph, problem.cluster), options=problem.options)
+    assert 11 not in balanced_cuts(problem, 8)
+    equal = evaluate(STRATEGIES["1f1b"](problem, 8), problem)
+    balanced = evaluate(STRATEGIES["1f1b-balanced"](problem, 8), problem)
+    assert balanced.step_time_s < equal.step_time_s
 
 
 def test_inference_plans_have_forwards_only():

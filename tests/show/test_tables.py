@@ -17,7 +17,7 @@ from tests.show.helpers import (
     simulated,
     stretched,
 )
-from weft.errors import PlanError
+from weft.errors import NoFeasiblePlan, PlanError
 from weft.plan.plan import SearchInfo
 from weft.planner import Candidate, Comparison
 from weft.show.facts import (
@@ -119,7 +119,7 @@ def test_long_device_tables_are_cut():
 def comparison_of(timeline):
     plan = timeline.program.plan
     return Comparison(bound_s=6.0, candidates=(
-        Candidate(strategy="single", reason="d0 needs 2 GiB but has 1 GiB"),
+        Candidate(strategy="single", problem=NoFeasiblePlan("d0 needs 2 GiB but has 1 GiB")),
         Candidate(strategy="gpipe", plan=plan, timeline=stretched(timeline, 1.5)),
         Candidate(strategy="1f1b", plan=plan, timeline=timeline)))
 

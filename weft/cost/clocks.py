@@ -11,21 +11,23 @@ import torch
 
 _CALIBRATION_RUNS: Final = 200
 _EVICT_BYTES: Final = 128 * 2**20
-_SLEEP_CYCLES: Final = 400_000
-"""About a quarter of a millisecond: longer than autograd needs to start its first kernel."""
+CACHE_BYTES: Final = 32 * 2**20
+"""A model with less than this in parameters may stay in cache from step to step."""
+_SLEEP_CYCLES: Final = 2_000_000
+"""About a millisecond: longer than the host needs to queue an operator and its backward."""
 
 
 class Clock(Protocol):
     """Takes the time between ``start`` and ``stop``; ``settle`` ends a pass over the model."""
 
-    def start(self, *, ahead: bool = False) -> Any:
-        """Return a mark of now; with ``ahead`` the device is kept busy until the host has queued the work."""
+    def start(self) -> Any:
+        """Return a mark of now."""
 
     def stop(self, mark: Any, sink: Callable[[float], None]) -> None:
         """Give the seconds since ``mark`` to ``sink``, at the latest when the pass settles."""
 
     def settle(self) -> None:
-        """Finish the pass: deliver outstanding times, and clear what caches hold of it."""
+        """Finish the pass: deliver outstanding times, and clear what caches hold of it if the model is large."""
 
     def floor(self) -> float:
         """Return the least time that a single operator takes in a running model."""
@@ -34,14 +36,14 @@ class Clock(Protocol):
 class CpuClock:
     """Thread CPU time for one thread, so that other processes do not count; wall time for several."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, *, evict: bool) -> None:
         self._now = time.thread_time if threads == 1 else time.perf_counter
         self._own_s = 0.0
         self._own_s = _median_time(self._now, lambda: None)
-        self._scratch = torch.zeros(_EVICT_BYTES // 4)
+        self._scratch = torch.zeros(_EVICT_BYTES // 4 if evict else 0)
 
-    def start(self, *, ahead: bool = False) -> float:
-        """Return the present time; ``ahead`` means nothing on a CPU."""
+    def start(self) -> float:
+        """Return the present time."""
         return self._now()
 
     def stop(self, mark: float, sink: Callable[[float], None]) -> None:
@@ -49,7 +51,7 @@ class CpuClock:
         sink(max(self._now() - mark - self._own_s, 0.0))
 
     def settle(self) -> None:
-        """Write more memory than the caches hold: in a model, a layer's parameters are never in them either."""
+        """Write more memory than the caches hold: a large model's parameters are not in them when a layer runs."""
         self._scratch.add_(1.0)
 
     def floor(self) -> float:
@@ -58,12 +60,25 @@ class CpuClock:
 
 
 class CudaClock:
-    """Time on the GPU's stream between two events, idle time while it waits for the host included."""
+    """Time on the GPU between two events in its stream.
 
-    def __init__(self) -> None:
+    The stream pauses before each operator until the host has queued it, so what is timed is the work of the GPU, as in
+    a model that keeps it busy. A model of tiny operators waits for the host instead and takes longer than their sum.
+    """
+
+    def __init__(self, *, evict: bool) -> None:
         self._open: list[tuple[Any, Any, Callable[[float], None]]] = []
-        self._scratch = torch.zeros(_EVICT_BYTES // 4, device="cuda")
+        self._scratch = torch.zeros(_EVICT_BYTES // 4 if evict else 0, device="cuda")
+        self._own_s = 0.0
+        self._own_s = self._empty_time()
         self._floor = self._launch_time()
+
+    def _empty_time(self) -> float:
+        times: list[float] = []
+        for _ in range(_CALIBRATION_RUNS // 10):
+            self.stop(self.start(), times.append)
+        self.settle()
+        return statistics.median(times)
 
     def _launch_time(self) -> float:
         tiny = torch.zeros(1, device="cuda")
@@ -76,10 +91,9 @@ class CudaClock:
         torch.cuda.synchronize()
         return (time.perf_counter() - begin) / _CALIBRATION_RUNS
 
-    def start(self, *, ahead: bool = False) -> Any:
-        """Return an event in the stream; with ``ahead`` behind a pause in which the host gets ahead."""
-        if ahead:
-            torch.cuda._sleep(_SLEEP_CYCLES)
+    def start(self) -> Any:
+        """Return an event in the stream, behind a pause in which the host gets ahead."""
+        torch.cuda._sleep(_SLEEP_CYCLES)
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
@@ -95,7 +109,7 @@ class CudaClock:
         self._scratch.add_(1.0)
         torch.cuda.synchronize()
         for begin, end, sink in self._open:
-            sink(begin.elapsed_time(end) / 1e3)
+            sink(max(begin.elapsed_time(end) / 1e3 - self._own_s, 0.0))
         self._open.clear()
 
     def floor(self) -> float:
@@ -103,23 +117,10 @@ class CudaClock:
         return self._floor
 
 
-def make_clock(device: torch.device, threads: int) -> CpuClock | CudaClock:
-    """Return the clock for ``device``."""
-    return CudaClock() if device.type == "cuda" else CpuClock(threads)
-
-
-def backward_start_time(clock: Clock, device: torch.device) -> float:
-    """Return what calling autograd for one operator costs beyond the operator: a whole model pays it once."""
-    leaf = torch.zeros(1, device=device, requires_grad=True)
-    times: list[float] = []
-    for _ in range(_CALIBRATION_RUNS):
-        output = leaf.view(1)
-        seed = torch.ones(1, device=device)
-        mark = clock.start(ahead=True)
-        torch.autograd.grad(output, leaf, seed)
-        clock.stop(mark, times.append)
-    clock.settle()
-    return statistics.median(times)
+def make_clock(device: torch.device, threads: int, parameter_bytes: int) -> CpuClock | CudaClock:
+    """Return the clock for ``device`` and a model of ``parameter_bytes``, which says whether caches are cleared."""
+    evict = parameter_bytes > CACHE_BYTES
+    return CudaClock(evict=evict) if device.type == "cuda" else CpuClock(threads, evict=evict)
 
 
 def _median_time(now: Callable[[], float], work: Callable[[], None]) -> float:

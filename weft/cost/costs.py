@@ -199,12 +199,22 @@ def estimate_costs(graph: Graph, cluster: Cluster, *, profile: ProfileStore | No
         forward_s=table("forward"), input_grad_s=table("input_grad"), weight_grad_s=table("weight_grad"),
         source=np.stack([entries.source for entries in filled], axis=1),
         backward_source=np.stack([entries.backward_source for entries in filled], axis=1),
-        notes=peak_notes(work, [column.kind for column in columns]),
+        notes=peak_notes(work, [column.kind for column in columns]) + _missing_notes(profile, profiles),
         transfer_times=() if graph.given is None else graph.given.transfer_times,
         tensor_bytes=graph.tensor_bytes,
         comm_fits={} if profile is None else profile.comm_fits(),
         terms=tuple(entries.terms for entries in filled),
     )
+
+
+def _missing_notes(store: ProfileStore | None, profiles: Mapping[str, Profile]) -> tuple[str, ...]:
+    """Return a note for each device kind that the profile store has nothing about."""
+    missing = [name for name, profile in profiles.items() if not profile.timings and not profile.fits]
+    if store is None or not missing:
+        return ()
+    known = ", ".join(store.device_kinds()) or "none"
+    return tuple(f"the profile store has no times for device kind {name!r} (it has: {known}): costs there are estimates"
+                 for name in missing)
 
 
 def _read_profile(store: ProfileStore | None, device_kind: str) -> Profile:

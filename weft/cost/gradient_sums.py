@@ -33,10 +33,9 @@ def gradient_sums(graph: Graph) -> Iterator[GradientSum]:
     """Yield all additions of the backward pass of ``graph``."""
     if not graph.has_backward:
         return
-    works_back = graph.input_grad_flops + graph.input_grad_bytes + graph.weight_grad_flops + graph.weight_grad_bytes > 0
     needs, from_data = graph.needs_gradient, _depends_on_data(graph)
     seen = np.zeros(graph.num_tensors, dtype=bool)
-    for op in np.flatnonzero(works_back).tolist():
+    for op in _on_path_to_loss(graph):
         for tensor in graph.op_inputs(op).tolist():
             if not needs[tensor]:
                 continue
@@ -44,6 +43,19 @@ def gradient_sums(graph: Graph) -> Iterator[GradientSum]:
                 producer = int(graph.tensor_producer[tensor])
                 yield GradientSum(producer if producer >= 0 else op, tensor, not from_data[tensor])
             seen[tensor] = True
+
+
+def _on_path_to_loss(graph: Graph) -> list[int]:
+    """Return the operators through which gradients flow, in order."""
+    wanted = np.zeros(graph.num_tensors, dtype=bool)
+    wanted[list(graph.outputs[:1])] = True
+    found = []
+    for op in range(graph.num_ops - 1, -1, -1):
+        outputs = graph.op_outputs(op)
+        if (wanted[outputs] & graph.needs_gradient[outputs]).any():
+            wanted[graph.op_inputs(op)] = True
+            found.append(op)
+    return found[::-1]
 
 
 def _depends_on_data(graph: Graph) -> Bool:

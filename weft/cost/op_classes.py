@@ -43,6 +43,8 @@ class OpClass:
     """``matrix``: runs at the dtype's peak rate; ``vector``: at most at the float32 rate."""
     gpu: Efficiency
     cpu: Efficiency
+    tf32: bool = False
+    """float32 work runs at the TF32 rate of a GPU that has one."""
     operators: tuple[str, ...] = ()
     contains: tuple[str, ...] = ()
 

@@ -20,7 +20,8 @@ from typing import Any, Final, Literal
 import torch
 from torch import Tensor, fx
 
-from weft.cost.clocks import backward_start_time, make_clock
+from weft.cluster.presets import lookup_kind
+from weft.cost.clocks import make_clock
 from weft.cost.gradient_sums import SUM_KIND, gradient_sums, sum_key
 from weft.cost.profile import OpKey, OpTiming, ProfileStore, op_signature
 from weft.cost.roofline import op_dtypes
@@ -31,6 +32,8 @@ from weft.model.trace import TracedModel
 
 PASSES: Final = 9
 """Timed passes over the model; twice as many for training, whose passes alternate."""
+_NOTHING_S: Final = 5e-7
+"""Less than any kernel takes on a GPU."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +89,9 @@ def _time(traced: TracedModel, work: _Work, device: torch.device, threads: int, 
     training = traced.graph.has_backward
     walk = Walk(traced.program.fx_graph, [variant.nodes[0] for variant in work.variants], work.flags,
                 placeholder_values(traced, device), device=device, training=training, sums=list(work.sums.values()))
-    clock = make_clock(device, threads)
-    start_s = backward_start_time(clock, device) if training else 0.0
+    clock = make_clock(device, threads, traced.graph.parameter_bytes)
     walk.run(clock, 2 * passes if training else passes, progress)
+    start_s = statistics.median(walk.start_times) if walk.start_times else 0.0
     return _Record(walk=walk, start_s=start_s, floor_s=clock.floor(), training=training)
 
 
@@ -113,11 +116,13 @@ def _check_device(device: str, threads: int, passes: int) -> torch.device:
 
 
 def _gpu_name() -> str:
-    """Return the GPU's name as cluster files write it: ``NVIDIA H200`` is ``H200``."""
+    """Return the preset's name of this machine's GPU; where presets cannot be read, its name without the maker's."""
     name = str(torch.cuda.get_device_name())
-    for maker in ("NVIDIA ", "AMD ", "GeForce ", "Tesla ", "Quadro "):
-        name = name.removeprefix(maker)
-    return name.replace(" ", "") if name.startswith(("RTX", "GTX")) else name
+    try:
+        preset = lookup_kind(name)
+    except ImportError:  # a machine with PyTorch and nothing else has no YAML reader
+        preset = None
+    return preset.kind.name if preset is not None else name.removeprefix("NVIDIA ").removeprefix("AMD ")
 
 
 def _input_nodes(traced: TracedModel) -> tuple[str, ...]:
@@ -235,7 +240,7 @@ class _Record:
             return sum(count * part(item) for count, item in samples) / total
 
         return replace(
-            blank, forward_s=mean(lambda item: statistics.median(item.forward)),
+            blank, forward_s=mean(self._forward),
             spread=mean(lambda item: _spread(item.forward)), repeats=sum(len(item.forward) for _, item in samples),
             input_grad_s=mean(self._input_grad) if self.training else None,
             weight_grad_s=mean(lambda item: self._backward(item) - self._input_grad(item)) if self.training else None)
@@ -249,9 +254,16 @@ class _Record:
             return self._backward(samples)
         return min(self._net(samples.input_grad), self._backward(samples)) if samples.has_activations else 0.0
 
+    def _forward(self, samples: Samples) -> float:
+        return self._with_launch(statistics.median(samples.forward))
+
     def _net(self, seconds: Sequence[float]) -> float:
-        """Return the median less what starting autograd costs, but not less than a launch."""
-        return max(statistics.median(seconds) - self.start_s, self.floor_s) if seconds else 0.0
+        """Return the median less what starting autograd costs."""
+        return self._with_launch(max(statistics.median(seconds) - self.start_s, 0.0)) if seconds else 0.0
+
+    def _with_launch(self, seconds: float) -> float:
+        """Return at least the time of a launch, unless nothing was launched."""
+        return max(seconds, self.floor_s) if seconds > _NOTHING_S else seconds
 
 
 def _spread(seconds: Sequence[float]) -> float:

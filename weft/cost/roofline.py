@@ -212,7 +212,8 @@ def _rates(work: Work, kind: DeviceKind, fitted: Mapping[str, Efficiency]) -> tu
     for name, dtype in dict.fromkeys(pairs):
         entry = op_classes()[name]
         share = fitted.get(name, entry.on(kind.type))
-        peak = peak_rate(kind, dtype).flop_per_s
+        uses_tf32 = entry.tf32 and dtype == "float32" and kind.type != "cpu" and "tf32" in kind.flop_per_s
+        peak = peak_rate(kind, "tf32" if uses_tf32 else dtype).flop_per_s
         if entry.unit == "vector":
             peak = min(peak, peak_rate(kind, "float32").flop_per_s)
         known[name, dtype] = (peak * share.compute, kind.memory_bytes_per_s * share.memory)

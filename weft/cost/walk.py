@@ -8,14 +8,15 @@ A pass over the model executes only the *chosen* nodes (the first of each kind t
 - Whole numbers and truth values do matter (they are indices and masks): their producers run, and so does everything
   that depends on no parameter, such as position ids.
 
-Between two passes the caches are overwritten (``Clock.settle``). So a timed operator finds its parameters in memory and
-its activations in cache if its producer left them there, as in a run of the whole model; an operator repeated in place
-would find everything in cache. Freeing what is used for the last time counts, as it does in a run.
+Between two passes of a large model the caches are overwritten (``Clock.settle``). So a timed operator finds its
+parameters in memory, and its activations in cache if its producer left them there, as in a run of the whole model; an
+operator repeated in place would find everything in cache. Freeing what is used for the last time counts, as in a run.
 
 For training, each chosen operator runs on detached inputs and keeps its little autograd graph; then the passes go back
 through them in reverse order and time ``torch.autograd.grad`` on each: on even passes for all inputs, on odd ones for
-activations only. The difference is what the parameters' gradients take. Additions that join two gradients of a tensor
-(``gradient_sums``) are timed after that.
+activations only. The difference is what the parameters' gradients take. What a call of autograd costs by itself (a
+whole model pays it once) is timed in between, on a view of one number, to be subtracted. Additions that join two
+gradients of a tensor (``gradient_sums``) come last.
 """
 
 from __future__ import annotations
@@ -134,6 +135,7 @@ class Walk:
         self._filled: dict[fx.Node, Any] = {}
         executed = self._needed(chosen)
         self.samples = {node: Samples() for node in chosen}
+        self.start_times: list[float] = []
         self._sums = sums
         self._values = {node: stored(node) for node in graph.nodes
                         if node.op == "placeholder" and any(user in executed for user in node.users)}
@@ -201,6 +203,7 @@ class Walk:
     def run(self, clock: Clock, passes: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Run a warm-up pass and ``passes`` timed ones; ``samples`` holds the times, clean of the warm-up's."""
         self._pass(clock, 0)
+        self.start_times.clear()
         for item in self._sums:
             item.seconds.clear()
         for samples in self.samples.values():
@@ -216,6 +219,7 @@ class Walk:
         with torch.set_grad_enabled(self._training):
             pending = self._forward(clock)
             while pending:
+                self._start_backward(clock)
                 self._backward(pending.pop(), clock, only_activations=index % 2 == 1)
         for item in self._sums:
             self._add_gradients(item, clock)
@@ -288,6 +292,14 @@ class Walk:
         if outputs and leaves:
             pending.append(_Pending(node, outputs, tuple(sides[False]), tuple(sides[True])))
 
+    def _start_backward(self, clock: Clock) -> None:
+        """Time autograd on an operator that does nothing."""
+        leaf = torch.zeros(1, device=self._device, requires_grad=True)
+        output, seed = (leaf.view(1),), [torch.ones(1, device=self._device)]
+        mark = clock.start()
+        torch.autograd.grad(output, (leaf,), seed, allow_unused=True)
+        clock.stop(mark, self.start_times.append)
+
     def _backward(self, item: _Pending, clock: Clock, *, only_activations: bool) -> None:
         samples = self.samples[item.node]
         both = bool(item.weights) and bool(item.activations)
@@ -296,7 +308,7 @@ class Walk:
         seeds = [torch.randn_like(output) for output in item.outputs]
         sink = (samples.input_grad if partial else samples.backward).append
         try:
-            mark = clock.start(ahead=True)
+            mark = clock.start()
             torch.autograd.grad(item.outputs, wanted, seeds, allow_unused=True)
             clock.stop(mark, sink)
         except RuntimeError as problem:

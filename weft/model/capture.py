@@ -33,7 +33,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft.errors import ModelError
 from weft.model.fold import FoldMismatch, check_unchanging, expand, folded
-from weft.model.functional import changes_memory, is_mutable, make_functional
+from weft.model.functional import changed_tensors, changes_memory, is_mutable, make_functional, owner_of
 
 aten = torch.ops.aten
 
@@ -166,7 +166,7 @@ def _functional(program: Any) -> tuple[Any, dict[str, fx.Node]]:
     has_blocks = any(node.op == "get_attr" for node in graph.nodes)
     if not has_blocks and not any(changes_memory(node) for node in graph.nodes):
         return program, {}
-    check_unchanging(graph, changes_memory)
+    check_unchanging(graph, changed_tensors, owner_of)
     buffers = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs
                if spec.kind is InputKind.BUFFER}
     updates = None if has_blocks else make_functional(graph, buffers)

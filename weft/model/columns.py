@@ -148,6 +148,9 @@ class _Builder:
         if "derivative" in cost.problem and self.backward == "joint":
             raise ModelError(f"operator {kind} ({source_line(node)}) has no derivative, so the model cannot be trained "
                              "as it is: write it with other operators")
+        if kind == "aten._native_batch_norm_legit_functional":
+            self._warn("batch normalisation in training uses the statistics of each micro-batch and replica: a run in "
+                       "parts equals one device only if that is given the same parts")
         if cost.problem:
             self._warn(f"operator {kind} cannot be run on meta tensors ({cost.problem}): costs by rule")
         module = node.meta.get("module", "")

@@ -94,6 +94,7 @@ for _name, _body in (("fold_enter", _like), ("fold_leave", _like), ("fold_repeat
 _ENTER: Final = torch.ops.weft.fold_enter.default
 _LEAVE: Final = torch.ops.weft.fold_leave.default
 _REPEAT: Final = torch.ops.weft.fold_repeat.default
+_MARKERS: Final = (_ENTER, _LEAVE, _REPEAT)
 
 
 # ---- which layers are equal ---------------------------------------------------------------------------------------
@@ -286,13 +287,29 @@ def _rebuild(record: _Record, tensors: list[torch.Tensor], made: list[torch.Tens
         [source[kind][value] if kind != "value" else value for kind, value in record.layout], record.spec)
 
 
-def check_unchanging(graph: fx.Graph, changes_memory: Callable[[fx.Node], bool]) -> None:
-    """Raise ``FoldMismatch`` if an operator inside a traced layer changes memory: its copies would have to as well."""
-    inside = False
+def check_unchanging(graph: fx.Graph, changed_tensors: Callable[[fx.Node], list[fx.Node] | None],
+                     owner_of: Callable[[fx.Node], fx.Node]) -> None:
+    """Raise ``FoldMismatch`` if memory is changed that a folded layer shares with the rest of the model.
+
+    The markers hide which tensors share memory across a layer's border, so a layer may only change what it made, and
+    the rest of the model only what never crossed a border.
+    """
+    markers = [node for node in graph.nodes if node.target in _MARKERS]
+    if not markers:
+        return
+    crossed = {owner_of(tensor) for node in markers for tensor in node.all_input_nodes}
+    made: set[fx.Node] | None = None
     for node in graph.nodes:
-        inside = (inside or node.target is _ENTER) and node.target is not _LEAVE
-        if inside and changes_memory(node):
-            raise FoldMismatch(f"{node.name} changes memory in a folded layer")
+        if node.target is _ENTER or node.target is _LEAVE:
+            made = set() if node.target is _ENTER else None
+            continue
+        if any(source.target in _MARKERS for source in node.all_input_nodes):
+            crossed.add(node)
+        elif made is not None:
+            made.add(node)
+        changed = changed_tensors(node)
+        if changed is None or any(tensor in crossed if made is None else tensor not in made for tensor in changed):
+            raise FoldMismatch(f"{node.name} changes memory across the border of a folded layer")
 
 
 # ---- after tracing ------------------------------------------------------------------------------------------------

@@ -39,6 +39,20 @@ def changes_memory(node: fx.Node) -> bool:
     return is_mutable(node.target)
 
 
+def changed_tensors(node: fx.Node) -> list[fx.Node] | None:
+    """Return the tensors (never views) whose memory the node changes, or None if that is not known."""
+    if not changes_memory(node):
+        return []
+    changed = _changed(node)
+    return None if changed is None else [owner_of(tensor) for tensor in changed]
+
+
+def owner_of(node: fx.Node) -> fx.Node:
+    """Return the node that made the memory which the node's value may share."""
+    source = _aliased(node)
+    return node if source is None else owner_of(source)
+
+
 def make_functional(graph: fx.Graph, buffers: Mapping[str, str]) -> dict[str, fx.Node] | None:
     """Return the new values of changed buffers by path, after making ``graph`` functional; None if that is not simple.
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -85,7 +85,20 @@ def _read(path: str | os.PathLike[str]) -> Any:
         raise ModelError(f"{str(path)!r} is not a readable ONNX file: {_first_line(problem)}") from problem
     if not model.graph.node:
         raise ModelError(f"{str(path)!r} holds no operators: the file is empty or not an ONNX model")
+    if not all(isinstance(name, str) for name in _all_names(model.graph)):  # protobuf gives bytes for bad UTF-8
+        raise ModelError(f"{str(path)!r} is not a readable ONNX file: it holds names that are not text")
     return model
+
+
+def _all_names(graph: Any) -> Iterator[Any]:
+    for node in graph.node:
+        yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
+        yield from (attribute.name for attribute in node.attribute)
+    for value in (*graph.input, *graph.output):
+        yield value.name
+        yield from (dim.dim_param for dim in value.type.tensor_type.shape.dim)
+    yield from (tensor.name for tensor in graph.initializer)
+    yield from (tensor.values.name for tensor in graph.sparse_initializer)
 
 
 def _first_line(problem: Exception) -> str:

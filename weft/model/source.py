@@ -43,7 +43,7 @@ class ModelSource:
     name: str
     """For people and files."""
     spec: str
-    """What ``resolve_model`` was given, so that another process can resolve it again."""
+    """What ``resolve_model`` takes in another process for the same model (with the same batch, mode and dtype)."""
     batch: int
     """Samples per step unless asked otherwise."""
     mode: Mode
@@ -136,7 +136,7 @@ def _refuse_options(spec: str, options: Mapping[str, str] | None, dtype: str | N
 def _from_zoo(spec: str, batch: int | None, mode: Mode, options: Mapping[str, str] | None) -> ModelSource:
     model, dtype = find_model(spec, options)
     source = ModelSource(
-        name=model.name, spec=spec, batch=batch or model.batch, mode=mode, in_eval_mode=model.in_eval_mode,
+        name=model.name, spec=model.name, batch=batch or model.batch, mode=mode, in_eval_mode=model.in_eval_mode,
         builder=lambda mode: build_model(model, mode),
         sampler=lambda mode, batch, seed: sample_inputs(model, mode, batch, seed))
     return source.with_dtype(dtype)

@@ -22,6 +22,8 @@ from weft.errors import RunError, WeftError
 from weft.run.status import Milestone, StatusLine
 
 if TYPE_CHECKING:
+    import torch
+
     from weft.run.executor import Executor
     from weft.run.result import RunOptions, RunResult
     from weft.run.watch import Watch
@@ -121,8 +123,6 @@ class _Rank:
         return 0
 
     def _execute(self) -> RunResult | None:
-        import torch
-
         from weft.plan.plan import load_plan
         from weft.run.prepare import Tracer
         from weft.run.result import save_result
@@ -137,10 +137,7 @@ class _Rank:
         self.status.set(Milestone.CONNECTING)
         if self.fault == "init":
             os.kill(os.getpid(), signal.SIGKILL)
-        device = torch.device(options.device)
-        if device.type == "cuda":
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-            torch.cuda.set_device(device)
+        device = _own_device(options.device)
         store = None
         if self.folder is not None:
             store = open_store(listen_fd=self.args.listen_fd, timeout_s=options.timeout_s)
@@ -186,6 +183,21 @@ class _Rank:
         sys.stderr.flush()
         sys.stdout.flush()
         os._exit(code)  # threads of the backend may hang on the lost connection
+
+
+def _own_device(kind: str) -> torch.device:
+    """Return the device of this rank: on a GPU machine, local rank ``i`` takes GPU ``i``."""
+    import torch
+
+    if kind != "cuda":
+        return torch.device(kind)
+    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if index >= count:
+        raise RunError(f"GPU {index} is needed for local rank {index}, but this machine has {count}: start fewer ranks "
+                       "on it, or use --device cpu")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    return device
 
 
 def _requested_fault(rank: int) -> str | None:

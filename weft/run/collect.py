@@ -78,7 +78,7 @@ def inspect(program: Program, prepared: Prepared, measured: Measured, options: R
     reference = None
     if options.verify and transport.rank == 0:
         status.set(Milestone.VERIFYING)
-        reference = _reference(program, source, options, transport.device)
+        reference = _reference(program, prepared, source, options, transport.device)
     if program.plan.model.mode == "inference":
         outputs = _gather_outputs(program, prepared, measured.first_results, transport)
         return Inspected() if reference is None else Inspected(
@@ -100,10 +100,22 @@ def inspect(program: Program, prepared: Prepared, measured: Measured, options: R
     return Inspected(verification=verification, gradients=kept if options.gradients else None)
 
 
-def _reference(program: Program, source: ModelSource, options: RunOptions, device: torch.device) -> Reference:
+def _reference(program: Program, prepared: Prepared, source: ModelSource, options: RunOptions,
+               device: torch.device) -> Reference:
+    plan = program.plan
     module = materialize(source.build(), options.seed, device=device)
-    inputs = [item.to(device) for item in source.inputs(program.plan.model.batch, options.seed)]
-    return reference_run(module, inputs, training=program.plan.model.mode == "training")
+    inputs = [item.to(device) for item in source.inputs(plan.model.batch, options.seed)]
+    return reference_run(module, inputs, training=plan.model.mode == "training", batch=plan.model.batch,
+                         parts=_parts(program) if prepared.takes_statistics else ())
+
+
+def _parts(program: Program) -> list[tuple[int, int]]:
+    """Return the samples that each run of the last stage sees, in order."""
+    plan, graph = program.plan, program.graph
+    loss = int(graph.tensor_producer[graph.outputs[0]])
+    return sorted(
+        (microbatch * plan.microbatch_size + item.samples[0], microbatch * plan.microbatch_size + item.samples[1])
+        for item in program.instances if loss in program.stage_ops[item.stage] for microbatch in item.microbatches)
 
 
 def _run_dtype(program: Program) -> torch.dtype:

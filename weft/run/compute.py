@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from weft.run.cells import Cell, Transfer
@@ -73,8 +74,19 @@ class ForwardWork:
     def connect(self, outputs: tuple[Tensor, ...]) -> None:
         """Keep what the backward needs of the autograd graph."""
         cell, arguments = self.cell, self.arguments
-        cell.edges = [GradientEdge(outputs[place].grad_fn, outputs[place].output_nr) for place in self.root_places]
+        cell.edges = [_edge(outputs[place]) for place in self.root_places]
         cell.leaves = [arguments[place] for place in self.leaf_places]
+
+
+def _edge(output: Tensor) -> GradientEdge:
+    """Return where the gradient of ``output`` enters the graph; it keeps the graph alive, but not the output.
+
+    The node of a Python function would not: a view of the output has a node that does.
+    """
+    node = output.grad_fn
+    if isinstance(node, BackwardCFunction):
+        return GradientEdge(output.view_as(output).grad_fn, 0)
+    return GradientEdge(node, output.output_nr)
 
 
 def forward(work: ForwardWork) -> Action:

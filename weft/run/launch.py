@@ -65,7 +65,7 @@ def _check_options(options: RunOptions, threads: int) -> None:
 
 
 def _model_argument(model: str) -> str:
-    """Return the model with the path of a file made absolute, as the processes run elsewhere."""
+    """Return the model with the path of a file made absolute, so that messages name the file fully."""
     path, colon, function = model.rpartition(":")
     return f"{Path(path).resolve()}:{function}" if colon and path.endswith(".py") else model
 

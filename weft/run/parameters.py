@@ -55,7 +55,7 @@ class Parameters:
 
 def make_optimizer(parameters: Parameters, settings: Optimizer) -> torch.optim.Optimizer | None:
     """Return the optimizer that the plan asks for, or None."""
-    tensors = list(parameters.tensors.values())
+    tensors = [tensor for tensor in parameters.tensors.values() if tensor.requires_grad]
     if settings.sharded:
         raise RunError("optimizer.sharded is not executable yet: set it to false")
     if settings.kind == "none" or not tensors:

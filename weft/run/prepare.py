@@ -54,6 +54,8 @@ class Prepared:
     parameters: Parameters
     input_names: tuple[str, ...]
     """Tensor names of the model's inputs, in the order of ``source.inputs``."""
+    takes_statistics: bool
+    """The forward changes buffers: what it gives for a batch is not what it gives for its parts (batch norm)."""
 
 
 def lower_to_run(plan: Plan, tracer: Tracer) -> Program:
@@ -88,7 +90,7 @@ def prepare_rank(program: Program, tracer: Tracer, rank: int, *, device: torch.d
     buckets = [tuple(names[tensor] for tensor in bucket.parameters) if rank in bucket.ranks else ()
                for bucket in program.buckets]
     return Prepared(program=program, stages=stages, parameters=Parameters(values.parameters, buckets),
-                    input_names=first.program.inputs)
+                    input_names=first.program.inputs, takes_statistics=bool(first.program.buffer_updates))
 
 
 def _make_stage(program: Program, graph: ModelGraph, routes: Routes, stage: int, values: _Values,

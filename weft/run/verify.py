@@ -4,6 +4,9 @@ Both start from the same parameters and inputs. The error of a gradient is the l
 elements, divided by the largest absolute value of the reference gradient; that divisor is at least ``FLOOR`` times the
 largest absolute value over all gradients of the model, since some gradients are zero up to rounding (the bias of
 attention keys). The error of the loss is relative to the loss.
+
+A model that takes statistics over the samples it sees (batch norm in training) gives other results for micro-batches
+than for the batch, on one device too: for such a model the reference takes the same micro-batches, one after the other.
 """
 
 from __future__ import annotations
@@ -32,14 +35,27 @@ class Reference:
     gradients: Mapping[str, Tensor]
 
 
-def reference_run(module: torch.nn.Module, inputs: Sequence[Tensor], *, training: bool) -> Reference:
-    """Return the outputs and gradients of the module on the whole batch."""
-    with torch.set_grad_enabled(training):
-        outputs = tuple(item for item in pytree.tree_leaves(module(*inputs)) if isinstance(item, Tensor))
-    if training:
-        outputs[0].backward()
+def reference_run(module: torch.nn.Module, inputs: Sequence[Tensor], *, training: bool, batch: int,
+                  parts: Sequence[tuple[int, int]] = ()) -> Reference:
+    """Return the outputs and gradients of the module on the whole batch.
+
+    With ``parts``, (first, last-plus-one) sample of each, the loss and gradients are the weighted sums over those.
+    """
+    if not training:
+        with torch.no_grad():
+            return Reference(outputs=_outputs(module, inputs), gradients={})
+    loss = torch.zeros((), dtype=torch.float64)
+    for first, last in parts or [(0, batch)]:
+        rows = [item[first:last] if item.ndim and item.shape[0] == batch else item for item in inputs]
+        weighted = _outputs(module, rows)[0] * ((last - first) / batch)
+        weighted.backward()
+        loss += weighted.detach().double().cpu()
     gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
-    return Reference(outputs=tuple(item.detach() for item in outputs), gradients=gradients)
+    return Reference(outputs=(loss,), gradients=gradients)
+
+
+def _outputs(module: torch.nn.Module, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(item for item in pytree.tree_leaves(module(*inputs)) if isinstance(item, Tensor))
 
 
 def verify_training(reference: Reference, *, loss: float, gradients: Iterable[tuple[str, int, Tensor]],

@@ -22,6 +22,9 @@ from weft.units import format_bytes
 
 Strategy = Callable[[Problem, int], Plan]
 
+MAX_CUT_PLACES: Final = 256
+"""So many places to cut at are considered in a long model."""
+
 
 def single_device(problem: Problem, microbatches: int) -> Plan:
     """Return the plan that runs everything on the fastest device with enough memory for the parameters."""
@@ -76,7 +79,7 @@ def one_f_one_b_equal(problem: Problem, microbatches: int) -> Plan:
 
 
 def one_f_one_b_balanced(problem: Problem, microbatches: int) -> Plan:
-    """Return 1F1B over stages cut so that the slowest stage or transfer is as fast as possible and memory fits."""
+    """Return 1F1B over stages cut so that its period is as short as possible and memory fits."""
     return _pipeline(problem, microbatches, balanced_cuts(problem, microbatches), by="1f1b-balanced")
 
 
@@ -115,45 +118,77 @@ def equal_cuts(problem: Problem) -> list[int]:
 
 
 def balanced_cuts(problem: Problem, microbatches: int) -> list[int]:
-    """Return cuts into contiguous stages, at most one per device in order, with the smallest possible bottleneck.
+    """Return cuts into contiguous stages, at most one per device in order, with the smallest possible period of 1F1B.
 
-    The bottleneck is the largest time of a stage (forward and backward of a micro-batch) or of the transfers at a cut.
-    For a trial value each stage is extended as far as time, memory (1F1B keeps ``p - i`` micro-batches on stage ``i``)
-    and the cut's transfers allow, and a device may stay without one; bisection finds the smallest value that reaches
-    the end. Extending greedily is optimal, because loads only grow with the number of operators.
+    With ``t_i`` the time of stage ``i`` for one micro-batch, ``c_i`` that of the transfers at its end, and at most
+    ``k_i = min(m, p - i)`` micro-batches in flight from stage ``i`` on, the period per micro-batch is no less than
+
+        max over i of  max(t_i, 2 c_i, (t_i + 2 c_i + t_{i+1} + 2 c_{i+1} + ...) / k_i)
+
+    For a trial period, ``_cuts_within`` finds cuts that keep to it and to each device's memory, or none; bisection
+    finds the smallest. A device may stay without a stage. Long models are cut only at some places (``_cut_places``).
     """
     size = problem.options.batch / microbatches
-    times = [_prefix(problem.op_seconds(device, size)) for device in problem.devices]
-    cut_times = _cut_seconds(problem, size)
+    places = _cut_places(problem)
+    times = [_prefix(problem.op_seconds(device, size))[places] for device in problem.devices]
+    cut_times = _cut_seconds(problem, size)[places]
     limits = _MemoryLimits(problem, size, microbatches)
-    lowest, highest = 0.0, max(float(time[-1]) for time in times) + float(cut_times.max(initial=0.0))
-    best = _greedy_cuts(times, cut_times, limits, highest)
+    reach = [limits.reach(stage, places) for stage in range(len(times))]
+    lowest, highest = 0.0, max(float(time[-1]) for time in times) + 2 * float(cut_times.sum())
+    best = _cuts_within(highest, times, cut_times, reach, limits.in_flight)
     if best is None:
         raise limits.error()
-    for _ in range(60):
+    while highest - lowest > 1e-6 * highest:
         middle = (lowest + highest) / 2
-        cuts = _greedy_cuts(times, cut_times, limits, middle)
+        cuts = _cuts_within(middle, times, cut_times, reach, limits.in_flight)
         lowest, highest = (lowest, middle) if cuts is not None else (middle, highest)
         best = best if cuts is None else cuts
-        if highest - lowest <= 1e-9 * highest:
-            break
-    return best
+    return [int(places[index]) for index in best]
 
 
-def _greedy_cuts(times: Sequence[F64], cut_times: F64, limits: _MemoryLimits, bottleneck: float) -> list[int] | None:
-    num_ops = len(cut_times) - 1
+def _cut_places(problem: Problem) -> I64:
+    """Return the operators before which stages may begin: all, or of many those with least to send among neighbours."""
+    graph = problem.graph
+    wanted = max(MAX_CUT_PLACES, 2 * len(problem.devices))
+    if graph.num_ops <= wanted:
+        return np.arange(graph.num_ops + 1)
+    load = _prefix(problem.op_seconds(problem.devices[0], problem.graph.batch))
+    bucket = np.minimum((load / load[-1] * wanted).astype(np.int64), wanted - 1)
+    order = np.lexsort((np.arange(graph.num_ops + 1), _cut_seconds(problem, graph.batch), bucket))
+    first = np.concatenate(([True], np.diff(bucket[order]) > 0))
+    return np.union1d(order[first], [0, graph.num_ops])
+
+
+def _cuts_within(period: float, times: Sequence[F64], cut_times: F64, reach: Sequence[I64],
+                 in_flight: Sequence[int]) -> list[int] | None:
+    """Return indices of places that cut the model into one stage per device with at most this period, or None.
+
+    From the last device to the first, ``rest[a]`` is the least time from the begin of a stage at place ``a`` to the end
+    of the model and back; a stage ``a .. b`` is allowed if its own time, its transfers and its ``rest`` keep to the
+    period. Less is always better for the stages before, so the least is all that has to be kept.
+    """
+    num_places = len(cut_times)
+    index = np.arange(num_places)
+    rest = np.where(index == num_places - 1, 0.0, np.inf)
+    choices: list[I64] = []
+    slack = period * (1 + 1e-12)
+    for stage in reversed(range(len(times))):
+        load = times[stage][None, :] - times[stage][:, None]
+        total = load + 2 * cut_times[None, :] + rest[None, :]
+        allowed = (index[None, :] > index[:, None]) & (load <= slack) & (2 * cut_times[None, :] <= slack)
+        allowed &= (index[None, :] <= reach[stage][:, None]) & (total <= in_flight[stage] * slack)
+        np.fill_diagonal(total, rest)  # no stage on this device
+        np.fill_diagonal(allowed, True)
+        total[~allowed] = np.inf
+        choice = np.argmin(total, axis=1)
+        choices.append(choice)
+        rest = total[index, choice]
+    if not np.isfinite(rest[0]):
+        return None
     cuts = [0]
-    slack = bottleneck * (1 + 1e-12)
-    for stage, time in enumerate(times):
-        first = cuts[-1]
-        if first == num_ops:
-            break
-        last = int(np.searchsorted(time, time[first] + slack, side="right")) - 1
-        last = min(last, limits.furthest(stage, first))
-        while last > first and cut_times[last] > slack:
-            last -= 1
-        cuts.append(max(first, last))
-    return cuts if cuts[-1] == num_ops else None
+    for choice in reversed(choices):
+        cuts.append(int(choice[cuts[-1]]))
+    return cuts
 
 
 class _MemoryLimits:
@@ -171,13 +206,13 @@ class _MemoryLimits:
         num_stages = len(problem.devices)
         self.in_flight = [min(microbatches, num_stages - stage) for stage in range(num_stages)]
 
-    def furthest(self, stage: int, first: int) -> int:
-        """Return the largest end of a stage that begins at ``first``."""
+    def reach(self, stage: int, places: I64) -> I64:
+        """Return, for a stage that begins at each place, the last place at which it may end."""
         capacity = self.problem.cluster.devices[self.problem.devices[stage]].memory_bytes
         if capacity is None:
-            return len(self.state) - 1
-        used = self.state - self.state[first] + (self.saved - self.saved[first]) * self.in_flight[stage]
-        return int(np.searchsorted(used, capacity, side="right")) - 1
+            return np.full(len(places), len(places) - 1)
+        used = (self.state + self.saved * self.in_flight[stage])[places]
+        return np.searchsorted(used, used + capacity, side="right") - 1
 
     def error(self) -> NoFeasiblePlan:
         """Return what is missing for the whole model."""

@@ -1,0 +1,74 @@
+"""What counts as equal to one device."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from weft.run.verify import FLOOR, Reference, reference_run, relative_error, verify_training
+
+
+def reference(**gradients: list[float]) -> Reference:
+    return Reference(outputs=(torch.tensor(2.0),),
+                     gradients={name: torch.tensor(value, dtype=torch.float64) for name, value in gradients.items()})
+
+
+def verified(expected: Reference, loss: float = 2.0, **found: list[float]):
+    gradients = [(name, 1, torch.tensor(value, dtype=torch.float64)) for name, value in found.items()]
+    return verify_training(expected, loss=loss, gradients=gradients, dtype=torch.float64)
+
+
+def test_equal_within_the_tolerance_of_the_dtype():
+    check = verified(reference(a=[1.0, -4.0]), a=[1.0, -4.0 + 2e-10])
+    assert check.passed
+    assert check.gradient_error == pytest.approx(5e-11)
+    assert check.worst == "a (rank 1)"
+    assert not verified(reference(a=[1.0, -4.0]), a=[1.0, -4.0 + 2e-9]).passed
+
+
+def test_the_loss_counts_too():
+    assert not verified(reference(a=[1.0]), loss=2.0 + 1e-8, a=[1.0]).passed
+
+
+def test_gradients_that_are_zero_up_to_rounding_are_compared_on_the_scale_of_the_model():
+    check = verified(reference(a=[1.0], noise=[1e-17]), a=[1.0], noise=[3e-17])
+    assert check.passed
+    assert check.gradient_error == pytest.approx(2e-17 / FLOOR)
+    assert not verified(reference(a=[1.0], noise=[1e-17]), a=[1.0], noise=[1e-8]).passed
+
+
+def test_a_gradient_that_no_rank_has_is_not_equal():
+    check = verified(reference(a=[1.0], b=[0.5]), a=[1.0])
+    assert not check.passed
+    assert check.worst == "b (on no rank)"
+
+
+def test_not_a_number_is_never_equal():
+    assert relative_error(torch.tensor([math.nan]), torch.tensor([1.0])) == math.inf
+    assert not verified(reference(a=[1.0]), a=[math.nan]).passed
+    assert not verified(reference(a=[1.0]), loss=math.nan, a=[1.0]).passed
+
+
+def test_reference_in_parts_is_the_weighted_sum():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2), nn.Linear(2, 1)).double()
+
+    class Loss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = module
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).square().mean()
+
+    x = torch.randn(8, 3, dtype=torch.float64)
+    found = reference_run(Loss(), [x], training=True, batch=8, parts=[(0, 6), (6, 8)])
+    module.zero_grad()
+    (0.75 * Loss()(x[:6]) + 0.25 * Loss()(x[6:])).backward()
+    for name, value in module.named_parameters():
+        torch.testing.assert_close(found.gradients[f"inner.{name}"], value.grad, rtol=1e-12, atol=1e-15)
+    whole = reference_run(Loss(), [x], training=True, batch=8)
+    assert float(whole.outputs[0]) != pytest.approx(float(found.outputs[0]), rel=1e-6)
