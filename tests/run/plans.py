@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -114,7 +113,3 @@ def replicated_plan(graph: Graph, replicas: Sequence[Sequence[tuple[int, float]]
         for index in (range(len(replicas)) if phase == "F" else reversed(range(len(replicas))))
         if device in [item[0] for item in replicas[index]]) for device in range(num_devices)}
     return make_plan(graph, stages, order, microbatches=microbatches, batch=batch, num_devices=num_devices)
-
-
-def with_one_change(plan: Plan, **changes: object) -> Plan:
-    return replace(plan, **changes)  # type: ignore[arg-type]

@@ -37,6 +37,9 @@ class Columns:
     graph: Graph
     op_nodes: Mapping[str, tuple[str, ...]]
     tensor_nodes: Mapping[str, str]
+    """Of several nodes with the same value (tied parameters) the first."""
+    node_tensors: Mapping[str, str]
+    """Tensor name by fx node, for every node that is a tensor."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -295,7 +298,8 @@ class _Builder:
             input_start=starts.astype(np.int64),
             inputs=np.array([index for op in ops for index in op.inputs], dtype=np.int64))
         return Columns(graph=graph, op_nodes={op.name: tuple(op.nodes) for op in ops},
-                       tensor_nodes={tensor.name: tensor.node for tensor in tensors})
+                       tensor_nodes={tensor.name: tensor.node for tensor in tensors},
+                       node_tensors={node: tensors[index].name for node, index in self.ids.items()})
 
     def _warn_unused(self) -> None:
         unused = sorted(set(self.capture.parameters.values()) - self.stored.keys())

@@ -112,10 +112,7 @@ def _traced(source: ModelSource, batch: int, backward: Backward, fold: bool) -> 
 
 
 def _program(found: Capture, columns: Columns) -> TracedProgram:
-    names = {node: tensor for tensor, node in columns.tensor_nodes.items()}
-    for nodes in columns.op_nodes.values():
-        for node in nodes[1:]:
-            names.setdefault(node, "")
+    names = columns.node_tensors
     return TracedProgram(
         fx_graph=found.graph, op_nodes=columns.op_nodes, tensor_nodes=columns.tensor_nodes,
         inputs=tuple(names[node] for node in found.inputs),

@@ -25,11 +25,11 @@ MAX_TIMED_STEPS: Final = 64
 
 
 def resolve_source(plan: Plan, model: str, options: RunOptions) -> ModelSource:
-    """Return the model to run, in the plan's mode and the run's dtype."""
+    """Return the model to run, in the plan's mode, and in the dtype of the options or else of the plan."""
     source = resolve_model(model, mode=plan.model.mode)
     if not isinstance(source, ModelSource):
         raise RunError(f"{model!r} is a graph without a module: only PyTorch models can be run")
-    return source if options.dtype is None else source.with_dtype(options.dtype)
+    return source.with_dtype(options.dtype or plan.model.dtype)
 
 
 def check_world(plan: Plan, num_ranks: int) -> None:
