@@ -22,7 +22,9 @@ from weft.errors import InputError
 from weft.model.source import ModelSource
 from weft.model.trace import trace
 
-CPU = DeviceKind(name="cpu", flop_per_s={"float32": 1e11}, memory_bytes_per_s=1e10, overhead_s=1e-6, type="cpu")
+KIND = "local-cpu"
+"""What an entry of this machine's CPU is filed under, and what the probe calls it."""
+CPU = DeviceKind(name=KIND, flop_per_s={"float32": 1e11}, memory_bytes_per_s=1e10, overhead_s=1e-6, type="cpu")
 
 
 class Block(nn.Module):
@@ -78,11 +80,11 @@ def profiled(tmp_path_factory):
 
 def test_every_distinct_operator_is_timed_once(profiled):
     traced, store, summary = profiled
-    keys = set(op_keys(traced.graph, "cpu"))
+    keys = set(op_keys(traced.graph, KIND))
     assert summary.problems == ()
     assert summary.num_ops == traced.graph.num_ops
     assert summary.num_keys == len(keys) < traced.graph.num_ops
-    entries = store.timings("cpu")
+    entries = store.timings(KIND)
     assert keys <= set(entries)
     assert {key.op_kind for key in set(entries) - keys} == {SUM_KIND}
     assert summary.num_timed == len(entries)
@@ -97,12 +99,12 @@ def test_every_distinct_operator_is_timed_once(profiled):
 
 def test_second_trace_hits_every_key(profiled):
     _, store, first = profiled
-    before = store.timings("cpu")
+    before = store.timings(KIND)
     again = profile_model(tiny(), "cpu", store, passes=2)
     assert again.num_timed == 0
     assert again.forward_s == first.forward_s
     assert again.backward_s == first.backward_s
-    assert store.timings("cpu") == before
+    assert store.timings(KIND) == before
 
 
 def test_a_deeper_model_of_the_same_layers_needs_no_timing(profiled):
@@ -137,7 +139,7 @@ def test_inference_profile_is_completed_for_training(tmp_path):
     first = profile_model(tiny("inference"), "cpu", store, passes=1)
     assert first.backward_s == 0
     assert first.problems == ()
-    assert all(entry.input_grad_s is None for entry in store.timings("cpu").values())
+    assert all(entry.input_grad_s is None for entry in store.timings(KIND).values())
     second = profile_model(tiny("training"), "cpu", store, passes=1)
     assert second.backward_s > 0
     assert second.num_timed >= second.num_keys
@@ -148,7 +150,7 @@ def test_gradient_parts_belong_to_inputs_and_parameters(tmp_path):
     traced = tiny(batch=8, layers=1, width=256, vocabulary=8000)  # large enough to stand out from autograd's own time
     profile_model(traced, "cpu", store, passes=3)
     parts: dict[str, list[tuple[bool, bool]]] = {}
-    for key, entry in store.timings("cpu").items():
+    for key, entry in store.timings(KIND).items():
         if key.op_kind != SUM_KIND:
             parts.setdefault(key.op_kind, []).append((entry.input_grad_s > 0, entry.weight_grad_s > 0))
     assert (False, True) in parts["aten.embedding"]

@@ -59,13 +59,13 @@ def profile_model(traced: TracedModel, device: Literal["cpu", "cuda"], store: Pr
                   progress: Callable[[int, int], None] | None = None) -> ProfileSummary:
     """Time the operators of ``traced`` on this machine's ``device``, put them into ``store``, return what was done.
 
-    ``kind`` is the name that cluster files use for such a device: unless given, ``cpu``, or the GPU's name without its
-    maker's. ``threads`` is how many CPU threads an operator may use. ``timestamp`` (default: now) is noted with each
-    entry. ``progress`` is called with (passes done, all passes).
+    ``kind`` is the name that cluster files use for such a device: unless given, ``local-cpu`` as the probe calls it,
+    or the GPU's name without its maker's. ``threads`` is how many CPU threads an operator may use. ``timestamp``
+    (default: now) is noted with each entry. ``progress`` is called with (passes done, all passes).
     """
     begin = time.perf_counter()
     place = _check_device(device, threads, passes)
-    name = kind or (_gpu_name() if device == "cuda" else "cpu")
+    name = kind or (_gpu_name() if device == "cuda" else "local-cpu")
     known = {key for key, timing in store.timings(name).items()
              if _is_enough(key, timing, threads, traced.graph.has_backward)}
     work = _find_work(traced, name, known)

@@ -103,6 +103,8 @@ def node_flags(graph: fx.Graph, parameters: Mapping[str, str], inputs: Sequence[
 
 
 _DETACH: Final = torch.ops.aten.detach.default
+_CANNOT_RUN: Final = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
+"""What operators raise; NotImplementedError is a RuntimeError."""
 
 
 def _tensors_of(node: fx.Node) -> list[Tensor]:
@@ -238,7 +240,7 @@ class Walk:
                         self._touch(tensor)
             try:
                 self._run_timed(step, env, clock, pending)
-            except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as problem:
+            except _CANNOT_RUN as problem:
                 self.samples[step.node].problem = str(problem).splitlines()[0][:200]
                 self._run_untimed(step, env)
         return pending
@@ -248,10 +250,11 @@ class Walk:
         tensor.data.as_strided((_extent(tensor),), (1,)).mul_(1.0)
 
     def _run_untimed(self, step: _Step, env: dict[fx.Node, Any]) -> None:
+        """Run a node for its value; one that cannot run on made-up inputs has a made-up result."""
         with torch.no_grad():
             try:
                 env[step.node] = step.node.target(*_fetch(step.args, env), **_fetch(step.kwargs, env))
-            except Exception:
+            except _CANNOT_RUN:
                 env[step.node] = self._fill(step.node)
         for source in step.release:
             env.pop(source, None)
@@ -314,7 +317,6 @@ class Walk:
         except RuntimeError as problem:
             samples.problem = str(problem).splitlines()[0][:200]
 
-
     def _add_gradients(self, item: SumToTime, clock: Clock) -> None:
         shape, dtype = tuple(item.like.shape), item.like.dtype
         first, second = (torch.randn(shape, dtype=dtype, device=self._device) for _ in range(2))
@@ -338,10 +340,9 @@ def _leaf(tensor: Tensor) -> Tensor:
 
 def _fetch(arguments: Any, env: Mapping[fx.Node, Any]) -> Any:
     """Return ``arguments`` with every node replaced by its value."""
-    kind = type(arguments)
-    if kind is fx.Node:
+    if isinstance(arguments, fx.Node):
         return env[arguments]
-    if kind is tuple or kind is list or isinstance(arguments, list | tuple):
+    if isinstance(arguments, list | tuple):
         return [_fetch(item, env) for item in arguments]
     if isinstance(arguments, dict):
         return {key: _fetch(item, env) for key, item in arguments.items()}

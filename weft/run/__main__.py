@@ -16,7 +16,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from weft.errors import RunError, WeftError
 from weft.run.status import Milestone, StatusLine
@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Return the exit code of the command."""
     args = _parser().parse_args(arguments)
     if "RANK" in os.environ:
-        return _Rank(args).run()
+        _Rank(args).run()
     from weft.run.launch import run_plan
 
     try:
@@ -108,19 +108,14 @@ class _Rank:
         if self.folder is not None:
             threading.Thread(target=_follow_parent, daemon=True).start()
 
-    def run(self) -> int:
-        """Run this rank and return its exit code; every failure ends in one record or message."""
+    def run(self) -> NoReturn:
+        """Run this rank and end the process; every failure ends in one record or message."""
         try:
             result = self._execute()
         except Exception as problem:
-            return self._fail(problem)
-        if self.watch is not None:
-            self.watch.stop()
-        if result is None:
-            return 0
-        if self.folder is None:
-            return report(result, as_json=self.args.json)
-        return 0
+            self._fail(problem)
+        code = 0 if result is None or self.folder is not None else report(result, as_json=self.args.json)
+        _end(code)
 
     def _execute(self) -> RunResult | None:
         from weft.plan.plan import load_plan
@@ -149,8 +144,9 @@ class _Rank:
         output = self.folder or self.args.output
         if result is not None and output is not None:
             save_result(result, output)
-        transport.barrier()
-        transport.close()
+        if self.watch is not None:
+            self.watch.stop()
+        transport.leave()
         return result
 
     def _adjust(self, executor: Executor) -> None:
@@ -163,8 +159,8 @@ class _Rank:
                 executor.bound.actions[position] = lambda: os.kill(os.getpid(), signal.SIGKILL)
                 return
 
-    def _fail(self, problem: Exception) -> int:
-        """Record or print what went wrong, and return the exit code."""
+    def _fail(self, problem: Exception) -> NoReturn:
+        """Record or print what went wrong, and end the process."""
         from weft.run.transport import PeerLost
 
         code = problem.exit_code if isinstance(problem, WeftError) else RunError.exit_code
@@ -180,9 +176,14 @@ class _Rank:
             print(f"weft: rank {self.rank}: {text}", file=sys.stderr, flush=True)
         elif not is_peer or self.watch.verdict() is None:
             self.watch.announce(f"rank {self.rank} failed while {self.status.describe()}: {text}")
-        sys.stderr.flush()
-        sys.stdout.flush()
-        os._exit(code)  # threads of the backend may hang on the lost connection
+        _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    """End the process at once: threads of the backend may hang on lost connections, or abort when torn down."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _own_device(kind: str) -> torch.device:

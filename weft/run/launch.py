@@ -170,7 +170,7 @@ class _Ranks:
         process.errors.flush()
         process.errors.seek(0)
         lines = process.errors.read().decode(errors="replace").strip().splitlines()
-        return f". Its last words: {lines[-1]}" if lines and process.child.returncode > 0 else ""
+        return f". Its last words: {lines[-1]}" if lines else ""
 
     def _end_all(self) -> None:
         for process in self._processes:

@@ -53,6 +53,7 @@ class Transport:
         """On a GPU: returns when the device has done what was issued; None on a CPU, where calls return when done."""
         if device.type == "cuda":
             self.synchronize = torch.cuda.current_stream(device).synchronize
+        self._store, self._timeout_s = store, timeout_s
         self._world = dist.group.WORLD
         self._backend = self._world._get_backend(device)
         self._cpu = self._world._get_backend(torch.device("cpu"))
@@ -162,6 +163,25 @@ class Transport:
         self._finish(self._cpu.recv([stamp], 0, tag))
         after = time.perf_counter()
         return after - before, float(stamp) - (before + after) / 2
+
+    def leave(self, patience_s: float = 30.0) -> None:
+        """Return when every rank has come here, so that the process may end without breaking another's connection.
+
+        The ranks meet in the store: a last message over the connections themselves could be cut off by an early end.
+        Rank 0, which may serve the store, goes last.
+        """
+        store = self._store if self._store is not None else open_store(listen_fd=None, timeout_s=patience_s)
+        deadline = time.monotonic() + patience_s
+        try:
+            if self.rank == 0:
+                store.set("weft-finished", "")
+                while store.add("weft-left", 0) < self.num_ranks - 1 and time.monotonic() < deadline:
+                    time.sleep(0.01)
+            else:
+                store.wait(["weft-finished"], timedelta(seconds=self._timeout_s))
+                store.add("weft-left", 1)
+        except RuntimeError as problem:
+            raise PeerLost(f"rank {self.rank} lost the store: {problem}") from problem
 
     def close(self) -> None:
         """Give up the connections."""

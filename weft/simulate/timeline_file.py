@@ -186,7 +186,8 @@ def _to_timeline(record: TimelineRecord, program: Program | None) -> Timeline:
         source=np.asarray([item.code for rank in ranks for item in rank.source], dtype=np.uint8),
         previous=last_before(rank_start, np.isin(op, (Op.COMPUTE, Op.STEP))), partner=partner,
         needs=needs[np.argsort(needs[:, 0], kind="stable")], program=program,
-        stored_labels=tuple(label for rank in ranks for label in rank.label), stored_memory=memory)
+        stored_labels=tuple(label for rank in ranks for label in rank.label),
+        stored_memory=memory if program is None else None)
 
 
 def _rows(pairs: tuple[tuple[int, int], ...]) -> I64:
