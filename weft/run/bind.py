@@ -6,6 +6,7 @@ The closures of a rank, called in order, are a step. ``weft.run.wiring`` finds w
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ class Binder:
             case Op.COLLECTIVE:
                 return self._all_reduce(position, item.bucket)
             case Op.STEP:
-                return self._step()
+                return self._step(position)
 
     # ---- compute ----------------------------------------------------------------------------------------------------
 
@@ -226,11 +227,12 @@ class Binder:
 
         return action
 
-    def _step(self) -> Action:
-        optimizer, finish = self.optimizer, self.bound.finish
+    def _step(self, position: int) -> Action:
+        optimizer, finish, starts = self.optimizer, self.bound.finish, self.starts
 
         def action() -> None:
             finish()  # an output may be a view of a parameter, so messages end before parameters change
+            starts[position] = time.perf_counter_ns()
             if optimizer is not None:
                 optimizer.step()
 

@@ -73,15 +73,12 @@ def _run_steps(executor: Executor, options: RunOptions, transport: Transport, st
     measured = Measured()
     status.set(Milestone.WAITING)
     offset = transport.clock_offset_s()
-    transport.barrier()
     wanted = options.verify or options.gradients
-    cpu_start = time.process_time()
     for number in range(options.warmup + options.steps):
-        if number == options.warmup:
-            status.set(Milestone.WAITING)
-            transport.barrier()
-            cpu_start = time.process_time()
+        transport.barrier()  # a prediction begins with all ranks at once, so a measured step does too
+        cpu_start = time.process_time()
         executor.step(number)
+        cpu_s = time.process_time() - cpu_start
         measured.losses.append(executor.take_loss())
         results = executor.take_results()
         if number == 0 and wanted:
@@ -91,7 +88,7 @@ def _run_steps(executor: Executor, options: RunOptions, transport: Transport, st
             times = executor.step_times(offset)
             measured.times = [*measured.times[1 - MAX_TIMED_STEPS:], times]
             measured.spans.append(times.span_s)
-    measured.cpu_s = time.process_time() - cpu_start
+            measured.cpu_s += cpu_s
     return measured
 
 
