@@ -7,7 +7,7 @@ import numpy as np
 from weft.cluster.cluster import Cluster, Contention, Device, DeviceKind, Link
 from weft.model.graph import Graph, TensorRole
 from weft.plan.orders import Order, gpipe, interleaved, one_f_one_b, to_tokens
-from weft.plan.plan import ClusterRef, GradientExchange, ModelRef, Optimizer, Plan, Replica, Stage
+from weft.plan.plan import ClusterRef, ModelRef, Optimizer, Plan, Replica, Stage
 
 
 def chain_graph(num_ops: int, *, skips: tuple[tuple[int, int], ...] = (), parameter_bytes: int = 4,
@@ -90,17 +90,8 @@ def plan_of(graph: Graph, groups: list[list[int]], *, order: Order, devices: lis
 
 def with_gradients(plan: Plan, graph: Graph) -> Plan:
     """Return the plan with one all-reduce for each set of devices that hold the same parameters."""
-    from dataclasses import replace
-
-    from weft.plan.structure import parameter_holders
-    if plan.model.mode != "training":
-        return plan
-    groups: dict[tuple[str, ...], list[str]] = {}
-    for tensor, devices in parameter_holders(plan, graph).items():
-        if len(devices) > 1:
-            groups.setdefault(devices, []).append(graph.tensor_names[tensor])
-    return replace(plan, gradients=tuple(
-        GradientExchange(parameters=tuple(names), devices=devices) for devices, names in groups.items()))
+    from weft.search.problem import add_gradients
+    return add_gradients(plan, graph)
 
 
 def pipeline(kind: str, num_devices: int, num_microbatches: int, *, chunks: int = 1) -> tuple[Graph, Plan]:

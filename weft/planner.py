@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -62,19 +63,34 @@ class Comparison:
         return min(self.candidates, key=lambda candidate: candidate.step_time_s)
 
 
-def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None, *,
+def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None, *, time_limit_s: float | None = None,
                        progress: Callable[[str], None] = lambda text: None) -> Comparison:
-    """Return the best plan of each strategy; raise ``NoFeasiblePlan`` with the nearest miss if none fits."""
+    """Return the best plan of each strategy; raise ``NoFeasiblePlan`` with the nearest miss if none fits.
+
+    Once there is a plan, no further strategy is begun after ``time_limit_s`` seconds, and Ctrl-C ends the search: what
+    has been found until then is returned.
+    """
     names = tuple(STRATEGIES) if strategies is None else tuple(strategies)
     unknown = [name for name in names if name not in STRATEGIES]
     if unknown:
         raise InputError(f"there is no strategy {unknown[0]!r}; choose from {', '.join(STRATEGIES)}")
     bound_s = problem.work_bound()
     candidates: list[Candidate] = []
+    begin = time.monotonic()
     for name in names:
         best_s = min((candidate.step_time_s for candidate in candidates), default=float("inf"))
+        has_plan = best_s < float("inf")
+        if has_plan and time_limit_s is not None and time.monotonic() - begin >= time_limit_s:
+            progress(f"time limit: {name} and what follows are not tried")
+            break
         progress(f"{name}: best so far {best_s:.6g} s, bound {bound_s:.6g} s")
-        candidates.append(_best_of_strategy(problem, name, bound_s))
+        try:
+            candidates.append(_best_of_strategy(problem, name, bound_s))
+        except KeyboardInterrupt:
+            if not has_plan:
+                raise
+            progress(f"interrupted: {name} and what follows are not tried")
+            break
     comparison = Comparison(candidates=tuple(candidates), bound_s=bound_s)
     if comparison.best.plan is None:
         raise _nothing_fits(problem, candidates)

@@ -163,3 +163,22 @@ def test_microbatch_choices_are_the_users_or_divisors():
     assert microbatch_choices(problem_of(microbatches=8), "1f1b") == [8]
     assert microbatch_choices(problem_of(batch=24), "single") == [1, 2, 3, 4, 6]
     assert microbatch_choices(problem_of(batch=96), "1f1b") == [8, 12, 16, 24, 32]
+
+
+def test_a_time_limit_keeps_what_was_found():
+    lines = []
+    comparison = compare_strategies(problem_of(), time_limit_s=0.0, progress=lines.append)
+    assert [item.strategy for item in comparison.candidates] == ["single"]
+    assert lines[-1] == "time limit: data-parallel and what follows are not tried"
+
+
+def test_an_interrupt_keeps_what_was_found(monkeypatch):
+    def interrupted(problem, microbatches):
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(STRATEGIES, "gpipe", interrupted)
+    comparison = compare_strategies(problem_of())
+    assert [item.strategy for item in comparison.candidates] == ["single", "data-parallel", "data-parallel-by-speed"]
+    monkeypatch.setitem(STRATEGIES, "single", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compare_strategies(problem_of())

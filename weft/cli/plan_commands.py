@@ -51,6 +51,7 @@ def plan(
     html: HtmlOption = None,
     trace: TraceOption = None,
     seed: Annotated[int, typer.Option(help="Seed of all searches.")] = 0,
+    time_limit: Annotated[float | None, typer.Option(help="Begin no further strategy after so many seconds.")] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -74,7 +75,7 @@ def plan(
     for warning in graph.warnings:
         report(f"note: {warning}")
     problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options)
-    comparison = compare_strategies(problem, strategy, progress=report)
+    comparison = compare_strategies(problem, strategy, time_limit_s=time_limit, progress=report)
     best = comparison.best
     assert best.plan is not None, "compare_strategies raises otherwise"
     assert best.timeline is not None
