@@ -12,10 +12,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from weft.errors import InputError, NoFeasiblePlan
-from weft.plan.check import check_memory, check_program
-from weft.plan.lower import lower
+from weft.plan.check import check_plan
 from weft.plan.plan import Plan, with_search
-from weft.plan.structure import require_structure
 from weft.search.baselines import STRATEGIES
 from weft.search.problem import Problem, divisors
 from weft.simulate.predict import simulate
@@ -137,12 +135,7 @@ def _best_of_strategy(problem: Problem, name: str, bound_s: float) -> Candidate:
 
 def evaluate(plan: Plan, problem: Problem) -> Timeline:
     """Return the simulated timeline of a plan that passes all checks."""
-    require_structure(plan, problem.graph, problem.cluster)
-    program = lower(plan, problem.graph)
-    check_program(program)
-    timeline = simulate(program, problem.costs, problem.cluster)
-    check_memory(program, problem.cluster, timeline.memory)
-    return timeline
+    return simulate(check_plan(plan, problem.graph, problem.cluster), problem.costs, problem.cluster)
 
 
 def microbatch_choices(problem: Problem, strategy: str) -> list[int]:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
     from weft.cost.costs import Costs
     from weft.model.graph import Graph
-    from weft.plan.plan import Mode, Plan
+    from weft.plan.plan import Plan
 
 ModelArgument = Annotated[str, typer.Argument(
     metavar="MODEL", help="A name from `weft models` (options after a colon: gpt2:layers=4,seq=128), "
@@ -50,14 +50,6 @@ def choice(option: str, text: str, allowed: tuple[str, ...]) -> Any:
     return text
 
 
-def load_graph_of(spec: str, *, mode: Mode, batch: int | None, dtype: str | None = None,
-                  batch_dims: bool = False) -> Graph:
-    """Return the graph of any kind of model, traced for that many samples."""
-    from weft.model.load import load_graph_for
-
-    return load_graph_for(spec, mode=mode, batch=batch, dtype=dtype, batch_dims=batch_dims)
-
-
 def load_costs(graph: Graph, cluster: Cluster, profile: Path | None, dtype: str | None) -> Costs:
     """Return the costs of the graph on the cluster, with measured times where the profile store has them."""
     from weft.cost.costs import estimate_costs
@@ -77,8 +69,10 @@ def graph_of_plan(plan: Plan, model: str | None) -> Graph:
     spec = model or plan.model.name
     if model is None and not is_zoo_name(spec):
         raise InputError(f"the plan's model {spec!r} is not a name from `weft models`: give it as well (--model)")
-    return load_graph_of(spec, mode=plan.model.mode, batch=plan.microbatch_size, dtype=plan.model.dtype,
-                         batch_dims=has_unaligned_replicas(plan))
+    from weft.model.load import load_graph_for
+
+    return load_graph_for(spec, mode=plan.model.mode, batch=plan.microbatch_size, dtype=plan.model.dtype,
+                          batch_dims=has_unaligned_replicas(plan))
 
 
 def cluster_of_plan(plan: Plan, cluster: str | None) -> Cluster:

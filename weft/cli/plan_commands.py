@@ -18,7 +18,6 @@ from weft.cli.common import (
     cluster_of_plan,
     graph_of_plan,
     load_costs,
-    load_graph_of,
     print_json,
     reporter,
 )
@@ -57,6 +56,7 @@ def plan(
 ) -> None:
     """Find the fastest way to run a model on a cluster, and compare the strategies."""
     from weft.cluster import read_cluster
+    from weft.model.load import load_graph_for
     from weft.model.source import DTYPES
     from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, save_plan
     from weft.planner import compare_strategies
@@ -70,8 +70,7 @@ def plan(
                           optimizer=Optimizer(kind=choice("--optimizer", optimizer, OPTIMIZERS)))
     target = read_cluster(cluster)
     report(f"tracing {model}")
-    graph = load_graph_of(model, mode=options.mode, batch=batch // (microbatches or 1) if microbatches else None,
-                          dtype=dtype)
+    graph = load_graph_for(model, mode=options.mode, batch=batch // microbatches if microbatches else None, dtype=dtype)
     for warning in graph.warnings:
         report(f"note: {warning}")
     problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options)
