@@ -8,7 +8,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
-BENCHMARKS = ("bench_startup", "bench_trace", "bench_simulate", "bench_profile", "bench_checker", "bench_runtime")
+BENCHMARKS = ("bench_startup", "bench_trace", "bench_simulate", "bench_profile", "bench_checker", "bench_runtime",
+              "bench_schedule")
 
 
 def main() -> None:

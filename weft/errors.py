@@ -47,8 +47,11 @@ class NoFeasiblePlan(WeftError):  # noqa: N818 - it is an answer rather than a f
 
     exit_code = 3
 
-    def __init__(self, message: str, *, missing_bytes: int | None = None, device: str | None = None) -> None:
+    def __init__(self, message: str, *, missing_bytes: int | None = None, device: str | None = None,
+                 needed: float | None = None) -> None:
         super().__init__(message)
+        self.needed = needed
+        """The smallest memory of ``device`` that would do, in the units of a schedule problem."""
         self.missing_bytes = missing_bytes
         """How much memory is missing on ``device``, or in all; None where something else is the reason."""
         self.device = device

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from weft.errors import InputError, NoFeasiblePlan
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan, with_search
-from weft.search.baselines import STRATEGIES
+from weft.search.baselines import STRATEGIES, Strategy
+from weft.search.placements import PLACEMENTS
 from weft.search.problem import Problem, divisors
+from weft.search.scheduled import schedule_search, scheduled_plan
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 from weft.units import format_bytes
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 
 MAX_MICROBATCH_CHOICES = 5
 """So many numbers of micro-batches are tried for each strategy where the user gives none."""
+SCHEDULE_TIME_S = 10.0
+"""So long one search for a schedule may take, of the several for each placement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,21 +65,25 @@ class Comparison:
         return min(self.candidates, key=lambda candidate: candidate.step_time_s)
 
 
-def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None, *, time_limit_s: float | None = None,
+def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None, *, placements: Sequence[str] = (),
+                       time_limit_s: float | None = None,
                        progress: Callable[[str], None] = lambda text: None) -> Comparison:
     """Return the best plan of each strategy; raise ``NoFeasiblePlan`` with the nearest miss if none fits.
 
-    Once there is a plan, no further strategy is begun after ``time_limit_s`` seconds, and Ctrl-C ends the search: what
-    has been found until then is returned.
+    For each of the ``placements`` a schedule is searched as well (``schedule-v`` and so on). Once there is a plan, no
+    further strategy is begun after ``time_limit_s`` seconds, and Ctrl-C ends the search: what has been found until then
+    is returned.
     """
     names = tuple(STRATEGIES) if strategies is None else tuple(strategies)
     unknown = [name for name in names if name not in STRATEGIES]
     if unknown:
         raise InputError(f"there is no strategy {unknown[0]!r}; choose from {', '.join(STRATEGIES)}")
+    builders = {name: STRATEGIES[name] for name in names}
+    builders |= _placement_builders(problem, placements, time_limit_s, progress)
     bound_s = problem.work_bound()
     candidates: list[Candidate] = []
     begin = time.monotonic()
-    for name in names:
+    for name, build in builders.items():
         best_s = min((candidate.step_time_s for candidate in candidates), default=float("inf"))
         has_plan = best_s < float("inf")
         if has_plan and time_limit_s is not None and time.monotonic() - begin >= time_limit_s:
@@ -83,7 +91,7 @@ def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None
             break
         progress(f"{name}: best so far {best_s:.6g} s, bound {bound_s:.6g} s")
         try:
-            candidates.append(_best_of_strategy(problem, name, bound_s))
+            candidates.append(_best_of_strategy(problem, name, build, bound_s))
         except KeyboardInterrupt:
             if not has_plan:
                 raise
@@ -113,12 +121,28 @@ def _missing(miss: NoFeasiblePlan) -> float:
     return float("inf") if miss.missing_bytes is None else miss.missing_bytes
 
 
-def _best_of_strategy(problem: Problem, name: str, bound_s: float) -> Candidate:
+def _placement_builders(problem: Problem, placements: Sequence[str], time_limit_s: float | None,
+                        progress: Callable[[str], None]) -> dict[str, Strategy]:
+    """Return, by name, what makes a plan with a searched schedule of each placement."""
+    unknown = [name for name in placements if name not in PLACEMENTS]
+    if unknown:
+        raise InputError(f"there is no placement {unknown[0]!r}; choose from {', '.join(PLACEMENTS)}")
+    num_searches = 2 * MAX_MICROBATCH_CHOICES * max(1, len(placements))
+    limit_s = SCHEDULE_TIME_S if time_limit_s is None else min(SCHEDULE_TIME_S, time_limit_s / num_searches)
+    search = schedule_search(time_limit=limit_s, seed=problem.options.seed, progress=progress)
+
+    def builder(placement: str) -> Strategy:
+        return lambda problem, microbatches: scheduled_plan(problem, placement, microbatches, search)
+
+    return {f"schedule-{name}": builder(name) for name in placements}
+
+
+def _best_of_strategy(problem: Problem, name: str, build: Strategy, bound_s: float) -> Candidate:
     best = Candidate(strategy=name)
     misses: list[NoFeasiblePlan] = []
     for microbatches in microbatch_choices(problem, name):
         try:
-            plan = STRATEGIES[name](problem, microbatches)
+            plan = build(problem, microbatches)
             timeline = evaluate(plan, problem)
         except NoFeasiblePlan as miss:
             misses.append(miss)
@@ -126,7 +150,7 @@ def _best_of_strategy(problem: Problem, name: str, bound_s: float) -> Candidate:
         log.debug("%s with %d micro-batches: %.6g s", name, microbatches, timeline.step_time_s)
         if timeline.step_time_s < best.step_time_s:
             assert timeline.program is not None, "it was simulated just now"
-            plan = with_search(plan, step_time=timeline.step_time_s, bound=bound_s)
+            plan = with_search(plan, step_time=timeline.step_time_s, bound=max(bound_s, plan.search.bound or 0.0))
             timeline = replace(timeline, program=replace(timeline.program, plan=plan))
             best = Candidate(strategy=name, plan=plan, timeline=timeline)
     nearest = min(misses, key=_missing, default=None)

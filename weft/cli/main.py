@@ -10,7 +10,7 @@ import sys
 
 import typer
 
-from weft.cli import cluster_commands, model_commands, plan_commands, run_commands
+from weft.cli import cluster_commands, export_commands, model_commands, plan_commands, run_commands, schedule_commands
 from weft.errors import WeftError
 
 app = typer.Typer(
@@ -23,7 +23,10 @@ app.command("plan")(plan_commands.plan)
 app.command("simulate")(plan_commands.simulate)
 app.command("show")(plan_commands.show)
 app.command("check")(plan_commands.check)
+app.command("export")(export_commands.export)
+app.command("import-order")(export_commands.import_order)
 app.command("run")(run_commands.run)
+app.command("schedule")(schedule_commands.schedule)
 app.add_typer(cluster_commands.app, name="cluster")
 
 

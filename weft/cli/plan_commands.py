@@ -41,6 +41,8 @@ def plan(
     batch: Annotated[int, typer.Option(help="Samples in one step.")] = 32,
     microbatches: Annotated[int | None, typer.Option(help="Parts of the batch; chosen if absent.")] = None,
     strategy: Annotated[list[str] | None, typer.Option(help="Try only this strategy (may be repeated).")] = None,
+    placement: Annotated[list[str] | None, typer.Option(
+        help="Also search a schedule for this placement: v, x, m, nn, k, interleaved or vv (may be repeated).")] = None,
     mode: Annotated[str, typer.Option(help="training or inference.")] = "training",
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
     optimizer: Annotated[str, typer.Option(help="none, sgd, adam or adamw.")] = "adamw",
@@ -74,7 +76,8 @@ def plan(
     for warning in graph.warnings:
         report(f"note: {warning}")
     problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options)
-    comparison = compare_strategies(problem, strategy, time_limit_s=time_limit, progress=report)
+    comparison = compare_strategies(problem, strategy, placements=placement or (), time_limit_s=time_limit,
+                                    progress=report)
     best = comparison.best
     assert best.plan is not None, "compare_strategies raises otherwise"
     assert best.timeline is not None

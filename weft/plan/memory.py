@@ -8,12 +8,13 @@ from the receive until the compute that reads them ends; outputs and gradients t
 instruction on the rank that reads or sends them.
 
 Sizes are the graph's, for an instance's samples. Not counted: the allocator's rounding, library workspaces, and the
-inputs and outputs of the model. A tensor that two stages on one rank both keep counts twice. Shards are not known here
-yet: a rank of a stage on several devices is charged for the whole stage.
+inputs and outputs of the model. A tensor that two stages on one rank both keep counts twice. A rank of a stage on
+several devices is charged for its part of the tensors that the stage shards, and for all others whole.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Final
 
@@ -21,10 +22,10 @@ import numpy as np
 
 from weft.model.graph import I64, Graph, TensorRole
 from weft.plan.layout import stage_inputs
-from weft.plan.plan import Optimizer
+from weft.plan.plan import Optimizer, part_held
 from weft.plan.program import Op, Phase, Program
 from weft.plan.stage_memory import StageMemory, stage_memory
-from weft.plan.structure import parameter_holders
+from weft.plan.structure import parameter_parts
 
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "buffers")
 """``buffers`` are tensors that wait between stages: received, or to be read or sent on their own rank."""
@@ -67,7 +68,7 @@ class MemoryAccount:
 def account_memory(program: Program) -> MemoryAccount:
     """Return what every rank holds during every instruction of the program."""
     places = _Places(program)
-    memories = _instance_memories(program)
+    memories = instance_memories(program)
     return MemoryAccount(
         static=static_bytes(program), activations=_activation_bytes(program, memories),
         buffers=_received_bytes(program, places) + _handed_over_bytes(program, places, memories),
@@ -92,17 +93,24 @@ class _Places:
         """[slot, microbatch] -> the B or I instruction."""
 
 
-def _instance_memories(program: Program) -> list[StageMemory]:
+def instance_memories(program: Program) -> list[StageMemory]:
+    """Return what each instance takes on one of its ranks for one micro-batch."""
     inputs = [stage_inputs(program.graph, ops) for ops in program.stage_ops]
     crossing = np.unique(np.concatenate(inputs)) if inputs else np.zeros(0, dtype=np.int64)
     training = program.plan.model.mode == "training"
-    known: dict[tuple[int, int], StageMemory] = {}
+    known: dict[tuple[int, int, tuple[tuple[str, int], ...]], StageMemory] = {}
+    result = []
     for item in program.instances:
-        if (item.stage, item.num_samples) not in known:
-            known[item.stage, item.num_samples] = stage_memory(
+        stage = program.plan.stages[item.stage]
+        replica = stage.replicas[item.replica]
+        key = item.stage, item.num_samples, tuple(sorted(replica.mesh.items()))
+        if key not in known:
+            parts = {program.graph.tensor_index[name]: part_held(stage, replica, name) for name in stage.sharding}
+            known[key] = stage_memory(
                 program.graph, program.stage_ops[item.stage], num_samples=item.num_samples, training=training,
-                crossing=crossing)
-    return [known[item.stage, item.num_samples] for item in program.instances]
+                crossing=crossing, parts=parts)
+        result.append(known[key])
+    return result
 
 
 def _activation_bytes(program: Program, memories: list[StageMemory]) -> I64:
@@ -161,7 +169,7 @@ def _handed_over_bytes(program: Program, places: _Places, memories: list[StageMe
     for until, rows in ((output_until, sends[~is_gradient[program.channel[sends]]]),
                         (gradient_until, sends[is_gradient[program.channel[sends]]])):
         np.maximum.at(until, (sender[program.channel[rows]], program.microbatch[rows]), rows)
-    outputs = np.asarray([_unsaved_outputs(program, item.stage, memory)
+    outputs = np.asarray([unsaved_outputs(program, item.stage, memory)
                           for item, memory in zip(program.instances, memories, strict=True)], dtype=np.int64)
     gradients = np.asarray([memory.input_gradients for memory in memories], dtype=np.int64)
     total = np.zeros(program.num_instructions, dtype=np.int64)
@@ -172,7 +180,8 @@ def _handed_over_bytes(program: Program, places: _Places, memories: list[StageMe
     return total
 
 
-def _unsaved_outputs(program: Program, stage: int, memory: StageMemory) -> int:
+def unsaved_outputs(program: Program, stage: int, memory: StageMemory) -> int:
+    """Return the bytes that other stages read and that the stage's own backward does not keep."""
     keeps_all = program.plan.model.mode == "training" and not program.plan.stages[stage].recompute
     return memory.outputs - memory.saved_outputs if keeps_all else memory.outputs
 
@@ -191,14 +200,15 @@ def static_bytes(program: Program) -> I64:
     training = plan.model.mode == "training"
     result = np.zeros((program.num_ranks, len(CATEGORIES)), dtype=np.int64)
     rank_of = {device: rank for rank, device in enumerate(plan.cluster.devices)}
-    for tensor, devices in parameter_holders(plan, graph).items():
+    for tensor, parts in parameter_parts(plan, graph).items():
         size = int(graph.tensor_bytes[tensor])
         state = optimizer_bytes(graph, tensor, plan.optimizer)
-        for device in devices:
-            result[rank_of[device], 0] += size
+        for device, part in parts.items():
+            result[rank_of[device], 0] += math.ceil(part * size)
             if training:
-                result[rank_of[device], 1] += size
-                result[rank_of[device], 2] += -(-state // len(devices)) if plan.optimizer.sharded else state
+                result[rank_of[device], 1] += math.ceil(part * size)
+                own = min(part, 1 / len(parts)) if plan.optimizer.sharded else part
+                result[rank_of[device], 2] += math.ceil(own * state)
     buffers: list[set[int]] = [set() for _ in range(program.num_ranks)]
     for instance in program.instances:
         for rank in instance.ranks:

@@ -12,6 +12,7 @@ and ``W``, the backward split into gradients of inputs and gradients of weights.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -191,6 +192,12 @@ def _wrap(items: list[str], indent: str) -> list[str]:
             line = ""
         line = f"{line}, {item}" if line else item
     return [*lines, indent + line]
+
+
+def part_held(stage: Stage, replica: Replica, tensor: str) -> float:
+    """Return the part of the tensor that each device of the replica holds: 1 where the stage does not shard it."""
+    dims = stage.sharding[tensor].dims if tensor in stage.sharding else ()
+    return 1.0 / math.prod(replica.mesh.get(axis, 1) for axis in dims if axis is not None)
 
 
 def with_search(plan: Plan, **changes: Any) -> Plan:

@@ -6,7 +6,9 @@ other stages are not counted inside its forward: they are held as received or ha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -36,14 +38,18 @@ class StageMemory:
     """Largest amount of gradients live inside the backward."""
 
 
-def stage_memory(graph: Graph, ops: I64, *, num_samples: int, training: bool, crossing: I64) -> StageMemory:
-    """Return the memory figures of the stage with these operators; ``crossing`` are the tensors between stages."""
-    view = _StageView(graph, ops, num_samples)
+def stage_memory(graph: Graph, ops: I64, *, num_samples: int, training: bool, crossing: I64,
+                 parts: Mapping[int, float] = MappingProxyType({})) -> StageMemory:
+    """Return the memory figures of the stage with these operators; ``crossing`` are the tensors between stages.
+
+    ``parts`` are the parts of sharded tensors that one device of the stage holds.
+    """
+    view = _StageView(graph, ops, num_samples, parts)
     saved, for_weights = view.saved(training=training)
     outputs = np.unique(view.root[crossing[view.is_made[crossing]]])
     kept = np.zeros(graph.num_tensors, dtype=bool)
     kept[saved] = True
-    inside = float(graph.saved_inside_bytes[ops].sum()) * num_samples / graph.batch if training else 0.0
+    inside = view.saved_inside(ops) * num_samples / graph.batch if training else 0.0
     own_saved = saved[~view.is_from_outside[saved]]
     gradients = view.inputs[graph.needs_gradient[view.inputs]] if training else view.inputs[:0]
     return StageMemory(
@@ -62,10 +68,12 @@ def _whole(num_bytes: float) -> int:
 class _StageView:
     """The graph as one stage sees it."""
 
-    def __init__(self, graph: Graph, ops: I64, num_samples: int) -> None:
-        self.graph, self.root = graph, graph.memory_root
+    def __init__(self, graph: Graph, ops: I64, num_samples: int, parts: Mapping[int, float]) -> None:
+        self.graph, self.root, self.parts = graph, graph.memory_root, parts
         is_batched = graph.tensor_batch_dim != NO_BATCH_DIM
         self.sizes: F64 = graph.tensor_bytes.astype(np.float64) * np.where(is_batched, num_samples / graph.batch, 1.0)
+        for tensor, part in parts.items():
+            self.sizes[tensor] *= part
         self.ops = [(graph.op_inputs(op).tolist(), graph.op_outputs(op).tolist()) for op in ops.tolist()]
         """(tensors read, tensors written) of each operator."""
         self.is_made = self._mask([tensor for _, written in self.ops for tensor in written])
@@ -82,6 +90,11 @@ class _StageView:
         mask: Bool = np.zeros(self.graph.num_tensors, dtype=bool)
         mask[tensors] = True
         return mask
+
+    def saved_inside(self, ops: I64) -> float:
+        """Return what operators keep inside for their backward, of the sharded ones the part of what they read."""
+        part = [min((self.parts.get(tensor, 1.0) for tensor in read), default=1.0) for read, _ in self.ops]
+        return float((self.graph.saved_inside_bytes[ops] * part).sum())
 
     def saved(self, *, training: bool) -> tuple[I64, float]:
         """Return the storages that are kept for the backward, and the bytes that the gradients of weights need."""

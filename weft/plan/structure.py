@@ -18,7 +18,7 @@ import numpy as np
 from weft.cluster.cluster import Cluster
 from weft.errors import PlanError
 from weft.model.graph import Graph
-from weft.plan.plan import Plan, Replica, Stage, split_samples
+from weft.plan.plan import Plan, Replica, Stage, part_held, split_samples
 from weft.units import format_bytes
 
 PHASES = ("F", "B", "I", "W")
@@ -288,17 +288,33 @@ def parse_action(token: str) -> tuple[str, str, int] | None:
 
 def parameter_holders(plan: Plan, graph: Graph) -> dict[int, tuple[str, ...]]:
     """Return the devices that hold each parameter, in the order of ``cluster.devices``."""
-    holders: dict[int, set[str]] = {}
+    return {tensor: tuple(parts) for tensor, parts in parameter_parts(plan, graph).items()}
+
+
+def parameter_parts(plan: Plan, graph: Graph) -> dict[int, dict[str, float]]:
+    """Return, for each parameter, the part of it that each device holds, in the order of ``cluster.devices``."""
+    parts: dict[int, dict[str, float]] = {}
     is_parameter = np.zeros(graph.num_tensors, dtype=bool)
     is_parameter[graph.parameters] = True
     for stage in plan.stages:
-        devices = {device for replica in stage.replicas for device in replica.devices}
-        for name in stage.ops:
-            inputs = graph.op_inputs(graph.op_index[name])
-            for tensor in inputs[is_parameter[inputs]]:
-                holders.setdefault(int(tensor), set()).update(devices)
+        read = np.unique(np.concatenate([graph.op_inputs(graph.op_index[name]) for name in stage.ops]))
+        for tensor in read[is_parameter[read]].tolist():
+            held = parts.setdefault(tensor, {})
+            for replica in stage.replicas:
+                part = part_held(stage, replica, graph.tensor_names[tensor])
+                held.update({device: max(part, held.get(device, 0.0)) for device in replica.devices})
     rank = {device: index for index, device in enumerate(plan.cluster.devices)}
-    return {tensor: tuple(sorted(devices, key=rank.__getitem__)) for tensor, devices in sorted(holders.items())}
+    return {tensor: dict(sorted(held.items(), key=lambda item: rank[item[0]]))
+            for tensor, held in sorted(parts.items())}
+
+
+def copied_parameters(plan: Plan, graph: Graph) -> dict[int, tuple[str, ...]]:
+    """Return the parameters that are somewhere more than once, with their devices: their gradients are exchanged.
+
+    A parameter whose shards are held once each, by the devices of one mesh, is not among them.
+    """
+    return {tensor: tuple(parts) for tensor, parts in parameter_parts(plan, graph).items()
+            if len(parts) > 1 and sum(parts.values()) > 1 + 1e-9}
 
 
 def _gradient_problems(plan: Plan, graph: Graph) -> Iterator[str]:
@@ -322,8 +338,8 @@ def _gradient_problems(plan: Plan, graph: Graph) -> Iterator[str]:
             exchanged.setdefault(tensor, index)
         if len(set(exchange.devices)) != len(exchange.devices) or not exchange.devices or not exchange.parameters:
             yield f"gradients[{index}] must name parameters and devices, each device once"
-    for tensor, devices in holders.items():
-        if len(devices) > 1 and tensor not in exchanged:
+    for tensor, devices in copied_parameters(plan, graph).items():
+        if tensor not in exchanged:
             yield (f"gradients: parameter {graph.tensor_names[tensor]!r} is held by {', '.join(devices)} "
                    "but its gradient is not exchanged")
 

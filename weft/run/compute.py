@@ -218,11 +218,12 @@ def _run(edges: list[GradientEdge], gradients: Sequence[Any]) -> None:
 
 
 def weight_gradients(cell: Cell) -> Action:
-    """Return the second part of a backward."""
+    """Return the second part of a backward; autograd must not follow it, since its factors are part of its graph."""
 
     def action() -> None:
-        for item in cell.deferred:
-            item.accumulate()
+        with torch.no_grad():
+            for item in cell.deferred:
+                item.accumulate()
         cell.deferred = []
 
     return action

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -26,6 +27,32 @@ MAX_CUT_PLACES: Final = 256
 """So many places to cut at are considered in a long model."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """Operators to be cut into a pipeline."""
+
+    ops: I64
+    """In topological order."""
+    devices: tuple[DeviceId, ...]
+    """One for each stage, in order; a device may be there more than once."""
+    memory: tuple[float | None, ...]
+    """What each stage may take; None for no limit."""
+
+    @property
+    def memory_of_device(self) -> dict[DeviceId, float]:
+        """Return what the stages of each device may take together, 0 for no limit."""
+        result = dict.fromkeys(self.devices, 0.0)
+        for device, memory in zip(self.devices, self.memory, strict=True):
+            result[device] += memory or 0.0
+        return result
+
+
+def whole_model(problem: Problem) -> Segment:
+    """Return all operators, for one stage on each device."""
+    return Segment(ops=np.arange(problem.graph.num_ops), devices=problem.devices,
+                   memory=tuple(device.memory_bytes for device in problem.cluster.devices))
+
+
 def single_device(problem: Problem, microbatches: int) -> Plan:
     """Return the plan that runs everything on the fastest device with enough memory for the parameters."""
     size = problem.options.batch / microbatches
@@ -38,7 +65,7 @@ def single_device(problem: Problem, microbatches: int) -> Plan:
 
 def _holds_parameters(problem: Problem, device: DeviceId) -> bool:
     memory = problem.cluster.devices[device].memory_bytes
-    return memory is None or _state_bytes(problem).sum() <= memory
+    return memory is None or state_bytes(problem).sum() <= memory
 
 
 def data_parallel(problem: Problem, microbatches: int) -> Plan:
@@ -117,8 +144,10 @@ def equal_cuts(problem: Problem) -> list[int]:
     return [0, *cuts, graph.num_ops]
 
 
-def balanced_cuts(problem: Problem, microbatches: int) -> list[int]:
+def balanced_cuts(problem: Problem, microbatches: int, segment: Segment | None = None) -> list[int]:
     """Return cuts into contiguous stages, at most one per device in order, with the smallest possible period of 1F1B.
+
+    They are places in ``segment.ops``; without a segment, in the whole model on all devices.
 
     With ``t_i`` the time of stage ``i`` for one micro-batch, ``c_i`` that of the transfers at its end, and at most
     ``k_i = min(m, p - i)`` micro-batches in flight from stage ``i`` on, the period per micro-batch is no less than
@@ -126,13 +155,14 @@ def balanced_cuts(problem: Problem, microbatches: int) -> list[int]:
         max over i of  max(t_i, 2 c_i, (t_i + 2 c_i + t_{i+1} + 2 c_{i+1} + ...) / k_i)
 
     For a trial period, ``_cuts_within`` finds cuts that keep to it and to each device's memory, or none; bisection
-    finds the smallest. A device may stay without a stage. Long models are cut only at some places (``_cut_places``).
+    finds the smallest. A device may stay without a stage. Long models are cut only at some places (``cut_places``).
     """
+    segment = segment or whole_model(problem)
     size = problem.options.batch / microbatches
-    places = _cut_places(problem)
-    times = [_prefix(problem.op_seconds(device, size))[places] for device in problem.devices]
-    cut_times = _cut_seconds(problem, size)[places]
-    limits = _MemoryLimits(problem, size, microbatches)
+    places = cut_places(problem, segment)
+    times = [prefix_sums(problem.op_seconds(device, size)[segment.ops])[places] for device in segment.devices]
+    cut_times = cut_seconds(problem, size, segment)[places]
+    limits = MemoryLimits(problem, size, microbatches, segment)
     reach = [limits.reach(stage, places) for stage in range(len(times))]
     lowest, highest = 0.0, max(float(time[-1]) for time in times) + 2 * float(cut_times.sum())
     best = _cuts_within(highest, times, cut_times, reach, limits.in_flight)
@@ -146,17 +176,17 @@ def balanced_cuts(problem: Problem, microbatches: int) -> list[int]:
     return [int(places[index]) for index in best]
 
 
-def _cut_places(problem: Problem) -> I64:
+def cut_places(problem: Problem, segment: Segment) -> I64:
     """Return the operators before which stages may begin: all, or of many those with least to send among neighbours."""
-    graph = problem.graph
-    wanted = max(MAX_CUT_PLACES, 2 * len(problem.devices))
-    if graph.num_ops <= wanted:
-        return np.arange(graph.num_ops + 1)
-    load = _prefix(problem.op_seconds(problem.devices[0], problem.graph.batch))
+    graph, num_ops = problem.graph, len(segment.ops)
+    wanted = max(MAX_CUT_PLACES, 2 * len(segment.devices))
+    if num_ops <= wanted:
+        return np.arange(num_ops + 1)
+    load = prefix_sums(problem.op_seconds(segment.devices[0], graph.batch)[segment.ops])
     bucket = np.minimum((load / load[-1] * wanted).astype(np.int64), wanted - 1)
-    order = np.lexsort((np.arange(graph.num_ops + 1), _cut_seconds(problem, graph.batch), bucket))
+    order = np.lexsort((np.arange(num_ops + 1), cut_seconds(problem, graph.batch, segment), bucket))
     first = np.concatenate(([True], np.diff(bucket[order]) > 0))
-    return np.union1d(order[first], [0, graph.num_ops])
+    return np.union1d(order[first], [0, num_ops])
 
 
 def _cuts_within(period: float, times: Sequence[F64], cut_times: F64, reach: Sequence[I64],
@@ -191,48 +221,54 @@ def _cuts_within(period: float, times: Sequence[F64], cut_times: F64, reach: Seq
     return cuts
 
 
-class _MemoryLimits:
+class MemoryLimits:
     """How far a stage may reach before its device is full, by prefix sums."""
 
-    def __init__(self, problem: Problem, size: float, microbatches: int) -> None:
-        self.problem = problem
+    def __init__(self, problem: Problem, size: float, microbatches: int, segment: Segment) -> None:
+        self.segment = segment
         graph = problem.graph
         scale = size / graph.batch
         saved = np.zeros(graph.num_ops)
         if problem.is_training:
             kept = np.flatnonzero(graph.is_saved & (graph.tensor_producer >= 0) & (graph.tensor_base < 0))
             np.add.at(saved, graph.tensor_producer[kept], graph.tensor_bytes[kept] * scale)
-        self.state, self.saved = _prefix(_state_bytes(problem)), _prefix(saved)
-        num_stages = len(problem.devices)
+        self.state, self.saved = prefix_sums(state_bytes(problem)[segment.ops]), prefix_sums(saved[segment.ops])
+        num_stages = len(segment.devices)
         self.in_flight = [min(microbatches, num_stages - stage) for stage in range(num_stages)]
 
     def reach(self, stage: int, places: I64) -> I64:
         """Return, for a stage that begins at each place, the last place at which it may end."""
-        capacity = self.problem.cluster.devices[self.problem.devices[stage]].memory_bytes
+        capacity = self.segment.memory[stage]
         if capacity is None:
             return np.full(len(places), len(places) - 1)
         used = (self.state + self.saved * self.in_flight[stage])[places]
         return np.searchsorted(used, used + capacity, side="right") - 1
 
+    def bytes_of(self, stage: int, first: int, last: int) -> float:
+        """Return what the stage takes with the operators from ``first`` up to ``last``."""
+        return float(self.state[last] - self.state[first]
+                     + (self.saved[last] - self.saved[first]) * self.in_flight[stage])
+
     def error(self) -> NoFeasiblePlan:
         """Return what is missing for the whole model."""
-        devices = self.problem.cluster.devices
-        total = sum(device.memory_bytes or 0 for device in devices)
+        total = sum(self.segment.memory_of_device.values())
         need = float(self.state[-1] + self.saved[-1])
         missing = f"{format_bytes(need - total)} too little" if need > total else "too little for whole operators"
         state = format_bytes(self.state[-1])
         return NoFeasiblePlan(
             f"the model needs {format_bytes(need)} (parameters, gradients and optimizer state {state}, activations of "
-            f"one micro-batch {format_bytes(self.saved[-1])}), the {len(devices)} devices have {format_bytes(total)} "
+            f"one micro-batch {format_bytes(self.saved[-1])}), the {len(self.segment.memory_of_device)} devices have "
+            f"{format_bytes(total)} "
             f"in all: {missing}. Try more micro-batches, recomputation, or more devices.",
             missing_bytes=max(0, int(need - total)))
 
 
-def _prefix(values: F64) -> F64:
+def prefix_sums(values: F64) -> F64:
+    """Return the sums of the first 0, 1, 2, ... values."""
     return np.concatenate(([0.0], np.cumsum(values)))
 
 
-def _state_bytes(problem: Problem) -> F64:
+def state_bytes(problem: Problem) -> F64:
     """Return parameter, gradient and optimizer bytes, each counted at the first operator that reads the parameter."""
     graph = problem.graph
     result = np.zeros(graph.num_ops)
@@ -246,32 +282,28 @@ def _state_bytes(problem: Problem) -> F64:
     return result
 
 
-def _cut_seconds(problem: Problem, size: float) -> F64:
+def cut_seconds(problem: Problem, size: float, segment: Segment) -> F64:
     """Return, for a cut before each operator, the time of its transfers in one direction, on the slowest neighbours."""
-    graph = problem.graph
-    crossing = np.zeros(graph.num_ops + 1)
-    if len(graph.edges):
-        last = _last_reader(problem)
-        moved = np.flatnonzero((graph.tensor_producer >= 0) & (last > graph.tensor_producer))
-        moved = moved[~graph.is_constant[graph.tensor_producer[moved]]]
-        np.add.at(crossing, graph.tensor_producer[moved] + 1, graph.tensor_bytes[moved])
-        np.add.at(crossing, last[moved] + 1, -graph.tensor_bytes[moved])
-    num_bytes = np.cumsum(crossing)[: graph.num_ops + 1] * (size / graph.batch)
-    pairs = list(zip(problem.devices, problem.devices[1:], strict=False))
+    graph, num_ops = problem.graph, len(segment.ops)
+    place = np.full(graph.num_ops + 1, -1, dtype=np.int64)
+    place[segment.ops] = np.arange(num_ops)
+    last = np.full(graph.num_tensors, -1, dtype=np.int64)
+    np.maximum.at(last, graph.inputs, place[graph.consumer_op])
+    made = place[graph.tensor_producer]
+    moved = np.flatnonzero((made >= 0) & (last > made))
+    moved = moved[~graph.is_constant[graph.tensor_producer[moved]]]
+    crossing = np.zeros(num_ops + 1)
+    np.add.at(crossing, made[moved] + 1, graph.tensor_bytes[moved])
+    np.add.at(crossing, last[moved] + 1, -graph.tensor_bytes[moved])
+    num_bytes = np.cumsum(crossing) * (size / graph.batch)
+    pairs = [(a, b) for a, b in itertools.pairwise(segment.devices) if a != b]
     if not pairs:
-        return np.zeros(graph.num_ops + 1)
+        return np.zeros(num_ops + 1)
     routes = [problem.cluster.route(source, target) for source, target in pairs]
     latency, rate = max(route.latency_s for route in routes), min(route.bytes_per_s for route in routes)
     seconds = np.where(num_bytes > 0, latency + num_bytes / rate, 0.0)
     seconds[[0, -1]] = 0.0
     return np.asarray(seconds, dtype=np.float64)
-
-
-def _last_reader(problem: Problem) -> I64:
-    graph = problem.graph
-    last = np.full(graph.num_tensors, -1, dtype=np.int64)
-    np.maximum.at(last, graph.inputs, graph.consumer_op)
-    return last
 
 
 STRATEGIES: Final[dict[str, Strategy]] = {

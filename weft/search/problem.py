@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 
@@ -24,9 +25,14 @@ from weft.plan.plan import (
     Replica,
     SearchInfo,
     Stage,
+    TensorSharding,
     split_samples,
 )
-from weft.plan.structure import parameter_holders
+from weft.plan.structure import copied_parameters
+from weft.simulate.timing import stage_figure
+
+TENSOR_AXIS: Final = "tensor"
+"""The axis of a replica that has several devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +64,11 @@ class StageSpec:
 
     ops: I64
     replicas: tuple[tuple[tuple[DeviceId, ...], float], ...]
-    """(devices, share of the samples) of each replica."""
+    """(devices, share of the samples) of each replica; several devices run it together, as one tensor axis."""
+    microbatches: tuple[int, ...] | None = None
+    """The micro-batches that it handles; None for all."""
+    sharding: Mapping[str, TensorSharding] = field(default_factory=dict)
+    """Tensors that the devices of a replica divide among them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,17 +145,16 @@ def _make_stage(problem: Problem, name: str, spec: StageSpec, microbatch_size: i
     counts = split_samples(microbatch_size, tuple(share for _, share in spec.replicas))
     phases: tuple[Phase, ...] = ("F", "B", "I", "W") if problem.is_training else ("F",)
     replicas = []
+    recompute = problem.options.recompute and problem.is_training
     for (devices, share), count in zip(spec.replicas, counts, strict=True):
-        fraction = count / graph.batch
-        times: dict[str, float] = {}
-        for phase in phases:
-            times[phase] = problem.costs.stage_figure(spec.ops, devices[0], phase, fraction).seconds
-        if problem.options.recompute and problem.is_training:
-            times |= {phase: times[phase] + times["F"] for phase in ("B", "I")}
+        times: dict[str, float] = {
+            phase: stage_figure(problem.costs, spec.ops, devices, phase, fraction=count / graph.batch,
+                                recompute=recompute, sharded=bool(spec.sharding)).seconds for phase in phases}
         replicas.append(Replica(devices=tuple(problem.cluster.devices[device].name for device in devices),
-                                share=share, times=times))
+                                mesh={TENSOR_AXIS: len(devices)} if len(devices) > 1 else {}, share=share, times=times))
     return Stage(name=name, ops=tuple(graph.op_names[op] for op in spec.ops), replicas=tuple(replicas),
-                 modules=block_names(graph, spec.ops), recompute=problem.options.recompute and problem.is_training)
+                 modules=block_names(graph, spec.ops), microbatches=spec.microbatches, sharding=spec.sharding,
+                 recompute=recompute)
 
 
 def block_of(module: str) -> str:
@@ -167,8 +176,7 @@ def add_gradients(plan: Plan, graph: Graph) -> Plan:
     if plan.model.mode != "training":
         return plan
     groups: dict[tuple[str, ...], list[str]] = {}
-    for tensor, devices in parameter_holders(plan, graph).items():
-        if len(devices) > 1:
-            groups.setdefault(devices, []).append(graph.tensor_names[tensor])
+    for tensor, devices in copied_parameters(plan, graph).items():
+        groups.setdefault(devices, []).append(graph.tensor_names[tensor])
     exchanges = tuple(GradientExchange(parameters=tuple(names), devices=devices) for devices, names in groups.items())
     return replace(plan, gradients=exchanges)

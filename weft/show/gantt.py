@@ -21,17 +21,23 @@ import numpy as np
 
 from weft.model.graph import I64
 from weft.plan.program import Op, Phase, Program
+from weft.show.drawing import (
+    IDLE,
+    Shade,
+    cell_mark,
+    cell_style,
+    fill_cells,
+    marks_legend,
+    text_axis,
+    wrapped,
+)
 from weft.show.names import printable, shorten
 from weft.simulate.timeline import Timeline
 from weft.units import format_time
 
-IDLE: Final = "."
 STEP: Final = "+"
-_FIRST: Final = {Phase.F: "0", Phase.B: "a", Phase.I: "a", Phase.W: "A"}
-_MEANING: Final = {Phase.F: "forward", Phase.B: "backward", Phase.I: "backward", Phase.W: "weight gradients"}
-_COLOURS: Final = (75, 179, 214, 140, 80, 210, 114, 222, 146, 109)
-"""Of the 256-colour palette, by the last digit of the micro-batch; backward is drawn on a darker one."""
-_DARK: Final = (25, 65, 130, 54, 30, 88, 28, 94, 60, 23)
+SHADES: Final[dict[Phase, Shade]] = {
+    Phase.F: "forward", Phase.B: "backward", Phase.I: "backward", Phase.W: "weight"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,20 +80,8 @@ def _fill_cells(timeline: Timeline, rank: int, num_cells: int) -> I64:
     """Return the instruction that fills most of each cell, or -1 where more than half of it is idle."""
     part = np.arange(int(timeline.rank_start[rank]), int(timeline.rank_start[rank + 1]))
     part = part[timeline.runs[part] & (timeline.end_s[part] > timeline.start_s[part])]
-    shown = np.full(num_cells, -1, dtype=np.int64)
-    if timeline.step_time_s <= 0:
-        return shown
-    most, busy = np.zeros(num_cells), np.zeros(num_cells)
-    scale = num_cells / timeline.step_time_s
-    for index, low, high in zip(part.tolist(), (timeline.start_s[part] * scale).tolist(),
-                                (timeline.end_s[part] * scale).tolist(), strict=True):
-        for cell in range(int(low + 1e-9), min(num_cells, int(np.ceil(high - 1e-9)))):
-            covered = min(high, cell + 1) - max(low, cell)
-            busy[cell] += covered
-            if covered > most[cell] + 1e-9:
-                most[cell], shown[cell] = covered, index
-    shown[busy < 0.5 - 1e-9] = -1
-    return shown
+    shown = fill_cells(timeline.start_s[part], timeline.end_s[part], timeline.step_time_s, num_cells)
+    return np.where(shown >= 0, part[shown], -1) if len(part) else shown
 
 
 def _character(program: Program, index: int) -> str:
@@ -95,19 +89,12 @@ def _character(program: Program, index: int) -> str:
         return IDLE
     if program.op[index] == Op.STEP:
         return STEP
-    return chr(ord(_FIRST[Phase(int(program.phase[index]))]) + int(program.microbatch[index]) % 10)
+    return cell_mark(int(program.microbatch[index]), SHADES[Phase(int(program.phase[index]))])
 
 
 def _legend(timeline: Timeline, program: Program) -> str:
-    last = min(program.plan.microbatches, 10) - 1
-    phases = sorted(set(program.phase[program.op == Op.COMPUTE].tolist()))
-    parts: dict[str, str] = {}
-    for phase in map(Phase, phases):
-        first = _FIRST[phase]
-        marks = f"{first}-{chr(ord(first) + last)}" if last else first
-        parts[_MEANING[phase]] = f"{marks} {_MEANING[phase]}"
-    note = " of the micro-batch" + ("" if program.plan.microbatches <= 10 else " (its last digit)")
-    text = ", ".join(parts.values()) + note if parts else ""
+    phases = set(program.phase[program.op == Op.COMPUTE].tolist())
+    text = marks_legend({SHADES[Phase(phase)] for phase in phases}, program.plan.microbatches)
     if (timeline.end_s > timeline.start_s)[program.op == Op.STEP].any():
         text += f"; {STEP} optimizer"
     return f"{text}; {IDLE} idle"
@@ -130,25 +117,9 @@ def _lines(timeline: Timeline, program: Program, width: int, max_rows: int) -> l
         for name, row in zip(names, gantt.rows, strict=False)]
     if gantt.num_left_out:
         lines.append((f"{'':<{margin}}  ... {gantt.num_left_out} more", None))
-    lines.append((f"{'':<{margin}}  {_axis(gantt.step_time_s, num_cells)}", None))
-    lines += [(line, None) for line in _wrapped(gantt.legend, width)]
+    lines.append((f"{'':<{margin}}  {text_axis(gantt.step_time_s, num_cells, format_time)}", None))
+    lines += [(line, None) for line in wrapped(gantt.legend, width)]
     return lines
-
-
-def _axis(step_time_s: float, num_cells: int) -> str:
-    """Return the times at the left end, the middle and the right end, as far as there is room."""
-    end, middle = format_time(step_time_s), format_time(step_time_s / 2)
-    text = "0".ljust(num_cells - len(end)) + end
-    at = num_cells // 2 - len(middle) // 2
-    if at > 2 and at + len(middle) + 2 < num_cells - len(end):
-        text = text[:at] + middle + text[at + len(middle):]
-    return text
-
-
-def _wrapped(text: str, width: int) -> list[str]:
-    import textwrap
-
-    return textwrap.wrap(text, width, break_on_hyphens=False)
 
 
 def print_gantt(timeline: Timeline, program: Program, *, width: int | None = None, max_rows: int = 16,
@@ -183,8 +154,5 @@ def _styles(program: Program, row: GanttRow) -> list[str]:
         elif program.op[index] == Op.STEP:
             styles.append("reverse")
         else:
-            digit = int(program.microbatch[index]) % 10
-            is_forward = program.phase[index] == Phase.F
-            ink, paper = (16, _COLOURS[digit]) if is_forward else (231, _DARK[digit])
-            styles.append(f"color({ink}) on color({paper})")
+            styles.append(cell_style(int(program.microbatch[index]), SHADES[Phase(int(program.phase[index]))]))
     return styles

@@ -1,18 +1,18 @@
 """The parts of the report that are plain HTML: figures and tables, readable without scripts.
 
-Every text goes through ``escape`` here and nowhere else; functions return HTML.
+Every text goes through ``escape``; functions return HTML.
 """
 
 from __future__ import annotations
 
-import html
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from weft.plan.memory import CATEGORIES
 from weft.plan.plan import Plan
 from weft.show.facts import DeviceFacts, ExchangeFacts, PlanFacts, StageFacts, StrategyFacts, relative
 from weft.show.names import short_list
+from weft.show.page import escape, number_cells, row_header, section, share_bar, table, tile
 from weft.show.tables import (
     UNKNOWN,
     batch_text,
@@ -30,11 +30,6 @@ from weft.units import format_bytes
 _TIME_PARTS: Final = {"busy": "busy", "exposed": "exposed communication", "bubble": "bubble"}
 MAX_ROWS: Final = 256
 """Longer tables of devices are cut; the chart has all of them."""
-
-
-def escape(text: str) -> str:
-    """Return the text as HTML; a percent sign stays with its number."""
-    return html.escape(text).replace(" %", "&nbsp;%")
 
 
 def heading(facts: PlanFacts) -> str:
@@ -66,8 +61,7 @@ def tiles(facts: PlanFacts, devices: Sequence[DeviceFacts]) -> str:
                       f"exposed communication {percent(exposed)}"))
     if devices:
         items.append(("Peak memory", *_fullest(devices)))
-    return "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd>{escape(note)}</dd></div>"
-                   for name, value, note in items)
+    return "".join(tile(*item) for item in items)
 
 
 def _fullest(devices: Sequence[DeviceFacts]) -> tuple[str, str]:
@@ -84,7 +78,7 @@ def strategies(rows: Sequence[StrategyFacts]) -> str:
     best = min((row.step_time_s for row in rows if row.step_time_s is not None), default=None)
     body = []
     for row in rows:
-        name = _th(row.strategy, tag="chosen" if row.is_chosen else "")
+        name = row_header(row.strategy, tag="chosen" if row.is_chosen else "")
         if row.step_time_s is None:
             body.append(f'<tr class="refused">{name}<td colspan="8" class="wrap">{escape(row.status)}: '
                         f"{escape(row.reason or 'no reason given')}</td></tr>")
@@ -93,35 +87,35 @@ def strategies(rows: Sequence[StrategyFacts]) -> str:
         cells = [seconds(row.step_time_s), "fastest" if not slower else percent(slower, signed=True),
                  per_second(row.samples_per_s), str(row.microbatches or UNKNOWN), peak_text(row), percent(row.bubble),
                  seconds(row.bound_s)]
-        body.append(f"<tr{' class=chosen' if row.is_chosen else ''}>{name}{_numbers(cells)}"
+        body.append(f"<tr{' class=chosen' if row.is_chosen else ''}>{name}{number_cells(cells)}"
                     f"<td>{escape(row.status)}</td></tr>")
     header = ("Strategy", "#Step time", "#Against fastest", "#Samples", "#Micro-batches", "#Peak memory per device",
               "#Bubble", "#Bound", "Status")
-    return _section("Strategies", _table("Strategies", header, body))
+    return section("Strategies", table("Strategies", header, body))
 
 
 def stages(rows: Sequence[StageFacts]) -> str:
     """Return the stages."""
-    body = [f'<tr>{_th(row.name)}<td class="wrap">{escape(stage_modules(row))}</td>{_numbers([str(row.num_ops)])}'
-            f'<td class="wrap">{escape(stage_devices(row))}</td>'
-            + _numbers([share_text(row), format_bytes(row.parameter_bytes), seconds(row.forward_s),
+    body = [f'<tr>{row_header(row.name)}<td class="wrap">{escape(stage_modules(row))}</td>'
+            f'{number_cells([str(row.num_ops)])}<td class="wrap">{escape(stage_devices(row))}</td>'
+            + number_cells([share_text(row), format_bytes(row.parameter_bytes), seconds(row.forward_s),
                         seconds(row.backward_s)])
             + "</tr>" for row in rows]
     header = ("Stage", "Modules", "#Operators", "Devices", "#Share of batch", "#Parameters", "#Forward", "#Backward")
-    return _section("Stages", _table("Stages", header, body), lead="Times are for one micro-batch.")
+    return section("Stages", table("Stages", header, body), lead="Times are for one micro-batch.")
 
 
 def exchanges(rows: Sequence[ExchangeFacts]) -> str:
     """Return the gradient exchanges, or nothing where there are none."""
     if not rows:
         return ""
-    body = [f'<tr>{_th(row.method.replace("_", " "))}'
+    body = [f'<tr>{row_header(row.method.replace("_", " "))}'
             f'<td class="wrap">{escape(short_list(row.parameters, limit=4))}</td>'
-            + _numbers([str(len(row.parameters)), format_bytes(row.num_bytes)])
-            + f'<td class="wrap">{escape(short_list(row.devices))}</td>{_numbers([seconds(row.time_s)])}</tr>'
+            + number_cells([str(len(row.parameters)), format_bytes(row.num_bytes)])
+            + f'<td class="wrap">{escape(short_list(row.devices))}</td>{number_cells([seconds(row.time_s)])}</tr>'
             for row in rows]
     header = ("Method", "Parameters", "#Number", "#Bytes", "Devices", "#Time")
-    return _section("Gradient exchanges", _table("Gradient exchanges", header, body))
+    return section("Gradient exchanges", table("Gradient exchanges", header, body))
 
 
 def devices(rows: Sequence[DeviceFacts], kind: str) -> str:
@@ -131,13 +125,13 @@ def devices(rows: Sequence[DeviceFacts], kind: str) -> str:
         parts = {"busy": row.busy_s, "exposed": row.exposed_s, "bubble": row.bubble_s}
         shares = {name: value / row.step_time_s if row.step_time_s else 0.0 for name, value in parts.items()}
         text = ", ".join(f"{_TIME_PARTS[name]} {percent(value)}" for name, value in shares.items())
-        body.append(f"<tr>{_th(row.device)}<td>{escape(text)}{_bar(shares)}</td>{_numbers([seconds(row.idle_s)])}"
+        body.append(f"<tr>{row_header(row.device)}<td>{escape(text)}{share_bar(shares)}</td>{number_cells([seconds(row.idle_s)])}"
                     f"<td>{_memory_cell(row)}</td></tr>")
     if len(rows) > MAX_ROWS:
         body.append(f'<tr><td colspan="4" class="dim">{len(rows) - MAX_ROWS} more</td></tr>')
     header = ("Device", f"Time of the {kind} step", "#Idle", "Memory at its peak")
     used = [name for name in CATEGORIES if any(row.peak_memory.get(name) for row in rows)]
-    return _section("Devices", _table("Devices", header, body) + _key({**_TIME_PARTS, **{name: name for name in used}}))
+    return section("Devices", table("Devices", header, body) + _key({**_TIME_PARTS, **{name: name for name in used}}))
 
 
 def _memory_cell(row: DeviceFacts) -> str:
@@ -148,16 +142,7 @@ def _memory_cell(row: DeviceFacts) -> str:
         part = f"{percent(row.capacity_used)} of {format_bytes(row.capacity_bytes)}"
         is_over = row.peak_bytes > row.capacity_bytes
         text += f' <span class="{"over" if is_over else "dim"}">{escape(part)}</span>'
-    return text + _bar(shares)
-
-
-def _bar(shares: Mapping[str, float]) -> str:
-    """Return a bar of parts of a whole; the rest stays empty."""
-    x, parts = 0.0, []
-    for name, share in shares.items():
-        parts.append(f'<rect class="{name}" x="{x:.2f}%" width="{100 * share:.2f}%" height="100%"/>')
-        x += 100 * share
-    return f'<svg class="parts" aria-hidden="true">{"".join(parts)}</svg>'
+    return text + share_bar(shares)
 
 
 def _key(names: Mapping[str, str]) -> str:
@@ -175,27 +160,4 @@ def provenance(plan: Plan) -> str:
              ("Model digest", plan.model.digest), ("Cluster digest", plan.cluster.digest),
              ("Devices of the cluster", short_list(plan.cluster.devices))]
     items = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in facts)
-    return _section("About this plan", f'<dl class="facts panel">{items}</dl>')
-
-
-def _section(title: str, body: str, *, lead: str = "") -> str:
-    name = title.lower().replace(" ", "-")
-    note = f'<p class="lead">{escape(lead)}</p>' if lead else ""
-    return f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2>{note}{body}</section>'
-
-
-def _table(label: str, header: Iterable[str], body: Iterable[str]) -> str:
-    """Return a table; a header that begins with ``#`` is of a column of numbers."""
-    heads = "".join(f'<th scope="col" class="n">{escape(name[1:])}</th>' if name.startswith("#")
-                    else f'<th scope="col">{escape(name)}</th>' for name in header)
-    return (f'<div class="card scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table>'
-            f"<thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></div>")
-
-
-def _th(text: str, *, tag: str = "") -> str:
-    mark = f'<span class="tag">{escape(tag)}</span>' if tag else ""
-    return f'<th scope="row">{escape(text)}{mark}</th>'
-
-
-def _numbers(texts: Iterable[str]) -> str:
-    return "".join(f'<td class="n">{escape(text)}</td>' for text in texts)
+    return section("About this plan", f'<dl class="facts panel">{items}</dl>')

@@ -43,6 +43,8 @@ function instructionFacts(track, i) {
   const facts = [["Device", data.devices[track.rank].name]];
   if (microbatch >= 0) facts.push(["Micro-batch", String(microbatch)]);
   facts.push(["Start", formatTime(start[i])], ["End", formatTime(end[i])], ["Duration", formatTime(end[i] - start[i])]);
+  if (data.program.part) facts.push(["Phase", data.parts[data.program.part[i]]]);
+  if (what.where) facts.push([what.joint ? "Devices" : "Link", what.where]);
   if (what.bytes !== null) facts.push(["Bytes", formatBytes(what.bytes)]);
   timelines.forEach((other, number) => {
     if (number === track.number) return;
@@ -228,6 +230,11 @@ function drawLegend() {
   if (others.length) addSwatch(legend, theme.neutral, others.map(([, text]) => text).join(", "));
   if (timelines.some((timeline) => timeline.ranks[0]?.memory)) addSwatch(legend, theme.activations, "memory held");
   if (data.devices.some((device) => device.capacity)) addSwatch(legend, theme.warn, "memory capacity", "dash");
+  if (data.what.some((what) => what.joint)) addSwatch(legend, theme.ink, "on several devices", "outline");
+  if (timelines.some((timeline) => timeline.steady)) {
+    for (const name of ["warm-up", "cool-down"]) addSwatch(legend, theme[name], name);
+  }
+  if (data.period) addSwatch(legend, theme.accent, data.period.text, "dash");
 }
 
 function addStrip(legend, shade, text) {
@@ -278,11 +285,16 @@ function fillTable() {
     element("td", what.label, row);
     element("td", microbatch < 0 ? "" : String(microbatch), row);
     for (const text of [formatTime(start[i]), formatTime(end[i]), formatTime(end[i] - start[i]),
-                        what.bytes === null ? "" : formatBytes(what.bytes)]) element("td", text, row).className = "n";
+                        lastColumn(what, i)]) element("td", text, row).className = "n";
   }
   $("table-range").textContent = last > first ? `${from - first + 1} to ${to - first} of ${last - first}` : "none";
   $("table-back").disabled = page === 0;
   $("table-next").disabled = to >= last;
+}
+
+function lastColumn(what, i) {
+  if (data.plain) return data.program.part ? data.parts[data.program.part[i]] : "";
+  return what.bytes === null ? "" : formatBytes(what.bytes);
 }
 
 // ---- start
@@ -298,6 +310,10 @@ readTheme();
 setUpChoice();
 setUpToggle("show-communication", "communication");
 setUpToggle("show-memory", "memory");
+if (timelines.every((timeline) => timeline.ranks.every((rank) => rank.communication.length === 0))) {
+  $("show-communication").remove();
+  view.communication = false;
+}
 setUpTable();
 drawLegend();
 layOut();

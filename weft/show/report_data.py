@@ -12,7 +12,6 @@ Instructions that differ in nothing but the micro-batch share an entry of ``what
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -82,9 +81,3 @@ def _curve_data(timeline: Timeline, rank: int, unit_s: float) -> dict[str, Any]:
     total = curve.num_bytes.sum(axis=1)
     kept = np.concatenate(([True], np.diff(total) != 0)) if len(total) else np.zeros(0, dtype=bool)
     return {"at": _whole(curve.time_s[kept], unit_s).tolist(), "bytes": total[kept].tolist()}
-
-
-def embed_json(value: Any) -> str:
-    """Return the value as JSON that is safe inside a ``script`` element: ASCII without ``<``, ``>`` and ``&``."""
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")

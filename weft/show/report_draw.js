@@ -13,14 +13,19 @@ const context = document.createElement("canvas").getContext("2d");
 
 const significant = (value) => String(Number(value.toPrecision(4)));
 
+// Times and amounts of a schedule problem have no units.
+const plain = (value) => String(Number(value.toPrecision(6)));
+
 function formatTime(seconds) {
   const size = Math.abs(seconds);
+  if (data.plain) return plain(seconds);
   if (size === 0) return "0 s";
   if (size >= 1) return significant(seconds) + " s";
   return size >= 1e-3 ? significant(seconds * 1e3) + " ms" : significant(seconds * 1e6) + " us";
 }
 
 function formatBytes(bytes) {
+  if (data.plain) return plain(bytes);
   let value = bytes;
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {
     if (Math.abs(value) < 1024) return significant(value) + " " + unit;
@@ -47,7 +52,8 @@ function readTimeline(item) {
     return { compute: makeLanes(compute, start, end, laneOf),
              communication: makeLanes(communication, start, end, laneOf), memory: readMemory(item, rank) };
   });
-  return { title: item.title, span: item.step_time_s, start, end, laneOf, ranks, busy: item.busy };
+  const steady = item.steady?.map((span) => span && span.map((value) => value * item.unit_s));
+  return { title: item.title, span: item.step_time_s, start, end, laneOf, ranks, busy: item.busy, steady };
 }
 
 // Instructions that overlap in time go to different lanes, so that none hides another. Measured clocks may disagree by
@@ -99,7 +105,7 @@ let theme = {}, colours = new Map();
 function readTheme() {
   const style = getComputedStyle(document.documentElement);
   const names = ["page", "panel", "ink", "soft", "faint", "line", "track", "accent", "warn", "neutral", "forward-l",
-                 "backward-l", "weight-l", "chroma", "activations"];
+                 "backward-l", "weight-l", "chroma", "activations", "warm-up", "cool-down"];
   theme = Object.fromEntries(names.map((name) => [name, style.getPropertyValue("--" + name).trim()]));
   colours = new Map();
 }
@@ -204,6 +210,7 @@ function draw() {
   const ticks = findTicks();
   drawGrid(ticks);
   clipped(gutter, AXIS, plotWidth(), height - AXIS, () => eachTrack(drawTrack));
+  if (data.period) clipped(gutter, 0, plotWidth(), height, drawPeriod);
   clipped(0, AXIS, width, height - AXIS, () => eachTrack(drawName));
   drawAxis(ticks);
   chart.dataset.drawn = drawn;
@@ -226,11 +233,11 @@ function findTicks() {
   const rough = (view.to - view.from) / Math.max(2, plotWidth() / 96);
   const power = 10 ** Math.floor(Math.log10(rough));
   const step = [1, 2, 5, 10].find((factor) => factor * power >= rough) * power;
-  const [unit, scale] = step * 10 >= 1 ? ["s", 1] : step * 10 >= 1e-3 ? ["ms", 1e3] : ["us", 1e6];
+  const [unit, scale] = data.plain ? ["", 1] : step * 10 >= 1 ? ["s", 1] : step * 10 >= 1e-3 ? ["ms", 1e3] : ["us", 1e6];
   const digits = Math.max(0, -Math.floor(Math.log10(step * scale) + 1e-9));
   const ticks = [];
   for (let k = Math.ceil(view.from / step - 1e-9); k * step <= view.to; k++) {
-    ticks.push({ x: toX(k * step), text: (k * step * scale).toFixed(digits) + " " + unit });
+    ticks.push({ x: toX(k * step), text: (k * step * scale).toFixed(digits) + (unit && " " + unit) });
   }
   return ticks;
 }
@@ -336,10 +343,37 @@ function drawTrack(track) {
   context.fillStyle = theme.track;
   const right = Math.min(toX(track.timeline.span), width - 8), left = Math.max(gutter, toX(0));
   if (right > left) context.fillRect(left, track.y, right - left, track.h);
+  if (track.kind === "compute") tintPhases(track, left, right);
   if (track.kind === "memory") return drawMemory(track);
   const lanes = track.timeline.ranks[track.rank][track.kind];
   const laneHeight = track.h / Math.max(1, lanes.length);
   lanes.forEach((lane, index) => drawLane(lane, track, track.y + index * laneHeight, laneHeight));
+}
+
+// Of a schedule: what a device does before its first and after its last steady block lies on a tint.
+function tintPhases(track, left, right) {
+  const steady = track.timeline.steady?.[track.rank];
+  if (!steady) return;
+  const [from, to] = steady.map((time) => Math.min(Math.max(toX(time), left), Math.max(left, right)));
+  context.fillStyle = theme["warm-up"];
+  context.fillRect(left, track.y, from - left, track.h);
+  context.fillStyle = theme["cool-down"];
+  context.fillRect(to, track.y, Math.max(0, right - to), track.h);
+}
+
+// Of a schedule: one period of the steady part, framed from top to bottom.
+function drawPeriod() {
+  const left = toX(data.period.from), right = toX(data.period.to);
+  context.fillStyle = theme.accent;
+  context.fillRect(left, AXIS - 3, right - left, 3);
+  context.globalAlpha = 0.1;
+  context.fillRect(left, AXIS, right - left, height - AXIS);
+  context.globalAlpha = 1;
+  context.setLineDash([5, 3]);
+  for (const x of [left, right]) line(Math.round(x) + 0.5, AXIS, Math.round(x) + 0.5, height, theme.accent);
+  context.setLineDash([]);
+  chart.dataset.periodFrom = left;
+  chart.dataset.periodTo = right;
 }
 
 // Instructions narrower than a pixel and a half are gathered pixel by pixel: the longest gives the colour, and the
@@ -380,6 +414,11 @@ function fill(i, x, y, w, h) {
   const what = data.what[data.program.what[i]];
   context.fillStyle = colourOf(data.program.microbatch[i], shadeOf(what));
   context.fillRect(x, y, w, h);
+  if (what.joint && w > 2) {
+    context.strokeStyle = theme.ink;
+    context.lineWidth = 1;
+    context.strokeRect(x + 0.5, y + 0.5, w - 1, h - 1);
+  }
   drawn++;
 }
 
@@ -401,7 +440,7 @@ function writeInside(i, track, box) {
 // The highest value within each pixel is kept, so that no peak is lost when many points share one.
 function drawMemory(track) {
   const { at, bytes } = track.timeline.ranks[track.rank].memory;
-  const top = memoryTop(track), toY = (value) => track.y + track.h * (1 - value / top);
+  const top = memoryTop(track), toY = (value) => track.y + track.h * (1 - Math.max(0, value) / top);
   const bottom = track.y + track.h;
   let k = Math.max(0, firstAbove(at, view.from) - 1);
   let last = k < at.length && at[k] <= view.from ? bytes[k] : 0;

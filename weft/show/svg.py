@@ -6,7 +6,6 @@ where another one lies within the same pixel, so that the picture's size is boun
 
 from __future__ import annotations
 
-import colorsys
 from collections.abc import Iterator
 from html import escape
 from os import PathLike
@@ -17,6 +16,8 @@ import numpy as np
 from weft.files import write_atomic
 from weft.model.graph import I64
 from weft.plan.program import Op, Phase, Program
+from weft.show.drawing import FONT, box_colour, find_ticks, text_colour, visible_boxes
+from weft.show.gantt import SHADES
 from weft.show.names import printable, shorten
 from weft.simulate.timeline import Timeline
 from weft.units import format_time
@@ -26,7 +27,6 @@ _COMPUTE: Final = 24
 _COMMUNICATION: Final = 8
 _ROW: Final = 44
 _TOP: Final = 30
-_FONT: Final = "font-family='system-ui, -apple-system, Segoe UI, Liberation Sans, sans-serif'"
 
 
 def write_svg(path: str | PathLike[str], timeline: Timeline, program: Program, *, width: int = 960,
@@ -44,7 +44,7 @@ def render_svg(timeline: Timeline, program: Program, *, width: int = 960, max_ro
     title = f"{printable(program.plan.model.name)}: {timeline.kind} step of {format_time(timeline.step_time_s)}"
     parts = [
         f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' viewBox='0 0 {width} {height}' "
-        f"role='img' {_FONT} font-size='12'>",
+        f"role='img' {FONT} font-size='12'>",
         f"<title>{escape(title)}</title><rect width='100%' height='100%' fill='#ffffff'/>",
         *_axis(timeline.step_time_s, scale, height),
     ]
@@ -56,12 +56,9 @@ def render_svg(timeline: Timeline, program: Program, *, width: int = 960, max_ro
 
 
 def _axis(step_time_s: float, scale: float, height: int) -> Iterator[str]:
-    rough = step_time_s / 8 or 1.0
-    power = 10.0 ** np.floor(np.log10(rough))
-    step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
-    for number in range(int(step_time_s / step + 1e-9) + 1):
-        x = _MARGIN + number * step * scale
-        text = format_time(number * step) if number else "0"
+    for time_s in find_ticks(step_time_s):
+        x = _MARGIN + time_s * scale
+        text = format_time(time_s) if time_s else "0"
         yield f"<line x1='{x:.1f}' x2='{x:.1f}' y1='22' y2='{height - 6}' stroke='#e3e5e6'/>"
         yield f"<text x='{x:.1f}' y='15' text-anchor='middle' fill='#5c6670'>{text}</text>"
 
@@ -80,18 +77,15 @@ def _row(timeline: Timeline, program: Program, rank: int, scale: float, y: int) 
         width = (timeline.end_s[index] - timeline.start_s[index]) * scale
         if program.op[index] == Op.COMPUTE and width >= 7 * len(str(int(program.microbatch[index]))) + 4:
             middle = _MARGIN + (timeline.start_s[index] + timeline.end_s[index]) / 2 * scale
-            ink = "#16202a" if program.phase[index] == Phase.F else "#ffffff"
+            ink = text_colour(SHADES[Phase(int(program.phase[index]))])
             yield (f"<text x='{middle:.1f}' y='{y + 16}' text-anchor='middle' font-size='11' font-weight='600' "
                    f"fill='{ink}'>{int(program.microbatch[index])}</text>")
 
 
 def _visible(timeline: Timeline, instructions: I64, scale: float) -> list[int]:
     """Return the instructions to draw, by start: of those narrower than half a pixel one for each pixel."""
-    order = instructions[np.argsort(timeline.start_s[instructions], kind="stable")]
-    is_wide = (timeline.end_s[order] - timeline.start_s[order]) * scale >= 0.5
-    pixel = np.floor(timeline.start_s[order] * scale)
-    is_new = np.concatenate(([True], np.diff(pixel) > 0)) if len(order) else is_wide
-    shown: list[int] = order[is_wide | is_new].tolist()
+    shown: list[int] = instructions[
+        visible_boxes(timeline.start_s[instructions], timeline.end_s[instructions], scale)].tolist()
     return shown
 
 
@@ -104,12 +98,7 @@ def _box(timeline: Timeline, program: Program, index: int, scale: float, y: int,
 
 def _colour(program: Program, index: int) -> str:
     """Return the micro-batch's hue, darker for backward and darkest for weight gradients; grey for the rest."""
-    microbatch, num_microbatches = int(program.microbatch[index]), program.plan.microbatches
-    if microbatch < 0:
-        return "#76808a"
-    step = 1 / num_microbatches if num_microbatches <= 10 else 0.382
-    shade = {Phase.F: 0.74, Phase.B: 0.45, Phase.I: 0.45, Phase.W: 0.34}[Phase(int(program.phase[index]))]
+    shade = SHADES[Phase(int(program.phase[index]))]
     if program.op[index] in (Op.SEND, Op.RECV):
-        shade = 0.45 if program.channels[int(program.channel[index])].kind == "gradient" else 0.74
-    red, green, blue = colorsys.hls_to_rgb((0.52 + microbatch * step) % 1, shade, 0.55)
-    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+        shade = "backward" if program.channels[int(program.channel[index])].kind == "gradient" else "forward"
+    return box_colour(int(program.microbatch[index]), program.plan.microbatches, shade)

@@ -168,7 +168,7 @@ def times_table(rows: Sequence[DeviceFacts], *, title: str = "Time", limit: int 
     """Return where each device's time goes."""
     cells = [(row.device, *(_part(value, row.step_time_s) for value in (row.busy_s, row.exposed_s, row.bubble_s)),
               seconds(row.idle_s)) for row in rows]
-    return _device_table(title, ("device", "busy", "exposed comm", "bubble", "idle"), cells, limit)
+    return cut_table(title, ("device", "busy", "exposed comm", "bubble", "idle"), cells, limit)
 
 
 def memory_table(rows: Sequence[DeviceFacts], *, title: str = "Memory", limit: int = MAX_DEVICE_ROWS) -> TextTable:
@@ -177,10 +177,11 @@ def memory_table(rows: Sequence[DeviceFacts], *, title: str = "Memory", limit: i
     cells = [(row.device, *(format_bytes(row.peak_memory.get(name, 0)) for name in categories),
               format_bytes(row.peak_bytes), percent(row.capacity_used),
               UNKNOWN if row.capacity_bytes is None else format_bytes(row.capacity_bytes)) for row in rows]
-    return _device_table(title, ("device", *categories, "peak", "used", "capacity"), cells, limit)
+    return cut_table(title, ("device", *categories, "peak", "used", "capacity"), cells, limit)
 
 
-def _device_table(title: str, header: tuple[str, ...], cells: list[tuple[str, ...]], limit: int) -> TextTable:
+def cut_table(title: str, header: tuple[str, ...], cells: Sequence[tuple[str, ...]], limit: int) -> TextTable:
+    """Return a table of numbers by name; the rows beyond ``limit`` are counted in the last one."""
     if len(cells) > limit:
         left_out = len(cells) - limit + 1
         cells = [*cells[: limit - 1], (f"... {left_out} more", *[""] * (len(header) - 1))]
@@ -273,7 +274,8 @@ def make_console(file: IO[str] | None = None, width: int | None = None) -> Conso
                    emoji=False, no_color=None if is_terminal else True)
 
 
-def _print(table: TextTable, file: IO[str] | None, width: int | None) -> None:
+def print_text_table(table: TextTable, file: IO[str] | None = None, width: int | None = None) -> None:
+    """Draw the table and its notes on ``file`` (stdout), then an empty line."""
     print_table(table.header, table.rows, title=table.title, numeric=table.numeric, marked=table.marked, file=file,
                 width=width)
     for note in table.notes:
@@ -288,7 +290,7 @@ def print_comparison(rows: Sequence[StrategyFacts], *, file: IO[str] | None = No
         bounds = dict.fromkeys(seconds(row.bound_s) for row in rows if row.bound_s is not None)
         note = f"bound: {', '.join(bounds) or UNKNOWN}"
         table = replace(_without(table, {"mb", "bound"}), notes=(*table.notes, note))
-    _print(table, file, width)
+    print_text_table(table, file, width)
 
 
 def print_timeline(timeline: Timeline, *, capacities: Mapping[str, int | None] | None = None,
@@ -300,10 +302,10 @@ def print_timeline(timeline: Timeline, *, capacities: Mapping[str, int | None] |
     title = f"{timeline.kind.capitalize()} step: {seconds(timeline.step_time_s)}, bubble {percent(timeline.bubble)}"
     rows = device_facts(timeline, known)
     if make_console(file, width).width >= WIDE:
-        _print(devices_table(rows, title=title), file, width)
+        print_text_table(devices_table(rows, title=title), file, width)
         return
-    _print(times_table(rows, title=title), file, width)
-    _print(memory_table(rows, title="Memory at each device's peak"), file, width)
+    print_text_table(times_table(rows, title=title), file, width)
+    print_text_table(memory_table(rows, title="Memory at each device's peak"), file, width)
 
 
 def print_plan(plan: Plan, timelines: Sequence[Timeline], *, width: int | None = None,
@@ -313,11 +315,11 @@ def print_plan(plan: Plan, timelines: Sequence[Timeline], *, width: int | None =
 
     program = program_of(timelines)
     shown = pick(timelines, "predicted") or timelines[0]
-    _print(plan_table(plan_facts(plan, timelines)), file, width)
-    _print(stages_table(stage_facts(program, shown)), file, width)
+    print_text_table(plan_table(plan_facts(plan, timelines)), file, width)
+    print_text_table(stages_table(stage_facts(program, shown)), file, width)
     exchanges = exchange_facts(program, shown)
     if exchanges:
-        _print(exchanges_table(exchanges), file, width)
+        print_text_table(exchanges_table(exchanges), file, width)
     for timeline in timelines:
         print_timeline(timeline, capacities=plan_capacities(plan), file=file, width=width)
         print_gantt(timeline, program, width=width, file=file)

@@ -3,7 +3,7 @@
 Following the semantics in ``weft.plan.program``:
 
 - The computes of a rank, and its optimizer step, form a chain. An instance with several ranks is one task in the chain
-  of each of them, and lasts as long as its slowest device.
+  of each of them, and lasts as long as its slowest device (see ``stage_figure`` for sharded ones).
 - Devices that share a processing unit compute one at a time, in the order in which their computes are ready.
 - A send and its receive are one transfer. It is ready when the compute before it is done on both sides, and occupies
   what the cluster says. The computes that need it wait for it.
@@ -18,7 +18,7 @@ parameters and state and reads gradients, at the memory rate of pointwise operat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -104,7 +104,7 @@ def _durations(
     fill(Op.COMPUTE, program.instance.astype(np.int64) * len(Phase) + program.phase,
          lambda key: _compute_figure(program, costs, devices, *divmod(key, len(Phase))))
     fill(Op.SEND, program.channel.astype(np.int64),
-         lambda key: _transfer_figure(program, costs, devices, program.channels[key]))
+         lambda key: transfer_figure(program, costs, devices, program.channels[key]))
     fill(Op.COLLECTIVE, program.bucket.astype(np.int64),
          lambda key: _bucket_figure(costs, devices, program.buckets[key]))
     if (op == Op.STEP).any():
@@ -118,20 +118,35 @@ def _compute_figure(
 ) -> Figure:
     item = program.instances[instance]
     stage, ops = program.plan.stages[item.stage], program.stage_ops[item.stage]
-    fraction = item.num_samples / program.graph.batch
+    figure = stage_figure(costs, ops, [devices[rank] for rank in item.ranks], _COST_PHASE[phase],
+                          fraction=item.num_samples / program.graph.batch, recompute=stage.recompute,
+                          sharded=bool(stage.sharding))
+    if not math.isfinite(figure.seconds):
+        names = ", ".join(program.rank_names[rank] for rank in item.ranks)
+        raise PlanError(f"stage {stage.name!r} holds an operator that may not run on {names!r}: "
+                        "the graph file gives it no time there; move it to another device")
+    return figure
+
+
+def stage_figure(costs: Costs, ops: I64, devices: Sequence[DeviceId], phase: CostPhase, *, fraction: float,
+                 recompute: bool, sharded: bool) -> Figure:
+    """Return the time of a stage on all its devices together, for this share of the traced batch.
+
+    It is the slowest device's time for the whole stage; where the stage shards tensors, that time divided by the
+    number of devices, an estimate without the collectives inside.
+    """
     figures = []
-    for rank in item.ranks:
-        figure = costs.stage_figure(ops, devices[rank], _COST_PHASE[phase], fraction)
-        if stage.recompute and phase in (Phase.B, Phase.I):
-            figure += costs.stage_figure(ops, devices[rank], "F", fraction)
-        if not math.isfinite(figure.seconds):
-            raise PlanError(f"stage {stage.name!r} holds an operator that may not run on {program.rank_names[rank]!r}: "
-                            "the graph file gives it no time there; move it to another device")
+    for device in devices:
+        figure = costs.stage_figure(ops, device, phase, fraction)
+        if recompute and phase in ("B", "I"):
+            figure += costs.stage_figure(ops, device, "F", fraction)
         figures.append(figure)
-    return max(figures, key=lambda figure: figure.seconds)
+    slowest = max(figures, key=lambda figure: figure.seconds)
+    return Figure(slowest.seconds / len(devices), slowest.source) if sharded else slowest
 
 
-def _transfer_figure(program: Program, costs: Costs, devices: tuple[DeviceId, ...], channel: Channel) -> Figure:
+def transfer_figure(program: Program, costs: Costs, devices: tuple[DeviceId, ...], channel: Channel) -> Figure:
+    """Return the time of one message of the channel; ``devices`` are those of the ranks."""
     ends = devices[channel.source], devices[channel.target]
     given = program.graph.given
     if given is None or all(given.transfer_times[tensor] is None for tensor in channel.tensors):

@@ -1,0 +1,115 @@
+"""What the sections of ``bench_schedule`` share: rows, and searches in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weft.search.schedule.problem import ScheduleProblem
+from weft.search.schedule.problem_file import load_problem, save_problem
+
+FOLDER = Path(__file__).resolve().parent / "problems" / "schedule"
+SLACK = 1e-6
+"""Relative: times this close are equal."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What was asked for on the command line."""
+
+    folder: Path = FOLDER
+    time_limit: float | None = None
+    num_problems: int = 300
+    num_samples: int = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure and what it is held against."""
+
+    what: str
+    figure: str
+    reference: str
+    ok: bool | None = None
+    details: dict[str, Any] | None = None
+
+
+def at_most(value: float | None, limit: float) -> bool:
+    return value is not None and value <= limit + SLACK * max(1.0, abs(limit))
+
+
+def solve(problem: Path | ScheduleProblem, num_microbatches: int, time_limit: float | None) -> dict[str, Any]:
+    """Return the result of a search in a fresh process, with that process's CPU seconds, imports included."""
+    return _fresh(problem, ["--microbatches", str(num_microbatches),
+                            *(["--time-limit", str(time_limit)] if time_limit is not None else [])])
+
+
+def solve_steady(problem: Path | ScheduleProblem) -> dict[str, Any]:
+    """Return the steady state found in a fresh process, with that process's CPU seconds."""
+    return _fresh(problem, ["--steady"])
+
+
+def _fresh(problem: Path | ScheduleProblem, arguments: Sequence[str]) -> dict[str, Any]:
+    if isinstance(problem, ScheduleProblem):
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "problem.json"
+            save_problem(problem, path)
+            return _fresh(path, arguments)
+    command = [sys.executable, "-m", "benchmarks.schedule_common", str(problem), *arguments]
+    run = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=1800, check=True)
+    result: dict[str, Any] = json.loads(run.stdout)
+    return result
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _search(problem: ScheduleProblem, num_microbatches: int, time_limit: float | None) -> dict[str, Any]:
+    from weft.search.schedule.check import find_problems
+    from weft.search.schedule.named import named_schedules
+    from weft.search.schedule.search import schedule
+
+    before = _cpu_seconds()
+    result = schedule(problem, microbatches=num_microbatches, time_limit=time_limit, progress=lambda line: None)
+    searched = _cpu_seconds()
+    value = result.to_json()
+    del value["starts"]
+    named = {name: item.makespan for name, item in named_schedules(problem, num_microbatches).items()}
+    return {**value, "by": result.by, "problems": find_problems(result.schedule), "search_cpu_s": searched - before,
+            "cpu_s": searched, "named": named}
+
+
+def _steady(problem: ScheduleProblem) -> dict[str, Any]:
+    from weft.search.schedule.steady import find_steady_state
+
+    before = _cpu_seconds()
+    state = find_steady_state(problem)
+    return {"period": state.period, "period_microbatches": state.period_microbatches, "period_bound": state.period_bound,
+            "search_cpu_s": _cpu_seconds() - before, "cpu_s": _cpu_seconds()}
+
+
+def main() -> None:
+    """Search one problem and print what came out, for ``solve`` and ``solve_steady``."""
+    import argparse
+
+    parser = argparse.ArgumentParser(description="Search one schedule problem and print the figures as JSON.")
+    parser.add_argument("problem")
+    parser.add_argument("--microbatches", type=int, default=8)
+    parser.add_argument("--time-limit", type=float)
+    parser.add_argument("--steady", action="store_true")
+    args = parser.parse_args()
+    problem = load_problem(args.problem)
+    print(json.dumps(_steady(problem) if args.steady else _search(problem, args.microbatches, args.time_limit)))
+
+
+if __name__ == "__main__":
+    main()

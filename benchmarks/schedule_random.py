@@ -1,0 +1,176 @@
+"""Sections ``oracle``, ``unequal`` and ``infeasible`` of ``bench_schedule``: random problems, and too little memory."""
+
+from __future__ import annotations
+
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+from benchmarks.schedule_common import SLACK, Options, Row
+from tests.search.schedule.compare import Verdict, compare
+from tests.search.schedule.random_problems import random_problem
+from weft.errors import NoFeasiblePlan
+from weft.search.schedule.check import check_schedule
+from weft.search.schedule.named import named_schedules
+from weft.search.schedule.problem import Block, ScheduleProblem, Transfer, with_memory
+from weft.search.schedule.problem_file import load_problem, save_problem
+from weft.search.schedule.result import ScheduleResult
+from weft.search.schedule.schedule import Instance, Schedule, replay
+from weft.search.schedule.search import schedule
+
+SIZES = (12, 12, 16, 20)
+"""Tasks over all micro-batches, at most, of the random problems in turn."""
+TIME_LIMIT = 20.0
+
+
+def search(problem: ScheduleProblem, num_microbatches: int, time_limit: float = TIME_LIMIT) -> ScheduleResult:
+    return schedule(problem, microbatches=num_microbatches, time_limit=time_limit, progress=lambda line: None)
+
+
+def oracle(options: Options) -> Iterator[Row]:
+    """Yield what brute force makes of the search on random problems."""
+    before = time.process_time()
+    verdicts = [compare(random_problem(5000 + number, max_instances=SIZES[number % len(SIZES)]), search)
+                for number in range(options.num_problems)]
+    seconds = time.process_time() - before
+    kinds = Counter(verdict.kind for verdict in verdicts)
+    wrong = [verdict for verdict in verdicts if verdict.complaints]
+    yield Row(f"{len(verdicts)} random problems of up to {max(SIZES)} tasks against brute force: agree",
+              f"{len(verdicts) - len(wrong)} of {len(verdicts)}" + _first(wrong), "all of at least 300",
+              not wrong and len(verdicts) >= 300)
+    gaps = [verdict.gap for verdict in verdicts if verdict.kind == "feasible"]
+    yield Row("of these", f"{kinds['optimal']} claimed and optimal, {kinds['feasible']} without claim "
+              f"(at most {max(gaps, default=0.0):.2%} above the optimum), {kinds['infeasible']} infeasible with the smallest "
+              f"memory named; {sum(verdict.period_checked for verdict in verdicts)} period bounds against all small steady "
+              "states", "no reference")
+    yield Row("CPU time, search and brute force", f"{seconds:.0f} CPU-s", "no reference")
+
+
+def _first(wrong: list[Verdict]) -> str:
+    return "".join(f"\n         problem {verdict.seed}: {verdict.complaints[0]}" for verdict in wrong[:10])
+
+
+def unequal_pipeline(rng: Random, num_stages: int, *, memory: float, split: bool, transfers: str) -> ScheduleProblem:
+    """Return a pipeline whose stages take 50 to 150 % of the mean: forward 1, backward 2 or input 1 and weight 1.
+
+    ``transfers``: ``none``; ``delay``, a tenth of a forward; ``link``, as much on the link of two neighbours.
+    """
+    factors = [rng.uniform(0.5, 1.5) for _ in range(num_stages)]
+    stages = range(num_stages)
+    forward = [Block(name=f"f{stage}", devices=(stage,), time=factors[stage], memory=1.0,
+                     after=(stage - 1,) if stage else ()) for stage in stages]
+    backward = [Block(name=f"b{stage}", devices=(stage,), time=factors[stage] * (1 if split else 2),
+                      memory=0.0 if split else -1.0,
+                      after=(stage,) if stage == num_stages - 1 else (stage, 2 * num_stages - 2 - stage))
+                for stage in reversed(stages)]
+    weights = [Block(name=f"w{stage}", devices=(stage,), time=factors[stage], memory=-1.0,
+                     after=(2 * num_stages - 1 - stage,)) for stage in stages] if split else []
+    moves = [(stage, stage + 1, stage) for stage in stages[:-1]]
+    moves += [(2 * num_stages - 2 - stage, 2 * num_stages - 1 - stage, stage) for stage in stages[:-1]]
+    return ScheduleProblem(
+        device_names=tuple(f"d{stage}" for stage in stages), device_memory=(memory,) * num_stages, free_at="end",
+        blocks=(*forward, *backward, *weights),
+        transfers=() if transfers == "none" else tuple(
+            Transfer(source=source, target=target, time=0.1 * rng.uniform(0.5, 1.5),
+                     link=f"d{stage}-d{stage + 1}" if transfers == "link" else None) for source, target, stage in moves))
+
+
+def capped_1f1b(problem: ScheduleProblem, num_microbatches: int, *, in_flight: int) -> Schedule:
+    """Return 1F1B with no more than so many micro-batches in flight: what it becomes where memory is short."""
+    num_stages = problem.num_devices
+    has_weights = problem.num_blocks == 3 * num_stages
+    orders: list[list[Instance]] = []
+    for stage in range(num_stages):
+        ahead = min(num_stages - stage, in_flight, num_microbatches)
+        order = [(stage, index) for index in range(ahead)]
+        for index in range(num_microbatches):
+            order.append((2 * num_stages - 1 - stage, index))
+            order += [(2 * num_stages + stage, index)] if has_weights else []
+            order += [(stage, ahead + index)] if ahead + index < num_microbatches else []
+        orders.append(order)
+    result = replay(problem, num_microbatches, orders)
+    check_schedule(result)
+    return result
+
+
+def unequal(options: Options) -> Iterator[Row]:
+    """Yield how the search compares with the best named schedule on pipelines of unequal stages."""
+    ratios: list[float] = []
+    for num_stages in (4, 8):
+        for transfers in ("none", "delay", "link"):
+            for full in (True, False):
+                for split in (False, True):
+                    found = [_ratio(Random(f"{num_stages} {transfers} {full} {split} {sample}"), num_stages, transfers, full,
+                                    split, options.time_limit) for sample in range(options.num_samples)]
+                    ratios += found
+                    yield Row(f"{num_stages} stages, transfers {transfers}, {'all' if full else 'half'} of 1F1B's memory, "
+                              f"{'split' if split else 'whole'} backward", _spread(found), "never above 1",
+                              max(found) <= 1 + SLACK)
+    mean = statistics.fmean(ratios)
+    yield Row("all of these: makespan of the search / best named", _spread(ratios), "never above 1; mean below 1, aim 0.95",
+              max(ratios) <= 1 + SLACK and mean < 1)
+
+
+def _ratio(rng: Random, num_stages: int, transfers: str, full: bool, split: bool, time_limit: float | None) -> float:
+    memory = num_stages if full else num_stages // 2
+    problem = unequal_pipeline(rng, num_stages, memory=memory, split=split, transfers=transfers)
+    number = 2 * num_stages
+    best = min([capped_1f1b(problem, number, in_flight=memory).makespan,
+                *(item.makespan for item in named_schedules(problem, number).values())])
+    result = search(problem, number, TIME_LIMIT if time_limit is None else time_limit)
+    check_schedule(result.schedule)
+    return result.makespan / best
+
+
+def _spread(values: list[float]) -> str:
+    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    return (f"min {min(values):.3f}, quartiles {low:.3f} {middle:.3f} {high:.3f}, max {max(values):.3f}, "
+            f"mean {statistics.fmean(values):.3f} ({len(values)} problems)")
+
+
+def infeasible(options: Options) -> Iterator[Row]:
+    """Yield exit code and named memory for every training problem with too little on one device, and on all."""
+    for path in sorted(options.folder.glob("*.json")):
+        problem = load_problem(path)
+        if problem.device_memory[0] is not None:
+            small = 0.75 * max(block.memory for block in problem.blocks)
+            yield _infeasible_row(path.stem, with_memory(problem, {problem.device_names[-1]: small}), "one device")
+            yield _infeasible_row(path.stem, replace(problem, device_memory=(small,) * problem.num_devices), "all devices")
+
+
+def _infeasible_row(name: str, problem: ScheduleProblem, which: str) -> Row:
+    code, message = _command_line(problem, 4)
+    raised, named = problem, []
+    for _ in problem.device_names:
+        try:
+            search(raised, 4)
+            break
+        except NoFeasiblePlan as error:
+            named.append((str(error.device), float(error.needed)))
+            raised = with_memory(raised, dict(named))
+    works = _command_line(raised, 4)[0] == 0
+    less = with_memory(raised, {named[-1][0]: named[-1][1] * (1 - 1e-3)}) if named else raised
+    is_least = _command_line(less, 4)[0] == 3
+    is_named = bool(named) and named[0][0] in message and f"{named[0][1]:.6g}" in message
+    return Row(f"{name}, too little memory on {which}",
+               f"exit {code}; named: {', '.join(f'{device} {needed:.6g}' for device, needed in named)}"
+               f"{'' if is_named else ' (NOT in the message)'}; with these it {'works' if works else 'DOES NOT work'}, with a "
+               f"little less {'not' if is_least else 'TOO'}", "exit 3, the value named works", code == 3 and works and is_least
+               and is_named)
+
+
+def _command_line(problem: ScheduleProblem, num_microbatches: int) -> tuple[int, str]:
+    """Return exit code and messages of ``weft schedule``."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "problem.json"
+        save_problem(problem, path)
+        run = subprocess.run([sys.executable, "-m", "weft", "schedule", str(path), "--microbatches", str(num_microbatches),
+                              "--time-limit", "10", "--json"], capture_output=True, text=True, timeout=300, check=False)
+    return run.returncode, run.stderr

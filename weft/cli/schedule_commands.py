@@ -1,0 +1,106 @@
+"""``weft schedule``."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.cli.common import JsonOption, QuietOption, print_json, reporter
+from weft.errors import InputError
+
+if TYPE_CHECKING:
+    from weft.search.schedule.problem import ScheduleProblem
+    from weft.search.schedule.result import ScheduleResult
+    from weft.show.schedule_facts import ScheduleFacts
+
+MAX_TASKS = 4_000_000
+"""Schedules of more blocks and transfers, over all micro-batches, are refused."""
+
+
+def schedule(
+    problem: Annotated[Path, typer.Argument(metavar="PROBLEM", help="A schedule problem file.")],
+    microbatches: Annotated[int, typer.Option("--microbatches", "-n", help="How many micro-batches flow through.")],
+    time_limit: Annotated[float | None, typer.Option(help="Return the best found after so many seconds.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    compare: Annotated[bool, typer.Option("--compare", help="Add the named schedules (GPipe, 1F1B, ...).")] = False,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a self-contained page with a chart here.")] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture here.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the result (JSON) here.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width of the chart; the terminal's if absent.")] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Find the order in which micro-batches flow through blocks on devices: shortest, within the memory."""
+    from weft.search.schedule.problem_file import load_problem
+
+    _check_options(microbatches, time_limit, width, (html, svg, out))
+    item = load_problem(problem)
+    if item.num_tasks * microbatches > MAX_TASKS:
+        raise InputError(f"{microbatches} micro-batches of {item.num_tasks} blocks and transfers are more than "
+                         f"{MAX_TASKS}: try fewer micro-batches, the steady state is the same")
+    from weft.search.schedule.search import schedule as search
+
+    report = reporter(quiet)
+    result = search(item, microbatches=microbatches, time_limit=time_limit, seed=seed, progress=report)
+    compared = _compare(item, result) if compare else []
+    value = _result_json(result, compared)
+    if out is not None:
+        from weft.files import write_atomic
+
+        write_atomic(out, json.dumps(value, indent=1, allow_nan=False) + "\n")
+        report(f"result written to {out}")
+    _write_pictures(result, compared, name=problem.name, html=html, svg=svg)
+    if as_json:
+        print_json(value)
+    else:
+        from weft.show.schedule_tables import print_schedule
+
+        print_schedule(result, compared, width=width)
+
+
+def _check_options(microbatches: int, time_limit: float | None, width: int | None,
+                   outputs: tuple[Path | None, ...]) -> None:
+    """Refuse before the search what could only fail after it."""
+    if microbatches < 1:
+        raise InputError(f"--microbatches must be at least 1, not {microbatches}")
+    if time_limit is not None and not (math.isfinite(time_limit) and time_limit > 0):
+        raise InputError(f"--time-limit must be a number of seconds above 0, not {time_limit}")
+    if width is not None and width < 1:
+        raise InputError(f"--width must be at least 1, not {width}")
+    for path in outputs:
+        if path is not None and path.is_dir():
+            raise InputError(f"cannot write {str(path)!r}: it is a folder")
+
+
+def _compare(problem: ScheduleProblem, result: ScheduleResult) -> list[ScheduleFacts]:
+    from weft.search.schedule.named import compare_named
+    from weft.show.schedule_facts import compare_facts
+
+    return compare_facts(result, compare_named(problem, result.schedule.num_microbatches))
+
+
+def _result_json(result: ScheduleResult, compared: list[ScheduleFacts]) -> dict[str, Any]:
+    """Return the result object; compared with named schedules, it lists these as well."""
+    value = result.to_json()
+    if compared:
+        from weft.show.schedule_facts import facts_json
+
+        value["named"] = [facts_json(row) for row in compared if not row.is_search]
+    return value
+
+
+def _write_pictures(result: ScheduleResult, compared: list[ScheduleFacts], *, name: str, html: Path | None,
+                    svg: Path | None) -> None:
+    title = name.removesuffix(".gz").removesuffix(".json")
+    if html is not None:
+        from weft.show.schedule_html import write_schedule_report
+
+        write_schedule_report(html, result, title=title, compared=compared)
+    if svg is not None:
+        from weft.show.schedule_svg import write_schedule_svg
+
+        write_schedule_svg(svg, result, title=title)

@@ -1,0 +1,118 @@
+"""The adapter to OR-Tools' CP-SAT: one deterministic worker, limits, and a clean stop on Ctrl-C.
+
+Searches are limited by CP-SAT's *deterministic time*, which counts operations: the same model ends at the same point on
+any machine. The wall clock is a second limit, for the user's ``--time-limit``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from ortools.sat.python import cp_model
+
+Status = Literal["optimal", "feasible", "infeasible", "unknown"]
+
+UNITS_PER_SECOND: Final = 0.4
+"""Deterministic time units that one CPU second is taken to be (0.3 to 0.5 were seen)."""
+
+_STATUS: Final[dict[int, Status]] = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible",
+                                     cp_model.INFEASIBLE: "infeasible", cp_model.UNKNOWN: "unknown"}
+
+
+@dataclass(kw_only=True)
+class Budget:
+    """What a search may still spend; shared by all its solver calls."""
+
+    units: float
+    """Deterministic time left."""
+    deadline: float | None = None
+    """On ``time.monotonic``'s clock; None for no limit."""
+    is_interrupted: bool = False
+    """Ctrl-C was pressed: nothing more is begun."""
+    report: Callable[[str], None] = field(default=lambda text: None)
+
+    @property
+    def is_spent(self) -> bool:
+        """Return whether nothing more may be begun."""
+        is_late = self.deadline is not None and time.monotonic() >= self.deadline
+        return self.is_interrupted or is_late or self.units <= 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Solution:
+    """What the solver found."""
+
+    status: Status
+    objective: float | None = None
+    bound: float | None = None
+    """No solution has a better objective."""
+    solver: cp_model.CpSolver = field(repr=False)
+
+    @property
+    def has_values(self) -> bool:
+        """Return whether there is a solution."""
+        return self.status in ("optimal", "feasible")
+
+    def value(self, expression: cp_model.LinearExprT) -> int:
+        """Return the expression's value in the solution."""
+        return int(self.solver.value(expression))
+
+
+def solve(model: cp_model.CpModel, budget: Budget, *, units: float, seed: int = 0, stop_at: float | None = None,
+          lns: bool = False) -> Solution:
+    """Return the best solution within ``units`` of deterministic time, taken from the budget.
+
+    ``stop_at`` ends the search as soon as the objective is at most that. ``lns`` lets large neighbourhood search take
+    turns with the exact search, for large models with a good hint.
+    """
+    solver = cp_model.CpSolver()
+    parameters = solver.parameters
+    parameters.random_seed = seed
+    parameters.catch_sigint_signal = False
+    parameters.max_deterministic_time = max(1e-6, min(units, budget.units))
+    if lns:
+        parameters.interleave_search = True
+        parameters.num_workers = 4
+    else:
+        parameters.num_workers = 1
+    if budget.deadline is not None:
+        parameters.max_time_in_seconds = max(0.001, budget.deadline - time.monotonic())
+    code = _run(solver, model, budget, _Stopper(stop_at) if stop_at is not None else None)
+    budget.units -= max(solver.response_proto.deterministic_time, 1e-4)
+    status = _STATUS.get(code)
+    assert status is not None, f"CP-SAT refused the model: {model.validate()}"
+    has_objective = model.has_objective() and status in ("optimal", "feasible")
+    return Solution(status=status, solver=solver, objective=solver.objective_value if has_objective else None,
+                    bound=solver.best_objective_bound if model.has_objective() else None)
+
+
+class _Stopper(cp_model.CpSolverSolutionCallback):
+    """Ends the search at a solution that is good enough."""
+
+    def __init__(self, stop_at: float) -> None:
+        super().__init__()
+        self.stop_at = stop_at
+
+    def on_solution_callback(self) -> None:
+        if self.objective_value <= self.stop_at + 1e-6:
+            self.stop_search()
+
+
+def _run(solver: cp_model.CpSolver, model: cp_model.CpModel, budget: Budget, stopper: _Stopper | None) -> int:
+    """Solve in a thread of its own, so that Ctrl-C reaches Python at once and the best solution is kept."""
+    if threading.current_thread() is not threading.main_thread():
+        return int(solver.solve(model, stopper))
+    codes: list[int] = []
+    thread = threading.Thread(target=lambda: codes.append(int(solver.solve(model, stopper))), daemon=True)
+    thread.start()
+    while thread.is_alive():
+        try:
+            thread.join(timeout=3600)
+        except KeyboardInterrupt:
+            budget.is_interrupted = True
+            solver.stop_search()
+    return codes[0]

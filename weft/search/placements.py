@@ -1,0 +1,369 @@
+"""Placements: which device runs which part of the model, for pipelines of several shapes; the order comes later.
+
+    v             one stage on each device: 0, 1, .., p-1
+    interleaved   two stages on each device: 0, 1, .., p-1, then 0, 1, .., p-1 again
+    vv            two stages on each device: 0, 1, .., p-1, then p-1, .., 1, 0
+    x             two pipelines in opposite directions, each with all parameters and every second micro-batch
+    m             a large embedding or head on all devices together, the rest a pipeline
+    nn            two such groups, before and in the middle: encoder and decoder on one half of the devices each
+    k             two branches on one half of the devices each, and what joins them on all devices together
+
+Each function returns a plan with an order in which micro-batches go through one after another: it is sound and takes
+the least memory, and a schedule is to be found for it (``weft.search.scheduled``).
+
+Stages on all devices together (*joint* stages) cannot be executed yet. Their sharding here is a first guess: every
+matrix is divided along its largest dimension, and so are the tensors inside the stage that have that dimension. Their
+time is that of one device divided by the number of devices, without the collectives inside.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+
+from weft.cluster.cluster import DeviceId
+from weft.errors import NoFeasiblePlan
+from weft.model.graph import F64, I64, Graph, TensorRole
+from weft.plan.layout import stage_inputs
+from weft.plan.orders import Action, Order
+from weft.plan.plan import Plan, TensorSharding
+from weft.search.baselines import (
+    MemoryLimits,
+    Segment,
+    Strategy,
+    balanced_cuts,
+    cut_places,
+    cut_seconds,
+    prefix_sums,
+    state_bytes,
+)
+from weft.search.problem import TENSOR_AXIS, Problem, StageSpec, make_plan
+from weft.units import format_bytes
+
+NUM_CHUNKS: Final = 2
+"""Stages per device of the interleaved placement."""
+LARGE: Final = 2.0
+"""A parameter is large if it has so many times the bytes of the largest matrix of the repeated layers."""
+REPEATED: Final = 3
+"""Matrices of one shape, so many or more, are those of repeated layers; embedding and head may be two."""
+END_PART: Final = 0.2
+"""A large parameter is at an end of the model if at most this part of the others is before, or behind, it."""
+BRANCH_PART: Final = 0.05
+"""A branch has at least this part of the work."""
+
+
+def v_placement(problem: Problem, microbatches: int) -> Plan:
+    """Return one stage per device, cut so that the period of 1F1B is as short as possible."""
+    return _make(problem, microbatches, _pipeline(problem, microbatches, _all_ops(problem), problem.devices), "v")
+
+
+def interleaved_placement(problem: Problem, microbatches: int) -> Plan:
+    """Return several stages per device: the pipeline goes over all devices again and again."""
+    return _chunked(problem, microbatches, problem.devices * NUM_CHUNKS, "interleaved")
+
+
+def vv_placement(problem: Problem, microbatches: int) -> Plan:
+    """Return two stages per device: the pipeline goes over all devices and back."""
+    return _chunked(problem, microbatches, problem.devices + problem.devices[::-1], "vv")
+
+
+def _chunked(problem: Problem, microbatches: int, devices: tuple[DeviceId, ...], name: str) -> Plan:
+    specs = _pipeline(problem, microbatches, _all_ops(problem), devices, stages_per_device=NUM_CHUNKS)
+    return _make(problem, microbatches, specs, name)
+
+
+def x_placement(problem: Problem, microbatches: int) -> Plan:
+    """Return two pipelines over the same devices in opposite directions, for every second micro-batch each."""
+    if microbatches % 2:
+        raise NoFeasiblePlan(f"opposite pipelines need an even number of micro-batches, not {microbatches}")
+    specs = []
+    for number, devices in enumerate((problem.devices, problem.devices[::-1])):
+        specs += _pipeline(problem, microbatches, _all_ops(problem), devices, stages_per_device=2,
+                           served=tuple(range(number, microbatches, 2)))
+    return _make(problem, microbatches, specs, "x")
+
+
+def m_placement(problem: Problem, microbatches: int) -> Plan:
+    """Return the large parameters at the model's ends on all devices together, and the rest as a pipeline."""
+    groups = _Groups(problem)
+    if groups.middle:
+        raise NoFeasiblePlan(f"placement m spreads large parameters at the ends of a model; {groups.describe_middle()} "
+                             "stands in the middle. Try nn, k or v")
+    joint = [_joint(problem, ops) for ops in (groups.front, groups.tail) if len(ops)]
+    rest = np.arange(len(groups.front), groups.first_of_tail)
+    pipeline = _pipeline(problem, microbatches, rest, problem.devices, reserved=_joint_bytes(problem, joint))
+    return _make(problem, microbatches, _around(groups, joint, pipeline), "m")
+
+
+def nn_placement(problem: Problem, microbatches: int) -> Plan:
+    """Return large parameters before and in the middle on all devices together, the parts between them on one half."""
+    groups = _Groups(problem)
+    if not len(groups.front) or not groups.middle:
+        missing = "in the middle" if len(groups.front) else "at the beginning"
+        raise NoFeasiblePlan(f"placement nn needs large parameters at the beginning and in the middle of the model; "
+                             f"{problem.graph.name!r} has none {missing}. Try m, k or v")
+    middle = np.arange(groups.middle[0], groups.middle[-1] + 1)
+    if groups.light[middle].sum() > END_PART * groups.light.sum():
+        raise NoFeasiblePlan(f"placement nn needs one place in the middle of the model with large parameters; "
+                             f"{groups.describe_middle()} stand apart. Try k or v")
+    joint = [_joint(problem, ops) for ops in (groups.front, middle, groups.tail) if len(ops)]
+    reserved = _joint_bytes(problem, joint)
+    parts = (np.arange(len(groups.front), middle[0]), np.arange(middle[-1] + 1, groups.first_of_tail))
+    encoder, decoder = (_pipeline(problem, microbatches, ops, half, reserved=reserved)
+                        for ops, half in zip(parts, _halves(problem), strict=True))
+    return _make(problem, microbatches, _around(groups, joint, [*encoder, joint[1], *decoder]), "nn")
+
+
+def k_placement(problem: Problem, microbatches: int) -> Plan:
+    """Return two independent branches on one half of the devices each, and what joins them on all devices together."""
+    branches = _find_branches(problem)
+    joint = _joint(problem, np.setdiff1d(_all_ops(problem), np.concatenate(branches)))
+    reserved = _joint_bytes(problem, [joint])
+    first, second = (_pipeline(problem, microbatches, ops, half, reserved=reserved)
+                     for ops, half in zip(branches, _halves(problem), strict=True))
+    return _make(problem, microbatches, [*first, *second, joint], "k")
+
+
+PLACEMENTS: Final[dict[str, Strategy]] = {
+    "v": v_placement, "x": x_placement, "m": m_placement, "nn": nn_placement, "k": k_placement,
+    "interleaved": interleaved_placement, "vv": vv_placement}
+"""Placements by name."""
+
+
+# ---- pieces ---------------------------------------------------------------------------------------------------------
+
+
+def _make(problem: Problem, microbatches: int, specs: Sequence[StageSpec], name: str) -> Plan:
+    """Return the plan with these stages, given in topological order, one micro-batch after another."""
+    devices = sorted({device for spec in specs for members, _ in spec.replicas for device in members})
+    order: Order = [[] for _ in devices]
+    for index in range(microbatches):
+        used = [number for number, spec in enumerate(specs) if spec.microbatches is None or index in spec.microbatches]
+        actions: list[Action] = [(number, "F", index) for number in used]
+        if problem.is_training:
+            actions += [(number, "B", index) for number in reversed(used)]
+        for action in actions:
+            for members, _ in specs[action[0]].replicas:
+                for device in members:
+                    order[devices.index(device)].append(action)
+    return make_plan(problem, specs, order, microbatches=microbatches, by=f"placement-{name}", order_devices=devices)
+
+
+def _all_ops(problem: Problem) -> I64:
+    return np.arange(problem.graph.num_ops)
+
+
+def _halves(problem: Problem) -> tuple[tuple[DeviceId, ...], tuple[DeviceId, ...]]:
+    _require_devices(problem)
+    middle = (len(problem.devices) + 1) // 2
+    return problem.devices[:middle], problem.devices[middle:]
+
+
+def _require_devices(problem: Problem) -> None:
+    if len(problem.devices) < 2:
+        raise NoFeasiblePlan(f"a pipeline needs 2 or more devices; the cluster has {len(problem.devices)}")
+
+
+def _pipeline(problem: Problem, microbatches: int, ops: I64, devices: tuple[DeviceId, ...], *,
+              stages_per_device: int = 1, reserved: float = 0.0, served: tuple[int, ...] | None = None
+              ) -> list[StageSpec]:
+    """Return the operators cut into stages on these devices; stages without operators are left out.
+
+    ``reserved`` bytes of each device are for others, and the rest is for ``stages_per_device`` stages.
+    """
+    _require_devices(problem)
+    capacity = [problem.cluster.devices[device].memory_bytes for device in devices]
+    memory = tuple(None if size is None else max(0.0, size - reserved) / stages_per_device for size in capacity)
+    segment = Segment(ops=ops, devices=devices, memory=memory)
+    cuts = balanced_cuts(problem, microbatches, segment)
+    if stages_per_device > 1 and served is None:
+        cuts = _balance_devices(problem, microbatches, segment, cuts)
+    return [StageSpec(ops=ops[first:last], replicas=(((device,), 1.0),), microbatches=served)
+            for device, (first, last) in zip(devices, itertools.pairwise(cuts), strict=True) if last > first]
+
+
+def _balance_devices(problem: Problem, microbatches: int, segment: Segment, cuts: list[int]) -> list[int]:
+    """Return the cuts moved, one at a time, as long as the busiest device gets less to do.
+
+    ``balanced_cuts`` looks at each stage by itself; here the stages of a device add up. Cuts stay where little is sent,
+    and no device gets more parameters and activations than its stages may take together.
+    """
+    load = _DeviceLoad(problem, microbatches, segment)
+    best, improved = load.of(cuts), True
+    while improved:
+        improved = False
+        for position in range(1, len(cuts) - 1):
+            for place in load.places:
+                trial = [*cuts[:position], int(place), *cuts[position + 1:]]
+                if cuts[position - 1] <= place <= cuts[position + 1] and load.of(trial) < best * (1 - 1e-6):
+                    cuts, best, improved = trial, load.of(trial), True
+    return cuts
+
+
+class _DeviceLoad:
+    """The work of the busiest device for one micro-batch, transfers included, or infinite if memory is exceeded."""
+
+    def __init__(self, problem: Problem, microbatches: int, segment: Segment) -> None:
+        size = problem.options.batch / microbatches
+        self.segment, self.places = segment, cut_places(problem, segment)
+        self.seconds = [prefix_sums(problem.op_seconds(device, size)[segment.ops]) for device in segment.devices]
+        self.sent = cut_seconds(problem, size, segment)
+        self.limits = MemoryLimits(problem, size, microbatches, segment)
+        self.capacity = segment.memory_of_device
+
+    def of(self, cuts: Sequence[int]) -> float:
+        """Return the load of the busiest device with these cuts."""
+        work = dict.fromkeys(self.segment.devices, 0.0)
+        held = dict.fromkeys(self.segment.devices, 0.0)
+        for stage, (first, last) in enumerate(itertools.pairwise(cuts)):
+            device = self.segment.devices[stage]
+            if last > first:
+                work[device] += float(self.seconds[stage][last] - self.seconds[stage][first] + 2 * self.sent[last])
+                held[device] += self.limits.bytes_of(stage, first, last)
+        over = any(held[device] > self.capacity[device] > 0 for device in held)
+        return float("inf") if over else max(work.values())
+
+
+def _around(groups: _Groups, joint: Sequence[StageSpec], inner: list[StageSpec]) -> list[StageSpec]:
+    """Return the inner stages after the joint stage at the front and before the one at the end."""
+    return [*(joint[:1] if len(groups.front) else []), *inner, *(joint[-1:] if len(groups.tail) else [])]
+
+
+def _joint(problem: Problem, ops: I64) -> StageSpec:
+    """Return the operators as one stage on all devices together."""
+    return StageSpec(ops=ops, replicas=((problem.devices, 1.0),),
+                     sharding=guess_sharding(problem.graph, ops, len(problem.devices)))
+
+
+def _joint_bytes(problem: Problem, joint: Sequence[StageSpec]) -> float:
+    """Return about what the joint stages take on each device: their part of parameters and state."""
+    ops = np.concatenate([spec.ops for spec in joint])
+    return float(state_bytes(problem)[ops].sum()) / len(problem.devices)
+
+
+def guess_sharding(graph: Graph, ops: I64, num_devices: int) -> dict[str, TensorSharding]:
+    """Return how a stage divides its tensors: matrices by their largest dimension, and what has that dimension.
+
+    Tensors that go to other stages, or come from them, stay whole.
+    """
+    read = np.unique(np.concatenate([graph.op_inputs(int(op)) for op in ops]))
+    inside = np.zeros(graph.num_ops, dtype=bool)
+    inside[ops] = True
+    result: dict[str, TensorSharding] = {}
+    sizes: set[int] = set()
+    for tensor in read[graph.tensor_role[read] == TensorRole.PARAMETER].tolist():
+        shape = graph.tensor_shapes[tensor]
+        if len(shape) > 1 and max(shape) >= num_devices:
+            result[graph.tensor_names[tensor]] = _along(shape, shape.index(max(shape)))
+            sizes |= {max(shape)} if shape.count(max(shape)) == 1 else set()
+    outside = np.flatnonzero(~inside)
+    leaving = set(stage_inputs(graph, outside).tolist()) | set(graph.outputs)
+    for op in ops.tolist():
+        for tensor in graph.op_outputs(op).tolist():
+            split = [dim for dim, size in enumerate(graph.tensor_shapes[tensor]) if size in sizes]
+            if split and tensor not in leaving:
+                result[graph.tensor_names[tensor]] = _along(graph.tensor_shapes[tensor], split[-1])
+    return result
+
+
+def _along(shape: tuple[int, ...], dim: int) -> TensorSharding:
+    return TensorSharding(dims=tuple(TENSOR_AXIS if index == dim else None for index in range(len(shape))))
+
+
+# ---- which operators ------------------------------------------------------------------------------------------------
+
+
+class _Groups:
+    """Where the model's large parameters are read: at its beginning, at its end, or in the middle."""
+
+    def __init__(self, problem: Problem) -> None:
+        _require_devices(problem)
+        graph = self.graph = problem.graph
+        large = large_readers(graph)
+        self.light = parameter_bytes(graph)
+        self.light[large] = 0.0
+        before, limit = prefix_sums(self.light), END_PART * float(self.light.sum())
+        front = [op for op in large if before[op] <= limit]
+        tail = [op for op in large if op not in front and before[-1] - before[op + 1] <= limit]
+        self.middle = [op for op in large if op not in front and op not in tail]
+        self.front: I64 = np.arange(front[-1] + 1 if front else 0)
+        self.first_of_tail = tail[0] if tail else graph.num_ops
+        self.tail: I64 = np.arange(self.first_of_tail, graph.num_ops)
+        if before[self.first_of_tail] - before[len(self.front)] <= 0:
+            raise NoFeasiblePlan(f"{graph.name!r} has no layers besides its large parameters to make a pipeline of")
+
+    def describe_middle(self) -> str:
+        """Return the names of the operators in the middle."""
+        names = [self.graph.op_modules[op] or self.graph.op_names[op] for op in self.middle[:3]]
+        return ", ".join(dict.fromkeys(names)) + (", ..." if len(self.middle) > 3 else "")
+
+
+def parameter_bytes(graph: Graph) -> F64:
+    """Return the bytes of parameters that each operator reads; a parameter counts at each of its readers."""
+    is_parameter = graph.tensor_role[graph.inputs] == TensorRole.PARAMETER
+    result = np.zeros(graph.num_ops)
+    np.add.at(result, graph.consumer_op[is_parameter], graph.tensor_bytes[graph.inputs[is_parameter]])
+    return result
+
+
+def large_readers(graph: Graph) -> list[int]:
+    """Return the operators that read a parameter far larger than most; raise ``NoFeasiblePlan`` if there is none."""
+    matrices = [int(tensor) for tensor in graph.parameters if len(graph.tensor_shapes[tensor]) > 1]
+    if not matrices:
+        raise NoFeasiblePlan(f"{graph.name!r} has no matrices among its parameters to spread over devices")
+    counts = Counter(graph.tensor_shapes[tensor] for tensor in matrices)
+    repeated = [tensor for tensor in matrices if counts[graph.tensor_shapes[tensor]] >= REPEATED] or matrices
+    limit = LARGE * float(graph.tensor_bytes[repeated].max())
+    large = [tensor for tensor in matrices if graph.tensor_bytes[tensor] >= limit]
+    if not large:
+        largest = max(matrices, key=lambda tensor: graph.tensor_bytes[tensor])
+        raise NoFeasiblePlan(
+            f"{graph.name!r} has no parameter that is worth to be spread over all devices: the largest, "
+            f"{graph.tensor_names[largest]!r} ({format_bytes(int(graph.tensor_bytes[largest]))}), has less than "
+            f"{LARGE:g} times the bytes of the largest matrix of the layers ({format_bytes(limit / LARGE)}). "
+            "Try placement v")
+    return sorted(set(graph.consumer_op[np.isin(graph.inputs, large)].tolist()))
+
+
+def _find_branches(problem: Problem) -> tuple[I64, I64]:
+    """Return the operators of the two heaviest branches that depend on different inputs of the model."""
+    graph = problem.graph
+    origins = _input_origins(graph)
+    seconds = problem.op_seconds(problem.devices[0], graph.batch)
+    best: tuple[float, int, int] | None = None
+    for one, other in itertools.combinations(sorted({origin for origin in origins if origin}), 2):
+        if one & other == 0:
+            weight = min(float(seconds[_within(origins, one)].sum()), float(seconds[_within(origins, other)].sum()))
+            best = max(best or (weight, one, other), (weight, one, other), key=lambda item: item[0])
+    if best is None or best[0] < BRANCH_PART * seconds.sum():
+        raise NoFeasiblePlan(f"placement k needs two branches that depend on different inputs and are joined later, "
+                             f"each with {BRANCH_PART:.0%} of the work or more; {graph.name!r} has none. Try v or m")
+    branches = _within(origins, best[1]), _within(origins, best[2])
+    return branches if branches[0][0] < branches[1][0] else branches[::-1]
+
+
+def _within(origins: Sequence[int], allowed: int) -> I64:
+    return np.asarray([op for op, origin in enumerate(origins) if origin and origin & ~allowed == 0], dtype=np.int64)
+
+
+def _input_origins(graph: Graph) -> list[int]:
+    """Return, as a bit set, the inputs of the model that each operator depends on.
+
+    Operators that depend on none, such as those on positions, count to those that read them.
+    """
+    inputs = np.flatnonzero(graph.tensor_role == TensorRole.INPUT).tolist()
+    bit = {tensor: 1 << number for number, tensor in enumerate(inputs)}
+    origins = [0] * graph.num_ops
+    for op in range(graph.num_ops):
+        for tensor in graph.op_inputs(op).tolist():
+            producer = int(graph.tensor_producer[tensor])
+            origins[op] |= origins[producer] if producer >= 0 else bit.get(tensor, 0)
+    readers = list(origins)
+    for producer, consumer, _ in graph.edges[::-1].tolist():
+        if not origins[producer]:
+            readers[producer] |= readers[consumer]
+    return readers

@@ -1,0 +1,147 @@
+"""The smallest period of a cyclic order: every resource keeps its order of tasks, round the clock; only times move.
+
+With the order fixed, all constraints are ``start(j) >= start(i) + length - P * laps``; the smallest P is the largest
+ratio length / laps over all cycles. Starting from a P that is too small, a cycle that is violated gives the next P
+(Lawler's method); it ends at the exact ratio of the critical cycle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from weft.model.graph import F64, I64
+from weft.search.schedule.problem import ScheduleProblem
+
+
+class Clock(Protocol):
+    """What is needed of a problem: in real time or in ticks."""
+
+    @property
+    def times(self) -> Sequence[float]:
+        """Return the duration of each task."""
+
+    @property
+    def edges(self) -> Sequence[tuple[int, int, float]]:
+        """Return (source, target, delay)."""
+
+    @property
+    def resource_tasks(self) -> Sequence[Sequence[int]]:
+        """Return the tasks of each resource."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RealClock:
+    """A problem's own times."""
+
+    times: tuple[float, ...]
+    edges: tuple[tuple[int, int, float], ...]
+    resource_tasks: tuple[tuple[int, ...], ...]
+
+
+def real_clock(problem: ScheduleProblem) -> RealClock:
+    """Return the problem's own times."""
+    return RealClock(times=problem.task_times, resource_tasks=problem.resource_tasks,
+                     edges=tuple((edge.source, edge.target, edge.delay) for edge in problem.edges))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tight:
+    """The result: starts by task and copy, and the period."""
+
+    starts: F64
+    period: float
+
+
+def tighten(clock: Clock, starts: F64, period: float, *, whole: bool = False) -> Tight:
+    """Return the smallest period of the cyclic order that ``starts`` [tasks, K] have at ``period``, and its starts.
+
+    ``starts`` may be in other units than the clock's times: only their order and laps count. ``whole`` rounds the
+    period up to a whole number.
+    """
+    system = _build_system(clock, starts, period)
+    trial = max((sum(clock.times[task] for task in tasks) for tasks in clock.resource_tasks), default=0.0)
+    trial *= starts.shape[1]
+    while True:
+        potential, cycle = _longest_paths(system, starts.size, trial)
+        if cycle is None and whole and trial != math.ceil(trial - 1e-9):
+            trial = float(math.ceil(trial - 1e-9))
+            continue
+        if cycle is None:
+            return Tight(starts=potential.reshape(starts.shape), period=trial)
+        laps, length = int(system.laps[cycle].sum()), float(system.lengths[cycle].sum())
+        assert laps > 0, "a cycle that no period satisfies cannot come from a schedule"
+        assert length / laps > trial, "the cycle was violated"
+        trial = length / laps
+
+
+@dataclass(frozen=True, kw_only=True)
+class _System:
+    sources: I64
+    targets: I64
+    lengths: F64
+    laps: I64
+
+
+def _build_system(clock: Clock, starts: F64, period: float) -> _System:
+    num_copies = starts.shape[1]
+    rows: list[tuple[int, int, float, int]] = []
+    for source, target, delay in clock.edges:
+        length = clock.times[source] + delay
+        rows += [(source * num_copies + k, target * num_copies + k, length, 0) for k in range(num_copies)]
+    lap = np.floor(starts / period + 1e-9)
+    offset = starts - lap * period
+    for tasks in clock.resource_tasks:
+        keys = sorted(itertools.product(tasks, range(num_copies)), key=lambda key: (offset[key], key))
+        for one, other in itertools.pairwise([*keys, keys[0]] if keys else []):
+            wraps = 1 if other == keys[0] else 0
+            laps = int(lap[one] - lap[other]) + wraps
+            rows.append((one[0] * num_copies + one[1], other[0] * num_copies + other[1],
+                         clock.times[one[0]], laps))
+    columns = list(zip(*rows, strict=True))
+    return _System(sources=np.asarray(columns[0]), targets=np.asarray(columns[1]),
+                   lengths=np.asarray(columns[2], dtype=np.float64), laps=np.asarray(columns[3]))
+
+
+def _longest_paths(system: _System, num: int, period: float) -> tuple[F64, list[int] | None]:
+    """Return the longest paths from anywhere, and a cycle (edge indices) of positive length if there is one."""
+    weights = system.lengths - period * system.laps
+    tolerance = 1e-12 * max(1.0, float(np.abs(weights).max(initial=0.0))) * (num + 1)
+    potential, through = np.zeros(num), np.full(num, -1)
+    for _ in range(num + 1):
+        reached = potential[system.sources] + weights
+        order = np.argsort(reached, kind="stable")
+        best = np.full(num, -np.inf)
+        edge = np.full(num, -1)
+        best[system.targets[order]] = reached[order]
+        edge[system.targets[order]] = order
+        better = best > potential + tolerance
+        if not better.any():
+            return potential, None
+        potential = np.where(better, best, potential)
+        through = np.where(better, edge, through)
+        cycle = _find_cycle(system, through)
+        if cycle is not None and weights[cycle].sum() > tolerance:
+            return potential, cycle
+    raise AssertionError("longest paths without a cycle end after one round for each task")
+
+
+def _find_cycle(system: _System, through: I64) -> list[int] | None:
+    """Return the edges of a cycle among the last improving edges, if there is one."""
+    state = np.zeros(len(through), dtype=np.int8)
+    for begin in np.flatnonzero(through >= 0).tolist():
+        path: list[int] = []
+        node = begin
+        while state[node] == 0 and through[node] >= 0:
+            state[node] = 1
+            path.append(node)
+            node = int(system.sources[through[node]])
+        if state[node] == 1 and node in path:
+            return [int(through[item]) for item in path[path.index(node):]]
+        state[path] = 2
+    return None

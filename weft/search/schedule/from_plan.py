@@ -1,0 +1,349 @@
+"""From a plan to the schedule problem that its placement means, and from a found schedule back to the plan's order.
+
+Every stage becomes a block ``F`` and, in training, a block ``B`` (or ``I`` and ``W``) on all its devices; a stage with
+several replicas is one block that lasts as long as its slowest replica. Stages that serve only some micro-batches form
+*lanes*: the sets of micro-batches that go through the same stages. Opposite pipelines have two lanes, and one
+micro-batch of the problem is one micro-batch of each:
+
+    plan, 4 micro-batches: s0 s1 for 0, 2; s2 s3 for 1, 3        problem: s0:F s1:F ... s2:F s3:F ..., 2 micro-batches
+
+Memory is in bytes by the account of ``weft.plan.memory``: ``F`` takes what the stage keeps for its backward, ``B``
+releases it, ``I`` releases what the gradients of weights do not need, ``W`` the rest. A device's limit is its capacity
+less what is there all the time (parameters, gradients, optimizer state), less the most that any of its blocks needs
+while it runs beyond what it keeps, less the tensors that wait between stages. How many of those wait depends on the
+schedule. ``num_waiting`` says how many of each kind are provided for: with None as many as there can be, so that
+every schedule within the limits passes ``check_memory``; with a number, the plan must be checked.
+
+Transfers take the times of ``costs``. A problem's transfer occupies one link, so the busiest resource on its way is
+named. Where messages on a link can never meet, because blocks of one device send them and each block is longer than
+any of the messages, a transfer is a pure delay, which is the same and leaves less to search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import Final
+
+from weft.cluster.cluster import Cluster, Contention
+from weft.cost.costs import Costs
+from weft.cost.costs import Phase as CostPhase
+from weft.errors import InputError, NoFeasiblePlan
+from weft.model.graph import Graph
+from weft.plan.lower import lower
+from weft.plan.memory import instance_memories, static_bytes, unsaved_outputs
+from weft.plan.plan import Plan
+from weft.plan.program import Channel, Program
+from weft.plan.stage_memory import StageMemory
+from weft.plan.structure import stage_patterns
+from weft.search.schedule.problem import Block, ScheduleProblem, Transfer
+from weft.search.schedule.schedule import Schedule
+from weft.simulate.timing import rank_devices, stage_figure, transfer_figure
+from weft.units import format_bytes
+
+_NO_RESERVE: Final[Mapping[str, float]] = MappingProxyType({})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockMeaning:
+    """What a block of the problem is in the plan."""
+
+    stage: int
+    """Index into ``Plan.stages``."""
+    phase: CostPhase
+    lane: int
+    """Index into ``PlanProblem.lanes``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanProblem:
+    """The schedule problem of a plan's placement, and what its blocks and micro-batches mean in the plan."""
+
+    problem: ScheduleProblem
+    meaning: tuple[BlockMeaning, ...]
+    """Of each block."""
+    lanes: tuple[tuple[int, ...], ...]
+    """The plan's micro-batches by lane: micro-batch ``n`` of the problem is ``lanes[k][n]`` for every lane ``k``."""
+    stage_names: tuple[str, ...]
+
+    @property
+    def num_microbatches(self) -> int:
+        """Return the number of micro-batches of the problem."""
+        return len(self.lanes[0])
+
+    @property
+    def memory_binds(self) -> bool:
+        """Return whether some schedule could exceed some device's limit."""
+        for device, limit in enumerate(self.problem.device_memory):
+            taken = sum(max(0.0, block.memory) for block in self.problem.blocks if device in block.devices)
+            if limit is not None and taken * self.num_microbatches > limit:
+                return True
+        return False
+
+
+def problem_of_plan(plan: Plan, graph: Graph, costs: Costs, cluster: Cluster, *, split_backward: bool,
+                    num_waiting: int | None = None, reserve: Mapping[str, float] = _NO_RESERVE) -> PlanProblem:
+    """Return the schedule problem of the plan's stages on their devices; the plan's own order does not matter.
+
+    ``split_backward`` makes ``I`` and ``W`` of every backward. ``reserve`` is kept free on the devices named, in bytes.
+    Raise ``NoFeasiblePlan`` if a device has no room for anything, ``InputError`` if lanes are of unequal length.
+    """
+    return _Builder(lower(plan, graph), costs, cluster, split_backward=split_backward).build(num_waiting, reserve)
+
+
+def order_of_schedule(plan_problem: PlanProblem, schedule: Schedule) -> dict[str, tuple[str, ...]]:
+    """Return the plan's actions on each device, by start time."""
+    problem, order = plan_problem.problem, {}
+    for device, instances in zip(problem.device_names, schedule.orders(), strict=False):
+        order[device] = tuple(_token(plan_problem, task, index) for task, index in instances)
+    return order
+
+
+def _token(plan_problem: PlanProblem, task: int, index: int) -> str:
+    meaning = plan_problem.meaning[task]
+    return f"{plan_problem.stage_names[meaning.stage]}:{meaning.phase}:{plan_problem.lanes[meaning.lane][index]}"
+
+
+def with_schedule(plan: Plan, plan_problem: PlanProblem, schedule: Schedule) -> Plan:
+    """Return the plan with the schedule's order of actions."""
+    return replace(plan, order=order_of_schedule(plan_problem, schedule))
+
+
+class _Builder:
+    """Makes the problem of one program."""
+
+    def __init__(self, program: Program, costs: Costs, cluster: Cluster, *, split_backward: bool) -> None:
+        self.program, self.costs, self.cluster = program, costs, cluster
+        self.devices = rank_devices(program, cluster)
+        self.used = sorted({rank for instance in program.instances for rank in instance.ranks})
+        training = program.plan.model.mode == "training"
+        self.phases: tuple[CostPhase, ...] = ("F",) if not training else ("F", "I", "W") if split_backward else (
+            "F", "B")
+        self.patterns = stage_patterns(program.plan)
+        self.lanes = _lanes(program.plan, self.patterns)
+        self.instances_of = [[index for index, item in enumerate(program.instances) if item.stage == stage]
+                             for stage in range(len(program.plan.stages))]
+        memories = instance_memories(program)
+        self.memory = [_StageBytes.of(program, items, memories) for items in self.instances_of]
+        self.static = static_bytes(program).sum(axis=1)
+
+    def build(self, num_waiting: int | None, reserve: Mapping[str, float]) -> PlanProblem:
+        """Return the problem with its transfers and limits."""
+        meaning = [BlockMeaning(stage=stage, phase=phase, lane=lane)
+                   for lane, stages in enumerate(self.patterns)
+                   for phase in self.phases for stage in (stages if phase == "F" else reversed(stages))]
+        self.index = {(item.lane, item.stage, item.phase): number for number, item in enumerate(meaning)}
+        self.blocks = tuple(self._block(item) for item in meaning)
+        names = tuple(stage.name for stage in self.program.plan.stages)
+        problem = ScheduleProblem(
+            device_names=tuple(self.program.rank_names[rank] for rank in self.used),
+            device_memory=tuple(self._limit(rank, num_waiting, reserve) for rank in self.used),
+            blocks=self.blocks, transfers=self._transfers(), free_at="end")
+        return PlanProblem(problem=problem, meaning=tuple(meaning), lanes=self.lanes, stage_names=names)
+
+    # ---- blocks -----------------------------------------------------------------------------------------------------
+
+    def _block(self, item: BlockMeaning) -> Block:
+        instances = [self.program.instances[index] for index in self.instances_of[item.stage]]
+        name = f"{self.program.plan.stages[item.stage].name}:{item.phase}"
+        shared = sum(item.stage in stages for stages in self.patterns) > 1
+        ranks = sorted({rank for instance in instances for rank in instance.ranks})
+        return Block(name=f"{name}:{item.lane}" if shared else name, time=self._seconds(item.stage, item.phase),
+                     devices=tuple(self.used.index(rank) for rank in ranks),
+                     memory=float(self.memory[item.stage].change[item.phase]), after=self._after(item))
+
+    def _seconds(self, stage: int, phase: CostPhase) -> float:
+        plan = self.program.plan
+        return max(stage_figure(self.costs, self.program.stage_ops[stage], [self.devices[rank] for rank in item.ranks],
+                                phase, fraction=item.num_samples / self.program.graph.batch,
+                                recompute=plan.stages[stage].recompute, sharded=bool(plan.stages[stage].sharding)
+                                ).seconds for item in map(self.program.instances.__getitem__, self.instances_of[stage]))
+
+    def _after(self, item: BlockMeaning) -> tuple[int, ...]:
+        if item.phase == "W":
+            return (self.index[item.lane, item.stage, "I"],)
+        forward = item.phase == "F"
+        needed = [] if forward else [self.index[item.lane, item.stage, "F"]]
+        for index in self.instances_of[item.stage]:
+            instance = self.program.instances[index]
+            for other in instance.producers if forward else instance.consumers:
+                key = item.lane, self.program.instances[other].stage, item.phase
+                if key in self.index:
+                    needed.append(self.index[key])
+        return tuple(sorted(set(needed)))
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def _limit(self, rank: int, num_waiting: int | None, reserve: Mapping[str, float]) -> float | None:
+        """Return what blocks may hold on the rank, or None for no limit."""
+        room = self._room(rank)
+        if room is None:
+            return None
+        name = self.program.rank_names[rank]
+        limit = room - self._waiting_bytes(rank, num_waiting) - reserve.get(name, 0.0)
+        if limit < 0:
+            capacity = self.cluster.devices[self.devices[rank]].memory_bytes
+            raise NoFeasiblePlan(
+                f"{name!r} has {format_bytes(capacity or 0)}, which is {format_bytes(-limit)} too little for the "
+                "parameters and state of its stages and for one of them at work. Try more micro-batches, "
+                "recomputation, another placement, or more devices.", missing_bytes=int(-limit), device=name)
+        return float(limit)
+
+    def _room(self, rank: int) -> float | None:
+        """Return the capacity less what is there all the time and what the neediest block takes while it runs."""
+        capacity = self.cluster.devices[self.devices[rank]].memory_bytes
+        if capacity is None:
+            return None
+        work = max(self.memory[stage].work(self.phases) for stage in self._stages_on(rank))
+        return float(capacity - self.static[rank] - work)
+
+    def _stages_on(self, rank: int) -> list[int]:
+        return [stage for stage, items in enumerate(self.instances_of)
+                if any(rank in self.program.instances[index].ranks for index in items)]
+
+    def _waiting_bytes(self, rank: int, num_waiting: int | None) -> float:
+        """Return room for tensors that wait on the rank: received, or handed over to another stage there."""
+        total = 0.0
+        for channel in self.program.channels:
+            if channel.target == rank:
+                owner = channel.producer if channel.kind == "activation" else channel.consumers[0]
+                total += channel.num_bytes * self._num_waiting(self.program.instances[owner].stage, num_waiting)
+        for stage in self._stages_on(rank):
+            for index in self.instances_of[stage]:
+                instance, memory = self.program.instances[index], self.memory[stage]
+                near = [self.program.instances[other].stage for other in instance.producers
+                        if rank in instance.ranks and rank in self.program.instances[other].ranks]
+                total += sum((self.memory[other].handed_outputs + memory.input_gradients)
+                             * self._num_waiting(other, num_waiting) for other in set(near))
+        return total
+
+    def _num_waiting(self, stage: int, num_waiting: int | None) -> int:
+        """Return how many outputs of the stage, or gradients for it, may wait: it has begun each and not ended it."""
+        most = len(self.lanes[0]) * sum(stage in stages for stages in self.patterns)
+        if num_waiting is not None:
+            return min(num_waiting, most)
+        kept = self.memory[stage].change["F"]
+        rooms = [self._room(rank) for index in self.instances_of[stage]
+                 for rank in self.program.instances[index].ranks]
+        known = [room for room in rooms if room is not None]
+        return most if kept <= 0 or not known else min(most, max(1, int(min(known) // kept)))
+
+    # ---- transfers --------------------------------------------------------------------------------------------------
+
+    def _transfers(self) -> tuple[Transfer, ...]:
+        """Return one transfer for each pair of blocks between which messages go."""
+        messages: dict[tuple[int, int], list[Channel]] = {}
+        first: dict[tuple[int, int], bool] = {}
+        for channel in self.program.channels:
+            phase: CostPhase = "F" if channel.kind == "activation" else self.phases[1]
+            stages = [self.program.instances[index].stage for index in (channel.producer, *channel.consumers)]
+            for number, stage in enumerate(stages[1:]):
+                for lane in range(len(self.lanes)):
+                    key = (lane, stages[0], phase), (lane, stage, phase)
+                    if key[0] in self.index and key[1] in self.index and channel.microbatches:
+                        pair = self.index[key[0]], self.index[key[1]]
+                        messages.setdefault(pair, []).append(channel)
+                        first[pair] = first.get(pair, False) or number == 0
+        found = [self._transfer(pair, channels, named=first[pair]) for pair, channels in sorted(messages.items())]
+        return _without_idle_links(found, self.blocks)
+
+    def _transfer(self, pair: tuple[int, int], channels: list[Channel], *, named: bool) -> Transfer:
+        """Return the messages from block to block as one transfer, on the resource that carries most of them.
+
+        A message that several stages on one rank read occupies its link once, for the first of them (``named``).
+        """
+        loads: dict[int, float] = {}
+        longest = 0.0
+        for channel in channels:
+            seconds = transfer_figure(self.program, self.costs, self.devices, channel).seconds
+            longest = max(longest, seconds)
+            ends = self.devices[channel.source], self.devices[channel.target]
+            for resource in self.cluster.transfer_resources(*ends):
+                loads[resource] = loads.get(resource, 0.0) + seconds
+        if not loads or not named:
+            return Transfer(source=pair[0], target=pair[1], time=longest)
+        busiest = max(loads, key=lambda resource: (loads[resource], -resource))
+        return Transfer(source=pair[0], target=pair[1], time=loads[busiest], link=resource_name(self.cluster, busiest))
+
+
+def _lanes(plan: Plan, patterns: Mapping[tuple[int, ...], list[int]]) -> tuple[tuple[int, ...], ...]:
+    lanes = tuple(tuple(microbatches) for microbatches in patterns.values())
+    if len({len(lane) for lane in lanes}) > 1:
+        counts = ", ".join(str(len(lane)) for lane in lanes)
+        raise InputError(f"the plan's {plan.microbatches} micro-batches take different stages, {counts} of each kind: "
+                         "a repeating schedule needs as many of each kind; change the number of micro-batches")
+    return lanes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StageBytes:
+    """What a stage takes on each of its devices for one micro-batch; of several replicas, the most."""
+
+    change: Mapping[str, int]
+    """By phase: added to what is held, when it has run."""
+    forward_work: int
+    backward_work: int
+    """What the phases need while they run, beyond what was there before."""
+    handed_outputs: int
+    """Outputs that are not kept for the backward, until they are sent or read."""
+    input_gradients: int
+
+    @classmethod
+    def of(cls, program: Program, instances: list[int], memories: list[StageMemory]) -> _StageBytes:
+        """Return the largest figures of the stage's instances."""
+        stage = program.plan.stages[program.instances[instances[0]].stage]
+        training = program.plan.model.mode == "training"
+        own = [memories[index] for index in instances]
+        pieces = any(not program.channels[channel].whole for index in instances
+                     for channel in program.instances[index].forward_channels)
+        kept = max(item.inputs if stage.recompute else item.saved for item in own) if training else 0
+        for_weights = max(item.saved_for_weights for item in own) if training else 0
+        handed = max(unsaved_outputs(program, program.instances[instances[0]].stage, item) for item in own)
+        again = max(item.forward_peak for item in own) if stage.recompute else 0
+        return cls(
+            change={"F": kept, "B": -kept, "I": for_weights - kept, "W": -for_weights},
+            forward_work=max(item.forward_peak + (item.inputs if pieces else 0) for item in own),
+            backward_work=again + max(item.backward_work for item in own),
+            handed_outputs=handed, input_gradients=max(item.input_gradients for item in own))
+
+    def work(self, phases: tuple[CostPhase, ...]) -> int:
+        """Return the most that any phase needs while it runs, beyond what the problem counts when it starts."""
+        extra = [self.handed_outputs, self.forward_work - self.change["F"]]
+        for phase in phases:
+            if phase in ("B", "I"):
+                extra += [self.input_gradients, self.backward_work - max(0, self.change[phase])]
+        return max(extra)
+
+
+def resource_name(cluster: Cluster, resource: int) -> str:
+    """Return the name of what a transfer occupies: a link, a shared medium or a device's port."""
+    if cluster.contention is Contention.PORT:
+        side = "out" if resource < cluster.num_devices else "in"
+        return f"{cluster.devices[resource % cluster.num_devices].name}:{side}"
+    if not cluster.links:
+        source, target = divmod(resource, cluster.num_devices)
+        return f"{cluster.devices[source].name}>{cluster.devices[target].name}"
+    link = cluster.links[cluster.link_resources.index(resource)]
+    return link.shared or link.name
+
+
+def _without_idle_links(transfers: list[Transfer], blocks: tuple[Block, ...]) -> tuple[Transfer, ...]:
+    """Return the transfers, as pure delays where those on one direction of a link can never meet."""
+    users: dict[tuple[str | None, bool], list[Transfer]] = {}
+    for item in transfers:
+        users.setdefault(_direction(item, blocks), []).append(item)
+    return tuple(replace(item, link=None) if _never_meet(users[_direction(item, blocks)], blocks) else item
+                 for item in transfers)
+
+
+def _direction(transfer: Transfer, blocks: tuple[Block, ...]) -> tuple[str | None, bool]:
+    return transfer.link, min(blocks[transfer.target].devices) >= min(blocks[transfer.source].devices)
+
+
+def _never_meet(transfers: list[Transfer], blocks: tuple[Block, ...]) -> bool:
+    """Return whether each ends before the next can begin: blocks of one device, longer than all of them, send them."""
+    sources = {item.source for item in transfers}
+    together = set.intersection(*(set(blocks[source].devices) for source in sources))
+    longest = max(item.time for item in transfers)
+    return len(sources) == len(transfers) and bool(together) and all(blocks[item].time >= longest for item in sources)

@@ -1,0 +1,322 @@
+"""Schedule search: the main path.
+
+    some schedule within memory          one micro-batch after the other, or NoFeasiblePlan        least_memory
+    named schedules, greedy rules        what everybody would try                                  named, greedy
+    steady state                         smallest period, for K = 1, 2, 3, ... micro-batches       steady
+    completion                           warm-up, steady middle and cool-down found together       unrolled (Middle)
+    all of it at once                    where N is small                                          unrolled
+    bounds                               work, paths, memory; idle while filling and draining      bounds, window
+
+Every schedule that is kept has passed ``check_schedule``; the best of all is returned, so the result is never worse than
+a named schedule that fits. The search ends when a bound is met, or when its budget is spent.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from weft.errors import InputError, PlanError
+from weft.model.graph import F64
+from weft.search.cpsat import UNITS_PER_SECOND, Budget
+from weft.search.schedule.bounds import makespan_bound, period_bound
+from weft.search.schedule.check import check_schedule, find_problems
+from weft.search.schedule.cyclic import tighten
+from weft.search.schedule.greedy import greedy_schedules
+from weft.search.schedule.least_memory import first_schedule
+from weft.search.schedule.named import named_schedules
+from weft.search.schedule.problem import ScheduleProblem
+from weft.search.schedule.result import ScheduleResult
+from weft.search.schedule.schedule import Schedule, replay
+from weft.search.schedule.steady import SteadyState, find_steady_state
+from weft.search.schedule.unrolled import Middle, prolong, solve_unrolled
+from weft.search.schedule.whole import WholeProblem, to_whole
+from weft.search.schedule.window import earliest_starts, least_idle
+
+DEFAULT_SECONDS: Final = 10.0
+"""CPU seconds that a search may take where no limit is given."""
+MAX_INSTANCES: Final = 1_000_000
+"""More tasks times micro-batches are refused."""
+MAX_FREE: Final = 600
+"""Up to so many tasks of all micro-batches are solved all at once."""
+MAX_UNROLLED: Final = 2_500
+"""Up to so many tasks in warm-up, middle and cool-down are solved together."""
+MAX_GREEDY: Final = 20_000
+"""Greedy rules are tried up to so many tasks of all micro-batches."""
+
+
+def schedule(problem: ScheduleProblem, *, microbatches: int, time_limit: float | None = None, seed: int = 0,
+             progress: Callable[[str], None] = lambda text: None) -> ScheduleResult:
+    """Return the best checked schedule of so many micro-batches, with its bound.
+
+    ``time_limit`` is in seconds. Ctrl-C ends the search with the best schedule so far. Raises ``NoFeasiblePlan`` if
+    memory admits no schedule.
+    """
+    if microbatches < 1:
+        raise InputError(f"the number of micro-batches must be 1 or more, not {microbatches}")
+    if microbatches * problem.num_tasks > MAX_INSTANCES:
+        raise InputError(f"{microbatches} micro-batches of {problem.num_tasks} blocks and transfers are more than "
+                         f"{MAX_INSTANCES} in all; try fewer micro-batches: the steady state is the same")
+    if time_limit is not None and not time_limit > 0:
+        raise InputError(f"the time limit must be more than 0 seconds, not {time_limit}")
+    begin = time.process_time()
+    seconds = DEFAULT_SECONDS if time_limit is None else time_limit
+    budget = Budget(units=seconds * UNITS_PER_SECOND, report=progress,
+                    deadline=None if time_limit is None else time.monotonic() + time_limit)
+    search = _Search(problem, microbatches, budget, seed)
+    search.run()
+    return search.result(time.process_time() - begin)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Found:
+    schedule: Schedule
+    by: str
+
+
+class _Search:
+    """The best schedule and the best bound so far."""
+
+    def __init__(self, problem: ScheduleProblem, num_microbatches: int, budget: Budget, seed: int) -> None:
+        self.problem, self.num_microbatches, self.budget, self.seed = problem, num_microbatches, budget, seed
+        self.units = budget.units
+        self.whole = self._to_whole()
+        self.bound = makespan_bound(problem, num_microbatches)
+        self.steady: SteadyState | None = None
+        self.best: _Found | None = None
+
+    def _to_whole(self) -> WholeProblem:
+        if self.problem.num_tasks * self.num_microbatches <= 60:
+            return to_whole(self.problem, max_exact=10**9, resolution=10**6)
+        return to_whole(self.problem)
+
+    def run(self) -> None:
+        """Search until a bound is met or the budget is spent; Ctrl-C ends it once there is a schedule."""
+        try:
+            for phase in self._phases():
+                phase()
+                if self.is_done and self.steady is not None:
+                    break
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
+            self.budget.is_interrupted = True
+
+    def _phases(self) -> Iterator[Callable[[], None]]:
+        """Yield what to do next; cheap things first."""
+        yield self.start
+        yield self.find_steady
+        if self.is_done or self.budget.is_spent:
+            return
+        yield self.bound_by_order
+        if self.steady is not None:
+            yield self.complete
+        yield self.bound_by_windows
+        if self.num_microbatches * self.problem.num_tasks <= MAX_FREE:
+            yield self.solve_whole
+            yield self.bound_whole
+
+    @property
+    def makespan(self) -> float:
+        return self.best.schedule.makespan if self.best is not None else math.inf
+
+    @property
+    def is_done(self) -> bool:
+        return self.makespan <= self.bound * (1 + 1e-9)
+
+    def offer(self, candidate: Schedule, by: str) -> bool:
+        """Keep the schedule if it is allowed and shorter than the best; return whether it was."""
+        if candidate.makespan >= self.makespan * (1 - 1e-12) or find_problems(candidate):
+            return False
+        self.best = _Found(schedule=candidate, by=by)
+        self.budget.report(f"makespan {candidate.makespan:.6g} by {by}, bound {self.bound:.6g}, "
+                           f"gap {100 * (1 - self.bound / candidate.makespan) if candidate.makespan else 0:.2g} %")
+        return True
+
+    def raise_bound(self, bound: float) -> None:
+        """Keep the bound if it is better; rounding may not lift it above a schedule that exists."""
+        self.bound = max(self.bound, min(bound, self.makespan))
+
+    def start(self) -> None:
+        """Find some schedules by rules."""
+        self.offer(first_schedule(self.problem, self.num_microbatches, self.budget), "one after the other")
+        for name, item in named_schedules(self.problem, self.num_microbatches).items():
+            self.offer(item, name)
+        size = self.problem.num_tasks * self.num_microbatches
+        if not self.is_done and size <= MAX_GREEDY:
+            limits = sorted({min(self.num_microbatches, limit) for limit in
+                             ((2, 3, 4, 6, 8, 12) if size <= MAX_GREEDY // 20 else (self.problem.num_devices,))})
+            for item in greedy_schedules(self.problem, self.num_microbatches, limits):
+                self.offer(item, "search")
+
+    def find_steady(self) -> None:
+        """Find the steady state and play it from the first micro-batch to the last."""
+        share = Budget(units=0.3 * self.units, deadline=self.budget.deadline, report=self.budget.report)
+        self.steady = find_steady_state(self.problem, budget=share, seed=self.seed)
+        self.budget.units -= 0.3 * self.units - share.units
+        self.budget.is_interrupted |= share.is_interrupted
+        if self.steady is not None:
+            unrolled = self.steady.unroll(self.num_microbatches)
+            try:
+                self.offer(replay(self.problem, self.num_microbatches, unrolled.orders()), "search")
+            except PlanError:
+                self.offer(unrolled, "search")
+
+    def bound_by_order(self) -> None:
+        """Bound the makespan by the order of equal micro-batches and the room for them in memory."""
+        lower = to_whole(self.problem, rounding="down")
+        rows, tails = earliest_starts(lower, self.num_microbatches), lower.tails()
+        ends = [at + time + tail for at, time, tail in zip(rows[-1], lower.times, tails, strict=True)]
+        self.raise_bound(max(ends) / float(lower.ticks))
+
+    def complete(self) -> None:
+        """Find warm-up, steady middle and cool-down together, with ever more micro-batches in them."""
+        assert self.steady is not None
+        ticks = float(self.whole.ticks)
+        tight = tighten(self.whole, self.steady.starts * ticks, self.steady.period * ticks, whole=True)
+        state = _Completion(self.whole, tight.starts, int(tight.period), self.num_microbatches)
+        for size in (1, 2, 3, 5, 7, 10, 14, 20, 28):
+            middle = state.middle(size)
+            if middle is None or self.budget.is_spent or self.is_done:
+                break
+            free = middle.microbatches + 2 * size
+            if state.total(middle, size) * self.problem.num_tasks > MAX_UNROLLED or free > self.num_microbatches:
+                break
+            self._complete(state, middle, size)
+
+    def _complete(self, state: _Completion, middle: Middle, size: int) -> None:
+        total = state.total(middle, size)
+        hint = state.hint(middle, total)
+        horizon = round(float((hint + np.asarray(self.whole.times)[:, None]).max()))
+        extra = (self.num_microbatches - total) // middle.microbatches * middle.period
+        least = max(0, math.floor(self.bound * float(self.whole.ticks) + 1e-6) - extra)
+        self.budget.report(f"completion: {size} micro-batches of warm-up and cool-down, best {self.makespan:.6g}, "
+                           f"bound {self.bound:.6g}")
+        found = solve_unrolled(self.whole, total, self.budget, horizon=horizon, units=0.15 * self.units, least=least,
+                               middle=middle, hint=hint, seed=self.seed)
+        if found is not None:
+            state.keep(found.starts, middle)
+            self._offer_ticks(prolong(found.starts, middle, self.num_microbatches))
+
+    def _offer_ticks(self, starts: F64) -> None:
+        real = self.whole.to_real(starts)
+        self.offer(real, "search")
+
+    def bound_by_windows(self) -> None:
+        """Bound the makespan by what devices must idle while the pipeline fills and drains."""
+        lower = to_whole(self.problem, rounding="down")
+        longest = max(head + time + tail
+                      for head, time, tail in zip(lower.heads(), lower.times, lower.tails(), strict=True))
+        window = min(longest, math.floor(self.bound * float(lower.ticks)) // 2)
+        if window < 1 or lower.num_tasks > 200:
+            return
+        mirror = lower.reversed()
+        share = Budget(units=min(self.budget.units, 0.2 * self.units), deadline=self.budget.deadline)
+        spent = share.units
+        work = [sum(lower.times[task] for task in tasks) for tasks in self.problem.resource_tasks]
+        for device in sorted(range(self.problem.num_devices), key=lambda device: -work[device]):
+            if share.is_spent or self.is_done:
+                break
+            target = self.makespan * float(lower.ticks) - self.num_microbatches * work[device]
+            if target - 2 * window >= 0:
+                continue
+            units = share.units / 4
+            idle = sum(least_idle(side, device, window, self.num_microbatches, share, units=units, seed=self.seed)
+                       for side in (lower, mirror))
+            self.raise_bound((self.num_microbatches * work[device] + idle) / float(lower.ticks))
+        self.budget.units -= spent - share.units
+        self.budget.is_interrupted |= share.is_interrupted
+
+    def solve_whole(self) -> None:
+        """Solve all micro-batches at once, from the best schedule so far."""
+        if self.best is None or self.budget.is_spent or self.is_done:
+            return
+        self.budget.report(f"all at once: best {self.makespan:.6g}, bound {self.bound:.6g}")
+        hint = replay_ticks(self.whole, self.best.schedule)
+        horizon = round(float((hint + np.asarray(self.whole.times)[:, None]).max()))
+        least = math.floor(self.bound * float(self.whole.ticks) + 1e-6)
+        units = self.budget.units if self.whole.is_exact else 0.6 * self.budget.units
+        found = solve_unrolled(self.whole, self.num_microbatches, self.budget, horizon=horizon, units=units,
+                               least=least, hint=hint, seed=self.seed)
+        if found is None:
+            return
+        self._offer_ticks(found.starts)
+        if self.whole.is_exact:
+            self.raise_bound(found.bound / float(self.whole.ticks))
+
+    def bound_whole(self) -> None:
+        """Where times had to be rounded: bound the makespan by solving with times rounded down."""
+        if self.whole.is_exact or self.best is None or self.budget.is_spent or self.is_done:
+            return
+        small = self.problem.num_tasks * self.num_microbatches <= 60
+        lower = to_whole(self.problem, rounding="down", resolution=10**6 if small else 480)
+        horizon = math.ceil(self.makespan * float(lower.ticks)) + 1
+        found = solve_unrolled(lower, self.num_microbatches, self.budget, horizon=horizon, units=self.budget.units,
+                               least=math.floor(self.bound * float(lower.ticks)), seed=self.seed,
+                               hint=replay_ticks(lower, self.best.schedule))
+        if found is not None:
+            self.raise_bound(found.bound / float(lower.ticks))
+
+    def result(self, seconds: float) -> ScheduleResult:
+        """Return the best, checked once more."""
+        assert self.best is not None, "start() leaves a schedule or raises"
+        check_schedule(self.best.schedule)
+        steady = self.steady
+        return ScheduleResult(
+            schedule=self.best.schedule, status="optimal" if self.is_done else "feasible",
+            makespan_bound=min(self.bound, self.makespan), by=self.best.by, seconds=seconds,
+            period=steady.period if steady is not None else None,
+            period_microbatches=steady.num_microbatches if steady is not None else None,
+            period_bound=steady.bound if steady is not None else period_bound(self.problem))
+
+
+def replay_ticks(whole: WholeProblem, schedule: Schedule) -> F64:
+    """Return the starts, in ticks, of the earliest schedule in ticks with the same orders."""
+    from weft.search.schedule.schedule import play
+
+    return play(schedule.problem, schedule.num_microbatches, schedule.orders(), times=whole.times,
+                delays=[delay for _, _, delay in whole.edges])
+
+
+class _Completion:
+    """Schedules with a steady middle, each the hint of the next."""
+
+    def __init__(self, whole: WholeProblem, starts: F64, period: int, num_microbatches: int) -> None:
+        self.whole, self.starts, self.period, self.num_microbatches = whole, starts, period, num_microbatches
+        self.number = starts.shape[1]
+        self.laps = self._laps()
+        self.last: tuple[F64, Middle] | None = None
+
+    def _laps(self) -> int:
+        """Return how many periods apart micro-batches no longer share a resource at a time."""
+        ends = self.starts + np.asarray(self.whole.times)[:, None]
+        spans = [ends[list(tasks)].max() - self.starts[list(tasks)].min()
+                 for tasks in self.whole.resource_tasks if tasks]
+        return max(1, *(math.ceil(float(span) / self.period - 1e-9) for span in spans))
+
+    def middle(self, size: int) -> Middle | None:
+        """Return the middle after ``size`` micro-batches of warm-up, or None if there are too few micro-batches."""
+        middle = Middle(period=self.period, microbatches=self.number, first=size, laps=self.laps)
+        return middle if self.total(middle, size) <= self.num_microbatches else None
+
+    def total(self, middle: Middle, size: int) -> int:
+        """Return the micro-batches of warm-up, middle and cool-down, so that whole periods make up the rest."""
+        least = middle.end + size
+        return least + (self.num_microbatches - least) % middle.microbatches
+
+    def hint(self, middle: Middle, total: int) -> F64:
+        """Return a schedule of this form: the last one prolonged, or the steady state unrolled."""
+        if self.last is not None and (total - self.last[0].shape[1]) % self.number == 0:
+            return prolong(self.last[0], self.last[1], total)
+        laps, copies = np.divmod(np.arange(total) - middle.first, self.number)
+        starts = self.starts[:, copies] + laps * self.period
+        return np.asarray(starts - starts.min(), dtype=np.float64)
+
+    def keep(self, starts: F64, middle: Middle) -> None:
+        """Keep a schedule as the next hint."""
+        self.last = (starts, middle)

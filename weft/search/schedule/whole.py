@@ -1,0 +1,182 @@
+"""The problem in whole numbers, which is what the constraint solver wants; and schedules back in real time.
+
+Decimal times with a small common denominator are scaled exactly. Others are rounded *up* to a grid of ``RESOLUTION``
+ticks per busiest device and micro-batch: the orders found there are played back in real time, so rounding costs quality
+of the order only, never correctness. For lower bounds times and memory are rounded *down* instead (limits up): what is
+impossible then is impossible in real time, since a real schedule with shorter durations can be shifted onto the grid.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final, Literal
+
+from weft.model.graph import F64
+from weft.search.schedule.holds import find_holds
+from weft.search.schedule.problem import ScheduleProblem
+from weft.search.schedule.schedule import Schedule, replay
+
+Rounding = Literal["up", "down"]
+
+RESOLUTION: Final = 480
+"""Ticks per busiest device and micro-batch where times have no small common denominator."""
+MAX_EXACT: Final = 2_000
+"""Exact scaling is used up to so many ticks: finer grids make the solver many times slower."""
+MAX_MEMORY: Final = 1 << 30
+"""Memory amounts are scaled to at most this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeHold:
+    """A hold (see ``weft.search.schedule.holds``) with a whole amount."""
+
+    device: int
+    take: int | None
+    release: int | None
+    amount: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeProblem:
+    """Whole times and amounts of a problem, by task."""
+
+    problem: ScheduleProblem
+    """The problem itself, in real numbers."""
+    times: tuple[int, ...]
+    edges: tuple[tuple[int, int, int], ...]
+    """(source, target, delay)"""
+    holds: tuple[WholeHold, ...]
+    limits: tuple[int | None, ...]
+    """Memory of each device."""
+    ticks: Fraction
+    """Ticks in one unit of time."""
+    is_exact: bool
+    """Nothing was rounded, neither times nor memory."""
+
+    @property
+    def num_tasks(self) -> int:
+        """Return the number of tasks."""
+        return len(self.times)
+
+    @property
+    def resource_tasks(self) -> tuple[tuple[int, ...], ...]:
+        """Return the tasks of each resource."""
+        return self.problem.resource_tasks
+
+    def to_real(self, starts: F64) -> Schedule:
+        """Return the schedule in real time with the orders of these starts (in ticks)."""
+        scaled = Schedule(problem=self.problem, starts=starts / float(self.ticks))
+        return scaled if self.is_exact else replay(self.problem, scaled.num_microbatches, scaled.orders())
+
+    def heads(self) -> list[int]:
+        """Return the earliest start of each task in a micro-batch alone."""
+        result = [0] * self.num_tasks
+        incoming = _grouped(self.edges, 1, self.num_tasks)
+        for task in self.problem.topological:
+            for source, _, delay in incoming[task]:
+                result[task] = max(result[task], result[source] + self.times[source] + delay)
+        return result
+
+    def tails(self) -> list[int]:
+        """Return the least time from the end of each task to the end of its micro-batch."""
+        result = [0] * self.num_tasks
+        outgoing = _grouped(self.edges, 0, self.num_tasks)
+        for task in reversed(self.problem.topological):
+            for _, target, delay in outgoing[task]:
+                result[task] = max(result[task], delay + self.times[target] + result[target])
+        return result
+
+    def lags_from(self, task: int) -> list[int | None]:
+        """Return the least time from the start of ``task`` to the start of every task; None where it need not wait."""
+        result: list[int | None] = [None] * self.num_tasks
+        result[task] = 0
+        outgoing = _grouped(self.edges, 0, self.num_tasks)
+        for source in self.problem.topological:
+            begin = result[source]
+            if begin is not None:
+                for _, target, delay in outgoing[source]:
+                    known = result[target]
+                    result[target] = max(begin + self.times[source] + delay, known if known is not None else 0)
+        return result
+
+    def reversed(self) -> WholeProblem:
+        """Return the problem backwards in time: takes become releases, so that cool-downs become warm-ups."""
+        from dataclasses import replace
+
+        mirror = _mirror(self.problem)
+        return WholeProblem(
+            problem=mirror, times=self.times, edges=tuple((b, a, delay) for a, b, delay in self.edges),
+            holds=tuple(replace(hold, take=hold.release, release=hold.take) for hold in self.holds),
+            limits=self.limits, ticks=self.ticks, is_exact=self.is_exact)
+
+
+def _grouped(edges: tuple[tuple[int, int, int], ...], key: int, num_tasks: int) -> list[list[tuple[int, int, int]]]:
+    result: list[list[tuple[int, int, int]]] = [[] for _ in range(num_tasks)]
+    for edge in edges:
+        result[edge[key]].append(edge)
+    return result
+
+
+def _mirror(problem: ScheduleProblem) -> ScheduleProblem:
+    """Return the problem with all dependencies turned round and the same tasks and resources."""
+    from dataclasses import replace
+
+    after: list[list[int]] = [[] for _ in problem.blocks]
+    for index, block in enumerate(problem.blocks):
+        for before in block.after:
+            after[before].append(index)
+    blocks = tuple(replace(block, memory=-block.memory, after=tuple(later))
+                   for block, later in zip(problem.blocks, after, strict=True))
+    transfers = tuple(replace(item, source=item.target, target=item.source) for item in problem.transfers)
+    return replace(problem, blocks=blocks, transfers=transfers)
+
+
+def to_whole(problem: ScheduleProblem, *, rounding: Rounding = "up", max_exact: int = MAX_EXACT,
+             resolution: int = RESOLUTION) -> WholeProblem:
+    """Return the problem in ticks: exactly where that takes at most ``max_exact`` ticks, else rounded."""
+    work = max(*problem.device_work, 1e-300)
+    scale = _common_scale([*problem.task_times, *(item.time for item in problem.transfers)])
+    is_exact = scale is not None and work * scale <= max_exact
+    if scale is None or not is_exact:
+        scale = Fraction(resolution / work)
+    holds = find_holds(problem)
+    memory_scale, exact_memory = _memory_scale(problem, [hold.amount for hold in holds])
+    up = rounding == "up"
+    return WholeProblem(
+        problem=problem, times=tuple(_round(time, scale, up=up) for time in problem.task_times),
+        edges=tuple((edge.source, edge.target, _round(edge.delay, scale, up=up)) for edge in problem.edges),
+        holds=tuple(WholeHold(device=hold.device, take=hold.take, release=hold.release,
+                              amount=_round(hold.amount, memory_scale, up=up)) for hold in holds),
+        limits=tuple(None if limit is None else _round(limit, memory_scale, up=not (up or exact_memory))
+                     for limit in problem.device_memory),
+        ticks=scale, is_exact=is_exact and exact_memory)
+
+
+def _common_scale(values: Iterable[float]) -> Fraction | None:
+    """Return the factor that makes all values whole and as small as can be; None if it would be huge."""
+    fractions = [Fraction(repr(float(value))) for value in values if value]
+    if not fractions:
+        return Fraction(1)
+    denominator = math.lcm(*(fraction.denominator for fraction in fractions))
+    if denominator > 1 << 40:
+        return None
+    divisor = math.gcd(*(int(fraction * denominator) for fraction in fractions))
+    return Fraction(denominator, divisor)
+
+
+def _memory_scale(problem: ScheduleProblem, amounts: list[float]) -> tuple[Fraction, bool]:
+    """Return the factor for memory; with an exact one limits may be rounded down to a multiple of the amounts."""
+    limits = [limit for limit in problem.device_memory if limit is not None]
+    exact = _common_scale(amounts)
+    largest = max([*amounts, *limits, 1e-300])
+    if exact is not None and largest * exact <= MAX_MEMORY:
+        return exact, True
+    return Fraction(MAX_MEMORY / largest), False
+
+
+def _round(value: float, scale: Fraction, *, up: bool) -> int:
+    product = Fraction(repr(float(value))) * scale
+    return math.ceil(product) if up else math.floor(product)

@@ -1,0 +1,116 @@
+"""Plans with searched schedules: a placement, the schedule problem that it means, and the best order found for it.
+
+    placement -> problem -> search -> order put back -> check and simulate
+
+How many tensors wait between stages depends on the schedule, and so does a little of the memory: the first search
+provides for one of each kind, and if the plan then needs more than a device has, the next search gets that much less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from weft.errors import NoFeasiblePlan
+from weft.plan.check import check_plan
+from weft.plan.lower import lower
+from weft.plan.memory import account_memory
+from weft.plan.plan import Plan, SearchInfo
+from weft.search.placements import PLACEMENTS
+from weft.search.problem import Problem
+from weft.search.schedule.from_plan import PlanProblem, problem_of_plan, with_schedule
+from weft.search.schedule.problem import ScheduleProblem
+from weft.search.schedule.result import ScheduleResult
+from weft.simulate.predict import simulate
+
+Search = Callable[[ScheduleProblem, int], ScheduleResult]
+"""From a problem and a number of micro-batches to the best schedule found."""
+
+MAX_ATTEMPTS: Final = 4
+"""So many searches with less and less memory, before as much is kept free as could ever be needed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduled:
+    """A plan with a found schedule."""
+
+    plan: Plan
+    plan_problem: PlanProblem
+    result: ScheduleResult
+
+
+def schedule_search(*, time_limit: float | None = None, seed: int = 0,
+                    progress: Callable[[str], None] = lambda text: None) -> Search:
+    """Return Weft's schedule search with these settings."""
+    def search(problem: ScheduleProblem, microbatches: int) -> ScheduleResult:
+        from weft.search.schedule.search import schedule
+
+        return schedule(problem, microbatches=microbatches, time_limit=time_limit, seed=seed, progress=progress)
+    return search
+
+
+def scheduled_plan(problem: Problem, placement: str, microbatches: int, search: Search) -> Plan:
+    """Return the placement with the schedule found for it; in training, with whole or split backward as is faster.
+
+    Raise ``NoFeasiblePlan`` if the placement does not suit the model, or if memory admits no schedule.
+    """
+    skeleton = PLACEMENTS[placement](problem, microbatches)
+    best: tuple[float, Plan] | None = None
+    misses: list[NoFeasiblePlan] = []
+    for split_backward in (False, True) if problem.is_training else (False,):
+        try:
+            found = find_schedule(skeleton, problem, search, split_backward=split_backward)
+            program = check_plan(found.plan, problem.graph, problem.cluster)
+        except NoFeasiblePlan as miss:
+            misses.append(miss)
+            continue
+        step_time = simulate(program, problem.costs, problem.cluster).step_time_s
+        if best is None or step_time < best[0]:
+            best = step_time, _with_info(found, step_time, seed=problem.options.seed)
+    if best is None:
+        raise misses[0]
+    return best[1]
+
+
+def find_schedule(plan: Plan, problem: Problem, search: Search, *, split_backward: bool) -> Scheduled:
+    """Return the plan with the order of the best schedule found for its placement."""
+    reserve = {device.name: 0.0 for device in problem.cluster.devices}
+    for attempt in range(MAX_ATTEMPTS + 1):
+        last = attempt == MAX_ATTEMPTS
+        plan_problem = problem_of_plan(plan, problem.graph, problem.costs, problem.cluster,
+                                       split_backward=split_backward, num_waiting=None if last else 1,
+                                       reserve={} if last else reserve)
+        result = search(plan_problem.problem, plan_problem.num_microbatches)
+        found = with_schedule(plan, plan_problem, result.schedule)
+        over = _excess_bytes(found, problem)
+        if not over:
+            break
+        for device, num_bytes in over.items():
+            reserve[device] += num_bytes
+    return Scheduled(plan=found, plan_problem=plan_problem, result=result)
+
+
+def _excess_bytes(plan: Plan, problem: Problem) -> dict[str, int]:
+    """Return by how much the plan exceeds the memory of the devices where it does."""
+    account = account_memory(lower(plan, problem.graph))
+    over = {}
+    for rank, name in enumerate(plan.cluster.devices):
+        capacity = problem.cluster.devices[problem.cluster.device_index[name]].memory_bytes
+        if capacity is not None and account.peak_bytes(rank) > capacity:
+            over[name] = account.peak_bytes(rank) - capacity
+    return over
+
+
+def _with_info(found: Scheduled, step_time: float, *, seed: int) -> Plan:
+    """Return the plan with what is known about it.
+
+    The schedule's bound holds for the step of this placement if memory cannot bind; where it does, the problem's limits
+    are a little stricter than the truth. Only a step as short as the bound is optimal: the optimizer and the exchange
+    of gradients are not in the problem. The seconds of the search are left out: the same input gives the same plan.
+    """
+    result, binds = found.result, found.plan_problem.memory_binds
+    bound = None if binds else result.makespan_bound
+    proven = bound is not None and step_time <= bound * (1 + 1e-9)
+    return replace(found.plan, search=SearchInfo(by="schedule", status="optimal" if proven else "feasible",
+                                                 bound=bound, seed=seed))
