@@ -51,9 +51,9 @@ def solve(problem: Path | ScheduleProblem, num_microbatches: int, time_limit: fl
                             *(["--time-limit", str(time_limit)] if time_limit is not None else [])])
 
 
-def solve_steady(problem: Path | ScheduleProblem) -> dict[str, Any]:
-    """Return the steady state found in a fresh process, with that process's CPU seconds."""
-    return _fresh(problem, ["--steady"])
+def solve_steady(problem: Path | ScheduleProblem, seconds: float) -> dict[str, Any]:
+    """Return the steady state that a fresh process finds in about so many seconds, with its CPU seconds."""
+    return _fresh(problem, ["--steady", str(seconds)])
 
 
 def _fresh(problem: Path | ScheduleProblem, arguments: Sequence[str]) -> dict[str, Any]:
@@ -88,13 +88,17 @@ def _search(problem: ScheduleProblem, num_microbatches: int, time_limit: float |
             "cpu_s": searched, "named": named}
 
 
-def _steady(problem: ScheduleProblem) -> dict[str, Any]:
+def _steady(problem: ScheduleProblem, seconds: float) -> dict[str, Any]:
+    from weft.search.cpsat import Budget
     from weft.search.schedule.steady import find_steady_state
 
     before = _cpu_seconds()
-    state = find_steady_state(problem)
-    return {"period": state.period, "period_microbatches": state.period_microbatches, "period_bound": state.period_bound,
-            "search_cpu_s": _cpu_seconds() - before, "cpu_s": _cpu_seconds()}
+    state = find_steady_state(problem, budget=Budget(effort=seconds))
+    searched = _cpu_seconds()
+    found = {"period": None} if state is None else {
+        "period": state.period, "period_microbatches": state.num_microbatches, "period_bound": state.bound,
+        "proven_for": list(state.proven)}
+    return {**found, "search_cpu_s": searched - before, "cpu_s": searched}
 
 
 def main() -> None:
@@ -105,10 +109,11 @@ def main() -> None:
     parser.add_argument("problem")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--time-limit", type=float)
-    parser.add_argument("--steady", action="store_true")
+    parser.add_argument("--steady", type=float, metavar="SECONDS", help="find the steady state alone")
     args = parser.parse_args()
     problem = load_problem(args.problem)
-    print(json.dumps(_steady(problem) if args.steady else _search(problem, args.microbatches, args.time_limit)))
+    print(json.dumps(_steady(problem, args.steady) if args.steady is not None else
+                     _search(problem, args.microbatches, args.time_limit)))
 
 
 if __name__ == "__main__":

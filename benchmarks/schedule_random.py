@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import subprocess
 import sys
@@ -15,29 +16,33 @@ from random import Random
 
 from benchmarks.schedule_common import SLACK, Options, Row
 from tests.search.schedule.compare import Verdict, compare
-from tests.search.schedule.random_problems import random_problem
+from tests.search.schedule.random_problems import RandomProblem, random_problem
 from weft.errors import NoFeasiblePlan
 from weft.search.schedule.check import check_schedule
-from weft.search.schedule.named import named_schedules
+from weft.search.schedule.named import named_schedule, named_schedules
 from weft.search.schedule.problem import Block, ScheduleProblem, Transfer, with_memory
 from weft.search.schedule.problem_file import load_problem, save_problem
 from weft.search.schedule.result import ScheduleResult
-from weft.search.schedule.schedule import Instance, Schedule, replay
+from weft.search.schedule.schedule import replay
 from weft.search.schedule.search import schedule
 
 SIZES = (12, 12, 16, 20)
 """Tasks over all micro-batches, at most, of the random problems in turn."""
-TIME_LIMIT = 20.0
+AIM = 0.95
+"""For the mean of search / best named."""
+SMALL_LIMIT, LARGE_LIMIT = 5.0, 10.0
+"""Seconds for one search in ``oracle``, and in ``unequal``, where none are given."""
 
 
-def search(problem: ScheduleProblem, num_microbatches: int, time_limit: float = TIME_LIMIT) -> ScheduleResult:
+def search(problem: ScheduleProblem, num_microbatches: int, time_limit: float) -> ScheduleResult:
     return schedule(problem, microbatches=num_microbatches, time_limit=time_limit, progress=lambda line: None)
 
 
 def oracle(options: Options) -> Iterator[Row]:
     """Yield what brute force makes of the search on random problems."""
     before = time.process_time()
-    verdicts = [compare(random_problem(5000 + number, max_instances=SIZES[number % len(SIZES)]), search)
+    limit = SMALL_LIMIT if options.time_limit is None else options.time_limit
+    verdicts = [_judge(random_problem(5000 + number, max_instances=SIZES[number % len(SIZES)]), limit)
                 for number in range(options.num_problems)]
     seconds = time.process_time() - before
     kinds = Counter(verdict.kind for verdict in verdicts)
@@ -51,6 +56,13 @@ def oracle(options: Options) -> Iterator[Row]:
               f"memory named; {sum(verdict.period_checked for verdict in verdicts)} period bounds against all small steady "
               "states", "no reference")
     yield Row("CPU time, search and brute force", f"{seconds:.0f} CPU-s", "no reference")
+
+
+def _judge(case: RandomProblem, time_limit: float) -> Verdict:
+    try:
+        return compare(case, lambda problem, number: search(problem, number, time_limit))
+    except Exception as error:  # a search that breaks is a finding like any other; the rest is still wanted
+        return Verdict(case.seed, "broken", [repr(error)])
 
 
 def _first(wrong: list[Verdict]) -> str:
@@ -82,55 +94,66 @@ def unequal_pipeline(rng: Random, num_stages: int, *, memory: float, split: bool
                      link=f"d{stage}-d{stage + 1}" if transfers == "link" else None) for source, target, stage in moves))
 
 
-def capped_1f1b(problem: ScheduleProblem, num_microbatches: int, *, in_flight: int) -> Schedule:
-    """Return 1F1B with no more than so many micro-batches in flight: what it becomes where memory is short."""
-    num_stages = problem.num_devices
-    has_weights = problem.num_blocks == 3 * num_stages
-    orders: list[list[Instance]] = []
-    for stage in range(num_stages):
-        ahead = min(num_stages - stage, in_flight, num_microbatches)
-        order = [(stage, index) for index in range(ahead)]
-        for index in range(num_microbatches):
-            order.append((2 * num_stages - 1 - stage, index))
-            order += [(2 * num_stages + stage, index)] if has_weights else []
-            order += [(stage, ahead + index)] if ahead + index < num_microbatches else []
-        orders.append(order)
-    result = replay(problem, num_microbatches, orders)
-    check_schedule(result)
-    return result
+def best_named(problem: ScheduleProblem, num_microbatches: int) -> float | None:
+    """Return the shortest makespan of the named schedules that fit the memory, or None where none does."""
+    return min((item.makespan for item in named_schedules(problem, num_microbatches).values()), default=None)
+
+
+def best_in_groups(problem: ScheduleProblem, num_microbatches: int) -> float:
+    """Return the shortest makespan of named schedules of so few micro-batches that they fit, one group after the other.
+
+    Groups overlap: their orders are joined and played as early as possible. Every size of group is tried. This is what
+    remains of the named schedules where memory is short. (1F1B with fewer micro-batches in flight is no measure: it
+    still takes backward and forward in turn, so each stage waits for a forward that the first stage cannot yet begin.
+    On 8 equal stages, 16 micro-batches and half the memory it takes 213, groups take 132, the search 105.)
+    """
+    makespans = []
+    for size in range(1, num_microbatches + 1):
+        for name, whole in named_schedules(problem, size).items():
+            rest = num_microbatches % size
+            parts = [whole.orders()] * (num_microbatches // size)
+            parts += [named_schedule(name, problem, rest).orders()] if rest else []
+            orders = [[(task, index + size * number) for number, part in enumerate(parts) for task, index in part[device]]
+                      for device in range(problem.num_devices)]
+            joined = replay(problem, num_microbatches, orders)
+            check_schedule(joined)
+            makespans.append(joined.makespan)
+    return min(makespans)
 
 
 def unequal(options: Options) -> Iterator[Row]:
-    """Yield how the search compares with the best named schedule on pipelines of unequal stages."""
-    ratios: list[float] = []
-    for num_stages in (4, 8):
-        for transfers in ("none", "delay", "link"):
-            for full in (True, False):
-                for split in (False, True):
-                    found = [_ratio(Random(f"{num_stages} {transfers} {full} {split} {sample}"), num_stages, transfers, full,
-                                    split, options.time_limit) for sample in range(options.num_samples)]
-                    ratios += found
-                    yield Row(f"{num_stages} stages, transfers {transfers}, {'all' if full else 'half'} of 1F1B's memory, "
-                              f"{'split' if split else 'whole'} backward", _spread(found), "never above 1",
-                              max(found) <= 1 + SLACK)
-    mean = statistics.fmean(ratios)
-    yield Row("all of these: makespan of the search / best named", _spread(ratios), "never above 1; mean below 1, aim 0.95",
-              max(ratios) <= 1 + SLACK and mean < 1)
+    """Yield how the search compares on pipelines of unequal stages: with named schedules, and with groups of them."""
+    limit = LARGE_LIMIT if options.time_limit is None else options.time_limit
+    for full in (True, False):
+        ratios: list[float] = []
+        against = "best named" if full else "best named in groups (none fits whole)"
+        for num_stages, transfers, split in itertools.product((4, 8), ("none", "delay", "link"), (False, True)):
+            found = [_ratio(Random(f"{num_stages} {transfers} {full} {split} {sample}"), num_stages, transfers, full, split,
+                            limit) for sample in range(options.num_samples)]
+            ratios += found
+            yield Row(f"{num_stages} stages, transfers {transfers}, {'all' if full else 'half'} of 1F1B's memory, "
+                      f"{'split' if split else 'whole'} backward, search / {against}", _spread(found),
+                      "never above 1" if full else "no reference", max(found) <= 1 + SLACK if full else None)
+        mean = statistics.fmean(ratios)
+        missed = f"; aim {AIM:g} NOT reached" if full and mean > AIM else ""
+        yield Row(f"all with {'all' if full else 'half'} of 1F1B's memory: search / {against}", _spread(ratios) + missed,
+                  f"never above 1; mean below 1, aim {AIM:g}" if full else "no reference",
+                  max(ratios) <= 1 + SLACK and mean < 1 if full else None)
 
 
-def _ratio(rng: Random, num_stages: int, transfers: str, full: bool, split: bool, time_limit: float | None) -> float:
+def _ratio(rng: Random, num_stages: int, transfers: str, full: bool, split: bool, time_limit: float) -> float:
     memory = num_stages if full else num_stages // 2
     problem = unequal_pipeline(rng, num_stages, memory=memory, split=split, transfers=transfers)
     number = 2 * num_stages
-    best = min([capped_1f1b(problem, number, in_flight=memory).makespan,
-                *(item.makespan for item in named_schedules(problem, number).values())])
-    result = search(problem, number, TIME_LIMIT if time_limit is None else time_limit)
+    named = best_named(problem, number)
+    assert (named is not None) == full, "which schedules fit decides what the row is called"
+    result = search(problem, number, time_limit)
     check_schedule(result.schedule)
-    return result.makespan / best
+    return result.makespan / (best_in_groups(problem, number) if named is None else named)
 
 
 def _spread(values: list[float]) -> str:
-    low, middle, high = statistics.quantiles(values, n=4) if len(values) > 1 else values * 3
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
     return (f"min {min(values):.3f}, quartiles {low:.3f} {middle:.3f} {high:.3f}, max {max(values):.3f}, "
             f"mean {statistics.fmean(values):.3f} ({len(values)} problems)")
 
@@ -150,7 +173,7 @@ def _infeasible_row(name: str, problem: ScheduleProblem, which: str) -> Row:
     raised, named = problem, []
     for _ in problem.device_names:
         try:
-            search(raised, 4)
+            search(raised, 4, LARGE_LIMIT)
             break
         except NoFeasiblePlan as error:
             named.append((str(error.device), float(error.needed)))

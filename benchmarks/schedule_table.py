@@ -59,7 +59,9 @@ def table(options: Options) -> Iterator[Row]:
                       *([f"aim {case.aims[number]:g}"] if number in case.aims else []),
                       *([f"period {case.period:.6g} each"] if case.period else []),
                       *(["optimal"] if number in case.proven else []), f"{limit:g} CPU-s"]
-            yield Row(f"{case.file}, N={number}", describe(result), f"{case.reference}; to reach: {', '.join(wanted)}",
+            missed = number in case.aims and not at_most(result["makespan"], case.aims[number])
+            figure = describe(result) + ("; aim NOT reached" if missed else "")
+            yield Row(f"{case.file}, N={number}", figure, f"{case.reference}; to reach: {', '.join(wanted)}",
                       is_reached(case, number, result), result)
 
 
@@ -97,7 +99,7 @@ def steady(options: Options) -> Iterator[Row]:
 
 
 def _steady_row(what: str, problem: ScheduleProblem, goal: float, limit: float, reason: str) -> Row:
-    result = solve_steady(problem)
+    result = solve_steady(problem, limit)
     each = None if result["period"] is None else result["period"] / result["period_microbatches"]
     return Row(f"{what}: steady state alone",
                f"{describe_period(result)}; {result['search_cpu_s']:.2f} CPU-s ({result['cpu_s']:.2f} with imports)",

@@ -26,8 +26,8 @@ log = logging.getLogger(__name__)
 
 MAX_MICROBATCH_CHOICES = 5
 """So many numbers of micro-batches are tried for each strategy where the user gives none."""
-SCHEDULE_TIME_S = 10.0
-"""So long one search for a schedule may take, of the several for each placement."""
+MIN_SCHEDULE_TIME_S = 0.1
+"""So long a search for a schedule may take at least, where the time limit is divided among many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,8 +127,8 @@ def _placement_builders(problem: Problem, placements: Sequence[str], time_limit_
     unknown = [name for name in placements if name not in PLACEMENTS]
     if unknown:
         raise InputError(f"there is no placement {unknown[0]!r}; choose from {', '.join(PLACEMENTS)}")
-    num_searches = 2 * MAX_MICROBATCH_CHOICES * max(1, len(placements))
-    limit_s = SCHEDULE_TIME_S if time_limit_s is None else min(SCHEDULE_TIME_S, time_limit_s / num_searches)
+    num_searches = max(1, 2 * len(placements) * len(microbatch_choices(problem, "schedule")))
+    limit_s = None if time_limit_s is None else max(MIN_SCHEDULE_TIME_S, time_limit_s / num_searches)
     search = schedule_search(time_limit=limit_s, seed=problem.options.seed, progress=progress)
 
     def builder(placement: str) -> Strategy:

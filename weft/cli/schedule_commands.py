@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     from weft.search.schedule.result import ScheduleResult
     from weft.show.schedule_facts import ScheduleFacts
 
-MAX_TASKS = 4_000_000
-"""Schedules of more blocks and transfers, over all micro-batches, are refused."""
-
 
 def schedule(
     problem: Annotated[Path, typer.Argument(metavar="PROBLEM", help="A schedule problem file.")],
@@ -36,14 +33,10 @@ def schedule(
 ) -> None:
     """Find the order in which micro-batches flow through blocks on devices: shortest, within the memory."""
     from weft.search.schedule.problem_file import load_problem
+    from weft.search.schedule.search import schedule as search
 
     _check_options(microbatches, time_limit, width, (html, svg, out))
     item = load_problem(problem)
-    if item.num_tasks * microbatches > MAX_TASKS:
-        raise InputError(f"{microbatches} micro-batches of {item.num_tasks} blocks and transfers are more than "
-                         f"{MAX_TASKS}: try fewer micro-batches, the steady state is the same")
-    from weft.search.schedule.search import schedule as search
-
     report = reporter(quiet)
     result = search(item, microbatches=microbatches, time_limit=time_limit, seed=seed, progress=report)
     compared = _compare(item, result) if compare else []

@@ -1,7 +1,8 @@
 """The adapter to OR-Tools' CP-SAT: one deterministic worker, limits, and a clean stop on Ctrl-C.
 
 Searches are limited by CP-SAT's *deterministic time*, which counts operations: the same model ends at the same point on
-any machine. The wall clock is a second limit, for the user's ``--time-limit``.
+any machine. *Effort* is deterministic time in what is about CPU seconds. The wall clock is a second limit, for the
+user's ``--time-limit``.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from ortools.sat.python import cp_model
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
-UNITS_PER_SECOND: Final = 0.4
-"""Deterministic time units that one CPU second is taken to be (0.3 to 0.5 were seen)."""
+SECONDS_PER_UNIT: Final = (1.6, 3.0, 3.0)
+"""CPU seconds that one unit of deterministic time takes, about, by how much goes into the linear relaxation."""
 
 _STATUS: Final[dict[int, Status]] = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible",
                                      cp_model.INFEASIBLE: "infeasible", cp_model.UNKNOWN: "unknown"}
@@ -27,8 +28,8 @@ _STATUS: Final[dict[int, Status]] = {cp_model.OPTIMAL: "optimal", cp_model.FEASI
 class Budget:
     """What a search may still spend; shared by all its solver calls."""
 
-    units: float
-    """Deterministic time left."""
+    effort: float
+    """CPU seconds left, about, by deterministic count."""
     deadline: float | None = None
     """On ``time.monotonic``'s clock; None for no limit."""
     is_interrupted: bool = False
@@ -39,7 +40,7 @@ class Budget:
     def is_spent(self) -> bool:
         """Return whether nothing more may be begun."""
         is_late = self.deadline is not None and time.monotonic() >= self.deadline
-        return self.is_interrupted or is_late or self.units <= 0
+        return self.is_interrupted or is_late or self.effort <= 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,32 +63,32 @@ class Solution:
         return int(self.solver.value(expression))
 
 
-def solve(model: cp_model.CpModel, budget: Budget, *, units: float, seed: int = 0, stop_at: float | None = None,
-          lns: bool = False) -> Solution:
-    """Return the best solution within ``units`` of deterministic time, taken from the budget.
+def solve(model: cp_model.CpModel, budget: Budget, *, effort: float, seed: int = 0, stop_at: float | None = None,
+          randomize: bool = False, linearization: int = 1) -> Solution:
+    """Return the best solution within ``effort`` (about CPU seconds), taken from the budget.
 
-    ``stop_at`` ends the search as soon as the objective is at most that. ``lns`` lets large neighbourhood search take
-    turns with the exact search, for large models with a good hint.
+    ``stop_at`` ends the search as soon as the objective is at most that. ``randomize`` makes choices by the seed, for
+    another solution each time. ``linearization`` (0 to 2) says how much of the model goes into the linear relaxation.
     """
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     parameters.random_seed = seed
     parameters.catch_sigint_signal = False
-    parameters.max_deterministic_time = max(1e-6, min(units, budget.units))
-    if lns:
-        parameters.interleave_search = True
-        parameters.num_workers = 4
-    else:
-        parameters.num_workers = 1
+    unit = SECONDS_PER_UNIT[linearization]
+    parameters.max_deterministic_time = max(1e-6, min(effort, budget.effort) / unit)
+    parameters.num_workers = 1
+    parameters.randomize_search = randomize
+    parameters.linearization_level = linearization
     if budget.deadline is not None:
         parameters.max_time_in_seconds = max(0.001, budget.deadline - time.monotonic())
     code = _run(solver, model, budget, _Stopper(stop_at) if stop_at is not None else None)
-    budget.units -= max(solver.response_proto.deterministic_time, 1e-4)
+    budget.effort -= max(solver.response_proto.deterministic_time, 1e-4) * unit
     status = _STATUS.get(code)
     assert status is not None, f"CP-SAT refused the model: {model.validate()}"
-    has_objective = model.has_objective() and status in ("optimal", "feasible")
-    return Solution(status=status, solver=solver, objective=solver.objective_value if has_objective else None,
-                    bound=solver.best_objective_bound if model.has_objective() else None)
+    # Without a solution the solver's bound may be a default rather than something it proved.
+    is_known = model.has_objective() and status in ("optimal", "feasible")
+    return Solution(status=status, solver=solver, objective=solver.objective_value if is_known else None,
+                    bound=solver.best_objective_bound if is_known else None)
 
 
 class _Stopper(cp_model.CpSolverSolutionCallback):

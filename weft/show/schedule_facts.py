@@ -62,7 +62,7 @@ class Row:
     busy: float
     """Part of the makespan in which something runs."""
     steady: tuple[float, float] | None
-    """From the first steady block's start to the last one's end; None where there are none."""
+    """From the first steady block's start to the last one's end; None where no whole period is there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +97,7 @@ class ScheduleFacts:
 def rows_of(result: ScheduleResult) -> tuple[Row, ...]:
     """Return the devices, then the directions of links in use."""
     schedule, problem = result.schedule, result.schedule.problem
-    phases, ends = result.phases() if result.period is not None else None, schedule.ends
+    phases, ends = result.phases() if find_steady(result) is not None else None, schedule.ends
     rows = []
     for resource, (name, order) in enumerate(zip(problem.resource_names, schedule.orders(), strict=True)):
         tasks, microbatches = np.asarray(order, dtype=np.int64).reshape(-1, 2).T

@@ -89,7 +89,7 @@ def _period_problems(case: RandomProblem, result: ScheduleResult, optimum: Fract
     if not can_repeat(problem):
         return [] if result.period is None else [f"period {result.period!r} for memory that is kept"]
     if result.period is None or result.period_microbatches is None or result.period_bound is None:
-        return ["no period, though schedules can be repeated"]
+        return ["no period, though a micro-batch gives back all it takes"] if gives_back_all(problem) else []
     slack = RESOLUTION * max(1.0, float(optimum))
     each = result.period / result.period_microbatches
     if each < max(problem.device_work) - slack:

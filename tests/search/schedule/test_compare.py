@@ -47,7 +47,7 @@ def _infeasible(problem, number, extra=0.0) -> NoFeasiblePlan:
     raise AssertionError("no device is too small")
 
 
-@pytest.mark.parametrize("seed", range(2000, 2040))
+@pytest.mark.parametrize("seed", range(2000, 2025))
 def test_the_oracle_has_no_complaint_about_itself(seed):
     assert compare(random_problem(seed), by_oracle).complaints == []
 

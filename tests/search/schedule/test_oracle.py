@@ -55,16 +55,15 @@ def test_known_optima_of_inference(name, num_microbatches, makespan):
     assert min_makespan(shape(name, 4, memory=None, training=False), num_microbatches).makespan == makespan
 
 
-@pytest.mark.parametrize(("memory", "period"), [(4, 4), (3, 8)])
+@pytest.mark.parametrize(("memory", "period"), [(3, 4), (2, 8)])
 def test_known_periods(memory, period):
-    assert min_period(shape("v", 4, memory=memory), max_shift=3).period == period
+    assert min_period(shape("v", 3, memory=memory)).period == period
 
 
 def test_two_micro_batches_per_period_can_be_shorter():
-    """Three stages at memory 2: one micro-batch per period takes 8, yet two more micro-batches take 12, 6 each."""
+    """Three stages at memory 2: one per period takes 8 (see above), yet two more micro-batches take 12, 6 each."""
     problem = shape("v", 3, memory=2)
-    assert min_period(problem).period == 8
-    assert [min_makespan(problem, number).makespan for number in (2, 4, 6)] == [16, 28, 40]
+    assert [min_makespan(problem, number).makespan for number in (2, 4)] == [16, 28]
 
 
 def test_infeasible_memory():

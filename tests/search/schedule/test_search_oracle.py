@@ -15,7 +15,7 @@ from weft.search.schedule.shapes import shape
 
 
 def search(problem, num_microbatches) -> ScheduleResult:
-    return schedule(problem, microbatches=num_microbatches, time_limit=10.0, progress=lambda line: None)
+    return schedule(problem, microbatches=num_microbatches, time_limit=4.0, progress=lambda line: None)
 
 
 @pytest.mark.parametrize("seed", range(1000, 1060))

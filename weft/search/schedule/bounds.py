@@ -3,7 +3,7 @@
     period    >= work of the busiest resource
     period    >= (sum of amount * shortest time that it can be held) / limit, on every device
     makespan  >= the longest path of one micro-batch
-    makespan  >= N * work of a resource + the shortest way to it + the shortest way from it
+    makespan  >= N * work of a resource + its idle time while the pipeline fills, and while it drains
 """
 
 from __future__ import annotations
@@ -11,19 +11,27 @@ from __future__ import annotations
 import math
 
 from weft.search.schedule.holds import Hold, find_holds
-from weft.search.schedule.problem import ScheduleProblem
+from weft.search.schedule.problem import ScheduleProblem, turned_round
 
 
 def period_bound(problem: ScheduleProblem) -> float | None:
     """Return the least time per micro-batch of any steady state; None if memory grows with every micro-batch."""
-    holds = find_holds(problem)
-    if any(hold.take is None or hold.release is None for hold in holds):
+    if any(grows(problem, device) for device in range(problem.num_devices)):
         return None
+    holds = [hold for hold in find_holds(problem) if hold.take is not None and hold.release is not None]
     bound = max(problem.device_work, default=0.0)
     for device, limit in enumerate(problem.device_memory):
         if limit is not None:
             bound = max(bound, _memory_period(problem, [hold for hold in holds if hold.device == device], limit))
     return bound
+
+
+def grows(problem: ScheduleProblem, device: int) -> bool:
+    """Return whether every micro-batch leaves more on a device with a limit than it found there."""
+    if problem.device_memory[device] is None:
+        return False
+    amounts = [problem.memory_of(task) for task in problem.resource_tasks[device]]
+    return sum(amounts) > 1e-9 * max([1e-300, *map(abs, amounts)])
 
 
 def _memory_period(problem: ScheduleProblem, holds: list[Hold], limit: float) -> float:
@@ -64,11 +72,44 @@ def makespan_bound(problem: ScheduleProblem, num_microbatches: int) -> float:
     heads, tails = problem.longest_paths(), task_tails(problem)
     times = problem.task_times
     bound = max((head + time + tail for head, time, tail in zip(heads, times, tails, strict=True)), default=0.0)
-    for tasks, work in zip(problem.resource_tasks, problem.device_work, strict=True):
-        if tasks:
-            busy = num_microbatches * work
-            bound = max(bound, min(heads[task] for task in tasks) + busy + min(tails[task] for task in tasks))
+    backwards = turned_round(problem)
+    for resource, work in enumerate(problem.device_work):
+        idle = filling_idle(problem, resource) + filling_idle(backwards, resource)
+        bound = max(bound, num_microbatches * work + idle)
     return bound
+
+
+def filling_idle(problem: ScheduleProblem, resource: int) -> float:
+    """Return how long the resource is idle, in every schedule, before it has begun its first task that is not *early*.
+
+    Let some tasks of the resource be early, E; the others, R, come later. Before the first task of R starts, a path of
+    its ancestors has run, and of the resource's tasks only E can have run meanwhile. While an ancestor runs that needs
+    a resource which every task of E needs too, none of E runs, so the resource is idle. With E empty that is the time
+    until anything can reach the resource at all. Blocks on all devices are what makes E interesting: they can be run
+    ahead, but not while the pipeline fills. All sets E of tasks with the earliest possible starts are tried.
+
+    Backwards in time the same bounds the idle time at the end; the two do not overlap, since some task is in both R.
+    """
+    tasks = problem.resource_tasks[resource]
+    heads = problem.longest_paths()
+    ordered = sorted(tasks, key=lambda task: (heads[task], task))
+    most = 0.0
+    for number in range((len(ordered) + 1) // 2):  # at least half are in R, so that both R share a task
+        most = max(most, _idle_before(problem, resource, set(ordered[:number])))
+    return most
+
+
+def _idle_before(problem: ScheduleProblem, resource: int, early: set[int]) -> float:
+    """Return the least idle time before the first task of the resource that is not early."""
+    shared = set.intersection(*(set(problem.task_resources[task]) for task in early)) if early else None
+    reach = [0.0] * problem.num_tasks
+    for task in problem.topological:
+        for edge in problem.predecessors[task]:
+            source = problem.task_resources[edge.source]
+            blocks = shared is None or (resource not in source and not shared.isdisjoint(source))
+            gain = problem.task_times[edge.source] if blocks else 0.0
+            reach[task] = max(reach[task], reach[edge.source] + gain + (edge.delay if shared is None else 0.0))
+    return min((reach[task] for task in problem.resource_tasks[resource] if task not in early), default=0.0)
 
 
 def task_tails(problem: ScheduleProblem) -> list[float]:

@@ -15,8 +15,8 @@ from ortools.sat.python import cp_model
 
 from weft.errors import NoFeasiblePlan
 from weft.search.cpsat import Budget, solve
+from weft.search.schedule.bounds import grows
 from weft.search.schedule.check import find_problems
-from weft.search.schedule.holds import find_holds
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import Schedule, replay
 from weft.search.schedule.whole import WholeProblem, to_whole
@@ -45,7 +45,7 @@ def first_schedule(problem: ScheduleProblem, num_microbatches: int, budget: Budg
     simple = sequential(problem, num_microbatches)
     if not find_problems(simple):
         return simple
-    keeps = any(hold.take is None or hold.release is None for hold in find_holds(problem))
+    keeps = any(grows(problem, device) for device in range(problem.num_devices))
     copies = num_microbatches if keeps and num_microbatches * problem.num_tasks <= MAX_TASKS else 1
     found = _least_excess(problem, copies, num_microbatches, budget)
     if isinstance(found, Schedule):
@@ -73,7 +73,7 @@ def _least_excess(problem: ScheduleProblem, copies: int, num_microbatches: int,
                               for task in tasks for index in range(copies)])
     excess = [_add_memory(model, whole, start, device, copies, horizon) for device in range(problem.num_devices)]
     model.minimize(sum(excess))
-    solution = solve(model, budget, units=max(2.0, budget.units / 4), stop_at=0)
+    solution = solve(model, budget, effort=max(5.0, budget.effort / 4), stop_at=0)
     assert solution.has_values, "any order is allowed if the excess is large enough"
     starts = np.asarray([[solution.value(start[task, index]) for index in range(copies)]
                          for task in range(whole.num_tasks)], dtype=np.float64)

@@ -15,7 +15,7 @@ a block starts is the sum over the blocks before it on that device, for both con
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Literal
 
@@ -48,6 +48,8 @@ class Transfer:
     time: float
     link: str | None = None
     """The link that it occupies, one transfer at a time in each direction; None for a pure delay."""
+    sign: Literal["+", "-"] | None = None
+    """The direction on the link; None: ``+`` if it goes to a device of the same or a higher index."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +128,13 @@ class ScheduleProblem:
         return tuple(sorted({self._direction(transfer) for transfer in self.linked}))
 
     def _direction(self, transfer: Transfer) -> tuple[str, str]:
-        """Return (link, sign): ``+`` if the transfer goes to a device of the same or a higher index."""
+        """Return (link, sign) of a linked transfer."""
+        return str(transfer.link), transfer.sign or self.sign_of(transfer)
+
+    def sign_of(self, transfer: Transfer) -> Literal["+", "-"]:
+        """Return ``+`` if the transfer goes to a device of the same or a higher index, else ``-``."""
         upward = min(self.blocks[transfer.target].devices) >= min(self.blocks[transfer.source].devices)
-        return str(transfer.link), "+" if upward else "-"
+        return "+" if upward else "-"
 
     @cached_property
     def edges(self) -> tuple[Edge, ...]:
@@ -205,8 +211,19 @@ class ScheduleProblem:
 
 def with_memory(problem: ScheduleProblem, memory: Mapping[str, float | None]) -> ScheduleProblem:
     """Return the problem with other memory limits for the devices named."""
-    from dataclasses import replace
-
     limits = tuple(memory.get(name, limit)
                    for name, limit in zip(problem.device_names, problem.device_memory, strict=True))
     return replace(problem, device_memory=limits)
+
+
+def turned_round(problem: ScheduleProblem) -> ScheduleProblem:
+    """Return the problem backwards in time, with the same tasks and resources: what was taken is released."""
+    after: list[list[int]] = [[] for _ in problem.blocks]
+    for index, block in enumerate(problem.blocks):
+        for before in block.after:
+            after[before].append(index)
+    blocks = tuple(replace(block, memory=-block.memory, after=tuple(later))
+                   for block, later in zip(problem.blocks, after, strict=True))
+    transfers = tuple(replace(item, source=item.target, target=item.source, sign=item.sign or problem.sign_of(item))
+                      for item in problem.transfers)
+    return replace(problem, blocks=blocks, transfers=transfers)

@@ -27,6 +27,8 @@ class ScheduleResult:
     """No steady state takes less time per micro-batch; of however many micro-batches its period is."""
     seconds: float
     """CPU seconds of the search."""
+    is_interrupted: bool = False
+    """The search was ended by Ctrl-C."""
     by: str = "search"
     """What made the schedule: the search, or the named schedule that it could not beat."""
 

@@ -7,8 +7,8 @@
     all of it at once                    where N is small                                          unrolled
     bounds                               work, paths, memory; idle while filling and draining      bounds, window
 
-Every schedule that is kept has passed ``check_schedule``; the best of all is returned, so the result is never worse than
-a named schedule that fits. The search ends when a bound is met, or when its budget is spent.
+Every schedule that is kept has passed ``check_schedule``; the best of all is returned, so the result is never worse
+than a named schedule that fits. The search ends when a bound is met, or when its budget is spent.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
-from weft.errors import InputError, PlanError
+from weft.errors import InputError
 from weft.model.graph import F64
-from weft.search.cpsat import UNITS_PER_SECOND, Budget
+from weft.search.cpsat import Budget
 from weft.search.schedule.bounds import makespan_bound, period_bound
 from weft.search.schedule.check import check_schedule, find_problems
 from weft.search.schedule.cyclic import tighten
@@ -33,13 +34,13 @@ from weft.search.schedule.named import named_schedules
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.result import ScheduleResult
 from weft.search.schedule.schedule import Schedule, replay
-from weft.search.schedule.steady import SteadyState, find_steady_state
+from weft.search.schedule.steady import SteadyState, find_steady_state, variants
 from weft.search.schedule.unrolled import Middle, prolong, solve_unrolled
 from weft.search.schedule.whole import WholeProblem, to_whole
 from weft.search.schedule.window import earliest_starts, least_idle
 
-DEFAULT_SECONDS: Final = 10.0
-"""CPU seconds that a search may take where no limit is given."""
+DEFAULT_SECONDS: Final = 8.0
+"""CPU seconds, about, that the search of a small problem may take where no limit is given."""
 MAX_INSTANCES: Final = 1_000_000
 """More tasks times micro-batches are refused."""
 MAX_FREE: Final = 600
@@ -65,12 +66,17 @@ def schedule(problem: ScheduleProblem, *, microbatches: int, time_limit: float |
     if time_limit is not None and not time_limit > 0:
         raise InputError(f"the time limit must be more than 0 seconds, not {time_limit}")
     begin = time.process_time()
-    seconds = DEFAULT_SECONDS if time_limit is None else time_limit
-    budget = Budget(units=seconds * UNITS_PER_SECOND, report=progress,
+    seconds = _default_seconds(problem) if time_limit is None else time_limit
+    budget = Budget(effort=seconds, report=progress,
                     deadline=None if time_limit is None else time.monotonic() + time_limit)
     search = _Search(problem, microbatches, budget, seed)
     search.run()
     return search.result(time.process_time() - begin)
+
+
+def _default_seconds(problem: ScheduleProblem) -> float:
+    """Return CPU seconds for a search without a limit: more for more blocks."""
+    return DEFAULT_SECONDS * min(6.0, max(1.0, problem.num_tasks / 24))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,10 +90,11 @@ class _Search:
 
     def __init__(self, problem: ScheduleProblem, num_microbatches: int, budget: Budget, seed: int) -> None:
         self.problem, self.num_microbatches, self.budget, self.seed = problem, num_microbatches, budget, seed
-        self.units = budget.units
+        self.effort = budget.effort
         self.whole = self._to_whole()
         self.bound = makespan_bound(problem, num_microbatches)
         self.steady: SteadyState | None = None
+        self.completion: _Completion | None = None
         self.best: _Found | None = None
 
     def _to_whole(self) -> WholeProblem:
@@ -114,11 +121,14 @@ class _Search:
         if self.is_done or self.budget.is_spent:
             return
         yield self.bound_by_order
-        if self.steady is not None:
-            yield self.complete
+        is_small = self.num_microbatches * self.problem.num_tasks <= MAX_FREE
+        yield lambda: self.complete((1, 2, 3))
         yield self.bound_by_windows
-        if self.num_microbatches * self.problem.num_tasks <= MAX_FREE:
-            yield self.solve_whole
+        if is_small:
+            yield lambda: self.solve_whole(0.6 * self.budget.effort)
+        yield lambda: self.complete((5, 7, 10, 14, 20, 28))
+        if is_small:
+            yield lambda: self.solve_whole(self.budget.effort)
             yield self.bound_whole
 
     @property
@@ -155,17 +165,36 @@ class _Search:
                 self.offer(item, "search")
 
     def find_steady(self) -> None:
-        """Find the steady state and play it from the first micro-batch to the last."""
-        share = Budget(units=0.3 * self.units, deadline=self.budget.deadline, report=self.budget.report)
-        self.steady = find_steady_state(self.problem, budget=share, seed=self.seed)
-        self.budget.units -= 0.3 * self.units - share.units
+        """Find the smallest period, then a steady state of that period which does well from the start."""
+        with self._share(0.2) as share:
+            self.steady = find_steady_state(self.problem, budget=share, seed=self.seed)
+            if self.steady is not None:
+                self._offer_unrolled(self.steady)
+        if self.steady is None:
+            return
+        with self._share(0.1) as share:
+            others = variants(self.steady, budget=share, seed=self.seed)
+            self.steady = replace(next(others, self.steady), proven=self.steady.proven)
+            self._offer_unrolled(self.steady)
+            for other in others:
+                if self.is_done:
+                    break
+                self._offer_unrolled(other)
+
+    def _offer_unrolled(self, steady: SteadyState) -> None:
+        """Offer the steady state from the first micro-batch to the last, played as early as its orders allow."""
+        orders = steady.unroll(self.num_microbatches).orders()
+        self.offer(replay(self.problem, self.num_microbatches, orders), "search")
+
+    @contextmanager
+    def _share(self, part: float) -> Iterator[Budget]:
+        """Lend a part of the whole budget; what is not spent comes back."""
+        lent = min(self.budget.effort, part * self.effort)
+        share = Budget(effort=lent, deadline=self.budget.deadline, report=self.budget.report,
+                       is_interrupted=self.budget.is_interrupted)
+        yield share
+        self.budget.effort -= lent - share.effort
         self.budget.is_interrupted |= share.is_interrupted
-        if self.steady is not None:
-            unrolled = self.steady.unroll(self.num_microbatches)
-            try:
-                self.offer(replay(self.problem, self.num_microbatches, unrolled.orders()), "search")
-            except PlanError:
-                self.offer(unrolled, "search")
 
     def bound_by_order(self) -> None:
         """Bound the makespan by the order of equal micro-batches and the room for them in memory."""
@@ -174,18 +203,20 @@ class _Search:
         ends = [at + time + tail for at, time, tail in zip(rows[-1], lower.times, tails, strict=True)]
         self.raise_bound(max(ends) / float(lower.ticks))
 
-    def complete(self) -> None:
+    def complete(self, sizes: tuple[int, ...]) -> None:
         """Find warm-up, steady middle and cool-down together, with ever more micro-batches in them."""
-        assert self.steady is not None
-        ticks = float(self.whole.ticks)
-        tight = tighten(self.whole, self.steady.starts * ticks, self.steady.period * ticks, whole=True)
-        state = _Completion(self.whole, tight.starts, int(tight.period), self.num_microbatches)
-        for size in (1, 2, 3, 5, 7, 10, 14, 20, 28):
+        if self.steady is None:
+            return
+        if self.completion is None:
+            ticks = float(self.whole.ticks)
+            tight = tighten(self.whole, self.steady.starts * ticks, self.steady.period * ticks, whole=True)
+            self.completion = _Completion(self.whole, tight.starts, int(tight.period), self.num_microbatches)
+        state = self.completion
+        for size in sizes:
             middle = state.middle(size)
             if middle is None or self.budget.is_spent or self.is_done:
                 break
-            free = middle.microbatches + 2 * size
-            if state.total(middle, size) * self.problem.num_tasks > MAX_UNROLLED or free > self.num_microbatches:
+            if state.total(middle, size) * self.problem.num_tasks > MAX_UNROLLED:
                 break
             self._complete(state, middle, size)
 
@@ -197,7 +228,7 @@ class _Search:
         least = max(0, math.floor(self.bound * float(self.whole.ticks) + 1e-6) - extra)
         self.budget.report(f"completion: {size} micro-batches of warm-up and cool-down, best {self.makespan:.6g}, "
                            f"bound {self.bound:.6g}")
-        found = solve_unrolled(self.whole, total, self.budget, horizon=horizon, units=0.15 * self.units, least=least,
+        found = solve_unrolled(self.whole, total, self.budget, horizon=horizon, effort=0.1 * self.effort, least=least,
                                middle=middle, hint=hint, seed=self.seed)
         if found is not None:
             state.keep(found.starts, middle)
@@ -215,9 +246,11 @@ class _Search:
         window = min(longest, math.floor(self.bound * float(lower.ticks)) // 2)
         if window < 1 or lower.num_tasks > 200:
             return
+        with self._share(0.05) as share:
+            self._bound_by_windows(lower, window, share)
+
+    def _bound_by_windows(self, lower: WholeProblem, window: int, share: Budget) -> None:
         mirror = lower.reversed()
-        share = Budget(units=min(self.budget.units, 0.2 * self.units), deadline=self.budget.deadline)
-        spent = share.units
         work = [sum(lower.times[task] for task in tasks) for tasks in self.problem.resource_tasks]
         for device in sorted(range(self.problem.num_devices), key=lambda device: -work[device]):
             if share.is_spent or self.is_done:
@@ -225,14 +258,12 @@ class _Search:
             target = self.makespan * float(lower.ticks) - self.num_microbatches * work[device]
             if target - 2 * window >= 0:
                 continue
-            units = share.units / 4
-            idle = sum(least_idle(side, device, window, self.num_microbatches, share, units=units, seed=self.seed)
+            effort = share.effort / 6
+            idle = sum(least_idle(side, device, window, self.num_microbatches, share, effort=effort, seed=self.seed)
                        for side in (lower, mirror))
             self.raise_bound((self.num_microbatches * work[device] + idle) / float(lower.ticks))
-        self.budget.units -= spent - share.units
-        self.budget.is_interrupted |= share.is_interrupted
 
-    def solve_whole(self) -> None:
+    def solve_whole(self, effort: float) -> None:
         """Solve all micro-batches at once, from the best schedule so far."""
         if self.best is None or self.budget.is_spent or self.is_done:
             return
@@ -240,8 +271,8 @@ class _Search:
         hint = replay_ticks(self.whole, self.best.schedule)
         horizon = round(float((hint + np.asarray(self.whole.times)[:, None]).max()))
         least = math.floor(self.bound * float(self.whole.ticks) + 1e-6)
-        units = self.budget.units if self.whole.is_exact else 0.6 * self.budget.units
-        found = solve_unrolled(self.whole, self.num_microbatches, self.budget, horizon=horizon, units=units,
+        effort = effort if self.whole.is_exact else 0.6 * effort
+        found = solve_unrolled(self.whole, self.num_microbatches, self.budget, horizon=horizon, effort=effort,
                                least=least, hint=hint, seed=self.seed)
         if found is None:
             return
@@ -256,7 +287,7 @@ class _Search:
         small = self.problem.num_tasks * self.num_microbatches <= 60
         lower = to_whole(self.problem, rounding="down", resolution=10**6 if small else 480)
         horizon = math.ceil(self.makespan * float(lower.ticks)) + 1
-        found = solve_unrolled(lower, self.num_microbatches, self.budget, horizon=horizon, units=self.budget.units,
+        found = solve_unrolled(lower, self.num_microbatches, self.budget, horizon=horizon, effort=self.budget.effort,
                                least=math.floor(self.bound * float(lower.ticks)), seed=self.seed,
                                hint=replay_ticks(lower, self.best.schedule))
         if found is not None:
@@ -270,6 +301,7 @@ class _Search:
         return ScheduleResult(
             schedule=self.best.schedule, status="optimal" if self.is_done else "feasible",
             makespan_bound=min(self.bound, self.makespan), by=self.best.by, seconds=seconds,
+            is_interrupted=self.budget.is_interrupted,
             period=steady.period if steady is not None else None,
             period_microbatches=steady.num_microbatches if steady is not None else None,
             period_bound=steady.bound if steady is not None else period_bound(self.problem))
@@ -300,9 +332,15 @@ class _Completion:
         return max(1, *(math.ceil(float(span) / self.period - 1e-9) for span in spans))
 
     def middle(self, size: int) -> Middle | None:
-        """Return the middle after ``size`` micro-batches of warm-up, or None if there are too few micro-batches."""
+        """Return the middle after ``size`` micro-batches of warm-up, or None if there are too few micro-batches.
+
+        With few micro-batches it is so long that nothing needs to be inserted.
+        """
         middle = Middle(period=self.period, microbatches=self.number, first=size, laps=self.laps)
-        return middle if self.total(middle, size) <= self.num_microbatches else None
+        if self.total(middle, size) <= self.num_microbatches:
+            return middle
+        laps = (self.num_microbatches - 2 * size) // self.number - 1
+        return replace(middle, laps=laps, can_grow=False) if laps >= 1 else None
 
     def total(self, middle: Middle, size: int) -> int:
         """Return the micro-batches of warm-up, middle and cool-down, so that whole periods make up the rest."""
@@ -311,7 +349,7 @@ class _Completion:
 
     def hint(self, middle: Middle, total: int) -> F64:
         """Return a schedule of this form: the last one prolonged, or the steady state unrolled."""
-        if self.last is not None and (total - self.last[0].shape[1]) % self.number == 0:
+        if self.last is not None and self.last[1].can_grow and (total - self.last[0].shape[1]) % self.number == 0:
             return prolong(self.last[0], self.last[1], total)
         laps, copies = np.divmod(np.arange(total) - middle.first, self.number)
         starts = self.starts[:, copies] + laps * self.period

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -29,17 +30,27 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from weft.model.graph import F64
-from weft.search.cpsat import Budget, solve
+from weft.search.cpsat import Budget, Solution, solve
 from weft.search.schedule.bounds import period_bound
 from weft.search.schedule.cyclic import real_clock, tighten
+from weft.search.schedule.least_memory import first_schedule
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import Schedule
 from weft.search.schedule.whole import WholeProblem, to_whole
 
 MAX_MICROBATCHES: Final = 4
 """Micro-batches per period that are tried."""
-QUICK_UNITS: Final = 0.5
-"""Deterministic time for one trial period."""
+MAX_VARIANTS: Final = 30
+"""Other steady states of the same period that are looked at."""
+SLICES: Final = ((0, 0.3), (2, 0.3), (1, 0.4))
+"""How a trial is solved: how much goes into the linear relaxation, and for which part of the trial's time. What takes
+long with one often takes little with another."""
+MAX_UNKNOWN: Final = 3
+"""So many trial periods may stay undecided for one K."""
+QUICK_EFFORT: Final = 1.0
+"""Effort (see ``weft.search.cpsat``) for one trial period."""
+BOUND_EFFORT: Final = 4.0
+"""The same for the bound itself with one micro-batch per period, which is most often the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,15 +99,36 @@ def find_steady_state(problem: ScheduleProblem, *, budget: Budget, seed: int = 0
     if bound is None:
         return None
     search = _Search(to_whole(problem), bound, budget, seed)
+    search.start()
     for number in range(1, max_microbatches + 1):
         if search.has_time and not search.is_done:
             search.try_bound(number)
     for number in range(1, max_microbatches + 1):
-        if not search.is_done and (search.has_time or search.best is None):
+        if search.has_time and not search.is_done:
             search.bisect(number)
-    if search.best is None:
-        return None
-    return replace(search.best, proven=tuple(sorted(search.proven)))
+    return None if search.best is None else replace(search.best, proven=tuple(sorted(search.proven)))
+
+
+def variants(steady: SteadyState, *, budget: Budget, seed: int = 0) -> Iterator[SteadyState]:
+    """Yield other steady states of the same period: one with short micro-batches, then random ones until time is up."""
+    search = _Search(to_whole(steady.problem), steady.bound, budget, seed)
+    ticks = float(search.whole.ticks)
+    tight = tighten(search.whole, steady.starts * ticks, steady.period * ticks, whole=True)
+    builder = _build(search.whole, int(tight.period), steady.num_microbatches)
+    for number in range(MAX_VARIANTS):
+        if budget.is_spent:
+            break
+        if number == 1:
+            builder = _build(search.whole, int(tight.period), steady.num_microbatches)
+        elif number == 0:
+            builder.minimize_latency(tight.starts)
+        solution = solve(builder.model, budget, effort=QUICK_EFFORT, seed=seed + number, randomize=number > 0,
+                         linearization=0)
+        if not solution.has_values:
+            break
+        found = make_steady(search.whole, builder.read(solution), tight.period, steady.bound)
+        if found.rate <= steady.rate * (1 + 1e-9):
+            yield found
 
 
 class _Search:
@@ -117,35 +149,36 @@ class _Search:
     def is_done(self) -> bool:
         return self.best is not None and self.best.is_optimal
 
+    def start(self) -> None:
+        """Begin with one micro-batch after the other."""
+        alone = first_schedule(self.whole.problem, 1, self.budget)
+        if alone.makespan > 0:
+            self.best = make_steady(self.whole, alone.starts, alone.makespan, self.bound)
+
     def try_bound(self, number: int) -> None:
         """Try the smallest period that the bound admits for K = ``number``."""
         period = self._least(number)
-        if self._is_useful(period, number):
-            self._try(period, number)
+        if period < self._high(number):
+            self._try(period, number, effort=BOUND_EFFORT if number == 1 else QUICK_EFFORT)
 
     def bisect(self, number: int) -> None:
-        """Bisect between what is excluded and what is known for K = ``number``."""
-        low, high = self._least(number), None
-        unknown = 0
-        period = self.lowest.get(number, low)
-        while self.has_time or self.best is None:
-            if not self._is_useful(period, number):
-                high = period
-                period = (low + high) // 2
-                if low >= high:
-                    break
-                continue
-            found = self._try(period, number)
-            if found is not None:
-                high = math.floor(found.period * float(self.whole.ticks) + 1e-6)
+        """Find the smallest period for K = ``number``: upwards from what is excluded, then by bisection."""
+        low, high = max(self._least(number), self.lowest.get(number, 0)), self._high(number)
+        period, num_unknown, is_found = low, 0, False
+        while low < high and num_unknown <= MAX_UNKNOWN and self.has_time and not self.is_done:
+            if self._try(period, number) is not None:
+                high, is_found = self._high(number), True
             else:
                 low = period + 1
-                unknown += self.lowest.get(number, 0) <= period
-            if self.is_done or (high is not None and low >= high) or unknown > 3:
-                break
-            period = math.ceil(period * 1.25) if high is None else (low + high) // 2
-        if high is not None and self.lowest.get(number, 0) >= high:
+                num_unknown += self.lowest.get(number, 0) <= period
+            period = (low + high) // 2 if is_found else min(math.ceil(1.25 * period), high - 1)
+            period = max(period, low)
+        if self.lowest.get(number, 0) >= high:
             self.proven.add(number)
+
+    def _high(self, number: int) -> int:
+        """Return the smallest period, in ticks, that would be no better than the best."""
+        return math.ceil(self.best.rate * number * float(self.whole.ticks) - 1e-6) if self.best is not None else 1 << 40
 
     def _least(self, number: int) -> int:
         """Return the bound for K = ``number`` in ticks, of the rounded times."""
@@ -153,26 +186,23 @@ class _Search:
                        for tasks in self.whole.problem.resource_tasks), default=0) * number
         return max(1, rounded, math.ceil(self.bound * float(self.whole.ticks) * number - 1e-6))
 
-    def _is_useful(self, period: int, number: int) -> bool:
-        """Return whether such a period would be better than the best so far."""
-        return self.best is None or period < self.best.rate * number * float(self.whole.ticks) * (1 - 1e-9)
-
-    def _try(self, period: int, number: int) -> SteadyState | None:
+    def _try(self, period: int, number: int, effort: float = QUICK_EFFORT) -> SteadyState | None:
         """Return the tightened steady state of this period, if there is one and the solver finds it."""
         ticks = float(self.whole.ticks)
         best = f"{self.best.rate:.6g}" if self.best is not None else "none yet"
         self.budget.report(f"steady state: {number} per period, trying {period / ticks:.6g}; best {best} per "
                            f"micro-batch, bound {self.bound:.6g}")
         model = _build(self.whole, period, number)
-        limit = QUICK_UNITS if self.has_time else 10 * QUICK_UNITS
-        solution = solve(model.model, self.budget, units=limit, seed=self.seed)
+        for linearization, part in SLICES:
+            solution = solve(model.model, self.budget, effort=part * effort, seed=self.seed,
+                             linearization=linearization)
+            if solution.status != "unknown" or not self.has_time:
+                break
         if not solution.has_values:
             if solution.status == "infeasible":
                 self.lowest[number] = max(self.lowest.get(number, 0), period + 1)
             return None
-        starts = np.asarray([[solution.value(model.starts[task, k]) for k in range(number)]
-                             for task in range(self.whole.num_tasks)], dtype=np.float64)
-        found = make_steady(self.whole, starts, float(period), self.bound)
+        found = make_steady(self.whole, model.read(solution), float(period), self.bound)
         if self.best is None or found.rate < self.best.rate * (1 - 1e-12):
             self.best = found
         return found
@@ -185,12 +215,6 @@ def make_steady(whole: WholeProblem, starts: F64, period: float, bound: float) -
     return SteadyState(problem=problem, starts=tight.starts - tight.starts.min(), period=tight.period, bound=bound)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Model:
-    model: cp_model.CpModel
-    starts: dict[tuple[int, int], cp_model.LinearExprT]
-
-
 class _Builder:
     """Variables and constraints of one trial period; see the module's docstring."""
 
@@ -199,7 +223,7 @@ class _Builder:
         self.model = cp_model.CpModel()
         longest = max((whole.times[a] + delay for a, _, delay in whole.edges), default=0)
         # Tasks further apart than this could be moved together by whole periods without harm.
-        max_lap = whole.num_tasks * number * (1 + longest // period) + 2
+        self.max_lap = max_lap = whole.num_tasks * number * (1 + longest // period) + 2
         self.offset = {key: self.model.new_int_var(0, period - 1, "") for key in self._keys()}
         self.lap = {key: self.model.new_int_var(0, max_lap, "") for key in self._keys()}
         self.start = {key: self.offset[key] + period * self.lap[key] for key in self._keys()}
@@ -208,7 +232,8 @@ class _Builder:
     def _keys(self) -> list[tuple[int, int]]:
         return list(itertools.product(range(self.whole.num_tasks), range(self.number)))
 
-    def build(self) -> _Model:
+    def build(self) -> None:
+        """Add all constraints."""
         first = self.whole.problem.topological[0]
         self.model.add(self.offset[first, 0] == 0)
         self._add_edges()
@@ -219,7 +244,25 @@ class _Builder:
             self._add_resource(keys)
             if resource < self.whole.problem.num_devices and self.whole.limits[resource] is not None:
                 self._add_memory(resource, keys)
-        return _Model(model=self.model, starts=dict(self.start))
+
+    def minimize_latency(self, hint: F64) -> None:
+        """Minimise the time from the first start to the last end of a micro-batch, beginning with these starts."""
+        laps = np.floor(hint / self.period)
+        for task, k in self._keys():
+            self.model.add_hint(self.lap[task, k], int(laps[task, k]))
+            self.model.add_hint(self.offset[task, k], round(float(hint[task, k] - laps[task, k] * self.period)))
+        latency = self.model.new_int_var(0, round(float(hint.max() - hint.min())) + max(self.whole.times), "")
+        begin = self.model.new_int_var(0, self.period * self.max_lap, "")
+        for task, k in self._keys():
+            shift = k * self.period // self.number
+            self.model.add(begin <= self.start[task, k] - shift + self.period)
+            self.model.add(self.start[task, k] + self.whole.times[task] - shift + self.period <= begin + latency)
+        self.model.minimize(latency)
+
+    def read(self, solution: Solution) -> F64:
+        """Return the starts [tasks, K] of the solution."""
+        return np.asarray([[solution.value(self.start[task, k]) for k in range(self.number)]
+                           for task in range(self.whole.num_tasks)], dtype=np.float64)
 
     def _add_edges(self) -> None:
         for (source, target, delay), k in itertools.product(self.whole.edges, range(self.number)):
@@ -253,10 +296,12 @@ class _Builder:
         holds = [hold for hold in self.whole.holds if hold.device == device]
         amounts: dict[int, int] = {}
         for hold in holds:
-            assert hold.take is not None, "period_bound refuses what is not balanced"
-            assert hold.release is not None
-            amounts[hold.take] = amounts.get(hold.take, 0) + hold.amount
-            amounts[hold.release] = amounts.get(hold.release, 0) - hold.amount
+            if hold.take is not None:
+                amounts[hold.take] = amounts.get(hold.take, 0) + hold.amount
+            if hold.release is not None:
+                amounts[hold.release] = amounts.get(hold.release, 0) - hold.amount
+        if sum(amounts.values()) != 0:  # it falls with every micro-batch, or was rounded: schedules are checked anyway
+            return
         changing = [key for key in keys if amounts.get(key[0])]
         base = sum(-amounts[key[0]] * self.lap[key] for key in changing)
         for key in changing:
@@ -281,5 +326,7 @@ class _Builder:
                 self.model.add(self.start[release, k] >= self.start[take, k] + lag)
 
 
-def _build(whole: WholeProblem, period: int, number: int) -> _Model:
-    return _Builder(whole, period, number).build()
+def _build(whole: WholeProblem, period: int, number: int) -> _Builder:
+    builder = _Builder(whole, period, number)
+    builder.build()
+    return builder

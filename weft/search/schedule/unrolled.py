@@ -17,7 +17,8 @@ periods can be inserted (``prolong``): two micro-batches that share a resource a
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -25,6 +26,10 @@ from ortools.sat.python import cp_model
 from weft.model.graph import F64
 from weft.search.cpsat import Budget, Solution, solve
 from weft.search.schedule.whole import WholeProblem
+
+SLICES: Final = ((0, 0.6), (1, 0.4))
+"""(how much goes into the linear relaxation, part of the time): without one, better schedules are found sooner; with
+one, they are proven to be the best sooner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,8 @@ class Middle:
     first: int
     laps: int
     """How often the first period of the middle is repeated."""
+    can_grow: bool = True
+    """Whether more periods are to be inserted later (see ``_add_cuts``)."""
 
     @property
     def end(self) -> int:
@@ -55,21 +62,31 @@ class Unrolled:
     is_optimal: bool
 
 
-def solve_unrolled(whole: WholeProblem, num_microbatches: int, budget: Budget, *, horizon: int, units: float,
-                   least: int = 0, middle: Middle | None = None, hint: F64 | None = None, seed: int = 0,
-                   lns: bool = False) -> Unrolled | None:
+def solve_unrolled(whole: WholeProblem, num_microbatches: int, budget: Budget, *, horizon: int, effort: float,
+                   least: int = 0, middle: Middle | None = None, hint: F64 | None = None,
+                   seed: int = 0) -> Unrolled | None:
     """Return the shortest schedule found that ends by ``horizon``, or None.
 
-    ``least`` is a known bound: reaching it ends the search. ``hint`` [tasks, micro-batches] is a schedule to start from.
+    ``least`` is a known bound: reaching it ends the search (it is not put into the model: the solver would try to meet
+    it rather than improve). ``hint`` [tasks, micro-batches] is a schedule to start
+    from.
     """
-    builder = _Builder(whole, num_microbatches, horizon=horizon, least=least, middle=middle)
+    builder = _Builder(whole, num_microbatches, horizon=horizon, middle=middle)
     builder.build()
-    if hint is not None:
-        builder.add_hint(hint)
-    solution = solve(builder.model, budget, units=units, seed=seed, stop_at=least, lns=lns)
-    if not solution.has_values:
-        return None
-    return builder.read(solution)
+    best: Unrolled | None = None
+    for linearization, part in SLICES:
+        if hint is not None:
+            builder.model.clear_hints()
+            builder.add_hint(hint)
+        solution = solve(builder.model, budget, effort=part * effort, seed=seed, stop_at=least,
+                         linearization=linearization)
+        if solution.has_values:
+            found = builder.read(solution)
+            best = replace(found, bound=max(found.bound, best.bound if best is not None else found.bound))
+            hint = best.starts
+        if solution.status in ("optimal", "infeasible") or budget.is_spent or (best and best.makespan <= least):
+            break
+    return best
 
 
 def prolong(starts: F64, middle: Middle, num_microbatches: int) -> F64:
@@ -86,13 +103,13 @@ def prolong(starts: F64, middle: Middle, num_microbatches: int) -> F64:
 class _Builder:
     """Variables and constraints; see the module's docstring."""
 
-    def __init__(self, whole: WholeProblem, num_microbatches: int, *, horizon: int, least: int,
+    def __init__(self, whole: WholeProblem, num_microbatches: int, *, horizon: int,
                  middle: Middle | None) -> None:
         self.whole, self.num_microbatches, self.middle = whole, num_microbatches, middle
         self.model = cp_model.CpModel()
         self.heads, self.tails = whole.heads(), whole.tails()
         self.horizon = horizon
-        self.makespan = self.model.new_int_var(min(least, horizon), horizon, "")
+        self.makespan = self.model.new_int_var(0, horizon, "")
         self.start: dict[tuple[int, int], cp_model.LinearExprT] = {}
         self.variables: dict[tuple[int, int], cp_model.IntVar] = {}
         for task, index in itertools.product(range(whole.num_tasks), range(num_microbatches)):
@@ -113,7 +130,7 @@ class _Builder:
         self._add_edges()
         self._add_resources()
         self._add_memory()
-        if self.middle is not None:
+        if self.middle is not None and self.middle.can_grow:
             self._add_cuts(self.middle)
         self.model.minimize(self.makespan)
 

@@ -16,7 +16,7 @@ from typing import Final, Literal
 
 from weft.model.graph import F64
 from weft.search.schedule.holds import find_holds
-from weft.search.schedule.problem import ScheduleProblem
+from weft.search.schedule.problem import ScheduleProblem, turned_round
 from weft.search.schedule.schedule import Schedule, replay
 
 Rounding = Literal["up", "down"]
@@ -106,7 +106,7 @@ class WholeProblem:
         """Return the problem backwards in time: takes become releases, so that cool-downs become warm-ups."""
         from dataclasses import replace
 
-        mirror = _mirror(self.problem)
+        mirror = turned_round(self.problem)
         return WholeProblem(
             problem=mirror, times=self.times, edges=tuple((b, a, delay) for a, b, delay in self.edges),
             holds=tuple(replace(hold, take=hold.release, release=hold.take) for hold in self.holds),
@@ -118,20 +118,6 @@ def _grouped(edges: tuple[tuple[int, int, int], ...], key: int, num_tasks: int) 
     for edge in edges:
         result[edge[key]].append(edge)
     return result
-
-
-def _mirror(problem: ScheduleProblem) -> ScheduleProblem:
-    """Return the problem with all dependencies turned round and the same tasks and resources."""
-    from dataclasses import replace
-
-    after: list[list[int]] = [[] for _ in problem.blocks]
-    for index, block in enumerate(problem.blocks):
-        for before in block.after:
-            after[before].append(index)
-    blocks = tuple(replace(block, memory=-block.memory, after=tuple(later))
-                   for block, later in zip(problem.blocks, after, strict=True))
-    transfers = tuple(replace(item, source=item.target, target=item.source) for item in problem.transfers)
-    return replace(problem, blocks=blocks, transfers=transfers)
 
 
 def to_whole(problem: ScheduleProblem, *, rounding: Rounding = "up", max_exact: int = MAX_EXACT,

@@ -55,7 +55,7 @@ def earliest_starts(whole: WholeProblem, num_microbatches: int, *, until: int | 
 
 
 def least_idle(whole: WholeProblem, device: int, window: int, num_microbatches: int, budget: Budget, *,
-               units: float, seed: int = 0) -> int:
+               effort: float, seed: int = 0) -> int:
     """Return ticks that the device is idle in the first ``window`` ticks of every schedule."""
     early = earliest_starts(whole, num_microbatches, until=window)
     builder = _Window(whole, window, early)
@@ -64,7 +64,7 @@ def least_idle(whole: WholeProblem, device: int, window: int, num_microbatches: 
     if isinstance(work, int):
         return window
     builder.model.maximize(work)
-    solution = solve(builder.model, budget, units=units, seed=seed)
+    solution = solve(builder.model, budget, effort=effort, seed=seed)
     if solution.bound is None:
         return 0
     return max(0, window - math.floor(solution.bound + 1e-6))
@@ -87,6 +87,7 @@ class _Window:
         """Add all constraints."""
         model = self.model
         for key in self.keys:
+            model.add_hint(self.start[key], self.window)  # to do nothing is allowed
             model.add_min_equality(self.inside[key], [self.window - self.start[key], self.whole.times[key[0]]])
             model.add(self.end[key] == self.start[key] + self.inside[key])
             if key[1] and self.is_known((key[0], key[1] - 1)):
@@ -111,9 +112,10 @@ class _Window:
             self.model.add(self.start[target, index] == self.window).only_enforce_if(~starts)
 
     def _add_memory(self) -> None:
+        num_microbatches = 1 + max((index for _, index in self.keys), default=-1)
         for device, limit in enumerate(self.whole.limits):
             intervals, amounts = [], []
-            for hold, index in itertools.product(self.whole.holds, range(1 + max((n for _, n in self.keys), default=0))):
+            for hold, index in itertools.product(self.whole.holds, range(num_microbatches)):
                 if hold.device != device or hold.take is None or not self.is_known((hold.take, index)):
                     continue
                 is_seen = hold.release is not None and self.is_known((hold.release, index))
