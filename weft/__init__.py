@@ -26,18 +26,22 @@ if TYPE_CHECKING:
     from weft.planner import compare_strategies
     from weft.run.launch import run_plan
     from weft.search.problem import PlanOptions, Problem
+    from weft.search.schedule.problem_file import load_problem
+    from weft.search.schedule.search import schedule
 
 __version__ = "0.1.0"
 __all__ = [
     "PlanOptions", "Problem", "WeftError", "check_plan", "compare_strategies", "estimate_costs", "load_graph_for",
-    "load_plan", "lower", "read_cluster", "run_plan", "save_plan",
+    "load_plan", "load_problem", "lower", "read_cluster", "run_plan", "save_plan", "schedule",
 ]
 
 _HOME = {
     "PlanOptions": "weft.search.problem", "Problem": "weft.search.problem", "WeftError": "weft.errors",
     "check_plan": "weft.plan.check", "compare_strategies": "weft.planner", "estimate_costs": "weft.cost.costs",
-    "load_graph_for": "weft.model.load", "load_plan": "weft.plan.plan", "lower": "weft.plan.lower",
+    "load_graph_for": "weft.model.load", "load_plan": "weft.plan.plan",
+    "load_problem": "weft.search.schedule.problem_file", "lower": "weft.plan.lower",
     "read_cluster": "weft.cluster.cluster_file", "run_plan": "weft.run.launch", "save_plan": "weft.plan.plan",
+    "schedule": "weft.search.schedule.search",
 }
 
 

@@ -52,3 +52,8 @@ def test_memory_that_is_kept_limits_the_number_of_micro_batches():
     with pytest.raises(NoFeasiblePlan, match="d0") as caught:
         search(keeps, 5)
     assert caught.value.needed == 5.0
+
+
+def test_bounds_where_a_device_gives_back_more_than_it_takes():
+    """Backwards in time such a device has more room than its limit; the bound by windows was 24 for an optimum of 21."""
+    assert compare(random_problem(5247, max_instances=20), search).complaints == []

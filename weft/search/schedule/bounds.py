@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 
-from weft.search.schedule.holds import Hold, find_holds
+from weft.search.schedule.holds import balanced_holds
 from weft.search.schedule.problem import ScheduleProblem, turned_round
 
 
@@ -18,11 +18,11 @@ def period_bound(problem: ScheduleProblem) -> float | None:
     """Return the least time per micro-batch of any steady state; None if memory grows with every micro-batch."""
     if any(grows(problem, device) for device in range(problem.num_devices)):
         return None
-    holds = [hold for hold in find_holds(problem) if hold.take is not None and hold.release is not None]
     bound = max(problem.device_work, default=0.0)
-    for device, limit in enumerate(problem.device_memory):
-        if limit is not None:
-            bound = max(bound, _memory_period(problem, [hold for hold in holds if hold.device == device], limit))
+    for device, holds in balanced_holds(problem).items():
+        limit = problem.device_memory[device]
+        assert limit is not None, "without a limit there are no holds"
+        bound = max(bound, _memory_period(problem, holds, limit))
     return bound
 
 
@@ -34,16 +34,10 @@ def grows(problem: ScheduleProblem, device: int) -> bool:
     return sum(amounts) > 1e-9 * max([1e-300, *map(abs, amounts)])
 
 
-def _memory_period(problem: ScheduleProblem, holds: list[Hold], limit: float) -> float:
+def _memory_period(problem: ScheduleProblem, holds: list[tuple[int, int, float]], limit: float) -> float:
     """Return the least period at which what must be held fits: amount times duration over the usable limit."""
-    held = 0.0
-    for hold in holds:
-        assert hold.take is not None
-        assert hold.release is not None
-        held += hold.amount * hold_time(problem, hold.take, hold.release)
-    usable = _usable(limit, {hold.amount for hold in holds})
-    if held <= 0:
-        return 0.0
+    held = sum(amount * hold_time(problem, take, release) for take, release, amount in holds)
+    usable = _usable(limit, {amount for _, _, amount in holds})
     return held / usable if usable > 0 else 0.0
 
 

@@ -27,6 +27,21 @@ class Hold:
     amount: float
 
 
+def balanced_holds(problem: ScheduleProblem) -> dict[int, list[tuple[int, int, float]]]:
+    """Return (take, release, amount) by device, for the devices where every take is matched with a release.
+
+    Only there is what is held never less than nothing, so that holds bound how many micro-batches there is room for.
+    """
+    result: dict[int, list[tuple[int, int, float]]] = {}
+    unmatched = set()
+    for hold in find_holds(problem):
+        if hold.take is None or hold.release is None:
+            unmatched.add(hold.device)
+        else:
+            result.setdefault(hold.device, []).append((hold.take, hold.release, hold.amount))
+    return {device: holds for device, holds in result.items() if device not in unmatched}
+
+
 def find_holds(problem: ScheduleProblem) -> tuple[Hold, ...]:
     """Return the holds of one micro-batch on all devices with a limit; their sums are the blocks' amounts."""
     ancestors = find_ancestors(problem)

@@ -308,11 +308,12 @@ class _Builder:
             if amounts[key[0]] > 0:
                 earlier = sum(amounts[other[0]] * self.before[other, key] for other in changing if other != key)
                 self.model.add(base + amounts[key[0]] + earlier <= limit)
-        held = sum(hold.amount * (self.start[hold.release, k] + self.whole.times[hold.release]
-                                  - self.start[hold.take, k])
-                   for hold in holds for k in range(self.number)
-                   if hold.take is not None and hold.release is not None)
-        self.model.add(held <= limit * self.period)
+        if device in self.whole.balanced:
+            held = sum(hold.amount * (self.start[hold.release, k] + self.whole.times[hold.release]
+                                      - self.start[hold.take, k])
+                       for hold in holds for k in range(self.number)
+                       if hold.take is not None and hold.release is not None)
+            self.model.add(held <= limit * self.period)
 
     def _add_lags(self) -> None:
         """Add what follows from the edges: a hold is at least as long as the longest path from take to release."""

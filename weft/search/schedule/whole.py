@@ -62,6 +62,12 @@ class WholeProblem:
         return len(self.times)
 
     @property
+    def balanced(self) -> frozenset[int]:
+        """Return the devices on which every take is matched with a release."""
+        loose = {hold.device for hold in self.holds if hold.take is None or hold.release is None}
+        return frozenset(hold.device for hold in self.holds if hold.device not in loose)
+
+    @property
     def resource_tasks(self) -> tuple[tuple[int, ...], ...]:
         """Return the tasks of each resource."""
         return self.problem.resource_tasks

@@ -35,7 +35,8 @@ def earliest_starts(whole: WholeProblem, num_microbatches: int, *, until: int | 
     rooms: dict[int, list[tuple[int, int]]] = {}
     for hold in whole.holds:
         limit = whole.limits[hold.device]
-        if limit is not None and hold.take is not None and hold.release is not None and hold.amount > 0:
+        is_room = hold.device in whole.balanced and hold.amount > 0
+        if limit is not None and is_room and hold.take is not None and hold.release is not None:
             rooms.setdefault(hold.take, []).append((hold.release, limit // hold.amount))
     result: list[list[int]] = []
     for index in range(num_microbatches):
@@ -112,6 +113,7 @@ class _Window:
             self.model.add(self.start[target, index] == self.window).only_enforce_if(~starts)
 
     def _add_memory(self) -> None:
+        """Add the memory of the devices where it can be judged in a window: all that is taken there is given back."""
         num_microbatches = 1 + max((index for _, index in self.keys), default=-1)
         for device, limit in enumerate(self.whole.limits):
             intervals, amounts = [], []
@@ -123,5 +125,5 @@ class _Window:
                 size = self.model.new_int_var(0, self.window, "")
                 intervals.append(self.model.new_interval_var(self.start[hold.take, index], size, end, ""))
                 amounts.append(hold.amount)
-            if limit is not None and intervals:
+            if limit is not None and intervals and device in self.whole.balanced:
                 self.model.add_cumulative(intervals, amounts, limit)
