@@ -64,11 +64,12 @@ class Solution:
 
 
 def solve(model: cp_model.CpModel, budget: Budget, *, effort: float, seed: int = 0, stop_at: float | None = None,
-          randomize: bool = False, linearization: int = 1) -> Solution:
+          randomize: bool = False, linearization: int = 1, lns: bool = False) -> Solution:
     """Return the best solution within ``effort`` (about CPU seconds), taken from the budget.
 
     ``stop_at`` ends the search as soon as the objective is at most that. ``randomize`` makes choices by the seed, for
     another solution each time. ``linearization`` (0 to 2) says how much of the model goes into the linear relaxation.
+    ``lns`` only improves the hint, by large neighbourhood search; it proves nothing.
     """
     solver = cp_model.CpSolver()
     parameters = solver.parameters
@@ -79,6 +80,9 @@ def solve(model: cp_model.CpModel, budget: Budget, *, effort: float, seed: int =
     parameters.num_workers = 1
     parameters.randomize_search = randomize
     parameters.linearization_level = linearization
+    if lns:
+        parameters.interleave_search = True
+        parameters.use_lns_only = True
     if budget.deadline is not None:
         parameters.max_time_in_seconds = max(0.001, budget.deadline - time.monotonic())
     code = _run(solver, model, budget, _Stopper(stop_at) if stop_at is not None else None)

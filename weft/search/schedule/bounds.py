@@ -9,9 +9,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Final
 
+import numpy as np
+
+from weft.model.graph import F64
 from weft.search.schedule.holds import balanced_holds
 from weft.search.schedule.problem import ScheduleProblem, turned_round
+
+_CHUNK: Final = 256
+"""Paths are followed from so many tasks at once."""
+_MAX_STEPS: Final = 500_000
+"""Steps along edges, about, in all searches for idle time while filling."""
 
 
 def period_bound(problem: ScheduleProblem) -> float | None:
@@ -36,21 +46,37 @@ def grows(problem: ScheduleProblem, device: int) -> bool:
 
 def _memory_period(problem: ScheduleProblem, holds: list[tuple[int, int, float]], limit: float) -> float:
     """Return the least period at which what must be held fits: amount times duration over the usable limit."""
-    held = sum(amount * hold_time(problem, take, release) for take, release, amount in holds)
+    times = hold_times(problem, [(take, release) for take, release, _ in holds])
+    held = sum(amount * time for (_, _, amount), time in zip(holds, times, strict=True))
     usable = _usable(limit, {amount for _, _, amount in holds})
     return held / usable if usable > 0 else 0.0
 
 
-def hold_time(problem: ScheduleProblem, take: int, release: int) -> float:
-    """Return the least time from the start of ``take`` to the end of ``release``, which depends on it."""
-    times = problem.task_times
-    reach: dict[int, float] = {take: 0.0}
+def hold_times(problem: ScheduleProblem, pairs: Sequence[tuple[int, int]]) -> list[float]:
+    """Return for each (take, release) the least time from the start of ``take`` to the end of ``release``.
+
+    Every release depends on its take.
+    """
+    takes = sorted({take for take, _ in pairs})
+    reach: dict[tuple[int, int], float] = {}
+    for begin in range(0, len(takes), _CHUNK):
+        chunk = takes[begin: begin + _CHUNK]
+        table = _paths_from(problem, chunk)
+        column = {take: number for number, take in enumerate(chunk)}
+        reach.update({(take, release): float(table[release, column[take]])
+                      for take, release in pairs if take in column})
+    return [reach[take, release] + problem.task_times[release] for take, release in pairs]
+
+
+def _paths_from(problem: ScheduleProblem, sources: Sequence[int]) -> F64:
+    """Return the longest paths [task, source] from start to start; -inf where there is none."""
+    table = np.full((problem.num_tasks, len(sources)), -np.inf)
+    table[list(sources), np.arange(len(sources))] = 0.0
     for task in problem.topological:
-        if task in reach:
-            for edge in problem.successors[task]:
-                value = reach[task] + times[task] + edge.delay
-                reach[edge.target] = max(reach.get(edge.target, value), value)
-    return reach[release] + times[release]
+        for edge in problem.predecessors[task]:
+            length = problem.task_times[edge.source] + edge.delay
+            np.maximum(table[task], table[edge.source] + length, out=table[task])
+    return table
 
 
 def _usable(limit: float, amounts: set[float]) -> float:
@@ -80,7 +106,8 @@ def filling_idle(problem: ScheduleProblem, resource: int) -> float:
     its ancestors has run, and of the resource's tasks only E can have run meanwhile. While an ancestor runs that needs
     a resource which every task of E needs too, none of E runs, so the resource is idle. With E empty that is the time
     until anything can reach the resource at all. Blocks on all devices are what makes E interesting: they can be run
-    ahead, but not while the pipeline fills. All sets E of tasks with the earliest possible starts are tried.
+    ahead, but not while the pipeline fills. All sets E of tasks with the earliest possible starts are tried
+    (the smaller ones where there are many).
 
     Backwards in time the same bounds the idle time at the end; the two do not overlap, since some task is in both R.
     """
@@ -88,7 +115,8 @@ def filling_idle(problem: ScheduleProblem, resource: int) -> float:
     heads = problem.longest_paths()
     ordered = sorted(tasks, key=lambda task: (heads[task], task))
     most = 0.0
-    for number in range((len(ordered) + 1) // 2):  # at least half are in R, so that both R share a task
+    tried = min((len(ordered) + 1) // 2, 1 + _MAX_STEPS // (problem.num_tasks * len(problem.resource_names)))
+    for number in range(tried):  # at least half are in R, so that both R share a task
         most = max(most, _idle_before(problem, resource, set(ordered[:number])))
     return most
 

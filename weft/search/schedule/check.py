@@ -67,6 +67,11 @@ def _memory(schedule: Schedule) -> list[str]:
     problems = []
     peaks = schedule.peak_memory()
     for name, limit in zip(schedule.problem.device_names, schedule.problem.device_memory, strict=True):
-        if limit is not None and peaks[name] > limit + TOLERANCE * max(1.0, abs(limit)):
+        if limit is not None and exceeds(peaks[name], limit):
             problems.append(f"{name} holds {peaks[name]:.6g} at its fullest, its memory is {limit:.6g}")
     return problems
+
+
+def exceeds(held: float, limit: float) -> bool:
+    """Return whether this is more than the limit, beyond rounding."""
+    return held > limit + TOLERANCE * max(1.0, abs(limit))

@@ -11,12 +11,15 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
 from weft.model.graph import F64, I64
 from weft.search.schedule.problem import ScheduleProblem
+
+ROUNDING: Final = 1e-13
+"""Relative to the period: smaller differences between times are rounding."""
 
 
 class Clock(Protocol):
@@ -94,10 +97,12 @@ def _build_system(clock: Clock, starts: F64, period: float) -> _System:
     for source, target, delay in clock.edges:
         length = clock.times[source] + delay
         rows += [(source * num_copies + k, target * num_copies + k, length, 0) for k in range(num_copies)]
-    lap = np.floor(starts / period + 1e-9)
-    offset = starts - lap * period
+    lap = np.floor(starts / period + 1e-9) if period > 0 else np.zeros_like(starts)
+    place = _places(starts - lap * period, period)
     for tasks in clock.resource_tasks:
-        keys = sorted(itertools.product(tasks, range(num_copies)), key=lambda key: (offset[key], key))
+        # What takes no time comes before what starts with it.
+        keys = sorted(itertools.product(tasks, range(num_copies)),
+                      key=lambda key: (place[key], clock.times[key[0]], key))
         for one, other in itertools.pairwise([*keys, keys[0]] if keys else []):
             wraps = 1 if other == keys[0] else 0
             laps = int(lap[one] - lap[other]) + wraps
@@ -108,10 +113,20 @@ def _build_system(clock: Clock, starts: F64, period: float) -> _System:
                    lengths=np.asarray(columns[2], dtype=np.float64), laps=np.asarray(columns[3]))
 
 
+def _places(offsets: F64, period: float) -> I64:
+    """Return for every offset its place among all, the same for those that differ by rounding alone."""
+    order = np.argsort(offsets, axis=None, kind="stable")
+    steps = np.diff(offsets.ravel()[order], prepend=offsets.min(initial=0.0)) > ROUNDING * period
+    places = np.empty(offsets.size, dtype=np.int64)
+    places[order] = np.cumsum(steps)
+    return places.reshape(offsets.shape)
+
+
 def _longest_paths(system: _System, num: int, period: float) -> tuple[F64, list[int] | None]:
     """Return the longest paths from anywhere, and a cycle (edge indices) of positive length if there is one."""
     weights = system.lengths - period * system.laps
-    tolerance = 1e-12 * max(1.0, float(np.abs(weights).max(initial=0.0))) * (num + 1)
+    largest = system.lengths.max(initial=0.0) + period * np.abs(system.laps).max(initial=0)
+    tolerance = ROUNDING * float(largest) * (num + 1)
     potential, through = np.zeros(num), np.full(num, -1)
     for _ in range(num + 1):
         reached = potential[system.sources] + weights

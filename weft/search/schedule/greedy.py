@@ -7,10 +7,12 @@ filled by forwards that wait for each other. Where a rule runs into such a deadl
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from weft.model.graph import F64
+from weft.search.cpsat import Budget
 from weft.search.schedule.bounds import task_tails
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import TOLERANCE, Schedule
@@ -29,15 +31,14 @@ def rules(problem: ScheduleProblem) -> dict[str, Rule]:
     }
 
 
-def greedy_schedules(problem: ScheduleProblem, num_microbatches: int, in_flight: Sequence[int]) -> list[Schedule]:
-    """Return the schedules of all rules and limits that do not run into a deadlock."""
-    found = []
+def greedy_schedules(problem: ScheduleProblem, num_microbatches: int, in_flight: Sequence[int],
+                     budget: Budget) -> Iterator[Schedule]:
+    """Yield the schedules of all rules and limits that do not run into a deadlock, until time is up."""
     for limit in in_flight:
         for rule in rules(problem).values():
-            starts = _Dispatcher(problem, num_microbatches, limit, rule).run()
+            starts = _Dispatcher(problem, num_microbatches, limit, rule).run(budget)
             if starts is not None:
-                found.append(Schedule(problem=problem, starts=starts))
-    return found
+                yield Schedule(problem=problem, starts=starts)
 
 
 class _Dispatcher:
@@ -46,6 +47,8 @@ class _Dispatcher:
     def __init__(self, problem: ScheduleProblem, num_microbatches: int, in_flight: int, rule: Rule) -> None:
         self.problem, self.num_microbatches, self.in_flight, self.rule = problem, num_microbatches, in_flight, rule
         self.next = [0] * problem.num_tasks
+        self.ready = {task for task, edges in enumerate(problem.predecessors) if not edges}
+        """Tasks whose next micro-batch waits for no other task."""
         self.starts = np.full((problem.num_tasks, num_microbatches), np.nan)
         self.ready_at = np.zeros((problem.num_tasks, num_microbatches))
         self.missing = np.repeat(np.asarray([[len(edges)] for edges in problem.predecessors]), num_microbatches, axis=1)
@@ -54,10 +57,10 @@ class _Dispatcher:
         self.left_of = [problem.num_tasks] * num_microbatches
         self.ended = 0
 
-    def run(self) -> np.ndarray[tuple[int, int], np.dtype[np.float64]] | None:
-        """Return the starts, or None after a deadlock."""
+    def run(self, budget: Budget) -> F64 | None:
+        """Return the starts, or None after a deadlock or when time is up."""
         events = [0.0]
-        while events:
+        while events and not budget.is_spent:
             now = heapq.heappop(events)
             while events and events[0] <= now:
                 heapq.heappop(events)
@@ -69,9 +72,9 @@ class _Dispatcher:
     def _start_one(self, now: float, events: list[float]) -> bool:
         best: tuple[float, ...] | None = None
         chosen = -1
-        for task, index in enumerate(self.next):
-            if index < self.num_microbatches and self._can_start(task, index, now):
-                key = (*self.rule(task, index), task)
+        for task in self.ready:
+            if self._can_start(task, self.next[task], now):
+                key = (*self.rule(task, self.next[task]), task)
                 if best is None or key < best:
                     best, chosen = key, task
         if best is None:
@@ -80,9 +83,7 @@ class _Dispatcher:
         return True
 
     def _can_start(self, task: int, index: int, now: float) -> bool:
-        if self.missing[task, index] or self.ready_at[task, index] > now:
-            return False
-        if index >= self.ended + self.in_flight:
+        if self.ready_at[task, index] > now or index >= self.ended + self.in_flight:
             return False
         resources = self.problem.task_resources[task]
         if any(self.free_at[resource] > now for resource in resources):
@@ -97,6 +98,8 @@ class _Dispatcher:
     def _start(self, task: int, index: int, now: float, events: list[float]) -> None:
         self.starts[task, index] = now
         self.next[task] += 1
+        if index + 1 == self.num_microbatches or self.missing[task, index + 1]:
+            self.ready.remove(task)
         end = now + self.problem.task_times[task]
         memory = self.problem.memory_of(task)
         for resource in self.problem.task_resources[task]:
@@ -106,6 +109,8 @@ class _Dispatcher:
         heapq.heappush(events, end)
         for edge in self.problem.successors[task]:
             self.missing[edge.target, index] -= 1
+            if not self.missing[edge.target, index] and self.next[edge.target] == index:
+                self.ready.add(edge.target)
             at = end + edge.delay
             if at > self.ready_at[edge.target, index]:
                 self.ready_at[edge.target, index] = at

@@ -36,14 +36,14 @@ from weft.search.schedule.result import ScheduleResult
 from weft.search.schedule.schedule import Schedule, replay
 from weft.search.schedule.steady import SteadyState, find_steady_state, variants
 from weft.search.schedule.unrolled import Middle, prolong, solve_unrolled
-from weft.search.schedule.whole import WholeProblem, to_whole
+from weft.search.schedule.whole import RESOLUTION, WholeProblem, to_whole
 from weft.search.schedule.window import earliest_starts, least_idle
 
 DEFAULT_SECONDS: Final = 8.0
 """CPU seconds, about, that the search of a small problem may take where no limit is given."""
 MAX_INSTANCES: Final = 1_000_000
 """More tasks times micro-batches are refused."""
-MAX_FREE: Final = 600
+MAX_FREE: Final = 800
 """Up to so many tasks of all micro-batches are solved all at once."""
 MAX_UNROLLED: Final = 2_500
 """Up to so many tasks in warm-up, middle and cool-down are solved together."""
@@ -125,7 +125,7 @@ class _Search:
         yield lambda: self.complete((1, 2, 3))
         yield self.bound_by_windows
         if is_small:
-            yield lambda: self.solve_whole(0.6 * self.budget.effort)
+            yield lambda: self.solve_whole(0.7 * self.budget.effort)
         yield lambda: self.complete((5, 7, 10, 14, 20, 28))
         if is_small:
             yield lambda: self.solve_whole(self.budget.effort)
@@ -161,7 +161,7 @@ class _Search:
         if not self.is_done and size <= MAX_GREEDY:
             limits = sorted({min(self.num_microbatches, limit) for limit in
                              ((2, 3, 4, 6, 8, 12) if size <= MAX_GREEDY // 20 else (self.problem.num_devices,))})
-            for item in greedy_schedules(self.problem, self.num_microbatches, limits):
+            for item in greedy_schedules(self.problem, self.num_microbatches, limits, self.budget):
                 self.offer(item, "search")
 
     def find_steady(self) -> None:
@@ -172,7 +172,7 @@ class _Search:
                 self._offer_unrolled(self.steady)
         if self.steady is None:
             return
-        with self._share(0.1) as share:
+        with self._share(0.05) as share:
             others = variants(self.steady, budget=share, seed=self.seed)
             self.steady = replace(next(others, self.steady), proven=self.steady.proven)
             self._offer_unrolled(self.steady)
@@ -228,7 +228,7 @@ class _Search:
         least = max(0, math.floor(self.bound * float(self.whole.ticks) + 1e-6) - extra)
         self.budget.report(f"completion: {size} micro-batches of warm-up and cool-down, best {self.makespan:.6g}, "
                            f"bound {self.bound:.6g}")
-        found = solve_unrolled(self.whole, total, self.budget, horizon=horizon, effort=0.1 * self.effort, least=least,
+        found = solve_unrolled(self.whole, total, self.budget, horizon=horizon, effort=0.06 * self.effort, least=least,
                                middle=middle, hint=hint, seed=self.seed)
         if found is not None:
             state.keep(found.starts, middle)
@@ -285,7 +285,7 @@ class _Search:
         if self.whole.is_exact or self.best is None or self.budget.is_spent or self.is_done:
             return
         small = self.problem.num_tasks * self.num_microbatches <= 60
-        lower = to_whole(self.problem, rounding="down", resolution=10**6 if small else 480)
+        lower = to_whole(self.problem, rounding="down", resolution=10**6 if small else RESOLUTION)
         horizon = math.ceil(self.makespan * float(lower.ticks)) + 1
         found = solve_unrolled(lower, self.num_microbatches, self.budget, horizon=horizon, effort=self.budget.effort,
                                least=math.floor(self.bound * float(lower.ticks)), seed=self.seed,

@@ -29,6 +29,7 @@ from typing import Final
 import numpy as np
 from ortools.sat.python import cp_model
 
+from weft.errors import NoFeasiblePlan
 from weft.model.graph import F64
 from weft.search.cpsat import Budget, Solution, solve
 from weft.search.schedule.bounds import period_bound
@@ -47,6 +48,8 @@ SLICES: Final = ((0, 0.3), (2, 0.3), (1, 0.4))
 long with one often takes little with another."""
 MAX_UNKNOWN: Final = 3
 """So many trial periods may stay undecided for one K."""
+MAX_PAIRS: Final = 20_000
+"""Models with more pairs of tasks that share a resource are not built; one micro-batch after the other has to do."""
 QUICK_EFFORT: Final = 1.0
 """Effort (see ``weft.search.cpsat``) for one trial period."""
 BOUND_EFFORT: Final = 4.0
@@ -101,10 +104,10 @@ def find_steady_state(problem: ScheduleProblem, *, budget: Budget, seed: int = 0
     search = _Search(to_whole(problem), bound, budget, seed)
     search.start()
     for number in range(1, max_microbatches + 1):
-        if search.has_time and not search.is_done:
+        if search.has_time and not search.is_done and not search.is_large(number):
             search.try_bound(number)
     for number in range(1, max_microbatches + 1):
-        if search.has_time and not search.is_done:
+        if search.has_time and not search.is_done and not search.is_large(number):
             search.bisect(number)
     return None if search.best is None else replace(search.best, proven=tuple(sorted(search.proven)))
 
@@ -112,6 +115,8 @@ def find_steady_state(problem: ScheduleProblem, *, budget: Budget, seed: int = 0
 def variants(steady: SteadyState, *, budget: Budget, seed: int = 0) -> Iterator[SteadyState]:
     """Yield other steady states of the same period: one with short micro-batches, then random ones until time is up."""
     search = _Search(to_whole(steady.problem), steady.bound, budget, seed)
+    if steady.period <= 0 or search.is_large(steady.num_microbatches):
+        return
     ticks = float(search.whole.ticks)
     tight = tighten(search.whole, steady.starts * ticks, steady.period * ticks, whole=True)
     builder = _build(search.whole, int(tight.period), steady.num_microbatches)
@@ -151,9 +156,18 @@ class _Search:
 
     def start(self) -> None:
         """Begin with one micro-batch after the other."""
-        alone = first_schedule(self.whole.problem, 1, self.budget)
-        if alone.makespan > 0:
+        try:
+            alone = first_schedule(self.whole.problem, 1, self.budget)
+        except NoFeasiblePlan:  # only several together fit: some release what they have not taken
+            return
+        if self.is_large(1):
+            self.best = SteadyState(problem=alone.problem, starts=alone.starts, period=alone.makespan, bound=self.bound)
+        elif alone.makespan > 0:
             self.best = make_steady(self.whole, alone.starts, alone.makespan, self.bound)
+
+    def is_large(self, number: int) -> bool:
+        """Return whether the solver's model for K = ``number`` would take long even to build."""
+        return sum((len(tasks) * number) ** 2 // 2 for tasks in self.whole.resource_tasks) > MAX_PAIRS
 
     def try_bound(self, number: int) -> None:
         """Try the smallest period that the bound admits for K = ``number``."""
@@ -178,7 +192,9 @@ class _Search:
 
     def _high(self, number: int) -> int:
         """Return the smallest period, in ticks, that would be no better than the best."""
-        return math.ceil(self.best.rate * number * float(self.whole.ticks) - 1e-6) if self.best is not None else 1 << 40
+        if self.best is None:  # a cyclic order has no critical cycle that is longer than everything together
+            return 2 + number * (sum(self.whole.times) + sum(delay for _, _, delay in self.whole.edges))
+        return math.ceil(self.best.rate * number * float(self.whole.ticks) - 1e-6)
 
     def _least(self, number: int) -> int:
         """Return the bound for K = ``number`` in ticks, of the rounded times."""
@@ -212,7 +228,11 @@ def make_steady(whole: WholeProblem, starts: F64, period: float, bound: float) -
     """Return the steady state with the cyclic order of these starts (in ticks), tightened in real time."""
     problem = whole.problem
     tight = tighten(real_clock(problem), starts, period)
-    return SteadyState(problem=problem, starts=tight.starts - tight.starts.min(), period=tight.period, bound=bound)
+    exact = tight.starts - tight.starts.min()
+    for task in problem.topological:  # no rounding may turn the order of what takes no time and what depends on it
+        for edge in problem.predecessors[task]:
+            exact[task] = np.maximum(exact[task], exact[edge.source] + problem.task_times[edge.source] + edge.delay)
+    return SteadyState(problem=problem, starts=exact, period=tight.period, bound=bound)
 
 
 class _Builder:

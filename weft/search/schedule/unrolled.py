@@ -27,9 +27,9 @@ from weft.model.graph import F64
 from weft.search.cpsat import Budget, Solution, solve
 from weft.search.schedule.whole import WholeProblem
 
-SLICES: Final = ((0, 0.6), (1, 0.4))
-"""(how much goes into the linear relaxation, part of the time): without one, better schedules are found sooner; with
-one, they are proven to be the best sooner."""
+SLICES: Final = ((0, False, 0.5), (0, True, 0.3), (1, False, 0.2))
+"""(how much goes into the linear relaxation, large neighbourhood search, part of the effort): without a relaxation better
+schedules are found sooner; with one they are proven to be the best sooner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,15 +74,17 @@ def solve_unrolled(whole: WholeProblem, num_microbatches: int, budget: Budget, *
     builder = _Builder(whole, num_microbatches, horizon=horizon, middle=middle)
     builder.build()
     best: Unrolled | None = None
-    for linearization, part in SLICES:
+    for linearization, lns, part in SLICES:
+        if lns and hint is None:
+            continue
         if hint is not None:
             builder.model.clear_hints()
             builder.add_hint(hint)
         solution = solve(builder.model, budget, effort=part * effort, seed=seed, stop_at=least,
-                         linearization=linearization)
+                         linearization=linearization, lns=lns)
         if solution.has_values:
             found = builder.read(solution)
-            best = replace(found, bound=max(found.bound, best.bound if best is not None else found.bound))
+            best = replace(found, bound=max(found.bound, best.bound) if best is not None else found.bound)
             hint = best.starts
         if solution.status in ("optimal", "infeasible") or budget.is_spent or (best and best.makespan <= least):
             break

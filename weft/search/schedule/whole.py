@@ -21,7 +21,7 @@ from weft.search.schedule.schedule import Schedule, replay
 
 Rounding = Literal["up", "down"]
 
-RESOLUTION: Final = 480
+RESOLUTION: Final = 240
 """Ticks per busiest device and micro-batch where times have no small common denominator."""
 MAX_EXACT: Final = 2_000
 """Exact scaling is used up to so many ticks: finer grids make the solver many times slower."""

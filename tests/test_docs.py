@@ -1,0 +1,29 @@
+"""The files, commands, outputs and code of docs/schedule.md are true."""
+
+from __future__ import annotations
+
+from tests.test_readme import ROOT, check_page
+from weft.search.schedule.problem import MAX_BLOCKS
+from weft.search.schedule.search import DEFAULT_SECONDS, MAX_FREE, MAX_GREEDY, MAX_INSTANCES, MAX_UNROLLED
+from weft.search.schedule.steady import MAX_MICROBATCHES
+from weft.search.schedule.whole import MAX_EXACT, RESOLUTION
+
+PAGE = ROOT / "docs" / "schedule.md"
+
+
+def test_the_page_on_schedules(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert check_page(PAGE, capsys) >= 11
+    for name in ("small.html", "small.svg", "result.json", "searched.csv", "again.json"):
+        assert (tmp_path / name).stat().st_size > 0, name
+
+
+def test_limits_are_those_of_the_code():
+    text = " ".join(PAGE.read_text().split())
+    for sentence in (f"up to {MAX_EXACT:,} ticks", f"a grid of {RESOLUTION} ticks", f"1/{RESOLUTION} of it",
+                     f"{MAX_BLOCKS:,} blocks in a problem", f"{MAX_INSTANCES:,} blocks and transfers over all",
+                     f"up to {MAX_FREE} blocks and transfers", f"up to {MAX_UNROLLED:,} in warm-up",
+                     f"ones up to {MAX_GREEDY:,} blocks and transfers",
+                     f"about {DEFAULT_SECONDS:.0f} CPU seconds, up to {6 * DEFAULT_SECONDS:.0f}"):
+        assert sentence in text, sentence
+    assert MAX_MICROBATCHES == 4, "the page says four"
