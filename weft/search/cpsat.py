@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -19,6 +20,10 @@ Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
 SECONDS_PER_UNIT: Final = (1.6, 3.0, 3.0)
 """CPU seconds that one unit of deterministic time takes, about, by how much goes into the linear relaxation."""
+SECONDS_PER_LNS_UNIT: Final = 6.0
+"""The same for large neighbourhood search, most of whose time is not counted."""
+SECONDS_PER_CONSTRAINT: Final = 1e-4
+"""CPU seconds before a search begins, which are not counted either."""
 
 _STATUS: Final[dict[int, Status]] = {cp_model.OPTIMAL: "optimal", cp_model.FEASIBLE: "feasible",
                                      cp_model.INFEASIBLE: "infeasible", cp_model.UNKNOWN: "unknown"}
@@ -75,8 +80,9 @@ def solve(model: cp_model.CpModel, budget: Budget, *, effort: float, seed: int =
     parameters = solver.parameters
     parameters.random_seed = seed
     parameters.catch_sigint_signal = False
-    unit = SECONDS_PER_UNIT[linearization]
-    parameters.max_deterministic_time = max(1e-6, min(effort, budget.effort) / unit)
+    unit = SECONDS_PER_LNS_UNIT if lns else SECONDS_PER_UNIT[linearization]
+    overhead = SECONDS_PER_CONSTRAINT * len(model.proto.constraints)
+    parameters.max_deterministic_time = max(1e-3, (min(effort, budget.effort) - overhead) / unit)
     parameters.num_workers = 1
     parameters.randomize_search = randomize
     parameters.linearization_level = linearization
@@ -86,7 +92,7 @@ def solve(model: cp_model.CpModel, budget: Budget, *, effort: float, seed: int =
     if budget.deadline is not None:
         parameters.max_time_in_seconds = max(0.001, budget.deadline - time.monotonic())
     code = _run(solver, model, budget, _Stopper(stop_at) if stop_at is not None else None)
-    budget.effort -= max(solver.response_proto.deterministic_time, 1e-4) * unit
+    budget.effort -= solver.response_proto.deterministic_time * unit + overhead
     status = _STATUS.get(code)
     assert status is not None, f"CP-SAT refused the model: {model.validate()}"
     # Without a solution the solver's bound may be a default rather than something it proved.
@@ -111,13 +117,18 @@ def _run(solver: cp_model.CpSolver, model: cp_model.CpModel, budget: Budget, sto
     """Solve in a thread of its own, so that Ctrl-C reaches Python at once and the best solution is kept."""
     if threading.current_thread() is not threading.main_thread():
         return int(solver.solve(model, stopper))
-    codes: list[int] = []
-    thread = threading.Thread(target=lambda: codes.append(int(solver.solve(model, stopper))), daemon=True)
-    thread.start()
-    while thread.is_alive():
+    code: Future[int] = Future()
+
+    def work() -> None:
         try:
-            thread.join(timeout=3600)
+            code.set_result(int(solver.solve(model, stopper)))
+        except BaseException as error:  # it belongs to the thread that waits
+            code.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    while True:
+        try:
+            return code.result()  # not thread.join(): interrupted, it takes the thread for ended
         except KeyboardInterrupt:
             budget.is_interrupted = True
             solver.stop_search()
-    return codes[0]

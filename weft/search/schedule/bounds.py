@@ -17,6 +17,7 @@ import numpy as np
 from weft.model.graph import F64
 from weft.search.schedule.holds import balanced_holds
 from weft.search.schedule.problem import ScheduleProblem, turned_round
+from weft.search.schedule.schedule import TOLERANCE
 
 _CHUNK: Final = 256
 """Paths are followed from so many tasks at once."""
@@ -83,7 +84,7 @@ def _usable(limit: float, amounts: set[float]) -> float:
     """Return the part of the limit that can be filled: a multiple of the amount where there is only one."""
     if len(amounts) == 1:
         amount = next(iter(amounts))
-        return amount * math.floor(limit / amount * (1 + 1e-12) + 1e-9)
+        return amount * math.floor(limit / amount * (1 + TOLERANCE) + 1e-9)
     return limit
 
 

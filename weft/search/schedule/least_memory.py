@@ -150,7 +150,7 @@ def _error(problem: ScheduleProblem, needs: list[_Need], *, is_proven: bool) -> 
     worst = max(needs, key=lambda need: (need.needed - need.limit, -need.device))
     ordered = [worst, *(need for need in needs if need is not worst)]
     what = "needs at least" if is_proven else "would do with"
-    parts = [f"{problem.device_names[need.device]!r} has memory {need.limit:g} and {what} {need.needed:.12g}"
+    parts = [f"{problem.device_names[need.device]!r} has memory {need.limit:.12g} and {what} {need.needed:.12g}"
              for need in ordered]
     return NoFeasiblePlan(
         f"{'memory admits no schedule' if is_proven else 'no schedule within memory was found'}: {'; '.join(parts)}. "

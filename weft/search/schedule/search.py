@@ -35,11 +35,11 @@ from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.result import ScheduleResult
 from weft.search.schedule.schedule import Schedule, replay
 from weft.search.schedule.steady import SteadyState, find_steady_state, variants
-from weft.search.schedule.unrolled import Middle, prolong, solve_unrolled
+from weft.search.schedule.unrolled import TO_IMPROVE, Middle, prolong, solve_unrolled
 from weft.search.schedule.whole import RESOLUTION, WholeProblem, to_whole
 from weft.search.schedule.window import earliest_starts, least_idle
 
-DEFAULT_SECONDS: Final = 8.0
+DEFAULT_SECONDS: Final = 12.0
 """CPU seconds, about, that the search of a small problem may take where no limit is given."""
 MAX_INSTANCES: Final = 1_000_000
 """More tasks times micro-batches are refused."""
@@ -122,11 +122,14 @@ class _Search:
             return
         yield self.bound_by_order
         is_small = self.num_microbatches * self.problem.num_tasks <= MAX_FREE
-        yield lambda: self.complete((1, 2, 3))
-        yield self.bound_by_windows
+        yield lambda: self.complete((1, 2) if is_small else (1, 2, 3))
+        if self.whole.is_exact:
+            yield self.bound_by_windows
         if is_small:
             yield lambda: self.solve_whole(0.7 * self.budget.effort)
-        yield lambda: self.complete((5, 7, 10, 14, 20, 28))
+        if not self.whole.is_exact:
+            yield self.bound_by_windows
+        yield lambda: self.complete((3, 5, 7, 10, 14, 20, 28))
         if is_small:
             yield lambda: self.solve_whole(self.budget.effort)
             yield self.bound_whole
@@ -154,7 +157,7 @@ class _Search:
 
     def start(self) -> None:
         """Find some schedules by rules."""
-        self.offer(first_schedule(self.problem, self.num_microbatches, self.budget), "one after the other")
+        self.offer(first_schedule(self.problem, self.num_microbatches, self.budget), "search")
         for name, item in named_schedules(self.problem, self.num_microbatches).items():
             self.offer(item, name)
         size = self.problem.num_tasks * self.num_microbatches
@@ -166,7 +169,7 @@ class _Search:
 
     def find_steady(self) -> None:
         """Find the smallest period, then a steady state of that period which does well from the start."""
-        with self._share(0.2) as share:
+        with self._share(0.15) as share:
             self.steady = find_steady_state(self.problem, budget=share, seed=self.seed)
             if self.steady is not None:
                 self._offer_unrolled(self.steady)
@@ -229,7 +232,7 @@ class _Search:
         self.budget.report(f"completion: {size} micro-batches of warm-up and cool-down, best {self.makespan:.6g}, "
                            f"bound {self.bound:.6g}")
         found = solve_unrolled(self.whole, total, self.budget, horizon=horizon, effort=0.06 * self.effort, least=least,
-                               middle=middle, hint=hint, seed=self.seed)
+                               middle=middle, hint=hint, seed=self.seed, slices=TO_IMPROVE)
         if found is not None:
             state.keep(found.starts, middle)
             self._offer_ticks(prolong(found.starts, middle, self.num_microbatches))
@@ -246,7 +249,7 @@ class _Search:
         window = min(longest, math.floor(self.bound * float(lower.ticks)) // 2)
         if window < 1 or lower.num_tasks > 200:
             return
-        with self._share(0.05) as share:
+        with self._share(0.1) as share:
             self._bound_by_windows(lower, window, share)
 
     def _bound_by_windows(self, lower: WholeProblem, window: int, share: Budget) -> None:

@@ -27,9 +27,21 @@ from weft.model.graph import F64
 from weft.search.cpsat import Budget, Solution, solve
 from weft.search.schedule.whole import WholeProblem
 
-SLICES: Final = ((0, False, 0.5), (0, True, 0.3), (1, False, 0.2))
-"""(how much goes into the linear relaxation, large neighbourhood search, part of the effort): without a relaxation better
-schedules are found sooner; with one they are proven to be the best sooner."""
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A part of the effort, and how it is spent."""
+
+    part: float
+    linearization: int = 0
+    """How much of the model goes into the linear relaxation: without one better schedules are found sooner, with one
+    they are proven to be the best sooner."""
+    lns: bool = False
+    """Improve the hint by large neighbourhood search."""
+
+
+TO_IMPROVE: Final = (Slice(0.7), Slice(0.3, lns=True))
+TO_PROVE: Final = (Slice(0.5), Slice(0.3, lns=True), Slice(0.2, linearization=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +76,7 @@ class Unrolled:
 
 def solve_unrolled(whole: WholeProblem, num_microbatches: int, budget: Budget, *, horizon: int, effort: float,
                    least: int = 0, middle: Middle | None = None, hint: F64 | None = None,
-                   seed: int = 0) -> Unrolled | None:
+                   slices: tuple[Slice, ...] = TO_PROVE, seed: int = 0) -> Unrolled | None:
     """Return the shortest schedule found that ends by ``horizon``, or None.
 
     ``least`` is a known bound: reaching it ends the search (it is not put into the model: the solver would try to meet
@@ -74,14 +86,14 @@ def solve_unrolled(whole: WholeProblem, num_microbatches: int, budget: Budget, *
     builder = _Builder(whole, num_microbatches, horizon=horizon, middle=middle)
     builder.build()
     best: Unrolled | None = None
-    for linearization, lns, part in SLICES:
-        if lns and hint is None:
+    for item in slices:
+        if item.lns and hint is None:
             continue
         if hint is not None:
             builder.model.clear_hints()
             builder.add_hint(hint)
-        solution = solve(builder.model, budget, effort=part * effort, seed=seed, stop_at=least,
-                         linearization=linearization, lns=lns)
+        solution = solve(builder.model, budget, effort=item.part * effort, seed=seed, stop_at=least,
+                         linearization=item.linearization, lns=item.lns)
         if solution.has_values:
             found = builder.read(solution)
             best = replace(found, bound=max(found.bound, best.bound) if best is not None else found.bound)

@@ -17,7 +17,7 @@ from typing import Final, Literal
 from weft.model.graph import F64
 from weft.search.schedule.holds import find_holds
 from weft.search.schedule.problem import ScheduleProblem, turned_round
-from weft.search.schedule.schedule import Schedule, replay
+from weft.search.schedule.schedule import TOLERANCE, Schedule, replay
 
 Rounding = Literal["up", "down"]
 
@@ -26,7 +26,9 @@ RESOLUTION: Final = 240
 MAX_EXACT: Final = 2_000
 """Exact scaling is used up to so many ticks: finer grids make the solver many times slower."""
 MAX_MEMORY: Final = 1 << 30
-"""Memory amounts are scaled to at most this."""
+"""Amounts and limits of memory are scaled to at most this."""
+MAX_HELD: Final = 1_000_000
+"""A limit that is more than so many times the largest amount is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,17 +136,12 @@ def to_whole(problem: ScheduleProblem, *, rounding: Rounding = "up", max_exact: 
     is_exact = scale is not None and work * scale <= max_exact
     if scale is None or not is_exact:
         scale = Fraction(resolution / work)
-    holds = find_holds(problem)
-    memory_scale, exact_memory = _memory_scale(problem, [hold.amount for hold in holds])
     up = rounding == "up"
+    holds, limits, exact_memory = _whole_memory(problem, up=up)
     return WholeProblem(
         problem=problem, times=tuple(_round(time, scale, up=up) for time in problem.task_times),
         edges=tuple((edge.source, edge.target, _round(edge.delay, scale, up=up)) for edge in problem.edges),
-        holds=tuple(WholeHold(device=hold.device, take=hold.take, release=hold.release,
-                              amount=_round(hold.amount, memory_scale, up=up)) for hold in holds),
-        limits=tuple(None if limit is None else _round(limit, memory_scale, up=not (up or exact_memory))
-                     for limit in problem.device_memory),
-        ticks=scale, is_exact=is_exact and exact_memory)
+        holds=holds, limits=limits, ticks=scale, is_exact=is_exact and exact_memory)
 
 
 def _common_scale(values: Iterable[float]) -> Fraction | None:
@@ -159,14 +156,44 @@ def _common_scale(values: Iterable[float]) -> Fraction | None:
     return Fraction(denominator, divisor)
 
 
-def _memory_scale(problem: ScheduleProblem, amounts: list[float]) -> tuple[Fraction, bool]:
-    """Return the factor for memory; with an exact one limits may be rounded down to a multiple of the amounts."""
-    limits = [limit for limit in problem.device_memory if limit is not None]
-    exact = _common_scale(amounts)
-    largest = max([*amounts, *limits, 1e-300])
-    if exact is not None and largest * exact <= MAX_MEMORY:
-        return exact, True
-    return Fraction(MAX_MEMORY / largest), False
+def _whole_memory(problem: ScheduleProblem, *, up: bool) -> tuple[tuple[WholeHold, ...], tuple[int | None, ...], bool]:
+    """Return holds and limits in whole numbers, each device in its own units, and whether nothing was rounded.
+
+    Limits are a little larger by as much as ``check_schedule`` forgives.
+    """
+    holds: list[WholeHold] = []
+    limits: list[int | None] = []
+    is_exact = True
+    found = find_holds(problem)
+    for device, limit in enumerate(problem.device_memory):
+        mine = [hold for hold in found if hold.device == device]
+        largest = max([hold.amount for hold in mine], default=0.0)
+        if limit is None or not mine or limit > MAX_HELD * largest:
+            limits.append(None)
+            continue
+        exact = _memory_scale([hold.amount for hold in mine], limit)
+        scale = exact or Fraction(MAX_MEMORY / max(largest, limit))
+        is_exact &= exact is not None
+        for hold in mine:
+            product = Fraction(hold.amount) * scale
+            amount = round(product) if exact else math.ceil(product) if up else math.floor(product)
+            holds.append(WholeHold(device=device, take=hold.take, release=hold.release, amount=amount))
+        room = Fraction(limit * (1 + TOLERANCE)) * scale
+        limits.append(math.floor(room) if up or exact else math.ceil(room))
+    return tuple(holds), tuple(limits), is_exact
+
+
+def _memory_scale(amounts: list[float], limit: float) -> Fraction | None:
+    """Return the factor that makes all amounts whole, but for rounding of real numbers; None if it would be huge."""
+    largest = max(amounts)
+    ratios = [Fraction(amount / largest).limit_denominator(1000) for amount in amounts]
+    is_near = all(abs(float(ratio) * largest - amount) <= 1e-12 * amount
+                  for ratio, amount in zip(ratios, amounts, strict=True))
+    near = Fraction(math.lcm(*(ratio.denominator for ratio in ratios))) / Fraction(largest) if is_near else None
+    for scale in (_common_scale(amounts), near):
+        if scale is not None and max(largest, limit) * scale <= MAX_MEMORY:
+            return scale
+    return None
 
 
 def _round(value: float, scale: Fraction, *, up: bool) -> int:
