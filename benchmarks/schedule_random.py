@@ -31,7 +31,7 @@ SIZES = (12, 12, 16, 20)
 AIM = 0.95
 """For the mean of search / best named."""
 SMALL_LIMIT, LARGE_LIMIT = 5.0, 10.0
-"""Seconds for one search in ``oracle``, and in ``unequal``, where none are given."""
+"""Seconds for one search in ``oracle``, and in ``infeasible``, where none are given."""
 
 
 def search(problem: ScheduleProblem, num_microbatches: int, time_limit: float) -> ScheduleResult:
@@ -123,14 +123,16 @@ def best_in_groups(problem: ScheduleProblem, num_microbatches: int) -> float:
 
 def unequal(options: Options) -> Iterator[Row]:
     """Yield how the search compares on pipelines of unequal stages: with named schedules, and with groups of them."""
-    limit = LARGE_LIMIT if options.time_limit is None else options.time_limit
     for full in (True, False):
         ratios: list[float] = []
+        bounds: list[float] = []
         against = "best named" if full else "best named in groups (none fits whole)"
         for num_stages, transfers, split in itertools.product((4, 8), ("none", "delay", "link"), (False, True)):
-            found = [_ratio(Random(f"{num_stages} {transfers} {full} {split} {sample}"), num_stages, transfers, full, split,
-                            limit) for sample in range(options.num_samples)]
+            pairs = [_ratios(Random(f"{num_stages} {transfers} {full} {split} {sample}"), num_stages, transfers, full, split,
+                             options.time_limit) for sample in range(options.num_samples)]
+            found = [ratio for ratio, _ in pairs]
             ratios += found
+            bounds += [bound for _, bound in pairs]
             yield Row(f"{num_stages} stages, transfers {transfers}, {'all' if full else 'half'} of 1F1B's memory, "
                       f"{'split' if split else 'whole'} backward, search / {against}", _spread(found),
                       "never above 1" if full else "no reference", max(found) <= 1 + SLACK if full else None)
@@ -139,17 +141,21 @@ def unequal(options: Options) -> Iterator[Row]:
         yield Row(f"all with {'all' if full else 'half'} of 1F1B's memory: search / {against}", _spread(ratios) + missed,
                   f"never above 1; mean below 1, aim {AIM:g}" if full else "no reference",
                   max(ratios) <= 1 + SLACK and mean < 1 if full else None)
+        yield Row(f"the same problems: proven bound / {against}", _spread(bounds), "no schedule can be below it")
 
 
-def _ratio(rng: Random, num_stages: int, transfers: str, full: bool, split: bool, time_limit: float) -> float:
+def _ratios(rng: Random, num_stages: int, transfers: str, full: bool, split: bool,
+            time_limit: float | None) -> tuple[float, float]:
+    """Return the search's makespan, and its bound, over the best of the named schedules."""
     memory = num_stages if full else num_stages // 2
     problem = unequal_pipeline(rng, num_stages, memory=memory, split=split, transfers=transfers)
     number = 2 * num_stages
     named = best_named(problem, number)
     assert (named is not None) == full, "which schedules fit decides what the row is called"
-    result = search(problem, number, time_limit)
+    result = schedule(problem, microbatches=number, time_limit=time_limit)
     check_schedule(result.schedule)
-    return result.makespan / (best_in_groups(problem, number) if named is None else named)
+    reference = best_in_groups(problem, number) if named is None else named
+    return result.makespan / reference, result.makespan_bound / reference
 
 
 def _spread(values: list[float]) -> str:

@@ -1,4 +1,4 @@
-"""From a plan to the program it means, by playing the plan once with its own predicted times.
+"""From a plan to the program it means, by playing the plan once with its own predicted times of stages and messages.
 
 Compute actions are played in each device's order; when an action ends, it is written to its rank, and right after it
 each message that it produces is written to both sides at once, as a send on one rank and a receive on the other. So all
@@ -15,6 +15,8 @@ from typing import Final
 
 import numpy as np
 
+from weft.cluster.cluster import Cluster, DeviceId
+from weft.errors import ClusterError
 from weft.model.graph import Graph
 from weft.plan.layout import Layout, build_layout
 from weft.plan.plan import Plan
@@ -46,7 +48,8 @@ class _Player:
         self.queues = _action_queues(plan, layout)
         self.head = [0] * len(self.queues)
         self.durations = _durations(plan, layout)
-        self.done: set[tuple[int, Phase, int]] = set()
+        self.delays = _delays(plan, layout)
+        self.done: dict[tuple[int, Phase, int], float] = {}
         self.started: set[tuple[int, Phase, int]] = set()
         self.waiting: dict[tuple[int, Phase, int], list[tuple[int, Phase, int]]] = {}
         self.heap: list[tuple[float, int, tuple[int, Phase, int]]] = []
@@ -63,7 +66,7 @@ class _Player:
             self._try_start(rank, 0.0)
         while self.heap:
             now, _, action = heapq.heappop(self.heap)
-            self._finish(action)
+            self._finish(action, now)
             for rank in self.layout.instances[action[0]].ranks:
                 self.head[rank] += 1
             for rank in self.layout.instances[action[0]].ranks:
@@ -84,12 +87,15 @@ class _Player:
         ranks = self.layout.instances[action[0]].ranks
         if action in self.started or any(self._head_of(other) != action for other in ranks):
             return
+        begin = now
         for needed in self._needs(action):
             if needed not in self.done:
                 self.waiting.setdefault(needed, []).append(action)
                 return
+            arrival = self.done[needed] + self.delays.get((needed[0], action[0], action[1] == Phase.F), 0.0)
+            begin = max(begin, arrival)
         self.started.add(action)
-        end = now + self.durations[action[0]][action[1]]
+        end = begin + self.durations[action[0]][action[1]]
         heapq.heappush(self.heap, (end, len(self.started), action))
 
     def _head_of(self, rank: int) -> tuple[int, Phase, int] | None:
@@ -113,10 +119,10 @@ class _Player:
                     split = (consumer, microbatch) in self.split
                     yield consumer, Phase.I if split else Phase.B, microbatch
 
-    def _finish(self, action: tuple[int, Phase, int]) -> None:
+    def _finish(self, action: tuple[int, Phase, int], now: float) -> None:
         """Write the compute, the messages it produces, and the collectives it completes."""
         index, phase, microbatch = action
-        self.done.add(action)
+        self.done[action] = now
         for rank in self.layout.instances[index].ranks:
             self.lists[rank].append((Op.COMPUTE, index, microbatch, phase, -1, -1))
         if phase != Phase.W:
@@ -170,6 +176,37 @@ def _durations(plan: Plan, layout: Layout) -> list[dict[Phase, float]]:
         times = plan.stages[item.stage].replicas[item.replica].times
         result.append({phase: times.get(phase.name, DEFAULT_TIMES[phase.name]) for phase in Phase})
     return result
+
+
+def _delays(plan: Plan, layout: Layout) -> dict[tuple[int, int, bool], float]:
+    """Return how long messages between two instances are under way, forward (True) and backward, on an idle network.
+
+    It is known where the plan describes its cluster, and only moves receives to where they are due: a description that
+    cannot be read, or has no way between two devices, is refused by those who need it.
+    """
+    from weft.cluster.cluster_file import parse_cluster
+
+    try:
+        cluster = parse_cluster(plan.cluster.description, where="cluster.description")
+        return _delays_on(cluster, plan, layout)
+    except ClusterError:
+        return {}
+
+
+def _delays_on(cluster: Cluster, plan: Plan, layout: Layout) -> dict[tuple[int, int, bool], float]:
+    rank_of = {device.name: index for index, device in enumerate(cluster.devices)}
+    devices = [rank_of.get(name) for name in plan.cluster.devices]
+    delays: dict[tuple[int, int, bool], float] = {}
+    for channel in layout.channels:
+        source, target = devices[channel.source], devices[channel.target]
+        if source is None or target is None:
+            continue
+        route = cluster.route(DeviceId(source), DeviceId(target))
+        seconds = route.latency_s + channel.num_bytes / route.bytes_per_s
+        for consumer in channel.consumers:
+            key = (channel.producer, consumer, channel.kind == "activation")
+            delays[key] = max(delays.get(key, 0.0), seconds)
+    return delays
 
 
 def _outgoing(layout: Layout) -> list[tuple[list[int], list[int]]]:

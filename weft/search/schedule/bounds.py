@@ -21,7 +21,7 @@ from weft.search.schedule.schedule import TOLERANCE
 
 _CHUNK: Final = 256
 """Paths are followed from so many tasks at once."""
-_MAX_STEPS: Final = 500_000
+_MAX_STEPS: Final = 200_000
 """Steps along edges, about, in all searches for idle time while filling."""
 
 

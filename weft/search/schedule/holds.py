@@ -68,16 +68,19 @@ def _match(problem: ScheduleProblem, device: int, ancestors: list[int]) -> list[
     smallest = _TOLERANCE * max([1e-300, *takes.values(), *releases.values()])
     # The latest possible take first, and releases with the fewest candidates first: short holds, few left over.
     order = {task: place for place, task in enumerate(problem.topological)}
-    candidates = {release: sorted((task for task in takes if ancestors[release] >> task & 1), key=lambda t: -order[t])
-                  for release in releases}
+    mask = sum(1 << task for task in takes)
+    open_takes = sorted(takes, key=lambda task: -order[task])
     holds = []
-    for release in sorted(releases, key=lambda task: (len(candidates[task]), order[task])):
-        for take in candidates[release]:
+    for release in sorted(releases, key=lambda task: ((ancestors[task] & mask).bit_count(), order[task])):
+        for take in [task for task in open_takes if ancestors[release] >> task & 1]:
             amount = min(takes[take], releases[release])
-            if amount > smallest:
-                holds.append(Hold(device=device, take=take, release=release, amount=amount))
-                takes[take] -= amount
-                releases[release] -= amount
+            if amount <= smallest:
+                break
+            holds.append(Hold(device=device, take=take, release=release, amount=amount))
+            takes[take] -= amount
+            releases[release] -= amount
+            if takes[take] <= smallest:
+                open_takes.remove(take)
     holds += [Hold(device=device, take=task, release=None, amount=left)
               for task, left in takes.items() if left > smallest]
     holds += [Hold(device=device, take=None, release=task, amount=left)

@@ -7,7 +7,7 @@ blocks on each device into the earliest schedule with that order; every searcher
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -53,16 +53,30 @@ class Schedule:
     def orders(self) -> list[list[Instance]]:
         """Return for each resource its tasks by start; of tasks that start together the one that ends first is first.
 
-        Tasks without duration that start together are in order of micro-batch, then of dependencies.
+        Tasks without duration that start together are in order of micro-batch, then of dependencies; but what releases
+        memory runs before what takes it, as far as dependencies allow.
         """
         rank = {task: place for place, task in enumerate(self.problem.topological)}
         ends = self.ends
+        first = self._instant_places(rank)
         result = []
         for tasks in self.problem.resource_tasks:
-            items = [(self.starts[task, index], ends[task, index], index, rank[task], task)
+            items = [(self.starts[task, index], ends[task, index], first.get((task, index), 0), index, rank[task], task)
                      for task in tasks for index in range(self.num_microbatches)]
-            result.append([(task, index) for _, _, index, _, task in sorted(items)])
+            result.append([(task, index) for *_, index, _, task in sorted(items)])
         return result
+
+    def _instant_places(self, rank: Mapping[int, int]) -> dict[Instance, int]:
+        """Return places of tasks without duration among those that start together; none if they leave memory alone."""
+        instant = [task for task, time in enumerate(self.problem.task_times) if not time]
+        if not any(self.problem.memory_of(task) for task in instant):
+            return {}
+        groups: dict[float, set[Instance]] = {}
+        for task in instant:
+            for index in range(self.num_microbatches):
+                groups.setdefault(float(self.starts[task, index]), set()).add((task, index))
+        return {item: place for group in groups.values()
+                for place, item in enumerate(_releases_first(self.problem, group, rank))}
 
     def peak_memory(self) -> dict[str, float]:
         """Return the most that each device holds at any time."""
@@ -71,6 +85,27 @@ class Schedule:
             levels = np.cumsum([self.problem.memory_of(task) for task, _ in order])
             peaks[name] = float(levels.max(initial=0.0))
         return peaks
+
+
+def _releases_first(problem: ScheduleProblem, group: Set[Instance], rank: Mapping[int, int]) -> list[Instance]:
+    """Return the tasks in an order that respects dependencies: releases as soon as can be, takes as late."""
+    def key(task: int, index: int) -> tuple[float, int, int, int]:
+        return float(np.sign(problem.memory_of(task))), index, rank[task], task
+
+    missing = {(task, index): sum((edge.source, index) in group for edge in problem.predecessors[task])
+               for task, index in group}
+    ready = [key(*item) for item, number in missing.items() if not number]
+    heapq.heapify(ready)
+    result: list[Instance] = []
+    while ready:
+        _, index, _, task = heapq.heappop(ready)
+        result.append((task, index))
+        for edge in problem.successors[task]:
+            if (edge.target, index) in group:
+                missing[edge.target, index] -= 1
+                if not missing[edge.target, index]:
+                    heapq.heappush(ready, key(edge.target, index))
+    return result
 
 
 def replay(problem: ScheduleProblem, num_microbatches: int, orders: Orders) -> Schedule:

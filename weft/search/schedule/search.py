@@ -158,9 +158,11 @@ class _Search:
     def start(self) -> None:
         """Find some schedules by rules."""
         self.offer(first_schedule(self.problem, self.num_microbatches, self.budget), "search")
+        size = self.problem.num_tasks * self.num_microbatches
+        if size > MAX_GREEDY and self.budget.is_spent:
+            return
         for name, item in named_schedules(self.problem, self.num_microbatches).items():
             self.offer(item, name)
-        size = self.problem.num_tasks * self.num_microbatches
         if not self.is_done and size <= MAX_GREEDY:
             limits = sorted({min(self.num_microbatches, limit) for limit in
                              ((2, 3, 4, 6, 8, 12) if size <= MAX_GREEDY // 20 else (self.problem.num_devices,))})
@@ -186,6 +188,8 @@ class _Search:
 
     def _offer_unrolled(self, steady: SteadyState) -> None:
         """Offer the steady state from the first micro-batch to the last, played as early as its orders allow."""
+        if self.problem.num_tasks * self.num_microbatches > MAX_GREEDY and self.budget.is_spent:
+            return
         orders = steady.unroll(self.num_microbatches).orders()
         self.offer(replay(self.problem, self.num_microbatches, orders), "search")
 

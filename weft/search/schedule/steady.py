@@ -33,6 +33,7 @@ from weft.errors import NoFeasiblePlan
 from weft.model.graph import F64
 from weft.search.cpsat import Budget, Solution, solve
 from weft.search.schedule.bounds import period_bound
+from weft.search.schedule.check import find_problems
 from weft.search.schedule.cyclic import real_clock, tighten
 from weft.search.schedule.least_memory import first_schedule
 from weft.search.schedule.problem import ScheduleProblem
@@ -132,7 +133,7 @@ def variants(steady: SteadyState, *, budget: Budget, seed: int = 0) -> Iterator[
         if not solution.has_values:
             break
         found = make_steady(search.whole, builder.read(solution), tight.period, steady.bound)
-        if found.rate <= steady.rate * (1 + 1e-9):
+        if found.rate <= steady.rate * (1 + 1e-9) and _fits(found):
             yield found
 
 
@@ -219,6 +220,8 @@ class _Search:
                 self.lowest[number] = max(self.lowest.get(number, 0), period + 1)
             return None
         found = make_steady(self.whole, model.read(solution), float(period), self.bound)
+        if not _fits(found):
+            return None
         if self.best is None or found.rate < self.best.rate * (1 - 1e-12):
             self.best = found
         return found
@@ -233,6 +236,14 @@ def make_steady(whole: WholeProblem, starts: F64, period: float, bound: float) -
         for edge in problem.predecessors[task]:
             exact[task] = np.maximum(exact[task], exact[edge.source] + problem.task_times[edge.source] + edge.delay)
     return SteadyState(problem=problem, starts=exact, period=tight.period, bound=bound)
+
+
+def _fits(steady: SteadyState) -> bool:
+    """Return whether memory suffices: the order of blocks without duration may have been lost when it was tightened."""
+    if not any(block.memory and not block.time for block in steady.problem.blocks):
+        return True
+    laps = 2 + math.ceil(float(steady.starts.max()) / steady.period) if steady.period > 0 else 2
+    return not find_problems(steady.unroll(steady.num_microbatches * min(laps, 50)))
 
 
 class _Builder:
@@ -320,8 +331,11 @@ class _Builder:
                 amounts[hold.take] = amounts.get(hold.take, 0) + hold.amount
             if hold.release is not None:
                 amounts[hold.release] = amounts.get(hold.release, 0) - hold.amount
-        if sum(amounts.values()) != 0:  # it falls with every micro-batch, or was rounded: schedules are checked anyway
+        total, largest = sum(amounts.values()), max(amounts, key=lambda task: (abs(amounts[task]), task), default=0)
+        if abs(total) > 1e-6 * abs(amounts.get(largest, 0)):  # it falls with every micro-batch: there will be room
             return
+        if total:  # amounts were rounded
+            amounts[largest] -= total
         changing = [key for key in keys if amounts.get(key[0])]
         base = sum(-amounts[key[0]] * self.lap[key] for key in changing)
         for key in changing:
