@@ -58,7 +58,6 @@ def test_a_model_without_objective_has_no_bound():
 
 def test_effort_is_taken_from_the_budget_and_ends_the_search():
     budget = Budget(effort=5.0)
-    begin = time.process_time()
     solution = solve(ruler(11), budget, effort=0.4)
     assert solution.status == "feasible"
     assert solution.bound < solution.objective
@@ -67,7 +66,6 @@ def test_effort_is_taken_from_the_budget_and_ends_the_search():
     solve(ruler(11), budget, effort=100.0)
     assert budget.effort < before
     assert budget.is_spent
-    assert time.process_time() - begin < 30, "two short searches"
 
 
 def test_a_deadline_ends_the_search():
@@ -86,14 +84,8 @@ def found_with(seed: int, **options) -> tuple[int, ...]:
     return tuple(solution.value(model.get_int_var_from_proto_index(index)) for index in range(9))
 
 
-@pytest.mark.parametrize("randomize", [False, True])
-def test_the_same_seed_gives_the_same_solution(randomize):
-    assert found_with(1, randomize=randomize) == found_with(1, randomize=randomize)
-
-
-@pytest.mark.xfail(strict=True, reason="CP-SAT's randomize_search alone changes nothing here: one solution for all seeds")
-def test_randomize_gives_another_solution_each_time():
-    assert len({found_with(seed, randomize=True) for seed in range(8)}) >= 4
+def test_the_same_seed_gives_the_same_solution():
+    assert found_with(1) == found_with(1)
 
 
 def test_stop_at_ends_at_a_solution_that_is_good_enough():

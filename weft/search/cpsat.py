@@ -69,12 +69,12 @@ class Solution:
 
 
 def solve(model: cp_model.CpModel, budget: Budget, *, effort: float, seed: int = 0, stop_at: float | None = None,
-          randomize: bool = False, linearization: int = 1, lns: bool = False) -> Solution:
+          linearization: int = 1, lns: bool = False) -> Solution:
     """Return the best solution within ``effort`` (about CPU seconds), taken from the budget.
 
-    ``stop_at`` ends the search as soon as the objective is at most that. ``randomize`` makes choices by the seed, for
-    another solution each time. ``linearization`` (0 to 2) says how much of the model goes into the linear relaxation.
-    ``lns`` only improves the hint, by large neighbourhood search; it proves nothing.
+    ``stop_at`` ends the search as soon as the objective is at most that. ``linearization`` (0 to 2) says how much
+    of the model goes into the linear relaxation. ``lns`` only improves the hint, by large neighbourhood search; it
+    proves nothing.
     """
     solver = cp_model.CpSolver()
     parameters = solver.parameters
@@ -84,7 +84,6 @@ def solve(model: cp_model.CpModel, budget: Budget, *, effort: float, seed: int =
     overhead = SECONDS_PER_CONSTRAINT * len(model.proto.constraints)
     parameters.max_deterministic_time = max(1e-3, (min(effort, budget.effort) - overhead) / unit)
     parameters.num_workers = 1
-    parameters.randomize_search = randomize
     parameters.linearization_level = linearization
     if lns:
         parameters.interleave_search = True

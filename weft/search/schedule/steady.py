@@ -24,6 +24,7 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from random import Random
 from typing import Final
 
 import numpy as np
@@ -53,6 +54,8 @@ MAX_PAIRS: Final = 20_000
 """Models with more pairs of tasks that share a resource are not built; one micro-batch after the other has to do."""
 QUICK_EFFORT: Final = 1.0
 """Effort (see ``weft.search.cpsat``) for one trial period."""
+VARIANT_EFFORT: Final = 0.15
+"""The same for one random steady state."""
 BOUND_EFFORT: Final = 4.0
 """The same for the bound itself with one micro-batch per period, which is most often the answer."""
 
@@ -114,7 +117,10 @@ def find_steady_state(problem: ScheduleProblem, *, budget: Budget, seed: int = 0
 
 
 def variants(steady: SteadyState, *, budget: Budget, seed: int = 0) -> Iterator[SteadyState]:
-    """Yield other steady states of the same period: one with short micro-batches, then random ones until time is up."""
+    """Yield other steady states of the same period: one with short micro-batches, then random ones until time is up.
+
+    The solver gives the same answer to the same question, so each random one minimises starts with random weights.
+    """
     search = _Search(to_whole(steady.problem), steady.bound, budget, seed)
     if steady.period <= 0 or search.is_large(steady.num_microbatches):
         return
@@ -124,12 +130,13 @@ def variants(steady: SteadyState, *, budget: Budget, seed: int = 0) -> Iterator[
     for number in range(MAX_VARIANTS):
         if budget.is_spent:
             break
-        if number == 1:
-            builder = _build(search.whole, int(tight.period), steady.num_microbatches)
-        elif number == 0:
+        if number == 0:
             builder.minimize_latency(tight.starts)
-        solution = solve(builder.model, budget, effort=QUICK_EFFORT, seed=seed + number, randomize=number > 0,
-                         linearization=0)
+        else:
+            builder = _build(search.whole, int(tight.period), steady.num_microbatches)
+            builder.minimize_weighted(Random(f"{seed} {number}"))
+        effort = QUICK_EFFORT if number == 0 else VARIANT_EFFORT
+        solution = solve(builder.model, budget, effort=effort, seed=seed + number, linearization=0)
         if not solution.has_values:
             break
         found = make_steady(search.whole, builder.read(solution), tight.period, steady.bound)
@@ -289,6 +296,10 @@ class _Builder:
             self.model.add(begin <= self.start[task, k] - shift + self.period)
             self.model.add(self.start[task, k] + self.whole.times[task] - shift + self.period <= begin + latency)
         self.model.minimize(latency)
+
+    def minimize_weighted(self, rng: Random) -> None:
+        """Minimise a random sum of starts."""
+        self.model.minimize(sum(rng.randint(0, 3) * self.start[key] for key in self._keys()))
 
     def read(self, solution: Solution) -> F64:
         """Return the starts [tasks, K] of the solution."""
