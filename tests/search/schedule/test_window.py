@@ -74,6 +74,11 @@ def test_memory_keeps_a_device_idle():
     assert [idle(shape("v", 4, memory=memory), 0, 16) for memory in (1, 4)] == [12, 9]
 
 
+def test_two_kinds_of_holds_share_the_room():
+    """Two opposite pipelines, room for one: the first device works 1-5 for the one that begins elsewhere, then 5-6 for its own."""
+    assert idle(shape("x", 2, memory=1), 0, 8) == 3
+
+
 def test_earliest_starts_with_room_for_few():
     """Room for two: the third begins when the first has ended, after 12 ticks; the second ends a backward (3) later."""
     rows = earliest_starts(to_whole(shape("v", 3, memory=2)), 5)
