@@ -39,7 +39,7 @@ from weft.search.schedule.unrolled import TO_IMPROVE, Middle, prolong, solve_unr
 from weft.search.schedule.whole import RESOLUTION, WholeProblem, to_whole
 from weft.search.schedule.window import earliest_starts, least_idle
 
-DEFAULT_SECONDS: Final = 12.0
+DEFAULT_SECONDS: Final = 10.0
 """CPU seconds, about, that the search of a small problem may take where no limit is given."""
 MAX_INSTANCES: Final = 1_000_000
 """More tasks times micro-batches are refused."""
