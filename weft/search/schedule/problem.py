@@ -14,7 +14,7 @@ a block starts is the sum over the blocks before it on that device, for both con
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Literal
@@ -199,13 +199,12 @@ class ScheduleProblem:
         """Return the busy time of each resource for one micro-batch."""
         return tuple(sum(self.task_times[task] for task in tasks) for tasks in self.resource_tasks)
 
-    def longest_paths(self, times: Sequence[float] | None = None) -> list[float]:
+    def longest_paths(self) -> list[float]:
         """Return for each task the earliest start in one micro-batch alone, from dependencies."""
-        durations = self.task_times if times is None else times
         result = [0.0] * self.num_tasks
         for task in self.topological:
             for edge in self.predecessors[task]:
-                result[task] = max(result[task], result[edge.source] + durations[edge.source] + edge.delay)
+                result[task] = max(result[task], result[edge.source] + self.task_times[edge.source] + edge.delay)
         return result
 
 

@@ -13,11 +13,13 @@ than a named schedule that fits. The search ends when a bound is met, or when it
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Final
 
 import numpy as np
@@ -33,16 +35,20 @@ from weft.search.schedule.least_memory import first_schedule
 from weft.search.schedule.named import named_schedules
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.result import ScheduleResult
-from weft.search.schedule.schedule import Schedule, replay
+from weft.search.schedule.schedule import Schedule, play, replay
 from weft.search.schedule.steady import SteadyState, find_steady_state, variants
 from weft.search.schedule.unrolled import TO_IMPROVE, Middle, prolong, solve_unrolled
-from weft.search.schedule.whole import RESOLUTION, WholeProblem, to_whole
+from weft.search.schedule.whole import Rounding, WholeProblem, to_whole
 from weft.search.schedule.window import earliest_starts, least_idle
+
+log = logging.getLogger(__name__)
 
 DEFAULT_SECONDS: Final = 10.0
 """CPU seconds, about, that the search of a small problem may take where no limit is given."""
 MAX_INSTANCES: Final = 1_000_000
 """More tasks times micro-batches are refused."""
+MAX_TINY: Final = 60
+"""Up to so many tasks of all micro-batches a finer grid costs little."""
 MAX_FREE: Final = 800
 """Up to so many tasks of all micro-batches are solved all at once."""
 MAX_UNROLLED: Final = 2_500
@@ -91,16 +97,21 @@ class _Search:
     def __init__(self, problem: ScheduleProblem, num_microbatches: int, budget: Budget, seed: int) -> None:
         self.problem, self.num_microbatches, self.budget, self.seed = problem, num_microbatches, budget, seed
         self.effort = budget.effort
-        self.whole = self._to_whole()
+        self.whole = self._to_whole("up")
         self.bound = makespan_bound(problem, num_microbatches)
         self.steady: SteadyState | None = None
         self.completion: _Completion | None = None
         self.best: _Found | None = None
 
-    def _to_whole(self) -> WholeProblem:
-        if self.problem.num_tasks * self.num_microbatches <= 60:
-            return to_whole(self.problem, max_exact=10**9, resolution=10**6)
-        return to_whole(self.problem)
+    def _to_whole(self, rounding: Rounding) -> WholeProblem:
+        if self.problem.num_tasks * self.num_microbatches <= MAX_TINY:
+            return to_whole(self.problem, rounding=rounding, max_exact=10**9, resolution=10**6)
+        return to_whole(self.problem, rounding=rounding)
+
+    @cached_property
+    def lower(self) -> WholeProblem:
+        """Return the problem on the coarse grid with times rounded down, for bounds that need no finer one."""
+        return to_whole(self.problem, rounding="down")
 
     def run(self) -> None:
         """Search until a bound is met or the budget is spent; Ctrl-C ends it once there is a schedule."""
@@ -142,18 +153,20 @@ class _Search:
     def is_done(self) -> bool:
         return self.makespan <= self.bound * (1 + 1e-9)
 
-    def offer(self, candidate: Schedule, by: str) -> bool:
-        """Keep the schedule if it is allowed and shorter than the best; return whether it was."""
+    def offer(self, candidate: Schedule, by: str) -> None:
+        """Keep the schedule if it is allowed and shorter than the best."""
         if candidate.makespan >= self.makespan * (1 - 1e-12) or find_problems(candidate):
-            return False
+            return
         self.best = _Found(schedule=candidate, by=by)
         self.budget.report(f"makespan {candidate.makespan:.6g} by {by}, bound {self.bound:.6g}, "
                            f"gap {100 * (1 - self.bound / candidate.makespan) if candidate.makespan else 0:.2g} %")
-        return True
 
     def raise_bound(self, bound: float) -> None:
-        """Keep the bound if it is better; rounding may not lift it above a schedule that exists."""
-        self.bound = max(self.bound, min(bound, self.makespan))
+        """Keep the bound if it is better. One above a schedule that exists would be wrong, and proves nothing."""
+        if bound > self.makespan * (1 + 1e-6):
+            log.warning("a bound of %.9g lies above a schedule of %.9g: left out", bound, self.makespan)
+            return
+        self.bound = max(self.bound, min(bound, self.makespan))  # they may differ by rounding
 
     def start(self) -> None:
         """Find some schedules by rules."""
@@ -205,7 +218,7 @@ class _Search:
 
     def bound_by_order(self) -> None:
         """Bound the makespan by the order of equal micro-batches and the room for them in memory."""
-        lower = to_whole(self.problem, rounding="down")
+        lower = self.lower
         rows, tails = earliest_starts(lower, self.num_microbatches), lower.tails()
         ends = [at + time + tail for at, time, tail in zip(rows[-1], lower.times, tails, strict=True)]
         self.raise_bound(max(ends) / float(lower.ticks))
@@ -239,15 +252,11 @@ class _Search:
                                middle=middle, hint=hint, seed=self.seed, slices=TO_IMPROVE)
         if found is not None:
             state.keep(found.starts, middle)
-            self._offer_ticks(prolong(found.starts, middle, self.num_microbatches))
-
-    def _offer_ticks(self, starts: F64) -> None:
-        real = self.whole.to_real(starts)
-        self.offer(real, "search")
+            self.offer(self.whole.to_real(prolong(found.starts, middle, self.num_microbatches)), "search")
 
     def bound_by_windows(self) -> None:
         """Bound the makespan by what devices must idle while the pipeline fills and drains."""
-        lower = to_whole(self.problem, rounding="down")
+        lower = self.lower
         longest = max(head + time + tail
                       for head, time, tail in zip(lower.heads(), lower.times, lower.tails(), strict=True))
         window = min(longest, math.floor(self.bound * float(lower.ticks)) // 2)
@@ -283,7 +292,7 @@ class _Search:
                                least=least, hint=hint, seed=self.seed)
         if found is None:
             return
-        self._offer_ticks(found.starts)
+        self.offer(self.whole.to_real(found.starts), "search")
         if self.whole.is_exact:
             self.raise_bound(found.bound / float(self.whole.ticks))
 
@@ -291,8 +300,7 @@ class _Search:
         """Where times had to be rounded: bound the makespan by solving with times rounded down."""
         if self.whole.is_exact or self.best is None or self.budget.is_spent or self.is_done:
             return
-        small = self.problem.num_tasks * self.num_microbatches <= 60
-        lower = to_whole(self.problem, rounding="down", resolution=10**6 if small else RESOLUTION)
+        lower = self._to_whole("down")
         horizon = math.ceil(self.makespan * float(lower.ticks)) + 1
         found = solve_unrolled(lower, self.num_microbatches, self.budget, horizon=horizon, effort=self.budget.effort,
                                least=math.floor(self.bound * float(lower.ticks)), seed=self.seed,
@@ -316,8 +324,6 @@ class _Search:
 
 def replay_ticks(whole: WholeProblem, schedule: Schedule) -> F64:
     """Return the starts, in ticks, of the earliest schedule in ticks with the same orders."""
-    from weft.search.schedule.schedule import play
-
     return play(schedule.problem, schedule.num_microbatches, schedule.orders(), times=whole.times,
                 delays=[delay for _, _, delay in whole.edges])
 
