@@ -16,25 +16,17 @@ lie in a binary heap of (ready time, id). Two things make it fast:
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final
 
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from weft.compiled import compiled
 from weft.model.graph import F64, Bool
 from weft.simulate.tasks import U32, Describe, TaskGraph, check_finished, is_topological, name_task
 
 _UNORDERED: Final = -1
 """Returned by ``_run`` instead of the number of tasks run: inline handling would have changed the order."""
-
-_Function = TypeVar("_Function", bound=Callable[..., Any])
-
-
-def _compiled(function: _Function) -> _Function:
-    return cast(_Function, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
-
 
 class Simulator:
     """Runs one task graph again and again, with its own or other durations; keeps the times of the last run.
@@ -115,7 +107,7 @@ def _drop_unfit(graph: TaskGraph, inline: Bool, feeder: U32) -> Bool:
         inline = kept
 
 
-@_compiled
+@compiled
 def _run(
     durations: F64, inline: Bool, resource_start: U32, resources: U32, successor_start: U32, successors: U32,
     num_predecessors: U32, roots: U32, starts: F64, ends: F64, missing: U32, ready: F64, free: F64, latest: U32,
@@ -162,7 +154,7 @@ def _run(
     return num_done, makespan
 
 
-@_compiled
+@compiled
 def _reserve(
     task: int, ready: float, durations: F64, resource_start: U32, resources: U32, free: F64, starts: F64, ends: F64
 ) -> float:
@@ -178,7 +170,7 @@ def _reserve(
     return end
 
 
-@_compiled
+@compiled
 def _arrive(task: int, time: float, ready: F64, missing: U32) -> bool:
     """Note that one predecessor of the task has ended; return whether it was the last."""
     ready[task] = max(ready[task], time)
@@ -186,7 +178,7 @@ def _arrive(task: int, time: float, ready: F64, missing: U32) -> bool:
     return bool(missing[task] == 0)
 
 
-@_compiled
+@compiled
 def _is_in_order(task: int, may_tie: bool, resource_start: U32, resources: U32, latest: U32) -> bool:
     """Return whether the inline task comes after those before it on its resources, by id where ready times may tie."""
     for index in range(resource_start[task], resource_start[task + np.uint32(1)]):
@@ -196,7 +188,7 @@ def _is_in_order(task: int, may_tie: bool, resource_start: U32, resources: U32, 
     return True
 
 
-@_compiled
+@compiled
 def _push(heap_time: F64, heap_task: U32, size: int, replaces_root: bool, time: float, task: int) -> int:
     """Put the entry into the heap, in the place of the root or as one more; return the heap's size."""
     if replaces_root:
@@ -206,7 +198,7 @@ def _push(heap_time: F64, heap_task: U32, size: int, replaces_root: bool, time: 
     return size + 1
 
 
-@_compiled
+@compiled
 def _sift_down(heap_time: F64, heap_task: U32, size: int, time: float, task: int) -> None:
     """Put the entry in the place of the root and restore the heap."""
     # Unsigned indices skip the test for negative ones, and selecting the child needs no branch: 25 % less per run.
@@ -227,7 +219,7 @@ def _sift_down(heap_time: F64, heap_task: U32, size: int, time: float, task: int
     heap_time[place], heap_task[place] = time, task
 
 
-@_compiled
+@compiled
 def _sift_up(heap_time: F64, heap_task: U32, size: int, time: float, task: int) -> None:
     """Add the entry to a heap of ``size`` entries."""
     one = np.uint64(1)

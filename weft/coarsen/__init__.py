@@ -1,0 +1,1 @@
+"""Graphs made smaller: operators that the backend runs as one become one."""
