@@ -12,6 +12,7 @@ from tests.worlds import with_gradients
 from weft.model.graph import Graph
 from weft.model.source import ModelSource, resolve_model
 from weft.model.trace import TracedModel, trace
+from weft.model.zoo import MODELS as ZOO
 from weft.plan.orders import Order, to_tokens
 from weft.plan.plan import ClusterRef, ModelRef, Optimizer, Plan, Replica, Stage
 
@@ -19,7 +20,8 @@ MODELS = Path(__file__).with_name("models.py")
 
 
 def source_of(name: str, *, mode: str = "training", dtype: str | None = "float64") -> ModelSource:
-    source = resolve_model(f"{MODELS}:{name}", mode=mode)
+    """Return a function of ``models.py``, a model of the zoo, or ``file.py:function``."""
+    source = resolve_model(name if ":" in name or name in ZOO else f"{MODELS}:{name}", mode=mode)
     assert isinstance(source, ModelSource)
     return source.with_dtype(dtype)
 

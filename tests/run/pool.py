@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,11 @@ JOB_LIMIT_S = 100.0
 
 
 class Pool:
-    """Ranks in processes of their own, as a context manager."""
+    """Ranks in processes of their own, as a context manager; they have traced the models named, in float64."""
 
-    def __init__(self, num_ranks: int, folder: Path) -> None:
-        self.num_ranks, self.folder = num_ranks, folder
+    def __init__(self, num_ranks: int, folder: Path, *, models: Sequence[str] = ("tiny_gpt",),
+                 mode: str = "training") -> None:
+        self.num_ranks, self.folder, self.models, self.mode = num_ranks, folder, models, mode
         self.count = 0
 
     def __enter__(self) -> Pool:
@@ -36,8 +37,9 @@ class Pool:
             environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]),
                            "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.run.pool", str(listener.fileno()), *map(str, theirs)], cwd=ROOT,
-                env=environment, pass_fds=[listener.fileno(), *theirs], start_new_session=True)
+                [sys.executable, "-m", "tests.run.pool", self.mode, " ".join(self.models), str(listener.fileno()),
+                 *map(str, theirs)], cwd=ROOT, env=environment, pass_fds=[listener.fileno(), *theirs],
+                start_new_session=True)
         for fd in theirs:
             os.close(fd)
         self.jobs = [os.fdopen(job[1], "w") for job in jobs]
@@ -76,10 +78,11 @@ class Pool:
         return json.loads(line)
 
 
-def _serve(listen_fd: int, fds: list[int]) -> None:
+def _serve(mode: str, models: list[str], listen_fd: int, fds: list[int]) -> None:
     """Trace what most tests need, and fork into the ranks."""
     tracers: dict[tuple[str, str, str], Any] = {}
-    _tracer(tracers, "tiny_gpt", "training", "float64").trace(2)
+    for model in models:
+        _tracer(tracers, model, mode, "float64").trace(2)
     num_ranks = len(fds) // 2
     children = []
     for rank in range(num_ranks):
@@ -174,7 +177,7 @@ def _adjust(executor: Any, kind: str, rank: int) -> None:
         with torch.no_grad():
             tensor.add_(1e-5 * torch.arange(tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape))
     if kind == "swapped_inputs":
-        places = [given for given in executor.bound.given if given.name in ("tokens", "image")]
+        places = [given for given in executor.bound.given if given.name in ("tokens", "image", "x")]
         if len(places) > 1:
             a, b = places[:2]
             a.arguments[a.place], b.arguments[b.place] = b.arguments[b.place], a.arguments[a.place]
@@ -213,4 +216,4 @@ def _swap(executor: Any) -> None:
 
 
 if __name__ == "__main__":
-    _serve(int(sys.argv[1]), [int(word) for word in sys.argv[2:]])
+    _serve(sys.argv[1], sys.argv[2].split(), int(sys.argv[3]), [int(word) for word in sys.argv[4:]])

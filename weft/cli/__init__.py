@@ -1,1 +1,1 @@
-"""The command line: ``weft models | cluster | profile | plan | simulate | show | run | check | schedule``."""
+"""The command line: ``weft models | cluster | profile | plan | simulate | show | run | check | schedule | place``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -18,41 +18,103 @@ from weft.cli.common import (
     reporter,
 )
 from weft.cli.plan_commands import ClusterOption, ModelOption
+from weft.errors import InputError
 
-FORMATS = ("pytorch-csv",)
+if TYPE_CHECKING:
+    from weft.plan.plan import Plan
+    from weft.plan.program import Program
+
+FORMATS: Final = {"pytorch-csv": "schedule", "device-map": "device map", "onnx": "model"}
+"""What each of them is, in a word."""
 
 
 def export(
     plan: PlanArgument,
-    format_: Annotated[str, typer.Option("--format", help="pytorch-csv: the schedule file of "
-                                         "torch.distributed.pipelining (compute_only).")] = FORMATS[0],
+    format_: Annotated[str, typer.Option(
+        "--format", help="pytorch-csv: the schedule file of torch.distributed.pipelining (compute_only). device-map: "
+        "accelerate's device_map, where the placement is by module. onnx: the .onnx file given with --model, with "
+        "device and stage in the metadata of each node.")] = "pytorch-csv",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write it here instead of to stdout.")] = None,
     model: ModelOption = None,
     cluster: ClusterOption = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
-    """Write the order of a plan for another runtime, after all checks of the plan."""
-    from weft.files import write_atomic
+    """Write a plan for another tool, after all checks of the plan."""
     from weft.plan.check import check_plan
-    from weft.plan.pipelining_csv import runtime_notes, to_csv
     from weft.plan.plan import load_plan
 
-    choice("--format", format_, FORMATS)
+    choice("--format", format_, tuple(FORMATS))
     item = load_plan(plan)
-    text = to_csv(item)
-    notes = runtime_notes(check_plan(item, graph_of_plan(item, model), cluster_of_plan(item, cluster)))
+    if format_ == "onnx":
+        _check_onnx_options(model, out)
+    program = check_plan(item, graph_of_plan(item, model), cluster_of_plan(item, cluster))
     report = reporter(quiet)
-    for note in notes:
+    match format_:
+        case "onnx":
+            assert model is not None
+            assert out is not None
+            facts = _export_onnx(program, model, out)
+        case "device-map":
+            facts = _export_text(*_device_map(program, model, cluster), out)
+        case _:
+            facts = _export_text(*_pipelining_csv(item, program), out)
+    for note in facts.get("notes", ()):
         report(f"note: {note}")
     if out is not None:
-        write_atomic(out, text)
-        report(f"schedule written to {out}")
+        report(f"{FORMATS[format_]} written to {out}")
+    text = facts.pop("text", "")
     if as_json:
-        print_json({"format": format_, "ranks": len(item.cluster.devices), "stages": len(item.stages),
-                    "microbatches": item.microbatches, "notes": notes, "rows": text.splitlines()})
+        print_json({"format": format_, **facts})
     elif out is None:
         print(text, end="")
+
+
+def _export_text(text: str, facts: dict[str, Any], out: Path | None) -> dict[str, Any]:
+    from weft.files import write_atomic
+
+    if out is not None:
+        write_atomic(out, text)
+    return {**facts, "text": text}
+
+
+def _pipelining_csv(plan: Plan, program: Program) -> tuple[str, dict[str, Any]]:
+    from weft.plan.pipelining_csv import runtime_notes, to_csv
+
+    text = to_csv(plan)
+    return text, {"ranks": len(plan.cluster.devices), "stages": len(plan.stages), "microbatches": plan.microbatches,
+                  "notes": runtime_notes(program), "rows": text.splitlines()}
+
+
+def _device_map(program: Program, model: str | None, cluster: str | None) -> tuple[str, dict[str, Any]]:
+    import json
+
+    from weft.model.graph import Graph
+    from weft.model.source import resolve_model
+    from weft.plan.device_map import to_device_map
+
+    plan = program.plan
+    source = resolve_model(model or plan.model.name, mode=plan.model.mode)
+    if isinstance(source, Graph):
+        raise InputError(f"{plan.model.name!r} is a graph without a PyTorch module, and a device map is of modules: "
+                         "for an ONNX file use --format onnx")
+    found = to_device_map(plan, program.graph, cluster_of_plan(plan, cluster), state=source.build().state_dict())
+    return json.dumps(found.entries, indent=1) + "\n", {"device_map": found.entries, "notes": found.notes}
+
+
+def _check_onnx_options(model: str | None, out: Path | None) -> None:
+    if model is None or not model.lower().endswith(".onnx"):
+        raise InputError("--format onnx needs the ONNX file that was planned: give it with --model FILE.onnx")
+    if out is None:
+        raise InputError("--format onnx writes a binary file: say where with --out FILE.onnx")
+
+
+def _export_onnx(program: Program, model: str, out: Path) -> dict[str, Any]:
+    from weft.model.onnx_metadata import annotate_onnx
+    from weft.plan.op_properties import op_properties
+
+    done = annotate_onnx(model, out, program.graph, op_properties(program.plan, program.graph))
+    return {"nodes": done.num_nodes, "annotated": done.num_annotated}
 
 
 def import_order(

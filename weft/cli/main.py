@@ -10,7 +10,15 @@ import sys
 
 import typer
 
-from weft.cli import cluster_commands, export_commands, model_commands, plan_commands, run_commands, schedule_commands
+from weft.cli import (
+    cluster_commands,
+    export_commands,
+    model_commands,
+    place_commands,
+    plan_commands,
+    run_commands,
+    schedule_commands,
+)
 from weft.errors import WeftError
 
 app = typer.Typer(
@@ -27,6 +35,7 @@ app.command("export")(export_commands.export)
 app.command("import-order")(export_commands.import_order)
 app.command("run")(run_commands.run)
 app.command("schedule")(schedule_commands.schedule)
+app.command("place")(place_commands.place)
 app.add_typer(cluster_commands.app, name="cluster")
 
 

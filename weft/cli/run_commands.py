@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.common import JsonOption, ModelArgument, PlanArgument, QuietOption, choice, reporter
+from weft.cli.common import JsonOption, ModelArgument, PlanArgument, QuietOption, reporter
 
 
 def run(
@@ -17,7 +17,8 @@ def run(
     warmup: Annotated[int, typer.Option(help="Steps before the measured ones.")] = 0,
     verify: Annotated[bool, typer.Option(help="Compare loss and every gradient with one process.")] = False,
     dtype: Annotated[str | None, typer.Option(help="Run in this dtype instead of the plan's.")] = None,
-    device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (nccl).")] = "cpu",
+    device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (nccl) for all, or one for each process with gloo: "
+                                        "cuda,cpu.")] = "cpu",
     threads: Annotated[int, typer.Option(help="CPU threads of each process.")] = 1,
     seed: Annotated[int, typer.Option(help="For initial parameters and inputs.")] = 0,
     timeout: Annotated[float, typer.Option(help="Longest wait for a message, in seconds.")] = 300.0,
@@ -33,7 +34,7 @@ def run(
 
     item = load_plan(plan)
     options = RunOptions(steps=steps, warmup=warmup, seed=seed, dtype=dtype, verify=verify, timeout_s=timeout,
-                         device=choice("--device", device, ("cpu", "cuda")), gradients=out is not None)
+                         device=device, gradients=out is not None)
     reporter(quiet)(f"starting {len(item.cluster.devices)} processes")
     result = run_plan(item, model, options=options, threads=threads, keep=out)
     return report(result, as_json=as_json)

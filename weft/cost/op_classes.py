@@ -1,16 +1,18 @@
 """Operator classes: what an operator is like, and which share of a device's peak rates such operators reach.
 
 The table is ``efficiency.yaml`` beside this file; its head documents the fields. ``op_class`` understands ATen names
-as the tracer writes them (``aten.linear.default``, overload or not), ONNX operator types (``Conv``) and plain names.
+as the tracer writes them (``aten.linear.default``, overload or not), ONNX operator types (``Conv``) and plain names. A
+group of operators that run as one kernel (``fused:conv2d+batch_norm+relu``, see ``weft.coarsen``) is like its heaviest
+part.
 
->>> op_class("aten.addmm.default"), op_class("Gelu"), op_class("aten._softmax")
-('matmul', 'transcendental', 'softmax')
+>>> op_class("aten.addmm.default"), op_class("Gelu"), op_class("aten._softmax"), op_class("fused:conv2d+relu")
+('matmul', 'transcendental', 'softmax', 'convolution')
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -21,6 +23,12 @@ from weft.files import decode
 VIEW: Final = "view"
 OTHER: Final = "other"
 EMBEDDING: Final = "embedding"
+FUSED_PREFIX: Final = "fused:"
+"""What the kind of a group of operators begins with; the plain names of its parts follow, joined by ``+``."""
+
+_BY_WEIGHT: Final = ("recurrent", "attention", "convolution", "matmul", "softmax", "normalisation", EMBEDDING,
+                     "reduction", "transcendental", "elementwise", OTHER, VIEW)
+"""Classes from heavy to light: which one a group is like."""
 
 _TABLE: Final = Path(__file__).with_name("efficiency.yaml")
 _NAMESPACES: Final = frozenset({"torch", "ops", "aten", "prims", "onnx", "ai", "com", "microsoft", "operator",
@@ -73,6 +81,8 @@ def base_name(kind: str) -> str:
 @cache
 def op_class(kind: str) -> str:
     """Return the class of an operator by its kind; ``other`` where nothing is known."""
+    if kind.startswith(FUSED_PREFIX):
+        return heaviest_class(kind.removeprefix(FUSED_PREFIX).split("+"))
     name = base_name(kind)
     known = _class_by_operator().get(name)
     if known is not None:
@@ -81,6 +91,17 @@ def op_class(kind: str) -> str:
         if any(piece in name for piece in entry.contains):
             return class_name
     return OTHER
+
+
+def heaviest_class(kinds: Iterable[str]) -> str:
+    """Return the class that a group of operators of these kinds is like.
+
+    Matrix products around a softmax are attention.
+    """
+    classes = [op_class(kind) for kind in kinds]
+    if classes.count("matmul") >= 2 and "softmax" in classes:
+        return "attention"
+    return min(classes, key=_BY_WEIGHT.index, default=OTHER)
 
 
 @cache

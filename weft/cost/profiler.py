@@ -64,15 +64,15 @@ def profile_model(traced: TracedModel, device: Literal["cpu", "cuda"], store: Pr
     (default: now) is noted with each entry. ``progress`` is called with (passes done, all passes).
     """
     begin = time.perf_counter()
-    place = _check_device(device, threads, passes)
-    name = kind or (_gpu_name() if device == "cuda" else "local-cpu")
+    place = check_device(device, threads, passes)
+    name = kind or kind_name(device)
     known = {key for key, timing in store.timings(name).items()
              if _is_enough(key, timing, threads, traced.graph.has_backward)}
     work = _find_work(traced, name, known)
     entries: list[tuple[OpKey, OpTiming]] = []
     problems: list[str] = []
     if work.variants or work.sums:
-        with _single_purpose(place, threads):
+        with single_purpose(place, threads):
             record = _time(traced, work, place, threads, passes, progress)
         now = timestamp or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         entries, problems = record.entries(work, threads, now)
@@ -104,7 +104,8 @@ def _sum_times(graph: Graph, kind: str, store: ProfileStore) -> tuple[float, flo
     return sum(item.forward_s for item in found), backward_s + sum(item.forward_s for item in sums if item is not None)
 
 
-def _check_device(device: str, threads: int, passes: int) -> torch.device:
+def check_device(device: str, threads: int, passes: int) -> torch.device:
+    """Return the device to profile on; raise ``InputError`` if it is not there or a number is out of range."""
     if device not in ("cpu", "cuda"):
         raise InputError(f"cannot profile on {device!r}: choose 'cpu' or 'cuda'")
     if device == "cuda" and not torch.cuda.is_available():
@@ -113,6 +114,11 @@ def _check_device(device: str, threads: int, passes: int) -> torch.device:
     if threads < 1 or passes < 1:
         raise InputError(f"threads and passes must be 1 or more, not {threads} and {passes}")
     return torch.device(device)
+
+
+def kind_name(device: str) -> str:
+    """Return what this machine's device is called unless a name is given: ``local-cpu``, or the GPU's name."""
+    return _gpu_name() if device == "cuda" else "local-cpu"
 
 
 def _gpu_name() -> str:
@@ -228,7 +234,7 @@ class _Record:
                    if not any(item.problem for _, item in samples)]
         for key, item in work.sums.items():
             times = item.seconds
-            entries.append((key, replace(blank, forward_s=statistics.median(times), spread=_spread(times),
+            entries.append((key, replace(blank, forward_s=statistics.median(times), spread=spread_of(times),
                                          repeats=len(times))))
         return entries, problems
 
@@ -241,7 +247,7 @@ class _Record:
 
         return replace(
             blank, forward_s=mean(self._forward),
-            spread=mean(lambda item: _spread(item.forward)), repeats=sum(len(item.forward) for _, item in samples),
+            spread=mean(lambda item: spread_of(item.forward)), repeats=sum(len(item.forward) for _, item in samples),
             input_grad_s=mean(self._input_grad) if self.training else None,
             weight_grad_s=mean(lambda item: self._backward(item) - self._input_grad(item)) if self.training else None)
 
@@ -266,7 +272,7 @@ class _Record:
         return max(seconds, self.floor_s) if seconds > _NOTHING_S else seconds
 
 
-def _spread(seconds: Sequence[float]) -> float:
+def spread_of(seconds: Sequence[float]) -> float:
     """Return half the distance of the quartiles relative to the median."""
     if len(seconds) < 2 or statistics.median(seconds) == 0:
         return 0.0
@@ -275,7 +281,7 @@ def _spread(seconds: Sequence[float]) -> float:
 
 
 @contextmanager
-def _single_purpose(device: torch.device, threads: int) -> Iterator[None]:
+def single_purpose(device: torch.device, threads: int) -> Iterator[None]:
     """Set the number of threads and keep the random state, and put both back."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

@@ -56,7 +56,7 @@ def load_onnx(path: str | os.PathLike[str], *, dims: Mapping[str, int] | None = 
 
     Raises ``ModelError`` if the file is corrupt, has unknown or symbolic shapes, or holds loops or branches.
     """
-    model = _read(path)
+    model = read_model(path)
     _fix_dims(model, dict(dims or {}), batch)
     inferred = _infer(model, str(path))
     reader = _Reader(where=str(path), graph=inferred.graph)
@@ -74,7 +74,8 @@ def _onnx() -> Any:
     return onnx
 
 
-def _read(path: str | os.PathLike[str]) -> Any:
+def read_model(path: str | os.PathLike[str]) -> Any:
+    """Return the ONNX file as a ``ModelProto`` with local functions inlined; weights outside of it are not loaded."""
     onnx = _onnx()
     data = read_bytes(path, error=ModelError)
     try:

@@ -57,7 +57,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=0, help="steps before the measured ones (default 0)")
     parser.add_argument("--seed", type=int, default=0, help="for parameters and inputs (default 0)")
     parser.add_argument("--dtype", help="run in this dtype, for instance float64")
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cpu with gloo or cuda with nccl")
+    parser.add_argument("--device", default="cpu", help="cpu (gloo) or cuda (nccl), or with gloo one for each rank: "
+                        "cuda,cpu")
+    parser.add_argument("--gpu-memory", help="the most that a rank may take of its GPU's memory, for instance 4GiB")
     parser.add_argument("--threads", type=int, default=1, help="threads of each started process (default 1)")
     parser.add_argument("--timeout", type=float, default=300.0, help="longest wait for a message, in seconds")
     parser.add_argument("--verify", action="store_true", help="compare loss and gradients with one process")
@@ -71,9 +73,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _options(args: argparse.Namespace) -> RunOptions:
     from weft.run.result import RunOptions
+    from weft.units import parse_bytes
 
+    memory = None if args.gpu_memory is None else parse_bytes(args.gpu_memory)
     return RunOptions(steps=args.steps, warmup=args.warmup, seed=args.seed, dtype=args.dtype, device=args.device,
-                      verify=args.verify, gradients=args.gradients, timeout_s=args.timeout)
+                      gpu_memory_bytes=memory, verify=args.verify, gradients=args.gradients, timeout_s=args.timeout)
 
 
 def report(result: RunResult, *, as_json: bool) -> int:
@@ -132,12 +136,14 @@ class _Rank:
         self.status.set(Milestone.CONNECTING)
         if self.fault == "init":
             os.kill(os.getpid(), signal.SIGKILL)
-        device = _own_device(options.device)
+        device = own_device(options.device, rank=self.rank, num_ranks=self.num_ranks)
+        if options.gpu_memory_bytes is not None and device.type == "cuda":
+            limit_memory(device, options.gpu_memory_bytes)
         store = None
         if self.folder is not None:
             store = open_store(listen_fd=self.args.listen_fd, timeout_s=options.timeout_s)
         transport = Transport(rank=self.rank, num_ranks=self.num_ranks, device=device, timeout_s=options.timeout_s,
-                              store=store)
+                              store=store, by_host="," in options.device)
         if self.folder is None:
             self.watch = start_watch(transport, self.status)
         result = execute(plan, Tracer(source), options, transport=transport, status=self.status, adjust=self._adjust)
@@ -186,19 +192,33 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _own_device(kind: str) -> torch.device:
-    """Return the device of this rank: on a GPU machine, local rank ``i`` takes GPU ``i``."""
+def own_device(text: str, *, rank: int, num_ranks: int) -> torch.device:
+    """Return the device of this rank: as ``text`` says for it, a GPU without a number in the order of local ranks."""
     import torch
 
-    if kind != "cuda":
-        return torch.device(kind)
-    index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    from weft.run.result import rank_devices
+
+    wanted = rank_devices(text, num_ranks)
+    if not wanted[rank].startswith("cuda"):
+        return torch.device("cpu")
+    local = wanted[rank - int(os.environ.get("LOCAL_RANK", rank)):rank]
+    _, _, number = wanted[rank].partition(":")
+    index = int(number) if number else sum(name.startswith("cuda") for name in local)
+    count = torch.cuda.device_count()
     if index >= count:
-        raise RunError(f"GPU {index} is needed for local rank {index}, but this machine has {count}: start fewer ranks "
+        raise RunError(f"GPU {index} is needed for rank {rank}, but this machine has {count}: start fewer ranks "
                        "on it, or use --device cpu")
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device
+
+
+def limit_memory(device: torch.device, num_bytes: int) -> None:
+    """Let this process take at most so much of the GPU's memory; more raises an out-of-memory error."""
+    import torch
+
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
 
 
 def _requested_fault(rank: int) -> str | None:

@@ -78,7 +78,9 @@ def inspect(program: Program, prepared: Prepared, measured: Measured, options: R
     reference = None
     if options.verify and transport.rank == 0:
         status.set(Milestone.VERIFYING)
-        reference = _reference(program, prepared, source, options, transport.device)
+        # A GPU whose memory was limited for the run may have too little for the whole model.
+        device = transport.device if options.gpu_memory_bytes is None else torch.device("cpu")
+        reference = _reference(program, prepared, source, options, device)
     if program.plan.model.mode == "inference":
         outputs = _gather_outputs(program, prepared, measured.first_results, transport)
         return Inspected() if reference is None else Inspected(

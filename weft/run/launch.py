@@ -24,7 +24,7 @@ from typing import IO, Any, Final
 import weft.errors
 from weft.errors import InputError, RunError, WeftError
 from weft.plan.plan import Plan, load_plan, save_plan
-from weft.run.result import RunOptions, RunResult, load_result
+from weft.run.result import RunOptions, RunResult, load_result, rank_devices
 from weft.run.status import create_status_file, read_status_file
 
 POLL_S: Final = 0.05
@@ -44,6 +44,7 @@ def run_plan(plan: Plan | str | PathLike[str], model: str, *, options: RunOption
     options = options or RunOptions()
     _check_options(options, threads)
     given = plan if isinstance(plan, Plan) else load_plan(plan)
+    rank_devices(options.device, len(given.cluster.devices))
     with tempfile.TemporaryDirectory(prefix="weft-run-") as name:
         folder = Path(name)
         save_plan(given, folder / "plan.json")
@@ -187,6 +188,7 @@ def _flags(options: RunOptions) -> list[str]:
     flags = ["--steps", str(options.steps), "--warmup", str(options.warmup), "--seed", str(options.seed),
              "--device", options.device, "--timeout", str(options.timeout_s)]
     flags += ["--dtype", options.dtype] if options.dtype is not None else []
+    flags += ["--gpu-memory", str(options.gpu_memory_bytes)] if options.gpu_memory_bytes is not None else []
     return flags + ["--verify"] * options.verify + ["--gradients"] * options.gradients
 
 

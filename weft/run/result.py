@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from weft.errors import RunError
+from weft.errors import InputError, RunError
 from weft.files import decode, encode, load_json, write_atomic
 from weft.simulate.timeline import Timeline
 from weft.simulate.timeline_file import load_timeline, save_timeline
@@ -39,13 +40,28 @@ class RunOptions:
     dtype: str | None = None
     """Run in this dtype instead of the plan's."""
     device: str = "cpu"
-    """``cpu`` (gloo) or ``cuda`` (nccl)."""
+    """``cpu`` (gloo) or ``cuda`` (nccl) for all ranks, or one for each, such as ``cuda,cpu`` or ``cuda:0,cuda:0``
+    (gloo; what is on a GPU passes through the host's memory)."""
+    gpu_memory_bytes: int | None = None
+    """No rank may take more of its GPU's memory than this; None for no limit."""
     verify: bool = False
     """Compare with the original module on one device."""
     gradients: bool = False
     """Collect the gradients of the first step."""
     timeout_s: float = 300.0
     """A message or collective that takes longer than this ends the run."""
+
+
+def rank_devices(text: str, num_ranks: int) -> tuple[str, ...]:
+    """Return the kind of device of each rank (``cpu``, ``cuda`` or ``cuda:0``) that ``RunOptions.device`` means."""
+    wanted = tuple(text.split(",")) if "," in text else (text,) * num_ranks
+    if len(wanted) != num_ranks:
+        raise InputError(f"device {text!r} names {len(wanted)} devices, but there are {num_ranks} ranks: name one for "
+                         "each, or one for all")
+    for name in wanted:
+        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):
+            raise InputError(f"device {text!r}: {name!r} is none; use cpu, cuda or cuda:0")
+    return wanted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,7 +2,8 @@
 
 One class over ``torch.distributed``. Sends and receives go straight to the backend, without the per-call checks of
 the public functions, because the program was checked before; tags keep messages apart on gloo, and on nccl, which has
-none, the order of the program does. Records travel as JSON, never as pickles.
+none, the order of the program does. Where ranks are on unlike devices, or share one GPU, nccl cannot connect them:
+then all use gloo, and what is on a GPU passes through the host's memory. Records travel as JSON, never as pickles.
 """
 
 from __future__ import annotations
@@ -35,14 +36,31 @@ class Work(Protocol):
         """Return when it is done (on a GPU: when later kernels will see its result)."""
 
 
+class _OnHost:
+    """A transfer of a tensor's copy in the host's memory; what arrives goes to the tensor when it is waited for."""
+
+    def __init__(self, work: Work, copy: Tensor, target: Tensor | None = None) -> None:
+        self._work, self._copy, self._target = work, copy, target
+
+    def wait(self) -> None:
+        """Return when it is done and, for an arrival, on the device."""
+        self._work.wait()
+        if self._target is not None:
+            self._target.copy_(self._copy)
+
+
 class Transport:
     """The connections of one rank; use as a context manager or call ``close``."""
 
     def __init__(self, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float = 300.0,
-                 store: Any = None) -> None:
-        """Connect to the ranks that meet at ``store``, or else at ``MASTER_ADDR:MASTER_PORT``."""
+                 store: Any = None, by_host: bool = False) -> None:
+        """Connect to the ranks that meet at ``store``, or else at ``MASTER_ADDR:MASTER_PORT``.
+
+        ``by_host``, the same on all ranks: messages between GPUs pass through the hosts' memory.
+        """
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        self.copies_to_host = by_host and device.type != "cpu"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not by_host else "gloo"
         try:
             dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks,
                                     timeout=timedelta(seconds=timeout_s))
@@ -55,8 +73,8 @@ class Transport:
             self.synchronize = torch.cuda.current_stream(device).synchronize
         self._store, self._timeout_s = store, timeout_s
         self._world = dist.group.WORLD
-        self._backend = self._world._get_backend(device)
         self._cpu = self._world._get_backend(torch.device("cpu"))
+        self._backend = self._cpu if by_host else self._world._get_backend(device)
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(num_ranks)): self._world}
         self._record_tag = 1 << 28
 
@@ -68,27 +86,34 @@ class Transport:
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Work:
         """Start sending a contiguous tensor; it must stay as it is until the work is done."""
+        sent = self._host_copy(tensor).copy_(tensor) if self.copies_to_host else tensor
         try:
-            work: Work = self._backend.send([tensor], target, tag)
+            work: Work = self._backend.send([sent], target, tag)
         except RuntimeError as problem:
             raise PeerLost(f"rank {self.rank} lost rank {target}: {problem}") from problem
-        return work
+        return _OnHost(work, sent) if self.copies_to_host else work
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Start receiving into a contiguous tensor."""
+        received = self._host_copy(tensor) if self.copies_to_host else tensor
         try:
-            work: Work = self._backend.recv([tensor], source, tag)
+            work: Work = self._backend.recv([received], source, tag)
         except RuntimeError as problem:
             raise PeerLost(f"rank {self.rank} lost rank {source}: {problem}") from problem
-        return work
+        return _OnHost(work, received, tensor) if self.copies_to_host else work
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
         """Start replacing the tensor by its sum over ``ranks``."""
+        summed = self._host_copy(tensor).copy_(tensor) if self.copies_to_host else tensor
         try:
-            work: Work = self._groups[ranks].allreduce([tensor])
+            work: Work = self._groups[ranks].allreduce([summed])
         except RuntimeError as problem:
             raise PeerLost(f"rank {self.rank} lost one of the ranks {ranks}: {problem}") from problem
-        return work
+        return _OnHost(work, summed, tensor) if self.copies_to_host else work
+
+    def _host_copy(self, tensor: Tensor) -> Tensor:
+        """Return room for the tensor in memory that the GPU copies from and to at full speed."""
+        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""

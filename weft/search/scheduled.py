@@ -83,7 +83,7 @@ def find_schedule(plan: Plan, problem: Problem, search: Search, *, split_backwar
                                        reserve={} if last else reserve)
         result = search(plan_problem.problem, plan_problem.num_microbatches)
         found = with_schedule(plan, plan_problem, result.schedule)
-        over = _excess_bytes(found, problem)
+        over = excess_bytes(found, problem)
         if not over:
             break
         for device, num_bytes in over.items():
@@ -91,7 +91,7 @@ def find_schedule(plan: Plan, problem: Problem, search: Search, *, split_backwar
     return Scheduled(plan=found, plan_problem=plan_problem, result=result)
 
 
-def _excess_bytes(plan: Plan, problem: Problem) -> dict[str, int]:
+def excess_bytes(plan: Plan, problem: Problem) -> dict[str, int]:
     """Return by how much the plan exceeds the memory of the devices where it does."""
     account = account_memory(lower(plan, problem.graph))
     over = {}

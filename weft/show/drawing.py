@@ -7,9 +7,14 @@ In text a digit is the forward of a micro-batch, a small letter its backward, a 
 from __future__ import annotations
 
 import colorsys
+import shutil
+import sys
 import textwrap
-from collections.abc import Callable, Collection
-from typing import Final, Literal
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from typing import IO, Final, Literal
 
 import numpy as np
 
@@ -29,6 +34,46 @@ _LIGHT: Final = (75, 179, 214, 140, 80, 210, 114, 222, 146, 109)
 _DARK: Final = (25, 65, 130, 54, 30, 88, 28, 94, 60, 23)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChartLine:
+    """A line of a text chart; one of a row has a style for each cell, from column ``first`` on."""
+
+    text: str
+    first: int = 0
+    styles: tuple[str, ...] = ()
+
+
+def number(value: float) -> str:
+    """Return a time or an amount of a problem, which have no units."""
+    return f"{value:.6g}"
+
+
+def row_line(name: str, marks: Sequence[str], styles: Sequence[str], busy: float) -> ChartLine:
+    """Return a row of cells between its name and the part of the time in which it is busy."""
+    return ChartLine(text=f"{name} |{''.join(marks)}| {100 * busy:4.0f} %", first=len(name) + 2, styles=tuple(styles))
+
+
+def print_chart(lines: Callable[[int], Sequence[ChartLine]], *, width: int | None = None,
+                file: IO[str] | None = None) -> None:
+    """Draw the lines that a width means on ``file`` (stdout): ``width`` or the terminal's, in colour on a terminal."""
+    from rich.text import Text
+
+    from weft.show.tables import make_console
+
+    stream = sys.stdout if file is None else file
+    is_terminal = bool(getattr(stream, "isatty", lambda: False)())
+    wide = width or (shutil.get_terminal_size((100, 24)).columns if is_terminal else 100)
+    console = make_console(stream, max(30, wide))
+    for line in lines(wide):
+        text, first = Text(line.text, no_wrap=True), line.first
+        for style, run in groupby(line.styles):
+            last = first + len(list(run))
+            text.stylize(style, first, last)
+            first = last
+        console.print(text)
+    console.print()
+
+
 def box_colour(microbatch: int, num_microbatches: int, shade: Shade) -> str:
     """Return the colour ``#rrggbb`` of a micro-batch's box."""
     if microbatch < 0:
@@ -36,6 +81,21 @@ def box_colour(microbatch: int, num_microbatches: int, shade: Shade) -> str:
     step = 1 / num_microbatches if num_microbatches <= 10 else 0.382
     red, green, blue = colorsys.hls_to_rgb((0.52 + microbatch * step) % 1, _LIGHTNESS[shade], 0.55)
     return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+
+
+def part_colour(part: float, *, is_strong: bool = False) -> str:
+    """Return the colour ``#rrggbb`` of what is at ``part`` (0 to 1) of a graph: from blue over green and yellow to red.
+
+    What is strong has a full colour, the rest a pale one.
+    """
+    lightness, saturation = (0.40, 0.62) if is_strong else (0.80, 0.50)
+    red, green, blue = colorsys.hls_to_rgb(0.62 * (1 - part), lightness, saturation)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+
+
+def part_style(part: float, *, is_strong: bool = False) -> str:
+    """Return the terminal style of a cell with that colour."""
+    return f"{'bold #ffffff' if is_strong else '#16202a'} on {part_colour(part, is_strong=is_strong)}"
 
 
 def text_colour(shade: Shade) -> str:
@@ -96,6 +156,25 @@ def find_ticks(span: float) -> list[float]:
     power = 10.0 ** np.floor(np.log10(rough))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough)
     return [number * step for number in range(int(span / step + 1e-9) + 1)]
+
+
+def svg_head(title: str, width: int, height: int) -> list[str]:
+    """Return the first lines of a picture: its size, its title and a white ground. ``</svg>`` ends it."""
+    return [f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' "
+            f"viewBox='0 0 {width} {height}' role='img' {FONT} font-size='12'>",
+            f"<title>{escape(title)}</title><rect width='100%' height='100%' fill='#ffffff'/>"]
+
+
+def svg_tick(x: float, text: str, bottom: int) -> str:
+    """Return one line of a picture's time axis, from the text down to ``bottom``."""
+    return (f"<line x1='{x:.1f}' x2='{x:.1f}' y1='22' y2='{bottom}' stroke='#e3e5e6'/>\n"
+            f"<text x='{x:.1f}' y='15' text-anchor='middle' fill='#5c6670'>{text}</text>")
+
+
+def svg_swatch(x: float, y: float, fill: str, text: str, stroke: str = "none") -> str:
+    """Return one entry of a picture's legend."""
+    return (f"<rect x='{x:.0f}' y='{y:.0f}' width='11' height='10' fill='{fill}' stroke='{stroke}'/>\n"
+            f"<text x='{x + 16:.0f}' y='{y + 9:.0f}' font-size='11' fill='#5c6670'>{text}</text>")
 
 
 def text_axis(span: float, num_cells: int, to_text: Callable[[float], str]) -> str:

@@ -11,10 +11,7 @@ for more than half of its time is a dot.
 
 from __future__ import annotations
 
-import shutil
-import sys
 from dataclasses import dataclass
-from itertools import groupby
 from typing import IO, Final
 
 import numpy as np
@@ -23,11 +20,14 @@ from weft.model.graph import I64
 from weft.plan.program import Op, Phase, Program
 from weft.show.drawing import (
     IDLE,
+    ChartLine,
     Shade,
     cell_mark,
     cell_style,
     fill_cells,
     marks_legend,
+    print_chart,
+    row_line,
     text_axis,
     wrapped,
 )
@@ -102,47 +102,27 @@ def _legend(timeline: Timeline, program: Program) -> str:
 
 def format_gantt(timeline: Timeline, program: Program, *, width: int = 100, max_rows: int = 16) -> str:
     """Return the chart as plain text, no line longer than ``width`` (30 at least)."""
-    return "\n".join(line for line, _ in _lines(timeline, program, width, max_rows))
+    return "\n".join(line.text for line in _lines(timeline, program, width, max_rows))
 
 
-def _lines(timeline: Timeline, program: Program, width: int, max_rows: int) -> list[tuple[str, GanttRow | None]]:
-    """Return the lines of the chart, each with its device's row if it has one."""
+def _lines(timeline: Timeline, program: Program, width: int, max_rows: int) -> list[ChartLine]:
     width = max(30, width)
     names = [printable(name) for name in timeline.devices[:max_rows]]
     margin = min(max((len(name) for name in names), default=0), max(6, width // 5))
     num_cells = width - margin - 10
     gantt = draw_gantt(timeline, program, num_cells=num_cells, max_rows=max_rows)
-    lines: list[tuple[str, GanttRow | None]] = [
-        (f"{shorten(name, margin):<{margin}} |{row.cells}| {100 * row.busy:4.0f} %", row)
-        for name, row in zip(names, gantt.rows, strict=False)]
+    lines = [row_line(f"{shorten(name, margin):<{margin}}", row.cells, _styles(program, row), row.busy)
+             for name, row in zip(names, gantt.rows, strict=False)]
     if gantt.num_left_out:
-        lines.append((f"{'':<{margin}}  ... {gantt.num_left_out} more", None))
-    lines.append((f"{'':<{margin}}  {text_axis(gantt.step_time_s, num_cells, format_time)}", None))
-    lines += [(line, None) for line in wrapped(gantt.legend, width)]
-    return lines
+        lines.append(ChartLine(text=f"{'':<{margin}}  ... {gantt.num_left_out} more"))
+    lines.append(ChartLine(text=f"{'':<{margin}}  {text_axis(gantt.step_time_s, num_cells, format_time)}"))
+    return [*lines, *(ChartLine(text=line) for line in wrapped(gantt.legend, width))]
 
 
 def print_gantt(timeline: Timeline, program: Program, *, width: int | None = None, max_rows: int = 16,
                 file: IO[str] | None = None) -> None:
     """Draw the chart on ``file`` (stdout), as wide as the terminal or ``width``, in colour on a terminal."""
-    from rich.text import Text
-
-    from weft.show.tables import make_console
-
-    stream = sys.stdout if file is None else file
-    is_terminal = bool(getattr(stream, "isatty", lambda: False)())
-    wide = width or (shutil.get_terminal_size((100, 24)).columns if is_terminal else 100)
-    console = make_console(stream, max(30, wide))
-    for line, row in _lines(timeline, program, wide, max_rows):
-        text = Text(line, no_wrap=True)
-        if row is not None:
-            first = len(line) - len("|  100 %") - len(row.cells)
-            for style, run in groupby(_styles(program, row)):
-                last = first + len(list(run))
-                text.stylize(style, first, last)
-                first = last
-        console.print(text)
-    console.print()
+    print_chart(lambda wide: _lines(timeline, program, wide, max_rows), width=width, file=file)
 
 
 def _styles(program: Program, row: GanttRow) -> list[str]:

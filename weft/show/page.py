@@ -24,11 +24,12 @@ def render_page(values: Mapping[str, str], data: Any) -> str:
     """Return the page's text: ``report.html`` with the values in their places and ``data`` for its script.
 
     The values are HTML: ``title``, ``mark`` (what sort of report), ``heading``, ``subtitle``, ``tiles``, ``sections``,
-    ``footer``, and ``last_column`` of the table of instructions.
+    ``footer``, and of the table of instructions ``last_column`` and, if it is not of micro-batches, ``second_column``.
     """
     style, script = _read("report.css"), _script()
-    return _fill(_read("report.html"), {**values, "policy": _policy(style, script), "style": style, "script": script,
-                                        "data": embed_json(data)})
+    return _fill(_read("report.html"), {
+        "second_column": "Micro-batch", **values, "policy": _policy(style, script), "style": style, "script": script,
+        "data": embed_json(data)})
 
 
 def _read(name: str) -> str:

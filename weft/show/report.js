@@ -40,10 +40,12 @@ function hover(clientX, clientY) {
 function instructionFacts(track, i) {
   const what = data.what[data.program.what[i]], microbatch = data.program.microbatch[i];
   const { start, end } = track.timeline;
-  const facts = [["Device", data.devices[track.rank].name]];
+  const row = data.devices[track.rank], facts = [[row.link ? "Link" : "Device", row.name]];
   if (microbatch >= 0) facts.push(["Micro-batch", String(microbatch)]);
   facts.push(["Start", formatTime(start[i])], ["End", formatTime(end[i])], ["Duration", formatTime(end[i] - start[i])]);
   if (data.program.part) facts.push(["Phase", data.parts[data.program.part[i]]]);
+  if (data.program.after) facts.push(["Waited for", waitText(i)]);
+  if (what.strong) facts.push(["Critical path", "yes"]);
   if (what.where) facts.push([what.joint ? "Devices" : "Link", what.where]);
   if (what.bytes !== null) facts.push(["Bytes", formatBytes(what.bytes)]);
   timelines.forEach((other, number) => {
@@ -52,6 +54,12 @@ function instructionFacts(track, i) {
   });
   const title = microbatch < 0 ? what.label : what.label + " mb " + microbatch;
   return { title: timelines.length > 1 ? title + " (" + track.timeline.title + ")" : title, facts };
+}
+
+// Of a placement: what ended last of all that the operator or transfer had to wait for.
+function waitText(i) {
+  const before = data.program.after[i], why = data.whys[data.program.why[i]];
+  return before < 0 ? why : why + ": " + data.what[data.program.what[before]].label;
 }
 
 function compare(own, other) {
@@ -225,11 +233,16 @@ function drawLegend() {
   const names = [["forward", "forward", phases.has("F")], ["backward", "backward", phases.has("B") || phases.has("I")],
                  ["weight", "weight gradients", phases.has("W")]];
   for (const [shade, text, isUsed] of names) if (isUsed) addStrip(legend, shade, text);
+  if (data.what.some((what) => "part" in what)) {
+    addParts(legend, true, "on the critical path");
+    addParts(legend, false, "others, from the first to the last operator");
+  }
   const ops = new Set(data.what.map((what) => what.op));
   const others = [["collective", "gradient exchange"], ["step", "optimizer"]].filter(([op]) => ops.has(op));
   if (others.length) addSwatch(legend, theme.neutral, others.map(([, text]) => text).join(", "));
-  if (timelines.some((timeline) => timeline.ranks[0]?.memory)) addSwatch(legend, theme.activations, "memory held");
-  if (data.devices.some((device) => device.capacity)) addSwatch(legend, theme.warn, "memory capacity", "dash");
+  const hasCapacity = hasMemory && data.devices.some((device) => device.capacity);
+  if (hasMemory) addSwatch(legend, theme.activations, "memory held");
+  if (hasCapacity) addSwatch(legend, theme.warn, "memory capacity", "dash");
   if (data.what.some((what) => what.joint)) addSwatch(legend, theme.ink, "on several devices", "outline");
   if (timelines.some((timeline) => timeline.steady)) {
     for (const name of ["warm-up", "cool-down"]) addSwatch(legend, theme[name], name);
@@ -247,6 +260,15 @@ function addStrip(legend, shade, text) {
   }
   const range = data.microbatches > 8 ? `, micro-batches 0 to ${data.microbatches - 1}` : " of micro-batch";
   element("b", text + range, strip);
+}
+
+function addParts(legend, strong, text) {
+  const strip = element("span", null, legend);
+  strip.className = "strip";
+  for (let step = 0; step < 6; step++) {
+    element("i", null, strip).style.background = partColour({ part: step / 5, strong });
+  }
+  element("b", text, strip);
 }
 
 function addSwatch(legend, colour, text, shape = "box") {
@@ -283,7 +305,7 @@ function fillTable() {
     const what = data.what[data.program.what[i]], microbatch = data.program.microbatch[i];
     const row = element("tr", null, body);
     element("td", what.label, row);
-    element("td", microbatch < 0 ? "" : String(microbatch), row);
+    element("td", data.program.after ? waitText(i) : microbatch < 0 ? "" : String(microbatch), row);
     for (const text of [formatTime(start[i]), formatTime(end[i]), formatTime(end[i] - start[i]),
                         lastColumn(what, i)]) element("td", text, row).className = "n";
   }
@@ -314,6 +336,7 @@ if (timelines.every((timeline) => timeline.ranks.every((rank) => rank.communicat
   $("show-communication").remove();
   view.communication = false;
 }
+if (!hasMemory) $("show-memory").remove();
 setUpTable();
 drawLegend();
 layOut();

@@ -126,6 +126,18 @@ function colourOf(microbatch, shade) {
   return colour;
 }
 
+// Of a placement: from blue for the first operators of the graph to red for the last; pale off the critical path.
+function partColour({ part, strong }) {
+  const key = "part " + part + strong;
+  let colour = colours.get(key);
+  if (colour === undefined) {
+    const [lightness, chroma] = strong ? [theme["backward-l"], 0.16] : [`calc(${theme["forward-l"]} + 0.06)`, 0.055];
+    colour = `oklch(${lightness} ${chroma} ${(255 - 230 * part).toFixed(1)})`;
+    colours.set(key, colour);
+  }
+  return colour;
+}
+
 function shadeOf(what) {
   if (what.phase === "W") return "weight";
   return what.backward ? "backward" : "forward";
@@ -134,14 +146,32 @@ function shadeOf(what) {
 // ---- what is shown, and where
 
 const view = { from: 0, to: fullSpan, shown: [0], memory: true, communication: true, pointer: null, hover: null };
-const AXIS = 28, COMPUTE = 26, COMMUNICATION = 13, MEMORY = 30, GAP = 3, ROW_GAP = 14;
-let width = 0, height = 0, gutter = 0, rowHeight = 0, blockHeight = 0;
+const AXIS = 28, COMPUTE = 26, COMMUNICATION = 13, MEMORY = 30, GAP = 3, ROW_GAP = 14, LINK_GAP = 6;
+const hasMemory = timelines.some((timeline) => timeline.ranks[0]?.memory);
+const hasLinkRows = data.devices.some((device) => device.link);
+let width = 0, height = 0, gutter = 0;
+// Where each row begins, and after them where the last one ends.
+let rowTop = [];
+
+// A row that is a link has one thin track; where there are such rows, devices have no track for communication.
+function tracksOf(rank) {
+  if (data.devices[rank].link) return view.communication ? [["communication", COMMUNICATION]] : [];
+  const tracks = [["compute", COMPUTE]];
+  if (view.communication && !hasLinkRows) tracks.push(["communication", COMMUNICATION]);
+  if (view.memory && hasMemory) tracks.push(["memory", MEMORY]);
+  return tracks;
+}
+
+const blockHeight = (tracks) => tracks.reduce((sum, [, h]) => sum + h + GAP, -GAP);
 
 function layOut() {
-  const hasMemory = view.memory && timelines.some((timeline) => timeline.ranks[0]?.memory);
-  blockHeight = COMPUTE + (view.communication ? GAP + COMMUNICATION : 0) + (hasMemory ? GAP + MEMORY : 0);
-  rowHeight = view.shown.length * (blockHeight + 6) - 6 + ROW_GAP;
-  const total = AXIS + ROW_GAP / 2 + rowHeight * data.devices.length;
+  rowTop = [AXIS + ROW_GAP / 2];
+  data.devices.forEach((device, rank) => {
+    const tracks = tracksOf(rank), gap = device.link ? LINK_GAP : ROW_GAP;
+    const tall = tracks.length ? view.shown.length * (blockHeight(tracks) + 6) - 6 + gap : 0;
+    rowTop.push(rowTop[rank] + tall);
+  });
+  const total = rowTop[data.devices.length];
   space.style.height = total + "px";
   width = chart.clientWidth;
   height = Math.min(total, chart.clientHeight || total);
@@ -164,20 +194,16 @@ const toTime = (x) => view.from + (x - gutter) / plotWidth() * (view.to - view.f
 // Calls visit for each track that is inside the viewport: its device, timeline and place.
 function eachTrack(visit) {
   const scroll = chart.scrollTop;
-  const first = Math.max(0, Math.floor((scroll - ROW_GAP) / rowHeight));
-  for (let rank = first; rank < data.devices.length; rank++) {
-    const top = AXIS + ROW_GAP / 2 + rank * rowHeight - scroll;
+  for (let rank = Math.max(0, firstAbove(rowTop, scroll) - 1); rank < data.devices.length; rank++) {
+    const top = rowTop[rank] - scroll, tracks = tracksOf(rank);
     if (top > height) return;
     view.shown.forEach((number, position) => {
-      let y = top + position * (blockHeight + 6);
+      let y = top + position * (blockHeight(tracks) + 6);
       const place = { rank, timeline: timelines[number], number, position, top: y };
-      visit({ ...place, kind: "compute", y, h: COMPUTE });
-      y += COMPUTE + GAP;
-      if (view.communication) {
-        visit({ ...place, kind: "communication", y, h: COMMUNICATION });
-        y += COMMUNICATION + GAP;
+      for (const [kind, h] of tracks) {
+        if (kind !== "memory" || place.timeline.ranks[rank].memory) visit({ ...place, kind, y, h });
+        y += h + GAP;
       }
-      if (view.memory && place.timeline.ranks[rank].memory) visit({ ...place, kind: "memory", y, h: MEMORY });
     });
   }
 }
@@ -316,6 +342,9 @@ function drawName(track) {
     const peak = formatBytes(track.timeline.ranks[track.rank].memory.peak);
     write(isNarrow ? peak : "peak " + peak, track.y + MEMORY / 2, "11px", theme.soft);
   }
+  if (data.devices[track.rank].link) {
+    write(data.devices[track.rank].name, track.y + COMMUNICATION / 2, "11px", theme.ink);
+  }
   if (track.kind !== "compute") return;
   const busy = percent(track.timeline.busy[track.rank]) + " busy", { title } = track.timeline;
   if (track.position === 0 && track.rank > 0) {
@@ -412,7 +441,7 @@ function drawLane(lane, track, y, h) {
 
 function fill(i, x, y, w, h) {
   const what = data.what[data.program.what[i]];
-  context.fillStyle = colourOf(data.program.microbatch[i], shadeOf(what));
+  context.fillStyle = "part" in what ? partColour(what) : colourOf(data.program.microbatch[i], shadeOf(what));
   context.fillRect(x, y, w, h);
   if (what.joint && w > 2) {
     context.strokeStyle = theme.ink;
@@ -431,7 +460,8 @@ function writeInside(i, track, box) {
   const isLong = microbatch < 0 || (box.w >= 110 && context.measureText(long).width <= room);
   const text = isLong ? long : String(microbatch);
   if (context.measureText(text).width > room) return;
-  context.fillStyle = shadeOf(what) === "forward" && microbatch >= 0 ? "#16202a" : "#ffffff";
+  const isPale = "part" in what ? !what.strong : shadeOf(what) === "forward" && microbatch >= 0;
+  context.fillStyle = isPale ? "#16202a" : "#ffffff";
   context.textAlign = "center";
   context.textBaseline = "middle";
   context.fillText(text, left + (room + 4) / 2, box.y + box.h / 2 + 0.5);

@@ -12,35 +12,30 @@ than a character, whole periods are left out at ``~``.
 
 from __future__ import annotations
 
-import shutil
-import sys
-from dataclasses import dataclass
-from itertools import groupby
 from typing import IO, Final
 
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.result import ScheduleResult
-from weft.show.drawing import IDLE, Shade, cell_mark, cell_style, fill_cells, marks_legend, text_axis, wrapped
+from weft.show.drawing import (
+    IDLE,
+    ChartLine,
+    Shade,
+    cell_mark,
+    cell_style,
+    fill_cells,
+    marks_legend,
+    number,
+    print_chart,
+    row_line,
+    text_axis,
+    wrapped,
+)
 from weft.show.names import printable, shorten
 from weft.show.schedule_facts import Row, Steady, View, block_shades, make_view
 
 GAP: Final = "~"
 MAX_ROWS: Final = 40
 """Rows beyond so many are counted instead of drawn."""
-
-
-def number(value: float) -> str:
-    """Return a time or an amount of a problem, which have no units."""
-    return f"{value:.6g}"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Line:
-    """A line of the chart; one of a row has a style for each cell, from column ``first`` on."""
-
-    text: str
-    first: int = 0
-    styles: tuple[str, ...] = ()
 
 
 def format_schedule(result: ScheduleResult, *, width: int = 100, max_rows: int = MAX_ROWS) -> str:
@@ -51,25 +46,10 @@ def format_schedule(result: ScheduleResult, *, width: int = 100, max_rows: int =
 def print_schedule_gantt(result: ScheduleResult, *, width: int | None = None, max_rows: int = MAX_ROWS,
                          file: IO[str] | None = None) -> None:
     """Draw the chart on ``file`` (stdout), as wide as the terminal or ``width``, in colour on a terminal."""
-    from rich.text import Text
-
-    from weft.show.tables import make_console
-
-    stream = sys.stdout if file is None else file
-    is_terminal = bool(getattr(stream, "isatty", lambda: False)())
-    wide = width or (shutil.get_terminal_size((100, 24)).columns if is_terminal else 100)
-    console = make_console(stream, max(30, wide))
-    for line in _lines(result, wide, max_rows):
-        text, first = Text(line.text, no_wrap=True), line.first
-        for style, run in groupby(line.styles):
-            last = first + len(list(run))
-            text.stylize(style, first, last)
-            first = last
-        console.print(text)
-    console.print()
+    print_chart(lambda wide: _lines(result, wide, max_rows), width=width, file=file)
 
 
-def _lines(result: ScheduleResult, width: int, max_rows: int) -> list[_Line]:
+def _lines(result: ScheduleResult, width: int, max_rows: int) -> list[ChartLine]:
     width = max(30, width)
     problem = result.schedule.problem
     names = [printable(name) for name in problem.resource_names]
@@ -82,16 +62,16 @@ def _lines(result: ScheduleResult, width: int, max_rows: int) -> list[_Line]:
              for name, row in zip(names[:num_shown], view.rows, strict=False)]
     space = " " * (margin + 2)
     if num_shown < len(names):
-        lines.append(_Line(text=f"{space}... {len(names) - num_shown} more"))
+        lines.append(ChartLine(text=f"{space}... {len(names) - num_shown} more"))
     if view.steady is not None:
-        lines.append(_Line(text=f"{space}{phase_ruler(view.steady, view.span, num_cells)}".rstrip()))
-    lines.append(_Line(text=f"{space}{_axis(view, result.makespan, num_cells)}"))
+        lines.append(ChartLine(text=f"{space}{phase_ruler(view.steady, view.span, num_cells)}".rstrip()))
+    lines.append(ChartLine(text=f"{space}{_axis(view, result.makespan, num_cells)}"))
     legend = f"{marks_legend(set(shades), result.schedule.num_microbatches)}; {IDLE} idle{_period_note(view)}"
-    return [*lines, *(_Line(text=text) for text in wrapped(legend, width))]
+    return [*lines, *(ChartLine(text=text) for text in wrapped(legend, width))]
 
 
 def _row_line(problem: ScheduleProblem, view: View, row: Row, name: str, num_cells: int,
-              shades: tuple[Shade, ...]) -> _Line:
+              shades: tuple[Shade, ...]) -> ChartLine:
     """Return the line of a device or link; cells of blocks with several devices are underlined."""
     marks, styles = [IDLE] * num_cells, ["dim"] * num_cells
     for cell, index in enumerate(fill_cells(row.starts, row.ends, view.span, num_cells).tolist()):
@@ -103,7 +83,7 @@ def _row_line(problem: ScheduleProblem, view: View, row: Row, name: str, num_cel
     if view.gap is not None:
         cell = min(num_cells - 1, round(view.gap * num_cells / view.span))
         marks[cell], styles[cell] = GAP, "dim"
-    return _Line(text=f"{name} |{''.join(marks)}| {100 * row.busy:4.0f} %", first=len(name) + 2, styles=tuple(styles))
+    return row_line(name, marks, styles, row.busy)
 
 
 def _axis(view: View, makespan: float, num_cells: int) -> str:

@@ -17,11 +17,10 @@ from weft.files import write_atomic
 from weft.model.graph import F64, I64
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.result import ScheduleResult
-from weft.show.drawing import Shade
+from weft.show.drawing import Shade, number
 from weft.show.names import printable, short_list
 from weft.show.page import escape, number_cells, render_page, row_header, section, share_bar, table, tile
 from weft.show.schedule_facts import Row, ScheduleFacts, block_shades, find_steady, memory_curve, rows_of
-from weft.show.schedule_gantt import number
 from weft.show.schedule_svg import period_text
 from weft.show.schedule_tables import fits_text, gap_text, limit_text, peaks_text, period_texts
 from weft.show.tables import UNKNOWN, percent

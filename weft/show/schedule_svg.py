@@ -16,17 +16,19 @@ from weft.files import write_atomic
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.result import ScheduleResult
 from weft.show.drawing import (
-    FONT,
     MEANING,
     Shade,
     box_colour,
     find_ticks,
+    number,
+    svg_head,
+    svg_swatch,
+    svg_tick,
     text_colour,
     visible_boxes,
 )
 from weft.show.names import printable, shorten
 from weft.show.schedule_facts import Row, Steady, View, block_shades, make_view
-from weft.show.schedule_gantt import number
 
 _MARGIN: Final = 96
 _TOP: Final = 50
@@ -61,11 +63,7 @@ def render_schedule_svg(result: ScheduleResult, *, title: str = "Schedule", widt
     picture = _Picture(result, view, (width - _MARGIN - 12) / view.span if view.span > 0 else 0.0, bottom)
     text = f"{printable(title)}: {result.schedule.num_microbatches} micro-batches in {number(result.makespan)}"
     height = bottom + _LEGEND
-    parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' viewBox='0 0 {width} {height}' "
-        f"role='img' {FONT} font-size='12'>",
-        f"<title>{escape(text)}</title><rect width='100%' height='100%' fill='#ffffff'/>", *picture.axis()]
-    y = _TOP
+    parts, y = [*svg_head(text, width, height), *picture.axis()], _TOP
     for row in rows:
         parts += picture.row(row, y)
         y += _height(row) + _GAP
@@ -97,9 +95,7 @@ class _Picture:
         left_out = self.schedule.makespan - self.view.span
         for time in find_ticks(self.view.span):
             is_behind = self.view.gap is not None and time > self.view.gap
-            text, x = number(time + left_out if is_behind else time), self.x(time)
-            yield f"<line x1='{x:.1f}' x2='{x:.1f}' y1='22' y2='{self.bottom - 4}' stroke='#e3e5e6'/>"
-            yield f"<text x='{x:.1f}' y='15' text-anchor='middle' fill='#5c6670'>{text}</text>"
+            yield svg_tick(self.x(time), number(time + left_out if is_behind else time), self.bottom - 4)
 
     def row(self, row: Row, y: int) -> Iterator[str]:
         """Return a device or a link: name, tints, boxes."""
@@ -169,8 +165,7 @@ class _Picture:
             items.append((STEADY, "none", "idle"))
         x, y = _MARGIN, self.bottom + 16
         for fill, stroke, text in items:
-            yield f"<rect x='{x}' y='{y}' width='11' height='10' fill='{fill}' stroke='{stroke}'/>"
-            yield f"<text x='{x + 16}' y='{y + 9}' font-size='11' fill='#5c6670'>{text}</text>"
+            yield svg_swatch(x, y, fill, text, stroke)
             x += 36 + 6 * len(text)
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import IO
 
 from weft.search.schedule.result import ScheduleResult
+from weft.show.drawing import number
 from weft.show.schedule_facts import ScheduleFacts, rows_of
-from weft.show.schedule_gantt import number, print_schedule_gantt
+from weft.show.schedule_gantt import print_schedule_gantt
 from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, cut_table, percent, print_text_table
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from weft.files import write_atomic
 from weft.model.graph import I64
 from weft.plan.program import Op, Phase, Program
-from weft.show.drawing import FONT, box_colour, find_ticks, text_colour, visible_boxes
+from weft.show.drawing import box_colour, find_ticks, svg_head, svg_tick, text_colour, visible_boxes
 from weft.show.gantt import SHADES
 from weft.show.names import printable, shorten
 from weft.simulate.timeline import Timeline
@@ -42,12 +42,7 @@ def render_svg(timeline: Timeline, program: Program, *, width: int = 960, max_ro
     height = _TOP + num_rows * _ROW + (24 if left_out else 0)
     scale = (width - _MARGIN - 12) / timeline.step_time_s if timeline.step_time_s > 0 else 0.0
     title = f"{printable(program.plan.model.name)}: {timeline.kind} step of {format_time(timeline.step_time_s)}"
-    parts = [
-        f"<svg xmlns='http://www.w3.org/2000/svg' width='{width}' height='{height}' viewBox='0 0 {width} {height}' "
-        f"role='img' {FONT} font-size='12'>",
-        f"<title>{escape(title)}</title><rect width='100%' height='100%' fill='#ffffff'/>",
-        *_axis(timeline.step_time_s, scale, height),
-    ]
+    parts = [*svg_head(title, width, height), *_axis(timeline.step_time_s, scale, height)]
     for rank in range(num_rows):
         parts += _row(timeline, program, rank, scale, _TOP + rank * _ROW)
     if left_out:
@@ -57,10 +52,7 @@ def render_svg(timeline: Timeline, program: Program, *, width: int = 960, max_ro
 
 def _axis(step_time_s: float, scale: float, height: int) -> Iterator[str]:
     for time_s in find_ticks(step_time_s):
-        x = _MARGIN + time_s * scale
-        text = format_time(time_s) if time_s else "0"
-        yield f"<line x1='{x:.1f}' x2='{x:.1f}' y1='22' y2='{height - 6}' stroke='#e3e5e6'/>"
-        yield f"<text x='{x:.1f}' y='15' text-anchor='middle' fill='#5c6670'>{text}</text>"
+        yield svg_tick(_MARGIN + time_s * scale, format_time(time_s) if time_s else "0", height - 6)
 
 
 def _row(timeline: Timeline, program: Program, rank: int, scale: float, y: int) -> Iterator[str]:

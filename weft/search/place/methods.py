@@ -6,21 +6,30 @@ with enough memory. ``weft.search.place.search`` joins them with Weft's own sear
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Final
 
-from weft.model.graph import I64
-from weft.search.place.problem import PlaceProblem
+from weft.search.place.assignment import Assignment, Method
+from weft.search.place.getf import getf
+from weft.search.place.lists import best_heft, cpop, etf, heft, peft
+from weft.search.place.rules import accelerate_balanced, accelerate_sequential, even, proportional, single
+from weft.search.place.sct import m_sct
 
+__all__ = ["METHODS", "Assignment", "Method"]
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Assignment:
-    """Where every operator runs, and in which order operators are taken."""
-
-    device: I64
-    """[n]"""
-    order: I64
-    """[n] all operators, each after those it reads from."""
-
-
-Method = Callable[[PlaceProblem], Assignment]
+METHODS: Final[Mapping[str, Method]] = MappingProxyType({
+    "single": single,
+    "heft": heft,
+    "heft-subsets": best_heft,
+    "peft": peft,
+    "cpop": cpop,
+    "etf": etf,
+    "m-sct": m_sct,
+    "getf": getf,
+    "accelerate-sequential": accelerate_sequential,
+    "accelerate-balanced": accelerate_balanced,
+    "proportional": proportional,
+    "even": even,
+})
+"""Simple ones first."""

@@ -25,6 +25,10 @@ TOLERANCE = 1e-9
 """Times may differ by so much of the largest time and still count as equal."""
 
 
+SMALL = 300
+"""Up to so many operators, timetables are made in plain Python."""
+
+
 class Sent(NamedTuple):
     """One transfer: a tensor, from its writer's device to another."""
 
@@ -90,11 +94,13 @@ class Timetable:
 
 def make_timetable(problem: PlaceProblem, device: I64, order: I64) -> Timetable:
     """Return the timetable that the devices and the order mean; see the module's docstring."""
-    from weft.search.place import kernel
-
     check_placement(problem, device)
-    arrays = kernel.Arrays.of(problem)
-    start_s, sent_s = kernel.decode(arrays, device, order)
+    if problem.num_ops <= SMALL:  # not worth a compiler's start
+        start_s, sent_s = decode(problem, device, order)
+    else:
+        from weft.search.place import kernel
+
+        start_s, sent_s = kernel.decode(kernel.Arrays.of(problem), device, order)
     row, target = np.nonzero(np.isfinite(sent_s))
     transfers = []
     for tensor, there in zip(row.tolist(), target.tolist(), strict=True):
@@ -102,6 +108,36 @@ def make_timetable(problem: PlaceProblem, device: I64, order: I64) -> Timetable:
         transfers.append(Sent(tensor, source, there, begin, begin + problem.transfer_s(tensor, source, there)))
     return Timetable(problem=problem, device=device.copy(), start_s=start_s,
                      transfers=tuple(sorted(transfers, key=lambda sent: (sent.start_s, sent.tensor, sent.target))))
+
+
+def decode(problem: PlaceProblem, device: I64, order: I64) -> tuple[F64, F64]:
+    """Return the start of each operator and of each transfer [tensors, devices]; ``kernel.decode`` in plain Python."""
+    core_free = np.zeros(problem.num_devices)
+    way_free = np.zeros(max(1, problem.num_resources))
+    start_s, end_s = np.zeros(problem.num_ops), np.zeros(problem.num_ops)
+    sent_s = np.full((problem.num_tensors, problem.num_devices), np.inf)
+    arrival: dict[tuple[int, int], float] = {}
+    for op in order.tolist():
+        here = int(device[op])
+        inputs = problem.inputs[problem.input_start[op] : problem.input_start[op + 1]].tolist()
+        for tensor in sorted(inputs, key=lambda tensor: end_s[problem.producer[tensor]]):
+            writer = int(problem.producer[tensor])
+            source = int(device[writer])
+            if source == here or (tensor, here) in arrival:
+                continue
+            pair = source * problem.num_devices + here
+            used = problem.resources[problem.resource_start[pair] : problem.resource_start[pair + 1]]
+            begin = max(float(end_s[writer]), float(way_free[used].max(initial=0.0)))
+            sent_s[tensor, here] = begin
+            way_free[used] = arrival[tensor, here] = begin + problem.transfer_s(tensor, source, here)
+        core = int(problem.core_of_device[here])
+        ready = float(core_free[core])
+        for tensor in inputs:
+            writer = int(problem.producer[tensor])
+            ready = max(ready, float(end_s[writer]) if device[writer] == here else arrival[tensor, here])
+        start_s[op] = ready
+        end_s[op] = core_free[core] = ready + problem.time_s[op, here]
+    return start_s, sent_s
 
 
 def check_timetable(timetable: Timetable) -> None:

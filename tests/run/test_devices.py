@@ -1,0 +1,83 @@
+"""Which device each rank gets, and messages of ranks on unlike devices, which pass through the host's memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.run.models import __file__ as models_file
+from tests.run.plans import greedy_order, pipeline_plan, traced
+from weft.errors import InputError, RunError
+from weft.run.__main__ import own_device
+from weft.run.launch import run_plan
+from weft.run.result import RunOptions, rank_devices
+from weft.run.transport import Transport
+
+
+def test_one_device_for_all_or_one_for_each():
+    assert rank_devices("cpu", 3) == ("cpu", "cpu", "cpu")
+    assert rank_devices("cuda,cpu,cuda:1", 3) == ("cuda", "cpu", "cuda:1")
+    with pytest.raises(InputError, match="names 2 devices, but there are 3 ranks"):
+        rank_devices("cuda,cpu", 3)
+    for text in ("gpu", "cpu:0", "cuda:", "cuda:x", "cuda,", ""):
+        with pytest.raises(InputError, match="is none; use cpu, cuda or cuda:0"):
+            rank_devices(text, 2)
+
+
+def test_gpus_are_given_out_in_order(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    text = "cuda,cpu,cuda,cuda:0"
+    assert [str(own_device(text, rank=rank, num_ranks=4)) for rank in range(4)] == ["cuda:0", "cpu", "cuda:1", "cuda:0"]
+    with pytest.raises(RunError, match="GPU 2 is needed for rank 2, but this machine has 2"):
+        own_device("cuda", rank=2, num_ranks=3)
+    monkeypatch.setenv("LOCAL_RANK", "0")  # the second host of a run under torchrun
+    assert str(own_device("cuda", rank=2, num_ranks=4)) == "cuda:0"
+
+
+class Wire:
+    """A backend that delivers what was sent when the receive is waited for."""
+
+    def __init__(self) -> None:
+        self.sent: dict[int, torch.Tensor] = {}
+
+    def send(self, tensors, target, tag):
+        self.sent[tag] = tensors[0]
+        return self
+
+    def recv(self, tensors, source, tag):
+        self.receive = lambda: tensors[0].copy_(self.sent[tag])
+        return self
+
+    def wait(self):
+        if hasattr(self, "receive"):
+            self.receive()
+
+
+def test_messages_pass_through_the_hosts_memory():
+    transport = object.__new__(Transport)
+    wire = Wire()
+    transport.rank, transport.device, transport._backend, transport.copies_to_host = 0, torch.device("cpu"), wire, True
+    value = torch.arange(6.0).view(2, 3)
+    work = transport.send(value, 1, 7)
+    value.zero_()  # the device may go on: the copy is under way
+    assert wire.sent[7].data_ptr() != value.data_ptr()
+    work.wait()
+    target = torch.full((2, 3), -1.0)
+    arrival = transport.receive(target, 1, 7)
+    assert target.eq(-1).all()
+    arrival.wait()
+    assert target.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+@pytest.mark.timeout(120)
+def test_a_run_with_a_device_for_each_rank_equals_one_process():
+    graph = traced("tiny_gpt").graph
+    plan = pipeline_plan(graph, [0, 1], greedy_order([0, 1], 2), microbatches=2)
+    options = RunOptions(dtype="float64", device="cpu,cpu", verify=True)
+    result = run_plan(plan, f"{models_file}:tiny_gpt", options=options)
+    assert result.verification is not None
+    assert result.verification.passed
+    with pytest.raises(InputError, match="names 3 devices, but there are 2 ranks"):
+        run_plan(plan, f"{models_file}:tiny_gpt", options=RunOptions(device="cpu,cpu,cpu"))

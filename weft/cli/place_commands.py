@@ -1,0 +1,266 @@
+"""``weft place``."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.cli.common import JsonOption, ProfileOption, QuietOption, choice, load_costs, print_json, reporter
+from weft.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from weft.cli.place_plan import Loaded
+    from weft.model.graph import Graph
+    from weft.model.trace import TracedModel
+    from weft.plan.plan import Plan
+    from weft.search.place.problem import PlaceProblem
+    from weft.search.place.result import PlaceResult
+    from weft.show.place_tables import MethodFacts, PlaceView
+
+OBJECTIVES = ("latency", "throughput")
+FORMATS = ("weft", "dnn-partitioning")
+FUSIONS = ("none", "rules", "inductor", "onnxruntime")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceOptions:
+    """What the command line asks of the search and of its output."""
+
+    objective: str
+    method: str
+    contiguous: bool
+    time_limit: float | None
+    seed: int
+    compare: bool
+    out: Path | None
+    html: Path | None
+    svg: Path | None
+    width: int | None
+    as_json: bool
+    report: Callable[[str], None]
+
+    def search(self) -> dict[str, Any]:
+        """Return the arguments of every search."""
+        return {"objective": self.objective, "contiguous": self.contiguous, "time_limit": self.time_limit,
+                "seed": self.seed, "progress": self.report}
+
+
+def place(
+    graph: Annotated[str, typer.Argument(
+        metavar="GRAPH", help="A graph file, an .onnx file, a name from `weft models` or path/to/file.py:function.")],
+    cluster: Annotated[str | None, typer.Argument(
+        metavar="CLUSTER", help="A cluster file, or a text such as '2 x A100-80GB, 2 x RTX3090'.")] = None,
+    objective: Annotated[str, typer.Option(
+        help="latency: of one request; throughput: time per request of a full pipeline.")] = "latency",
+    method: Annotated[str, typer.Option(help="auto searches; or one method by name (see --compare).")] = "auto",
+    contiguous: Annotated[bool, typer.Option(
+        "--contiguous", help="Throughput: each device gets one part of the graph without a way out and back.")] = False,
+    time_limit: Annotated[float | None, typer.Option(help="CPU seconds of the search, about.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    compare: Annotated[bool, typer.Option("--compare", help="Compare all methods.")] = False,
+    fusion: Annotated[str | None, typer.Option(
+        help="What the backend fuses is placed as one: none, rules, inductor or onnxruntime; by default none for graph "
+        "files and rules for models.")] = None,
+    profile: ProfileOption = None,
+    batch: Annotated[int | None, typer.Option(help="Samples of one request; the model's default if absent.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float64, float32, bfloat16 or float16.")] = None,
+    format_: Annotated[str, typer.Option("--format", help="weft, or dnn-partitioning: GRAPH is a problem of that "
+                                         "benchmark, which has its own devices and objectives.")] = FORMATS[0],
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the result (JSON) here.")] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="Write a plan for `weft run` here.")] = None,
+    html: Annotated[Path | None, typer.Option("--html", help="Write a self-contained page with a chart here.")] = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture here.")] = None,
+    width: Annotated[int | None, typer.Option(help="Width of the chart; the terminal's if absent.")] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Find the device for each operator of a model: for the lowest latency, or the highest throughput."""
+    choice("--format", format_, FORMATS)
+    options = PlaceOptions(
+        objective=choice("--objective", objective, OBJECTIVES), method=method, contiguous=contiguous,
+        time_limit=time_limit, seed=seed, compare=compare, out=out, html=html, svg=svg, width=width, as_json=as_json,
+        report=reporter(quiet))
+    _check_options(options, plan)
+    if format_ == "dnn-partitioning":
+        _refuse_given(format_, {"CLUSTER": cluster, "--fusion": fusion, "--profile": profile, "--batch": batch,
+                                "--dtype": dtype, "--plan": plan, "--compare": compare or None,
+                                "--html": html, "--svg": svg, "--method": None if method == "auto" else method})
+        _place_partition(graph, options)
+        return
+    if cluster is None:
+        raise InputError("CLUSTER is missing: give a cluster file or a text such as '2 x A100-80GB' after GRAPH "
+                         "(only --format dnn-partitioning brings its own devices)")
+    _place_graph(graph, cluster, options, fusion=fusion, profile=profile, batch=batch, dtype=dtype, plan=plan)
+
+
+def _check_options(options: PlaceOptions, plan: Path | None) -> None:
+    """Refuse before the search what could only fail after it."""
+    if options.contiguous and options.objective == "latency":
+        raise InputError("--contiguous is for --objective throughput: the lowest latency needs no contiguous parts")
+    if options.time_limit is not None and not (math.isfinite(options.time_limit) and options.time_limit > 0):
+        raise InputError(f"--time-limit must be a number of seconds above 0, not {options.time_limit}")
+    if options.width is not None and options.width < 1:
+        raise InputError(f"--width must be at least 1, not {options.width}")
+    if options.method != "auto":
+        from weft.search.place.methods import METHODS
+
+        choice("--method", options.method, ("auto", *METHODS))
+    for path in (options.out, options.html, options.svg, plan):
+        if path is not None and path.is_dir():
+            raise InputError(f"cannot write {str(path)!r}: it is a folder")
+
+
+def _refuse_given(format_: str, given: dict[str, object]) -> None:
+    named = [name for name, value in given.items() if value is not None]
+    if named:
+        raise InputError(f"--format {format_} takes no {' or '.join(named)}: the file has its own devices and times, "
+                         "and the benchmark's objectives have no timetable")
+
+
+# ---- a graph on a cluster -------------------------------------------------------------------------------------------
+
+
+def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str | None, profile: Path | None,
+                 batch: int | None, dtype: str | None, plan: Path | None) -> None:
+    from weft.cli.place_plan import fused_groups, write_plan
+    from weft.cluster import read_cluster
+    from weft.search.place.problem import problem_from_graph
+    from weft.show.place_tables import PlaceView
+
+    target = read_cluster(cluster)
+    loaded = _load(spec, fusion=fusion, batch=batch, dtype=dtype, report=options.report)
+    costs = load_costs(loaded.graph, target, profile, dtype)
+    for note in (*loaded.fine.warnings, *costs.notes):
+        options.report(f"note: {note}")
+    problem = problem_from_graph(loaded.graph, target, costs)
+    result, methods = _search(problem, options)
+    if plan is not None:
+        found = write_plan(plan, loaded, target, result, lambda item: _search(item, replace(options, compare=False))[0],
+                           costs=costs if loaded.coarse is None else load_costs(loaded.fine, target, profile, dtype),
+                           dtype=dtype, seed=options.seed)
+        options.report(f"plan written to {plan}: {len(found.stages)} stages, {_step_text(found)}")
+    more = {} if loaded.coarse is None else {"groups": fused_groups(loaded.coarse)}
+    _present(PlaceView(result=result, title=f"{loaded.fine.name} on {target.name}", fusion=loaded.fusion,
+                       num_ops_before=loaded.fine.num_ops, methods=methods,
+                       batch=None if _is_graph_file(spec) else loaded.fine.batch), options, more)
+
+
+def _load(spec: str, *, fusion: str | None, batch: int | None, dtype: str | None,
+          report: Callable[[str], None]) -> Loaded:
+    """Return the graph, traced for inference, with what the backend fuses as one operator."""
+    from weft.cli.place_plan import Loaded
+
+    how = choice("--fusion", fusion if fusion is not None else "none" if _is_graph_file(spec) else "rules", FUSIONS)
+    source = _load_source(spec, batch=batch, dtype=dtype, report=report)
+    fine: Graph = source if not hasattr(source, "graph") else source.graph
+    if how == "none" and not fine.is_constant.any():
+        return Loaded(fine=fine, coarse=None, fusion=how)
+    from weft.coarsen.coarsen import coarsen
+
+    coarse = coarsen(source, how, path=spec if spec.lower().endswith(".onnx") else None)
+    report(f"fusion ({how}): {fine.num_ops:,} operators, {coarse.graph.num_ops:,} after it")
+    return Loaded(fine=fine, coarse=coarse, fusion=how)
+
+
+def _is_graph_file(spec: str) -> bool:
+    return spec.lower().endswith((".json", ".json.gz"))
+
+
+def _load_source(spec: str, *, batch: int | None, dtype: str | None,
+                 report: Callable[[str], None]) -> Graph | TracedModel:
+    from weft.model.load import load_graph_for, trace_model
+    from weft.model.source import DTYPES
+
+    if dtype is not None:
+        choice("--dtype", dtype, tuple(DTYPES))
+    if _is_graph_file(spec) and batch is not None:
+        raise InputError(f"--batch is for models; the graph file {spec!r} has its own sizes")
+    if _is_graph_file(spec) or spec.lower().endswith(".onnx"):
+        return load_graph_for(spec, mode="inference", batch=batch)
+    report(f"tracing {spec}")
+    return trace_model(spec, mode="inference", batch=batch, dtype=dtype)
+
+
+def _search(problem: PlaceProblem, options: PlaceOptions) -> tuple[PlaceResult, tuple[MethodFacts, ...]]:
+    """Return the result of the method asked for (of the best for ``auto``), and all methods if they are compared."""
+    from weft.search.place.search import compare, place
+    from weft.show.place_tables import MethodFacts, sorted_methods
+
+    if not options.compare:
+        return place(problem, method=options.method, **options.search()), ()
+    rows = compare(problem, **options.search())
+    facts = sorted_methods(MethodFacts(method=row.method, value=row.value, reason=row.reason) for row in rows)
+    found = [row.result for row in rows if row.result is not None and options.method in ("auto", row.method)]
+    if not found:  # asked alone, the method says why
+        return place(problem, method=options.method, **options.search()), facts
+    return min(found, key=lambda result: result.value), facts
+
+
+def _step_text(plan: Plan) -> str:
+    from weft.units import format_time
+
+    step_time = plan.search.step_time
+    assert step_time is not None
+    requests = "one request" if plan.microbatches == 1 else f"{plan.microbatches} requests"
+    return f"{requests} in {format_time(step_time)} by the costs of single operators"
+
+
+def _present(view: PlaceView, options: PlaceOptions, more: Mapping[str, Any]) -> None:
+    """Write what was asked for, then print the result; ``more`` is added to its JSON."""
+    value = {**view.result.to_json(), **more}
+    if view.methods:
+        value["methods"] = [{"method": row.method, "value": row.value, "reason": row.reason} for row in view.methods]
+    _write_result(value, view.result.is_interrupted, options)
+    _write_pictures(view, options)
+    if options.as_json:
+        print_json(value)
+    else:
+        from weft.show.place_tables import print_placement
+
+        print_placement(view, width=options.width)
+
+
+def _write_result(value: dict[str, Any], is_interrupted: bool, options: PlaceOptions) -> None:
+    if is_interrupted:
+        options.report("interrupted: this is the best so far")
+    if options.out is not None:
+        from weft.files import write_atomic
+
+        write_atomic(options.out, json.dumps(value, indent=1, allow_nan=False) + "\n")
+        options.report(f"result written to {options.out}")
+
+
+def _write_pictures(view: PlaceView, options: PlaceOptions) -> None:
+    if options.html is not None:
+        from weft.show.place_html import write_placement_report
+
+        write_placement_report(options.html, view)
+        options.report(f"page written to {options.html}")
+    if options.svg is not None:
+        from weft.show.place_svg import write_placement_svg
+
+        write_placement_svg(options.svg, view)
+        options.report(f"picture written to {options.svg}")
+
+
+# ---- a problem of the dnn-partitioning benchmark -------------------------------------------------------------------
+
+
+def _place_partition(path: str, options: PlaceOptions) -> None:
+    from weft.search.place.partition import load_partition, solve_partition
+    from weft.show.partition_tables import print_partition
+
+    result = solve_partition(load_partition(path), **options.search())
+    value = result.to_json()
+    _write_result(value, result.is_interrupted, options)
+    if options.as_json:
+        print_json(value)
+    else:
+        print_partition(result, width=options.width)

@@ -1,0 +1,188 @@
+"""Which operators run as one: ``Groups``, and the checker that every way of finding them goes through.
+
+A group is a set of operators that the backend runs as one kernel and that is placed as a unit. Contracting every group
+to one operator must leave a graph without cycles (the groups are *convex*): groups are numbered in topological order
+of that graph, so the check is that no tensor goes from a group to one with a smaller number.
+
+Operators that depend on neither inputs nor parameters (``Graph.is_constant``) belong to no group: any device computes
+them for itself, backends even do so once and for all, and they must not tie their readers together. Only a constant
+that is itself a result of the model has a group, since some device must return it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import numpy as np
+
+from weft.cost.op_classes import VIEW, base_name, op_class
+from weft.errors import ModelError
+from weft.model.graph import I64, Bool, Graph
+
+How = Literal["none", "rules", "inductor", "onnxruntime"]
+
+NO_GROUP: Final = -1
+"""In ``Groups.of_op``: a constant, which every device that needs it computes for itself."""
+_MAX_SHOWN: Final = 5
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Groups:
+    """The group of each operator; see the module's docstring."""
+
+    of_op: I64
+    """[ops] group numbers in topological order, or ``NO_GROUP``."""
+    how: How
+    """How they were found."""
+    labels: tuple[str, ...]
+    """What each group does, such as ``conv2d+batch_norm+relu``; views are left out unless there is nothing else."""
+
+    @property
+    def num_groups(self) -> int:
+        """Return the number of groups."""
+        return len(self.labels)
+
+    def members(self) -> tuple[tuple[int, ...], ...]:
+        """Return the operators of every group, in the graph's order."""
+        lists: list[list[int]] = [[] for _ in self.labels]
+        for op, group in enumerate(self.of_op.tolist()):
+            if group != NO_GROUP:
+                lists[group].append(op)
+        return tuple(tuple(ops) for ops in lists)
+
+
+def loose_constants(graph: Graph) -> Bool:
+    """Return which operators belong to no group: constants that are not themselves results of the model."""
+    is_loose = graph.is_constant.copy()
+    producers = graph.tensor_producer[list(graph.outputs)]
+    is_loose[producers[producers >= 0]] = False
+    return is_loose
+
+
+def is_free(graph: Graph) -> Bool:
+    """Return which operators cost nothing: views by their class or by what they return."""
+    is_view = np.array([op_class(kind) == VIEW for kind in graph.op_kinds], dtype=np.bool_)
+    is_made = graph.tensor_producer >= 0
+    num_made = np.bincount(graph.tensor_producer[is_made], minlength=graph.num_ops)
+    num_views = np.bincount(graph.tensor_producer[is_made & (graph.tensor_base >= 0)], minlength=graph.num_ops)
+    free: Bool = (graph.flops + graph.bytes_read + graph.bytes_written == 0) & (
+        is_view | ((num_made > 0) & (num_made == num_views)))
+    if graph.given is not None:
+        free &= np.array([not times or max(times.values()) == 0 for times in graph.given.times], dtype=np.bool_)
+        free &= np.array(graph.given.memory_bytes, dtype=np.int64) == 0
+    return free
+
+
+def group_edges(graph: Graph) -> I64:
+    """Return the (producer, consumer) pairs of operators that belong to groups, each once."""
+    is_loose = loose_constants(graph)
+    pairs = graph.edges[:, :2]
+    return np.unique(pairs[~is_loose[pairs].any(axis=1)], axis=0) if len(pairs) else pairs
+
+
+def single_groups(graph: Graph) -> Groups:
+    """Return every operator as a group of its own."""
+    return number_groups(graph, list(range(graph.num_ops)), how="none")
+
+
+def number_groups(graph: Graph, group_of: Sequence[int], *, how: How) -> Groups:
+    """Return the groups that ``group_of`` (any number by operator) means, numbered in topological order and checked.
+
+    What the numbers of constants say is ignored. Where groups feed each other in a cycle, the largest of them is taken
+    apart: a backend that copies an operator into several kernels can report such groups.
+    """
+    is_loose = loose_constants(graph)
+    edges = group_edges(graph)
+    current = np.unique(np.asarray(group_of, dtype=np.int64), return_inverse=True)[1].astype(np.int64)
+    while True:
+        found = _topological(current, edges, is_loose)
+        if isinstance(found, dict):
+            break
+        members = {group: np.flatnonzero((current == group) & ~is_loose) for group in found}
+        worst = max(found, key=lambda group: (len(members[group]), -group))
+        current[members[worst]] = current.max() + 1 + np.arange(len(members[worst]))
+    of_op = np.array([NO_GROUP if loose else found[group]
+                      for group, loose in zip(current.tolist(), is_loose.tolist(), strict=True)], dtype=np.int64)
+    groups = Groups(of_op=of_op, how=how, labels=_labels(graph, of_op, len(found)))
+    check_groups(graph, groups)
+    return groups
+
+
+def _topological(current: I64, edges: I64, is_loose: Bool) -> dict[int, int] | list[int]:
+    """Return each group's number in topological order (first operator first), or the groups that lie on cycles."""
+    pairs = current[edges]
+    pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
+    after: dict[int, list[int]] = {}
+    waiting: dict[int, int] = {}
+    for source, target in pairs.tolist():
+        after.setdefault(source, []).append(target)
+        waiting[target] = waiting.get(target, 0) + 1
+    first: dict[int, int] = {}
+    for op in np.flatnonzero(~is_loose).tolist():
+        first.setdefault(int(current[op]), op)
+    ready = [(op, group) for group, op in first.items() if group not in waiting]
+    heapq.heapify(ready)
+    number: dict[int, int] = {}
+    while ready:
+        _, group = heapq.heappop(ready)
+        number[group] = len(number)
+        for target in after.get(group, ()):
+            waiting[target] -= 1
+            if waiting[target] == 0:
+                heapq.heappush(ready, (first[target], target))
+    if len(number) == len(first):
+        return number
+    return _on_cycles(after, set(first) - set(number))
+
+
+def _on_cycles(after: Mapping[int, Sequence[int]], left: set[int]) -> list[int]:
+    """Return the groups among ``left`` that have both a predecessor and a successor there, found by trimming ends."""
+    while True:
+        ends = {group for group in left if not left.intersection(after.get(group, ()))}
+        if not ends:
+            return sorted(left)
+        left = left - ends
+
+
+def _labels(graph: Graph, of_op: I64, num_groups: int) -> tuple[str, ...]:
+    free = is_free(graph)
+    parts: list[list[str]] = [[] for _ in range(num_groups)]
+    views: list[list[str]] = [[] for _ in range(num_groups)]
+    for op, group in enumerate(of_op.tolist()):
+        if group != NO_GROUP:
+            (views if free[op] else parts)[group].append(base_name(graph.op_kinds[op]))
+    return tuple("+".join(own or other) for own, other in zip(parts, views, strict=True))
+
+
+def check_groups(graph: Graph, groups: Groups) -> None:
+    """Raise ``ModelError`` with every problem found: sizes, numbering, constants, and groups that are not convex."""
+    problems = _shape_problems(graph, groups) or _order_problems(graph, groups)
+    if problems:
+        raise ModelError(f"groups of graph {graph.name!r}: {'; '.join(problems[:_MAX_SHOWN])}")
+
+
+def _shape_problems(graph: Graph, groups: Groups) -> list[str]:
+    of_op = groups.of_op
+    if len(of_op) != graph.num_ops:
+        return [f"there are {len(of_op)} entries for {graph.num_ops} operators"]
+    problems = []
+    wrong = np.flatnonzero((of_op < 0) != loose_constants(graph))
+    for op in wrong[:_MAX_SHOWN]:
+        problems.append(f"operator {graph.op_names[op]!r} " + ("has no group" if of_op[op] < 0 else
+                        "is a constant that any device computes for itself: it must be in no group"))
+    used = np.unique(of_op[of_op >= 0])
+    if not np.array_equal(used, np.arange(groups.num_groups)):
+        problems.append(f"the numbers in use are not 0 to {groups.num_groups - 1}, one for each label")
+    return problems
+
+
+def _order_problems(graph: Graph, groups: Groups) -> list[str]:
+    edges = group_edges(graph)
+    pairs = groups.of_op[edges]
+    return [f"group {groups.of_op[source]} ({groups.labels[groups.of_op[source]]}) is numbered after group "
+            f"{groups.of_op[target]} ({groups.labels[groups.of_op[target]]}), but its operator "
+            f"{graph.op_names[source]!r} feeds {graph.op_names[target]!r}: groups must be convex and numbered in "
+            "topological order" for source, target in edges[pairs[:, 0] > pairs[:, 1]][:_MAX_SHOWN]]

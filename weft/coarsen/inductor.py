@@ -1,0 +1,156 @@
+"""Groups as PyTorch's compiler makes them: one adapter to inductor, which is stopped before it generates any code.
+
+The traced graph is lowered for the CPU with tensors that have no data, and inductor's hook after fusion is handed the
+kernels. Each kernel knows which operators it came from (their *origins*). One operator may occur in several kernels,
+since inductor rather computes a cheap value again than reads it, and since what prepares operands carries the names of
+those who read them: it belongs to the kernel that is the call of a library for it (matrix products, convolutions,
+attention), else to the first that comes after what the operator reads. Operators that no kernel knows (a copy that was
+not needed, a cast to the same type) belong to the first kernel that reads what they made.
+
+These are the fusions of inductor's CPU back end, for the forward pass. No compiler and no weights are needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import fx
+
+from weft.coarsen.groups import Groups, number_groups
+from weft.coarsen.kernels import choose_kernels
+from weft.errors import InputError
+from weft.model.graph import Graph
+from weft.model.trace import TracedModel, TracedProgram
+
+_HOOK: Final = "_post_fusion_custom_pass"
+_OP: Final = "weft_op"
+"""The key in a node's ``custom`` metadata, which PyTorch hands on to what the node is lowered to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kernel:
+    """One kernel that inductor would generate or call."""
+
+    ops: tuple[int, ...]
+    """The operators that it came from."""
+    called: tuple[int, ...]
+    """Of them the last, where the kernel is a call of a library: what comes before led to its operands."""
+
+
+class _Stop(Exception):  # noqa: N818 - it ends a compilation that has told all we want to know
+    """Raised in the hook."""
+
+
+def fuse_by_inductor(traced: TracedModel) -> Groups:
+    """Return the groups of the kernels that inductor would generate for the forward pass.
+
+    Raise ``InputError`` if this PyTorch has no such hook, or if inductor cannot compile the model.
+    """
+    graph = traced.graph
+    kernels = _kernels(traced)
+    known: list[list[int]] = [[] for _ in range(graph.num_ops)]
+    for column in ("called", "ops"):
+        for number, kernel in enumerate(kernels):
+            for op in getattr(kernel, column):
+                known[op].append(number)
+    return number_groups(graph, choose_kernels(graph, known), how="inductor")
+
+
+def _kernels(traced: TracedModel) -> list[_Kernel]:
+    """Return the kernels in the order in which they would run."""
+    from torch._inductor import config
+
+    if not hasattr(config, _HOOK):
+        raise InputError(f"PyTorch {torch.__version__} has no torch._inductor.config.{_HOOK}, so that the groups of "
+                         "inductor are not known: coarsen by rules instead, or install the version of PyTorch that "
+                         "Weft was tested with (2.13)")
+    module, inputs = _marked_module(traced)
+    kernels: list[_Kernel] = []
+    stop = _Stop()
+
+    def after_fusion(nodes: Sequence[Any]) -> Any:
+        kernels.extend(map(_kernel, nodes))
+        raise stop
+
+    with _quiet_inductor(config, after_fusion), torch.no_grad():
+        from torch._inductor.compile_fx import compile_fx
+
+        try:
+            compile_fx(module, inputs)
+        except Exception as problem:  # inductor wraps whatever is raised inside, and raises errors of many types
+            if not _is_caused_by(problem, stop):
+                text = (str(problem).strip().splitlines() or [type(problem).__name__])[0][:200]
+                raise InputError(f"inductor cannot compile {traced.graph.name!r}: {text}. Coarsen by rules "
+                                 "instead") from problem
+    return kernels
+
+
+@contextmanager
+def _quiet_inductor(config: Any, hook: Any) -> Iterator[None]:
+    """Set the hook, and let inductor neither read nor write its caches nor start processes that compile."""
+    from torch._functorch import config as functorch_config
+
+    with config.patch({_HOOK: hook, "fx_graph_cache": False, "compile_threads": 1}), functorch_config.patch(
+            enable_autograd_cache=False):
+        yield
+
+
+def compile_graph(module: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any]:
+    """Return ``module`` compiled for arguments like these, without the checks that a call of ``torch.compile`` makes.
+
+    Those checks take longer than a small kernel. Whatever error inductor raises goes through.
+    """
+    import torch._inductor as inductor
+    from torch._inductor import config
+
+    with config.patch(compile_threads=1):
+        compiled: Callable[..., Any] = inductor.compile(module, list(arguments))
+    return compiled
+
+
+def _is_caused_by(problem: BaseException | None, stop: _Stop) -> bool:
+    while problem is not None:
+        if problem is stop or getattr(problem, "inner_exception", None) is stop:
+            return True
+        problem = problem.__cause__ or problem.__context__
+    return False
+
+
+def _kernel(scheduled: Any) -> _Kernel:
+    """Return what a scheduled kernel came from."""
+    buffers = [part.node for part in scheduled.get_nodes() if part.node is not None]
+    marks = {origin.meta.get("custom", {}).get(_OP) for buffer in buffers for origin in buffer.origins}
+    ops = tuple(sorted(marks - {None}))
+    return _Kernel(ops=ops, called=ops[-1:] if scheduled.is_extern() else ())
+
+
+def _marked_module(traced: TracedModel) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """Return a copy of the traced graph whose nodes carry their operator's number, and inputs without data."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    program = traced.program
+    number = _op_numbers(traced.graph, program)
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    inputs: list[torch.Tensor] = []
+    with FakeTensorMode():
+        for node in program.fx_graph.nodes:
+            if node.op == "output":
+                continue
+            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+            value = copy.meta.pop("val", None)
+            if node.op == "placeholder":
+                inputs.append(torch.empty_strided(tuple(value.shape), value.stride(), dtype=value.dtype))
+            else:
+                copy.meta["custom"] = {_OP: number[node.name]}
+    nodes = program.nodes
+    graph.output(tuple(copies[nodes[program.tensor_nodes[name]]] for name in program.outputs))
+    return fx.GraphModule({}, graph), inputs
+
+
+def _op_numbers(graph: Graph, program: TracedProgram) -> dict[str, int]:
+    return {node: op for op, name in enumerate(graph.op_names) for node in program.op_nodes[name]}

@@ -1,0 +1,415 @@
+"""Local search on compiled timetables: annealing over devices and the order of operators.
+
+A state is the device of every unit and an order of all operators; its value is the end of the timetable that they mean
+(``timetable.make_timetable``). A move sends one unit, or a few connected ones, to another device, or puts an operator
+elsewhere in the order. A move is accepted if the value rises by less than ``-T * log(uniform)``; the temperature ``T``
+falls from ``hot`` to ``cold`` of the start's value. Three things make it fast:
+
+- what comes before the first changed position stays as it is: evaluation starts at the last checkpoint before it;
+- it ends as soon as an operator ends so late that, with the shortest way to the end, the move cannot be accepted;
+- memory is kept as counts of each weight on each device, so a move that does not fit is never evaluated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.compiled import compiled
+from weft.model.graph import F64, I64
+from weft.search.place.kernel import Arrays, transfer_s
+from weft.search.place.problem import PlaceProblem
+
+NEVER = 1 << 60
+MOVE_STEPS = 16
+"""A move takes as long as timing so many operators, beside those that it times."""
+
+
+class Neighbours(NamedTuple):
+    """What moves need to know."""
+
+    unit_of_op: I64
+    unit_start: I64
+    unit_ops: I64
+    """Operators of each unit."""
+    choice_start: I64
+    choices: I64
+    """Devices that each unit may run on."""
+    next_start: I64
+    next_ops: I64
+    """Operators that each operator reads from or is read by."""
+    reader_start: I64
+    readers: I64
+    weight_start: I64
+    weights: I64
+    weight_bytes: F64
+    capacity: F64
+    tail_s: F64
+    """The least time from an operator's end to the end of all."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Annealed:
+    """The best state that was met."""
+
+    device: I64
+    order: I64
+    value: float
+    num_steps: int
+    """Operators that were timed, and moves: what the run cost."""
+
+
+class Annealer:
+    """Anneals one problem again and again, from different states."""
+
+    def __init__(self, problem: PlaceProblem) -> None:
+        self.problem = problem
+        self.arrays = Arrays.of(problem)
+        self.neighbours = _neighbours(problem)
+
+    def run(self, device: I64, order: I64, *, steps: int, seed: int, hot: float, cold: float) -> Annealed:
+        """Return the best state found from this one (which must fit) in about so many steps.
+
+        A step is one operator timed; a move that times few still counts as ``MOVE_STEPS``. The temperature falls with
+        the steps from ``hot`` to ``cold``, which are parts of the value.
+        """
+        best_device, best_order, value, spent = _anneal(self.arrays, self.neighbours, device.copy(), order.copy(),
+                                                        steps, hot, cold, seed)
+        return Annealed(device=best_device, order=best_order, value=float(value), num_steps=int(spent))
+
+
+def _neighbours(problem: PlaceProblem) -> Neighbours:
+    units = np.argsort(problem.unit_of_op, kind="stable").astype(np.int64)
+    unit_start = np.concatenate(([0], np.cumsum(np.bincount(problem.unit_of_op, minlength=problem.num_units))))
+    rows, choices = np.nonzero(problem.is_allowed)
+    choice_start = np.concatenate(([0], np.cumsum(np.bincount(rows, minlength=problem.num_units))))
+    pairs = np.unique(np.concatenate([problem.edges[:, [0, 1]], problem.edges[:, [1, 0]]]), axis=0)
+    next_start = np.concatenate(([0], np.cumsum(np.bincount(pairs[:, 0], minlength=problem.num_ops))))
+    reader_start, readers = problem.readers
+    return Neighbours(
+        problem.unit_of_op, unit_start.astype(np.int64), units, choice_start.astype(np.int64),
+        choices.astype(np.int64), next_start.astype(np.int64), pairs[:, 1].astype(np.int64), reader_start, readers,
+        problem.weight_start, problem.weights, problem.weight_bytes, problem.capacity, least_tails(problem))
+
+
+def least_tails(problem: PlaceProblem) -> F64:
+    """Return [n] the least time from an operator's end to the end of all: its readers on their fastest devices."""
+    fastest = problem.time_s.min(axis=1, initial=np.inf)
+    tail = np.zeros(problem.num_ops)
+    edges = problem.edges
+    for source, reader, _tensor in edges[np.argsort(-edges[:, 0], kind="stable")].tolist():
+        tail[source] = max(tail[source], fastest[reader] + tail[reader])
+    return tail
+
+
+class _State(NamedTuple):
+    """Where things are, and the last accepted timetable with its checkpoints."""
+
+    device: I64
+    order: I64
+    position: I64
+    end_s: F64
+    arrival: F64
+    arrived_at: I64
+    """Position in the order at which the transfer [tensor, device] was made; ``NEVER`` if not."""
+    core_free: F64
+    """[checkpoints, devices]"""
+    resource_free: F64
+    """[checkpoints, resources]"""
+
+
+class _Trial(NamedTuple):
+    """The timetable of the move that is being tried, from the checkpoint before it on."""
+
+    end_s: F64
+    arrival: F64
+    stamp: I64
+    log: I64
+    """[transfers, 3]: tensor, device and position of each transfer made."""
+    core_free: F64
+    resource_free: F64
+    core_now: F64
+    resource_now: F64
+    waiting: I64
+
+
+@compiled
+def _evaluate(a: Arrays, n: Neighbours, s: _State, t: _Trial, every: int, first: int, limit: float,
+              stamp: int) -> tuple[float, int, int]:
+    """Return the trial's value, infinite as soon as it must exceed ``limit``, its transfers and operators timed."""
+    num_ops, num_devices = a.time_s.shape
+    block = first // every
+    begin_at = block * every
+    core_free, resource_free = t.core_now, t.resource_now
+    for index in range(num_devices):
+        core_free[index] = s.core_free[block, index]
+    for index in range(a.num_resources):
+        resource_free[index] = s.resource_free[block, index]
+    value, num_sent = 0.0, 0
+    for place in range(begin_at, num_ops):
+        if place % every == 0:
+            for index in range(num_devices):
+                t.core_free[place // every, index] = core_free[index]
+            for index in range(a.num_resources):
+                t.resource_free[place // every, index] = resource_free[index]
+        op = s.order[place]
+        here = s.device[op]
+        ready = core_free[a.core_of_device[here]]
+        count = 0
+        for slot in range(a.input_start[op], a.input_start[op + 1]):
+            tensor = a.inputs[slot]
+            writer = a.producer[tensor]
+            written = s.end_s[writer] if s.position[writer] < begin_at else t.end_s[writer]
+            if s.device[writer] == here:
+                ready = max(ready, written)
+            elif s.arrived_at[tensor, here] < begin_at:
+                ready = max(ready, s.arrival[tensor, here])
+            elif t.stamp[tensor, here] == stamp:
+                ready = max(ready, t.arrival[tensor, here])
+            else:
+                slot_at = count
+                while slot_at > 0:
+                    other = a.producer[t.waiting[slot_at - 1]]
+                    if (s.end_s[other] if s.position[other] < begin_at else t.end_s[other]) <= written:
+                        break
+                    t.waiting[slot_at] = t.waiting[slot_at - 1]
+                    slot_at -= 1
+                t.waiting[slot_at] = tensor
+                count += 1
+        for slot in range(count):
+            tensor = t.waiting[slot]
+            writer = a.producer[tensor]
+            begin = s.end_s[writer] if s.position[writer] < begin_at else t.end_s[writer]
+            pair = s.device[writer] * num_devices + here
+            for index in range(a.resource_start[pair], a.resource_start[pair + 1]):
+                begin = max(begin, resource_free[a.resources[index]])
+            begin += transfer_s(a, tensor, s.device[writer], here)
+            for index in range(a.resource_start[pair], a.resource_start[pair + 1]):
+                resource_free[a.resources[index]] = begin
+            t.arrival[tensor, here] = begin
+            t.stamp[tensor, here] = stamp
+            t.log[num_sent, 0] = tensor
+            t.log[num_sent, 1] = here
+            t.log[num_sent, 2] = place
+            num_sent += 1
+            ready = max(ready, begin)
+        ready += a.time_s[op, here]
+        t.end_s[op] = ready
+        core_free[a.core_of_device[here]] = ready
+        value = max(value, ready + n.tail_s[op])
+        if value > limit:
+            return np.inf, num_sent, place - begin_at
+    for place in range(begin_at):
+        value = max(value, s.end_s[s.order[place]])
+    return value, num_sent, num_ops - begin_at
+
+
+@compiled
+def _accept(a: Arrays, s: _State, t: _Trial, every: int, first: int, num_sent: int) -> None:
+    """Make the trial the accepted timetable."""
+    num_ops = len(s.order)
+    block = first // every
+    begin_at = block * every
+    for place in range(begin_at, num_ops):
+        op = s.order[place]
+        s.end_s[op] = t.end_s[op]
+        for slot in range(a.input_start[op], a.input_start[op + 1]):
+            tensor = a.inputs[slot]
+            for there in range(a.time_s.shape[1]):
+                if s.arrived_at[tensor, there] >= begin_at:
+                    s.arrived_at[tensor, there] = NEVER
+    for row in range(num_sent):
+        tensor, there = t.log[row, 0], t.log[row, 1]
+        s.arrival[tensor, there] = t.arrival[tensor, there]
+        s.arrived_at[tensor, there] = t.log[row, 2]
+    for index in range(block, len(s.core_free)):
+        for column in range(s.core_free.shape[1]):
+            s.core_free[index, column] = t.core_free[index, column]
+        for column in range(s.resource_free.shape[1]):
+            s.resource_free[index, column] = t.resource_free[index, column]
+
+
+@compiled
+def _shift(s: _State, source: int, target: int) -> None:
+    """Move the operator at position ``source`` to ``target``; those between step aside."""
+    op = s.order[source]
+    step = 1 if target > source else -1
+    for place in range(source, target, step):
+        s.order[place] = s.order[place + step]
+        s.position[s.order[place]] = place
+    s.order[target] = op
+    s.position[op] = target
+
+
+@compiled
+def _room(a: Arrays, n: Neighbours, s: _State, op: int) -> tuple[int, int]:
+    """Return the first and last position that the operator may have, all others staying in order."""
+    low, high = 0, len(s.order) - 1
+    for slot in range(a.input_start[op], a.input_start[op + 1]):
+        low = max(low, s.position[a.producer[a.inputs[slot]]] + 1)
+    for slot in range(n.next_start[op], n.next_start[op + 1]):
+        other = n.next_ops[slot]
+        if s.position[other] > s.position[op]:
+            high = min(high, s.position[other] - 1)
+    return low, high
+
+
+@compiled
+def _move_unit(n: Neighbours, s: _State, held: I64, used: F64, unit: int, target: int) -> None:
+    """Put the unit on the device, and its weights with it."""
+    for slot in range(n.unit_start[unit], n.unit_start[unit + 1]):
+        op = n.unit_ops[slot]
+        source = s.device[op]
+        s.device[op] = target
+        for index in range(n.weight_start[op], n.weight_start[op + 1]):
+            weight = n.weights[index]
+            held[weight, source] -= 1
+            if held[weight, source] == 0:
+                used[source] -= n.weight_bytes[weight]
+            if held[weight, target] == 0:
+                used[target] += n.weight_bytes[weight]
+            held[weight, target] += 1
+
+
+@compiled
+def _pick(n: Neighbours, s: _State, picked: I64, limit: int) -> int:
+    """Fill ``picked`` with up to ``limit`` units that hang together; return how many."""
+    op = np.random.randint(len(s.order))
+    picked[0] = n.unit_of_op[op]
+    count = 1
+    for _ in range(3 * limit):
+        if count == limit:
+            break
+        unit = picked[np.random.randint(count)]
+        op = n.unit_ops[np.random.randint(n.unit_start[unit], n.unit_start[unit + 1])]
+        degree = n.next_start[op + 1] - n.next_start[op]
+        if degree == 0:
+            break
+        unit = n.unit_of_op[n.next_ops[n.next_start[op] + np.random.randint(degree)]]
+        is_new = True
+        for index in range(count):
+            is_new = is_new and picked[index] != unit
+        if is_new:
+            picked[count] = unit
+            count += 1
+    return count
+
+
+@compiled
+def _target(n: Neighbours, s: _State, unit: int) -> int:
+    """Return a device for the unit: where a neighbour is, or any that it may run on."""
+    op = n.unit_ops[np.random.randint(n.unit_start[unit], n.unit_start[unit + 1])]
+    degree = n.next_start[op + 1] - n.next_start[op]
+    if degree > 0 and np.random.random() < 0.5:
+        return int(s.device[n.next_ops[n.next_start[op] + np.random.randint(degree)]])
+    first, last = n.choice_start[unit], n.choice_start[unit + 1]
+    return int(n.choices[np.random.randint(first, last)])
+
+
+@compiled
+def _may_run(n: Neighbours, unit: int, target: int) -> bool:
+    found = False
+    for slot in range(n.choice_start[unit], n.choice_start[unit + 1]):
+        found = found or n.choices[slot] == target
+    return found
+
+
+@compiled
+def _try_devices(n: Neighbours, s: _State, held: I64, used: F64, picked: I64, before: I64, cluster: int) -> int:
+    """Send a few connected units to one device; return how many moved, none if it would not fit."""
+    count = _pick(n, s, picked, cluster)
+    target = _target(n, s, picked[0])
+    moved = 0
+    for index in range(count):
+        unit = picked[index]
+        source = s.device[n.unit_ops[n.unit_start[unit]]]
+        if source != target and _may_run(n, unit, target):
+            picked[moved], before[moved] = unit, source
+            moved += 1
+            _move_unit(n, s, held, used, unit, target)
+    if used[target] > n.capacity[target]:
+        for index in range(moved - 1, -1, -1):
+            _move_unit(n, s, held, used, picked[index], before[index])
+        return 0
+    return moved
+
+
+@compiled
+def _first_changed(n: Neighbours, s: _State, picked: I64, count: int) -> int:
+    first = len(s.order)
+    for index in range(count):
+        unit = picked[index]
+        for slot in range(n.unit_start[unit], n.unit_start[unit + 1]):
+            first = min(first, s.position[n.unit_ops[slot]])
+    return first
+
+
+@compiled
+def _anneal(a: Arrays, n: Neighbours, device: I64, order: I64, steps: int, hot: float, cold: float,
+            seed: int) -> tuple[I64, I64, float, int]:
+    """Anneal; return the best devices, order and value, and the steps taken."""
+    np.random.seed(seed)
+    num_ops, num_devices = a.time_s.shape
+    num_tensors = len(a.producer)
+    every = max(4, num_ops // 64)
+    blocks = (num_ops + every - 1) // every + 1
+    width = max(1, a.num_resources)
+    position = np.empty(num_ops, dtype=np.int64)
+    for index in range(num_ops):
+        position[order[index]] = index
+    s = _State(device, order, position, np.zeros(num_ops), np.zeros((num_tensors, num_devices)),
+               np.full((num_tensors, num_devices), NEVER), np.zeros((blocks, num_devices)), np.zeros((blocks, width)))
+    t = _Trial(np.zeros(num_ops), np.zeros((num_tensors, num_devices)), np.zeros((num_tensors, num_devices), np.int64),
+               np.zeros((num_tensors * num_devices, 3), dtype=np.int64), np.zeros((blocks, num_devices)),
+               np.zeros((blocks, width)), np.zeros(num_devices), np.zeros(width),
+               np.zeros(num_tensors + 1, dtype=np.int64))
+    held = np.zeros((len(n.weight_bytes), num_devices), dtype=np.int64)
+    used = np.zeros(num_devices)
+    for op in range(num_ops):
+        for index in range(n.weight_start[op], n.weight_start[op + 1]):
+            if held[n.weights[index], device[op]] == 0:
+                used[device[op]] += n.weight_bytes[n.weights[index]]
+            held[n.weights[index], device[op]] += 1
+    first = num_ops - num_ops  # not the constant 0, for which everything would be compiled once more
+    value, num_sent, spent = _evaluate(a, n, s, t, every, first, np.inf, first + 1)
+    _accept(a, s, t, every, first, num_sent)
+    best, best_device, best_order = value, device.copy(), order.copy()
+    picked, before = np.zeros(16, dtype=np.int64), np.zeros(16, dtype=np.int64)
+    ratio = np.log(cold / hot)
+    stamp = spent
+    while spent < steps:
+        stamp += 1
+        spent += MOVE_STEPS
+        temperature = best * hot * np.exp(ratio * spent / steps)
+        limit = value - temperature * np.log(1.0 - np.random.random())
+        kind = np.random.random()
+        first, moved, source, target = num_ops, 0, 0, 0
+        if kind < 0.75:
+            cluster = 1 if kind < 0.4 else 2 + np.random.randint(7)
+            moved = _try_devices(n, s, held, used, picked, before, cluster)
+            first = _first_changed(n, s, picked, moved)
+        if kind >= 0.65 and (moved > 0 or kind >= 0.75):
+            op = n.unit_ops[n.unit_start[picked[0]]] if moved > 0 else np.random.randint(num_ops)
+            low, high = _room(a, n, s, op)
+            source, target = s.position[op], low + np.random.randint(high - low + 1)
+            first = min(first, min(source, target))
+            _shift(s, source, target)
+        if moved == 0 and source == target:
+            continue
+        trial, num_sent, timed = _evaluate(a, n, s, t, every, first, limit, stamp)
+        spent += timed
+        if trial <= limit:
+            _accept(a, s, t, every, first, num_sent)
+            value = trial
+            if value < best:
+                best = value
+                for index in range(num_ops):
+                    best_device[index] = s.device[index]
+                    best_order[index] = s.order[index]
+            continue
+        _shift(s, target, source)
+        for index in range(moved - 1, -1, -1):
+            _move_unit(n, s, held, used, picked[index], before[index])
+    return best_device, best_order, best, spent

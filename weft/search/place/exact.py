@@ -1,0 +1,314 @@
+"""The placement problem as one CP-SAT model: exact for small problems, and for windows of large ones.
+
+Variables, in ticks (see ``Ticks``):
+
+    x[i, d]     unit of operator i runs on device d                        exactly one d for each unit
+    s[i], e[i]  start and end of operator i;  e = s + sum of x[i, d] * time[i, d]
+    y[t, c, d]  tensor t is sent from device c to device d                 x[writer, c] and x[reader, d] -> y[t, c, d]
+    a[t, d]     start of the transfer of t to d, after e[writer];  the readers on d start after its end
+    makespan    at least every e[i]
+
+One operator at a time on each core, one transfer at a time on each resource (optional intervals, no overlap), memory as
+a sum over the weights that a device holds. The start of an operator is bounded by the longest way to it, its end by the
+longest way from it, with the least times of operators and transfers (``bounds.heads_and_tails``).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Final
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from weft.model.graph import F64, I64
+from weft.search.cpsat import Budget, solve
+from weft.search.place.bounds import heads_and_tails
+from weft.search.place.problem import PlaceProblem
+from weft.search.place.timetable import Sent, Timetable
+
+MAX_EXACT_TICKS: Final = 10**9
+"""Times that are multiples of a power of ten are scaled exactly if all of them together take no more ticks."""
+ROUNDED_TICKS: Final = 10**7
+"""So many ticks for all times together otherwise; times are rounded down, which keeps bounds valid."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ticks:
+    """How seconds become whole numbers."""
+
+    per_second: Fraction
+    is_exact: bool
+
+    def of(self, seconds: float) -> int:
+        """Return the ticks of a time: exactly, or rounded down."""
+        ticks = float(self.per_second) * seconds
+        return round(ticks) if self.is_exact else math.floor(ticks * (1 - 1e-12))
+
+    def below(self, seconds: float) -> int:
+        """Return the most ticks that a time below this one can have."""
+        ticks = float(self.per_second) * seconds
+        return math.ceil(ticks - 1e-6) - 1 if self.is_exact else math.floor(ticks * (1 + 1e-12))
+
+
+def choose_ticks(problem: PlaceProblem) -> Ticks:
+    """Return exact ticks where all times are multiples of one power of ten (or are whole), else rounded ones."""
+    finite = problem.time_s[np.isfinite(problem.time_s)]
+    sent = problem.transfer_table[np.isfinite(problem.transfer_table)]
+    values = np.unique(np.concatenate([finite, sent]))
+    values = values[values > 0]
+    total = float(np.where(np.isfinite(problem.time_s), problem.time_s, 0.0).max(axis=1, initial=0.0).sum()
+                  + np.where(np.isfinite(problem.transfer_table), problem.transfer_table, 0.0)
+                  .max(axis=(1, 2), initial=0.0).sum())
+    if not len(values) or total <= 0:
+        return Ticks(per_second=Fraction(1), is_exact=True)
+    for digits in range(-3, 16):
+        scaled = values * 10.0**digits
+        if total * 10.0**digits > MAX_EXACT_TICKS:
+            break
+        if np.all(np.abs(scaled - np.round(scaled)) <= 1e-6 * np.minimum(1.0, scaled)) and scaled.min() > 0.5:
+            return Ticks(per_second=Fraction(10) ** digits, is_exact=True)
+    return Ticks(per_second=Fraction(ROUNDED_TICKS) / Fraction(total), is_exact=False)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Exact:
+    """What the solver found."""
+
+    timetable: Timetable | None
+    """The best found, or None where the budget was too small; in real time."""
+    bound: float
+    """Seconds that no placement beats; zero where nothing was proven."""
+    is_infeasible: bool = False
+    """There is no placement below the limit, or none at all."""
+
+
+class Model:
+    """The CP-SAT model of one problem."""
+
+    def __init__(self, problem: PlaceProblem, *, limit_s: float | None = None) -> None:
+        """``limit_s``: only placements that take less are of interest."""
+        self.problem = problem
+        self.ticks = choose_ticks(problem)
+        self.model = cp_model.CpModel()
+        allowed = problem.is_allowed
+        heads, tails = heads_and_tails(problem)
+        horizon = self._horizon() if limit_s is None else max(0, self.ticks.below(limit_s))
+        self.makespan = self.model.new_int_var(0, horizon, "makespan")
+        self.x = [{device: self.model.new_bool_var(f"x{unit},{device}") for device in np.flatnonzero(row).tolist()}
+                  for unit, row in enumerate(allowed)]
+        for choices in self.x:
+            self.model.add_exactly_one(choices.values())
+        self.start: list[cp_model.IntVar] = []
+        self.end: list[cp_model.LinearExprT] = []
+        self._add_ops(heads, tails, horizon)
+        self._add_transfers(horizon)
+        self._add_memory()
+        self.model.minimize(self.makespan)
+
+    def _horizon(self) -> int:
+        problem = self.problem
+        times = np.where(np.isfinite(problem.time_s), problem.time_s, 0.0).max(axis=1, initial=0.0).sum()
+        sent = np.where(np.isfinite(problem.transfer_table), problem.transfer_table, 0.0).max(axis=(1, 2), initial=0.0)
+        fan_out = np.minimum(np.diff(problem.readers[0]), problem.num_devices - 1)
+        return self.ticks.of(float(times + (sent * fan_out).sum())) + 1
+
+    def _device_of(self, op: int) -> dict[int, cp_model.IntVar]:
+        return self.x[int(self.problem.unit_of_op[op])]
+
+    def _add_ops(self, heads: F64, tails: F64, horizon: int) -> None:
+        problem, model = self.problem, self.model
+        cores: dict[int, list[cp_model.IntervalVar]] = {}
+        for op in range(problem.num_ops):
+            choices = self._device_of(op)
+            head = min(self.ticks.of(float(heads[op, device])) for device in choices)
+            start = model.new_int_var(min(head, horizon), horizon, f"s{op}")
+            ticks = {device: self.ticks.of(float(problem.time_s[op, device])) for device in choices}
+            end = start + sum(ticks[device] * chosen for device, chosen in choices.items())
+            self.start.append(start)
+            self.end.append(end)
+            for device, chosen in choices.items():
+                tail = self.ticks.of(float(tails[op, device]))
+                model.add(start >= self.ticks.of(float(heads[op, device]))).only_enforce_if(chosen)
+                model.add(start + ticks[device] + tail <= self.makespan).only_enforce_if(chosen)
+                if ticks[device] > 0:
+                    cores.setdefault(int(problem.core_of_device[device]), []).append(
+                        model.new_optional_fixed_size_interval_var(start, ticks[device], chosen, f"o{op},{device}"))
+        for intervals in cores.values():
+            model.add_no_overlap(intervals)
+
+    def _add_transfers(self, horizon: int) -> None:
+        problem, model = self.problem, self.model
+        reader_start, readers = problem.readers
+        busy: dict[int, list[cp_model.IntervalVar]] = {}
+        self.sent: dict[tuple[int, int], cp_model.IntVar] = {}
+        self.is_sent: dict[tuple[int, int, int], cp_model.IntVar] = {}
+        for tensor, writer in enumerate(problem.producer.tolist()):
+            ops = readers[reader_start[tensor] : reader_start[tensor + 1]].tolist()
+            sources = self._device_of(writer)
+            for op in ops:
+                model.add(self.start[op] >= self.end[writer])
+            for target in sorted({device for op in ops for device in self._device_of(op)}):
+                self._add_transfer(tensor, writer, sources, target, [op for op in ops if target in self._device_of(op)],
+                                   busy, horizon)
+        for intervals in busy.values():
+            model.add_no_overlap(intervals)
+
+    def _add_transfer(self, tensor: int, writer: int, sources: dict[int, cp_model.IntVar], target: int, ops: list[int],
+                      busy: dict[int, list[cp_model.IntervalVar]], horizon: int) -> None:
+        """Add the transfer of the tensor to one device, from whichever device it is written on."""
+        problem, model = self.problem, self.model
+        ways = {source: problem.transfer_s(tensor, source, target) for source in sources if source != target}
+        ops = [op for op in ops if problem.unit_of_op[op] != problem.unit_of_op[writer]]
+        if not ways or not ops:
+            return
+        ticks = {source: self.ticks.of(seconds) for source, seconds in ways.items() if math.isfinite(seconds)}
+        for source in ways:
+            if source not in ticks:
+                for op in ops:
+                    model.add_bool_or(~sources[source], ~self._device_of(op)[target])
+        start = model.new_int_var(0, horizon, f"a{tensor},{target}")
+        self.sent[tensor, target] = start
+        for source, amount in ticks.items():
+            if amount == 0:
+                continue
+            sent = model.new_bool_var(f"y{tensor},{source},{target}")
+            self.is_sent[tensor, source, target] = sent
+            model.add_implication(sent, sources[source])
+            model.add(start >= self.end[writer]).only_enforce_if(sent)
+            for op in ops:
+                here = self._device_of(op)[target]
+                model.add_bool_or(~sources[source], ~here, sent)
+                model.add(start + amount <= self.start[op]).only_enforce_if(sent, here)
+            pair = source * problem.num_devices + target
+            used = problem.resources[problem.resource_start[pair] : problem.resource_start[pair + 1]].tolist()
+            if used:
+                interval = model.new_optional_fixed_size_interval_var(start, amount, sent,
+                                                                      f"i{tensor},{source},{target}")
+                for resource in used:
+                    busy.setdefault(resource, []).append(interval)
+
+    def _add_memory(self) -> None:
+        problem, model = self.problem, self.model
+        users: list[set[int]] = [set() for _ in problem.weight_bytes]
+        for op in range(problem.num_ops):
+            for weight in problem.weights[problem.weight_start[op] : problem.weight_start[op + 1]].tolist():
+                users[weight].add(int(problem.unit_of_op[op]))
+        for device in range(problem.num_devices):
+            amounts, terms = [], []
+            for weight, units in enumerate(users):
+                here = [self.x[unit][device] for unit in sorted(units) if device in self.x[unit]]
+                if not here or problem.weight_bytes[weight] <= 0:
+                    continue
+                amounts.append(float(problem.weight_bytes[weight]))
+                terms.append(here[0] if len(here) == 1 else model.new_bool_var(f"w{weight},{device}"))
+                if len(here) > 1:
+                    for chosen in here:
+                        model.add_implication(chosen, terms[-1])
+            if not math.isfinite(problem.capacity[device]) or sum(amounts) <= problem.capacity[device]:
+                continue
+            shrink = max(1.0, sum(amounts) / 2**50)
+            model.add(sum(math.ceil(amount / shrink) * term for amount, term in zip(amounts, terms, strict=True))
+                      <= math.floor(problem.capacity[device] / shrink))
+
+    def hint(self, timetable: Timetable) -> None:
+        """Start from this timetable."""
+        for unit, choices in enumerate(self.x):
+            here = int(timetable.device[int(np.flatnonzero(self.problem.unit_of_op == unit)[0])])
+            for device, chosen in choices.items():
+                self.model.add_hint(chosen, device == here)
+        for op, start in enumerate(self.start):
+            self.model.add_hint(start, self.ticks.of(float(timetable.start_s[op])))
+        for sent in timetable.transfers:
+            if (sent.tensor, sent.target) in self.sent:
+                self.model.add_hint(self.sent[sent.tensor, sent.target], self.ticks.of(sent.start_s))
+
+    def fix_devices(self, device: I64) -> None:
+        """Leave only the order open."""
+        for unit, choices in enumerate(self.x):
+            here = int(device[int(np.flatnonzero(self.problem.unit_of_op == unit)[0])])
+            self.model.add(choices[here] == 1)
+
+    def solve(self, budget: Budget, *, effort: float, stop_at: float | None = None, seed: int = 0,
+              linearization: int = 1) -> Exact:
+        """Return the best timetable, in real time, and the bound."""
+        target = None if stop_at is None else float(self.ticks.of(stop_at))
+        found = solve(self.model, budget, effort=effort, seed=seed, stop_at=target, linearization=linearization)
+        if found.status == "infeasible":
+            return Exact(timetable=None, bound=0.0, is_infeasible=True)
+        if not found.has_values or found.bound is None:
+            return Exact(timetable=None, bound=0.0)
+        device = np.array([next(device for device, chosen in self._device_of(op).items() if found.value(chosen))
+                           for op in range(self.problem.num_ops)], dtype=np.int64)
+        starts = np.array([found.value(start) for start in self.start], dtype=np.float64)
+        sent = {(tensor, target): float(found.value(self.sent[tensor, target]))
+                for (tensor, source, target), chosen in self.is_sent.items() if found.value(chosen)
+                if device[self.problem.producer[tensor]] == source}
+        table = replay(self.problem, device, starts, sent)
+        return Exact(timetable=table, bound=math.ceil(found.bound - 1e-6) / float(self.ticks.per_second))
+
+
+def replay(problem: PlaceProblem, device: I64, starts: F64, sent: dict[tuple[int, int], float]) -> Timetable:
+    """Return the earliest timetable in real time with the orders of these starts (in any unit).
+
+    ``sent`` gives the starts of transfers by (tensor, device); those that are needed but not listed come as late as
+    possible, before their first reader.
+    """
+    reader_start, readers = problem.readers
+    tasks: list[tuple[float, int, int, int]] = []
+    for tensor, writer in enumerate(problem.producer.tolist()):
+        first: dict[int, float] = {}
+        for op in readers[reader_start[tensor] : reader_start[tensor + 1]].tolist():
+            if device[op] != device[writer]:
+                here = int(device[op])
+                first[here] = min(first.get(here, math.inf), float(starts[op]))
+        for target, latest in first.items():
+            tasks.append((sent.get((tensor, target), latest), 1, tensor, target))
+    rank = _depths(problem)
+    tasks += [(float(starts[op]), 0, op, 0) for op in range(problem.num_ops)]
+
+    def key(task: tuple[float, int, int, int]) -> tuple[float, int, int, int]:
+        when, is_sent, index, target = task
+        op = int(problem.producer[index]) if is_sent else index
+        return (when, 2 * int(rank[op]) + is_sent, index, target)
+
+    return _play(problem, device, sorted(tasks, key=key))
+
+
+def _depths(problem: PlaceProblem) -> I64:
+    """Return [n] the number of operators on the longest way to each operator."""
+    depth = np.zeros(problem.num_ops, dtype=np.int64)
+    for source, reader, _tensor in problem.edges.tolist():
+        depth[reader] = max(depth[reader], depth[source] + 1)
+    return depth
+
+
+def _play(problem: PlaceProblem, device: I64, tasks: list[tuple[float, int, int, int]]) -> Timetable:
+    """Run operators and transfers one after the other, each as early as what it needs allows."""
+    core_free = np.zeros(problem.num_devices)
+    way_free = np.zeros(max(1, problem.num_resources))
+    start_s, end_s = np.zeros(problem.num_ops), np.zeros(problem.num_ops)
+    arrival: dict[tuple[int, int], float] = {}
+    transfers = []
+    for _when, is_sent, index, target in tasks:
+        if is_sent:
+            writer = int(problem.producer[index])
+            source = int(device[writer])
+            pair = source * problem.num_devices + target
+            used = problem.resources[problem.resource_start[pair] : problem.resource_start[pair + 1]]
+            begin = max(float(end_s[writer]), float(way_free[used].max(initial=0.0)))
+            done = begin + problem.transfer_s(index, source, target)
+            way_free[used] = done
+            arrival[index, target] = done
+            transfers.append(Sent(index, source, target, begin, done))
+            continue
+        here = int(device[index])
+        ready = float(core_free[problem.core_of_device[here]])
+        for tensor in problem.inputs[problem.input_start[index] : problem.input_start[index + 1]].tolist():
+            writer = int(problem.producer[tensor])
+            ready = max(ready, float(end_s[writer]) if device[writer] == here else arrival[tensor, here])
+        start_s[index] = ready
+        end_s[index] = core_free[problem.core_of_device[here]] = ready + problem.time_s[index, here]
+    return Timetable(problem=problem, device=device, start_s=start_s, transfers=tuple(transfers))

@@ -1,0 +1,120 @@
+"""Searches over dnn-partitioning problems, by either of the benchmark's objectives.
+
+    from weft.search.place.partition import load_partition, solve_partition
+    result = solve_partition(load_partition("bert24_inference.json"), objective="throughput")
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from weft.errors import InputError, NoFeasiblePlan
+from weft.model.graph import I64
+from weft.search.cpsat import Budget
+from weft.search.place.partition_check import check_latency, check_throughput
+from weft.search.place.partition_problem import PartitionProblem, load_partition
+from weft.search.place.partition_result import PartitionResult
+from weft.search.place.problem import Objective
+from weft.units import format_bytes
+
+__all__ = ["load_partition", "solve_partition"]
+
+DEFAULT_EFFORT = 45.0
+"""CPU seconds of a search, about, unless told otherwise."""
+
+
+def solve_partition(problem: PartitionProblem, *, objective: Objective, contiguous: bool = False,
+                    time_limit: float | None = None, seed: int = 0,
+                    progress: Callable[[str], None] = lambda line: None) -> PartitionResult:
+    """Return the best split found in about ``time_limit`` CPU seconds, checked, with a bound.
+
+    ``contiguous`` is for throughput (each device's forward nodes are a convex set); sets are always so for latency.
+    Raises ``NoFeasiblePlan`` where no split fits the memory.
+    """
+    if time_limit is not None and not time_limit > 0:
+        raise InputError(f"the time limit must be more than 0 seconds, not {time_limit}")
+    begin = time.process_time()
+    budget = Budget(effort=DEFAULT_EFFORT if time_limit is None else time_limit, report=progress,
+                    deadline=None if time_limit is None else time.monotonic() + time_limit)
+    if objective == "throughput":
+        device, bound = _throughput(problem, contiguous=contiguous, budget=budget, seed=seed)
+        figures = check_throughput(problem, device, contiguous=contiguous)
+    else:
+        from weft.search.place.partition_latency_search import minimise_latency
+
+        found = minimise_latency(problem, budget=budget, seed=seed)
+        device, bound = _latency_devices(problem, found.where), found.bound
+        figures = check_latency(problem, device)
+    is_optimal = bound >= figures.value * (1 - 1e-9)
+    return PartitionResult(problem=problem, objective=objective, device=device, figures=figures,
+                           bound=min(bound, figures.value), status="optimal" if is_optimal else "feasible",
+                           seconds=time.process_time() - begin, contiguous=contiguous,
+                           is_interrupted=budget.is_interrupted)
+
+
+def _throughput(problem: PartitionProblem, *, contiguous: bool, budget: Budget, seed: int) -> tuple[I64, float]:
+    from weft.search.place.partition_throughput import load_problem
+    from weft.search.place.throughput_search import minimise
+
+    _check_possible(problem)
+    found = minimise(load_problem(problem, contiguous=contiguous), budget=budget, seed=seed)
+    if found is None:
+        raise _no_split(problem, contiguous=contiguous)
+    return np.asarray(found.device[problem.unit_of_node]), found.bound
+
+
+def _latency_devices(problem: PartitionProblem, where: I64) -> I64:
+    """Return the device of each node from the set of each unit; sets are given to accelerators in order."""
+    sets = where[problem.unit_of_node]
+    used = {int(item): index for index, item in enumerate(dict.fromkeys(sets[problem.order].tolist()).keys() - {0})}
+    order = [item for item in dict.fromkeys(sets[problem.order].tolist()) if item > 0]
+    used = {item: index for index, item in enumerate(order)}
+    return np.array([used.get(int(item), problem.num_accelerators) for item in sets], dtype=np.int64)
+
+
+def _unit_nodes(problem: PartitionProblem, unit: int) -> str:
+    ids = [str(problem.node_ids[node]) for node in np.flatnonzero(problem.unit_of_node == unit).tolist()]
+    return ", ".join([*ids[:8], *(["..."] if len(ids) > 8 else [])])
+
+
+def _check_possible(problem: PartitionProblem) -> None:
+    """Raise ``NoFeasiblePlan`` where a class of nodes has no device at all."""
+    if problem.num_cpus:
+        return
+    sizes = np.bincount(problem.unit_of_node, weights=problem.size, minlength=problem.num_units)
+    for unit, size in enumerate(sizes.tolist()):
+        nodes = np.flatnonzero(problem.unit_of_node == unit)
+        if not problem.is_supported[nodes].all():
+            raise NoFeasiblePlan(f"{problem.name}: node {_unit_nodes(problem, unit)} cannot run on an accelerator, and "
+                                 "there is no CPU (maxCPUs is 0). Allow at least one CPU.")
+        if size > problem.capacity * (1 + 1e-12):
+            missing = int(np.ceil(size - problem.capacity))
+            raise NoFeasiblePlan(
+                f"{problem.name}: node {_unit_nodes(problem, unit)} needs {format_bytes(size)} on one accelerator, which "
+                f"has {format_bytes(problem.capacity)}: {missing} bytes are missing, and there is no CPU (maxCPUs is "
+                "0). Try larger accelerators or a CPU.", missing_bytes=missing, device="fpga0")
+
+
+def _no_split(problem: PartitionProblem, *, contiguous: bool) -> NoFeasiblePlan:
+    """Return the error for memory that holds every class of nodes but not all of them."""
+    sizes = np.bincount(problem.unit_of_node, weights=problem.size, minlength=problem.num_units)
+    free = np.full(problem.num_accelerators, problem.capacity)
+    left = []
+    for unit in np.argsort(-sizes, kind="stable").tolist():
+        index = int(np.argmax(free))
+        if sizes[unit] <= free[index]:
+            free[index] -= sizes[unit]
+        else:
+            left.append(unit)
+    short = float(sum(sizes[unit] for unit in left))
+    total = max(0.0, float(sizes.sum()) - problem.capacity * problem.num_accelerators)
+    missing = int(np.ceil(total if total > 0 else max(short, 1.0)))
+    which = "; ".join(_unit_nodes(problem, unit) for unit in left[:5])
+    return NoFeasiblePlan(
+        f"{problem.name}: the nodes need {format_bytes(float(sizes.sum()))}, and {problem.num_accelerators} accelerators "
+        f"of {format_bytes(problem.capacity)} cannot hold them{' contiguously' if contiguous else ''}: {missing} bytes "
+        f"are missing{f', and there is no room for node {which}' if which else ''}. Try more or larger accelerators, or "
+        "a CPU.", missing_bytes=missing)

@@ -1,0 +1,186 @@
+"""The least latency of a dnn-partitioning problem by CP-SAT, or a bound on it.
+
+Variables: ``x[u, k]`` unit u is in set k (0: on CPUs); ``y[v, k]`` what node v writes enters or leaves set k; ``i[v, k]``
+it enters; ``f[v]`` when node v ends; ``S[k]``, ``F[k]`` when set k starts and ends.
+
+    f[v] >= f[u] + cpu[v] x[v, 0]   for every edge u -> v
+    F[k] >= S[k] + times and costs of k;  f[v] >= F[k] if v is in k;  S[k] >= f[u] if u enters k
+    every path: the times of its nodes and the costs of its edges, where they are, are within the latency
+
+Times are scaled to whole numbers and rounded down: the solver's bound is one for the real problem. Circles of sets that
+take no time are not excluded; such a solution is not used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from ortools.sat.python import cp_model
+
+from weft.model.graph import I64
+from weft.search.cpsat import Budget, solve
+from weft.search.place.partition_latency_kernel import Graph
+
+RESOLUTION = float(1 << 27)
+"""The known latency in whole numbers."""
+MAX_TERMS = 300_000
+"""Larger models are not built."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Exact:
+    """What the solver found out."""
+
+    where: I64 | None
+    """Perhaps better sets."""
+    bound: float
+    """No sets have a smaller latency."""
+
+
+def improve_or_prove(g: Graph, where: I64, value: float, *, budget: Budget, effort: float, seed: int) -> Exact:
+    """Return better sets or a bound; the given sets are the hint."""
+    if (len(g.cpu_s) + len(g.targets)) * (g.num_sets + 1) * 4 > MAX_TERMS:
+        return Exact(where=None, bound=0.0)
+    builder = _Builder(g, where, value)
+    found = solve(builder.model, budget, effort=effort, seed=seed)
+    if found.status == "infeasible":
+        return Exact(where=None, bound=value)
+    if not found.has_values or found.bound is None:
+        return Exact(where=None, bound=0.0)
+    sets = np.array([next(index for index, item in row.items() if found.value(item)) for row in builder.x],
+                    dtype=np.int64)
+    return Exact(where=sets, bound=min(value, found.bound / builder.scale))
+
+
+class _Builder:
+    def __init__(self, g: Graph, where: I64, value: float) -> None:
+        self.g, self.model = g, cp_model.CpModel()
+        self.scale = RESOLUTION / max(value, 1e-300)
+        self.top = int(RESOLUTION)
+        self.hint = _canonical(g, where)
+        self.x = self._units()
+        self.cpu = [int(item * self.scale) for item in g.cpu_s]
+        self.fpga = [int(item * self.scale) for item in g.fpga_s]
+        self.cost = [int(item * self.scale) for item in g.cost_s]
+        self.latency = self.model.new_int_var(0, self.top, "latency")
+        self.finish = [self.model.new_int_var(0, self.top, f"f{node}") for node in range(len(g.cpu_s))]
+        self.start = [self.model.new_int_var(0, self.top, f"S{index}") for index in range(g.num_sets + 1)]
+        self.end = [self.model.new_int_var(0, self.top, f"F{index}") for index in range(g.num_sets + 1)]
+        self.paid: dict[tuple[int, int], cp_model.IntVar] = {}
+        for node in range(len(g.cpu_s)):
+            self._node(node)
+        for index in range(1, g.num_sets + 1):
+            self._set(index)
+        self._paths()
+        self._symmetry()
+        self.model.minimize(self.latency)
+
+    def _units(self) -> list[dict[int, cp_model.IntVar]]:
+        rows: list[dict[int, cp_model.IntVar]] = []
+        for unit in range(len(self.g.can_set)):
+            sets = range(self.g.num_sets + 1) if self.g.can_set[unit] else range(1)
+            row = {index: self.model.new_bool_var(f"x{unit}_{index}") for index in sets}
+            self.model.add_exactly_one(row.values())
+            for index, item in row.items():
+                self.model.add_hint(item, int(self.hint[unit] == index))
+            rows.append(row)
+        return rows
+
+    def _node(self, node: int) -> None:
+        g, model, x = self.g, self.model, self.x
+        unit = int(g.unit[node])
+        model.add(self.finish[node] >= self.cpu[node] * x[unit][0])
+        model.add(self.latency >= self.finish[node])
+        for index, item in x[unit].items():
+            if index:
+                model.add(self.finish[node] >= self.end[index]).only_enforce_if(item)
+        targets = g.targets[g.target_start[node] : g.target_start[node + 1]].tolist()
+        for target in targets:
+            model.add(self.finish[target] >= self.finish[node] + self.cpu[target] * x[int(g.unit[target])][0])
+        for index in range(1, g.num_sets + 1) if targets else ():
+            self._crossing(node, sorted({int(g.unit[target]) for target in targets} - {unit}), index)
+
+    def _crossing(self, node: int, readers: list[int], index: int) -> None:
+        """What the node writes enters or leaves the set."""
+        model, x = self.model, self.x
+        inside = x[int(self.g.unit[node])].get(index)
+        others = [x[reader].get(index) for reader in readers]
+        if not readers or (inside is None and all(other is None for other in others)):
+            return
+        paid = model.new_bool_var(f"y{node}_{index}")
+        enters = model.new_bool_var(f"i{node}_{index}")
+        self.paid[node, index] = paid
+        model.add_implication(enters, paid)
+        for other in others:
+            if inside is not None:
+                model.add_bool_or([paid, inside.negated(), *([] if other is None else [other])])
+            if other is not None:
+                model.add_bool_or([enters, other.negated(), *([] if inside is None else [inside])])
+        model.add(self.start[index] >= self.finish[node]).only_enforce_if(enters)
+
+    def _set(self, index: int) -> None:
+        g, x = self.g, self.x
+        nodes = [node for node in range(len(g.cpu_s)) if index in x[int(g.unit[node])]]
+        load = sum(x[int(g.unit[node])][index] * self.fpga[node] for node in nodes if self.fpga[node])
+        load += sum(item * self.cost[node] for (node, there), item in self.paid.items()
+                    if there == index and self.cost[node])
+        self.model.add(self.end[index] >= self.start[index] + load)
+        self.model.add(self.latency >= self.end[index])
+        scale = min(1.0, RESOLUTION / max(g.capacity, 1.0))
+        sizes = np.bincount(g.unit, weights=g.size, minlength=len(g.can_set))
+        if sizes.sum() > g.capacity:
+            self.model.add(sum(row[index] * int(sizes[unit] * scale) for unit, row in enumerate(x) if index in row) <=
+                           int(g.capacity * scale))
+
+    def _paths(self) -> None:
+        """Add the linear inequality of the path that is longest by fastest times, and of the one by costs."""
+        g = self.g
+        for weights in (np.minimum(g.cpu_s, g.fpga_s), g.cost_s + 1e-9, g.cpu_s):
+            path = _longest_path(g, weights)
+            terms = []
+            for node in path:
+                for index, item in self.x[int(g.unit[node])].items():
+                    terms.append(item * (self.fpga[node] if index else self.cpu[node]))
+            for node in path[:-1]:
+                terms += [self.paid[node, index] * self.cost[node] for index in range(1, g.num_sets + 1)
+                          if (node, index) in self.paid and self._is_two_ended(node)]
+            self.model.add(sum(terms) <= self.latency)
+
+    def _is_two_ended(self, node: int) -> bool:
+        """Return whether the next node of the path is the only reader: then all its crossings are on the path."""
+        return bool(self.g.target_start[node + 1] - self.g.target_start[node] == 1)
+
+    def _symmetry(self) -> None:
+        """Sets in the order of their first units."""
+        order = list(dict.fromkeys(self.g.unit.tolist()))
+        for index in range(2, self.g.num_sets + 1):
+            earlier: list[cp_model.IntVar] = []
+            for unit in order:
+                if index in self.x[unit]:
+                    self.model.add_bool_or([self.x[unit][index].negated(), *earlier])
+                    earlier.append(self.x[unit][index - 1])
+
+
+def _longest_path(g: Graph, weights: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> list[int]:
+    """Return the nodes of the path with the largest sum."""
+    best = weights.copy()
+    came = np.full(len(best), -1, dtype=np.int64)
+    for node in range(len(best)):
+        for target in g.targets[g.target_start[node] : g.target_start[node + 1]].tolist():
+            if best[node] + weights[target] > best[target]:
+                best[target] = best[node] + weights[target]
+                came[target] = node
+    path = [int(np.argmax(best))]
+    while came[path[-1]] >= 0:
+        path.append(int(came[path[-1]]))
+    return path[::-1]
+
+
+def _canonical(g: Graph, where: I64) -> I64:
+    """Return the sets numbered in the order of their first units."""
+    new = {0: 0}
+    for unit in dict.fromkeys(g.unit.tolist()):
+        if int(where[unit]) not in new:
+            new[int(where[unit])] = len(new)
+    return np.array([new[int(item)] for item in where], dtype=np.int64)

@@ -1,0 +1,115 @@
+"""The search for the least latency of a dnn-partitioning problem: intervals, annealing, CP-SAT."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.model.graph import I64
+from weft.search.cpsat import Budget
+from weft.search.place.partition_latency import block_orders, interval_sets, latency_graph
+from weft.search.place.partition_latency_exact import improve_or_prove
+from weft.search.place.partition_latency_kernel import Graph, Scratch, anneal, excess, latency
+from weft.search.place.partition_problem import PartitionProblem
+
+HEAT = (0.003, 0.01, 0.001, 0.03)
+"""Starting temperatures in turn, in parts of the latency."""
+COLD = 1e-5
+PROVEN = 1e-6
+"""Relative: a bound so close to the value is a proof; whole numbers are no finer."""
+RUNS = 24
+"""Annealing runs that the effort is split into."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FoundSets:
+    """The best sets, and what is known about them."""
+
+    where: I64
+    """[units] 0 for CPUs, sets from 1."""
+    value: float
+    bound: float
+
+
+def minimise_latency(problem: PartitionProblem, *, budget: Budget, seed: int) -> FoundSets:
+    """Return the best sets found."""
+    search = _Search(latency_graph(problem), budget, seed)
+    search.start()
+    effort = budget.effort
+    search.anneal_for(0.3 * effort)
+    search.prove(0.35 * effort)
+    search.anneal_for(0.6 * budget.effort)
+    search.prove(budget.effort)
+    return search.found()
+
+
+class _Search:
+    def __init__(self, g: Graph, budget: Budget, seed: int) -> None:
+        self.g, self.budget, self.seed = g, budget, seed
+        self.scratch = Scratch.of(g)
+        self.where = np.zeros(len(g.can_set), dtype=np.int64)
+        self.value = latency(g, self.where, self.scratch)
+        self.bound = path_bound(g)
+        self.starts = [self.where]
+        self.num_runs = 0
+        self.proof_value = float("inf")
+
+    @property
+    def is_done(self) -> bool:
+        return self.budget.is_spent or self.bound >= self.value * (1 - PROVEN)
+
+    def offer(self, where: I64) -> None:
+        """Take the sets if they are allowed and better."""
+        value = latency(self.g, where, self.scratch)
+        if excess(self.g, self.scratch) == 0 and value < self.value * (1 - 1e-12):
+            self.where, self.value = where.copy(), value
+            self.budget.report(f"latency {value:.6g}, bound {self.bound:.6g}")
+
+    def start(self) -> None:
+        """Take the best of the intervals of a few orders."""
+        if self.g.num_sets == 0:
+            self.bound = self.value
+            return
+        for blocks in block_orders(self.g):
+            self.starts.append(interval_sets(self.g, blocks))
+            self.offer(self.starts[-1])
+
+    def anneal_for(self, effort: float) -> None:
+        """Anneal from the best sets, and now and then from another start."""
+        least = self.budget.effort - effort
+        seconds = 4e-7 + 1.1e-8 * (len(self.g.cpu_s) + len(self.g.targets)) + 1e-8 * self.g.num_sets
+        steps = max(2000, int(effort / 8 / seconds))
+        while not self.is_done and self.budget.effort > max(0.0, least) + 0.01:
+            heat = HEAT[self.num_runs % len(HEAT)]
+            start = self.starts[self.num_runs // 3 % len(self.starts)] if self.num_runs % 3 == 2 else self.where
+            self.num_runs += 1
+            found, value = anneal(self.g, start, steps, heat, COLD, 1000 * self.seed + self.num_runs)
+            self.budget.effort -= steps * seconds
+            if np.isfinite(value):
+                self.offer(found)
+
+    def prove(self, effort: float) -> None:
+        """Let CP-SAT improve the best sets or raise the bound, if the value is new to it."""
+        if self.is_done:
+            return
+        found = improve_or_prove(self.g, self.where, self.value, budget=self.budget, effort=effort, seed=self.seed)
+        self.bound = max(self.bound, min(found.bound, self.value))
+        if found.where is not None:
+            self.offer(found.where)
+
+    def found(self) -> FoundSets:
+        """Return the best, with the bound equal to the value where it is a proof."""
+        is_proven = self.bound >= self.value * (1 - PROVEN)
+        return FoundSets(where=self.where, value=self.value, bound=self.value if is_proven else self.bound)
+
+
+def path_bound(g: Graph) -> float:
+    """Return the longest path with every node where it is fastest; a set's load is at least its nodes' times."""
+    ends = np.zeros(len(g.cpu_s))
+    fastest = np.where((g.can_set[g.unit] > 0) & (g.num_sets > 0), np.minimum(g.cpu_s, g.fpga_s), g.cpu_s)
+    for node in range(len(ends)):
+        ends[node] += fastest[node]
+        for target in g.targets[g.target_start[node] : g.target_start[node + 1]]:
+            ends[target] = max(ends[target], ends[node])
+    return float(ends.max(initial=0.0))

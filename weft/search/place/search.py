@@ -1,0 +1,336 @@
+"""Weft's own search for a placement: many starts, exact parts where the graph is in series, local search on the rest.
+
+    place = starts (every named method)            -> a first placement that fits
+          + bounds (ways, linear relaxation)
+          + exact (CP-SAT) for small problems
+          + series: the parts between cuts, solved one by one, most hopeful first (``series``)
+          + annealing of devices and order on the compiled timetable (``anneal``)
+          + sequencing: the best placement's order, by CP-SAT
+
+Every placement goes through ``check_timetable``; the best is kept. Searches are limited by *effort*, which is about CPU
+seconds but counted in moves and in CP-SAT's deterministic time: the same input and seed give the same placement on any
+machine, unless the wall clock of ``time_limit`` ends the search first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from weft.errors import InputError, NoFeasiblePlan, PlanError
+from weft.model.graph import I64
+from weft.search.cpsat import Budget
+from weft.search.place.bounds import heads_and_tails, tighten, way_bound
+from weft.search.place.fit import fitting_devices
+from weft.search.place.methods import METHODS
+from weft.search.place.problem import Objective, PlaceProblem
+from weft.search.place.relaxation import relaxation_bound
+from weft.search.place.result import PlaceResult
+from weft.search.place.series import ANY, Series, Solved, solve_series
+from weft.search.place.timetable import Timetable, check_timetable, make_timetable
+
+DEFAULT_EFFORT: Final = 15.0
+"""CPU seconds, about, of a search without a time limit."""
+PROVEN: Final = 1e-6
+"""A bound this close to the value, as a part of it, is a proof: whole ticks are no finer."""
+SMALL: Final = 40
+"""Up to so many operators, CP-SAT alone is tried first."""
+SLOW_METHODS: Final = ("m-sct", "getf", "peft", "cpop", "etf")
+MAX_OPS_FOR_SLOW: Final = 4000
+"""Above so many operators only the quick methods are used as starts."""
+MAX_EXACT_TERMS: Final = 30_000
+"""CP-SAT is not tried on parts with more transfers x pairs of devices."""
+
+
+def place(problem: PlaceProblem, *, objective: Objective = "latency", method: str = "auto", contiguous: bool = False,
+          time_limit: float | None = None, seed: int = 0,
+          progress: Callable[[str], None] = lambda text: None) -> PlaceResult:
+    """Return the best placement found by the method (``auto``: by all of them and Weft's own search), checked.
+
+    ``time_limit`` is in seconds. ``contiguous`` (throughput only): what a device runs is a convex part of the graph.
+    Ctrl-C ends the search with the best so far. Raise ``NoFeasiblePlan`` if nothing fits.
+    """
+    if time_limit is not None and not time_limit > 0:
+        raise InputError(f"the time limit must be more than 0 seconds, not {time_limit}")
+    if method != "auto" and method not in METHODS:
+        raise InputError(f"there is no method {method!r}: choose one of auto, {', '.join(METHODS)}")
+    if contiguous and objective == "latency":
+        raise InputError("contiguous placements are for the objective throughput")
+    begin = time.process_time()
+    budget = Budget(effort=DEFAULT_EFFORT if time_limit is None else time_limit, report=progress,
+                    deadline=None if time_limit is None else time.monotonic() + time_limit)
+    if objective == "throughput":
+        from weft.search.place.stream import place_stream
+
+        return place_stream(problem, method=method, contiguous=contiguous, budget=budget, seed=seed, begin=begin)
+    search = LatencySearch(problem, budget, seed)
+    if method == "auto":
+        search.run()
+    else:
+        search.try_method(method)
+    return search.result(time.process_time() - begin)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """What one method came to."""
+
+    method: str
+    result: PlaceResult | None
+    reason: str = ""
+    """Why there is no result."""
+
+    @property
+    def value(self) -> float | None:
+        """Return the method's value, or None if it has no placement."""
+        return None if self.result is None else self.result.value
+
+
+def compare(problem: PlaceProblem, *, objective: Objective = "latency", contiguous: bool = False,
+            time_limit: float | None = None, seed: int = 0,
+            progress: Callable[[str], None] = lambda text: None) -> tuple[Row, ...]:
+    """Return what every named method and ``auto`` (last) come to."""
+    rows = []
+    for name in (*METHODS, "auto"):
+        try:
+            found = place(problem, objective=objective, method=name, contiguous=contiguous, seed=seed,
+                          progress=progress, time_limit=time_limit if name == "auto" else None)
+        except NoFeasiblePlan as miss:
+            rows.append(Row(method=name, result=None, reason=str(miss)))
+            if name == "auto":
+                raise
+        else:
+            rows.append(Row(method=name, result=found))
+    return tuple(rows)
+
+
+class LatencySearch:
+    """The search for the lowest latency: the best so far and what is proven."""
+
+    def __init__(self, problem: PlaceProblem, budget: Budget, seed: int) -> None:
+        self.problem = problem
+        self.budget = budget
+        self.effort = budget.effort
+        self.seed = seed
+        self.best: Timetable | None = None
+        self.by = ""
+        self.misses: list[NoFeasiblePlan] = []
+        heads, tails = heads_and_tails(problem)
+        self.bound = way_bound(problem, heads, tails)
+
+    @property
+    def value(self) -> float:
+        """Return the best latency so far."""
+        return float("inf") if self.best is None else self.best.latency_s
+
+    def is_proven(self) -> bool:
+        """Return whether nothing can be better."""
+        return self.best is not None and self.value <= self.bound * (1 + PROVEN) + 1e-300
+
+    def is_done(self) -> bool:
+        """Return whether the search should end."""
+        return self.is_proven() or (self.best is not None and self.budget.is_spent)
+
+    def result(self, seconds: float) -> PlaceResult:
+        """Return what was found; raise ``NoFeasiblePlan`` if nothing was."""
+        if self.best is None:
+            fitting_devices(self.problem, seed=self.seed)  # raises where even the weights do not fit
+            raise self.misses[0] if self.misses else NoFeasiblePlan(
+                f"no placement of {self.problem.name!r} was found that fits the memory; try a longer time limit")
+        bound = min(self.bound, self.value)
+        return PlaceResult(timetable=self.best, objective="latency", value=self.value, bound=bound, by=self.by,
+                           status="optimal" if self.is_proven() else "feasible", seconds=seconds,
+                           is_interrupted=self.budget.is_interrupted)
+
+    def offer(self, table: Timetable, by: str) -> bool:
+        """Keep the timetable if it is valid and the best; return whether it was kept."""
+        if table.latency_s >= self.value * (1 - 1e-12) or not np.isfinite(table.latency_s):
+            return False
+        try:
+            check_timetable(table)
+        except PlanError:
+            return False
+        self.best, self.by = table, by
+        self.tell(by)
+        return True
+
+    def raise_bound(self, seconds: float) -> None:
+        """Keep the bound if it is higher than what is known."""
+        self.bound = max(self.bound, seconds)
+
+    def tell(self, what: str) -> None:
+        """Report where the search is."""
+        gap = "" if not np.isfinite(self.value) or self.value <= 0 else f", gap {1 - self.bound / self.value:.1%}"
+        self.budget.report(f"{what}: best {self.value:.6g} s, bound {self.bound:.6g} s{gap}")
+
+    # ---- steps ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Try everything, cheap and hopeful steps first, until the best is proven or the effort is spent."""
+        series = Series(self.problem)
+        sizes = [len(part.ops) for part in series.parts]
+        is_small = max(sizes, default=0) <= SMALL
+        if self.problem.num_ops <= SMALL:
+            self.solve_whole(0.5 * self.effort)
+        elif is_small:
+            self.solve_parts(series, 0.5 * self.effort)
+        if self.is_done():
+            return
+        self.try_methods()
+        self.raise_bound(relaxation_bound(self.problem, time_limit=max(1.0, 0.1 * self.effort)))
+        if self.is_done():
+            return
+        if not is_small and len(sizes) > 1:
+            self.anneal(0.15 * self.effort)
+            self.solve_parts(series, 0.5 * self.effort)
+        while not self.is_done():
+            before = self.value
+            self.anneal(min(0.35 * self.effort, max(0.5 * self.budget.effort, 0.05 * self.effort)))
+            if self.is_done():
+                break
+            if len(sizes) > 1 and self.value < before:
+                self.solve_parts(series, 0.3 * self.budget.effort)
+            self.sequence(0.25 * self.budget.effort)
+            if self.budget.effort < 0.03 * self.effort:
+                break
+
+    def try_methods(self) -> None:
+        """Use every named method as a start."""
+        for name in METHODS:
+            if self.budget.is_spent and self.best is not None:
+                break
+            if name in SLOW_METHODS and self.problem.num_ops > MAX_OPS_FOR_SLOW:
+                continue
+            self.try_method(name)
+        if self.best is None:
+            device = fitting_devices(self.problem, seed=self.seed)
+            self.offer(make_timetable(self.problem, device, np.arange(self.problem.num_ops)), "memory")
+
+    def try_method(self, name: str) -> None:
+        """Offer what a named method finds."""
+        begin = time.process_time()
+        try:
+            found = METHODS[name](self.problem)
+            self.offer(make_timetable(self.problem, found.device, found.order), name)
+        except NoFeasiblePlan as miss:
+            self.misses.append(miss)
+        self.budget.effort -= min(time.process_time() - begin, 0.05 * self.effort)
+
+    def solve_whole(self, effort: float) -> None:
+        """Solve the whole problem by CP-SAT."""
+        if num_exact_terms(self.problem) > MAX_EXACT_TERMS:
+            return
+        found = solve_exactly(self.problem, self.budget, effort=effort, start=self.best, limit=self.value,
+                              seed=self.seed)
+        if found.timetable is not None:
+            self.offer(found.timetable, "exact")
+        self.raise_bound(min(found.bound, self.value))
+
+    def solve_parts(self, series: Series, effort: float) -> None:
+        """Solve the parts between the cuts; offer what they add up to, and raise the bound."""
+        if self.best is not None:
+            adopt(series, self.best)
+        lent = Budget(effort=min(effort, self.budget.effort), deadline=self.budget.deadline)
+        given = lent.effort
+
+        def solve(problem: PlaceProblem, bound: float, limit: float, share: float) -> Solved:
+            return solve_part(problem, lent, bound=bound, limit=limit, effort=share * lent.effort, seed=self.seed)
+
+        last = 0.0
+
+        def report(upper: float, lower: float) -> None:
+            nonlocal last
+            self.raise_bound(min(lower, self.value))
+            if self.bound > last * 1.01:
+                last = self.bound
+                self.budget.report(f"parts between {len(series.parts) - 1} cuts: best {min(upper, self.value):.6g} s, "
+                                   f"bound {self.bound:.6g} s")
+
+        solve_series(series, solve, upper=self.value, is_spent=lambda: lent.is_spent, report=report)
+        self.budget.effort -= given - lent.effort
+        self.budget.is_interrupted = self.budget.is_interrupted or lent.is_interrupted
+        self.raise_bound(min(series.shortest(by_bound=True).seconds, self.value))
+        way = series.shortest(by_bound=False)
+        if way.seconds < self.value:
+            self.offer(series.timetable(way), "parts")
+
+    def anneal(self, effort: float) -> None:
+        """Improve the best by local search."""
+        from weft.search.place.local import improve
+
+        if self.best is None:
+            return
+        for table in improve(self.problem, self.best, self.budget, effort=effort, seed=self.seed):
+            self.offer(table, "local search")
+            if self.is_done():
+                break
+
+    def sequence(self, effort: float) -> None:
+        """Find a better order for the best placement by CP-SAT."""
+        if self.best is None or num_exact_terms(self.problem) > 4 * MAX_EXACT_TERMS or self.budget.is_spent:
+            return
+        found = solve_exactly(self.problem, self.budget, effort=effort, start=self.best, limit=self.value,
+                              seed=self.seed, device=self.best.device)
+        if found.timetable is not None:
+            self.offer(found.timetable, "sequencing")
+
+
+def num_exact_terms(problem: PlaceProblem) -> int:
+    """Return about how large the exact model is."""
+    return problem.num_tensors * problem.num_devices * max(1, problem.num_devices - 1)
+
+
+def solve_exactly(problem: PlaceProblem, budget: Budget, *, effort: float, start: Timetable | None, limit: float,
+                  seed: int, device: I64 | None = None) -> Solved:
+    """Return what CP-SAT finds that takes less than ``limit``, and what it proves; ``device`` leaves only the order."""
+    from weft.search.place.exact import Model
+
+    if device is not None:
+        problem = pinned(problem, device)
+    if np.isfinite(limit):
+        less = tighten(problem, limit)
+        if less is None:
+            return Solved(bound=limit)
+        problem = less
+    model = Model(problem, limit_s=limit if np.isfinite(limit) else None)
+    if start is not None:
+        model.hint(start)
+    found = model.solve(budget, effort=effort, seed=seed, linearization=0)
+    if found.is_infeasible:
+        return Solved(bound=limit)
+    return Solved(bound=found.bound, timetable=found.timetable)
+
+
+def pinned(problem: PlaceProblem, device: I64) -> PlaceProblem:
+    """Return the problem with every operator allowed only where it is."""
+    time_s = np.full(problem.time_s.shape, np.inf)
+    rows = np.arange(problem.num_ops)
+    time_s[rows, device] = problem.time_s[rows, device]
+    return replace(problem, time_s=time_s)
+
+
+def solve_part(problem: PlaceProblem, budget: Budget, *, bound: float, limit: float, effort: float,
+               seed: int) -> Solved:
+    """Return the best for one part with its cuts' devices fixed, and a bound."""
+    if num_exact_terms(problem) > MAX_EXACT_TERMS:
+        return Solved(bound=bound)
+    return solve_exactly(problem, budget, effort=effort, start=None, limit=limit, seed=seed)
+
+
+def adopt(series: Series, table: Timetable) -> None:
+    """Let the parts know what a whole timetable does between the cuts."""
+    order = table.order
+    before = ANY
+    for index, part in enumerate(series.parts):
+        after = int(table.device[part.ops[-1]]) if part.has_exit else ANY
+        local = np.full(series.problem.num_ops, -1, dtype=np.int64)
+        local[part.ops] = np.arange(len(part.ops))
+        inside = local[order]
+        fixed = part.fixed(before, after)
+        found = make_timetable(fixed, table.device[part.ops], inside[inside >= 0])
+        series.record(index, before, after, Solved(bound=0.0, timetable=found))
+        before = after

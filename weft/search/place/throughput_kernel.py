@@ -1,0 +1,327 @@
+"""Compiled local search for the largest load: simulated annealing with exact changes of loads.
+
+The energy is a p-norm of all loads, which is close to the largest load and still rewards what lowers the others; memory
+beyond a device's capacity and transfers without a way are added with a large weight. A move takes a unit, or a few units
+that share tensors and a device, to another device, or exchanges two such clusters.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.compiled import compiled
+from weft.model.graph import F64, I64
+from weft.search.place.throughput_model import Loads
+
+SQUARINGS = 5
+"""The norm's p is 2 to this power."""
+MAX_CLUSTER = 12
+VIOLATION = 4.0
+"""Weight of a device's memory taken twice, in loads."""
+SLACK = 1e-12
+"""Relative: memory sums may be off by so much."""
+
+
+class State(NamedTuple):
+    """A placement with everything that a move changes."""
+
+    device: I64
+    """[n]"""
+    count: I64
+    """[t, m] readers of the tensor on the device."""
+    load: F64
+    """[cores + resources + 1] the last is the number of transfers without a way."""
+    held: I64
+    """[items, m] units on the device that keep the item."""
+    used: F64
+    """[m] bytes."""
+
+    @staticmethod
+    def empty(a: Loads, device: I64) -> State:
+        """Return the state for ``fill``."""
+        num_devices = len(a.core)
+        return State(device.astype(np.int64).copy(), np.zeros((len(a.owner), num_devices), dtype=np.int64),
+                     np.zeros(a.num_cores + a.num_resources + 1),
+                     np.zeros((len(a.item_bytes), num_devices), dtype=np.int64), np.zeros(num_devices))
+
+
+@compiled
+def fill(a: Loads, s: State) -> None:
+    """Set everything that follows from the devices."""
+    s.count[:] = 0
+    s.load[:] = 0
+    s.held[:] = 0
+    s.used[:] = 0
+    for unit in range(len(s.device)):
+        here = s.device[unit]
+        s.load[a.core[here]] += a.time_s[unit, here]
+        for slot in range(a.item_start[unit], a.item_start[unit + 1]):
+            item = a.items[slot]
+            if s.held[item, here] == 0:
+                s.used[here] += a.item_bytes[item]
+            s.held[item, here] += 1
+    for tensor in range(len(a.owner)):
+        for slot in range(a.reader_start[tensor], a.reader_start[tensor + 1]):
+            s.count[tensor, s.device[a.readers[slot]]] += 1
+        add_tensor(a, s, tensor, 1.0)
+
+
+@compiled
+def add_tensor(a: Loads, s: State, tensor: int, sign: float) -> None:
+    """Add (or take away) what the tensor loads."""
+    num_devices = len(a.core)
+    source = s.device[a.owner[tensor]]
+    is_sent = False
+    for target in range(num_devices):
+        if target == source or s.count[tensor, target] == 0:
+            continue
+        is_sent = True
+        s.load[a.core[target]] += sign * a.touch_s[tensor, target]
+        row = a.given_row[tensor]
+        seconds = a.given_s[row, source, target] if row >= 0 else (
+            a.latency_s[source, target] + a.s_per_byte[source, target] * a.tensor_bytes[tensor])
+        if seconds == np.inf:
+            s.load[-1] += sign
+            continue
+        pair = source * num_devices + target
+        for slot in range(a.resource_start[pair], a.resource_start[pair + 1]):
+            s.load[a.num_cores + a.resources[slot]] += sign * seconds
+    if is_sent:
+        s.load[a.core[source]] += sign * a.touch_s[tensor, source]
+
+
+@compiled
+def move_unit(a: Loads, s: State, unit: int, target: int) -> None:
+    """Move a unit, but leave the loads of its tensors to the caller."""
+    source = s.device[unit]
+    s.load[a.core[source]] -= a.time_s[unit, source]
+    s.load[a.core[target]] += a.time_s[unit, target]
+    for slot in range(a.read_start[unit], a.read_start[unit + 1]):
+        s.count[a.reads[slot], source] -= 1
+        s.count[a.reads[slot], target] += 1
+    for slot in range(a.item_start[unit], a.item_start[unit + 1]):
+        item = a.items[slot]
+        s.held[item, source] -= 1
+        if s.held[item, source] == 0:
+            s.used[source] -= a.item_bytes[item]
+        if s.held[item, target] == 0:
+            s.used[target] += a.item_bytes[item]
+        s.held[item, target] += 1
+    s.device[unit] = target
+
+
+@compiled
+def excess(a: Loads, s: State) -> float:
+    """Return how much memory is missing, in parts of devices, and how many transfers have no way."""
+    total = max(0.0, s.load[-1])
+    for device in range(len(a.core)):
+        if s.used[device] > a.capacity[device] * (1 + SLACK):
+            total += (s.used[device] - a.capacity[device]) / max(a.capacity[device], 1.0)
+    return float(total)
+
+
+@compiled
+def energy(a: Loads, s: State, unit_load: float) -> float:
+    """Return the norm of the loads, with what is not allowed on top."""
+    total = 0.0
+    for index in range(len(s.load) - 1):
+        power = s.load[index] / unit_load
+        for _ in range(SQUARINGS):
+            power *= power
+        total += power
+    return float(unit_load * (total ** (0.5**SQUARINGS) + VIOLATION * excess(a, s)))
+
+
+@compiled
+def is_convex(a: Loads, device: I64, here: int, left: I64) -> bool:
+    """Return whether no path leaves the device's nodes and comes back; ``left`` is scratch."""
+    for node in range(len(a.node_unit)):
+        inside = device[a.node_unit[node]] == here
+        left[node] = 0
+        for slot in range(a.source_start[node], a.source_start[node + 1]):
+            source = a.sources[slot]
+            if left[source] == 1:
+                if inside:
+                    return False
+                left[node] = 1
+                break
+            if not inside and device[a.node_unit[source]] == here:
+                left[node] = 1
+    return True
+
+
+@compiled
+def is_valid(a: Loads, device: I64, contiguous: bool) -> bool:
+    """Return whether the placement is allowed: devices, memory, and contiguity where asked for."""
+    num_devices = len(a.core)
+    for unit in range(len(device)):
+        if not a.time_s[unit, device[unit]] < np.inf:
+            return False
+    held = np.zeros((len(a.item_bytes), num_devices), dtype=np.bool_)
+    used = np.zeros(num_devices)
+    for unit in range(len(device)):
+        for slot in range(a.item_start[unit], a.item_start[unit + 1]):
+            if not held[a.items[slot], device[unit]]:
+                held[a.items[slot], device[unit]] = True
+                used[device[unit]] += a.item_bytes[a.items[slot]]
+    for here in range(num_devices):
+        if used[here] > a.capacity[here] * (1 + SLACK):
+            return False
+    if contiguous:
+        left = np.zeros(len(a.node_unit), dtype=np.int64)
+        for here in range(num_devices):
+            if not is_convex(a, device, here, left):
+                return False
+    return True
+
+
+@compiled
+def _draw(random: I64, limit: int) -> int:
+    """Return a number below the limit, by a linear congruential generator with its good upper bits."""
+    random[0] = random[0] * 6364136223846793005 + 1442695040888963407
+    return int(((random[0] >> 33) & 0x7FFFFFFF) % limit)
+
+
+@compiled
+def _near(a: Loads, random: I64, unit: int) -> int:
+    """Return a random unit that shares a tensor with the unit, or itself if there is none."""
+    num_owned = a.own_start[unit + 1] - a.own_start[unit]
+    num = num_owned + a.read_start[unit + 1] - a.read_start[unit]
+    if num == 0:
+        return unit
+    pick = _draw(random, num)
+    if pick < num_owned:
+        tensor = a.owned[a.own_start[unit] + pick]
+    else:
+        tensor = a.reads[a.read_start[unit] + pick - num_owned]
+    num_pins = a.reader_start[tensor + 1] - a.reader_start[tensor] + 1
+    pin = _draw(random, num_pins)
+    return int(a.owner[tensor] if pin == 0 else a.readers[a.reader_start[tensor] + pin - 1])
+
+
+@compiled
+def _grow(a: Loads, device: I64, random: I64, cluster: I64, begin: int, first: int, size: int) -> int:
+    """Put the first unit and some near it on its device into the cluster from ``begin``; return its end."""
+    cluster[begin] = first
+    end = begin + 1
+    for _ in range(3 * size):
+        if end - begin >= size:
+            break
+        other = _near(a, random, cluster[begin + _draw(random, end - begin)])
+        is_new = device[other] == device[first]
+        for slot in range(begin, end):
+            is_new = is_new and cluster[slot] != other
+        if is_new:
+            cluster[end] = other
+            end += 1
+    return end
+
+
+@compiled
+def _touched(a: Loads, cluster: I64, end: int, stamp: I64, mark: int, tensors: I64) -> int:
+    """List the tensors of the cluster's units, each once; return how many."""
+    num = 0
+    for index in range(end):
+        unit = cluster[index]
+        for slot in range(a.own_start[unit], a.own_start[unit + 1]):
+            tensor = a.owned[slot]
+            if stamp[tensor] != mark:
+                stamp[tensor] = mark
+                tensors[num] = tensor
+                num += 1
+        for slot in range(a.read_start[unit], a.read_start[unit + 1]):
+            tensor = a.reads[slot]
+            if stamp[tensor] != mark:
+                stamp[tensor] = mark
+                tensors[num] = tensor
+                num += 1
+    return num
+
+
+@compiled
+def _may_go(a: Loads, cluster: I64, begin: int, end: int, target: int) -> bool:
+    for slot in range(begin, end):
+        if not a.time_s[cluster[slot], target] < np.inf:
+            return False
+    return True
+
+
+@compiled
+def anneal(a: Loads, device: I64, steps: int, hot: float, cold: float, seed: int, contiguous: bool) -> tuple[I64, float]:
+    """Return the best allowed placement on the way and its largest load (infinite if there was none).
+
+    The temperature falls from ``hot`` to ``cold``, both in parts of the starting energy.
+    """
+    s = State(device.copy(), np.zeros((len(a.owner), len(a.core)), dtype=np.int64),
+              np.zeros(a.num_cores + a.num_resources + 1),
+              np.zeros((len(a.item_bytes), len(a.core)), dtype=np.int64), np.zeros(len(a.core)))
+    fill(a, s)
+    num_units, num_devices = a.time_s.shape
+    unit_load = max(s.load[:-1].max(), 1e-300)
+    now = energy(a, s, unit_load)
+    best, best_value = s.device.copy(), np.inf
+    if excess(a, s) == 0 and is_valid(a, s.device, contiguous):
+        best_value = s.load[:-1].max()
+    random = np.array([seed * 7919 + 12345], dtype=np.int64)
+    cluster = np.empty(2 * MAX_CLUSTER, dtype=np.int64)
+    stamp = np.full(len(a.owner), -1, dtype=np.int64)
+    tensors = np.empty(len(a.owner), dtype=np.int64)
+    old_load, old_used = s.load.copy(), s.used.copy()
+    left = np.zeros(len(a.node_unit), dtype=np.int64)
+    temperature = hot * now
+    cooling = (cold / hot) ** (1.0 / max(1, steps // 100))
+    for step in range(steps):
+        if step % 100 == 99:
+            temperature *= cooling
+        if step % 100000 == 99999:
+            fill(a, s)  # rounding
+            now = energy(a, s, unit_load)
+        first = _draw(random, num_units)
+        source = s.device[first]
+        size = 1
+        while size < MAX_CLUSTER and _draw(random, 5) < 2:
+            size += 1
+        middle = _grow(a, s.device, random, cluster, 0, first, size)
+        target = s.device[_near(a, random, cluster[_draw(random, middle)])]
+        if target == source or _draw(random, 4) == 0:
+            target = _draw(random, num_devices)
+        if target == source or not _may_go(a, cluster, 0, middle, target):
+            continue
+        end = middle
+        if _draw(random, 3) == 0:
+            other = _draw(random, num_units)
+            for _ in range(8):
+                if s.device[other] == target:
+                    break
+                other = _draw(random, num_units)
+            if s.device[other] == target:
+                end = _grow(a, s.device, random, cluster, middle, other, min(size, MAX_CLUSTER))
+                if not _may_go(a, cluster, middle, end, source):
+                    continue
+        old_load[:] = s.load
+        old_used[:] = s.used
+        num = _touched(a, cluster, end, stamp, step, tensors)
+        for index in range(num):
+            add_tensor(a, s, tensors[index], -1.0)
+        for slot in range(end):
+            move_unit(a, s, cluster[slot], target if slot < middle else source)
+        for index in range(num):
+            add_tensor(a, s, tensors[index], 1.0)
+        new = energy(a, s, unit_load)
+        accept = new <= now or np.exp((now - new) / temperature) * 2147483648.0 > _draw(random, 2147483647)
+        if accept and contiguous:
+            accept = is_convex(a, s.device, source, left) and is_convex(a, s.device, target, left)
+        if accept:
+            now = new
+            largest = s.load[:-1].max()
+            if largest < best_value * (1 - 1e-12) and excess(a, s) == 0:
+                best_value = largest
+                best[:] = s.device
+        else:
+            for slot in range(end):
+                move_unit(a, s, cluster[slot], source if slot < middle else target)
+            s.load[:] = old_load
+            s.used[:] = old_used
+    return best, best_value

@@ -1,0 +1,328 @@
+"""What the tables and pictures of a placement say: rows of boxes, use of devices and links, and the critical path.
+
+Everything that runs is an *item*: operator ``i`` is item ``i``, transfer ``j`` of the timetable is item ``n + j`` with
+``n`` operators. An item starts when the last of what it waits for ends: an operator waits for the tensors that it reads
+and for the operator before it on its processing unit, a transfer for its tensor and for the one before it on its way.
+Followed back from the operator that ends last, these waits are the critical path: they explain the whole latency.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+
+from weft.model.graph import F64, I64
+from weft.search.place.problem import PlaceProblem
+from weft.search.place.result import PlaceResult
+from weft.search.place.timetable import Sent, Timetable
+
+Why = Literal["start", "input", "transfer", "device", "link"]
+"""What an item waited for last: nothing, an operator that it reads from, a tensor on its way, its device, its link."""
+WHY: Final[dict[Why, str]] = {"start": "nothing", "input": "input", "transfer": "transfer", "device": "busy device",
+                              "link": "busy link"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Waits:
+    """Why every item starts when it does."""
+
+    after: I64
+    """[items] the item that it waited for last, or -1."""
+    why: tuple[Why, ...]
+    start_s: F64
+    end_s: F64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one device does, or one thing that transfers occupy; by start."""
+
+    name: str
+    is_link: bool
+    items: I64
+    starts: F64
+    ends: F64
+    busy_s: float
+    """Time in which something runs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A part of the critical path: operators in a row on one device, or a transfer."""
+
+    items: tuple[int, ...]
+    where: str
+    start_s: float
+    end_s: float
+    why: Why
+    """What its first item waited for."""
+    is_transfer: bool
+
+    @property
+    def time_s(self) -> float:
+        """Return how much of the latency it is."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceUse:
+    """What a placement puts on a device."""
+
+    name: str
+    num_ops: int
+    busy_s: float
+    share: float
+    """Part of the latency (or of the largest load) in which it computes."""
+    peak_bytes: float
+    capacity: float | None
+    """None: unlimited."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransferUse:
+    """All transfers of one request together."""
+
+    count: int
+    num_bytes: float
+    time_s: float
+    """The sum of their times."""
+    busiest: str | None
+    """What of all that they occupy is occupied longest."""
+    busiest_s: float
+
+
+def item_names(timetable: Timetable) -> tuple[str, ...]:
+    """Return the name of every item: the operator's, or ``source > target: operator`` of a transfer."""
+    problem = timetable.problem
+    return (*problem.op_names, *(f"{problem.op_names[int(problem.producer[sent.tensor])]} to "
+                                 f"{problem.device_names[sent.target]}" for sent in timetable.transfers))
+
+
+def device_rows(timetable: Timetable) -> list[Row]:
+    """Return what every device does."""
+    ends = timetable.end_s
+    rows = []
+    for device, name in enumerate(timetable.problem.device_names):
+        ops = np.flatnonzero(timetable.device == device)
+        rows.append(_row(name, False, ops, timetable.start_s[ops], ends[ops]))
+    return rows
+
+
+def link_rows(timetable: Timetable) -> list[Row]:
+    """Return what transfers occupy, as far as it is in use; without contention, the pairs of devices.
+
+    Things that carry exactly the same transfers, such as the links of one way, are one row; it has the devices' names
+    where the transfers are all between the same two.
+    """
+    problem, sent = timetable.problem, timetable.transfers
+    starts, ends = np.array([item.start_s for item in sent]), np.array([item.end_s for item in sent])
+    names: dict[tuple[int, ...], list[str]] = {}
+    for name, members in _members(timetable):
+        if members:
+            names.setdefault(tuple(members), []).append(name)
+    rows = []
+    for carried, shared in names.items():
+        pairs = {(sent[index].source, sent[index].target) for index in carried}
+        is_way = len(shared) > 1 and len(pairs) == 1
+        name = ">".join(problem.device_names[end] for end in min(pairs)) if is_way else shared[0]
+        which = np.asarray(carried, dtype=np.int64)
+        rows.append(_row(name, True, which + problem.num_ops, starts[which], ends[which]))
+    return rows
+
+
+def _members(timetable: Timetable) -> Iterator[tuple[str, list[int]]]:
+    """Return the name of everything that transfers can occupy, with those over it."""
+    problem = timetable.problem
+    names = problem.resource_names or tuple(f"{source}>{target}" for source in problem.device_names
+                                            for target in problem.device_names)
+    members: list[list[int]] = [[] for _ in names]
+    for index, sent in enumerate(timetable.transfers):
+        pair = sent.source * problem.num_devices + sent.target
+        for resource in resources_of(problem, sent.source, sent.target) if problem.resource_names else [pair]:
+            members[resource].append(index)
+    return zip(names, members, strict=True)
+
+
+def items_at(timetable: Timetable, name: str) -> list[int]:
+    """Return what the device of that name runs, or the transfers over the link of that name."""
+    problem = timetable.problem
+    if name in problem.device_names:
+        return np.flatnonzero(timetable.device == problem.device_names.index(name)).tolist()
+    return [problem.num_ops + index for link, members in _members(timetable) if link == name for index in members]
+
+
+def resources_of(problem: PlaceProblem, source: int, target: int) -> list[int]:
+    """Return what a transfer between the devices occupies."""
+    pair = source * problem.num_devices + target
+    found: list[int] = problem.resources[problem.resource_start[pair] : problem.resource_start[pair + 1]].tolist()
+    return found
+
+
+def _row(name: str, is_link: bool, items: I64, starts: F64, ends: F64) -> Row:
+    order = np.lexsort((ends, starts))
+    return Row(name=name, is_link=is_link, items=items[order].astype(np.int64), starts=starts[order],
+               ends=ends[order], busy_s=_covered(starts[order], ends[order]))
+
+
+def _covered(starts: F64, ends: F64) -> float:
+    """Return the time in which at least one of the spans runs; they are sorted by start."""
+    if not len(starts):
+        return 0.0
+    latest = np.maximum.accumulate(ends)
+    before = np.concatenate(([starts[0]], latest[:-1]))
+    return float(np.maximum(0.0, latest - np.maximum(starts, before)).sum())
+
+
+def device_use(result: PlaceResult) -> list[DeviceUse]:
+    """Return operators, time and memory of every device."""
+    problem, peaks = result.problem, result.timetable.peak_bytes().tolist()
+    uses = []
+    for row, peak, capacity in zip(device_rows(result.timetable), peaks, problem.capacity.tolist(), strict=True):
+        busy_s = result.loads.get(row.name, float((row.ends - row.starts).sum()))
+        uses.append(DeviceUse(
+            name=row.name, num_ops=len(row.items), busy_s=busy_s, peak_bytes=peak,
+            share=busy_s / result.value if result.value > 0 else 0.0,
+            capacity=capacity if np.isfinite(capacity) else None))
+    return uses
+
+
+def transfer_use(result: PlaceResult) -> TransferUse:
+    """Return how much is sent, and what is occupied longest."""
+    table = result.timetable
+    busiest = max(link_rows(table), key=lambda row: row.busy_s, default=None)
+    return TransferUse(
+        count=len(table.transfers), time_s=sum(sent.end_s - sent.start_s for sent in table.transfers),
+        num_bytes=float(sum(table.problem.tensor_bytes[sent.tensor] for sent in table.transfers)),
+        busiest=None if busiest is None else busiest.name, busiest_s=0.0 if busiest is None else busiest.busy_s)
+
+
+def memory_curves(timetable: Timetable) -> list[tuple[F64, F64]]:
+    """Return for each device (times, bytes): what it holds from each time on, by the account of ``peak_bytes``."""
+    problem, resident = timetable.problem, timetable.problem.resident_bytes(timetable.device)
+    changes: list[list[tuple[float, int, float]]] = [[] for _ in problem.device_names]
+    for held in _held_tensors(timetable) if problem.has_lifetimes else ():
+        changes[held.device].append((held.since_s, 1, held.num_bytes))
+        changes[held.device].append((held.until_s, 0, -held.num_bytes))
+    curves = []
+    for amount, items in zip(resident.tolist(), changes, strict=True):
+        rows = [(0.0, 0, amount), *sorted(items)]
+        times, amounts = np.array([row[0] for row in rows]), np.cumsum([row[2] for row in rows])
+        # A tensor that goes when another comes goes first, so the last of several changes at a time is what counts.
+        kept = np.concatenate((np.diff(times) > 0, [True]))
+        curves.append((times[kept], amounts[kept]))
+    return curves
+
+
+class _Held(NamedTuple):
+    """A tensor in the memory of a device."""
+
+    device: int
+    num_bytes: float
+    since_s: float
+    until_s: float
+
+
+def _held_tensors(timetable: Timetable) -> Iterator[_Held]:
+    """Return every tensor on every device that has it: from when it is written or received to when it is last used."""
+    problem, ends = timetable.problem, timetable.end_s
+    start, readers = problem.readers
+    sent: dict[int, list[Sent]] = {}
+    for item in timetable.transfers:
+        sent.setdefault(item.tensor, []).append(item)
+    for tensor, op in enumerate(problem.producer.tolist()):
+        used: dict[int, float] = {}
+        for reader in readers[start[tensor] : start[tensor + 1]].tolist():
+            where = int(timetable.device[reader])
+            used[where] = max(used.get(where, 0.0), float(ends[reader]))
+        home, size = int(timetable.device[op]), float(problem.tensor_bytes[tensor])
+        leaves = [item.end_s for item in sent.get(tensor, ())]
+        yield _Held(home, size, float(timetable.start_s[op]), max(float(ends[op]), used.get(home, 0.0), *leaves, 0.0))
+        for item in sent.get(tensor, ()):
+            yield _Held(item.target, size, item.start_s, used[item.target])
+
+
+# ---- waits and the critical path
+
+
+def find_waits(timetable: Timetable) -> Waits:
+    """Return what every item waited for last; of equals what it reads comes before what held its device."""
+    problem, sent, num_ops = timetable.problem, timetable.transfers, timetable.problem.num_ops
+    start_s = np.concatenate((timetable.start_s, [item.start_s for item in sent]))
+    end_s = np.concatenate((timetable.end_s, [item.end_s for item in sent]))
+    after = np.full(len(start_s), -1, dtype=np.int64)
+    why: list[Why] = ["start"] * len(start_s)
+    slack = 1e-12 * float(end_s.max(initial=0.0))
+
+    def offer(item: int, before: int, reason: Why) -> None:
+        if after[item] < 0 or end_s[before] > end_s[after[item]] + slack:
+            after[item], why[item] = before, reason
+
+    arrival = {(item.tensor, item.target): num_ops + index for index, item in enumerate(sent)}
+    for source, reader, tensor in problem.edges.tolist():
+        if timetable.device[source] == timetable.device[reader]:
+            offer(reader, source, "input")
+        elif (tensor, int(timetable.device[reader])) in arrival:
+            offer(reader, arrival[tensor, int(timetable.device[reader])], "transfer")
+    for index, item in enumerate(sent):
+        offer(num_ops + index, int(problem.producer[item.tensor]), "input")
+    _offer_busy(timetable, start_s, end_s, slack, offer)
+    return Waits(after=after, why=tuple(why), start_s=start_s, end_s=end_s)
+
+
+def _offer_busy(timetable: Timetable, start_s: F64, end_s: F64, slack: float,
+                offer: Callable[[int, int, Why], None]) -> None:
+    """Offer to each item the one before it on its processing unit, or on each thing that it occupies."""
+    problem, num_ops = timetable.problem, timetable.problem.num_ops
+    queues: list[tuple[Why, I64]] = []
+    cores = problem.core_of_device[timetable.device]
+    queues += [("device", np.flatnonzero(cores == core)) for core in np.unique(cores)]
+    if problem.resource_names:
+        queues += [("link", np.asarray(members, dtype=np.int64) + num_ops) for _, members in _members(timetable)]
+    for reason, items in queues:
+        ordered = items[np.lexsort((items, end_s[items], start_s[items]))].tolist()
+        for before, item in pairwise(ordered):
+            if end_s[before] <= start_s[item] + slack:
+                offer(item, before, reason)
+
+
+def critical_items(waits: Waits, num_ops: int) -> list[int]:
+    """Return the items on the critical path, first to last."""
+    if not num_ops:
+        return []
+    item = int(np.argmax(waits.end_s[:num_ops]))
+    path, seen = [item], {item}
+    while waits.after[item] >= 0 and int(waits.after[item]) not in seen:
+        item = int(waits.after[item])
+        path.append(item)
+        seen.add(item)
+    return path[::-1]
+
+
+def critical_path(timetable: Timetable, waits: Waits | None = None) -> list[Segment]:
+    """Return the critical path; operators that follow each other on a device are one segment."""
+    problem, num_ops = timetable.problem, timetable.problem.num_ops
+    waits = find_waits(timetable) if waits is None else waits
+    segments: list[Segment] = []
+    for item in critical_items(waits, num_ops):
+        is_transfer = item >= num_ops
+        if is_transfer:
+            sent = timetable.transfers[item - num_ops]
+            where = f"{problem.device_names[sent.source]}>{problem.device_names[sent.target]}"
+        else:
+            where = problem.device_names[int(timetable.device[item])]
+        last = segments[-1] if segments else None
+        if last is not None and not is_transfer and not last.is_transfer and last.where == where:
+            segments[-1] = replace(last, items=(*last.items, item), end_s=float(waits.end_s[item]))
+        else:
+            segments.append(Segment(items=(item,), where=where, start_s=float(waits.start_s[item]), why=waits.why[item],
+                                    end_s=float(waits.end_s[item]), is_transfer=is_transfer))
+    return segments
+
+
+def longest_items(waits: Waits, items: Sequence[int], limit: int) -> list[int]:
+    """Return the items that take longest, longest first."""
+    return sorted(items, key=lambda item: (waits.start_s[item] - waits.end_s[item], item))[:limit]

@@ -1,0 +1,230 @@
+"""What ``weft place`` prints: a summary, devices, why it takes as long as it does, the chart, the methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import IO, Final
+
+from weft.search.place.result import PlaceResult
+from weft.show.names import printable, shorten
+from weft.show.place_facts import (
+    WHY,
+    DeviceUse,
+    Segment,
+    Waits,
+    critical_path,
+    device_use,
+    find_waits,
+    item_names,
+    items_at,
+    longest_items,
+    transfer_use,
+)
+from weft.show.place_gantt import print_placement_gantt
+from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, cut_table, percent, print_text_table
+from weft.units import format_bytes, format_time
+
+MAX_SEGMENTS: Final = 12
+"""Of a longer critical path so many of the longest parts are shown."""
+NUM_LONGEST: Final = 5
+NAME_WIDTH: Final = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MethodFacts:
+    """One line of the comparison of methods."""
+
+    method: str
+    value: float | None
+    reason: str = ""
+    """Why there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlaceView:
+    """A result, with what else the reader should see of it."""
+
+    result: PlaceResult
+    title: str
+    """Model and cluster, in words."""
+    fusion: str = "none"
+    num_ops_before: int | None = None
+    """Operators before fusion; None: the same."""
+    batch: int | None = None
+    """Samples of one request, where it is a model that is placed."""
+    methods: tuple[MethodFacts, ...] = ()
+    """Compared with it, the best first."""
+    to_text: Callable[[float], str] = field(default=format_time)
+    """How times are written."""
+
+
+def sorted_methods(rows: Iterable[MethodFacts]) -> tuple[MethodFacts, ...]:
+    """Return the best first; those without a value last."""
+    return tuple(sorted(rows, key=lambda row: (row.value is None, row.value or 0.0)))
+
+
+def print_placement(view: PlaceView, *, width: int | None = None, file: IO[str] | None = None) -> None:
+    """Print the result, and the comparison if there is one."""
+    print_text_table(summary_table(view), file, width)
+    print_text_table(devices_table(view), file, width)
+    if view.result.objective == "throughput":
+        print_text_table(loads_table(view), file, width)
+    else:
+        print_text_table(critical_table(view), file, width)
+    print_placement_gantt(view.result, width=width, to_text=view.to_text, file=file)
+    if view.methods:
+        print_text_table(methods_table(view), file, width)
+
+
+def summary_table(view: PlaceView) -> TextTable:
+    """Return the result as rows of (what, value)."""
+    result = view.result
+    by = f"by {result.by}" + (", interrupted" if result.is_interrupted else "")
+    return TextTable(header=("placement", view.title), rows=(
+        (value_name(result), f"{view.to_text(result.value)} (bound {view.to_text(result.bound)}, gap "
+                             f"{percent(result.gap)})"),
+        *([("latency of one request", view.to_text(result.timetable.latency_s))]
+          if result.objective == "throughput" else []),
+        ("status", f"{result.status}, {by}"),
+        *([("request", f"{view.batch:,} sample{'s' if view.batch != 1 else ''}")] if view.batch is not None else []),
+        ("operators", operators_text(view)),
+        ("transfers", transfers_text(view)),
+        ("search", f"{result.seconds:.3g} CPU seconds")))
+
+
+def value_name(result: PlaceResult) -> str:
+    """Return what the value is."""
+    return "latency" if result.objective == "latency" else "time per request"
+
+
+def operators_text(view: PlaceView) -> str:
+    """Return how many operators there are, before and after fusion."""
+    count = view.result.problem.num_ops
+    if view.num_ops_before in (None, count):
+        return f"{count:,}"
+    if view.fusion == "none":
+        return f"{count:,} of {view.num_ops_before:,}, constants left out"
+    return f"{count:,} of {view.num_ops_before:,} before fusion ({view.fusion})"
+
+
+def transfers_text(view: PlaceView) -> str:
+    """Return the sum of all transfers, and the busiest link."""
+    use = transfer_use(view.result)
+    if not use.count:
+        return "none"
+    size = f", {format_bytes(use.num_bytes)}" if use.num_bytes else ""
+    busiest = f"; busiest {use.busiest} with {view.to_text(use.busiest_s)}" if use.busiest is not None else ""
+    return f"{use.count:,}{size}, {view.to_text(use.time_s)} in all{busiest}"
+
+
+def devices_table(view: PlaceView, *, limit: int = MAX_DEVICE_ROWS) -> TextTable:
+    """Return operators, time and memory of every device; rows beyond ``limit`` are cut."""
+    cells = [(row.name, f"{row.num_ops:,}", view.to_text(row.busy_s), percent(row.share), format_bytes(row.peak_bytes),
+              capacity_text(row), percent(row.peak_bytes / row.capacity) if row.capacity else UNKNOWN)
+             for row in device_use(view.result)]
+    header = ("device", "ops", "busy", "share", "peak memory", "capacity", "used")
+    return cut_table("Devices", header, cells, limit)
+
+
+def capacity_text(row: DeviceUse) -> str:
+    """Return a device's memory in words."""
+    return "no limit" if row.capacity is None else format_bytes(row.capacity)
+
+
+# ---- why
+
+
+def critical_table(view: PlaceView, *, limit: int = MAX_SEGMENTS) -> TextTable:
+    """Return the critical path of the timetable in time order; of a long one the longest parts."""
+    table = view.result.timetable
+    waits, names = find_waits(table), item_names(table)
+    segments = critical_path(table, waits)
+    shown = shown_segments(segments, limit)
+    latency = table.latency_s
+    cells = [(view.to_text(part.start_s) if part.start_s > 0 else "0", part.where, segment_text(part, names),
+              view.to_text(part.time_s), percent(part.time_s / latency if latency > 0 else 0.0), WHY[part.why])
+             for part in shown]
+    notes = [path_text(segments, latency),
+             longest_text(view, waits, [item for part in segments for item in part.items], latency)]
+    if len(shown) < len(segments):
+        rest = sum(part.time_s for part in segments) - sum(part.time_s for part in shown)
+        count = len(segments) - len(shown)
+        notes.insert(0, f"not shown: {count} shorter part{'s' if count > 1 else ''}, {view.to_text(rest)} in all")
+    return TextTable(title="Critical path", rows=tuple(cells), notes=tuple(notes),
+                     header=("start", "where", "what", "time", "part", "waited for"), numeric=frozenset({0, 3, 4}))
+
+
+def shown_segments(segments: Sequence[Segment], limit: int) -> list[Segment]:
+    """Return the longest parts of the path, in their order."""
+    kept = sorted(range(len(segments)), key=lambda index: (-segments[index].time_s, index))[:limit]
+    return [segments[index] for index in sorted(kept)]
+
+
+def segment_text(segment: Segment, names: Sequence[str]) -> str:
+    """Return what the part is: an operator, a transfer, or so many operators from one to another."""
+    first, last = (shorten(printable(names[segment.items[end]]), NAME_WIDTH) for end in (0, -1))
+    if segment.is_transfer:
+        return f"send {first}"
+    return first if len(segment.items) == 1 else f"{len(segment.items):,} ops: {first} ... {last}"
+
+
+def path_text(segments: Sequence[Segment], latency: float) -> str:
+    """Return how the path is divided: computing on each device, and transfers."""
+    if latency <= 0:
+        return "nothing takes any time"
+    parts: dict[str, float] = {}
+    for part in segments:
+        key = "transfers" if part.is_transfer else f"on {part.where}"
+        parts[key] = parts.get(key, 0.0) + part.time_s
+    waiting = latency - sum(parts.values())
+    if waiting > 1e-6 * latency:
+        parts["idle"] = waiting
+    ordered = sorted(parts.items(), key=lambda item: -item[1])
+    return "in all: " + ", ".join(f"{percent(time / latency)} {name}" for name, time in ordered[:6])
+
+
+def longest_text(view: PlaceView, waits: Waits, items: Sequence[int], whole: float) -> str:
+    """Return the items that take longest."""
+    names = item_names(view.result.timetable)
+    parts = []
+    for item in longest_items(waits, items, NUM_LONGEST):
+        time_s = float(waits.end_s[item] - waits.start_s[item])
+        share = percent(time_s / whole if whole > 0 else 0.0)
+        parts.append(f"{shorten(printable(names[item]), NAME_WIDTH)} {view.to_text(time_s)} ({share})")
+    return f"longest: {', '.join(parts)}" if parts else ""
+
+
+def loads_table(view: PlaceView, *, limit: int = MAX_SEGMENTS) -> TextTable:
+    """Return what every device and link does for one request, the most loaded first."""
+    result, table = view.result, view.result.timetable
+    busy = sorted(result.loads.items(), key=lambda item: -item[1])
+    cells = [(name, view.to_text(load), percent(load / result.value if result.value > 0 else 0.0))
+             for name, load in busy if load > 0]
+    whole, notes = cut_table("Load per request", ("where", "load", "of the largest"), cells, limit), []
+    if cells:
+        name, load = busy[0]
+        longest = longest_text(view, find_waits(table), items_at(table, name), load)
+        notes = [f"{name} is the bottleneck" + (f"; {longest}" if longest else "")]
+    return replace(whole, notes=tuple(notes))
+
+
+# ---- methods
+
+
+def methods_table(view: PlaceView) -> TextTable:
+    """Return the comparison: the best first, with what the others take more, and why a method has none."""
+    best = next((row.value for row in view.methods if row.value is not None), None)
+    cells = tuple((row.method, UNKNOWN if row.value is None else view.to_text(row.value), _ratio(row.value, best),
+                   row.reason.partition(". Try ")[0]) for row in view.methods)
+    is_bare = not any(row.reason for row in view.methods)
+    kept = 3 if is_bare else 4
+    return TextTable(title="Methods", header=("method", value_name(view.result), "of the best", "why none")[:kept],
+                     rows=tuple(row[:kept] for row in cells), numeric=frozenset({1, 2}),
+                     marked=frozenset({0} if best is not None else ()))
+
+
+def _ratio(value: float | None, best: float | None) -> str:
+    if value is None or not best:
+        return UNKNOWN
+    return f"{value / best:.3f}"
