@@ -29,6 +29,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -43,9 +44,12 @@ from weft.coarsen.contract import Coarse, contract  # noqa: E402
 from weft.coarsen.groups import single_groups  # noqa: E402
 from weft.cost.costs import estimate_costs  # noqa: E402
 from weft.cost.profile import ProfileStore  # noqa: E402
-from weft.errors import NoFeasiblePlan, WeftError  # noqa: E402
+from weft.errors import NoFeasiblePlan, PlanError, WeftError  # noqa: E402
+from weft.model.graph import Graph  # noqa: E402
+from weft.model.load import load_graph_for  # noqa: E402
 from weft.model.source import resolve_model  # noqa: E402
 from weft.plan.check import check_plan  # noqa: E402
+from weft.plan.lower import lower  # noqa: E402
 from weft.plan.memory import static_bytes  # noqa: E402
 from weft.plan.plan import Plan, load_plan, save_plan, with_search  # noqa: E402
 from weft.search.place.methods import METHODS  # noqa: E402
@@ -59,6 +63,10 @@ from weft.units import format_bytes, parse_bytes  # noqa: E402
 RULES = ("accelerate-sequential", "accelerate-balanced", "single")
 LINK_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)
 LINK_ROUNDS = 30
+ROUNDS = 12
+HEAT = (0.02, 0.005, 0.05, 0.01)
+STEPS_PER_S = 2e7
+"""Operators timed per second of local search, about."""
 TOLERANCE = 1e-4
 """Of float32 outputs between a GPU and a CPU, relative to the largest: they add in another order."""
 
@@ -68,9 +76,12 @@ TOLERANCE = 1e-4
 
 def profile(args: argparse.Namespace) -> None:
     """Write the operators' times, and the measured link and device kinds, into the work folder."""
+    import torch
+
     from weft.cost.profiler import profile_model
     from weft.model.trace import trace
 
+    torch.backends.cudnn.allow_tf32 = False  # as the runtime does on unlike devices
     store = ProfileStore(args.work / "profile.sqlite")
     traced = trace(resolve_model(args.profile_model or args.model, mode="inference", dtype=args.dtype),
                    batch=args.batch, backward="rule")
@@ -164,13 +175,20 @@ def make_cluster(args: argparse.Namespace) -> Cluster:
     return Cluster(name="pair", kinds=described, devices=devices, links=links)
 
 
+@cache
+def traced_graph(model: str, batch: int, dtype: str) -> Graph:
+    return load_graph_for(model, mode="inference", batch=batch, dtype=dtype)
+
+
+def graph_of(args: argparse.Namespace) -> Graph:
+    return traced_graph(args.model, args.batch, args.dtype)
+
+
 def place(args: argparse.Namespace) -> None:
     """Write one plan for each rule into the work folder."""
-    from weft.model.load import load_graph_for
-
     cluster = make_cluster(args)
     store = ProfileStore(args.work / "profile.sqlite")
-    graph = load_graph_for(args.model, mode="inference", batch=args.batch, dtype=args.dtype)
+    graph = graph_of(args)
     costs = estimate_costs(graph, cluster, profile=store)
     problem = Problem(graph=graph, cluster=cluster, costs=costs,
                       options=PlanOptions(batch=args.batch, mode="inference", dtype=args.dtype))
@@ -223,9 +241,35 @@ def weft_search(problem: PlaceProblem, args: argparse.Namespace) -> Timetable:
 
 
 def local_search(problem: PlaceProblem, seconds: float) -> Timetable:
-    """Return the best of all methods, annealed for so many CPU seconds."""
+    """Return the best of all methods, annealed for about so many CPU seconds.
+
+    Annealing knows of weights only, so it gets so much less memory as tensors took beside them in what it found.
+    """
     from weft.search.place.anneal import Annealer
 
+    best = best_method(problem)
+    start, limited = best, problem
+    for index in range(ROUNDS):
+        found = Annealer(limited).run(start.device, start.order, steps=int(seconds / ROUNDS * STEPS_PER_S), seed=index,
+                                      hot=HEAT[index % len(HEAT)], cold=0.0002)
+        table = make_timetable(problem, found.device, found.order)
+        try:
+            check_timetable(table)
+        except PlanError:
+            beside = table.peak_bytes() - problem.resident_bytes(table.device)
+            limited = replace(problem, capacity=np.minimum(limited.capacity, problem.capacity - beside))
+            try:
+                start = best_method(limited)
+            except NoFeasiblePlan:
+                break
+            continue
+        start = table
+        best = min(best, table, key=lambda item: item.latency_s)
+    return best
+
+
+def best_method(problem: PlaceProblem) -> Timetable:
+    """Return the fastest placement that a named method finds."""
     tables = []
     for name in METHODS:
         try:
@@ -236,15 +280,7 @@ def local_search(problem: PlaceProblem, seconds: float) -> Timetable:
             continue
     if not tables:
         raise NoFeasiblePlan("no named method fits, and local search needs a start")
-    best = min(tables, key=lambda table: table.latency_s)
-    annealer, begin, moves, seed = Annealer(problem), time.process_time(), 20_000, 0
-    while time.process_time() - begin < seconds:
-        found = annealer.run(best.device, best.order, moves=moves, seed=seed)
-        table = make_timetable(problem, found.device, found.order)
-        if table.latency_s < best.latency_s:
-            best = table
-        seed, moves = seed + 1, min(2 * moves, 1_000_000)
-    return best
+    return min(tables, key=lambda table: table.latency_s)
 
 
 # ---- run ------------------------------------------------------------------------------------------------------------
@@ -276,17 +312,12 @@ def run(args: argparse.Namespace) -> list[dict[str, object]]:
                      "is_equal": check.loss_error <= TOLERANCE, **facts_of(args, plan)})
         note(f"{name}: predicted {rows[-1]['predicted_s']:.6g} s, measured {result.step_time_s:.6g} s, "
              f"error {check.loss_error:.1e}")
-    if kinds(args)[0] == "cuda":
-        rows += offload_rows(args)
-    return rows
+    return rows + offload_rows(args)
 
 
 def facts_of(args: argparse.Namespace, plan: Plan) -> dict[str, object]:
     """Return what the plan keeps where, and how often it changes device."""
-    from weft.model.load import load_graph_for
-    from weft.plan.lower import lower
-
-    program = lower(plan, load_graph_for(args.model, mode="inference", batch=args.batch, dtype=args.dtype))
+    program = lower(plan, graph_of(args))
     return {"weights": [int(amount) for amount in static_bytes(program).sum(axis=1)], "stages": len(plan.stages),
             "messages": len(program.channels)}
 
@@ -297,7 +328,7 @@ def offload_rows(args: argparse.Namespace) -> list[dict[str, object]]:
     if not path.exists():
         return []
     rows: list[dict[str, object]] = []
-    for pinned in (False, True):
+    for pinned in (False, True) if kinds(args)[0] == "cuda" else (False,):
         name = f"offloaded, {'pinned' if pinned else 'pageable'} memory"
         command = [sys.executable, __file__, *sys.argv[1:], "--offload", "pinned" if pinned else "pageable"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
@@ -314,13 +345,15 @@ def offload(args: argparse.Namespace) -> None:
     from weft.model.weights import materialize
     from weft.run.__main__ import limit_memory
 
-    device = torch.device("cuda:0")
-    limit_memory(device, args.granted)
+    torch.backends.cudnn.allow_tf32 = False
+    device = torch.device(args.devices.split(",")[0])
+    if device.type == "cuda":
+        limit_memory(device, args.granted)
     plan = load_plan(args.work / "plan-accelerate-sequential.json")
     source = resolve_model(args.model, mode="inference", dtype=args.dtype)
     module = materialize(source.build(), 0)
     inputs = source.inputs(args.batch, 0)
-    with torch.inference_mode():
+    with torch.no_grad():
         expected = first_tensor(module(*inputs))
     away = away_modules(args, plan, module)
     num_bytes = 0
@@ -334,12 +367,12 @@ def offload(args: argparse.Namespace) -> None:
                 getattr(leaf, name).data = item.data.to(device)
     times, result = [], None
     inputs = [item.to(device) for item in inputs]
-    with torch.inference_mode():
+    with torch.no_grad():
         for _ in range(args.warmup + args.steps):
-            torch.cuda.synchronize()
             begin = time.perf_counter()
             result = first_tensor(module(*inputs))
-            torch.cuda.synchronize()
+            if device.type == "cuda":
+                torch.cuda.synchronize()
             times.append(time.perf_counter() - begin)
     assert result is not None
     error = float((result.cpu() - expected).abs().max() / expected.abs().max())
@@ -357,9 +390,7 @@ def first_tensor(result):
 
 def away_modules(args: argparse.Namespace, plan: Plan, module) -> set[str]:
     """Return the paths of modules with weights of their own that the plan runs on the second device."""
-    from weft.model.load import load_graph_for
-
-    graph = load_graph_for(args.model, mode="inference", batch=args.batch, dtype=args.dtype)
+    graph = graph_of(args)
     second = plan.cluster.devices[1]
     found: dict[str, bool] = {}
     for stage in plan.stages:
@@ -424,10 +455,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--devices", default="cuda,cpu", help="of the two processes")
     parser.add_argument("--granted", type=parse_bytes, default=parse_bytes("4GiB"), help="memory of the first device")
     parser.add_argument("--reserve", type=parse_bytes, help="of it, kept for libraries (default 5 %% and 96 MiB on a GPU)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 2),
+                        help="of the process on the CPU (default: all cores but two, which the other process needs)")
+    parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--time-limit", type=float, default=60.0, help="of Weft's search, in seconds")
+    parser.add_argument("--time-limit", type=float, default=20.0, help="of each of Weft's searches, in seconds")
     parser.add_argument("--work", type=Path, default=Path("place-gpu"), help="folder for the profile and the plans")
     parser.add_argument("--only", choices=("profile", "place", "run"))
     parser.add_argument("--json", action="store_true")

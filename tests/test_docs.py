@@ -1,14 +1,18 @@
-"""The files, commands, outputs and code of docs/schedule.md are true."""
+"""The files, commands, outputs and code of docs/schedule.md and docs/place.md are true."""
 
 from __future__ import annotations
 
+import re
+
 from tests.test_readme import ROOT, check_page
+from weft.search.place.methods import METHODS
 from weft.search.schedule.problem import MAX_BLOCKS
 from weft.search.schedule.search import DEFAULT_SECONDS, MAX_FREE, MAX_GREEDY, MAX_INSTANCES, MAX_UNROLLED
 from weft.search.schedule.steady import MAX_MICROBATCHES
 from weft.search.schedule.whole import MAX_EXACT, RESOLUTION
 
 PAGE = ROOT / "docs" / "schedule.md"
+PLACE_PAGE = ROOT / "docs" / "place.md"
 
 
 def test_the_page_on_schedules(tmp_path, monkeypatch, capsys):
@@ -27,3 +31,15 @@ def test_limits_are_those_of_the_code():
                      f"about {DEFAULT_SECONDS:.0f} CPU seconds, up to {6 * DEFAULT_SECONDS:.0f}"):
         assert sentence in text, sentence
     assert MAX_MICROBATCHES == 4, "the page says four"
+
+
+def test_the_page_on_placements(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert check_page(PLACE_PAGE, capsys) >= 12
+    for name in ("net.html", "net.svg", "result.json", "placed.json"):
+        assert (tmp_path / name).stat().st_size > 0, name
+
+
+def test_the_page_on_placements_names_every_method():
+    rows = PLACE_PAGE.read_text().partition("## Methods")[2].partition("## Models")[0]
+    assert set(re.findall(r"`([a-z-]+)`", rows)) >= set(METHODS)

@@ -57,7 +57,7 @@ def calls(monkeypatch):
     def compare(problem, *, progress, **options):
         made.append({"ops": problem.num_ops, "compare": True, **options})
         rows = [Row("sequential", None, "does not fit: 30 bytes are missing on 'g'", None),
-                Row("single", 8.0, "", result_of(problem, [0] * problem.num_ops, by="single")),
+                Row("single", 8.0, "", result_of(problem, [0] * problem.num_ops, by="single", is_interrupted=options["seed"] == 99)),
                 Row("auto", 6.5, "", result(problem, options["objective"]))]
         return tuple(row for row in rows if options["seed"] != 7 or row.result is None)
 
@@ -95,7 +95,7 @@ def test_without_json_there_are_summary_devices_path_and_chart(capsys, files, ca
     text = run(capsys, *files, "--width", 70).out
     squeezed = " ".join(text.split())
     for part in ("placement net on pair", "latency 6.5 s (bound 3.25 s, gap 50.0 %)", "status feasible, by hand", "operators 4 ",
-                 "busiest c>g with 1 s", "g 3 6 s 92.3 % 300 B 1000 B 30.0 %", "Critical path", "1.5 s c right 3 s 46.2 % transfer",
+                 "busiest c>g with 1 s", "g gpu 3 6 s 92.3 % 300 B 1000 B 30.0 %", "Critical path", "1.5 s c right 3 s 46.2 % transfer",
                  "g |AAAAAAA", "search 0.25 CPU seconds"):
         assert part in squeezed, part
     assert "Methods" not in text
@@ -192,6 +192,7 @@ def test_an_interrupted_search_says_so(capsys, files, calls):
     captured = run(capsys, *files, "--seed", 99)
     assert "interrupted: this is the best so far" in captured.err
     assert "feasible, by hand, interrupted" in captured.out
+    assert "interrupted: this is the best so far" in run(capsys, *files, "--seed", 99, "--compare").err
 
 
 def test_devices_without_a_way_between_them_are_named(capsys, tmp_path, files, calls):
@@ -291,3 +292,77 @@ def test_the_same_input_gives_the_same_placement(capsys, tmp_path, files):
     (tmp_path / "g.json").write_text(json.dumps(branches(2)))
     first, second = (json.loads(run(capsys, tmp_path / "g.json", files[1], "--method", "heft", "--json").out) for _ in range(2))
     assert {**first, "seconds": 0} == {**second, "seconds": 0}
+
+
+# ---- models, plans, and the dnn-partitioning benchmark
+
+MODEL = "gpt2-tiny:layers=1"
+MIXED = "2 x A100-80GB, 1 x RTX3090"
+
+
+def test_a_model_is_fused_placed_and_planned(capsys, tmp_path):
+    plan = tmp_path / "plan.json"
+    captured = run(capsys, MODEL, MIXED, "--method", "even", "--batch", 2, "--plan", plan, "--json")
+    value = json.loads(captured.out)
+    assert "tracing gpt2-tiny" in captured.err
+    assert f"{len(value['placement'])} after it" in captured.err
+    assert f"plan written to {plan}: " in captured.err
+    assert set(value["groups"]) <= set(value["placement"])
+    assert any(len(ops) > 2 for ops in value["groups"].values())
+    assert main(["check", str(plan), "--json"]) == 0
+    saved = json.loads(plan.read_text())
+    device_of = {op: stage["replicas"][0]["devices"][0] for stage in saved["stages"] for op in stage["ops"]}
+    for name, device in value["placement"].items():
+        assert {device_of[op] for op in value["groups"].get(name, [name])} == {device}
+    assert saved["model"]["mode"] == "inference"
+    assert saved["model"]["batch"] == 2
+    assert saved["search"]["by"] == "place"
+    text = run(capsys, MODEL, MIXED, "--method", "even", "--batch", 2, "-q").out
+    assert "before fusion (rules)" in text
+    assert "request    2 samples" in text
+
+
+def test_without_fusion_only_constants_are_left_out(capsys):
+    value = json.loads(run(capsys, MODEL, MIXED, "--method", "single", "--fusion", "none", "--json", "-q").out)
+    assert value["groups"] == {}
+    assert len(set(value["placement"].values())) == 1
+
+
+def test_a_graph_file_can_be_planned(capsys, tmp_path, files):
+    run(capsys, *files, "--method", "heft", "--plan", tmp_path / "plan.json", "-q")
+    assert main(["check", str(tmp_path / "plan.json"), "--model", str(files[0])]) == 0
+
+
+def test_fusions_that_need_another_kind_of_model_say_so(capsys, files):
+    assert "inductor needs a PyTorch model" in fails(capsys, *files, "--fusion", "inductor")
+    assert "ONNX Runtime needs the ONNX file" in fails(capsys, MODEL, MIXED, "--fusion", "onnxruntime")
+
+
+PARTITION = {"maxSizePerFPGA": 10.0, "maxFPGAs": 2, "maxCPUs": 1,
+             "nodes": [{"id": 3 * index, "supportedOnFpga": 1, "cpuLatency": 20.0, "fpgaLatency": 4.0, "size": 4.0, "isBackwardNode": 0}
+                       for index in range(4)],
+             "edges": [{"sourceId": 3 * index, "destId": 3 * index + 3, "cost": 0.5} for index in range(3)]}
+"""Four nodes in a row; an accelerator holds two of them."""
+
+
+@pytest.mark.parametrize(("objective", "value"), [("throughput", 8.5), ("latency", 17.0)])
+def test_problems_of_the_benchmark_are_solved(capsys, tmp_path, objective, value):
+    (tmp_path / "p.json").write_text(json.dumps(PARTITION))
+    arguments = [tmp_path / "p.json", "--format", "dnn-partitioning", "--objective", objective, "--time-limit", 5]
+    result = json.loads(run(capsys, *arguments, "--json", "--out", tmp_path / "out.json").out)
+    assert result["value"] == pytest.approx(value)
+    assert result["bound"] <= result["value"] + 1e-9
+    assert set(result["placement"]) == {"0", "3", "6", "9"}
+    nodes = [node for machine in (*result["split"]["fpgas"], *result["split"]["cpus"]) for node in machine["nodes"]]
+    assert sorted(nodes) == [0, 3, 6, 9]
+    assert json.loads((tmp_path / "out.json").read_text()) == result
+    text = " ".join(run(capsys, *arguments, "-q").out.split())
+    assert f"{value:g} (bound" in text
+    assert "fpga0 2 8.5 " in text
+    assert "8 B of 10 B" in text
+
+
+def test_a_benchmark_problem_without_room_has_its_own_exit_code(capsys, tmp_path):
+    (tmp_path / "p.json").write_text(json.dumps({**PARTITION, "maxCPUs": 0, "maxSizePerFPGA": 7.0}))
+    text = fails(capsys, tmp_path / "p.json", "--format", "dnn-partitioning", "--objective", "throughput", "--time-limit", 5, "-q", code=3)
+    assert "bytes are missing" in text

@@ -30,7 +30,8 @@ def make(*rows: Row, outputs: Sequence[str] = (), sizes: Mapping[str, int] | Non
     constant: dict[str, bool] = {}
     base = [-1] * len(tensors)
     for name, kind, reads in rows:
-        constant[name] = kind in CONSTANT or bool(reads) and all(constant.get(text, False) for text in reads.split())
+        depends = [text for text in reads.split() if not constant.get(text, False)]
+        constant[name] = kind in CONSTANT or (bool(reads) and not depends)
         if kind in FREE:
             first = index[reads.split()[0]]
             base[index[name]] = base[first] if base[first] >= 0 else first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -9,6 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from weft.cli.main import main
 from weft.cluster.cluster import Cluster, Device, DeviceKind
 from weft.errors import InputError
 from weft.model.source import ModelSource, resolve_model
@@ -144,3 +146,15 @@ def test_what_a_device_map_cannot_say_is_refused():
     with pytest.raises(InputError, match="on 'g0' and on 'g1', for different micro-batches"):
         export(GPT2, replace(plan, stages=(*plan.stages, replace(plan.stages[0], name="x",
                                                                  replicas=(Replica(devices=("g1",)),)))))
+
+
+def test_export_command(tmp_path, capsys):
+    path, out = tmp_path / "plan.json", tmp_path / "map.json"
+    assert main(["plan", GPT2, "2 x A100-80GB", "--mode", "inference", "--batch", "2", "--microbatches", "1", "--strategy",
+                 "single", "-o", str(path), "-q"]) == 0
+    capsys.readouterr()
+    assert main(["export", str(path), "--format", "device-map", "-q"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"": 0}
+    assert main(["export", str(path), "--format", "device-map", "--json", "-o", str(out), "-q"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"format": "device-map", "device_map": {"": 0}, "notes": []}
+    assert json.loads(out.read_text()) == {"": 0}

@@ -10,7 +10,7 @@ import time
 import pytest
 from ortools.sat.python import cp_model
 
-from weft.search.cpsat import Budget, solve
+from weft.search.cpsat import Budget, ended_by_ctrl_c, solve
 
 SHORTEST = {3: 3, 4: 6, 5: 11, 6: 17, 7: 25}
 
@@ -138,3 +138,13 @@ def test_errors_of_the_solver_arrive():
     model.add(sum(model.new_int_var(0, 2**62, "") for _ in range(4)) >= 1)
     with pytest.raises(AssertionError, match="CP-SAT refused the model"):
         solve(model, Budget(effort=1.0), effort=1.0)
+
+
+def test_ctrl_c_marks_the_budget_and_a_second_one_raises():
+    budget = Budget(effort=1.0)
+    with pytest.raises(KeyboardInterrupt), ended_by_ctrl_c(budget):  # noqa: PT012
+        signal.raise_signal(signal.SIGINT)
+        assert budget.is_interrupted
+        assert budget.is_spent
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

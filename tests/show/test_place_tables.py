@@ -190,6 +190,9 @@ def test_the_summary_says_value_bound_gap_and_fusion():
 def test_devices_and_the_critical_path_are_tables():
     assert devices_table(view_of(diamond())).rows == (
         ("g", "3", "6 s", "92.3 %", "300 B", "1000 B", "30.0 %"), ("c", "1", "3 s", "46.2 %", "300 B", "no limit", "-"))
+    kinds = devices_table(view_of(diamond(), kinds={"g": "A100", "c": "xeon"}))
+    assert kinds.rows[0][:3] == ("g", "A100", "3")
+    assert kinds.numeric == frozenset(range(2, 8))
     table = critical_table(view_of(diamond()))
     assert table.rows[1] == ("1 s", "g>c", "send in to c", "500 ms", "7.7 %", "input")
     assert table.rows[2] == ("1.5 s", "c", "right", "3 s", "46.2 %", "transfer")

@@ -62,7 +62,7 @@ def place(
     method: Annotated[str, typer.Option(help="auto searches; or one method by name (see --compare).")] = "auto",
     contiguous: Annotated[bool, typer.Option(
         "--contiguous", help="Throughput: each device gets one part of the graph without a way out and back.")] = False,
-    time_limit: Annotated[float | None, typer.Option(help="CPU seconds of the search, about.")] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Seconds of the search, about.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
     compare: Annotated[bool, typer.Option("--compare", help="Compare all methods.")] = False,
     fusion: Annotated[str | None, typer.Option(
@@ -145,10 +145,11 @@ def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str 
         found = write_plan(plan, loaded, target, result, lambda item: _search(item, replace(options, compare=False))[0],
                            costs=costs if loaded.coarse is None else load_costs(loaded.fine, target, profile, dtype),
                            dtype=dtype, seed=options.seed)
-        options.report(f"plan written to {plan}: {len(found.stages)} stages, {_step_text(found)}")
+        options.report(f"plan written to {plan}: {_plan_text(found)}")
     more = {} if loaded.coarse is None else {"groups": fused_groups(loaded.coarse)}
     _present(PlaceView(result=result, title=f"{loaded.fine.name} on {target.name}", fusion=loaded.fusion,
                        num_ops_before=loaded.fine.num_ops, methods=methods,
+                       kinds={device.name: device.kind for device in target.devices},
                        batch=None if _is_graph_file(spec) else loaded.fine.batch), options, more)
 
 
@@ -200,16 +201,19 @@ def _search(problem: PlaceProblem, options: PlaceOptions) -> tuple[PlaceResult, 
     found = [row.result for row in rows if row.result is not None and options.method in ("auto", row.method)]
     if not found:  # asked alone, the method says why
         return place(problem, method=options.method, **options.search()), facts
-    return min(found, key=lambda result: result.value), facts
+    best = min(reversed(found), key=lambda result: result.value)  # of equals the last: auto
+    is_interrupted = any(row.result is not None and row.result.is_interrupted for row in rows)
+    return replace(best, is_interrupted=is_interrupted), facts
 
 
-def _step_text(plan: Plan) -> str:
+def _plan_text(plan: Plan) -> str:
     from weft.units import format_time
 
     step_time = plan.search.step_time
     assert step_time is not None
+    stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
     requests = "one request" if plan.microbatches == 1 else f"{plan.microbatches} requests"
-    return f"{requests} in {format_time(step_time)} by the costs of single operators"
+    return f"{stages}, {requests} in {format_time(step_time)} by the costs of single operators"
 
 
 def _present(view: PlaceView, options: PlaceOptions, more: Mapping[str, Any]) -> None:

@@ -19,6 +19,8 @@ def run(
     dtype: Annotated[str | None, typer.Option(help="Run in this dtype instead of the plan's.")] = None,
     device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (nccl) for all, or one for each process with gloo: "
                                         "cuda,cpu.")] = "cpu",
+    gpu_memory: Annotated[str | None, typer.Option(
+        help="The most that a process may take of its GPU's memory, such as 4GiB.")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of each process.")] = 1,
     seed: Annotated[int, typer.Option(help="For initial parameters and inputs.")] = 0,
     timeout: Annotated[float, typer.Option(help="Longest wait for a message, in seconds.")] = 300.0,
@@ -31,10 +33,12 @@ def run(
     from weft.run.__main__ import report
     from weft.run.launch import run_plan
     from weft.run.result import RunOptions
+    from weft.units import parse_bytes
 
     item = load_plan(plan)
     options = RunOptions(steps=steps, warmup=warmup, seed=seed, dtype=dtype, verify=verify, timeout_s=timeout,
-                         device=device, gradients=out is not None)
+                         device=device, gpu_memory_bytes=None if gpu_memory is None else parse_bytes(gpu_memory),
+                         gradients=out is not None)
     reporter(quiet)(f"starting {len(item.cluster.devices)} processes")
     result = run_plan(item, model, options=options, threads=threads, keep=out)
     return report(result, as_json=as_json)

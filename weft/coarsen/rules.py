@@ -17,7 +17,7 @@ what others read as well) joins its readers if they are in one group.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -68,30 +68,31 @@ def _rule(name: str, *chain: Role, gives: Role) -> Rule:
     return Rule(name=name, chain=chain, gives=gives)
 
 
-RULES: Final[tuple[Rule, ...]] = (
-    _rule("elementwise chain", Role.POINTWISE, Role.POINTWISE, gives=Role.POINTWISE),
-    _rule("conv + batch norm", Role.CONV, Role.BATCH_NORM, gives=Role.CONV),
-    _rule("conv (+ norm) + add, activation", Role.CONV, Role.POINTWISE, gives=Role.CONV),
-    _rule("batch norm + elementwise", Role.BATCH_NORM, Role.POINTWISE, gives=Role.POINTWISE),
-    _rule("elementwise + batch norm", Role.POINTWISE, Role.BATCH_NORM, gives=Role.POINTWISE),
-    _rule("scale, mask + softmax", Role.POINTWISE, Role.SOFTMAX, gives=Role.SOFTMAX),
-    _rule("softmax + elementwise", Role.SOFTMAX, Role.POINTWISE, gives=Role.SOFTMAX),
-    _rule("attention", Role.MATMUL, Role.SOFTMAX, Role.MATMUL, gives=Role.ATTENTION),
-    _rule("norm written out: before the mean", Role.POINTWISE, Role.REDUCE, gives=Role.REDUCE),
-    _rule("norm written out: after the mean", Role.REDUCE, Role.POINTWISE, gives=Role.NORM),
-    _rule("norm written out: mean and variance", Role.REDUCE, Role.NORM, gives=Role.NORM),
-    _rule("residual add + norm", Role.POINTWISE, Role.NORM, gives=Role.NORM),
-    _rule("norm + elementwise", Role.NORM, Role.POINTWISE, gives=Role.NORM),
-    _rule("matmul + bias, activation, residual", Role.MATMUL, Role.POINTWISE, gives=Role.MATMUL),
-    _rule("embedding + elementwise", Role.GATHER, Role.POINTWISE, gives=Role.GATHER),
-    _rule("embedding + copy", Role.GATHER, Role.REORDER, gives=Role.GATHER),
-    _rule("elementwise + copy", Role.POINTWISE, Role.REORDER, gives=Role.REORDER),
-    _rule("copy + elementwise", Role.REORDER, Role.POINTWISE, gives=Role.REORDER),
-    _rule("copy + copy", Role.REORDER, Role.REORDER, gives=Role.REORDER),
-    _rule("concatenation + elementwise", Role.JOIN, Role.POINTWISE, gives=Role.REORDER),
-    _rule("concatenation + copy", Role.JOIN, Role.REORDER, gives=Role.REORDER),
+STEPS: Final[tuple[tuple[Rule, ...], ...]] = (
+    (_rule("elementwise chain", Role.POINTWISE, Role.POINTWISE, gives=Role.POINTWISE),),
+    (_rule("conv + batch norm", Role.CONV, Role.BATCH_NORM, gives=Role.CONV),),
+    (_rule("conv (+ norm) + add, activation", Role.CONV, Role.POINTWISE, gives=Role.CONV),),
+    (_rule("batch norm + elementwise", Role.BATCH_NORM, Role.POINTWISE, gives=Role.POINTWISE),
+     _rule("elementwise + batch norm", Role.POINTWISE, Role.BATCH_NORM, gives=Role.POINTWISE)),
+    (_rule("scale, mask + softmax", Role.POINTWISE, Role.SOFTMAX, gives=Role.SOFTMAX),
+     _rule("softmax + elementwise", Role.SOFTMAX, Role.POINTWISE, gives=Role.SOFTMAX)),
+    (_rule("attention", Role.MATMUL, Role.SOFTMAX, Role.MATMUL, gives=Role.ATTENTION),),
+    (_rule("residual add + norm", Role.POINTWISE, Role.NORM, gives=Role.NORM),
+     _rule("norm + elementwise", Role.NORM, Role.POINTWISE, gives=Role.NORM),
+     _rule("norm written out: after the mean", Role.REDUCE, Role.POINTWISE, gives=Role.NORM),
+     _rule("norm written out: before the mean", Role.POINTWISE, Role.REDUCE, gives=Role.REDUCE),
+     _rule("norm written out: mean and variance", Role.REDUCE, Role.NORM, gives=Role.NORM)),
+    (_rule("matmul + bias, activation, residual", Role.MATMUL, Role.POINTWISE, gives=Role.MATMUL),),
+    (_rule("embedding + elementwise", Role.GATHER, Role.POINTWISE, gives=Role.GATHER),
+     _rule("embedding + copy", Role.GATHER, Role.REORDER, gives=Role.GATHER)),
+    (_rule("elementwise + copy", Role.POINTWISE, Role.REORDER, gives=Role.REORDER),
+     _rule("copy + elementwise", Role.REORDER, Role.POINTWISE, gives=Role.REORDER),
+     _rule("copy + copy", Role.REORDER, Role.REORDER, gives=Role.REORDER),
+     _rule("concatenation + elementwise", Role.JOIN, Role.POINTWISE, gives=Role.REORDER),
+     _rule("concatenation + copy", Role.JOIN, Role.REORDER, gives=Role.REORDER)),
 )
-"""The table; where two rules want the same operator the earlier one has it."""
+"""The table: step by step over the whole graph, from its end to its beginning, again until nothing changes. Where two
+steps want the same operator the earlier one has it."""
 
 _ROLE_OF_CLASS: Final[Mapping[str, Role]] = {
     "convolution": Role.CONV, "matmul": Role.MATMUL, "attention": Role.ATTENTION, "normalisation": Role.NORM,
@@ -127,7 +128,7 @@ def fuse_by_rules(graph: Graph) -> Groups:
     """Return the groups that the table gives."""
     fusion = _Fusion(graph)
     fusion.views_to_producers()
-    while any([*[fusion.apply(rule) for rule in RULES], fusion.views_to_readers()]):
+    while any([*[fusion.apply(rules) for rules in STEPS], fusion.views_to_readers()]):
         pass
     return number_groups(graph, [fusion.find(op) for op in range(graph.num_ops)], how="rules")
 
@@ -190,26 +191,31 @@ class _Fusion:
                 changed = True
         return changed
 
-    def apply(self, rule: Rule) -> bool:
-        """Join all chains of the rule, last to first; return whether there were any.
+    def apply(self, rules: Sequence[Rule]) -> bool:
+        """Join all chains of the rules, last to first; return whether there were any.
 
         Of two groups that could both join a third, the later one does: what the other wrote is in memory by then.
         """
-        changed = False
-        for exit_op in reversed(self._exits()):
-            chain = self._chain(exit_op, rule)
-            if chain is not None:
-                for first, second in pairwise(chain):
-                    self._join(first, second, rule.gives)
-                changed = True
-        return changed
+        return sum(self._join_first(exit_op, rules) for exit_op in reversed(self._exits())) > 0
 
-    def _chain(self, exit_op: int, rule: Rule) -> list[int] | None:
-        """Return the groups of the chain that begins with this one, if they have the rule's roles."""
+    def _join_first(self, exit_op: int, rules: Sequence[Rule]) -> bool:
+        """Join the chain of the first rule that has one beginning with this group; return whether there was any."""
+        for rule in rules:
+            chain = self._chain(exit_op, rule)
+            for first, second in pairwise(chain):
+                self._join(first, second, rule.gives)
+            if chain:
+                return True
+        return False
+
+    def _chain(self, exit_op: int, rule: Rule) -> list[int]:
+        """Return the groups of the chain that begins with this one; none if they do not have the rule's roles."""
+        if self._role[exit_op] is not rule.chain[0]:
+            return []
         chain = [exit_op]
         for role in rule.chain[1:]:
             reader = self._only_reader(chain[-1])
             if reader is None or self._role[reader] is not role:
-                return None
+                return []
             chain.append(reader)
-        return chain if self._role[exit_op] is rule.chain[0] and self._limits.allow(tuple(chain)) else None
+        return chain if self._limits.allow(chain) else []

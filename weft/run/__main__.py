@@ -210,6 +210,8 @@ def own_device(text: str, *, rank: int, num_ranks: int) -> torch.device:
                        "on it, or use --device cpu")
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
+    if len(set(wanted)) > 1:  # convolutions on a GPU round to 10 bits by default, which a rank on a CPU does not
+        torch.backends.cudnn.allow_tf32 = False
     return device
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -44,6 +45,15 @@ class ModelGraph:
     """Names of operators that depend on neither inputs nor parameters."""
     buffer_updates: Mapping[str, Node]
     """The new value of each buffer that the forward changes."""
+
+    @cached_property
+    def nodes_of_op(self) -> Mapping[str, list[tuple[int, Node]]]:
+        """Return the nodes of every operator, ``getitem`` nodes included, with their positions in the graph."""
+        found: dict[str, list[tuple[int, Node]]] = {}
+        for position, node in enumerate(self.graph.nodes):
+            if node.op == "call_function" and (name := self.op_names.get(_owner(node))) is not None:
+                found.setdefault(name, []).append((position, node))
+        return found
 
 
 def model_graph(traced: TracedModel) -> ModelGraph:
@@ -142,9 +152,9 @@ class _Builder:
 
     def copy_all(self) -> None:
         """Copy every operator of the stage, in the order of the model."""
-        for node in self.model.graph.nodes:
-            if self._is_inside(node):
-                self._copy(node)
+        nodes = [item for op in self.ops for item in self.model.nodes_of_op.get(op, ())]
+        for _, node in sorted(nodes, key=lambda item: item[0]):
+            self._copy(node)
 
     def _is_inside(self, node: Node) -> bool:
         if node.op != "call_function":

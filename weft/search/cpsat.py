@@ -7,11 +7,14 @@ user's ``--time-limit``.
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Final, Literal
 
 from ortools.sat.python import cp_model
@@ -48,6 +51,28 @@ class Budget:
         return self.is_interrupted or is_late or self.effort <= 0
 
 
+@contextmanager
+def ended_by_ctrl_c(budget: Budget) -> Iterator[None]:
+    """Let Ctrl-C mark the budget instead of raising, for searches that spend most of their time in compiled code.
+
+    An exception there would end the process or be lost. A second Ctrl-C raises as usual. Only the main thread gets
+    signals; in others nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def mark(number: int, frame: FrameType | None) -> None:
+        budget.is_interrupted = True
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, mark)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Solution:
     """What the solver found."""
@@ -69,18 +94,18 @@ class Solution:
 
 
 def solve(model: cp_model.CpModel, budget: Budget, *, effort: float, seed: int = 0, stop_at: float | None = None,
-          linearization: int = 1, lns: bool = False) -> Solution:
+          linearization: int = 1, lns: bool = False, seconds_per_unit: float | None = None) -> Solution:
     """Return the best solution within ``effort`` (about CPU seconds), taken from the budget.
 
     ``stop_at`` ends the search as soon as the objective is at most that. ``linearization`` (0 to 2) says how much
     of the model goes into the linear relaxation. ``lns`` only improves the hint, by large neighbourhood search; it
-    proves nothing.
+    proves nothing. ``seconds_per_unit``: CPU seconds of a unit of deterministic time, where the caller knows better.
     """
     solver = cp_model.CpSolver()
     parameters = solver.parameters
     parameters.random_seed = seed
     parameters.catch_sigint_signal = False
-    unit = SECONDS_PER_LNS_UNIT if lns else SECONDS_PER_UNIT[linearization]
+    unit = seconds_per_unit or (SECONDS_PER_LNS_UNIT if lns else SECONDS_PER_UNIT[linearization])
     overhead = SECONDS_PER_CONSTRAINT * len(model.proto.constraints)
     parameters.max_deterministic_time = max(1e-3, (min(effort, budget.effort) - overhead) / unit)
     parameters.num_workers = 1
@@ -127,7 +152,10 @@ def _run(solver: cp_model.CpSolver, model: cp_model.CpModel, budget: Budget, sto
     threading.Thread(target=work, daemon=True).start()
     while True:
         try:
-            return code.result()  # not thread.join(): interrupted, it takes the thread for ended
+            return code.result(0.1)  # not thread.join(): interrupted, it takes the thread for ended
+        except TimeoutError:
+            if budget.is_interrupted:
+                solver.stop_search()
         except KeyboardInterrupt:
             budget.is_interrupted = True
             solver.stop_search()

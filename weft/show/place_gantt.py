@@ -28,6 +28,8 @@ from weft.units import format_time
 LETTERS: Final = 26
 MAX_ROWS: Final = 40
 """Rows beyond so many are counted instead of drawn."""
+MAX_NAMES: Final = 160
+"""The legend has the operators' names if they are no longer in all."""
 
 
 def graph_parts(timetable: Timetable) -> F64:
@@ -90,7 +92,8 @@ def _row_line(name: str, row: Row, span: float, num_cells: int, letters: I64, pa
 
 def _legend(problem: PlaceProblem) -> str:
     rest = f"capitals: on the critical path; {IDLE} idle"
-    if problem.num_ops > LETTERS:
-        return f"a-z operators from the first to the last of the graph, transfers by what they carry; {rest}"
-    names = [f"{chr(ord('a') + op)} {shorten(printable(name), 24)}" for op, name in enumerate(problem.op_names)]
-    return f"{', '.join(names)}; {rest}"
+    names = ", ".join(f"{chr(ord('a') + op)} {printable(name)}" for op, name in enumerate(problem.op_names[:LETTERS]))
+    if problem.num_ops <= LETTERS and len(names) <= MAX_NAMES:
+        return f"{names}; {rest}"
+    last = chr(ord("a") + min(problem.num_ops, LETTERS) - 1)
+    return f"a-{last} operators from the first to the last of the graph, transfers by what they carry; {rest}"

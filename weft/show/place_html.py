@@ -106,7 +106,8 @@ def _devices(view: PlaceView) -> str:
         filled = share_bar({"activations": min(1.0, row.peak_bytes / row.capacity)}) if row.capacity else ""
         memory = f"{format_bytes(row.peak_bytes)} of {capacity_text(row)}"
         busy = f"busy {view.to_text(row.busy_s)}, {percent(row.share)}"
-        body.append(f"<tr>{row_header(printable(row.name))}{number_cells([f'{row.num_ops:,}'])}"
+        name = row_header(printable(row.name), tag=printable(view.kinds.get(row.name, "")))
+        body.append(f"<tr>{name}{number_cells([f'{row.num_ops:,}'])}"
                     f"<td>{escape(busy)}{share_bar({'busy': min(1.0, row.share)})}</td>"
                     f"<td>{escape(memory)}{filled}</td></tr>")
     if len(uses) > MAX_ROWS:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import IO, Final
 
@@ -51,6 +51,8 @@ class PlaceView:
     fusion: str = "none"
     num_ops_before: int | None = None
     """Operators before fusion; None: the same."""
+    kinds: Mapping[str, str] = field(default_factory=dict)
+    """The kind of each device, where known."""
     batch: int | None = None
     """Samples of one request, where it is a model that is placed."""
     methods: tuple[MethodFacts, ...] = ()
@@ -60,8 +62,8 @@ class PlaceView:
 
 
 def sorted_methods(rows: Iterable[MethodFacts]) -> tuple[MethodFacts, ...]:
-    """Return the best first; those without a value last."""
-    return tuple(sorted(rows, key=lambda row: (row.value is None, row.value or 0.0)))
+    """Return the best first, of equals ``auto``; those without a value last."""
+    return tuple(sorted(rows, key=lambda row: (row.value is None, row.value or 0.0, row.method != "auto")))
 
 
 def print_placement(view: PlaceView, *, width: int | None = None, file: IO[str] | None = None) -> None:
@@ -120,11 +122,13 @@ def transfers_text(view: PlaceView) -> str:
 
 def devices_table(view: PlaceView, *, limit: int = MAX_DEVICE_ROWS) -> TextTable:
     """Return operators, time and memory of every device; rows beyond ``limit`` are cut."""
-    cells = [(row.name, f"{row.num_ops:,}", view.to_text(row.busy_s), percent(row.share), format_bytes(row.peak_bytes),
-              capacity_text(row), percent(row.peak_bytes / row.capacity) if row.capacity else UNKNOWN)
-             for row in device_use(view.result)]
-    header = ("device", "ops", "busy", "share", "peak memory", "capacity", "used")
-    return cut_table("Devices", header, cells, limit)
+    cells = [(row.name, *((view.kinds[row.name],) if view.kinds else ()), f"{row.num_ops:,}", view.to_text(row.busy_s),
+              percent(row.share), format_bytes(row.peak_bytes), capacity_text(row),
+              percent(row.peak_bytes / row.capacity) if row.capacity else UNKNOWN) for row in device_use(view.result)]
+    kind = ("kind",) if view.kinds else ()
+    header = ("device", *kind, "ops", "busy", "share", "peak memory", "capacity", "used")
+    table = cut_table("Devices", header, cells, limit)
+    return replace(table, numeric=table.numeric - {1} if view.kinds else table.numeric)
 
 
 def capacity_text(row: DeviceUse) -> str:

@@ -145,8 +145,9 @@ def _check_operators(ops: dict[str, Json], world: _Cluster, result: Json, slack:
     for name, (device, start, end) in result["starts"].items():
         if device != result["placement"][name]:
             problems.append(f"{name} is placed on {result['placement'][name]} but starts on {device}")
-        if start < 0 or abs(end - start - _time_on(ops[name], world, device)) > slack:
-            problems.append(f"{name} runs from {start} to {end} on {device}, not for {_time_on(ops[name], world, device)}")
+        seconds = _time_on(ops[name], world, device)
+        if start < 0 or abs(end - start - seconds) > slack:
+            problems.append(f"{name} runs from {start} to {end} on {device}, not for {seconds}")
         spans[world.core[device]].append((start, end, name))
     for core, items in spans.items():
         problems += _overlaps(items, slack, f"on {core}")
@@ -190,7 +191,8 @@ def _transfers(graph: Json, world: _Cluster, result: Json, slack: float) -> tupl
     return transfers, problems
 
 
-def _match(times: Sequence[float], found: Sequence[tuple[float, float]], slack: float) -> list[tuple[float, float]] | None:
+def _match(times: Sequence[float], found: Sequence[tuple[float, float]],
+           slack: float) -> list[tuple[float, float]] | None:
     """Return the rows in an order in which each takes its time, or None."""
     for order in itertools.permutations(found):
         if all(abs(end - start - seconds) <= slack for (start, end), seconds in zip(order, times, strict=True)):

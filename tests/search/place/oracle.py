@@ -299,7 +299,8 @@ def _latency_of(world: _World, tasks: _Tasks, order: Sequence[int]) -> float:
     for task in order:
         if any(other not in end for other in tasks.after[task]):
             return np.inf
-        start = max([0.0, *(end[other] for other in tasks.after[task]), *(free[item] for item in tasks.resources[task])])
+        start = max([0.0, *(end[other] for other in tasks.after[task]),
+                     *(free[item] for item in tasks.resources[task])])
         end[task] = start + tasks.time[task]
         for resource in tasks.resources[task]:
             free[resource] = end[task]

@@ -98,7 +98,8 @@ class _Model:
                     continue
                 is_sent = cp.new_bool_var("")
                 for reader in readers:
-                    cp.add_bool_or([is_sent, self.place(writer, source).negated(), self.place(reader, target).negated()])
+                    cp.add_bool_or([is_sent, self.place(writer, source).negated(),
+                                    self.place(reader, target).negated()])
                 seconds = problem.transfer_s(tensor, source, target)
                 if seconds == np.inf:
                     cp.add(is_sent == 0)

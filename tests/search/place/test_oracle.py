@@ -13,12 +13,10 @@ from tests.search.place.odd_inputs import odd_inputs
 from tests.search.place.oracle import all_latencies, min_latency
 from tests.search.place.oracle_cp import min_latency_cp
 from tests.search.place.random_problems import random_files, random_problem
-from weft.cluster.cluster_file import parse_cluster
-from weft.cost.costs import estimate_costs
+from tests.search.place.worlds import problem_of
 from weft.errors import NoFeasiblePlan
-from weft.model.graph_file import parse_graph
 from weft.search.place.methods import METHODS
-from weft.search.place.problem import PlaceProblem, problem_from_graph
+from weft.search.place.problem import PlaceProblem
 from weft.search.place.result import PlaceResult
 from weft.search.place.timetable import check_timetable, make_timetable
 
@@ -72,7 +70,7 @@ def test_a_transfer_that_waits_on_purpose_is_found():
         {"name": "a", "times": {"x": 1}, "on": ["x"]}, {"name": "b", "times": {"x": 1}, "on": ["x"]},
         {"name": "c", "times": {"y": 1}, "on": ["y"]}, {"name": "d", "times": {"y": 20}, "on": ["y"]}],
         "edges": [{"from": "a", "to": "c", "times": {"x>y": 10}}, {"from": "b", "to": "d", "times": {"x>y": 1}}]}
-    problem = _problem(graph, _two_devices("port"))
+    problem = problem_of(graph, _two_devices("port"))
     optimum = min_latency(problem)
     assert optimum is not None
     assert optimum.latency_s == 23  # b, its tensor, then d; c after d
@@ -84,17 +82,12 @@ def _two_devices(contention: str) -> dict:
             "devices": [{"name": "x", "kind": "x", "memory": 100}, {"name": "y", "kind": "y", "memory": 100}]}
 
 
-def _problem(graph: dict, cluster: dict) -> PlaceProblem:
-    parsed, devices = parse_graph(graph), parse_cluster(cluster)
-    return problem_from_graph(parsed, devices, estimate_costs(parsed, devices))
-
-
 @pytest.mark.parametrize("seed", range(30))
 def test_decoded_orders_pass_the_format_checker_and_are_not_below_the_optimum(seed):
     rng = np.random.default_rng(seed)
     graph, cluster = random_files(rng, int(rng.integers(2, 8)), int(rng.integers(2, 4)),
                                   contention=CONTENTIONS[seed % 3], shared_cores=bool(seed % 5 == 0))
-    problem = _problem(graph, cluster)
+    problem = problem_of(graph, cluster)
     optimum = min_latency(problem)
     assert optimum is not None
     device = optimum.timetable.device
@@ -106,7 +99,7 @@ def test_decoded_orders_pass_the_format_checker_and_are_not_below_the_optimum(se
         assert check_result(graph, cluster, result.to_json()) == []
 
 
-# ---- the checker of results against broken ones -----------------------------------------------------------------------
+# ---- the checker of results against broken ones ------------------------------------------------------------------
 
 GRAPH = {"format": "weft.graph", "version": 1, "ops": [
     {"name": "a", "times": {"x": 1, "y": 2}, "memory": 60}, {"name": "b", "times": {"x": 3, "y": 4}, "memory": 50},
@@ -172,7 +165,7 @@ def test_two_transfers_through_one_port_are_refused():
 @pytest.mark.parametrize("name", odd_inputs())
 def test_named_methods_survive_odd_inputs(name):
     graph, cluster = odd_inputs()[name]
-    problem = _problem(graph, cluster)
+    problem = problem_of(graph, cluster)
     optimum = min_latency(problem)
     assert optimum is not None
     check_timetable(optimum.timetable)

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.worlds import chain_graph, dag_graph, plain_cluster
 from weft.cluster.cluster import Cluster, Contention
+from weft.coarsen.contract import contract
+from weft.coarsen.groups import number_groups
 from weft.cost.costs import estimate_costs
 from weft.errors import InputError, NoFeasiblePlan, PlanError
 from weft.model.graph import Graph
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan
-from weft.search.place.placed_plan import OpPlacement, cut_segments, placed_plan, plan_within_memory, with_constants
+from weft.search.place.placed_plan import (
+    OpPlacement,
+    cut_segments,
+    placed_plan,
+    placement_of_groups,
+    plan_within_memory,
+    with_constants,
+)
 from weft.search.place.problem import problem_from_graph
-from weft.search.place.timetable import Timetable, make_timetable
+from weft.search.place.timetable import Timetable, check_timetable, make_timetable
 from weft.search.problem import PlanOptions, Problem
 from weft.search.scheduled import excess_bytes
 from weft.simulate.predict import simulate
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def random_graph(rng: random.Random, num_ops: int, *, constants: bool = False) -> Graph:
@@ -142,6 +155,25 @@ def test_groups_of_a_random_graph_stay_whole():
             assert len({owner[op] for op in np.flatnonzero(group == number).tolist()}) == 1
 
 
+def test_a_placement_of_fused_groups_is_one_of_operators():
+    rng = random.Random(6)
+    for _ in range(40):
+        graph = random_graph(rng, rng.randint(3, 25), constants=True)
+        numbers = np.sort([rng.randrange(graph.num_ops) for _ in range(graph.num_ops)])
+        coarse = contract(graph, number_groups(graph, numbers.tolist(), how="rules"))
+        num_groups = coarse.groups.num_groups
+        device = np.asarray([rng.randrange(3) for _ in range(num_groups)], dtype=np.int64)
+        placement = placement_of_groups(coarse, device, random_order(rng, coarse.graph))
+        problem = inference(graph, plain_cluster(3))
+        plan = placed_plan(problem, placement)
+        check_plan(plan, graph, problem.cluster)
+        stage_of = {op: stage for stage in plan.stages for op in stage.ops}
+        for group, ops in enumerate(coarse.groups.members()):
+            names = {graph.op_names[op] for op in ops if not graph.is_constant[op]}
+            assert len({stage_of[name].name for name in names}) <= 1
+            assert all(stage_of[name].replicas[0].devices == (f"d{device[group]}",) for name in names)
+
+
 def test_an_order_that_is_none_is_refused():
     graph = chain_graph(3)
     with pytest.raises(InputError, match="each of the 3 operators once"):
@@ -202,6 +234,21 @@ def test_requests_in_a_pipeline_take_as_long_as_the_busiest_device():
     assert 2 * 32 * op_s <= predicted_s(problem, plan) <= 1.1 * 2 * 32 * op_s
     single = placed_plan(problem, placement, microbatches=32, in_flight=1)
     assert predicted_s(problem, single) == pytest.approx(6 * 32 * op_s, rel=0.01)
+
+
+def test_the_benchmarks_local_search_needs_no_solver():
+    """``benchmarks/bench_place_gpu.py`` runs where OR-Tools is not: it must follow the search's own interfaces."""
+    spec = importlib.util.spec_from_file_location("bench_place_gpu", ROOT / "benchmarks" / "bench_place_gpu.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    graph = random_graph(random.Random(3), 20)
+    cluster = plain_cluster(2, memory_bytes=600)
+    problem = problem_from_graph(graph, cluster, estimate_costs(graph, cluster))
+    found = script.local_search(problem, 0.05)
+    check_timetable(found)
+    assert found.latency_s <= script.by_method("accelerate-sequential")(problem).latency_s
 
 
 # ---- memory ---------------------------------------------------------------------------------------------------------

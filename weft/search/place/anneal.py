@@ -23,6 +23,8 @@ from weft.search.place.kernel import Arrays, transfer_s
 from weft.search.place.problem import PlaceProblem
 
 NEVER = 1 << 60
+MAX_SWAPPED = 8
+"""Units that are sent back at most to make room for others."""
 MOVE_STEPS = 16
 """A move takes as long as timing so many operators, beside those that it times."""
 
@@ -69,13 +71,15 @@ class Annealer:
         self.arrays = Arrays.of(problem)
         self.neighbours = _neighbours(problem)
 
-    def run(self, device: I64, order: I64, *, steps: int, seed: int, hot: float, cold: float) -> Annealed:
-        """Return the best state found from this one (which must fit) in about so many steps.
+    def run(self, device: I64, order: I64, *, steps: int, seed: int, hot: float, cold: float,
+            capacity: F64 | None = None) -> Annealed:
+        """Return the best state found from this one in about so many steps; ``capacity`` replaces the problem's.
 
         A step is one operator timed; a move that times few still counts as ``MOVE_STEPS``. The temperature falls with
         the steps from ``hot`` to ``cold``, which are parts of the value.
         """
-        best_device, best_order, value, spent = _anneal(self.arrays, self.neighbours, device.copy(), order.copy(),
+        neighbours = self.neighbours if capacity is None else self.neighbours._replace(capacity=capacity)
+        best_device, best_order, value, spent = _anneal(self.arrays, neighbours, device.copy(), order.copy(),
                                                         steps, hot, cold, seed)
         return Annealed(device=best_device, order=best_order, value=float(value), num_steps=int(spent))
 
@@ -317,19 +321,43 @@ def _may_run(n: Neighbours, unit: int, target: int) -> bool:
 
 
 @compiled
+def _make_room(n: Neighbours, s: _State, held: I64, used: F64, picked: I64, before: I64, moved: int, target: int,
+               other: int) -> int:
+    """Send units with weights from the full device to the other one until it has room; return how many moved in all."""
+    for _ in range(4 * MAX_SWAPPED):
+        if used[target] <= n.capacity[target] or moved == len(picked):
+            break
+        op = np.random.randint(len(s.order))
+        unit = n.unit_of_op[op]
+        is_new = s.device[op] == target and n.weight_start[op + 1] > n.weight_start[op] and _may_run(n, unit, other)
+        for index in range(moved):
+            is_new = is_new and picked[index] != unit
+        if is_new:
+            picked[moved] = unit
+            before[moved] = target
+            moved += 1
+            _move_unit(n, s, held, used, unit, other)
+    return moved
+
+
+@compiled
 def _try_devices(n: Neighbours, s: _State, held: I64, used: F64, picked: I64, before: I64, cluster: int) -> int:
-    """Send a few connected units to one device; return how many moved, none if it would not fit."""
+    """Send a few connected units to one device, and others back if it is full; return how many moved, 0 if none fit."""
     count = _pick(n, s, picked, cluster)
     target = _target(n, s, picked[0])
+    other = s.device[n.unit_ops[n.unit_start[picked[0]]]]
     moved = 0
     for index in range(count):
         unit = picked[index]
         source = s.device[n.unit_ops[n.unit_start[unit]]]
         if source != target and _may_run(n, unit, target):
-            picked[moved], before[moved] = unit, source
+            picked[moved] = unit
+            before[moved] = source
             moved += 1
             _move_unit(n, s, held, used, unit, target)
-    if used[target] > n.capacity[target]:
+    if moved > 0 and used[target] > n.capacity[target] and other != target:
+        moved = _make_room(n, s, held, used, picked, before, moved, target, other)
+    if used[target] > n.capacity[target] or used[other] > n.capacity[other]:
         for index in range(moved - 1, -1, -1):
             _move_unit(n, s, held, used, picked[index], before[index])
         return 0
@@ -376,7 +404,7 @@ def _anneal(a: Arrays, n: Neighbours, device: I64, order: I64, steps: int, hot: 
     value, num_sent, spent = _evaluate(a, n, s, t, every, first, np.inf, first + 1)
     _accept(a, s, t, every, first, num_sent)
     best, best_device, best_order = value, device.copy(), order.copy()
-    picked, before = np.zeros(16, dtype=np.int64), np.zeros(16, dtype=np.int64)
+    picked, before = np.zeros(8 + MAX_SWAPPED, dtype=np.int64), np.zeros(8 + MAX_SWAPPED, dtype=np.int64)
     ratio = np.log(cold / hot)
     stamp = spent
     while spent < steps:
@@ -387,7 +415,7 @@ def _anneal(a: Arrays, n: Neighbours, device: I64, order: I64, steps: int, hot: 
         kind = np.random.random()
         first, moved, source, target = num_ops, 0, 0, 0
         if kind < 0.75:
-            cluster = 1 if kind < 0.4 else 2 + np.random.randint(7)
+            cluster = 1 if kind < 0.4 else 2 + np.random.randint(7)  # at most 8
             moved = _try_devices(n, s, held, used, picked, before, cluster)
             first = _first_changed(n, s, picked, moved)
         if kind >= 0.65 and (moved > 0 or kind >= 0.75):

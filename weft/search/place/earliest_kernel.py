@@ -123,6 +123,43 @@ def _has_preferred(room: Room, wishes: Wishes, op: int) -> bool:
 
 
 @compiled
+def _comes_first(wishes: Wishes, op: int, other: int, end: float, other_end: float) -> bool:
+    """Return whether the first of two pairs that start at the same time is taken."""
+    if wishes.level[op] != wishes.level[other]:
+        return bool(wishes.level[op] > wishes.level[other])
+    if end != other_end:
+        return bool(end < other_end)
+    return bool(op < other)
+
+
+@compiled
+def _pick(a: Arrays, room: Room, state: State, wishes: Wishes, busy: Busy, known: F64, num_ready: int
+          ) -> tuple[int, int, float]:
+    """Return (position among the ready operators, device or -1 if it has no room anywhere, start) of the next pair."""
+    best, best_index, best_start, best_end = -1, 0, np.inf, np.inf
+    for index in range(num_ready):
+        op = state.ready[index]
+        unit = room.unit_of_op[op]
+        is_choosy = _has_preferred(room, wishes, op)
+        is_stuck = True
+        for here in range(a.time_s.shape[1]):
+            if not can_take(room, op, here) or (is_choosy and not wishes.preferred[unit, here]):
+                continue
+            is_stuck = False
+            if known[op, here] > best_start:
+                continue
+            known[op, here] = _try(a, state, busy, op, here)[1]
+            start = max(known[op, here], _reserved_until(a, room, state, wishes, busy, op, here))
+            end = start + a.time_s[op, here]
+            other = state.ready[best_index]
+            if start < best_start or (start == best_start and _comes_first(wishes, op, other, end, best_end)):
+                best, best_index, best_start, best_end = here, index, start, end
+        if is_stuck:
+            return index, -1, np.inf
+    return best_index, best, best_start
+
+
+@compiled
 def place_earliest(a: Arrays, room: Room, flow: Flow, state: State, wishes: Wishes) -> int:
     """Fill ``state``, the pair that can start first next; return -1, or the operator for which no device has room.
 
@@ -136,41 +173,14 @@ def place_earliest(a: Arrays, room: Room, flow: Flow, state: State, wishes: Wish
     known = np.zeros((num_ops, num_devices))
     num_ready = first_ready(state)
     for turn in range(num_ops):
-        best, best_index, best_start, best_end = -1, -1, np.inf, np.inf
-        for index in range(num_ready):
-            op = state.ready[index]
-            is_choosy = _has_preferred(room, wishes, op)
-            is_stuck = True
-            for here in range(num_devices):
-                if not can_take(room, op, here) or (is_choosy and not wishes.preferred[room.unit_of_op[op], here]):
-                    continue
-                is_stuck = False
-                if known[op, here] > best_start:
-                    continue
-                known[op, here] = _try(a, state, busy, op, here)[1]
-                start = max(known[op, here], _reserved_until(a, room, state, wishes, busy, op, here))
-                end = start + a.time_s[op, here]
-                other = state.ready[best_index] if best_index >= 0 else op
-                if start < best_start or (start == best_start and _comes_first(wishes, op, other, end, best_end)):
-                    best, best_index, best_start, best_end = here, index, start, end
-            if is_stuck:
-                return int(op)
-        if best < 0:
-            return int(state.ready[0])
-        op = state.ready[best_index]
+        index, here, start = _pick(a, room, state, wishes, busy, known, num_ready)
+        op = state.ready[index]
+        if here < 0:
+            return int(op)
         num_ready -= 1
-        state.ready[best_index] = state.ready[num_ready]
-        take(room, op, best)
-        _put(a, state, busy, op, best, best_start)
+        state.ready[index] = state.ready[num_ready]
+        take(room, op, here)
+        _put(a, state, busy, op, here, start)
         state.order[turn] = op
         num_ready = release(flow, state, op, num_ready)
     return -1
-
-
-@compiled
-def _comes_first(wishes: Wishes, op: int, other: int, end: float, other_end: float) -> bool:
-    if wishes.level[op] != wishes.level[other]:
-        return bool(wishes.level[op] > wishes.level[other])
-    if end != other_end:
-        return bool(end < other_end)
-    return bool(op < other)

@@ -30,9 +30,12 @@ from weft.search.place.problem import PlaceProblem
 from weft.search.place.timetable import Sent, Timetable
 
 MAX_EXACT_TICKS: Final = 10**9
-"""Times that are multiples of a power of ten are scaled exactly if all of them together take no more ticks."""
-ROUNDED_TICKS: Final = 10**7
-"""So many ticks for all times together otherwise; times are rounded down, which keeps bounds valid."""
+"""Times that are multiples of a power of ten are scaled exactly if the limit takes no more ticks."""
+ROUNDED_TICKS: Final = 3 * 10**8
+"""So many ticks for the limit otherwise; times are rounded down, which keeps bounds valid."""
+SMALL: Final = 60
+SECONDS_PER_UNIT: Final = (2.5, 6.0)
+"""CPU seconds of one unit of CP-SAT's deterministic time, about: with up to ``SMALL`` operators, and with more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +47,7 @@ class Ticks:
 
     def of(self, seconds: float) -> int:
         """Return the ticks of a time: exactly, or rounded down."""
-        ticks = float(self.per_second) * seconds
+        ticks = min(float(self.per_second) * seconds, 1e15)
         return round(ticks) if self.is_exact else math.floor(ticks * (1 - 1e-12))
 
     def below(self, seconds: float) -> int:
@@ -53,24 +56,30 @@ class Ticks:
         return math.ceil(ticks - 1e-6) - 1 if self.is_exact else math.floor(ticks * (1 + 1e-12))
 
 
-def choose_ticks(problem: PlaceProblem) -> Ticks:
-    """Return exact ticks where all times are multiples of one power of ten (or are whole), else rounded ones."""
-    finite = problem.time_s[np.isfinite(problem.time_s)]
-    sent = problem.transfer_table[np.isfinite(problem.transfer_table)]
-    values = np.unique(np.concatenate([finite, sent]))
-    values = values[values > 0]
-    total = float(np.where(np.isfinite(problem.time_s), problem.time_s, 0.0).max(axis=1, initial=0.0).sum()
-                  + np.where(np.isfinite(problem.transfer_table), problem.transfer_table, 0.0)
-                  .max(axis=(1, 2), initial=0.0).sum())
-    if not len(values) or total <= 0:
+def choose_ticks(problem: PlaceProblem, limit_s: float) -> Ticks:
+    """Return exact ticks where all times are multiples of one power of ten (or are whole), else rounded ones.
+
+    ``limit_s``: what takes longer is of no interest.
+    """
+    times = np.concatenate([problem.time_s.ravel(), problem.transfer_table.ravel()])
+    values = np.unique(times[(times > 0) & (times <= limit_s)])
+    if not len(values):
         return Ticks(per_second=Fraction(1), is_exact=True)
     for digits in range(-3, 16):
         scaled = values * 10.0**digits
-        if total * 10.0**digits > MAX_EXACT_TICKS:
+        if limit_s * 10.0**digits > MAX_EXACT_TICKS:
             break
         if np.all(np.abs(scaled - np.round(scaled)) <= 1e-6 * np.minimum(1.0, scaled)) and scaled.min() > 0.5:
             return Ticks(per_second=Fraction(10) ** digits, is_exact=True)
-    return Ticks(per_second=Fraction(ROUNDED_TICKS) / Fraction(total), is_exact=False)
+    return Ticks(per_second=Fraction(ROUNDED_TICKS) / Fraction(limit_s), is_exact=False)
+
+
+def longest(problem: PlaceProblem) -> float:
+    """Return a time within which every placement ends: everything one after the other, at its slowest."""
+    times = np.where(np.isfinite(problem.time_s), problem.time_s, 0.0).max(axis=1, initial=0.0).sum()
+    sent = np.where(np.isfinite(problem.transfer_table), problem.transfer_table, 0.0).max(axis=(1, 2), initial=0.0)
+    fan_out = np.minimum(np.diff(problem.readers[0]), problem.num_devices - 1)
+    return float(times + (sent * fan_out).sum())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,14 +97,15 @@ class Exact:
 class Model:
     """The CP-SAT model of one problem."""
 
-    def __init__(self, problem: PlaceProblem, *, limit_s: float | None = None) -> None:
+    def __init__(self, problem: PlaceProblem, *, limit_s: float = math.inf) -> None:
         """``limit_s``: only placements that take less are of interest."""
         self.problem = problem
-        self.ticks = choose_ticks(problem)
+        limit_s = min(limit_s, longest(problem) * (1 + 1e-9) + 1e-300)
+        self.ticks = choose_ticks(problem, limit_s)
         self.model = cp_model.CpModel()
         allowed = problem.is_allowed
         heads, tails = heads_and_tails(problem)
-        horizon = self._horizon() if limit_s is None else max(0, self.ticks.below(limit_s))
+        horizon = max(0, self.ticks.below(limit_s))
         self.makespan = self.model.new_int_var(0, horizon, "makespan")
         self.x = [{device: self.model.new_bool_var(f"x{unit},{device}") for device in np.flatnonzero(row).tolist()}
                   for unit, row in enumerate(allowed)]
@@ -107,13 +117,6 @@ class Model:
         self._add_transfers(horizon)
         self._add_memory()
         self.model.minimize(self.makespan)
-
-    def _horizon(self) -> int:
-        problem = self.problem
-        times = np.where(np.isfinite(problem.time_s), problem.time_s, 0.0).max(axis=1, initial=0.0).sum()
-        sent = np.where(np.isfinite(problem.transfer_table), problem.transfer_table, 0.0).max(axis=(1, 2), initial=0.0)
-        fan_out = np.minimum(np.diff(problem.readers[0]), problem.num_devices - 1)
-        return self.ticks.of(float(times + (sent * fan_out).sum())) + 1
 
     def _device_of(self, op: int) -> dict[int, cp_model.IntVar]:
         return self.x[int(self.problem.unit_of_op[op])]
@@ -235,7 +238,9 @@ class Model:
               linearization: int = 1) -> Exact:
         """Return the best timetable, in real time, and the bound."""
         target = None if stop_at is None else float(self.ticks.of(stop_at))
-        found = solve(self.model, budget, effort=effort, seed=seed, stop_at=target, linearization=linearization)
+        unit = SECONDS_PER_UNIT[0 if self.problem.num_ops <= SMALL else 1]
+        found = solve(self.model, budget, effort=effort, seed=seed, stop_at=target, linearization=linearization,
+                      seconds_per_unit=unit)
         if found.status == "infeasible":
             return Exact(timetable=None, bound=0.0, is_infeasible=True)
         if not found.has_values or found.bound is None:

@@ -149,17 +149,25 @@ def _gap(calendar: Calendar, row: int, ready: float, length: float) -> float:
 
 
 @compiled
+def _wider(calendar: Calendar) -> Calendar:
+    """Return the calendar with twice the space."""
+    num_rows, size = calendar.begin.shape
+    begin, end = np.empty((num_rows, 2 * size)), np.empty((num_rows, 2 * size))
+    for row in range(num_rows):  # element by element: assigning slices takes numba seconds to compile
+        for index in range(calendar.length[row]):
+            begin[row, index] = calendar.begin[row, index]
+            end[row, index] = calendar.end[row, index]
+    return Calendar(begin, end, calendar.length)
+
+
+@compiled
 def _book(calendar: Calendar, row: int, begin: float, end: float) -> Calendar:
     """Return the calendar with one more interval; what takes no time is not written down."""
     if end <= begin:
         return calendar
     count = calendar.length[row]
     if count == calendar.begin.shape[1]:
-        wider_begin = np.empty((calendar.begin.shape[0], 2 * count))
-        wider_end = np.empty((calendar.begin.shape[0], 2 * count))
-        wider_begin[:, :count] = calendar.begin
-        wider_end[:, :count] = calendar.end
-        calendar = Calendar(wider_begin, wider_end, calendar.length)
+        calendar = _wider(calendar)
     place = count
     while place > 0 and calendar.begin[row, place - 1] > begin:
         calendar.begin[row, place] = calendar.begin[row, place - 1]
@@ -244,6 +252,20 @@ def _highest(state: State, num_ready: int, priority: F64) -> int:
 
 
 @compiled
+def _best_device(a: Arrays, calendar: Calendar, room: Room, state: State, op: int, extra: F64, pinned: int) -> int:
+    """Return the device where finish time + ``extra`` is smallest, or the pinned one if it has room; -1 for none."""
+    if pinned >= 0 and can_take(room, op, pinned):
+        return pinned
+    best, best_value = -1, np.inf
+    for here in range(a.time_s.shape[1]):
+        if can_take(room, op, here):
+            value = _try(a, calendar, state, op, here)[1] + a.time_s[op, here] + extra[op, here]
+            if value < best_value:
+                best, best_value = here, value
+    return best
+
+
+@compiled
 def place_by_priority(a: Arrays, room: Room, flow: Flow, state: State, priority: F64, extra: F64, pinned: I64) -> int:
     """Fill ``state``, each operator where finish time + ``extra[op, device]`` is smallest; return -1.
 
@@ -259,13 +281,7 @@ def place_by_priority(a: Arrays, room: Room, flow: Flow, state: State, priority:
         op = state.ready[index]
         num_ready -= 1
         state.ready[index] = state.ready[num_ready]
-        best, best_value = -1, np.inf
-        only = pinned[op] if pinned[op] >= 0 and can_take(room, op, pinned[op]) else -1
-        for here in range(num_devices):
-            if (only < 0 or here == only) and can_take(room, op, here):
-                value = _try(a, calendar, state, op, here)[1] + a.time_s[op, here] + extra[op, here]
-                if value < best_value:
-                    best, best_value = here, value
+        best = _best_device(a, calendar, room, state, op, extra, pinned[op])
         if best < 0:
             return int(op)
         take(room, op, best)

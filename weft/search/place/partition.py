@@ -13,9 +13,9 @@ import numpy as np
 
 from weft.errors import InputError, NoFeasiblePlan
 from weft.model.graph import I64
-from weft.search.cpsat import Budget
+from weft.search.cpsat import Budget, ended_by_ctrl_c
 from weft.search.place.partition_check import check_latency, check_throughput
-from weft.search.place.partition_problem import PartitionProblem, load_partition
+from weft.search.place.partition_problem import PartitionProblem, load_partition, parse_partition
 from weft.search.place.partition_result import PartitionResult
 from weft.search.place.problem import Objective
 from weft.units import format_bytes
@@ -37,17 +37,19 @@ def solve_partition(problem: PartitionProblem, *, objective: Objective, contiguo
     if time_limit is not None and not time_limit > 0:
         raise InputError(f"the time limit must be more than 0 seconds, not {time_limit}")
     begin = time.process_time()
+    _compile(objective)
     budget = Budget(effort=DEFAULT_EFFORT if time_limit is None else time_limit, report=progress,
                     deadline=None if time_limit is None else time.monotonic() + time_limit)
-    if objective == "throughput":
-        device, bound = _throughput(problem, contiguous=contiguous, budget=budget, seed=seed)
-        figures = check_throughput(problem, device, contiguous=contiguous)
-    else:
-        from weft.search.place.partition_latency_search import minimise_latency
+    with ended_by_ctrl_c(budget):
+        if objective == "throughput":
+            device, bound = _throughput(problem, contiguous=contiguous, budget=budget, seed=seed)
+            figures = check_throughput(problem, device, contiguous=contiguous)
+        else:
+            from weft.search.place.partition_latency_search import minimise_latency
 
-        found = minimise_latency(problem, budget=budget, seed=seed)
-        device, bound = _latency_devices(problem, found.where), found.bound
-        figures = check_latency(problem, device)
+            found = minimise_latency(problem, budget=budget, seed=seed)
+            device, bound = _latency_devices(problem, found.where), found.bound
+            figures = check_latency(problem, device)
     is_optimal = bound >= figures.value * (1 - 1e-9)
     return PartitionResult(problem=problem, objective=objective, device=device, figures=figures,
                            bound=min(bound, figures.value), status="optimal" if is_optimal else "feasible",
@@ -55,21 +57,40 @@ def solve_partition(problem: PartitionProblem, *, objective: Objective, contiguo
                            is_interrupted=budget.is_interrupted)
 
 
+def _compile(objective: Objective) -> None:
+    """Compile what the search needs, or read it from the disk: that is not to count against its time."""
+    value = {"maxSizePerFPGA": 1, "maxFPGAs": 1, "maxCPUs": 1, "edges": [{"sourceId": 0, "destId": 1, "cost": 1}],
+             "nodes": [{"id": node, "supportedOnFpga": 1, "cpuLatency": 1, "fpgaLatency": 1} for node in range(2)]}
+    tiny = parse_partition(value)
+    if objective == "throughput":
+        from weft.search.place.partition_throughput import load_problem
+        from weft.search.place.throughput_search import warm_up
+
+        warm_up(load_problem(tiny))
+    else:
+        from weft.search.place.partition_latency import block_orders, interval_sets, latency_graph
+        from weft.search.place.partition_latency_kernel import anneal as anneal_sets
+        from weft.search.place.partition_latency_search import minimise_latency
+
+        minimise_latency(tiny, budget=Budget(effort=0.001), seed=0)
+        graph = latency_graph(tiny)
+        anneal_sets(graph, interval_sets(graph, block_orders(graph)[0]), 1, 1.0, 1.0, 0)
+
+
 def _throughput(problem: PartitionProblem, *, contiguous: bool, budget: Budget, seed: int) -> tuple[I64, float]:
     from weft.search.place.partition_throughput import load_problem
-    from weft.search.place.throughput_search import minimise
+    from weft.search.place.throughput_search import NothingFits, minimise
 
     _check_possible(problem)
     found = minimise(load_problem(problem, contiguous=contiguous), budget=budget, seed=seed)
-    if found is None:
-        raise _no_split(problem, contiguous=contiguous)
+    if isinstance(found, NothingFits):
+        raise _no_split(problem, contiguous=contiguous, is_proven=found.is_proven)
     return np.asarray(found.device[problem.unit_of_node]), found.bound
 
 
 def _latency_devices(problem: PartitionProblem, where: I64) -> I64:
     """Return the device of each node from the set of each unit; sets are given to accelerators in order."""
     sets = where[problem.unit_of_node]
-    used = {int(item): index for index, item in enumerate(dict.fromkeys(sets[problem.order].tolist()).keys() - {0})}
     order = [item for item in dict.fromkeys(sets[problem.order].tolist()) if item > 0]
     used = {item: index for index, item in enumerate(order)}
     return np.array([used.get(int(item), problem.num_accelerators) for item in sets], dtype=np.int64)
@@ -93,12 +114,12 @@ def _check_possible(problem: PartitionProblem) -> None:
         if size > problem.capacity * (1 + 1e-12):
             missing = int(np.ceil(size - problem.capacity))
             raise NoFeasiblePlan(
-                f"{problem.name}: node {_unit_nodes(problem, unit)} needs {format_bytes(size)} on one accelerator, which "
-                f"has {format_bytes(problem.capacity)}: {missing} bytes are missing, and there is no CPU (maxCPUs is "
-                "0). Try larger accelerators or a CPU.", missing_bytes=missing, device="fpga0")
+                f"{problem.name}: node {_unit_nodes(problem, unit)} needs {format_bytes(size)} on one accelerator, "
+                f"which has {format_bytes(problem.capacity)}: {missing} bytes are missing, and there is no CPU "
+                "(maxCPUs is 0). Try larger accelerators or a CPU.", missing_bytes=missing, device="fpga0")
 
 
-def _no_split(problem: PartitionProblem, *, contiguous: bool) -> NoFeasiblePlan:
+def _no_split(problem: PartitionProblem, *, contiguous: bool, is_proven: bool) -> NoFeasiblePlan:
     """Return the error for memory that holds every class of nodes but not all of them."""
     sizes = np.bincount(problem.unit_of_node, weights=problem.size, minlength=problem.num_units)
     free = np.full(problem.num_accelerators, problem.capacity)
@@ -113,8 +134,9 @@ def _no_split(problem: PartitionProblem, *, contiguous: bool) -> NoFeasiblePlan:
     total = max(0.0, float(sizes.sum()) - problem.capacity * problem.num_accelerators)
     missing = int(np.ceil(total if total > 0 else max(short, 1.0)))
     which = "; ".join(_unit_nodes(problem, unit) for unit in left[:5])
+    for_what = f", and there is no room for node {which}" if which else ""
     return NoFeasiblePlan(
-        f"{problem.name}: the nodes need {format_bytes(float(sizes.sum()))}, and {problem.num_accelerators} accelerators "
-        f"of {format_bytes(problem.capacity)} cannot hold them{' contiguously' if contiguous else ''}: {missing} bytes "
-        f"are missing{f', and there is no room for node {which}' if which else ''}. Try more or larger accelerators, or "
-        "a CPU.", missing_bytes=missing)
+        f"{problem.name}: the nodes need {format_bytes(float(sizes.sum()))}, and {problem.num_accelerators} "
+        f"accelerators of {format_bytes(problem.capacity)} {'cannot' if is_proven else 'seem not to'} hold them"
+        f"{' contiguously' if contiguous else ''}: {missing} bytes are missing{for_what}. Try more "
+        "or larger accelerators, or a CPU.", missing_bytes=missing)

@@ -18,7 +18,8 @@ def best_intervals(cpu_s: F64, fpga_s: F64, size: F64, can_set: I64, read_start:
                    longest: int) -> I64:
     """Return the set of every block, 0 for CPUs.
 
-    ``reads`` lists what blocks read from others, ``nodes`` what is in them; ``last`` is the last block that reads a node.
+    ``reads`` lists what blocks read from others, ``nodes`` what is in them; ``last`` is the last block that reads a
+    node.
     """
     count = len(cpu_s)
     best = np.full((count + 1, num_sets + 1), np.inf)

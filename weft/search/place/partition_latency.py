@@ -122,8 +122,8 @@ def interval_sets(g: Graph, blocks: Sequence[Sequence[int]]) -> I64:
 
     count = len(blocks)
     block_of_unit = np.zeros(len(g.can_set), dtype=np.int64)
-    for index, block in enumerate(blocks):
-        block_of_unit[list(block)] = index
+    for index, units in enumerate(blocks):
+        block_of_unit[list(units)] = index
     block = block_of_unit[g.unit]
     cpu_s, fpga_s, size = (np.bincount(block, weights=items, minlength=count).astype(np.float64)
                            for items in (g.cpu_s, g.fpga_s, g.size))
@@ -134,8 +134,8 @@ def interval_sets(g: Graph, blocks: Sequence[Sequence[int]]) -> I64:
     np.maximum.at(last, source, block[g.targets])
     order = np.argsort(block, kind="stable")
     starts = best_intervals(cpu_s, fpga_s, size, can_set, *_reads_by_block(g, block, count),
-                            np.searchsorted(block[order], np.arange(count + 1)).astype(np.int64), order.astype(np.int64),
-                            g.cost_s, last, block, g.num_sets, g.capacity, MAX_INTERVAL)
+                            np.searchsorted(block[order], np.arange(count + 1)).astype(np.int64),
+                            order.astype(np.int64), g.cost_s, last, block, g.num_sets, g.capacity, MAX_INTERVAL)
     return np.asarray(starts[block_of_unit], dtype=np.int64)
 
 

@@ -1,7 +1,7 @@
 """The least latency of a dnn-partitioning problem by CP-SAT, or a bound on it.
 
-Variables: ``x[u, k]`` unit u is in set k (0: on CPUs); ``y[v, k]`` what node v writes enters or leaves set k; ``i[v, k]``
-it enters; ``f[v]`` when node v ends; ``S[k]``, ``F[k]`` when set k starts and ends.
+Variables: ``x[u, k]`` unit u is in set k (0: on CPUs); ``y[v, k]`` what node v writes enters or leaves set k;
+``i[v, k]`` it enters; ``f[v]`` when node v ends; ``S[k]``, ``F[k]`` when set k starts and ends.
 
     f[v] >= f[u] + cpu[v] x[v, 0]   for every edge u -> v
     F[k] >= S[k] + times and costs of k;  f[v] >= F[k] if v is in k;  S[k] >= f[u] if u enters k
@@ -13,7 +13,9 @@ take no time are not excluded; such a solution is not used.
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -24,6 +26,10 @@ from weft.search.place.partition_latency_kernel import Graph
 
 RESOLUTION = float(1 << 27)
 """The known latency in whole numbers."""
+SECONDS_PER_EFFORT = 2.5
+"""These models take so much longer than the solver's own count says."""
+MAX_ORDERED = 80
+"""Units that sets are ordered by; all of them would be too many literals."""
 MAX_TERMS = 300_000
 """Larger models are not built."""
 
@@ -38,12 +44,16 @@ class Exact:
     """No sets have a smaller latency."""
 
 
-def improve_or_prove(g: Graph, where: I64, value: float, *, budget: Budget, effort: float, seed: int) -> Exact:
+def improve_or_prove(g: Graph, where: I64, value: float, *, budget: Budget, effort: float, seed: int,
+                     linearization: int) -> Exact:
     """Return better sets or a bound; the given sets are the hint."""
     if (len(g.cpu_s) + len(g.targets)) * (g.num_sets + 1) * 4 > MAX_TERMS:
         return Exact(where=None, bound=0.0)
     builder = _Builder(g, where, value)
-    found = solve(builder.model, budget, effort=effort, seed=seed)
+    lent = Budget(effort=effort / SECONDS_PER_EFFORT, deadline=_sooner(budget.deadline, 2 * effort + 1))
+    found = solve(builder.model, lent, effort=lent.effort, seed=seed, linearization=linearization)
+    budget.effort -= effort - max(0.0, lent.effort) * SECONDS_PER_EFFORT
+    budget.is_interrupted |= lent.is_interrupted
     if found.status == "infeasible":
         return Exact(where=None, bound=value)
     if not found.has_values or found.bound is None:
@@ -51,6 +61,12 @@ def improve_or_prove(g: Graph, where: I64, value: float, *, budget: Budget, effo
     sets = np.array([next(index for index, item in row.items() if found.value(item)) for row in builder.x],
                     dtype=np.int64)
     return Exact(where=sets, bound=min(value, found.bound / builder.scale))
+
+
+def _sooner(deadline: float | None, seconds: float) -> float:
+    """Return the deadline, or so many seconds from now: a last resort where the solver's own count is far off."""
+    late = time.monotonic() + seconds
+    return late if deadline is None else min(deadline, late)
 
 
 class _Builder:
@@ -142,18 +158,31 @@ class _Builder:
             for node in path:
                 for index, item in self.x[int(g.unit[node])].items():
                     terms.append(item * (self.fpga[node] if index else self.cpu[node]))
-            for node in path[:-1]:
-                terms += [self.paid[node, index] * self.cost[node] for index in range(1, g.num_sets + 1)
-                          if (node, index) in self.paid and self._is_two_ended(node)]
+            for node, follower in pairwise(path):
+                terms += self._step(node, follower)
             self.model.add(sum(terms) <= self.latency)
 
-    def _is_two_ended(self, node: int) -> bool:
-        """Return whether the next node of the path is the only reader: then all its crossings are on the path."""
-        return bool(self.g.target_start[node + 1] - self.g.target_start[node] == 1)
+    def _step(self, node: int, follower: int) -> list[cp_model.LinearExpr]:
+        """Return what an edge of a path costs the sets at both of its ends, which are on the path as well."""
+        unit, other = int(self.g.unit[node]), int(self.g.unit[follower])
+        if unit == other or not self.cost[node]:
+            return []
+        if self.g.target_start[node + 1] - self.g.target_start[node] == 1:
+            return [item * self.cost[node] for index in range(1, self.g.num_sets + 1)
+                    if (item := self.paid.get((node, index))) is not None]
+        terms = []
+        for index in sorted((self.x[unit].keys() | self.x[other].keys()) - {0}):
+            parted = self.model.new_bool_var(f"d{node}_{follower}_{index}")
+            for one, two in ((unit, other), (other, unit)):
+                if index in self.x[one]:
+                    there = [self.x[two][index]] if index in self.x[two] else []
+                    self.model.add_bool_or([parted, self.x[one][index].negated(), *there])
+            terms.append(parted * self.cost[node])
+        return terms
 
     def _symmetry(self) -> None:
         """Sets in the order of their first units."""
-        order = list(dict.fromkeys(self.g.unit.tolist()))
+        order = list(dict.fromkeys(self.g.unit.tolist()))[:MAX_ORDERED]
         for index in range(2, self.g.num_sets + 1):
             earlier: list[cp_model.IntVar] = []
             for unit in order:

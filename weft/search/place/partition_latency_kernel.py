@@ -1,7 +1,7 @@
 """Compiled code for the latency of dnn-partitioning problems: evaluation, and annealing over it.
 
-A placement gives each unit a set from 1 to K (an accelerator's) or 0 (CPUs). Each set is one task, and so is each node on
-a CPU; a task starts when all it reads from other tasks has ended. A circle of tasks has no latency.
+A placement gives each unit a set from 1 to K (an accelerator's) or 0 (CPUs). Each set is one task, and so is each
+node on a CPU; a task starts when all it reads from other tasks has ended. A circle of tasks has no latency.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from weft.compiled import compiled
 from weft.model.graph import F64, I64
 
 MAX_CLUSTER = 24
-TIE = 1e-3
+TIE = 1e-6
 """Weight of the loads beside the latency, for a direction where it is flat."""
 VIOLATION = 2.0
 """Weight of an accelerator's memory taken twice, in latencies."""
@@ -228,8 +228,8 @@ def _close(g: Graph, where: I64, cluster: I64, end: int, is_in: I64, upwards: bo
 def _move(g: Graph, where: I64, random: I64, cluster: I64, taken: I64, is_in: I64) -> int:
     """Change the placement in ``where``; return how many units of ``cluster`` changed (0: none).
 
-    Kinds: a cluster goes to the set of a neighbour, to the CPUs or anywhere, alone or with all of its set before or after
-    it; all of a set goes to CPUs or another set; the part of a set after a random node becomes a set of its own.
+    Kinds: a cluster goes to the set of a neighbour, to the CPUs or anywhere, alone or with all of its set before or
+    after it; all of a set goes to CPUs or another set; the part of a set after a random node becomes a set of its own.
     """
     nodes = len(g.cpu_s)
     kind = _draw(random, 20)
@@ -275,23 +275,26 @@ def _move(g: Graph, where: I64, random: I64, cluster: I64, taken: I64, is_in: I6
 
 
 @compiled
-def anneal(g: Graph, start: I64, steps: int, hot: float, cold: float, seed: int) -> tuple[I64, float]:
-    """Return the best allowed placement on the way and its latency (infinite if there was none)."""
+def anneal(g: Graph, where: I64, steps: int, hot: float, cold: float, seed: int) -> tuple[I64, float]:
+    """Return the best allowed placement on the way and its latency (infinite if there was none).
+
+    ``where`` is where it starts and, afterwards, where it ended: another run can go on from there. The temperature
+    falls from ``hot`` to ``cold``, both in seconds.
+    """
     s = Scratch(np.zeros(g.num_sets + 1), np.zeros(g.num_sets + 1), np.zeros(len(g.cpu_s) + g.num_sets + 1),
                 np.zeros(len(g.cpu_s) + g.num_sets + 1), np.zeros(len(g.cpu_s) + g.num_sets + 1, dtype=np.int64),
                 np.zeros(len(g.cpu_s) + g.num_sets + 1, dtype=np.int64), np.zeros(g.num_sets + 1, dtype=np.int64),
                 np.zeros(len(g.cpu_s), dtype=np.int64), np.zeros(g.num_sets + 1, dtype=np.int64))
-    where = start.copy()
-    trial = start.copy()
+    trial = where.copy()
     value = latency(g, where, s)
     scale = value if value < np.inf else g.cpu_s.sum()
     now = value + TIE * s.load.sum() + VIOLATION * scale * excess(g, s)
     best, best_value = where.copy(), value if excess(g, s) == 0 else np.inf
     random = np.array([seed * 7919 + 12345], dtype=np.int64)
     cluster = np.empty(len(g.cpu_s), dtype=np.int64)
-    is_in = np.zeros(len(start), dtype=np.int64)
+    is_in = np.zeros(len(where), dtype=np.int64)
     taken = np.zeros(g.num_sets + 1, dtype=np.int64)
-    temperature = hot * max(scale, 1e-300)
+    temperature = hot
     cooling = (cold / hot) ** (1.0 / max(1, steps // 50))
     for step in range(steps):
         if step % 50 == 49:

@@ -13,13 +13,15 @@ from weft.search.place.partition_latency_exact import improve_or_prove
 from weft.search.place.partition_latency_kernel import Graph, Scratch, anneal, excess, latency
 from weft.search.place.partition_problem import PartitionProblem
 
-HEAT = (0.003, 0.01, 0.001, 0.03)
+HEAT = (0.003, 0.0003, 0.01, 0.001, 0.03)
 """Starting temperatures in turn, in parts of the latency."""
-COLD = 1e-5
+COLD = 1e-7
+PIECE_S = 0.4
+"""Effort between looks at the clock."""
+FIRST_S = 0.01
+"""Effort of the first runs at most, for each unit: small problems are proven sooner than annealed."""
 PROVEN = 1e-6
 """Relative: a bound so close to the value is a proof; whole numbers are no finer."""
-RUNS = 24
-"""Annealing runs that the effort is split into."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -35,12 +37,16 @@ class FoundSets:
 def minimise_latency(problem: PartitionProblem, *, budget: Budget, seed: int) -> FoundSets:
     """Return the best sets found."""
     search = _Search(latency_graph(problem), budget, seed)
-    search.start()
-    effort = budget.effort
-    search.anneal_for(0.3 * effort)
-    search.prove(0.35 * effort)
-    search.anneal_for(0.6 * budget.effort)
-    search.prove(budget.effort)
+    try:
+        search.start()
+        effort = budget.effort
+        search.anneal_for(min(0.05 * effort, FIRST_S * problem.num_units))
+        search.prove(0.1 * effort, linearization=0)
+        search.anneal_for(0.35 * effort)
+        search.prove(0.3 * effort, linearization=1)
+        search.anneal_for(budget.effort)
+    except KeyboardInterrupt:
+        budget.is_interrupted = True
     return search.found()
 
 
@@ -78,22 +84,36 @@ class _Search:
     def anneal_for(self, effort: float) -> None:
         """Anneal from the best sets, and now and then from another start."""
         least = self.budget.effort - effort
-        seconds = 4e-7 + 1.1e-8 * (len(self.g.cpu_s) + len(self.g.targets)) + 1e-8 * self.g.num_sets
-        steps = max(2000, int(effort / 8 / seconds))
+        seconds = 4e-7 + 8e-9 * (len(self.g.cpu_s) + len(self.g.targets)) + 1e-8 * self.g.num_sets
+        share = min(effort / 2, max(effort / 8, 0.5))
         while not self.is_done and self.budget.effort > max(0.0, least) + 0.01:
-            heat = HEAT[self.num_runs % len(HEAT)]
-            start = self.starts[self.num_runs // 3 % len(self.starts)] if self.num_runs % 3 == 2 else self.where
-            self.num_runs += 1
-            found, value = anneal(self.g, start, steps, heat, COLD, 1000 * self.seed + self.num_runs)
-            self.budget.effort -= steps * seconds
+            is_new = self.num_runs % 3 == 2
+            start = self.starts[self.num_runs // 3 % len(self.starts)] if is_new else self.where
+            self._run(start, max(2000, int(share / seconds)), seconds)
+
+    def _run(self, start: I64, steps: int, seconds: float) -> None:
+        """Anneal once, in pieces, between which the clock and Ctrl-C are looked at."""
+        heat = HEAT[self.num_runs % len(HEAT)]
+        num_pieces = max(1, round(steps * seconds / PIECE_S))
+        hot, ratio = heat * max(self.value, 1e-300), (COLD / heat) ** (1 / num_pieces)
+        self.num_runs += 1
+        now = start.copy()
+        for piece in range(num_pieces):
+            if self.is_done:
+                return
+            found, value = anneal(self.g, now, steps // num_pieces, hot, hot * ratio,
+                                  (1000 * self.seed + self.num_runs) * 1000 + piece)
+            hot *= ratio
+            self.budget.effort -= steps // num_pieces * seconds
             if np.isfinite(value):
                 self.offer(found)
 
-    def prove(self, effort: float) -> None:
-        """Let CP-SAT improve the best sets or raise the bound, if the value is new to it."""
+    def prove(self, effort: float, *, linearization: int) -> None:
+        """Let CP-SAT improve the best sets or raise the bound."""
         if self.is_done:
             return
-        found = improve_or_prove(self.g, self.where, self.value, budget=self.budget, effort=effort, seed=self.seed)
+        found = improve_or_prove(self.g, self.where, self.value, budget=self.budget, effort=effort, seed=self.seed,
+                                 linearization=linearization)
         self.bound = max(self.bound, min(found.bound, self.value))
         if found.where is not None:
             self.offer(found.where)

@@ -206,8 +206,8 @@ def _edge_problems(file: _File) -> list[str]:
             problems.append(f"{where} goes from node {edge.sourceId} to itself")
         first = costs.setdefault(edge.sourceId, edge.cost)
         if abs(first - edge.cost) > SAME_COST:
-            problems.append(f"{where}.cost is {edge.cost}, but an earlier edge of node {edge.sourceId} has {first}: all "
-                            "edges out of a node cost the same")
+            problems.append(f"{where}.cost is {edge.cost}, but an earlier edge of node {edge.sourceId} has {first}: "
+                            "all edges out of a node cost the same")
     return problems
 
 

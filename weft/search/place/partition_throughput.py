@@ -6,7 +6,7 @@ import numpy as np
 
 from weft.model.graph import I64
 from weft.search.place.partition_problem import PartitionProblem
-from weft.search.place.throughput_model import Loads, LoadProblem, csr, with_tensors
+from weft.search.place.throughput_model import LoadProblem, Loads, csr, with_tensors
 
 
 def load_problem(problem: PartitionProblem, *, contiguous: bool = False) -> LoadProblem:

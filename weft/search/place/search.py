@@ -17,13 +17,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from weft.errors import InputError, NoFeasiblePlan, PlanError
 from weft.model.graph import I64
-from weft.search.cpsat import Budget
+from weft.search.cpsat import Budget, ended_by_ctrl_c
 from weft.search.place.bounds import heads_and_tails, tighten, way_bound
 from weft.search.place.fit import fitting_devices
 from weft.search.place.methods import METHODS
@@ -32,6 +32,9 @@ from weft.search.place.relaxation import relaxation_bound
 from weft.search.place.result import PlaceResult
 from weft.search.place.series import ANY, Series, Solved, solve_series
 from weft.search.place.timetable import Timetable, check_timetable, make_timetable
+
+if TYPE_CHECKING:
+    from weft.search.place.local import Local
 
 DEFAULT_EFFORT: Final = 15.0
 """CPU seconds, about, of a search without a time limit."""
@@ -43,7 +46,9 @@ SLOW_METHODS: Final = ("m-sct", "getf", "peft", "cpop", "etf")
 MAX_OPS_FOR_SLOW: Final = 4000
 """Above so many operators only the quick methods are used as starts."""
 MAX_EXACT_TERMS: Final = 30_000
-"""CP-SAT is not tried on parts with more transfers x pairs of devices."""
+"""CP-SAT is not tried on problems with more transfers x pairs of devices."""
+MAX_CHOICES: Final = 300
+"""CP-SAT is not tried where more devices are open than so many beyond one for each unit."""
 
 
 def place(problem: PlaceProblem, *, objective: Objective = "latency", method: str = "auto", contiguous: bool = False,
@@ -63,16 +68,17 @@ def place(problem: PlaceProblem, *, objective: Objective = "latency", method: st
     begin = time.process_time()
     budget = Budget(effort=DEFAULT_EFFORT if time_limit is None else time_limit, report=progress,
                     deadline=None if time_limit is None else time.monotonic() + time_limit)
-    if objective == "throughput":
-        from weft.search.place.stream import place_stream
+    with ended_by_ctrl_c(budget):
+        if objective == "throughput":
+            from weft.search.place.stream import place_stream
 
-        return place_stream(problem, method=method, contiguous=contiguous, budget=budget, seed=seed, begin=begin)
-    search = LatencySearch(problem, budget, seed)
-    if method == "auto":
-        search.run()
-    else:
-        search.try_method(method)
-    return search.result(time.process_time() - begin)
+            return place_stream(problem, method=method, contiguous=contiguous, budget=budget, seed=seed, begin=begin)
+        search = LatencySearch(problem, budget, seed)
+        if method == "auto":
+            search.run()
+        else:
+            search.try_method(method)
+        return search.result(time.process_time() - begin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +99,7 @@ class Row:
 def compare(problem: PlaceProblem, *, objective: Objective = "latency", contiguous: bool = False,
             time_limit: float | None = None, seed: int = 0,
             progress: Callable[[str], None] = lambda text: None) -> tuple[Row, ...]:
-    """Return what every named method and ``auto`` (last) come to."""
+    """Return what every named method and ``auto`` (last) come to; Ctrl-C leaves out those that are still to come."""
     rows = []
     for name in (*METHODS, "auto"):
         try:
@@ -105,6 +111,8 @@ def compare(problem: PlaceProblem, *, objective: Objective = "latency", contiguo
                 raise
         else:
             rows.append(Row(method=name, result=found))
+            if found.is_interrupted:
+                break
     return tuple(rows)
 
 
@@ -117,6 +125,7 @@ class LatencySearch:
         self.effort = budget.effort
         self.seed = seed
         self.best: Timetable | None = None
+        self.local: Local | None = None
         self.by = ""
         self.misses: list[NoFeasiblePlan] = []
         heads, tails = heads_and_tails(problem)
@@ -172,36 +181,30 @@ class LatencySearch:
     def run(self) -> None:
         """Try everything, cheap and hopeful steps first, until the best is proven or the effort is spent."""
         series = Series(self.problem)
-        sizes = [len(part.ops) for part in series.parts]
-        is_small = max(sizes, default=0) <= SMALL
+        is_small = max(len(part.ops) for part in series.parts) <= SMALL if series.parts else True
+        self.try_method("single")
         if self.problem.num_ops <= SMALL:
             self.solve_whole(0.5 * self.effort)
         elif is_small:
-            self.solve_parts(series, 0.5 * self.effort)
+            self.solve_parts(series, 0.35 * self.effort)
         if self.is_done():
             return
         self.try_methods()
         self.raise_bound(relaxation_bound(self.problem, time_limit=max(1.0, 0.1 * self.effort)))
-        if self.is_done():
-            return
-        if not is_small and len(sizes) > 1:
-            self.anneal(0.15 * self.effort)
-            self.solve_parts(series, 0.5 * self.effort)
+        self.solve_parts(series, 0.5 * self.budget.effort)
         while not self.is_done():
             before = self.value
-            self.anneal(min(0.35 * self.effort, max(0.5 * self.budget.effort, 0.05 * self.effort)))
+            self.anneal(max(0.4 * self.budget.effort, 0.05 * self.effort))
+            if self.value < before:
+                self.solve_parts(series, 0.5 * self.budget.effort)
             if self.is_done():
                 break
-            if len(sizes) > 1 and self.value < before:
-                self.solve_parts(series, 0.3 * self.budget.effort)
             self.sequence(0.25 * self.budget.effort)
-            if self.budget.effort < 0.03 * self.effort:
-                break
 
     def try_methods(self) -> None:
         """Use every named method as a start."""
         for name in METHODS:
-            if self.budget.is_spent and self.best is not None:
+            if self.is_done():
                 break
             if name in SLOW_METHODS and self.problem.num_ops > MAX_OPS_FOR_SLOW:
                 continue
@@ -222,8 +225,6 @@ class LatencySearch:
 
     def solve_whole(self, effort: float) -> None:
         """Solve the whole problem by CP-SAT."""
-        if num_exact_terms(self.problem) > MAX_EXACT_TERMS:
-            return
         found = solve_exactly(self.problem, self.budget, effort=effort, start=self.best, limit=self.value,
                               seed=self.seed)
         if found.timetable is not None:
@@ -232,6 +233,8 @@ class LatencySearch:
 
     def solve_parts(self, series: Series, effort: float) -> None:
         """Solve the parts between the cuts; offer what they add up to, and raise the bound."""
+        if len(series.parts) < 2 or self.is_done():
+            return
         if self.best is not None:
             adopt(series, self.best)
         lent = Budget(effort=min(effort, self.budget.effort), deadline=self.budget.deadline)
@@ -260,18 +263,20 @@ class LatencySearch:
 
     def anneal(self, effort: float) -> None:
         """Improve the best by local search."""
-        from weft.search.place.local import improve
-
-        if self.best is None:
+        if self.best is None or self.is_done():
             return
-        for table in improve(self.problem, self.best, self.budget, effort=effort, seed=self.seed):
+        if self.local is None:
+            from weft.search.place.local import Local
+
+            self.local = Local(self.problem, self.seed)
+        for table in self.local.improve(self.best, self.budget, effort=effort):
             self.offer(table, "local search")
             if self.is_done():
                 break
 
     def sequence(self, effort: float) -> None:
         """Find a better order for the best placement by CP-SAT."""
-        if self.best is None or num_exact_terms(self.problem) > 4 * MAX_EXACT_TERMS or self.budget.is_spent:
+        if self.best is None or self.budget.is_spent:
             return
         found = solve_exactly(self.problem, self.budget, effort=effort, start=self.best, limit=self.value,
                               seed=self.seed, device=self.best.device)
@@ -280,8 +285,9 @@ class LatencySearch:
 
 
 def num_exact_terms(problem: PlaceProblem) -> int:
-    """Return about how large the exact model is."""
-    return problem.num_tensors * problem.num_devices * max(1, problem.num_devices - 1)
+    """Return about how large the exact model is: edges times pairs of devices."""
+    choices = problem.is_allowed.sum(axis=1)[problem.unit_of_op]
+    return int((choices[problem.edges[:, 0]] * choices[problem.edges[:, 1]]).sum())
 
 
 def solve_exactly(problem: PlaceProblem, budget: Budget, *, effort: float, start: Timetable | None, limit: float,
@@ -296,7 +302,9 @@ def solve_exactly(problem: PlaceProblem, budget: Budget, *, effort: float, start
         if less is None:
             return Solved(bound=limit)
         problem = less
-    model = Model(problem, limit_s=limit if np.isfinite(limit) else None)
+    if int(problem.is_allowed.sum()) - problem.num_units > MAX_CHOICES or num_exact_terms(problem) > MAX_EXACT_TERMS:
+        return Solved(bound=0.0)
+    model = Model(problem, limit_s=limit)
     if start is not None:
         model.hint(start)
     found = model.solve(budget, effort=effort, seed=seed, linearization=0)
@@ -316,9 +324,8 @@ def pinned(problem: PlaceProblem, device: I64) -> PlaceProblem:
 def solve_part(problem: PlaceProblem, budget: Budget, *, bound: float, limit: float, effort: float,
                seed: int) -> Solved:
     """Return the best for one part with its cuts' devices fixed, and a bound."""
-    if num_exact_terms(problem) > MAX_EXACT_TERMS:
-        return Solved(bound=bound)
-    return solve_exactly(problem, budget, effort=effort, start=None, limit=limit, seed=seed)
+    found = solve_exactly(problem, budget, effort=effort, start=None, limit=limit, seed=seed)
+    return replace(found, bound=max(bound, found.bound))
 
 
 def adopt(series: Series, table: Timetable) -> None:

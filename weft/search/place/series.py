@@ -14,6 +14,7 @@ them the way is still a bound, and a placement if it happens to respect them.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
@@ -25,6 +26,8 @@ from weft.search.place.bounds import heads_and_tails, way_bound
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.timetable import Sent, Timetable, make_timetable
 
+MAX_TRIES: Final = 3
+"""So often a part is tried with the same devices, each time with a larger part of what effort is left."""
 ANY: Final = -1
 """In place of a device: the part has no cut there (the first part's begin, the last part's end)."""
 
@@ -259,7 +262,7 @@ def solve_series(series: Series, solve: Solve, *, upper: float, is_spent: Callab
     parts come first, which make that less for the others; entries that were tried before come last, with what effort is
     left.
     """
-    tried: set[tuple[bytes, int, int]] = set()
+    tried: Counter[tuple[bytes, int, int]] = Counter()
     while not is_spent():
         way = series.shortest(by_bound=True)
         upper = min(upper, series.shortest(by_bound=False).seconds)
@@ -267,11 +270,11 @@ def solve_series(series: Series, solve: Solve, *, upper: float, is_spent: Callab
         pairs = zip((ANY, *way.devices[:-1]), way.devices, strict=True)
         keys = {(series.signatures[index], *pair): index for index, pair in enumerate(pairs)}
         is_open = [key for key, index in keys.items() if not series.entry(index, *key[1:]).is_closed]
-        todo = [key for key in is_open if key not in tried] or is_open
+        todo = [key for key in is_open if tried[key] < MAX_TRIES]
         if not todo or way.seconds >= upper * (1 - 1e-9):
             break
-        key = min(todo, key=lambda key: len(series.parts[keys[key]].ops))
+        key = min(todo, key=lambda key: (tried[key], len(series.parts[keys[key]].ops)))
         index, entry = keys[key], series.entry(keys[key], *key[1:])
-        tried.add(key)
+        tried[key] += 1
         series.record(index, *key[1:], solve(series.parts[index].fixed(*key[1:]), entry.bound,
                                              entry.bound + upper - way.seconds, 1 / (len(todo) + 1)))

@@ -68,8 +68,8 @@ def shared_bound(problem: LoadProblem, limit: float, *, budget: Budget, effort: 
     if len(devices) < 2 or len(np.unique(problem.arrays.core[devices])) < len(devices):
         return 0.0
     work = _Work(problem, devices, limit)
-    single = _OneDevice(problem, int(devices[0]), limit, budget, effort / 3, seed)
-    return min(limit, max(_pigeonhole(work, single), _everyone(work, single), _fullest(work, single)))
+    single = _OneDevice(problem, int(devices[0]), limit, budget, effort / 2, seed)
+    return min(limit, max(_everyone(work, single), _pigeonhole(work, single), _fullest(work, single)))
 
 
 class _Work:
@@ -116,7 +116,8 @@ class _Work:
 class _OneDevice:
     """The least that one device of the class pays, for sets of units that are large enough."""
 
-    def __init__(self, problem: LoadProblem, device: int, limit: float, budget: Budget, effort: float, seed: int) -> None:
+    def __init__(self, problem: LoadProblem, device: int, limit: float, budget: Budget, effort: float,
+                 seed: int) -> None:
         self.problem, self.device, self.limit = problem, device, limit
         self.budget, self.effort, self.seed = budget, effort, seed
         self.scale = RESOLUTION / max(limit, 1e-300)
@@ -148,8 +149,8 @@ class _OneDevice:
 
     def with_time_at_least(self, seconds: float, *, with_time: bool) -> float:
         """Return the least load or communication of a set that takes at least so much time."""
-        a = self.problem.arrays
-        amounts = [0 if math.isinf(item) else math.ceil(item * self.scale) for item in a.time_s[:, self.device].tolist()]
+        times = self.problem.arrays.time_s[:, self.device].tolist()
+        amounts = [0 if math.isinf(item) else math.ceil(item * self.scale) for item in times]
 
         def restrict(model: cp_model.CpModel, x: list[cp_model.IntVar]) -> None:
             model.add(sum(item * amount for item, amount in zip(x, amounts, strict=True)) >=

@@ -1,7 +1,7 @@
 """The least largest load by CP-SAT, or a bound on it.
 
-Variables: ``x[u, d]`` unit u runs on device d; ``y[t, d]`` tensor t leaves or enters device d where that takes its time;
-``s[t, i, j]`` tensor t is sent from i to j where that occupies something; ``T`` the value.
+Variables: ``x[u, d]`` unit u runs on device d; ``y[t, d]`` tensor t leaves or enters device d where that takes its
+time; ``s[t, i, j]`` tensor t is sent from i to j where that occupies something; ``T`` the value.
 
     sum_d x[u, d] = 1                                                        (_units)
     items kept on d <= capacity of d                                         (_memory)
@@ -17,6 +17,7 @@ Times are scaled to whole numbers and rounded down, so that the solver's bound i
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -30,6 +31,8 @@ RESOLUTION = float(1 << 27)
 """The known value in whole numbers."""
 MAX_TERMS = 400_000
 """Larger models are not built."""
+MAX_ORDERED = 80
+"""Units that interchangeable devices are ordered by; all of them would be too many literals."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,15 +53,17 @@ def model_size(problem: LoadProblem) -> int:
     return problem.num_units * count + len(a.readers) * per_edge + (len(a.node_unit) + len(a.sources)) * per_node
 
 
-def improve_or_prove(problem: LoadProblem, device: I64, *, budget: Budget, effort: float, seed: int,
-                     linearization: int = 1) -> Exact:
-    """Return a better placement or a bound; the given placement is the hint."""
-    builder = _Builder(problem, device)
+def improve_or_prove(problem: LoadProblem, device: I64 | None, *, budget: Budget, effort: float, seed: int) -> Exact:
+    """Return a better placement or a bound; the given placement is the hint.
+
+    Without a given placement, the bound is infinite if there is none at all.
+    """
     if model_size(problem) > MAX_TERMS:
         return Exact(device=None, bound=0.0)
-    found = solve(builder.model, budget, effort=effort, seed=seed, linearization=linearization)
+    builder = _Builder(problem, device)
+    found = solve(builder.model, budget, effort=effort, seed=seed)
     if found.status == "infeasible":
-        return Exact(device=None, bound=builder.value)
+        return Exact(device=None, bound=builder.value if device is not None else float("inf"))
     if not found.has_values or found.bound is None:
         return Exact(device=None, bound=0.0)
     better = np.array([next(index for index, item in row.items() if found.value(item)) for row in builder.x],
@@ -69,10 +74,10 @@ def improve_or_prove(problem: LoadProblem, device: I64, *, budget: Budget, effor
 class _Builder:
     """The model, built once."""
 
-    def __init__(self, problem: LoadProblem, device: I64) -> None:
+    def __init__(self, problem: LoadProblem, device: I64 | None) -> None:
         self.problem, self.a = problem, problem.arrays
-        self.device = _canonical(problem, device)
-        self.value = problem.value(device)
+        self.device = None if device is None else _canonical(problem, device)
+        self.value = _most(problem) if device is None else problem.value(device)
         self.scale = RESOLUTION / max(self.value, 1e-300)
         self.model = cp_model.CpModel()
         self.top = self.model.new_int_var(0, int(RESOLUTION), "T")
@@ -94,7 +99,8 @@ class _Builder:
                    for index in np.flatnonzero(np.isfinite(self.a.time_s[unit]))}
             self.model.add_exactly_one(row.values())
             for index, item in row.items():
-                self.model.add_hint(item, int(self.device[unit] == index))
+                if self.device is not None:
+                    self.model.add_hint(item, int(self.device[unit] == index))
                 self.terms[self.a.core[index]].append((item, int(self.a.time_s[unit, index] * self.scale)))
             x.append(row)
         return x
@@ -191,11 +197,21 @@ class _Builder:
     def _symmetry(self) -> None:
         order = _heaviest_first(self.problem)
         for devices in _classes(self.problem):
-            for previous, device in zip(devices, devices[1:], strict=False):
-                for rank, unit in enumerate(order):
+            for previous, device in pairwise(devices):
+                for rank, unit in enumerate(order[:MAX_ORDERED]):
                     if device in self.x[unit]:
                         earlier = [self.x[other][previous] for other in order[:rank] if previous in self.x[other]]
                         self.model.add_bool_or([self.x[unit][device].negated(), *earlier])
+
+
+def _most(problem: LoadProblem) -> float:
+    """Return a value that no placement exceeds."""
+    a = problem.arrays
+    pair_s = np.where(np.isfinite(a.latency_s), a.latency_s, 0.0).max(initial=0.0) + (
+        np.where(np.isfinite(a.s_per_byte), a.s_per_byte, 0.0).max(initial=0.0) * a.tensor_bytes.max(initial=0.0))
+    given_s = np.where(np.isfinite(a.given_s), a.given_s, 0.0).max(initial=0.0)
+    sent_s = problem.num_devices * len(a.owner) * max(float(pair_s), float(given_s))
+    return float(np.where(np.isfinite(a.time_s), a.time_s, 0.0).max(axis=1).sum() + a.touch_s.sum() + sent_s) + 1e-300
 
 
 def _classes(problem: LoadProblem) -> list[list[int]]:

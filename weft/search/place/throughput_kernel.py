@@ -1,8 +1,8 @@
 """Compiled local search for the largest load: simulated annealing with exact changes of loads.
 
 The energy is a p-norm of all loads, which is close to the largest load and still rewards what lowers the others; memory
-beyond a device's capacity and transfers without a way are added with a large weight. A move takes a unit, or a few units
-that share tensors and a device, to another device, or exchanges two such clusters.
+beyond a device's capacity and transfers without a way are added with a large weight. A move takes a unit, or a few
+units that share tensors and a device, to another device, or exchanges two such clusters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class State(NamedTuple):
 
     device: I64
     """[n]"""
-    count: I64
+    reading: I64
     """[t, m] readers of the tensor on the device."""
     load: F64
     """[cores + resources + 1] the last is the number of transfers without a way."""
@@ -50,7 +50,7 @@ class State(NamedTuple):
 @compiled
 def fill(a: Loads, s: State) -> None:
     """Set everything that follows from the devices."""
-    s.count[:] = 0
+    s.reading[:] = 0
     s.load[:] = 0
     s.held[:] = 0
     s.used[:] = 0
@@ -64,7 +64,7 @@ def fill(a: Loads, s: State) -> None:
             s.held[item, here] += 1
     for tensor in range(len(a.owner)):
         for slot in range(a.reader_start[tensor], a.reader_start[tensor + 1]):
-            s.count[tensor, s.device[a.readers[slot]]] += 1
+            s.reading[tensor, s.device[a.readers[slot]]] += 1
         add_tensor(a, s, tensor, 1.0)
 
 
@@ -75,7 +75,7 @@ def add_tensor(a: Loads, s: State, tensor: int, sign: float) -> None:
     source = s.device[a.owner[tensor]]
     is_sent = False
     for target in range(num_devices):
-        if target == source or s.count[tensor, target] == 0:
+        if target == source or s.reading[tensor, target] == 0:
             continue
         is_sent = True
         s.load[a.core[target]] += sign * a.touch_s[tensor, target]
@@ -99,8 +99,8 @@ def move_unit(a: Loads, s: State, unit: int, target: int) -> None:
     s.load[a.core[source]] -= a.time_s[unit, source]
     s.load[a.core[target]] += a.time_s[unit, target]
     for slot in range(a.read_start[unit], a.read_start[unit + 1]):
-        s.count[a.reads[slot], source] -= 1
-        s.count[a.reads[slot], target] += 1
+        s.reading[a.reads[slot], source] -= 1
+        s.reading[a.reads[slot], target] += 1
     for slot in range(a.item_start[unit], a.item_start[unit + 1]):
         item = a.items[slot]
         s.held[item, source] -= 1
@@ -192,10 +192,8 @@ def _near(a: Loads, random: I64, unit: int) -> int:
     if num == 0:
         return unit
     pick = _draw(random, num)
-    if pick < num_owned:
-        tensor = a.owned[a.own_start[unit] + pick]
-    else:
-        tensor = a.reads[a.read_start[unit] + pick - num_owned]
+    is_owned = pick < num_owned
+    tensor = a.owned[a.own_start[unit] + pick] if is_owned else a.reads[a.read_start[unit] + pick - num_owned]
     num_pins = a.reader_start[tensor + 1] - a.reader_start[tensor] + 1
     pin = _draw(random, num_pins)
     return int(a.owner[tensor] if pin == 0 else a.readers[a.reader_start[tensor] + pin - 1])
@@ -242,19 +240,21 @@ def _touched(a: Loads, cluster: I64, end: int, stamp: I64, mark: int, tensors: I
 
 @compiled
 def _may_go(a: Loads, cluster: I64, begin: int, end: int, target: int) -> bool:
+    num_bad = 0
     for slot in range(begin, end):
-        if not a.time_s[cluster[slot], target] < np.inf:
-            return False
-    return True
+        num_bad += 0 if a.time_s[cluster[slot], target] < np.inf else 1
+    return num_bad == 0
 
 
 @compiled
-def anneal(a: Loads, device: I64, steps: int, hot: float, cold: float, seed: int, contiguous: bool) -> tuple[I64, float]:
+def anneal(a: Loads, device: I64, steps: int, hot: float, cold: float, seed: int,
+           contiguous: bool) -> tuple[I64, float]:
     """Return the best allowed placement on the way and its largest load (infinite if there was none).
 
-    The temperature falls from ``hot`` to ``cold``, both in parts of the starting energy.
+    ``device`` is where it starts and, afterwards, where it ended: another run can go on from there. The temperature
+    falls from ``hot`` to ``cold``, both in seconds.
     """
-    s = State(device.copy(), np.zeros((len(a.owner), len(a.core)), dtype=np.int64),
+    s = State(device, np.zeros((len(a.owner), len(a.core)), dtype=np.int64),
               np.zeros(a.num_cores + a.num_resources + 1),
               np.zeros((len(a.item_bytes), len(a.core)), dtype=np.int64), np.zeros(len(a.core)))
     fill(a, s)
@@ -270,7 +270,7 @@ def anneal(a: Loads, device: I64, steps: int, hot: float, cold: float, seed: int
     tensors = np.empty(len(a.owner), dtype=np.int64)
     old_load, old_used = s.load.copy(), s.used.copy()
     left = np.zeros(len(a.node_unit), dtype=np.int64)
-    temperature = hot * now
+    temperature = hot
     cooling = (cold / hot) ** (1.0 / max(1, steps // 100))
     for step in range(steps):
         if step % 100 == 99:

@@ -1,4 +1,4 @@
-"""Exact reductions of a load problem: what every placement with a value of at most a limit must do, or loses nothing by.
+"""Exact reductions of a load problem: what placements of at most some value must do, or lose nothing by.
 
 - A unit cannot run where its own time is above the limit (``forbid``).
 - Two units share a device if every way to part them is above the limit (``_inseparable``).
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.model.graph import F64, I64
-from weft.search.place.throughput_model import Loads, LoadProblem, merge
+from weft.search.place.throughput_model import LoadProblem, Loads, merge
 
 MARGIN = 1e-9
 """Relative: times so close to the limit count as within it."""

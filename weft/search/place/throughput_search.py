@@ -1,12 +1,13 @@
 """The search for the least largest load: intervals, annealing, exact reductions, CP-SAT, and annealing again.
 
-Short annealing runs from a few starts give a first value. It makes the problem smaller (``throughput_reduce``), and often
-CP-SAT then ends the matter. What effort is left goes into longer annealing of the smaller problem, and into a last
-attempt at a proof.
+Short annealing runs from a few starts give a first value. It makes the problem smaller (``throughput_reduce``), and
+often CP-SAT then ends the matter. What effort is left goes into longer annealing of the smaller problem, and into a
+last attempt at a proof.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,14 +22,17 @@ from weft.search.place.throughput_model import LoadProblem
 from weft.search.place.throughput_reduce import Reduced, reduce_problem
 from weft.search.place.throughput_seeds import hopeful, seeds
 
-HEAT = (0.02, 0.005, 0.05, 0.002)
+HEAT = (0.02, 0.003, 0.0005, 0.008)
 """Starting temperatures in turn, in parts of the energy."""
+FIRST_HEAT = (0.02, 0.001)
 COLD = 1e-5
-ROUND_S = 0.5
+PIECE_S = 0.4
 """Effort between looks at the clock."""
+FIRST_S = 0.01
+"""Effort of the first runs at most, for each unit: small problems are proven sooner than annealed."""
 PROVEN = 1e-6
 """Relative: a bound so close to the value is a proof; whole numbers are no finer."""
-RUN_STEPS = 4_000_000
+RUN_STEPS = 5_000_000
 """Steps of one annealing run at most."""
 
 
@@ -42,18 +46,35 @@ class Found:
     is_optimal: bool
 
 
-def minimise(problem: LoadProblem, *, budget: Budget, seed: int, starts: Sequence[I64] = ()) -> Found | None:
-    """Return the best placement found; None if none was found that is allowed."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NothingFits:
+    """No placement was found that is allowed."""
+
+    is_proven: bool
+    """There is none."""
+
+
+def minimise(problem: LoadProblem, *, budget: Budget, seed: int, starts: Sequence[I64] = ()) -> Found | NothingFits:
+    """Return the best placement found, or that none was found."""
     search = _Search(problem, budget, seed)
-    search.start([*starts, *seeds(problem)])
-    if not np.isfinite(search.value):
-        return None
-    effort = budget.effort
-    search.prove(0.25 * effort)
-    search.bound_shared(0.15 * effort)
-    search.anneal_for(0.7 * budget.effort)
-    search.prove(0.8 * budget.effort)
-    search.anneal_for(budget.effort)
+    try:
+        search.start([*starts, *seeds(problem)])
+        if not np.isfinite(search.value) and search.find_any(0.5 * budget.effort):
+            return NothingFits(is_proven=True)
+        if not np.isfinite(search.value):
+            return NothingFits(is_proven=False)
+        effort = budget.effort
+        search.bound_shared(0.05 * effort)
+        search.prove(0.15 * effort)
+        search.anneal_for(0.75 * budget.effort)
+        search.bound_shared(0.15 * effort)
+        if search.is_proof_near:
+            search.prove(0.7 * budget.effort)
+        search.anneal_for(budget.effort)
+    except KeyboardInterrupt:
+        budget.is_interrupted = True
+        if not np.isfinite(search.value):
+            raise
     return search.found()
 
 
@@ -67,10 +88,17 @@ class _Search:
         self.bound = average_bound(problem)
         self.num_runs = 0
         self.proof_value = float("inf")
+        self.proof_bound = 0.0
+        self.last: tuple[float, Reduced, I64] | None = None
 
     @property
     def is_done(self) -> bool:
         return self.budget.is_spent or self.bound >= self.value * (1 - PROVEN)
+
+    @property
+    def is_proof_near(self) -> bool:
+        """Return whether the solver knew more than the other bounds."""
+        return self.proof_bound >= self.bound
 
     def offer(self, device: I64) -> bool:
         """Take the placement if it is better."""
@@ -86,22 +114,48 @@ class _Search:
         allowed = [device for device in starts if np.isfinite(self.problem.value(device))]
         for device in allowed:
             self.offer(device)
-        chosen = sorted(allowed, key=self.problem.value)[:3] or hopeful(self.problem)
-        for device in chosen:
+        chosen = sorted(allowed, key=self.problem.value)[:2] or hopeful(self.problem)
+        for device, heat in itertools.product(chosen, FIRST_HEAT):
             if not self.is_done:
-                self._run(self.problem, device, effort=0.02 * self.budget.effort, heat=HEAT[0])
+                effort = min(0.02 * self.budget.effort, FIRST_S * self.problem.num_units)
+                self._run(self.problem, device, effort=effort, heat=heat)
 
-    def _run(self, problem: LoadProblem, device: I64, *, effort: float, heat: float, expand: Reduced | None = None) -> None:
-        steps = min(RUN_STEPS, max(1000, int(effort / seconds_per_step(problem))))
+    def _run(self, problem: LoadProblem, device: I64, *, effort: float, heat: float,
+             expand: Reduced | None = None) -> None:
+        """Anneal once, in pieces, between which the clock and Ctrl-C are looked at."""
+        seconds = seconds_per_step(problem)
+        steps = min(RUN_STEPS, max(1000, int(effort / seconds)))
+        num_pieces = max(1, round(steps * seconds / PIECE_S))
+        scale = max(float(problem.loads(device).max(initial=0.0)), 1e-300)
+        hot, ratio = heat * min(scale, self.value), (COLD / heat) ** (1 / num_pieces)
         self.num_runs += 1
-        found, value = anneal(problem.arrays, device, steps, heat, min(COLD, heat), 1000 * self.seed + self.num_runs,
-                              problem.contiguous)
-        self.budget.effort -= steps * seconds_per_step(problem)
-        if np.isfinite(value):
-            self.offer(found if expand is None else expand.expand(found))
+        now = device.copy()
+        for piece in range(num_pieces):
+            if self.is_done:
+                return
+            found, value = anneal(problem.arrays, now, steps // num_pieces, hot, hot * ratio,
+                                  (1000 * self.seed + self.num_runs) * 1000 + piece, problem.contiguous)
+            hot *= ratio
+            self.budget.effort -= steps // num_pieces * seconds
+            if np.isfinite(value):
+                self.offer(found if expand is None else expand.expand(found))
+
+    def find_any(self, effort: float) -> bool:
+        """Let CP-SAT look for any placement; return whether there is none."""
+        if self.is_done:
+            return False
+        found = improve_or_prove(self.problem, None, budget=self.budget, effort=effort, seed=self.seed)
+        if found.device is not None:
+            self.offer(found.device)
+        return bool(np.isinf(found.bound))
 
     def reduced(self) -> tuple[Reduced, I64]:
         """Return the problem made smaller by the value known, and the best placement in it."""
+        if self.last is None or self.last[0] != self.value:
+            self.last = (self.value, *self._reduced())
+        return self.last[1], self.last[2]
+
+    def _reduced(self) -> tuple[Reduced, I64]:
         reduced = reduce_problem(self.problem, self.value)
         first = np.full(reduced.problem.num_units, -1, dtype=np.int64)
         for unit in reversed(range(self.problem.num_units)):
@@ -119,7 +173,8 @@ class _Search:
         self.proof_value = self.value
         reduced, device = self.reduced()
         found = improve_or_prove(reduced.problem, device, budget=self.budget, effort=effort, seed=self.seed)
-        self.bound = max(self.bound, min(found.bound, self.value))
+        self.proof_bound = min(found.bound, self.value)
+        self.bound = max(self.bound, self.proof_bound)
         if found.device is not None:
             self.offer(reduced.expand(found.device))
 
@@ -150,3 +205,11 @@ def seconds_per_step(problem: LoadProblem) -> float:
     degree = (len(a.owner) + len(a.readers)) / max(1, problem.num_units)
     contiguity = 2e-9 * (len(a.node_unit) + len(a.sources)) if problem.contiguous else 0.0
     return 6e-7 + 2.5e-8 * (a.num_cores + a.num_resources) + 4e-8 * degree * problem.num_devices + contiguity
+
+
+def warm_up(problem: LoadProblem) -> None:
+    """Import and compile everything that a search uses, with a problem that is very small."""
+    where = np.zeros(problem.num_units, dtype=np.int64)
+    problem.value(where)
+    average_bound(problem)
+    anneal(problem.arrays, where, 1, 1.0, 1.0, 0, False)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import numpy as np
 
 from weft.model.graph import F64, I64
-from weft.search.place.throughput_model import Loads, LoadProblem
+from weft.search.place.throughput_model import LoadProblem, Loads
 
 BISECTIONS = 40
 
 
-def blocks_in_order(problem: LoadProblem) -> list[list[int]]:
+def blocks_in_order(problem: LoadProblem, *, contiguous: bool) -> list[list[int]]:
     """Return the units in blocks, so that any interval of blocks is contiguous; single units where that is not asked.
 
     Blocks follow the order of the nodes. Units whose nodes depend on each other both ways are one block.
     """
     a, count = problem.arrays, problem.num_units
     position = _positions(a, count)
-    if not problem.contiguous:
+    if not contiguous:
         return [[int(unit)] for unit in np.lexsort((np.arange(count), position))]
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
@@ -113,13 +113,17 @@ def seeds(problem: LoadProblem) -> list[I64]:
     a = problem.arrays
     total = np.where(np.isfinite(a.time_s), a.time_s, 0.0).sum(axis=0)
     fast = np.argsort(total, kind="stable").tolist()
-    blocks = blocks_in_order(problem)
-    found = [interval_placement(problem, blocks, sequence) for sequence in
+    orders = [blocks_in_order(problem, contiguous=True)]
+    if not problem.contiguous:
+        orders.append(blocks_in_order(problem, contiguous=False))
+    found = [interval_placement(problem, blocks, sequence) for blocks in orders for sequence in
              (fast, fast[::-1], list(range(problem.num_devices)), fast[1:] + fast[:1])]
     found += [np.full(problem.num_units, device, dtype=np.int64) for device in range(problem.num_devices)]
     kept: list[I64] = []
     for device in found:
-        if device is not None and np.isfinite(problem.value(device)) and not any((device == other).all() for other in kept):
+        if device is None or any((device == other).all() for other in kept):
+            continue
+        if np.isfinite(problem.value(device)):
             kept.append(device)
     return sorted(kept, key=problem.value)
 
@@ -128,7 +132,7 @@ def hopeful(problem: LoadProblem) -> list[I64]:
     """Return placements that may hold too much, for a search to repair: intervals, and the largest units first."""
     a = problem.arrays
     sequence = np.argsort(np.where(np.isfinite(a.time_s), a.time_s, 0.0).sum(axis=0), kind="stable").tolist()
-    blocks = blocks_in_order(problem)
+    blocks = blocks_in_order(problem, contiguous=problem.contiguous)
     device = np.argmin(a.time_s, axis=1).astype(np.int64)
     times = np.array([a.time_s[block].sum(axis=0) for block in blocks])
     free = a.capacity.copy()
@@ -137,7 +141,8 @@ def hopeful(problem: LoadProblem) -> list[I64]:
         device[unit] = int(np.argmax(room))
         free[device[unit]] -= problem.unit_bytes[unit]
     high = float(np.where(np.isfinite(times), times, 0.0).max(axis=1).sum())
-    packed = _packed(times, np.zeros(len(blocks)), a.capacity, sequence, high / max(1, problem.num_devices - 1) + 1e-300)
+    limit = high / max(1, problem.num_devices - 1) + 1e-300
+    packed = _packed(times, np.zeros(len(blocks)), a.capacity, sequence, limit)
     found = [] if problem.contiguous else [device]
     if packed is not None:
         spread = np.zeros(problem.num_units, dtype=np.int64)
