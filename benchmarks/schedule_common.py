@@ -89,7 +89,7 @@ def _search(problem: ScheduleProblem, num_microbatches: int, time_limit: float |
 
 
 def _steady(problem: ScheduleProblem, seconds: float) -> dict[str, Any]:
-    from weft.search.cpsat import Budget
+    from weft.search.budget import Budget
     from weft.search.schedule.steady import find_steady_state
 
     before = _cpu_seconds()

@@ -10,7 +10,8 @@ import time
 import pytest
 from ortools.sat.python import cp_model
 
-from weft.search.cpsat import Budget, ended_by_ctrl_c, solve
+from weft.search.budget import Budget, ended_by_ctrl_c
+from weft.search.cpsat import solve
 
 SHORTEST = {3: 3, 4: 6, 5: 11, 6: 17, 7: 25}
 

@@ -159,3 +159,15 @@ def test_a_single_node_without_edges_and_no_accelerator(objective: Any) -> None:
     value["nodes"][0].update(cpuLatency=5.0)
     result = solve_partition(parse_partition(value), objective=objective)
     assert (result.value, result.status) == (5.0, "optimal")
+
+
+def test_a_circle_is_no_matter_for_throughput_alone() -> None:
+    value = random_value(np.random.default_rng(4), 4, classes=False)
+    ids = [node["id"] for node in value["nodes"]]
+    value["edges"] = [{"sourceId": ids[index], "destId": ids[(index + 1) % 4], "cost": 1.0} for index in range(4)]
+    problem = parse_partition(value)
+    result = solve_partition(problem, objective="throughput")
+    assert max(plain_loads(problem, result.device.tolist())) == pytest.approx(result.value)
+    for options in ({"objective": "throughput", "contiguous": True}, {"objective": "latency"}):
+        with pytest.raises(InputError, match="in a circle"):
+            solve_partition(problem, **options)  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ import pytest
 from tests.search.place.random_problems import random_problem
 from weft.errors import NoFeasiblePlan
 from weft.model.graph import I64
-from weft.search.cpsat import Budget
+from weft.search.budget import Budget
 from weft.search.place.problem import PlaceProblem, check_placement
 from weft.search.place.throughput import load_problem, loads, solve_throughput
 

@@ -12,7 +12,8 @@ falls from ``hot`` to ``cold`` of the start's value. Three things make it fast:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,8 @@ from weft.search.place.problem import PlaceProblem
 NEVER = 1 << 60
 MAX_SWAPPED = 8
 """Units that are sent back at most to make room for others."""
+PIECE = 10_000_000
+"""Steps between two looks at whether to go on: about half a second."""
 MOVE_STEPS = 16
 """A move takes as long as timing so many operators, beside those that it times."""
 
@@ -72,16 +75,29 @@ class Annealer:
         self.neighbours = _neighbours(problem)
 
     def run(self, device: I64, order: I64, *, steps: int, seed: int, hot: float, cold: float,
-            capacity: F64 | None = None) -> Annealed:
+            capacity: F64 | None = None, is_spent: Callable[[], bool] = lambda: False) -> Annealed:
         """Return the best state found from this one in about so many steps; ``capacity`` replaces the problem's.
+
+        It is done in pieces, between which ``is_spent`` is asked whether to end.
 
         A step is one operator timed; a move that times few still counts as ``MOVE_STEPS``. The temperature falls with
         the steps from ``hot`` to ``cold``, which are parts of the value.
         """
         neighbours = self.neighbours if capacity is None else self.neighbours._replace(capacity=capacity)
-        best_device, best_order, value, spent = _anneal(self.arrays, neighbours, device.copy(), order.copy(),
-                                                        steps, hot, cold, seed)
-        return Annealed(device=best_device, order=best_order, value=float(value), num_steps=int(spent))
+        device, order, best = device.copy(), order.copy(), None
+        pieces = max(1, round(steps / PIECE))
+        spent = 0
+        for piece in range(pieces):
+            if piece and is_spent():
+                break
+            warmer, colder = (hot * (cold / hot) ** (part / pieces) for part in (piece, piece + 1))
+            found = _anneal(self.arrays, neighbours, device, order, max(1, steps // pieces), warmer, colder,
+                            (seed * 1000003 + piece) % 2**31)
+            spent += found[3]
+            if best is None or found[2] < best.value:
+                best = Annealed(device=found[0], order=found[1], value=float(found[2]), num_steps=0)
+        assert best is not None, "there is at least one piece"
+        return replace(best, num_steps=spent)
 
 
 def _neighbours(problem: PlaceProblem) -> Neighbours:
@@ -377,7 +393,7 @@ def _first_changed(n: Neighbours, s: _State, picked: I64, count: int) -> int:
 @compiled
 def _anneal(a: Arrays, n: Neighbours, device: I64, order: I64, steps: int, hot: float, cold: float,
             seed: int) -> tuple[I64, I64, float, int]:
-    """Anneal; return the best devices, order and value, and the steps taken."""
+    """Anneal, in place; return the best devices, order and value, and the steps taken."""
     np.random.seed(seed)
     num_ops, num_devices = a.time_s.shape
     num_tensors = len(a.producer)

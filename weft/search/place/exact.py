@@ -24,7 +24,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from weft.model.graph import F64, I64
-from weft.search.cpsat import Budget, solve
+from weft.search.budget import Budget
+from weft.search.cpsat import solve
 from weft.search.place.bounds import heads_and_tails
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.timetable import Sent, Timetable
@@ -212,9 +213,10 @@ class Model:
                         model.add_implication(chosen, terms[-1])
             if not math.isfinite(problem.capacity[device]) or sum(amounts) <= problem.capacity[device]:
                 continue
-            shrink = max(1.0, sum(amounts) / 2**50)
-            model.add(sum(math.ceil(amount / shrink) * term for amount, term in zip(amounts, terms, strict=True))
-                      <= math.floor(problem.capacity[device] / shrink))
+            shrink = max(1.0, sum(amounts) / 2**50)  # beyond that, rounded in favour of what may just fit
+            sizes = [math.ceil(amount) if shrink <= 1 else math.floor(amount / shrink) for amount in amounts]
+            room = math.floor(problem.capacity[device]) if shrink <= 1 else math.ceil(problem.capacity[device] / shrink)
+            model.add(sum(size * term for size, term in zip(sizes, terms, strict=True)) <= room)
 
     def hint(self, timetable: Timetable) -> None:
         """Start from this timetable."""

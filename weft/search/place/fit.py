@@ -13,7 +13,8 @@ from ortools.sat.python import cp_model
 
 from weft.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
-from weft.search.cpsat import Budget, solve
+from weft.search.budget import Budget
+from weft.search.cpsat import solve
 from weft.search.place.problem import PlaceProblem
 from weft.units import format_bytes
 

@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 
 from weft.model.graph import F64
-from weft.search.cpsat import Budget
+from weft.search.budget import Budget
 from weft.search.place.anneal import Annealer
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.timetable import Timetable, make_timetable
@@ -47,7 +47,8 @@ class Local:
         """Return what a run ends with, None where its tensors do not fit beside the weights: it knows only these."""
         self.num_runs += 1
         found = self.annealer.run(best.device, best.order, steps=steps, hot=hot, cold=COLD,
-                                  seed=self.seed + self.num_runs, capacity=self._capacity(best))
+                                  seed=self.seed + self.num_runs, capacity=self._capacity(best),
+                                  is_spent=lambda: budget.is_spent)
         budget.effort -= found.num_steps * SECONDS_PER_STEP
         if not np.isfinite(found.value):
             return None

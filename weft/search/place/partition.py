@@ -13,7 +13,7 @@ import numpy as np
 
 from weft.errors import InputError, NoFeasiblePlan
 from weft.model.graph import I64
-from weft.search.cpsat import Budget, ended_by_ctrl_c
+from weft.search.budget import Budget, ended_by_ctrl_c
 from weft.search.place.partition_check import check_latency, check_throughput
 from weft.search.place.partition_problem import PartitionProblem, load_partition, parse_partition
 from weft.search.place.partition_result import PartitionResult

@@ -21,13 +21,14 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from weft.model.graph import I64
-from weft.search.cpsat import Budget, solve
+from weft.search.budget import Budget
+from weft.search.cpsat import solve
 from weft.search.place.partition_latency_kernel import Graph
 
 RESOLUTION = float(1 << 27)
 """The known latency in whole numbers."""
-SECONDS_PER_EFFORT = 2.5
-"""These models take so much longer than the solver's own count says."""
+SECONDS_PER_UNIT = (4.8, 7.5)
+"""CPU seconds of a unit of deterministic time for these models, by linearization."""
 MAX_ORDERED = 80
 """Units that sets are ordered by; all of them would be too many literals."""
 MAX_TERMS = 300_000
@@ -50,10 +51,11 @@ def improve_or_prove(g: Graph, where: I64, value: float, *, budget: Budget, effo
     if (len(g.cpu_s) + len(g.targets)) * (g.num_sets + 1) * 4 > MAX_TERMS:
         return Exact(where=None, bound=0.0)
     builder = _Builder(g, where, value)
-    lent = Budget(effort=effort / SECONDS_PER_EFFORT, deadline=_sooner(budget.deadline, 2 * effort + 1))
-    found = solve(builder.model, lent, effort=lent.effort, seed=seed, linearization=linearization)
-    budget.effort -= effort - max(0.0, lent.effort) * SECONDS_PER_EFFORT
-    budget.is_interrupted |= lent.is_interrupted
+    deadline = budget.deadline
+    budget.deadline = _sooner(deadline, 3 * effort + 1)
+    found = solve(builder.model, budget, effort=effort, seed=seed, linearization=linearization,
+                  seconds_per_unit=SECONDS_PER_UNIT[linearization])
+    budget.deadline = deadline
     if found.status == "infeasible":
         return Exact(where=None, bound=value)
     if not found.has_values or found.bound is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from weft.errors import InputError
 from weft.model.graph import I64
 from weft.search.place.partition_problem import PartitionProblem
 from weft.search.place.throughput_model import LoadProblem, Loads, csr, with_tensors
@@ -24,7 +25,7 @@ def load_problem(problem: PartitionProblem, *, contiguous: bool = False) -> Load
     for source, target in problem.edges.tolist():
         targets[source].add(int(unit[target]))
     kept = [node for node in range(problem.num_nodes) if targets[node] - {int(unit[node])} and problem.cost_s[node] > 0]
-    node_unit, source_start, sources = _forward(problem)
+    node_unit, source_start, sources = _forward(problem, contiguous=contiguous)
     units = np.arange(problem.num_units, dtype=np.int64)
     empty = np.zeros(0, dtype=np.int64)
     arrays = Loads(
@@ -44,9 +45,17 @@ def load_problem(problem: PartitionProblem, *, contiguous: bool = False) -> Load
                        contiguous=contiguous)
 
 
-def _forward(problem: PartitionProblem) -> tuple[I64, I64, I64]:
-    """Return the units and sources of the forward nodes, in topological order."""
-    order = [node for node in problem.order.tolist() if not problem.is_backward[node]]
+def _forward(problem: PartitionProblem, *, contiguous: bool) -> tuple[I64, I64, I64]:
+    """Return the units and sources of the forward nodes, in topological order.
+
+    Edges in a circle are an error only where contiguity is asked for; else the file's order does.
+    """
+    try:
+        order = [node for node in problem.order.tolist() if not problem.is_backward[node]]
+    except InputError:
+        if contiguous:
+            raise
+        return problem.unit_of_node, np.zeros(problem.num_nodes + 1, dtype=np.int64), np.zeros(0, dtype=np.int64)
     position = {node: index for index, node in enumerate(order)}
     sources: list[list[int]] = [[] for _ in order]
     for source, target in problem.edges.tolist():

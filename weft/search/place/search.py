@@ -17,15 +17,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from weft.errors import InputError, NoFeasiblePlan, PlanError
 from weft.model.graph import I64
-from weft.search.cpsat import Budget, ended_by_ctrl_c
+from weft.search.budget import Budget, ended_by_ctrl_c
+from weft.search.place.assignment import Assignment, with_room_for_tensors
 from weft.search.place.bounds import heads_and_tails, tighten, way_bound
-from weft.search.place.fit import fitting_devices
 from weft.search.place.methods import METHODS
 from weft.search.place.problem import Objective, PlaceProblem
 from weft.search.place.relaxation import relaxation_bound
@@ -36,15 +37,17 @@ from weft.search.place.timetable import Timetable, check_timetable, make_timetab
 if TYPE_CHECKING:
     from weft.search.place.local import Local
 
+HAS_CPSAT: Final = find_spec("ortools") is not None
+"""Without it there is no exact search: the rest still works, on machines that only profile and run."""
 DEFAULT_EFFORT: Final = 15.0
 """CPU seconds, about, of a search without a time limit."""
 PROVEN: Final = 1e-6
 """A bound this close to the value, as a part of it, is a proof: whole ticks are no finer."""
 SMALL: Final = 40
 """Up to so many operators, CP-SAT alone is tried first."""
-SLOW_METHODS: Final = ("m-sct", "getf", "peft", "cpop", "etf")
+SLOW_METHODS: Final = ("m-sct", "getf")
 MAX_OPS_FOR_SLOW: Final = 4000
-"""Above so many operators only the quick methods are used as starts."""
+"""Above so many operators the slow methods are left out as starts."""
 MAX_EXACT_TERMS: Final = 30_000
 """CP-SAT is not tried on problems with more transfers x pairs of devices."""
 MAX_CHOICES: Final = 300
@@ -147,7 +150,7 @@ class LatencySearch:
     def result(self, seconds: float) -> PlaceResult:
         """Return what was found; raise ``NoFeasiblePlan`` if nothing was."""
         if self.best is None:
-            fitting_devices(self.problem, seed=self.seed)  # raises where even the weights do not fit
+            self.fit()  # raises where even the weights do not fit
             raise self.misses[0] if self.misses else NoFeasiblePlan(
                 f"no placement of {self.problem.name!r} was found that fits the memory; try a longer time limit")
         bound = min(self.bound, self.value)
@@ -173,8 +176,9 @@ class LatencySearch:
 
     def tell(self, what: str) -> None:
         """Report where the search is."""
-        gap = "" if not np.isfinite(self.value) or self.value <= 0 else f", gap {1 - self.bound / self.value:.1%}"
-        self.budget.report(f"{what}: best {self.value:.6g} s, bound {self.bound:.6g} s{gap}")
+        best = "nothing yet" if not np.isfinite(self.value) else f"best {self.value:.6g} s"
+        gap = max(0.0, 1 - self.bound / self.value) if 0 < self.value < np.inf else 0.0
+        self.budget.report(f"{what}: {best}, bound {self.bound:.6g} s, gap {gap:.1%}")
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
@@ -192,26 +196,45 @@ class LatencySearch:
         self.try_methods()
         self.raise_bound(relaxation_bound(self.problem, time_limit=max(1.0, 0.1 * self.effort)))
         self.solve_parts(series, 0.5 * self.budget.effort)
-        while not self.is_done():
+        num_rounds = 0
+        while self.best is not None and not self.is_done():
             before = self.value
             self.anneal(max(0.4 * self.budget.effort, 0.05 * self.effort))
-            if self.value < before:
-                self.solve_parts(series, 0.5 * self.budget.effort)
-            if self.is_done():
-                break
-            self.sequence(0.25 * self.budget.effort)
+            if self.value < before or num_rounds % 2 == 1:
+                self.solve_parts(series, 0.6 * self.budget.effort)
+            if not self.is_done():
+                self.sequence(0.25 * self.budget.effort)
+            num_rounds += 1
 
     def try_methods(self) -> None:
         """Use every named method as a start."""
-        for name in METHODS:
-            if self.is_done():
+        for name in METHODS:  # also after the time limit: never worse than any of them
+            if self.is_proven() or self.budget.is_interrupted:
                 break
-            if name in SLOW_METHODS and self.problem.num_ops > MAX_OPS_FOR_SLOW:
-                continue
-            self.try_method(name)
+            if name not in SLOW_METHODS or self.problem.num_ops <= MAX_OPS_FOR_SLOW:
+                self.try_method(name)
         if self.best is None:
-            device = fitting_devices(self.problem, seed=self.seed)
-            self.offer(make_timetable(self.problem, device, np.arange(self.problem.num_ops)), "memory")
+            self.fit()
+
+    def fit(self) -> None:
+        """Offer a placement that looks at memory alone; raise ``NoFeasiblePlan`` if there is none."""
+        if not HAS_CPSAT:
+            raise self.misses[0]
+        from weft.search.place.fit import fitting_devices
+
+        def method(problem: PlaceProblem) -> Assignment:
+            return Assignment(device=fitting_devices(problem, seed=self.seed), order=np.arange(problem.num_ops))
+
+        method(self.problem)  # raises where the weights alone do not fit
+        try:
+            found = with_room_for_tensors(self.problem, method)
+        except NoFeasiblePlan as miss:
+            raise NoFeasiblePlan(
+                f"no placement of {self.problem.name!r} was found that fits: its weights do, but not with the tensors "
+                f"that are alive at the same time ({miss.missing_bytes} bytes are missing on {miss.device!r} in the "
+                "nearest). Try a smaller batch or a device with more memory.", missing_bytes=miss.missing_bytes,
+                device=miss.device) from miss
+        self.offer(make_timetable(self.problem, found.device, found.order), "memory")
 
     def try_method(self, name: str) -> None:
         """Offer what a named method finds."""
@@ -221,7 +244,8 @@ class LatencySearch:
             self.offer(make_timetable(self.problem, found.device, found.order), name)
         except NoFeasiblePlan as miss:
             self.misses.append(miss)
-        self.budget.effort -= min(time.process_time() - begin, 0.05 * self.effort)
+        if self.problem.num_ops > MAX_OPS_FOR_SLOW:  # else too little to make what follows depend on the clock
+            self.budget.effort -= time.process_time() - begin
 
     def solve_whole(self, effort: float) -> None:
         """Solve the whole problem by CP-SAT."""
@@ -245,13 +269,12 @@ class LatencySearch:
 
         last = 0.0
 
-        def report(upper: float, lower: float) -> None:
+        def report(lower: float) -> None:
             nonlocal last
             self.raise_bound(min(lower, self.value))
             if self.bound > last * 1.01:
                 last = self.bound
-                self.budget.report(f"parts between {len(series.parts) - 1} cuts: best {min(upper, self.value):.6g} s, "
-                                   f"bound {self.bound:.6g} s")
+                self.tell(f"parts between {len(series.parts) - 1} cuts")
 
         solve_series(series, solve, upper=self.value, is_spent=lambda: lent.is_spent, report=report)
         self.budget.effort -= given - lent.effort
@@ -293,6 +316,8 @@ def num_exact_terms(problem: PlaceProblem) -> int:
 def solve_exactly(problem: PlaceProblem, budget: Budget, *, effort: float, start: Timetable | None, limit: float,
                   seed: int, device: I64 | None = None) -> Solved:
     """Return what CP-SAT finds that takes less than ``limit``, and what it proves; ``device`` leaves only the order."""
+    if not HAS_CPSAT:
+        return Solved(bound=0.0)
     from weft.search.place.exact import Model
 
     if device is not None:

@@ -255,7 +255,7 @@ def _plain_timetable(problem: PlaceProblem) -> Timetable:
 
 
 def solve_series(series: Series, solve: Solve, *, upper: float, is_spent: Callable[[], bool],
-                 report: Callable[[float, float], None]) -> None:
+                 report: Callable[[float], None]) -> None:
     """Solve entries on the shortest way by bounds until that way is as long as the best found (or as ``upper``).
 
     An entry is of use only if it takes less than its bound and what the shortest way is shorter than the best. So small
@@ -266,7 +266,7 @@ def solve_series(series: Series, solve: Solve, *, upper: float, is_spent: Callab
     while not is_spent():
         way = series.shortest(by_bound=True)
         upper = min(upper, series.shortest(by_bound=False).seconds)
-        report(upper, way.seconds)
+        report(way.seconds)
         pairs = zip((ANY, *way.devices[:-1]), way.devices, strict=True)
         keys = {(series.signatures[index], *pair): index for index, pair in enumerate(pairs)}
         is_open = [key for key, index in keys.items() if not series.entry(index, *key[1:]).is_closed]
@@ -277,4 +277,4 @@ def solve_series(series: Series, solve: Solve, *, upper: float, is_spent: Callab
         index, entry = keys[key], series.entry(keys[key], *key[1:])
         tried[key] += 1
         series.record(index, *key[1:], solve(series.parts[index].fixed(*key[1:]), entry.bound,
-                                             entry.bound + upper - way.seconds, 1 / (len(todo) + 1)))
+                                             entry.bound + upper - way.seconds, 1 / len(todo)))

@@ -9,7 +9,7 @@ import numpy as np
 
 from weft.errors import NoFeasiblePlan
 from weft.model.graph import I64
-from weft.search.cpsat import Budget
+from weft.search.budget import Budget
 from weft.search.place.fit import fitting_devices
 from weft.search.place.methods import METHODS
 from weft.search.place.problem import PlaceProblem

@@ -14,7 +14,7 @@ import numpy as np
 
 from weft.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
-from weft.search.cpsat import Budget
+from weft.search.budget import Budget
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.throughput_model import LoadProblem, Loads, csr, with_tensors
 from weft.search.place.throughput_search import NothingFits, minimise

@@ -247,6 +247,50 @@ def _may_go(a: Loads, cluster: I64, begin: int, end: int, target: int) -> bool:
 
 
 @compiled
+def _propose(a: Loads, device: I64, random: I64, cluster: I64) -> tuple[int, int, int]:
+    """Return (middle, end, target): the cluster up to ``middle`` goes to the target, the rest from there comes back.
+
+    All are 0 where the move is not allowed.
+    """
+    num_units, num_devices = a.time_s.shape
+    first = _draw(random, num_units)
+    source = device[first]
+    size = 1
+    while size < MAX_CLUSTER and _draw(random, 5) < 2:
+        size += 1
+    middle = _grow(a, device, random, cluster, 0, first, size)
+    target = device[_near(a, random, cluster[_draw(random, middle)])]
+    if target == source or _draw(random, 4) == 0:
+        target = _draw(random, num_devices)
+    if target == source or not _may_go(a, cluster, 0, middle, target):
+        return 0, 0, 0
+    end = middle
+    if _draw(random, 3) == 0:
+        other = _draw(random, num_units)
+        for _ in range(8):
+            if device[other] == target:
+                break
+            other = _draw(random, num_units)
+        if device[other] == target:
+            end = _grow(a, device, random, cluster, middle, other, size)
+            if not _may_go(a, cluster, middle, end, source):
+                return 0, 0, 0
+    return middle, end, int(target)
+
+
+@compiled
+def _shift(a: Loads, s: State, cluster: I64, middle: int, end: int, target: int, tensors: I64) -> None:
+    """Make the move, with the loads of its tensors."""
+    source = s.device[cluster[0]]
+    for tensor in tensors:
+        add_tensor(a, s, tensor, -1.0)
+    for slot in range(end):
+        move_unit(a, s, cluster[slot], target if slot < middle else source)
+    for tensor in tensors:
+        add_tensor(a, s, tensor, 1.0)
+
+
+@compiled
 def anneal(a: Loads, device: I64, steps: int, hot: float, cold: float, seed: int,
            contiguous: bool) -> tuple[I64, float]:
     """Return the best allowed placement on the way and its largest load (infinite if there was none).
@@ -258,7 +302,6 @@ def anneal(a: Loads, device: I64, steps: int, hot: float, cold: float, seed: int
               np.zeros(a.num_cores + a.num_resources + 1),
               np.zeros((len(a.item_bytes), len(a.core)), dtype=np.int64), np.zeros(len(a.core)))
     fill(a, s)
-    num_units, num_devices = a.time_s.shape
     unit_load = max(s.load[:-1].max(), 1e-300)
     now = energy(a, s, unit_load)
     best, best_value = s.device.copy(), np.inf
@@ -278,37 +321,14 @@ def anneal(a: Loads, device: I64, steps: int, hot: float, cold: float, seed: int
         if step % 100000 == 99999:
             fill(a, s)  # rounding
             now = energy(a, s, unit_load)
-        first = _draw(random, num_units)
-        source = s.device[first]
-        size = 1
-        while size < MAX_CLUSTER and _draw(random, 5) < 2:
-            size += 1
-        middle = _grow(a, s.device, random, cluster, 0, first, size)
-        target = s.device[_near(a, random, cluster[_draw(random, middle)])]
-        if target == source or _draw(random, 4) == 0:
-            target = _draw(random, num_devices)
-        if target == source or not _may_go(a, cluster, 0, middle, target):
+        middle, end, target = _propose(a, s.device, random, cluster)
+        if middle == 0:
             continue
-        end = middle
-        if _draw(random, 3) == 0:
-            other = _draw(random, num_units)
-            for _ in range(8):
-                if s.device[other] == target:
-                    break
-                other = _draw(random, num_units)
-            if s.device[other] == target:
-                end = _grow(a, s.device, random, cluster, middle, other, min(size, MAX_CLUSTER))
-                if not _may_go(a, cluster, middle, end, source):
-                    continue
+        source = s.device[cluster[0]]
         old_load[:] = s.load
         old_used[:] = s.used
         num = _touched(a, cluster, end, stamp, step, tensors)
-        for index in range(num):
-            add_tensor(a, s, tensors[index], -1.0)
-        for slot in range(end):
-            move_unit(a, s, cluster[slot], target if slot < middle else source)
-        for index in range(num):
-            add_tensor(a, s, tensors[index], 1.0)
+        _shift(a, s, cluster, middle, end, target, tensors[:num])
         new = energy(a, s, unit_load)
         accept = new <= now or np.exp((now - new) / temperature) * 2147483648.0 > _draw(random, 2147483647)
         if accept and contiguous:

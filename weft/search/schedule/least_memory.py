@@ -17,7 +17,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from weft.errors import NoFeasiblePlan
-from weft.search.cpsat import Budget, solve
+from weft.search.budget import Budget
+from weft.search.cpsat import solve
 from weft.search.schedule.check import exceeds, find_problems
 from weft.search.schedule.holds import find_holds
 from weft.search.schedule.problem import ScheduleProblem

@@ -26,7 +26,7 @@ import numpy as np
 
 from weft.errors import InputError
 from weft.model.graph import F64
-from weft.search.cpsat import Budget
+from weft.search.budget import Budget
 from weft.search.schedule.bounds import makespan_bound, period_bound
 from weft.search.schedule.check import check_schedule, find_problems
 from weft.search.schedule.cyclic import tighten

@@ -32,7 +32,8 @@ from ortools.sat.python import cp_model
 
 from weft.errors import NoFeasiblePlan
 from weft.model.graph import F64
-from weft.search.cpsat import Budget, Solution, solve
+from weft.search.budget import Budget
+from weft.search.cpsat import Solution, solve
 from weft.search.schedule.bounds import period_bound
 from weft.search.schedule.check import find_problems
 from weft.search.schedule.cyclic import real_clock, tighten
