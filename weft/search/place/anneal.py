@@ -362,6 +362,7 @@ def _try_devices(n: Neighbours, s: _State, held: I64, used: F64, picked: I64, be
     count = _pick(n, s, picked, cluster)
     target = _target(n, s, picked[0])
     other = s.device[n.unit_ops[n.unit_start[picked[0]]]]
+    room = max(n.capacity[other], used[other])  # what is too full may stay so, but not become fuller
     moved = 0
     for index in range(count):
         unit = picked[index]
@@ -373,7 +374,7 @@ def _try_devices(n: Neighbours, s: _State, held: I64, used: F64, picked: I64, be
             _move_unit(n, s, held, used, unit, target)
     if moved > 0 and used[target] > n.capacity[target] and other != target:
         moved = _make_room(n, s, held, used, picked, before, moved, target, other)
-    if used[target] > n.capacity[target] or used[other] > n.capacity[other]:
+    if used[target] > n.capacity[target] or used[other] > room:
         for index in range(moved - 1, -1, -1):
             _move_unit(n, s, held, used, picked[index], before[index])
         return 0

@@ -35,7 +35,7 @@ MAX_EXACT_TICKS: Final = 10**9
 ROUNDED_TICKS: Final = 3 * 10**8
 """So many ticks for the limit otherwise; times are rounded down, which keeps bounds valid."""
 SMALL: Final = 60
-SECONDS_PER_UNIT: Final = (2.5, 6.0)
+SECONDS_PER_UNIT: Final = (2.0, 3.0)
 """CPU seconds of one unit of CP-SAT's deterministic time, about: with up to ``SMALL`` operators, and with more."""
 
 

@@ -15,21 +15,12 @@ from weft.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
 from weft.search.budget import Budget
 from weft.search.cpsat import solve
-from weft.search.place.problem import PlaceProblem
+from weft.search.place.problem import PlaceProblem, unit_weights
 from weft.units import format_bytes
 
 _EFFORT = 10.0
 _MAX_AMOUNT = 2**44
 """Bytes are rounded up to so many steps in all, so that sums stay whole numbers of moderate size."""
-
-
-def unit_weights(problem: PlaceProblem) -> list[list[int]]:
-    """Return what each unit keeps resident."""
-    lists: list[set[int]] = [set() for _ in range(problem.num_units)]
-    for op in range(problem.num_ops):
-        lists[problem.unit_of_op[op]].update(
-            problem.weights[problem.weight_start[op] : problem.weight_start[op + 1]].tolist())
-    return [sorted(items) for items in lists]
 
 
 def fitting_devices(problem: PlaceProblem, *, seed: int = 0) -> I64:

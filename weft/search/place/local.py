@@ -7,10 +7,10 @@ from typing import Final
 
 import numpy as np
 
-from weft.model.graph import F64
+from weft.model.graph import F64, I64
 from weft.search.budget import Budget
 from weft.search.place.anneal import Annealer
-from weft.search.place.problem import PlaceProblem
+from weft.search.place.problem import PlaceProblem, unit_weights
 from weft.search.place.timetable import Timetable, make_timetable
 
 HEAT: Final = (0.02, 0.005, 0.05, 0.01)
@@ -19,6 +19,8 @@ COLD: Final = 0.0002
 SECONDS_PER_STEP: Final = 50e-9
 """CPU seconds of timing one operator, about."""
 ROUNDS: Final = 4
+MAX_ATTEMPTS: Final = 4
+"""So often a run goes on from where it does not fit, each time half as long."""
 
 
 class Local:
@@ -29,8 +31,8 @@ class Local:
         self.seed = seed
         self.annealer = Annealer(problem)
         self.num_runs = 0
-        self.reserve: F64 | None = None
-        """Bytes on each device kept free of weights, for tensors that are alive for a while."""
+        self.has_limits = problem.has_lifetimes and bool(np.isfinite(problem.capacity).any())
+        """Tensors that are alive for a while may not fit."""
 
     def improve(self, best: Timetable, budget: Budget, *, effort: float) -> Iterator[Timetable]:
         """Yield the better timetables that rounds of annealing end with; each starts from the best so far."""
@@ -44,26 +46,56 @@ class Local:
                 yield best
 
     def _anneal(self, best: Timetable, budget: Budget, *, steps: int, hot: float) -> Timetable | None:
-        """Return what a run ends with, None where its tensors do not fit beside the weights: it knows only these."""
-        self.num_runs += 1
-        found = self.annealer.run(best.device, best.order, steps=steps, hot=hot, cold=COLD,
-                                  seed=self.seed + self.num_runs, capacity=self._capacity(best),
-                                  is_spent=lambda: budget.is_spent)
-        budget.effort -= found.num_steps * SECONDS_PER_STEP
-        if not np.isfinite(found.value):
-            return None
-        table = make_timetable(self.problem, found.device, found.order)
-        over = table.peak_bytes() - self.problem.capacity
-        if self.reserve is not None and over.max(initial=0.0) > 0:
-            self.reserve = self.reserve + np.maximum(over, 0.0)
-            return None
-        return table
+        """Return what a run ends with, None where its tensors do not fit beside the weights.
 
-    def _capacity(self, best: Timetable) -> F64 | None:
-        """Return the memory for weights: what tensors take in the best timetable, or took too much before, is kept."""
-        if not self.problem.has_lifetimes or not np.isfinite(self.problem.capacity).any():
-            return None
-        if self.reserve is None:
-            tensors = best.peak_bytes() - self.problem.resident_bytes(best.device)
-            self.reserve = np.full(self.problem.num_devices, float(np.median(tensors)))
-        return np.asarray(self.problem.capacity - self.reserve, dtype=np.float64)
+        Annealing knows only weights. What tensors take is taken from the memory: first what they take in the best
+        timetable, then, if what was found does not fit, what they take in that, and it goes on from there.
+        """
+        self.num_runs += 1
+        device, order, table = best.device, best.order, best
+        for attempt in range(MAX_ATTEMPTS if self.has_limits else 1):
+            capacity = self._capacity(table) if self.has_limits else None
+            if attempt and capacity is not None:
+                device = make_fit(self.problem, device, capacity)
+            found = self.annealer.run(device, order, steps=steps >> attempt, hot=hot, cold=COLD, capacity=capacity,
+                                      seed=self.seed + 97 * self.num_runs + attempt, is_spent=lambda: budget.is_spent)
+            budget.effort -= found.num_steps * SECONDS_PER_STEP
+            if not np.isfinite(found.value):
+                return None
+            device, order = found.device, found.order
+            table = make_timetable(self.problem, device, order)
+            if not self.has_limits or np.all(table.peak_bytes() <= self.problem.capacity):
+                return table
+        return None
+
+    def _capacity(self, table: Timetable) -> F64:
+        """Return the memory for weights beside the tensors of this timetable; where it has none, of its median."""
+        tensors = table.peak_bytes() - self.problem.resident_bytes(table.device)
+        idle = np.bincount(table.device, minlength=self.problem.num_devices) == 0
+        tensors[idle] = np.median(tensors[~idle])
+        return np.asarray(self.problem.capacity - tensors, dtype=np.float64)
+
+
+def make_fit(problem: PlaceProblem, device: I64, capacity: F64) -> I64:
+    """Return the devices changed until the weights fit, if they can: units go where a byte costs the least time."""
+    device = device.copy()
+    weights = unit_weights(problem)
+    sizes = np.array([problem.weight_bytes[items].sum() for items in weights])
+    unit_time = np.zeros((problem.num_units, problem.num_devices))
+    np.add.at(unit_time, problem.unit_of_op, problem.time_s)
+    first = np.unique(problem.unit_of_op, return_index=True)[1]
+    for _ in range(problem.num_units):
+        used = problem.resident_bytes(device)
+        full = int(np.argmax(used - capacity))
+        if used[full] <= capacity[full]:
+            break
+        units = np.flatnonzero((device[first] == full) & (sizes > 0))
+        fits = (used + sizes[units][:, None] <= capacity) & np.isfinite(unit_time[units])
+        fits[:, full] = False
+        if not fits.any():
+            break
+        worse = np.where(fits, unit_time[units] - unit_time[units, full][:, None], np.inf)
+        ratio = worse / np.minimum(sizes[units], used[full] - capacity[full])[:, None]
+        row, target = np.unravel_index(int(np.argmin(ratio)), ratio.shape)
+        device[problem.unit_of_op == units[row]] = target
+    return device

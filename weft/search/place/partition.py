@@ -22,7 +22,7 @@ from weft.units import format_bytes
 
 __all__ = ["load_partition", "solve_partition"]
 
-DEFAULT_EFFORT = 45.0
+DEFAULT_EFFORT = 38.0
 """CPU seconds of a search, about, unless told otherwise."""
 
 

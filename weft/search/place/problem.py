@@ -322,3 +322,12 @@ def check_placement(problem: PlaceProblem, device: I64) -> None:
         other = first.setdefault(unit, op)
         if device[other] != device[op]:
             raise InputError(f"operators {problem.op_names[other]!r} and {problem.op_names[op]!r} must share a device")
+
+
+def unit_weights(problem: PlaceProblem) -> list[list[int]]:
+    """Return what each unit keeps resident."""
+    lists: list[set[int]] = [set() for _ in range(problem.num_units)]
+    for op in range(problem.num_ops):
+        lists[problem.unit_of_op[op]].update(
+            problem.weights[problem.weight_start[op] : problem.weight_start[op + 1]].tolist())
+    return [sorted(items) for items in lists]

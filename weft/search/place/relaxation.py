@@ -21,8 +21,7 @@ import numpy as np
 
 from weft.model.graph import I64
 from weft.search.place.bounds import transfers_of
-from weft.search.place.fit import unit_weights
-from weft.search.place.problem import PlaceProblem
+from weft.search.place.problem import PlaceProblem, unit_weights
 
 MAX_TERMS: Final = 60_000
 """Larger programs are not solved: they would take minutes."""

@@ -259,22 +259,26 @@ def solve_series(series: Series, solve: Solve, *, upper: float, is_spent: Callab
     """Solve entries on the shortest way by bounds until that way is as long as the best found (or as ``upper``).
 
     An entry is of use only if it takes less than its bound and what the shortest way is shorter than the best. So small
-    parts come first, which make that less for the others; entries that were tried before come last, with what effort is
-    left.
+    parts come first, which make that less for the others. All entries of a way are solved before the next way is looked
+    at, so that there is soon a whole way; those that were tried before come last, with what effort is left.
     """
     tried: Counter[tuple[bytes, int, int]] = Counter()
     while not is_spent():
         way = series.shortest(by_bound=True)
-        upper = min(upper, series.shortest(by_bound=False).seconds)
         report(way.seconds)
         pairs = zip((ANY, *way.devices[:-1]), way.devices, strict=True)
         keys = {(series.signatures[index], *pair): index for index, pair in enumerate(pairs)}
         is_open = [key for key, index in keys.items() if not series.entry(index, *key[1:]).is_closed]
-        todo = [key for key in is_open if tried[key] < MAX_TRIES]
+        todo = [key for key in is_open if not tried[key]] or [key for key in is_open if tried[key] < MAX_TRIES][:1]
+        upper = min(upper, series.shortest(by_bound=False).seconds)
         if not todo or way.seconds >= upper * (1 - 1e-9):
             break
-        key = min(todo, key=lambda key: (tried[key], len(series.parts[keys[key]].ops)))
-        index, entry = keys[key], series.entry(keys[key], *key[1:])
-        tried[key] += 1
-        series.record(index, *key[1:], solve(series.parts[index].fixed(*key[1:]), entry.bound,
-                                             entry.bound + upper - way.seconds, 1 / len(todo)))
+        todo.sort(key=lambda key: len(series.parts[keys[key]].ops))
+        for count, key in enumerate(todo):
+            if is_spent():
+                break
+            tried[key] += 1
+            index, entry = keys[key], series.entry(keys[key], *key[1:])
+            slack = upper - series.shortest(by_bound=True).seconds
+            series.record(index, *key[1:], solve(series.parts[index].fixed(*key[1:]), entry.bound, entry.bound + slack,
+                                                 1 / (len(todo) - count)))

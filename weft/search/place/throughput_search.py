@@ -204,7 +204,7 @@ def seconds_per_step(problem: LoadProblem) -> float:
     a = problem.arrays
     degree = (len(a.owner) + len(a.readers)) / max(1, problem.num_units)
     contiguity = 2e-9 * (len(a.node_unit) + len(a.sources)) if problem.contiguous else 0.0
-    return 6e-7 + 2.5e-8 * (a.num_cores + a.num_resources) + 4e-8 * degree * problem.num_devices + contiguity
+    return 8e-7 + 3e-8 * (a.num_cores + a.num_resources) + 5.5e-8 * degree * problem.num_devices + contiguity
 
 
 def warm_up(problem: LoadProblem) -> None:
