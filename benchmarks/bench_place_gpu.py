@@ -44,7 +44,7 @@ from weft.coarsen.contract import Coarse, contract  # noqa: E402
 from weft.coarsen.groups import single_groups  # noqa: E402
 from weft.cost.costs import estimate_costs  # noqa: E402
 from weft.cost.profile import ProfileStore  # noqa: E402
-from weft.errors import NoFeasiblePlan, PlanError, WeftError  # noqa: E402
+from weft.errors import NoFeasiblePlan, WeftError  # noqa: E402
 from weft.model.graph import Graph  # noqa: E402
 from weft.model.load import load_graph_for  # noqa: E402
 from weft.model.source import resolve_model  # noqa: E402
@@ -55,7 +55,7 @@ from weft.plan.plan import Plan, load_plan, save_plan, with_search  # noqa: E402
 from weft.search.place.methods import METHODS  # noqa: E402
 from weft.search.place.placed_plan import OpPlacement, placement_of_groups, plan_within_memory  # noqa: E402
 from weft.search.place.problem import PlaceProblem, problem_from_graph  # noqa: E402
-from weft.search.place.timetable import Timetable, check_timetable, make_timetable  # noqa: E402
+from weft.search.place.timetable import Timetable, make_timetable  # noqa: E402
 from weft.search.problem import PlanOptions, Problem  # noqa: E402
 from weft.simulate.predict import simulate  # noqa: E402
 from weft.units import format_bytes, parse_bytes  # noqa: E402
@@ -232,55 +232,10 @@ def by_method(name: str) -> Callable[[PlaceProblem], Timetable]:
 
 
 def weft_search(problem: PlaceProblem, args: argparse.Namespace) -> Timetable:
-    """Return what Weft's search finds, or where its solver is not installed, its methods and local search."""
-    try:
-        from weft.search.place.search import place as search
-    except ImportError:
-        return local_search(problem, args.time_limit)
-    return search(problem, time_limit=args.time_limit, progress=lambda text: None).timetable
+    """Return what Weft's search finds (without exact parts where OR-Tools is not installed)."""
+    from weft.search.place.search import place as search
 
-
-def local_search(problem: PlaceProblem, seconds: float) -> Timetable:
-    """Return the best of all methods, annealed for about so many CPU seconds.
-
-    Annealing knows of weights only, so it gets so much less memory as tensors took beside them in what it found.
-    """
-    from weft.search.place.anneal import Annealer
-
-    best = best_method(problem)
-    start, limited = best, problem
-    for index in range(ROUNDS):
-        found = Annealer(limited).run(start.device, start.order, steps=int(seconds / ROUNDS * STEPS_PER_S), seed=index,
-                                      hot=HEAT[index % len(HEAT)], cold=0.0002)
-        table = make_timetable(problem, found.device, found.order)
-        try:
-            check_timetable(table)
-        except PlanError:
-            beside = table.peak_bytes() - problem.resident_bytes(table.device)
-            limited = replace(problem, capacity=np.minimum(limited.capacity, problem.capacity - beside))
-            try:
-                start = best_method(limited)
-            except NoFeasiblePlan:
-                break
-            continue
-        start = table
-        best = min(best, table, key=lambda item: item.latency_s)
-    return best
-
-
-def best_method(problem: PlaceProblem) -> Timetable:
-    """Return the fastest placement that a named method finds."""
-    tables = []
-    for name in METHODS:
-        try:
-            table = by_method(name)(problem)
-            check_timetable(table)
-            tables.append(table)
-        except WeftError:
-            continue
-    if not tables:
-        raise NoFeasiblePlan("no named method fits, and local search needs a start")
-    return min(tables, key=lambda table: table.latency_s)
+    return search(problem, time_limit=args.time_limit, progress=note).timetable
 
 
 # ---- run ------------------------------------------------------------------------------------------------------------

@@ -51,12 +51,14 @@ class Solution:
 
 
 def solve(model: cp_model.CpModel, budget: Budget, *, effort: float, seed: int = 0, stop_at: float | None = None,
-          linearization: int = 1, lns: bool = False, seconds_per_unit: float | None = None) -> Solution:
+          linearization: int = 1, lns: bool = False, seconds_per_unit: float | None = None,
+          max_seconds: float | None = None) -> Solution:
     """Return the best solution within ``effort`` (about CPU seconds), taken from the budget.
 
     ``stop_at`` ends the search as soon as the objective is at most that. ``linearization`` (0 to 2) says how much
     of the model goes into the linear relaxation. ``lns`` only improves the hint, by large neighbourhood search; it
     proves nothing. ``seconds_per_unit``: CPU seconds of a unit of deterministic time, where the caller knows better.
+    ``max_seconds`` ends by the clock what takes far longer than its deterministic time says.
     """
     solver = cp_model.CpSolver()
     parameters = solver.parameters
@@ -70,8 +72,11 @@ def solve(model: cp_model.CpModel, budget: Budget, *, effort: float, seed: int =
     if lns:
         parameters.interleave_search = True
         parameters.use_lns_only = True
+    if max_seconds is not None:
+        parameters.max_time_in_seconds = max_seconds
     if budget.deadline is not None:
-        parameters.max_time_in_seconds = max(0.001, budget.deadline - time.monotonic())
+        left = max(0.001, budget.deadline - time.monotonic())
+        parameters.max_time_in_seconds = min(left, parameters.max_time_in_seconds)
     code = _run(solver, model, budget, _Stopper(stop_at) if stop_at is not None else None)
     budget.effort -= solver.response_proto.deterministic_time * unit + overhead
     status = _STATUS.get(code)

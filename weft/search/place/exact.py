@@ -101,7 +101,7 @@ class Model:
     def __init__(self, problem: PlaceProblem, *, limit_s: float = math.inf) -> None:
         """``limit_s``: only placements that take less are of interest."""
         self.problem = problem
-        limit_s = min(limit_s, longest(problem) * (1 + 1e-9) + 1e-300)
+        limit_s = min(limit_s, longest(problem) * 1.001 + 1e-300)
         self.ticks = choose_ticks(problem, limit_s)
         self.model = cp_model.CpModel()
         allowed = problem.is_allowed
@@ -242,7 +242,7 @@ class Model:
         target = None if stop_at is None else float(self.ticks.of(stop_at))
         unit = SECONDS_PER_UNIT[0 if self.problem.num_ops <= SMALL else 1]
         found = solve(self.model, budget, effort=effort, seed=seed, stop_at=target, linearization=linearization,
-                      seconds_per_unit=unit)
+                      seconds_per_unit=unit, max_seconds=1.0 + 2 * max(0.0, min(effort, budget.effort)))
         if found.status == "infeasible":
             return Exact(timetable=None, bound=0.0, is_infeasible=True)
         if not found.has_values or found.bound is None:
@@ -293,7 +293,10 @@ def _depths(problem: PlaceProblem) -> I64:
 
 
 def _play(problem: PlaceProblem, device: I64, tasks: list[tuple[float, int, int, int]]) -> Timetable:
-    """Run operators and transfers one after the other, each as early as what it needs allows."""
+    """Run operators and transfers one after the other, each as early as what it needs allows.
+
+    What takes no time waits for nothing but what it reads: the solver counts on that.
+    """
     core_free = np.zeros(problem.num_devices)
     way_free = np.zeros(max(1, problem.num_resources))
     start_s, end_s = np.zeros(problem.num_ops), np.zeros(problem.num_ops)
@@ -305,17 +308,21 @@ def _play(problem: PlaceProblem, device: I64, tasks: list[tuple[float, int, int,
             source = int(device[writer])
             pair = source * problem.num_devices + target
             used = problem.resources[problem.resource_start[pair] : problem.resource_start[pair + 1]]
-            begin = max(float(end_s[writer]), float(way_free[used].max(initial=0.0)))
-            done = begin + problem.transfer_s(index, source, target)
-            way_free[used] = done
+            took = problem.transfer_s(index, source, target)
+            begin = max(float(end_s[writer]), float(way_free[used].max(initial=0.0)) if took > 0 else 0.0)
+            done = begin + took
+            if took > 0:
+                way_free[used] = done
             arrival[index, target] = done
             transfers.append(Sent(index, source, target, begin, done))
             continue
         here = int(device[index])
-        ready = float(core_free[problem.core_of_device[here]])
+        core, took = int(problem.core_of_device[here]), float(problem.time_s[index, here])
+        ready = float(core_free[core]) if took > 0 else 0.0
         for tensor in problem.inputs[problem.input_start[index] : problem.input_start[index + 1]].tolist():
             writer = int(problem.producer[tensor])
             ready = max(ready, float(end_s[writer]) if device[writer] == here else arrival[tensor, here])
-        start_s[index] = ready
-        end_s[index] = core_free[problem.core_of_device[here]] = ready + problem.time_s[index, here]
+        start_s[index], end_s[index] = ready, ready + took
+        if took > 0:
+            core_free[core] = ready + took
     return Timetable(problem=problem, device=device, start_s=start_s, transfers=tuple(transfers))

@@ -9,7 +9,8 @@
 
 Every placement goes through ``check_timetable``; the best is kept. Searches are limited by *effort*, which is about CPU
 seconds but counted in moves and in CP-SAT's deterministic time: the same input and seed give the same placement on any
-machine, unless the wall clock of ``time_limit`` ends the search first.
+machine, unless the clock ends the search first: that of ``time_limit``, or that of a single CP-SAT search, which may
+take twice what its deterministic time says and no more.
 """
 
 from __future__ import annotations
@@ -195,6 +196,8 @@ class LatencySearch:
             return
         self.try_methods()
         self.raise_bound(relaxation_bound(self.problem, time_limit=max(1.0, 0.1 * self.effort)))
+        if not is_small:
+            self.anneal(0.2 * self.budget.effort)
         self.solve_parts(series, 0.5 * self.budget.effort)
         num_rounds = 0
         while self.best is not None and not self.is_done():
@@ -265,7 +268,9 @@ class LatencySearch:
         given = lent.effort
 
         def solve(problem: PlaceProblem, bound: float, limit: float, share: float) -> Solved:
-            return solve_part(problem, lent, bound=bound, limit=limit, effort=share * lent.effort, seed=self.seed)
+            part = share if problem.num_ops <= SMALL else min(share, 0.5)
+            found = solve_exactly(problem, lent, effort=part * lent.effort, start=None, limit=limit, seed=self.seed)
+            return replace(found, bound=max(bound, found.bound))
 
         last = 0.0
 
@@ -332,7 +337,8 @@ def solve_exactly(problem: PlaceProblem, budget: Budget, *, effort: float, start
     model = Model(problem, limit_s=limit)
     if start is not None:
         model.hint(start)
-    found = model.solve(budget, effort=effort, seed=seed, linearization=0)
+    # Without a linear relaxation small models are solved sooner; large ones with few open choices need it.
+    found = model.solve(budget, effort=effort, seed=seed, linearization=0 if problem.num_ops <= SMALL else 1)
     if found.is_infeasible:
         return Solved(bound=limit)
     return Solved(bound=found.bound, timetable=found.timetable)
@@ -344,13 +350,6 @@ def pinned(problem: PlaceProblem, device: I64) -> PlaceProblem:
     rows = np.arange(problem.num_ops)
     time_s[rows, device] = problem.time_s[rows, device]
     return replace(problem, time_s=time_s)
-
-
-def solve_part(problem: PlaceProblem, budget: Budget, *, bound: float, limit: float, effort: float,
-               seed: int) -> Solved:
-    """Return the best for one part with its cuts' devices fixed, and a bound."""
-    found = solve_exactly(problem, budget, effort=effort, start=None, limit=limit, seed=seed)
-    return replace(found, bound=max(bound, found.bound))
 
 
 def adopt(series: Series, table: Timetable) -> None:

@@ -171,6 +171,8 @@ class Series:
         self.parts = split(problem)
         self.known: dict[tuple[bytes, int, int], Solved] = {}
         self.signatures = [signature(part.problem) for part in self.parts]
+        self.tried: Counter[tuple[bytes, int, int]] = Counter()
+        """How often an entry was to be solved."""
 
     def devices_after(self, index: int) -> list[int]:
         """Return the devices that the cut after a part may run on."""
@@ -262,7 +264,7 @@ def solve_series(series: Series, solve: Solve, *, upper: float, is_spent: Callab
     parts come first, which make that less for the others. All entries of a way are solved before the next way is looked
     at, so that there is soon a whole way; those that were tried before come last, with what effort is left.
     """
-    tried: Counter[tuple[bytes, int, int]] = Counter()
+    tried = series.tried
     while not is_spent():
         way = series.shortest(by_bound=True)
         report(way.seconds)
