@@ -36,6 +36,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # else the granted memory breaks into pieces
 
 from weft.cluster.cluster import Cluster, Device, Link  # noqa: E402
 from weft.cluster.cluster_file import load_cluster, save_cluster  # noqa: E402
@@ -303,6 +304,7 @@ def offload(args: argparse.Namespace) -> None:
     torch.backends.cudnn.allow_tf32 = False
     device = torch.device(args.devices.split(",")[0])
     if device.type == "cuda":
+        device = torch.device("cuda", device.index or 0)
         limit_memory(device, args.granted)
     plan = load_plan(args.work / "plan-accelerate-sequential.json")
     source = resolve_model(args.model, mode="inference", dtype=args.dtype)

@@ -83,7 +83,8 @@ def _run_steps(executor: Executor, options: RunOptions, transport: Transport, st
         results = executor.take_results()
         if number == 0 and wanted:
             measured.first_results = results
-            measured.first_gradients = copy_gradients(executor.parameters)
+            if executor.program.plan.model.mode == "training":  # else copies of zeros would fill the memory
+                measured.first_gradients = copy_gradients(executor.parameters)
         if number >= options.warmup:
             times = executor.step_times(offset)
             measured.times = [*measured.times[1 - MAX_TIMED_STEPS:], times]

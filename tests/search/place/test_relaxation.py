@@ -70,6 +70,8 @@ def test_weights_of_many_operators_count_once():
                          cluster(memory={"x": 10, "y": 100}))
     shared = replace(problem, weights=np.zeros(2, dtype=np.int64), weight_bytes=np.array([10.0, 0.0]))
     assert relaxation_bound(shared, time_limit=10) == pytest.approx(2, rel=1e-5)
+    half = replace(shared, capacity=np.array([5.0, 100.0]))  # half of the weight, so half of each operator on x
+    assert relaxation_bound(half, time_limit=10) == pytest.approx(2 * (0.5 * 1 + 0.5 * 9), rel=1e-5)
 
 
 @pytest.mark.parametrize("exponent", [-12, -6, 9])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import itertools
 from typing import Any
 
 import numpy as np
@@ -135,7 +135,7 @@ def test_parts_hold_every_operator_and_every_tensor(seed):
     inner = [op_index for part in parts for op_index in part.ops[1 if part.has_entry else 0 :].tolist()]
     assert inner == list(range(problem.num_ops))
     assert sum(part.problem.num_tensors for part in parts) == problem.num_tensors
-    for one, other in zip(parts, parts[1:], strict=False):
+    for one, other in itertools.pairwise(parts):
         assert one.has_exit
         assert other.has_entry
         assert one.ops[-1] == other.ops[0]
@@ -195,15 +195,15 @@ def test_bounds_before_anything_is_solved_are_within_the_optimum(seed):
 def test_memory_and_units_across_parts_leave_a_bound():
     """x holds one of three operators and two share a device: the parts know neither, and bound all the same."""
     files = chain(3, 1, 2)
-    for index, times in enumerate(({"x": 1, "y": 9}, {"x": 9, "y": 1}, {"x": 1, "y": 9})):
+    for index, times in enumerate(({"x": 1, "y": 9}, {"x": 9, "y": 1}, {"x": 9, "y": 1})):
         files["ops"][index].update(times=times, memory=10)
-    files["ops"][0]["colocate"] = files["ops"][1]["colocate"] = "g"
+    files["ops"][0]["colocate"] = files["ops"][2]["colocate"] = "g"
     problem = problem_of(files, cluster(memory={"x": 10, "y": 30}))
     best = min_latency(problem)
     assert best is not None
     series = Series(problem)
     solve_series(series, brute_force, upper=best.latency_s, is_spent=lambda: False, report=lambda seconds: None)
-    assert series.shortest(by_bound=True).seconds == 7 < best.latency_s
+    assert series.shortest(by_bound=True).seconds == 1 + 2 + 1 + 1 < best.latency_s
 
 
 def test_it_ends_when_told_and_when_nothing_better_is_left():
@@ -271,11 +271,11 @@ def test_the_better_of_two_timetables_is_kept_and_bounds_only_rise():
     slow, fast = (make_timetable(series.parts[1].fixed(0, 0), np.array(device), np.arange(4))
                   for device in ([0, 0, 0, 0], [0, 1, 0, 0]))
     assert fast.latency_s < slow.latency_s
-    series.record(1, 0, 0, Solved(bound=4.5, timetable=fast))
+    series.record(1, 0, 0, Solved(bound=5.2, timetable=fast))
     series.record(1, 0, 0, Solved(bound=2.0, timetable=slow))
     entry = series.entry(1, 0, 0)
     assert entry.timetable is fast
-    assert entry.bound == 4.5
+    assert entry.bound == 5.2
     assert not entry.is_closed
     series.record(1, 0, 0, Solved(bound=fast.latency_s))
     assert series.entry(1, 0, 0).is_closed
@@ -300,4 +300,4 @@ def test_transfer_tables_of_parts_are_those_of_the_whole():
     problem = problem_of(files, cluster(links=[{"from": "x", "to": "y", "bandwidth": 2}]))
     parts = split(problem)
     assert [part.problem.transfer_table[0, 0, 1] for part in parts[1:]] == pytest.approx([2, 4, 2])
-    assert replace(parts[1].problem).capacity.tolist() == [np.inf, np.inf]
+    assert parts[1].problem.capacity.tolist() == [np.inf, np.inf]

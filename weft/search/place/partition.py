@@ -69,12 +69,17 @@ def _compile(objective: Objective) -> None:
         warm_up(load_problem(tiny))
     else:
         from weft.search.place.partition_latency import block_orders, interval_sets, latency_graph
+        from weft.search.place.partition_latency_kernel import Scratch
         from weft.search.place.partition_latency_kernel import anneal as anneal_sets
         from weft.search.place.partition_latency_search import minimise_latency
+        from weft.search.place.partition_path import cover
+        from weft.search.place.partition_path_kernel import longest_path
+        from weft.search.place.partition_polish_kernel import polish
 
         minimise_latency(tiny, budget=Budget(effort=0.001), seed=0)
         graph = latency_graph(tiny)
         anneal_sets(graph, interval_sets(graph, block_orders(graph)[0]), 1, 1.0, 1.0, 0)
+        polish(graph, cover(graph, longest_path(graph, graph.cpu_s)).where, Scratch.of(graph), 10)
 
 
 def _throughput(problem: PartitionProblem, *, contiguous: bool, budget: Budget, seed: int) -> tuple[I64, float]:

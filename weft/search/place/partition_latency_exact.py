@@ -24,6 +24,7 @@ from weft.model.graph import I64
 from weft.search.budget import Budget
 from weft.search.cpsat import solve
 from weft.search.place.partition_latency_kernel import Graph
+from weft.search.place.partition_path_kernel import longest_path
 
 RESOLUTION = float(1 << 27)
 """The known latency in whole numbers."""
@@ -33,6 +34,8 @@ MAX_ORDERED = 80
 """Units that sets are ordered by; all of them would be too many literals."""
 MAX_TERMS = 300_000
 """Larger models are not built."""
+SECONDS_PER_TERM = 1.5e-5
+"""CPU seconds to build a model, about; not more than half of the effort goes there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -48,7 +51,8 @@ class Exact:
 def improve_or_prove(g: Graph, where: I64, value: float, *, budget: Budget, effort: float, seed: int,
                      linearization: int) -> Exact:
     """Return better sets or a bound; the given sets are the hint."""
-    if (len(g.cpu_s) + len(g.targets)) * (g.num_sets + 1) * 4 > MAX_TERMS:
+    num_terms = (len(g.cpu_s) + len(g.targets)) * (g.num_sets + 1) * 4
+    if num_terms > MAX_TERMS or num_terms * SECONDS_PER_TERM > effort / 2:
         return Exact(where=None, bound=0.0)
     builder = _Builder(g, where, value)
     deadline = budget.deadline
@@ -155,7 +159,7 @@ class _Builder:
         """Add the linear inequality of the path that is longest by fastest times, and of the one by costs."""
         g = self.g
         for weights in (np.minimum(g.cpu_s, g.fpga_s), g.cost_s + 1e-9, g.cpu_s):
-            path = _longest_path(g, weights)
+            path = longest_path(g, weights).tolist()
             terms = []
             for node in path:
                 for index, item in self.x[int(g.unit[node])].items():
@@ -191,21 +195,6 @@ class _Builder:
                 if index in self.x[unit]:
                     self.model.add_bool_or([self.x[unit][index].negated(), *earlier])
                     earlier.append(self.x[unit][index - 1])
-
-
-def _longest_path(g: Graph, weights: np.ndarray[tuple[int, ...], np.dtype[np.float64]]) -> list[int]:
-    """Return the nodes of the path with the largest sum."""
-    best = weights.copy()
-    came = np.full(len(best), -1, dtype=np.int64)
-    for node in range(len(best)):
-        for target in g.targets[g.target_start[node] : g.target_start[node + 1]].tolist():
-            if best[node] + weights[target] > best[target]:
-                best[target] = best[node] + weights[target]
-                came[target] = node
-    path = [int(np.argmax(best))]
-    while came[path[-1]] >= 0:
-        path.append(int(came[path[-1]]))
-    return path[::-1]
 
 
 def _canonical(g: Graph, where: I64) -> I64:

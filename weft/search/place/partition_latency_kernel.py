@@ -200,7 +200,7 @@ def _grow(g: Graph, where: I64, random: I64, cluster: I64, first: int, size: int
 
 
 @compiled
-def _close(g: Graph, where: I64, cluster: I64, end: int, is_in: I64, upwards: bool) -> int:
+def close(g: Graph, where: I64, cluster: I64, end: int, is_in: I64, upwards: bool) -> int:
     """Add to the cluster all in its set that it reads from (or that read from it), however far; return its size."""
     for slot in range(end):
         is_in[cluster[slot]] = 1
@@ -241,7 +241,7 @@ def _move(g: Graph, where: I64, random: I64, cluster: I64, taken: I64, is_in: I6
             size += 1
         end = _grow(g, where, random, cluster, first, size if kind >= 10 else min(size, 3))
         if kind < 10:
-            end = _close(g, where, cluster, end, is_in, kind % 2 == 0)
+            end = close(g, where, cluster, end, is_in, kind % 2 == 0)
         there = where[_near(g, random, cluster[_draw(random, end)])]
         if there == here or kind % 5 == 3:
             there = _draw(random, g.num_sets + 1)

@@ -28,12 +28,34 @@ class Interval(NamedTuple):
 
     inside: I64
     """[units] 1 for those that must be inside."""
+    is_between: I64
+    """[nodes] 1 for those between places of the path; others are inside for their unit."""
     enter_s: F64
     """[nodes] what is counted for a node outside that is read inside."""
     exit_s: F64
     """[nodes] what is counted for a node inside that is read outside."""
     total: F64
     """Load and memory."""
+
+
+@compiled
+def longest_path(g: Graph, weights: F64) -> I64:
+    """Return the nodes of the path with the largest sum of weights."""
+    best = weights.copy()
+    came = np.full(len(best), -1, dtype=np.int64)
+    for node in range(len(best)):
+        for slot in range(g.target_start[node], g.target_start[node + 1]):
+            target = g.targets[slot]
+            if best[node] + weights[target] > best[target]:
+                best[target] = best[node] + weights[target]
+                came[target] = node
+    path = np.full(len(best), -1, dtype=np.int64)
+    at = len(best) - 1
+    path[at] = np.argmax(best)
+    while came[path[at]] >= 0:
+        path[at - 1] = came[path[at]]
+        at -= 1
+    return path[at:]
 
 
 @compiled
@@ -58,39 +80,33 @@ def spans(g: Graph, path: I64) -> tuple[I64, I64, I64]:
 
 
 @compiled
-def _is_alone(g: Graph, node: int) -> bool:
-    return bool(g.member_start[g.unit[node] + 1] - g.member_start[g.unit[node]] == 1)
+def _least_entering(g: Graph, reaches: I64, reached: I64, begin: int, least: F64) -> None:
+    """Set for each node the least that a set pays which begins at ``begin`` and reads the node.
 
-
-@compiled
-def _least_entering(g: Graph, place: I64, begin: int, least: F64) -> None:
-    """Set for each node off the path the least that a set pays which begins at ``begin`` and reads the node."""
+    A unit that leads to an earlier place cannot be inside. What a node reads counts where it alone could read it, and
+    where no interval that begins here must hold it.
+    """
     for node in range(len(least)):
-        if place[node] >= 0:
-            continue
         least[node] = g.cost_s[node]
-        if g.can_set[g.unit[node]] == 0:
+        if reaches[g.unit[node]] < begin or g.can_set[g.unit[node]] == 0:
             continue
         inside = g.fpga_s[node]
         for slot in range(g.source_start[node], g.source_start[node + 1]):
             source = g.sources[slot]
-            if not _is_alone(g, source):
-                continue
-            num_off, is_late = 0, False
+            num_readers = 0
             for index in range(g.target_start[source], g.target_start[source + 1]):
-                there = place[g.targets[index]]
-                num_off += there < 0
-                is_late = is_late or there >= begin
-            if place[source] >= 0:
-                inside += g.cost_s[source] if num_off == 1 and not is_late else 0.0
-            elif g.target_start[source + 1] - g.target_start[source] == 1:
+                num_readers += reaches[g.unit[g.targets[index]]] >= begin
+            if num_readers == 1 and reached[g.unit[source]] < begin:
                 inside += least[source]
         least[node] = min(least[node], inside)
 
 
 @compiled
-def _least_leaving(g: Graph, place: I64, take_s: F64, inside: I64, node: int) -> float:
-    """Return the least that a set pays which holds the node, for those outside that read it."""
+def _least_leaving(g: Graph, place: I64, take_s: F64, inside: I64, node: int, is_between: bool) -> float:
+    """Return the least that a set pays which holds the node, for those outside that read it.
+
+    Readers off the path count for nodes between places alone: for others the cost of reading may be counted.
+    """
     least = 0.0
     for slot in range(g.target_start[node], g.target_start[node + 1]):
         target = g.targets[slot]
@@ -98,15 +114,38 @@ def _least_leaving(g: Graph, place: I64, take_s: F64, inside: I64, node: int) ->
             continue
         if place[target] >= 0:
             return float(g.cost_s[node])
-        if g.source_start[target + 1] - g.source_start[target] == 1 and _is_alone(g, target):
+        num_sources = 0
+        for index in range(g.source_start[target], g.source_start[target + 1]):
+            num_sources += g.unit[g.sources[index]] != g.unit[target]
+        if is_between and num_sources == 1:
             least = max(least, min(g.cost_s[node], take_s[target]))
     return float(least)
 
 
 @compiled
-def _take(g: Graph, place: I64, least: F64, take_s: F64, node: int, v: Interval) -> None:
-    """Count a node that must be inside, and its class."""
+def _count_exit(g: Graph, place: I64, take_s: F64, v: Interval, node: int) -> None:
+    v.total[0] -= v.exit_s[node]
+    v.exit_s[node] = _least_leaving(g, place, take_s, v.inside, node, v.is_between[node] == 1)
+    v.total[0] += v.exit_s[node]
+
+
+@compiled
+def _count_sources(g: Graph, place: I64, least: F64, take_s: F64, v: Interval, node: int) -> None:
+    """Count what the node reads; for a node not between places only what comes from the path."""
+    for slot in range(g.source_start[node], g.source_start[node + 1]):
+        source = g.sources[slot]
+        if v.inside[g.unit[source]]:
+            _count_exit(g, place, take_s, v, source)
+        elif v.enter_s[source] == 0 and (v.is_between[node] == 1 or place[source] >= 0):
+            v.enter_s[source] = least[source]
+            v.total[0] += v.enter_s[source]
+
+
+@compiled
+def _take(g: Graph, place: I64, least: F64, take_s: F64, v: Interval, node: int) -> None:
+    """Count a node between places, and all of its unit."""
     unit = g.unit[node]
+    v.is_between[node] = 1
     if v.inside[unit] == 0:
         v.inside[unit] = 1
         for index in range(g.member_start[unit], g.member_start[unit + 1]):
@@ -114,18 +153,23 @@ def _take(g: Graph, place: I64, least: F64, take_s: F64, node: int, v: Interval)
             v.total[0] += g.fpga_s[member] - v.enter_s[member]
             v.total[1] += g.size[member]
             v.enter_s[member] = 0.0
-    for slot in range(g.source_start[node], g.source_start[node + 1]):
-        source = g.sources[slot]
-        if v.inside[g.unit[source]]:
-            if v.exit_s[source] > 0:
-                v.total[0] -= v.exit_s[source]
-                v.exit_s[source] = _least_leaving(g, place, take_s, v.inside, source)
-                v.total[0] += v.exit_s[source]
-        elif v.enter_s[source] == 0:
-            v.enter_s[source] = g.cost_s[source] if place[source] >= 0 else least[source]
-            v.total[0] += v.enter_s[source]
-    v.exit_s[node] = _least_leaving(g, place, take_s, v.inside, node)
-    v.total[0] += v.exit_s[node]
+        for index in range(g.member_start[unit], g.member_start[unit + 1]):
+            _count_sources(g, place, least, take_s, v, g.members[index])
+            _count_exit(g, place, take_s, v, g.members[index])
+        return
+    _count_sources(g, place, least, take_s, v, node)
+    _count_exit(g, place, take_s, v, node)
+
+
+@compiled
+def _unit_ends(g: Graph, after: I64, before: I64) -> tuple[I64, I64]:
+    """Return for each unit the first place any of its nodes leads to, and the last that leads to any."""
+    reaches = np.full(len(g.can_set), len(after) + 1, dtype=np.int64)
+    reached = np.full(len(g.can_set), -1, dtype=np.int64)
+    for node in range(len(after)):
+        reaches[g.unit[node]] = min(reaches[g.unit[node]], before[node])
+        reached[g.unit[node]] = max(reached[g.unit[node]], after[node])
+    return reaches, reached
 
 
 @compiled
@@ -133,49 +177,58 @@ def best_cover(g: Graph, path: I64) -> tuple[float, I64]:
     """Return the least sum along the path, and for each place the end of the interval that begins there (or -1)."""
     nodes, length = len(g.cpu_s), len(path)
     place, after, before = spans(g, path)
+    reaches, reached = _unit_ends(g, after, before)
     order = np.argsort(before, kind="mergesort")
     least, take_s = np.zeros(nodes), np.zeros(nodes)
-    v = Interval(np.zeros(len(g.can_set), dtype=np.int64), np.zeros(nodes), np.zeros(nodes), np.zeros(2))
+    v = Interval(np.zeros(len(g.can_set), dtype=np.int64), np.zeros(nodes, dtype=np.int64), np.zeros(nodes),
+                 np.zeros(nodes), np.zeros(2))
     for node in range(nodes - 1, -1, -1):
-        take_s[node] = g.fpga_s[node] + _least_leaving(g, place, take_s, v.inside, node)
+        others = 0
+        for index in range(g.member_start[g.unit[node]], g.member_start[g.unit[node] + 1]):
+            others += g.members[index] != node and after[g.members[index]] >= 0
         if g.can_set[g.unit[node]] == 0:
             take_s[node] = np.inf
+        elif others == 0:
+            take_s[node] = g.fpga_s[node] + _least_leaving(g, place, take_s, v.inside, node, True)
     best = np.zeros((length + 1, g.num_sets + 1))
     ends = np.full((length + 1, g.num_sets + 1), -1, dtype=np.int64)
     for begin in range(length - 1, -1, -1):
-        for k in range(g.num_sets + 1):
-            best[begin, k] = best[begin + 1, k] + g.cpu_s[path[begin]]
-        _least_entering(g, place, begin, least)
+        best[begin] = best[begin + 1] + g.cpu_s[path[begin]]
+        _least_entering(g, reaches, reached, begin, least)
         v.inside[:] = 0
+        v.is_between[:] = 0
         v.enter_s[:] = 0
         v.exit_s[:] = 0
         v.total[:] = 0
-        is_allowed = True
+        last = -1
         for index in range(nodes):
             node = order[index]
             if before[node] < begin or after[node] < begin:
                 continue
-            if before[node] >= length:
+            if before[node] >= length or reaches[g.unit[node]] < begin or g.can_set[g.unit[node]] == 0:
                 break
-            is_allowed = is_allowed and g.can_set[g.unit[node]] == 1
-            if not is_allowed:
-                break
-            _take(g, place, least, take_s, node, v)
+            _take(g, place, least, take_s, v, node)
             if v.total[1] > g.capacity * (1 + SLACK):
                 break
+            last = max(last, reached[g.unit[node]])
             end = place[node]
-            if end < 0:
+            if end < 0 or last > end:
                 continue
             for k in range(1, g.num_sets + 1):
                 if v.total[0] + best[end + 1, k - 1] < best[begin, k]:
                     best[begin, k] = v.total[0] + best[end + 1, k - 1]
                     ends[begin, k] = end
-    cover = np.full(length, -1, dtype=np.int64)
-    at, k = 0, g.num_sets
-    while at < length:
+    return float(best[0, g.num_sets]), _chosen(ends)
+
+
+@compiled
+def _chosen(ends: I64) -> I64:
+    cover = np.full(len(ends) - 1, -1, dtype=np.int64)
+    at, k = 0, ends.shape[1] - 1
+    while at < len(cover):
         if ends[at, k] < 0:
             at += 1
         else:
             cover[at] = ends[at, k]
             at, k = ends[at, k] + 1, k - 1
-    return float(best[0, g.num_sets]), cover
+    return cover
