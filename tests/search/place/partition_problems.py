@@ -13,7 +13,7 @@ from weft.search.place.partition_problem import PartitionProblem, parse_partitio
 def random_value(rng: np.random.Generator, num_nodes: int, *, accelerators: int = 2, cpus: int = 1, classes: bool = True,
                  backward: bool = False, tight: bool = False) -> dict[str, Any]:
     """Return the value of a problem file; with ``tight``, memory holds about two thirds of the nodes."""
-    nodes = []
+    nodes: list[dict[str, Any]] = []
     for index in range(num_nodes):
         fast = float(rng.integers(0, 8)) + float(rng.random()) * (rng.random() < 0.5)
         nodes.append({

@@ -170,4 +170,4 @@ def test_a_circle_is_no_matter_for_throughput_alone() -> None:
     assert max(plain_loads(problem, result.device.tolist())) == pytest.approx(result.value)
     for options in ({"objective": "throughput", "contiguous": True}, {"objective": "latency"}):
         with pytest.raises(InputError, match="in a circle"):
-            solve_partition(problem, **options)  # type: ignore[arg-type]
+            solve_partition(problem, **options)

@@ -152,12 +152,17 @@ class LatencySearch:
         """Return what was found; raise ``NoFeasiblePlan`` if nothing was."""
         if self.best is None:
             self.fit()  # raises where even the weights do not fit
-            raise self.misses[0] if self.misses else NoFeasiblePlan(
-                f"no placement of {self.problem.name!r} was found that fits the memory; try a longer time limit")
+            raise self.nearest_miss()
         bound = min(self.bound, self.value)
         return PlaceResult(timetable=self.best, objective="latency", value=self.value, bound=bound, by=self.by,
                            status="optimal" if self.is_proven() else "feasible", seconds=seconds,
                            is_interrupted=self.budget.is_interrupted)
+
+    def nearest_miss(self) -> NoFeasiblePlan:
+        """Return why there is no placement, by the last method tried that says so."""
+        return self.misses[-1] if self.misses else NoFeasiblePlan(
+            f"no placement of {self.problem.name!r} was found in which every operator gets what it reads: are there "
+            "ways between the devices that may run them? Add links to the cluster file, or try the method auto")
 
     def offer(self, table: Timetable, by: str) -> bool:
         """Keep the timetable if it is valid and the best; return whether it was kept."""
@@ -222,7 +227,7 @@ class LatencySearch:
     def fit(self) -> None:
         """Offer a placement that looks at memory alone; raise ``NoFeasiblePlan`` if there is none."""
         if not HAS_CPSAT:
-            raise self.misses[0]
+            raise self.nearest_miss()
         from weft.search.place.fit import fitting_devices
 
         def method(problem: PlaceProblem) -> Assignment:

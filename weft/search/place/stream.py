@@ -14,7 +14,7 @@ from weft.search.place.fit import fitting_devices
 from weft.search.place.methods import METHODS
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.result import PlaceResult
-from weft.search.place.throughput import Loaded, loads, solve_throughput
+from weft.search.place.throughput import Loaded, loads, solve_throughput, value_of
 from weft.search.place.timetable import make_timetable
 
 
@@ -25,8 +25,7 @@ def place_stream(problem: PlaceProblem, *, method: str, contiguous: bool, budget
     if method == "auto":
         found = solve_throughput(problem, contiguous=contiguous, budget=budget, seed=seed, starts=starts)
     else:
-        device = starts[0]
-        found = Loaded(device=device, value=float(loads(problem, device).max(initial=0.0)), bound=0.0, is_optimal=False)
+        found = _as_it_is(problem, starts[0], method, contiguous=contiguous)
     names = (*problem.device_names, *problem.resource_names)
     table = make_timetable(problem, found.device, np.arange(problem.num_ops))
     return PlaceResult(
@@ -34,6 +33,16 @@ def place_stream(problem: PlaceProblem, *, method: str, contiguous: bool, budget
         status="optimal" if found.is_optimal else "feasible", by="loads" if method == "auto" else method,
         seconds=time.process_time() - begin, is_interrupted=budget.is_interrupted,
         loads=dict(zip(names, loads(problem, found.device).tolist(), strict=True)))
+
+
+def _as_it_is(problem: PlaceProblem, device: I64, method: str, *, contiguous: bool) -> Loaded:
+    """Return what a named method's placement comes to; raise ``NoFeasiblePlan`` if it cannot be used as asked."""
+    value = value_of(problem, device, contiguous=contiguous)
+    if not np.isfinite(value):
+        what = " contiguously," if contiguous else ""
+        raise NoFeasiblePlan(f"{method} does not place {problem.name!r}{what} on devices with a way between them: use "
+                             "the method auto, or add links to the cluster file")
+    return Loaded(device=device, value=value, bound=0.0, is_optimal=False)
 
 
 def _starts(problem: PlaceProblem, names: Iterable[str]) -> list[I64]:

@@ -41,13 +41,24 @@ def solve_throughput(problem: PlaceProblem, *, contiguous: bool, budget: Budget,
     Raises ``NoFeasiblePlan`` where none was found that fits the memory.
     """
     loads_of = load_problem(problem, contiguous=contiguous)
-    first = np.zeros(problem.num_units, dtype=np.int64)
-    first[problem.unit_of_op[::-1]] = np.arange(problem.num_ops - 1, -1, -1)
+    first = _first_ops(problem)
     found = minimise(loads_of, budget=budget, seed=seed, starts=[np.asarray(start)[first] for start in starts])
     if isinstance(found, NothingFits):
         raise _no_room(problem, contiguous=contiguous, is_proven=found.is_proven)
     return Loaded(device=np.asarray(found.device[problem.unit_of_op], dtype=np.int64), value=found.value,
                   bound=found.bound, is_optimal=found.is_optimal)
+
+
+def value_of(problem: PlaceProblem, device: I64, *, contiguous: bool) -> float:
+    """Return the largest load of a placement; infinite where it does not fit, has no way, or is not contiguous."""
+    return load_problem(problem, contiguous=contiguous).value(device[_first_ops(problem)])
+
+
+def _first_ops(problem: PlaceProblem) -> I64:
+    """Return [units] the first operator of each unit."""
+    first = np.zeros(problem.num_units, dtype=np.int64)
+    first[problem.unit_of_op[::-1]] = np.arange(problem.num_ops - 1, -1, -1)
+    return first
 
 
 def loads(problem: PlaceProblem, device: I64) -> F64:
