@@ -14,7 +14,7 @@ import numpy as np
 HERE = Path(__file__).resolve().parent
 CLUSTERS = HERE / "problems" / "place"
 TOWERS = f"{HERE / 'models' / 'towers.py'}:towers"
-MODELS = ("inception-v3", "flava", "towers", "swin-t", "gpt2", "t5-base", "vit-base", "mixtral-8x", "resnet-50")
+MODELS = ("inception-v3", "flava", "towers", "swin-t", "gpt2", "t5-base", "vit-base", "mixtral-8x:seq=32", "resnet-50")
 BRANCHING = ("inception-v3", "flava", "towers")
 """Models with branches of some length that can run at the same time."""
 TIGHT = {"gpu-cpu": {"RTX3090": 0.6, "xeon-32c": 1.0}, "two-hosts": {"V100-16GB": 0.4, "A10": 0.4}}

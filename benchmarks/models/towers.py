@@ -1,6 +1,6 @@
 """A model with four towers of different kinds (text, image, table, sound) that meet in a head.
 
-    weft place benchmarks/models/towers.py:towers CLUSTER --mode inference
+    weft place benchmarks/models/towers.py:towers CLUSTER
 """
 
 from __future__ import annotations

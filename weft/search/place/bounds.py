@@ -8,9 +8,6 @@ device that suits i best, as if operators could be copied and nothing were share
 
 and ``tails[i, d]`` likewise the least time from the end of i on d to the end of all. So head + time + tail bounds the
 latency of every placement that has i on d, and the largest of the smallest over d bounds every placement.
-
-*Work*: for any set of operators, each with a head of at least h and a tail of at least l, all the work in between has
-to be done by the devices: h + l + the least time in which the cores, dividing operators freely, can do it.
 """
 
 from __future__ import annotations
@@ -79,18 +76,3 @@ def tighten(problem: PlaceProblem, limit: float) -> PlaceProblem | None:
         if np.array_equal(keep, problem.is_allowed):
             return problem
         problem = replace(problem, time_s=np.where(keep[problem.unit_of_op], problem.time_s, np.inf))
-
-
-def destructive_bound(problem: PlaceProblem, low: float, high: float, *, rounds: int = 12) -> float:
-    """Return a bound of at least ``low``: the largest limit, up to ``high``, below which ``tighten`` leaves nothing."""
-    if not np.isfinite(high):
-        high = 2 * low
-    for _ in range(rounds):
-        middle = (low + high) / 2
-        if not low < middle < high:
-            break
-        if tighten(problem, middle) is None:
-            low = middle
-        else:
-            high = middle
-    return low

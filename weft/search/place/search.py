@@ -197,7 +197,7 @@ class LatencySearch:
             self.solve_whole(0.5 * self.effort)
         elif is_small:
             self.solve_parts(series, 0.35 * self.effort)
-        if self.is_done():
+        if self.is_proven() or (self.budget.is_interrupted and self.best is not None):
             return
         self.try_methods()
         self.raise_bound(relaxation_bound(self.problem, time_limit=max(1.0, 0.1 * self.effort)))

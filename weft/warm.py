@@ -1,0 +1,95 @@
+"""``python -m weft.warm``: compiles the numerical code once, so that no later command has to wait for it.
+
+Compiled functions are kept on disk beside their modules. Everything is called once on a small problem.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from typing import Any, Final
+
+import numpy as np
+
+NUM_OPS = 48
+
+
+def main(names: list[str]) -> int:
+    """Warm the parts named, one after the other; without names all of them, side by side in processes of their own."""
+    if names:
+        for name in names:
+            PARTS[name]()
+        return 0
+    begin = time.monotonic()
+    print("compiling the numerical code, once ...", file=sys.stderr, flush=True)
+    runs = [subprocess.Popen([sys.executable, "-m", "weft.warm", name]) for name in PARTS]
+    code = max(run.wait() for run in runs)
+    print(f"compiled in {time.monotonic() - begin:.0f} s", file=sys.stderr)
+    return code
+
+
+def _small_problem() -> Any:
+    from weft.cluster.cluster_file import parse_cluster
+    from weft.cost.costs import estimate_costs
+    from weft.model.graph_file import parse_graph
+    from weft.search.place.problem import problem_from_graph
+
+    ops = [{"name": f"op{i}", "kind": "op", "times": {"a": 1.0 + i % 3, "b": 2.0}, "memory": 1} for i in range(NUM_OPS)]
+    edges = [{"from": f"op{i}", "to": f"op{j}", "bytes": 10} for i in range(NUM_OPS) for j in (i + 1, i + 3)
+             if j < NUM_OPS]
+    graph = parse_graph({"format": "weft.graph", "version": 1, "ops": ops, "edges": edges})
+    cluster = parse_cluster({
+        "format": "weft.cluster", "version": 1, "contention": "link",
+        "devices": [{"name": "a", "kind": "a", "memory": 100}, {"name": "b", "kind": "b", "memory": 100}],
+        "links": [{"from": "a", "to": "b", "bandwidth": "10B/s", "latency": "1us"}]})
+    return problem_from_graph(graph, cluster, estimate_costs(graph, cluster))
+
+
+def _warm_placement() -> None:
+    from weft.search.place import kernel
+    from weft.search.place.anneal import Annealer
+    from weft.search.place.methods import METHODS
+
+    problem = _small_problem()
+    found = [method(problem) for method in METHODS.values()]
+    start = found[0]
+    kernel.decode(kernel.Arrays.of(problem), start.device, start.order)
+    Annealer(problem).run(start.device, start.order, steps=10_000, seed=0, hot=0.02, cold=0.001)
+
+
+def _warm_loads() -> None:
+    from weft.search.budget import Budget
+    from weft.search.place.throughput import solve_throughput
+
+    problem = _small_problem()
+    start = np.zeros(problem.num_ops, dtype=np.int64)
+    for contiguous in (False, True):
+        solve_throughput(problem, contiguous=contiguous, budget=Budget(effort=0.1), seed=0, starts=[start])
+
+
+def _warm_partition() -> None:
+    from weft.search.place.partition import solve_partition
+    from weft.search.place.partition_problem import parse_partition
+
+    nodes = [{"id": i, "supportedOnFpga": True, "cpuLatency": 10.0, "fpgaLatency": 1.0 + i % 3, "isBackwardNode": False,
+              "colorClass": i // 2, "size": 1.0} for i in range(NUM_OPS)]
+    edges = [{"sourceId": i, "destId": j, "cost": 0.5} for i in range(NUM_OPS) for j in (i + 1, i + 3) if j < NUM_OPS]
+    problem = parse_partition({"maxSizePerFPGA": 20.0, "maxFPGAs": 3, "maxCPUs": 1, "nodes": nodes, "edges": edges})
+    for objective in ("throughput", "latency"):
+        solve_partition(problem, objective=objective, time_limit=0.3)
+
+
+def _warm_simulator() -> None:
+    from weft.simulate.engine import Simulator
+    from weft.simulate.tasks import make_task_graph
+
+    graph = make_task_graph([2.0, 1.0, 5.0], edges=[(0, 2)], holds=[(0, 0), (1, 0)], num_resources=1)
+    Simulator(graph).run(np.array([1.0, 1.0, 1.0]))
+
+
+PARTS: Final = {"placement": _warm_placement, "loads": _warm_loads, "partition": _warm_partition,
+                "simulator": _warm_simulator}
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
