@@ -61,7 +61,7 @@ def moirai(options: Options) -> Iterator[Row]:
 # ---- the zoo ------------------------------------------------------------------------------------------------------
 
 BATCH = {"inception-v3": 8, "flava": 8, "towers": 8, "swin-t": 8, "gpt2": 1, "t5-base": 1, "vit-base": 8,
-         "mixtral-8x": 1, "resnet-50": 8}
+         "mixtral-8x:seq=32": 1, "resnet-50": 8}
 """Samples of one request."""
 
 

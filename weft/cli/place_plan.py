@@ -10,12 +10,12 @@ from typing import Final
 import numpy as np
 
 from weft.cluster.cluster import Cluster
-from weft.coarsen.contract import Coarse, expand
+from weft.coarsen.contract import Coarse
 from weft.cost.costs import Costs
 from weft.model.graph import Graph
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan, SearchInfo, save_plan
-from weft.search.place.placed_plan import OpPlacement, plan_within_memory
+from weft.search.place.placed_plan import OpPlacement, placement_of_groups, plan_within_memory
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.result import PlaceResult
 from weft.search.place.timetable import Timetable
@@ -67,15 +67,10 @@ def write_plan(path: Path, loaded: Loaded, cluster: Cluster, result: PlaceResult
 
 
 def op_placement(loaded: Loaded, timetable: Timetable) -> OpPlacement:
-    """Return where every operator of the model runs, and in which order: constants first, then group after group."""
+    """Return where every operator of the model runs, and in which order."""
     if loaded.coarse is None:
         return OpPlacement(device=timetable.device, order=timetable.order)
-    groups, is_constant = loaded.coarse.groups, loaded.fine.is_constant
-    members = groups.members()
-    order = [*np.flatnonzero(is_constant).tolist(),
-             *(op for group in timetable.order.tolist() for op in members[group] if not is_constant[op])]
-    return OpPlacement(device=expand(loaded.coarse, timetable.device), order=np.asarray(order, dtype=np.int64),
-                       group=groups.of_op)
+    return placement_of_groups(loaded.coarse, timetable.device, timetable.order)
 
 
 def fused_groups(coarse: Coarse) -> dict[str, list[str]]:

@@ -53,6 +53,11 @@ class Neighbours(NamedTuple):
     capacity: F64
     tail_s: F64
     """The least time from an operator's end to the end of all."""
+    output_start: I64
+    outputs: I64
+    """Tensors that each operator writes."""
+    counts_tensors: bool
+    """Tensors take memory while they are alive."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -111,7 +116,10 @@ def _neighbours(problem: PlaceProblem) -> Neighbours:
     return Neighbours(
         problem.unit_of_op, unit_start.astype(np.int64), units, choice_start.astype(np.int64),
         choices.astype(np.int64), next_start.astype(np.int64), pairs[:, 1].astype(np.int64), reader_start, readers,
-        problem.weight_start, problem.weights, problem.weight_bytes, problem.capacity, least_tails(problem))
+        problem.weight_start, problem.weights, problem.weight_bytes, problem.capacity, least_tails(problem),
+        np.concatenate(([0], np.cumsum(np.bincount(problem.producer, minlength=problem.num_ops)))).astype(np.int64),
+        np.argsort(problem.producer, kind="stable").astype(np.int64),
+        problem.has_lifetimes and bool(np.isfinite(problem.capacity).any()))
 
 
 def least_tails(problem: PlaceProblem) -> F64:
@@ -224,6 +232,49 @@ def _evaluate(a: Arrays, n: Neighbours, s: _State, t: _Trial, every: int, first:
     for place in range(begin_at):
         value = max(value, s.end_s[s.order[place]])
     return value, num_sent, num_ops - begin_at
+
+
+@compiled
+def _tensor_peaks(a: Arrays, n: Neighbours, s: _State, left: I64, peak: F64) -> None:
+    """Fill ``peak`` with the most bytes of tensors alive on each device, by the order of operators rather than by time.
+
+    A tensor is on its writer's device, and on those that read it, from when it is written until its last reader there.
+    """
+    num_devices = a.time_s.shape[1]
+    now = np.zeros(num_devices)
+    for device in range(num_devices):
+        peak[device] = 0.0
+    for place in range(len(s.order)):
+        op = s.order[place]
+        here = s.device[op]
+        for slot in range(n.output_start[op], n.output_start[op + 1]):
+            tensor = n.outputs[slot]
+            for device in range(num_devices):
+                left[tensor, device] = 0
+            for index in range(n.reader_start[tensor], n.reader_start[tensor + 1]):
+                there = s.device[n.readers[index]]
+                if left[tensor, there] == 0 and there != here:
+                    now[there] += a.tensor_bytes[tensor]
+                    peak[there] = max(peak[there], now[there])
+                left[tensor, there] += 1
+            now[here] += a.tensor_bytes[tensor]
+            peak[here] = max(peak[here], now[here])
+        for slot in range(n.output_start[op], n.output_start[op + 1]):
+            if left[n.outputs[slot], here] == 0:
+                now[here] -= a.tensor_bytes[n.outputs[slot]]
+        for slot in range(a.input_start[op], a.input_start[op + 1]):
+            tensor = a.inputs[slot]
+            left[tensor, here] -= 1
+            if left[tensor, here] == 0:
+                now[here] -= a.tensor_bytes[tensor]
+
+
+@compiled
+def _has_room(used: F64, peak: F64, room: F64) -> bool:
+    fits = True
+    for device in range(len(used)):
+        fits = fits and used[device] + peak[device] <= room[device]
+    return fits
 
 
 @compiled
@@ -421,6 +472,12 @@ def _anneal(a: Arrays, n: Neighbours, device: I64, order: I64, steps: int, hot: 
     value, num_sent, spent = _evaluate(a, n, s, t, every, first, np.inf, first + 1)
     _accept(a, s, t, every, first, num_sent)
     best, best_device, best_order = value, device.copy(), order.copy()
+    left = np.zeros((num_tensors, num_devices), dtype=np.int64)
+    peak, room = np.zeros(num_devices), n.capacity.copy()
+    if n.counts_tensors:
+        _tensor_peaks(a, n, s, left, peak)
+        for index in range(num_devices):  # what does not fit by this account from the start may stay as full as it is
+            room[index] = max(room[index], used[index] + peak[index])
     picked, before = np.zeros(8 + MAX_SWAPPED, dtype=np.int64), np.zeros(8 + MAX_SWAPPED, dtype=np.int64)
     ratio = np.log(cold / hot)
     stamp = spent
@@ -445,7 +502,12 @@ def _anneal(a: Arrays, n: Neighbours, device: I64, order: I64, steps: int, hot: 
             continue
         trial, num_sent, timed = _evaluate(a, n, s, t, every, first, limit, stamp)
         spent += timed
-        if trial <= limit:
+        fits = trial <= limit
+        if fits and n.counts_tensors:
+            _tensor_peaks(a, n, s, left, peak)
+            spent += num_ops
+            fits = _has_room(used, peak, room)
+        if fits:
             _accept(a, s, t, every, first, num_sent)
             value = trial
             if value < best:

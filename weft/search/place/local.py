@@ -48,32 +48,27 @@ class Local:
     def _anneal(self, best: Timetable, budget: Budget, *, steps: int, hot: float) -> Timetable | None:
         """Return what a run ends with, None where its tensors do not fit beside the weights.
 
-        Annealing knows only weights. What tensors take is taken from the memory: first what they take in the best
-        timetable, then, if what was found does not fit, what they take in that, and it goes on from there.
+        Annealing counts tensors by the order of operators; by time a little more may be alive. If what was found does
+        not fit, so much less memory is given, and it goes on from there.
         """
         self.num_runs += 1
-        device, order, table = best.device, best.order, best
+        device, order = best.device, best.order
+        capacity = self.problem.capacity.copy()
         for attempt in range(MAX_ATTEMPTS if self.has_limits else 1):
-            capacity = self._capacity(table) if self.has_limits else None
-            if attempt and capacity is not None:
-                device = make_fit(self.problem, device, capacity)
             found = self.annealer.run(device, order, steps=steps >> attempt, hot=hot, cold=COLD, capacity=capacity,
                                       seed=self.seed + 97 * self.num_runs + attempt, is_spent=lambda: budget.is_spent)
             budget.effort -= found.num_steps * SECONDS_PER_STEP
             if not np.isfinite(found.value):
                 return None
-            device, order = found.device, found.order
-            table = make_timetable(self.problem, device, order)
-            if not self.has_limits or np.all(table.peak_bytes() <= self.problem.capacity):
+            table = make_timetable(self.problem, found.device, found.order)
+            over = np.maximum(table.peak_bytes() - self.problem.capacity, 0.0)
+            if not self.has_limits or not over.any():
                 return table
+            capacity -= 1.1 * over
+            resident = self.problem.resident_bytes(found.device)
+            device = make_fit(self.problem, found.device, np.where(over > 0, resident - 1.1 * over, capacity))
+            order = found.order
         return None
-
-    def _capacity(self, table: Timetable) -> F64:
-        """Return the memory for weights beside the tensors of this timetable; where it has none, of its median."""
-        tensors = table.peak_bytes() - self.problem.resident_bytes(table.device)
-        idle = np.bincount(table.device, minlength=self.problem.num_devices) == 0
-        tensors[idle] = np.median(tensors[~idle])
-        return np.asarray(self.problem.capacity - tensors, dtype=np.float64)
 
 
 def make_fit(problem: PlaceProblem, device: I64, capacity: F64) -> I64:
