@@ -51,6 +51,8 @@ MAX_OPS_FOR_SLOW: Final = 4000
 """Above so many operators the slow methods are left out as starts."""
 MAX_EXACT_TERMS: Final = 30_000
 """CP-SAT is not tried on problems with more transfers x pairs of devices."""
+MAX_ENTRIES: Final = 30_000
+"""Parts in series are left alone where parts x pairs of devices are more: the shortest way takes too long then."""
 MAX_CHOICES: Final = 300
 """CP-SAT is not tried where more devices are open than so many beyond one for each unit."""
 
@@ -265,7 +267,7 @@ class LatencySearch:
 
     def solve_parts(self, series: Series, effort: float) -> None:
         """Solve the parts between the cuts; offer what they add up to, and raise the bound."""
-        if len(series.parts) < 2 or self.is_done():
+        if len(series.parts) < 2 or len(series.parts) * self.problem.num_devices**2 > MAX_ENTRIES or self.is_done():
             return
         if self.best is not None:
             adopt(series, self.best)
