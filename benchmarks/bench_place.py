@@ -15,22 +15,15 @@ Times are CPU seconds of a fresh process, imports included. Compiled code is kep
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.place_common import DATA, Options, Row
+from benchmarks.place_common import DATA, Options
+from benchmarks.sections import run_sections
 
 SECTIONS = {"moirai": "place_table", "oracle": "place_random", "zoo": "place_table", "scale": "place_table",
             "infeasible": "place_random"}
 """The module of each."""
-
-
-def show(row: Row) -> None:
-    mark = {True: "ok    ", False: "MISSED", None: "      "}[row.ok]
-    print(f"{mark} {row.what}\n         {row.figure}   [{row.reference}]", flush=True)
 
 
 def parse() -> argparse.Namespace:
@@ -51,19 +44,7 @@ def main() -> int:
     args = parse()
     options = Options(data=args.data, time_limit=args.time_limit, num_problems=args.num_problems, batch=args.batch,
                       models=tuple(args.model or ()), clusters=tuple(args.cluster or ()), fuse=args.fuse)
-    rows: list[tuple[str, Row]] = []
-    for section in args.only or SECTIONS:
-        if not args.json:
-            print(f"-- {section}", flush=True)
-        for row in getattr(importlib.import_module(f"benchmarks.{SECTIONS[section]}"), section)(options):
-            rows.append((section, row))
-            if not args.json:
-                show(row)
-    if args.json:
-        print(json.dumps([{"section": section, **asdict(row)} for section, row in rows], indent=1))
-    missed = sum(row.ok is False for _, row in rows)
-    print(f"{missed} of {len(rows)} rows missed", file=sys.stderr)
-    return 1 if missed else 0
+    return run_sections(SECTIONS, options, only=args.only, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -16,22 +16,15 @@ Times are CPU seconds, over all threads.
 from __future__ import annotations
 
 import argparse
-import importlib
-import json
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.schedule_common import FOLDER, Options, Row
+from benchmarks.schedule_common import FOLDER, Options
+from benchmarks.sections import run_sections
 
 SECTIONS = {"table": "schedule_table", "steady": "schedule_table", "scale": "schedule_table",
             "oracle": "schedule_random", "unequal": "schedule_random", "infeasible": "schedule_random"}
 """The module of each."""
-
-
-def show(row: Row) -> None:
-    mark = {True: "ok    ", False: "MISSED", None: "      "}[row.ok]
-    print(f"{mark} {row.what}\n         {row.figure}   [{row.reference}]", flush=True)
 
 
 def main() -> int:
@@ -45,19 +38,7 @@ def main() -> int:
     args = parser.parse_args()
     options = Options(folder=args.problems, time_limit=args.time_limit, num_problems=args.num_problems,
                       num_samples=args.samples)
-    rows: list[tuple[str, Row]] = []
-    for section in args.only or SECTIONS:
-        if not args.json:
-            print(f"-- {section}", flush=True)
-        for row in getattr(importlib.import_module(f"benchmarks.{SECTIONS[section]}"), section)(options):
-            rows.append((section, row))
-            if not args.json:
-                show(row)
-    if args.json:
-        print(json.dumps([{"section": section, **asdict(row)} for section, row in rows], indent=1))
-    missed = sum(row.ok is False for _, row in rows)
-    print(f"{missed} of {len(rows)} rows missed", file=sys.stderr)
-    return 1 if missed else 0
+    return run_sections(SECTIONS, options, only=args.only, as_json=args.json)
 
 
 if __name__ == "__main__":

@@ -32,17 +32,6 @@ class Options:
     fuse: str = "rules"
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One figure and what it is held against."""
-
-    what: str
-    figure: str
-    reference: str
-    ok: bool | None = None
-    details: dict[str, Any] | None = None
-
-
 def at_most(value: float | None, limit: float) -> bool:
     return value is not None and value <= limit * (1 + SLACK)
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.place_common import Options, Row, named_values
+from benchmarks.place_common import Options, named_values
+from benchmarks.sections import Row
 from weft.search.place.problem import PlaceProblem
 
 CONTENTIONS = ("link", "port", "none")

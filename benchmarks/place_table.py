@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.place_common import SLACK, Options, Row, at_most, search
+from benchmarks.place_common import SLACK, Options, at_most, search
 from benchmarks.place_models import BRANCHING, CLUSTERS, MODELS, cluster_file, graph_file, large_files
+from benchmarks.sections import Row
 
 HEFT_SUBSETS = "heft-subsets"
 ACCELERATE = ("accelerate-sequential", "accelerate-balanced")

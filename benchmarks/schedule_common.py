@@ -30,17 +30,6 @@ class Options:
     num_samples: int = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One figure and what it is held against."""
-
-    what: str
-    figure: str
-    reference: str
-    ok: bool | None = None
-    details: dict[str, Any] | None = None
-
-
 def at_most(value: float | None, limit: float) -> bool:
     return value is not None and value <= limit + SLACK * max(1.0, abs(limit))
 

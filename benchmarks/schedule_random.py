@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from benchmarks.schedule_common import SLACK, Options, Row
+from benchmarks.schedule_common import SLACK, Options
+from benchmarks.sections import Row
 from tests.search.schedule.compare import Verdict, compare
 from tests.search.schedule.random_problems import RandomProblem, random_problem
 from weft.errors import NoFeasiblePlan

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.schedule_common import Options, Row, at_most, solve, solve_steady
+from benchmarks.schedule_common import Options, at_most, solve, solve_steady
+from benchmarks.sections import Row
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.problem_file import load_problem
 from weft.search.schedule.shapes import shape

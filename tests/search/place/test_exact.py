@@ -98,12 +98,6 @@ def test_with_fixed_devices_only_the_order_is_left(seed):
     assert found.timetable is not None
     assert np.array_equal(found.timetable.device, device)
     assert found.timetable.latency_s == pytest.approx(best.latency_s, rel=1e-6, abs=1e-12)
-    model = Model(replace(problem, capacity=fixed.capacity))
-    model.fix_devices(device)
-    again = model.solve(Budget(effort=EFFORT), effort=EFFORT)
-    assert again.timetable is not None
-    assert np.array_equal(again.timetable.device, device)
-    assert again.timetable.latency_s == pytest.approx(best.latency_s, rel=1e-6, abs=1e-12)
 
 
 def test_a_hint_is_where_the_search_begins():
@@ -130,16 +124,6 @@ def test_without_effort_nothing_is_proven():
     best_known = make_timetable(problem, np.zeros(40, dtype=np.int64), np.arange(40)).latency_s
     assert not found.is_infeasible
     assert found.bound <= best_known
-
-
-def test_it_ends_when_it_is_good_enough():
-    problem = random_problem(np.random.default_rng(4), 12, 3, contention="port", limited=False)
-    budget = Budget(effort=EFFORT)
-    enough = longest(problem)
-    found = Model(problem).solve(budget, effort=EFFORT, stop_at=enough)
-    assert found.timetable is not None
-    assert found.timetable.latency_s <= enough
-    assert found.bound < found.timetable.latency_s  # it did not go on to prove anything
 
 
 # ---- ticks ------------------------------------------------------------------------------------------------------------

@@ -230,18 +230,10 @@ class Model:
             if (sent.tensor, sent.target) in self.sent:
                 self.model.add_hint(self.sent[sent.tensor, sent.target], self.ticks.of(sent.start_s))
 
-    def fix_devices(self, device: I64) -> None:
-        """Leave only the order open."""
-        for unit, choices in enumerate(self.x):
-            here = int(device[int(np.flatnonzero(self.problem.unit_of_op == unit)[0])])
-            self.model.add(choices[here] == 1)
-
-    def solve(self, budget: Budget, *, effort: float, stop_at: float | None = None, seed: int = 0,
-              linearization: int = 1) -> Exact:
+    def solve(self, budget: Budget, *, effort: float, seed: int = 0, linearization: int = 1) -> Exact:
         """Return the best timetable, in real time, and the bound."""
-        target = None if stop_at is None else float(self.ticks.of(stop_at))
         unit = SECONDS_PER_UNIT[0 if self.problem.num_ops <= SMALL else 1]
-        found = solve(self.model, budget, effort=effort, seed=seed, stop_at=target, linearization=linearization,
+        found = solve(self.model, budget, effort=effort, seed=seed, linearization=linearization,
                       seconds_per_unit=unit, max_seconds=1.0 + 2 * max(0.0, min(effort, budget.effort)))
         if found.status == "infeasible":
             return Exact(timetable=None, bound=0.0, is_infeasible=True)

@@ -12,6 +12,7 @@ import numpy as np
 
 from weft.compiled import compiled
 from weft.model.graph import F64, I64
+from weft.search.place.throughput_kernel import draw
 
 MAX_CLUSTER = 24
 TIE = 1e-6
@@ -170,15 +171,9 @@ def excess(g: Graph, s: Scratch) -> float:
 
 
 @compiled
-def _draw(random: I64, limit: int) -> int:
-    random[0] = random[0] * 6364136223846793005 + 1442695040888963407
-    return int(((random[0] >> 33) & 0x7FFFFFFF) % limit)
-
-
-@compiled
 def _near(g: Graph, random: I64, unit: int) -> int:
     num = g.near_start[unit + 1] - g.near_start[unit]
-    return int(g.near[g.near_start[unit] + _draw(random, num)]) if num else unit
+    return int(g.near[g.near_start[unit] + draw(random, num)]) if num else unit
 
 
 @compiled
@@ -189,7 +184,7 @@ def _grow(g: Graph, where: I64, random: I64, cluster: I64, first: int, size: int
     for _ in range(3 * size):
         if end >= size:
             break
-        other = _near(g, random, cluster[_draw(random, end)])
+        other = _near(g, random, cluster[draw(random, end)])
         is_new = where[other] == where[first]
         for slot in range(end):
             is_new = is_new and cluster[slot] != other
@@ -232,26 +227,26 @@ def _move(g: Graph, where: I64, random: I64, cluster: I64, taken: I64, is_in: I6
     after it; all of a set goes to CPUs or another set; the part of a set after a random node becomes a set of its own.
     """
     nodes = len(g.cpu_s)
-    kind = _draw(random, 20)
-    first = g.unit[_draw(random, nodes)]
+    kind = draw(random, 20)
+    first = g.unit[draw(random, nodes)]
     here = where[first]
     if kind >= 3:
         size = 1
-        while size < MAX_CLUSTER and _draw(random, 5) < 3:
+        while size < MAX_CLUSTER and draw(random, 5) < 3:
             size += 1
         end = _grow(g, where, random, cluster, first, size if kind >= 10 else min(size, 3))
         if kind < 10:
             end = close(g, where, cluster, end, is_in, kind % 2 == 0)
-        there = where[_near(g, random, cluster[_draw(random, end)])]
+        there = where[_near(g, random, cluster[draw(random, end)])]
         if there == here or kind % 5 == 3:
-            there = _draw(random, g.num_sets + 1)
+            there = draw(random, g.num_sets + 1)
     else:
         if here == 0:
             return 0
-        there = _draw(random, g.num_sets + 1) if kind == 0 else where[_near(g, random, first)]
+        there = draw(random, g.num_sets + 1) if kind == 0 else where[_near(g, random, first)]
         cut = 0
         if kind == 2:
-            cut = _draw(random, nodes)
+            cut = draw(random, nodes)
             there = 0
             taken[:] = 0
             for unit in range(len(where)):
@@ -305,7 +300,7 @@ def anneal(g: Graph, where: I64, steps: int, hot: float, cold: float, seed: int)
         value = latency(g, trial, s)
         lacks = excess(g, s)
         new = value + TIE * s.load.sum() + VIOLATION * scale * lacks
-        if new <= now or np.exp((now - new) / temperature) * 2147483648.0 > _draw(random, 2147483647):
+        if new <= now or np.exp((now - new) / temperature) * 2147483648.0 > draw(random, 2147483647):
             now = new
             for slot in range(num):
                 where[cluster[slot]] = trial[cluster[slot]]

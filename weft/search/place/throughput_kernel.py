@@ -178,7 +178,7 @@ def is_valid(a: Loads, device: I64, contiguous: bool) -> bool:
 
 
 @compiled
-def _draw(random: I64, limit: int) -> int:
+def draw(random: I64, limit: int) -> int:
     """Return a number below the limit, by a linear congruential generator with its good upper bits."""
     random[0] = random[0] * 6364136223846793005 + 1442695040888963407
     return int(((random[0] >> 33) & 0x7FFFFFFF) % limit)
@@ -191,11 +191,11 @@ def _near(a: Loads, random: I64, unit: int) -> int:
     num = num_owned + a.read_start[unit + 1] - a.read_start[unit]
     if num == 0:
         return unit
-    pick = _draw(random, num)
+    pick = draw(random, num)
     is_owned = pick < num_owned
     tensor = a.owned[a.own_start[unit] + pick] if is_owned else a.reads[a.read_start[unit] + pick - num_owned]
     num_pins = a.reader_start[tensor + 1] - a.reader_start[tensor] + 1
-    pin = _draw(random, num_pins)
+    pin = draw(random, num_pins)
     return int(a.owner[tensor] if pin == 0 else a.readers[a.reader_start[tensor] + pin - 1])
 
 
@@ -207,7 +207,7 @@ def _grow(a: Loads, device: I64, random: I64, cluster: I64, begin: int, first: i
     for _ in range(3 * size):
         if end - begin >= size:
             break
-        other = _near(a, random, cluster[begin + _draw(random, end - begin)])
+        other = _near(a, random, cluster[begin + draw(random, end - begin)])
         is_new = device[other] == device[first]
         for slot in range(begin, end):
             is_new = is_new and cluster[slot] != other
@@ -253,24 +253,24 @@ def _propose(a: Loads, device: I64, random: I64, cluster: I64) -> tuple[int, int
     All are 0 where the move is not allowed.
     """
     num_units, num_devices = a.time_s.shape
-    first = _draw(random, num_units)
+    first = draw(random, num_units)
     source = device[first]
     size = 1
-    while size < MAX_CLUSTER and _draw(random, 5) < 2:
+    while size < MAX_CLUSTER and draw(random, 5) < 2:
         size += 1
     middle = _grow(a, device, random, cluster, 0, first, size)
-    target = device[_near(a, random, cluster[_draw(random, middle)])]
-    if target == source or _draw(random, 4) == 0:
-        target = _draw(random, num_devices)
+    target = device[_near(a, random, cluster[draw(random, middle)])]
+    if target == source or draw(random, 4) == 0:
+        target = draw(random, num_devices)
     if target == source or not _may_go(a, cluster, 0, middle, target):
         return 0, 0, 0
     end = middle
-    if _draw(random, 3) == 0:
-        other = _draw(random, num_units)
+    if draw(random, 3) == 0:
+        other = draw(random, num_units)
         for _ in range(8):
             if device[other] == target:
                 break
-            other = _draw(random, num_units)
+            other = draw(random, num_units)
         if device[other] == target:
             end = _grow(a, device, random, cluster, middle, other, size)
             if not _may_go(a, cluster, middle, end, source):
@@ -330,7 +330,7 @@ def anneal(a: Loads, device: I64, steps: int, hot: float, cold: float, seed: int
         num = _touched(a, cluster, end, stamp, step, tensors)
         _shift(a, s, cluster, middle, end, target, tensors[:num])
         new = energy(a, s, unit_load)
-        accept = new <= now or np.exp((now - new) / temperature) * 2147483648.0 > _draw(random, 2147483647)
+        accept = new <= now or np.exp((now - new) / temperature) * 2147483648.0 > draw(random, 2147483647)
         if accept and contiguous:
             accept = is_convex(a, s.device, source, left) and is_convex(a, s.device, target, left)
         if accept:
