@@ -1,5 +1,8 @@
-"""A GPU and its host's CPU run one model that is larger than the memory granted to the GPU: who places it best?
+"""Two unlike devices run one model that is larger than the memory granted to one of them: who places it best?
 
+The pair is a GPU and its host's CPU, or two unequal parts of one GPU (``cuda:0@50%``, by the multi-process service).
+
+    python benchmarks/bench_place_gpu.py --devices cuda:0@50%,cuda:0@25% --model flava --batch 16 --granted 900MiB
     python benchmarks/bench_place_gpu.py --model gpt2-xl:seq=32 --profile-model gpt2-xl:layers=2,seq=32 --granted 4GiB
     python benchmarks/bench_place_gpu.py --model flava --batch 4 --granted 500MiB
     python benchmarks/bench_place_gpu.py --devices cpu,cpu --model gpt2-tiny --granted 600KiB --steps 5     (no GPU)
@@ -8,10 +11,10 @@ Steps (all of them, or one by ``--only``; what they find lies in ``--work``):
 
     profile   every distinct operator on both devices, and the way between two processes on them
     place     Weft's search, and the rules of accelerate (sequential, balanced) and one device, under the same limits
-    run       each plan with one process on the GPU, held to the granted memory, and one on the CPU; outputs against one
-              process; median latency of warm steps beside the predicted one
+    run       each plan with one process on each device, GPUs held to the granted memory; outputs against one process;
+              median latency of warm steps beside the predicted one; all plans in turn, ``--rounds`` times
 
-Each rule's blocks run where the rule puts them, on the CPU too (as with ``dispatch_model(..., main_device="cpu")``).
+Each rule's blocks run where the rule puts them, also on a CPU (as with ``dispatch_model(..., main_device="cpu")``).
 accelerate's default instead keeps such weights on the CPU and copies them to the GPU for each call; that is measured as
 well, with the sequential rule's split, from pageable memory as accelerate has it and from pinned memory.
 Where OR-Tools is not installed, Weft's search is its list methods and local search, without exact parts.
@@ -38,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # else the granted memory breaks into pieces
 
+from benchmarks.mps import multi_process_service  # noqa: E402
 from weft.cluster.cluster import Cluster, Device, Link  # noqa: E402
 from weft.cluster.cluster_file import load_cluster, save_cluster  # noqa: E402
 from weft.cluster.probe import probe  # noqa: E402
@@ -53,6 +57,7 @@ from weft.plan.check import check_plan  # noqa: E402
 from weft.plan.lower import lower  # noqa: E402
 from weft.plan.memory import static_bytes  # noqa: E402
 from weft.plan.plan import Plan, load_plan, save_plan, with_search  # noqa: E402
+from weft.run.result import RunOptions, RunResult, share_environment  # noqa: E402
 from weft.search.place.methods import METHODS  # noqa: E402
 from weft.search.place.placed_plan import OpPlacement, placement_of_groups, plan_within_memory  # noqa: E402
 from weft.search.place.problem import PlaceProblem, problem_from_graph  # noqa: E402
@@ -77,6 +82,16 @@ TOLERANCE = 1e-4
 
 def profile(args: argparse.Namespace) -> None:
     """Write the operators' times, and the measured link and device kinds, into the work folder."""
+    for name, device in zip(kinds(args), args.devices.split(","), strict=True):
+        if name not in kinds(args)[:kinds(args).index(name)]:
+            own_process(args, "--profile-device", device, share=device)
+    link = measure_link(args)
+    note(f"link: {link['latency_s'] * 1e6:.0f} us + bytes / {link['bytes_per_s'] / 1e9:.2f} GB/s")
+    (args.work / "link.json").write_text(json.dumps(link))
+
+
+def profile_device(args: argparse.Namespace) -> None:
+    """Time every distinct operator on one device, in a process of its own: a part of a GPU is given to a process."""
     import torch
 
     from weft.cost.profiler import profile_model
@@ -86,18 +101,31 @@ def profile(args: argparse.Namespace) -> None:
     store = ProfileStore(args.work / "profile.sqlite")
     traced = trace(resolve_model(args.profile_model or args.model, mode="inference", dtype=args.dtype),
                    batch=args.batch, backward="rule")
-    for kind in dict.fromkeys(kinds(args)):
-        save_cluster(probe(1, device=kind), args.work / f"kind-{kind}.json")
-        summary = profile_model(traced, kind, store, threads=args.threads, kind=f"bench-{kind}")
-        note(f"{kind}: {summary.num_timed} of {summary.num_keys} distinct operators timed, sum {summary.forward_s:.4g} s"
-             f"{''.join(f'; {text}' for text in summary.problems[:3])}")
-    link = measure_link(args)
-    note(f"link: {link['latency_s'] * 1e6:.0f} us + bytes / {link['bytes_per_s'] / 1e9:.2f} GB/s")
-    (args.work / "link.json").write_text(json.dumps(link))
+    name, plain = kind_name(args.profile_device), args.profile_device.partition(":")[0].partition("@")[0]
+    save_cluster(probe(1, device=plain), args.work / f"kind-{name}.json")
+    summary = profile_model(traced, plain, store, threads=args.threads, kind=f"bench-{name}")
+    note(f"{name}: {summary.num_timed} of {summary.num_keys} distinct operators timed, sum {summary.forward_s:.4g} s"
+         f"{''.join(f'; {text}' for text in summary.problems[:3])}")
+
+
+def own_process(args: argparse.Namespace, *more: str, share: str) -> str:
+    """Return what this script prints when started again with ``more``, on the part of a GPU that ``share`` names."""
+    done = subprocess.run([sys.executable, __file__, *sys.argv[1:], "--work", str(args.work), *more],
+                          env={**os.environ, **share_environment(share)}, stdout=subprocess.PIPE, text=True,
+                          timeout=900, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(more)} ended with exit code {done.returncode}")
+    return done.stdout.strip()
+
+
+def kind_name(device: str) -> str:
+    """Return what a device's kind is called here: cpu, cuda, or cuda-25 for a part."""
+    plain, _, share = device.partition("@")
+    return plain.partition(":")[0] + (f"-{share.rstrip('%')}" if share else "")
 
 
 def kinds(args: argparse.Namespace) -> list[str]:
-    return [name.partition(":")[0] for name in args.devices.split(",")]
+    return [kind_name(name) for name in args.devices.split(",")]
 
 
 def measure_link(args: argparse.Namespace) -> dict[str, float]:
@@ -108,7 +136,7 @@ def measure_link(args: argparse.Namespace) -> dict[str, float]:
                        "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": str(args.threads)}
         children = [subprocess.Popen(
             [sys.executable, __file__, "--devices", args.devices, "--link-rank", str(rank), "--link-fd", str(fd)],
-            env=environment, pass_fds=[fd], stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL)
+            env={**environment, **share_environment(args.devices.split(",")[rank])}, pass_fds=[fd], stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL)
             for rank in range(2)]
     try:
         text = children[0].communicate(timeout=300)[0]
@@ -244,31 +272,34 @@ def weft_search(problem: PlaceProblem, args: argparse.Namespace) -> Timetable:
 
 def run(args: argparse.Namespace) -> list[dict[str, object]]:
     """Return one row for each plan in the work folder, run on the two devices; then rows of accelerate's offloading."""
-    from weft.run.launch import run_plan
-    from weft.run.result import RunOptions
-
-    rows: list[dict[str, object]] = []
-    options = RunOptions(steps=args.steps, warmup=args.warmup, device=args.devices, verify=True, dtype=args.dtype,
-                         timeout_s=600.0, gpu_memory_bytes=args.granted if "cuda" in args.devices else None)
-    for name in ("weft", *RULES):
-        path = args.work / f"plan-{name}.json"
-        if not path.exists():
-            rows.append({"method": name, "note": "no plan"})
-            continue
-        plan = load_plan(path)
+    names = [name for name in ("weft", *RULES) if (args.work / f"plan-{name}.json").exists()]
+    rows: dict[str, dict[str, object]] = {name: {"method": name, "note": "no plan"} for name in ("weft", *RULES)}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for name in names * args.rounds:
+        plan = load_plan(args.work / f"plan-{name}.json")
         try:
-            result = run_plan(plan, args.model, options=options, threads=args.threads)
+            result = run_once(args, plan)
         except WeftError as problem:
-            rows.append({"method": name, "note": str(problem)})
+            rows[name] = {"method": name, "note": str(problem)}
             continue
         check = result.verification
         assert check is not None
-        rows.append({"method": name, "predicted_s": plan.search.step_time, "measured_s": result.step_time_s,
-                     "least_s": min(result.step_times_s), "error": check.loss_error,
-                     "is_equal": check.loss_error <= TOLERANCE, **facts_of(args, plan)})
-        note(f"{name}: predicted {rows[-1]['predicted_s']:.6g} s, measured {result.step_time_s:.6g} s, "
+        times[name] += result.step_times_s
+        rows[name] = {"method": name, "predicted_s": plan.search.step_time, "measured_s": statistics.median(times[name]),
+                      "least_s": min(times[name]), "error": check.loss_error, "is_equal": check.loss_error <= TOLERANCE,
+                      **facts_of(args, plan)}
+        note(f"{name}: predicted {plan.search.step_time:.6g} s, measured {result.step_time_s:.6g} s, "
              f"error {check.loss_error:.1e}")
-    return rows + offload_rows(args)
+    return [*rows.values(), *offload_rows(args)]
+
+
+def run_once(args: argparse.Namespace, plan: Plan) -> RunResult:
+    """Return the result of running a plan on the two devices, GPUs held to the granted memory."""
+    from weft.run.launch import run_plan
+
+    options = RunOptions(steps=args.steps, warmup=args.warmup, device=args.devices, verify=True, dtype=args.dtype,
+                         timeout_s=600.0, gpu_memory_bytes=args.granted if "cuda" in args.devices else None)
+    return run_plan(plan, args.model, options=options, threads=args.threads)
 
 
 def facts_of(args: argparse.Namespace, plan: Plan) -> dict[str, object]:
@@ -281,16 +312,12 @@ def facts_of(args: argparse.Namespace, plan: Plan) -> dict[str, object]:
 def offload_rows(args: argparse.Namespace) -> list[dict[str, object]]:
     """Return the latency of accelerate's default: what the sequential rule puts on the CPU is copied for each call."""
     path = args.work / "plan-accelerate-sequential.json"
-    if not path.exists():
+    if not path.exists() or kinds(args)[1] != "cpu":  # with two GPUs accelerate copies nothing
         return []
     rows: list[dict[str, object]] = []
-    for pinned in (False, True) if kinds(args)[0] == "cuda" else (False,):
-        name = f"offloaded, {'pinned' if pinned else 'pageable'} memory"
-        command = [sys.executable, __file__, *sys.argv[1:], "--offload", "pinned" if pinned else "pageable"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
-        lines = done.stdout.strip().splitlines()
-        rows.append({"method": name, **json.loads(lines[-1])} if done.returncode == 0 and lines else
-                    {"method": name, "note": done.stderr.strip()[-300:]})
+    for how in ("pageable", "pinned") if kinds(args)[0].startswith("cuda") else ("pageable",):
+        printed = own_process(args, "--offload", how, share=args.devices.split(",")[0])
+        rows.append({"method": f"offloaded, {how} memory", **json.loads(printed.splitlines()[-1])})
     return rows
 
 
@@ -302,7 +329,7 @@ def offload(args: argparse.Namespace) -> None:
     from weft.run.__main__ import limit_memory
 
     torch.backends.cudnn.allow_tf32 = False
-    device = torch.device(args.devices.split(",")[0])
+    device = torch.device(args.devices.split(",")[0].partition("@")[0])
     if device.type == "cuda":
         device = torch.device("cuda", device.index or 0)
         limit_memory(device, args.granted)
@@ -385,8 +412,8 @@ def report(args: argparse.Namespace, rows: list[dict[str, object]]) -> None:
         print(json.dumps({"model": args.model, "batch": args.batch, "granted": args.granted, "devices": args.devices,
                           "threads": args.threads, "rows": rows}))
         return
-    print(f"\n{args.model}, batch {args.batch}, {args.dtype}; {format_bytes(args.granted)} granted on the first of "
-          f"{args.devices}; {args.threads} CPU threads; median of {args.steps} warm steps")
+    print(f"\n{args.model}, batch {args.batch}, {args.dtype}; {format_bytes(args.granted)} granted on each GPU of "
+          f"{args.devices}; {args.threads} CPU threads; median of {args.rounds} x {args.steps} warm steps")
     print(f"{'method':30s} {'predicted':>12s} {'measured':>12s} {'least':>12s} {'error':>8s}  weights by device")
     for row in rows:
         if "measured_s" not in row:
@@ -409,12 +436,13 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--profile-model", help="profile this one instead: the same operators in fewer layers")
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--devices", default="cuda,cpu", help="of the two processes")
+    parser.add_argument("--devices", default="cuda,cpu", help="of the two processes: cuda,cpu or parts of one GPU, cuda:0@50%%,cuda:0@25%%")
     parser.add_argument("--granted", type=parse_bytes, default=parse_bytes("4GiB"), help="memory of the first device")
     parser.add_argument("--reserve", type=parse_bytes, help="of it, kept for libraries (default 5 %% and 96 MiB on a GPU)")
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 2),
                         help="of the process on the CPU (default: all cores but two, which the other process needs)")
     parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=2, help="how often each plan is run, in turn with the others")
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--time-limit", type=float, default=20.0, help="of each of Weft's searches, in seconds")
     parser.add_argument("--work", type=Path, default=Path("place-gpu"), help="folder for the profile and the plans")
@@ -422,6 +450,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--link-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--link-fd", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--profile-device", help=argparse.SUPPRESS)
     parser.add_argument("--offload", choices=("pinned", "pageable"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.reserve is None:
@@ -431,21 +460,25 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     args = parse()
+    args.work.mkdir(parents=True, exist_ok=True)
     if args.link_rank is not None:
         link_rank(args)
     if args.offload is not None:
         offload(args)
         return 0
-    args.work.mkdir(parents=True, exist_ok=True)
-    if args.only in (None, "profile"):
-        profile(args)
-    if args.only in (None, "place"):
-        place(args)
-    if args.only in (None, "run"):
+    if args.profile_device is not None:
+        profile_device(args)
+        return 0
+    with multi_process_service("@" in args.devices):
+        if args.only in (None, "profile"):
+            profile(args)
+        if args.only in (None, "place"):
+            place(args)
+        if args.only not in (None, "run"):
+            return 0
         rows = run(args)
-        report(args, rows)
-        return int(not all(row.get("is_equal", False) for row in rows if "measured_s" in row))
-    return 0
+    report(args, rows)
+    return int(not all(row.get("is_equal", False) for row in rows if "measured_s" in row))
 
 
 if __name__ == "__main__":

@@ -65,6 +65,17 @@ def test_long_form():
     assert cluster.route(0, 1).latency_s == 2e-6
 
 
+def test_both_directions_of_a_link_may_be_listed_without_saying_directed():
+    file = long_form()
+    for link in file["links"][-2:]:
+        del link["directed"]
+    assert parse_cluster(file) == parse_cluster(long_form())
+    for link in file["links"][-2:]:
+        link["shared"] = True
+    last = parse_cluster(file).links[-2:]
+    assert [(link.name, link.bytes_per_s, link.shared) for link in last] == [("s>x0", 1e9, "s-x0"), ("x0>s", 2e9, "s-x0")]
+
+
 def test_mixed_forms_join_by_host_and_network():
     cluster = parse_cluster(mixed_form())
     assert [device.name for device in cluster.devices] == ["a0", "a1", "a2", "c", "lone"]
@@ -263,7 +274,7 @@ BAD = {
     "link to a near name": (changed(long_form, "links", 3, "from", to="g00"),
                             "no device or switch 'g00' (did you mean 'g0'?)"),
     "self link": (changed(long_form, "links", 0, "to", to="n0"), "links[0]: 'n0' is linked to itself"),
-    "double link": (changed(long_form, "links", 5, "directed", to=False), "the link 's>x0' is there 2 times"),
+    "double link": (changed(long_form, "links", 5, "from", to="g0"), "the link 'g0>s' is there 2 times"),
     "unlinked switch": (changed(long_form, "switches", to=["s", "t"]), "switches[1]: no link reaches the switch 't'"),
     # kinds and presets
     "unknown kind": (changed(short_form, "hosts", 0, "devices", to="4 x A10O-80GB"),

@@ -10,17 +10,18 @@ from tests.run.plans import greedy_order, pipeline_plan, traced
 from weft.errors import InputError, RunError
 from weft.run.__main__ import own_device
 from weft.run.launch import run_plan
-from weft.run.result import RunOptions, rank_devices
+from weft.run.result import RunOptions, rank_devices, share_environment
 from weft.run.transport import Transport
 
 
 def test_one_device_for_all_or_one_for_each():
     assert rank_devices("cpu", 3) == ("cpu", "cpu", "cpu")
     assert rank_devices("cuda,cpu,cuda:1", 3) == ("cuda", "cpu", "cuda:1")
+    assert rank_devices("cuda:0@50%,cuda@7%", 2) == ("cuda:0@50%", "cuda@7%")
     with pytest.raises(InputError, match="names 2 devices, but there are 3 ranks"):
         rank_devices("cuda,cpu", 3)
-    for text in ("gpu", "cpu:0", "cuda:", "cuda:x", "cuda,", ""):
-        with pytest.raises(InputError, match="is none; use cpu, cuda or cuda:0"):
+    for text in ("gpu", "cpu:0", "cuda:", "cuda:x", "cuda,", "", "cuda@", "cuda@0%", "cuda@101%", "cpu@5%"):
+        with pytest.raises(InputError, match="is none; use cpu, cuda, cuda:0 or"):
             rank_devices(text, 2)
 
 
@@ -28,8 +29,10 @@ def test_gpus_are_given_out_in_order(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
     monkeypatch.delenv("LOCAL_RANK", raising=False)
-    text = "cuda,cpu,cuda,cuda:0"
+    text = "cuda,cpu,cuda@50%,cuda:0@25%"
     assert [str(own_device(text, rank=rank, num_ranks=4)) for rank in range(4)] == ["cuda:0", "cpu", "cuda:1", "cuda:0"]
+    assert share_environment("cuda:0") == {}
+    assert share_environment("cuda:0@25%") == {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "25"}
     with pytest.raises(RunError, match="GPU 2 is needed for rank 2, but this machine has 2"):
         own_device("cuda", rank=2, num_ranks=3)
     monkeypatch.setenv("LOCAL_RANK", "0")  # the second host of a run under torchrun

@@ -17,8 +17,9 @@ def run(
     warmup: Annotated[int, typer.Option(help="Steps before the measured ones.")] = 0,
     verify: Annotated[bool, typer.Option(help="Compare loss and every gradient with one process.")] = False,
     dtype: Annotated[str | None, typer.Option(help="Run in this dtype instead of the plan's.")] = None,
-    device: Annotated[str, typer.Option(help="cpu (gloo) or cuda (nccl) for all, or one for each process with gloo: "
-                                        "cuda,cpu.")] = "cpu",
+    device: Annotated[str, typer.Option(
+        help="cpu (gloo) or cuda (nccl) for all, or one for each process with gloo: cuda,cpu; cuda:0@25% is part of a "
+             "GPU, by the multi-process service.")] = "cpu",
     gpu_memory: Annotated[str | None, typer.Option(
         help="The most that a process may take of its GPU's memory, such as 4GiB.")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of each process.")] = 1,

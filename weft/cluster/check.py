@@ -74,7 +74,8 @@ def _link_problems(cluster: Cluster) -> Iterator[str]:
     for name, count in Counter(link.name for link in cluster.links).items():
         if count > 1:
             yield (f"the link {name!r} is there {count} times (a link is both directions unless it says "
-                   "'directed: true'; write parallel links as one with their total bandwidth)")
+                   "'directed: true' or the file lists the other one; write parallel links as one with their total "
+                   "bandwidth)")
     for link in cluster.links:
         if link.source == link.target:
             yield f"the link {link.name!r} joins a node with itself"

@@ -101,8 +101,9 @@ def expand(file: ClusterFile, *, where: str, default_name: str) -> Cluster:
     for index, switch in enumerate(file.switches):
         _add_node(draft, switch, f"switches[{index}]")
     _join(draft, network)
+    listed = {(link.from_, link.to) for link in file.links}
     for index, link in enumerate(file.links):
-        _add_link(draft, link, f"links[{index}]")
+        _add_link(draft, link, f"links[{index}]", has_way_back=(link.to, link.from_) in listed)
     _check_switches(draft)
     draft.check()
     cluster = Cluster(name=file.name or default_name, kinds=draft.kinds, devices=tuple(draft.devices),
@@ -349,7 +350,8 @@ def _connect(draft: _Draft, nodes: list[str], switch: str, rate: _Rate, *, mediu
                                     latency_s=rate.latency_s / 2, shared=shared, origin=rate.origin))
 
 
-def _add_link(draft: _Draft, entry: LinkEntry, path: str) -> None:
+def _add_link(draft: _Draft, entry: LinkEntry, path: str, *, has_way_back: bool) -> None:
+    """Add one direction, and the other unless the file lists it (``has_way_back``) or says ``directed``."""
     for end, name in (("from", entry.from_), ("to", entry.to)):
         if name not in draft.owners:
             near = suggestion(name, draft.owners) if len(draft.owners) <= 1000 else ""
@@ -359,8 +361,9 @@ def _add_link(draft: _Draft, entry: LinkEntry, path: str) -> None:
         draft.note(f"{path}: {entry.from_[:100]!r} is linked to itself")
     bytes_per_s = _read(draft, f"{path}.bandwidth", entry.bandwidth, parse_rate, 1.0)
     latency_s = _read(draft, f"{path}.latency", entry.latency, parse_time, 0.0)
-    shared = f"{entry.from_}-{entry.to}" if entry.shared is True else (entry.shared or None)
-    ways = [(entry.from_, entry.to)] + ([] if entry.directed else [(entry.to, entry.from_)])
+    ends = sorted((entry.from_, entry.to)) if has_way_back else (entry.from_, entry.to)
+    shared = "-".join(ends) if entry.shared is True else (entry.shared or None)
+    ways = [(entry.from_, entry.to)] + ([] if entry.directed or has_way_back else [(entry.to, entry.from_)])
     for source, target in ways:
         draft.links.append(Link(source=source, target=target, bytes_per_s=bytes_per_s, latency_s=latency_s,
                                 shared=shared, origin=entry.source))

@@ -81,7 +81,7 @@ class KindEntry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkEntry:
-    """A link between two nodes, in both directions unless ``directed``."""
+    """A link between two nodes: in both directions, unless ``directed`` or the other direction is listed too."""
 
     from_: str
     to: str

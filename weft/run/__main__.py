@@ -202,7 +202,7 @@ def own_device(text: str, *, rank: int, num_ranks: int) -> torch.device:
     if not wanted[rank].startswith("cuda"):
         return torch.device("cpu")
     local = wanted[rank - int(os.environ.get("LOCAL_RANK", rank)):rank]
-    _, _, number = wanted[rank].partition(":")
+    _, _, number = wanted[rank].partition("@")[0].partition(":")
     index = int(number) if number else sum(name.startswith("cuda") for name in local)
     count = torch.cuda.device_count()
     if index >= count:

@@ -24,7 +24,7 @@ from typing import IO, Any, Final
 import weft.errors
 from weft.errors import InputError, RunError, WeftError
 from weft.plan.plan import Plan, load_plan, save_plan
-from weft.run.result import RunOptions, RunResult, load_result, rank_devices
+from weft.run.result import RunOptions, RunResult, load_result, rank_devices, share_environment
 from weft.run.status import create_status_file, read_status_file
 
 POLL_S: Final = 0.05
@@ -44,7 +44,6 @@ def run_plan(plan: Plan | str | PathLike[str], model: str, *, options: RunOption
     options = options or RunOptions()
     _check_options(options, threads)
     given = plan if isinstance(plan, Plan) else load_plan(plan)
-    rank_devices(options.device, len(given.cluster.devices))
     with tempfile.TemporaryDirectory(prefix="weft-run-") as name:
         folder = Path(name)
         save_plan(given, folder / "plan.json")
@@ -90,6 +89,7 @@ class _Ranks:
 
     def __init__(self, plan: Plan, model: str, options: RunOptions, threads: int, folder: Path) -> None:
         self.plan, self.folder = plan, folder
+        self._devices = rank_devices(options.device, len(plan.cluster.devices))
         self._command = [sys.executable, "-m", "weft.run", str(folder / "plan.json"), model,
                          "--launched-in", str(folder), *_flags(options)]
         self._threads = threads
@@ -112,7 +112,8 @@ class _Ranks:
         """Start one rank; rank 0 serves the socket at which the others meet."""
         world = str(len(self.plan.cluster.devices))
         environment = {
-            **os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
+            **os.environ, **share_environment(self._devices[rank]),
+            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]),
             "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": str(self._threads),
             "PYTHONPATH": os.pathsep.join([_package_root(), *filter(None, [os.environ.get("PYTHONPATH")])])}

@@ -41,7 +41,8 @@ class RunOptions:
     """Run in this dtype instead of the plan's."""
     device: str = "cpu"
     """``cpu`` (gloo) or ``cuda`` (nccl) for all ranks, or one for each, such as ``cuda,cpu`` or ``cuda:0,cuda:0``
-    (gloo; what is on a GPU passes through the host's memory)."""
+    (gloo; what is on a GPU passes through the host's memory). ``cuda:0@25%`` is a quarter of a GPU that several ranks
+    share by the multi-process service, which must be running."""
     gpu_memory_bytes: int | None = None
     """No rank may take more of its GPU's memory than this; None for no limit."""
     verify: bool = False
@@ -53,15 +54,22 @@ class RunOptions:
 
 
 def rank_devices(text: str, num_ranks: int) -> tuple[str, ...]:
-    """Return the kind of device of each rank (``cpu``, ``cuda`` or ``cuda:0``) that ``RunOptions.device`` means."""
+    """Return the kind of device of each rank (``cpu``, ``cuda``, ``cuda:0@25%``) that ``RunOptions.device`` means."""
     wanted = tuple(text.split(",")) if "," in text else (text,) * num_ranks
     if len(wanted) != num_ranks:
         raise InputError(f"device {text!r} names {len(wanted)} devices, but there are {num_ranks} ranks: name one for "
                          "each, or one for all")
     for name in wanted:
-        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?", name):
-            raise InputError(f"device {text!r}: {name!r} is none; use cpu, cuda or cuda:0")
+        if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?(@([1-9][0-9]?|100)%)?", name):
+            raise InputError(f"device {text!r}: {name!r} is none; use cpu, cuda, cuda:0 or, for a part of a GPU, "
+                             "cuda:0@25%")
     return wanted
+
+
+def share_environment(device: str) -> dict[str, str]:
+    """Return what a process needs in its environment to have the part of a GPU that ``device`` names."""
+    _, at, share = device.partition("@")
+    return {"CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": share.rstrip("%")} if at else {}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

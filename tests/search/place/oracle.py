@@ -8,8 +8,8 @@ nothing starts later than before. So an optimum is among the schedules made by p
 starts, and all of those are tried: transfers in any order, and later than they could be. The only cut is against the
 best schedule known: a lower bound (longest path, work left on a resource) that reaches it.
 
-What takes no time occupies nothing, as in ``check_timetable``; with ``zero_occupies`` it waits for its resources to be
-free, as in ``make_timetable``. Memory is what operators keep resident (no lifetimes).
+What takes no time occupies nothing, the weakest reading, which every bound must hold for; with ``zero_occupies`` it
+waits for its resources to be free, as every timetable of Weft's. Memory is what operators keep resident (no lifetimes).
 
 ``all_latencies`` is the same without any cut, over permutations, to test ``min_latency`` where even that is possible.
 """

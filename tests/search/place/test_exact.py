@@ -15,10 +15,11 @@ from tests.search.place.random_problems import random_problem
 from tests.search.place.test_oracle import draw
 from tests.search.place.test_timetable import random_order, random_placement
 from tests.search.place.worlds import problem_of
+from weft.errors import NoFeasiblePlan
 from weft.search.budget import Budget
 from weft.search.place.exact import MAX_EXACT_TICKS, ROUNDED_TICKS, Exact, Model, Ticks, choose_ticks, longest, replay
 from weft.search.place.problem import PlaceProblem
-from weft.search.place.search import pinned
+from weft.search.place.search import pinned, place
 from weft.search.place.timetable import check_timetable, make_timetable
 
 EFFORT = 10.0
@@ -182,14 +183,25 @@ def test_exact_ticks_stay_within_their_number():
     assert not choose_ticks(problem, MAX_EXACT_TICKS * 1e-6 * 1.1).is_exact
 
 
-def test_what_takes_no_time_waits_for_no_device_and_no_way():
-    """z could run while w does, and what it reads needs no way; it must not be put behind what begins with it."""
+def test_what_takes_no_time_is_not_put_inside_another_and_the_bound_holds_either_way():
+    """z could run at 1, but not inside w: w begins with it or after it. The model does not know, which keeps the bound."""
     ops = [op("w", 6, on=["x"]), op("s", 1, on=["y"]), op("z", 0, on=["x"]), op("r", 9, on=["y"])]
     problem = problem_of(graph(ops, [edge("s", "z", 0), edge("z", "r", 1)]), cluster(contention="port"))
     found = solve(problem)
     assert found.timetable is not None
     check_timetable(found.timetable)
-    assert found.timetable.latency_s == found.bound == 1 + 1 + 9
+    assert found.bound == 1 + 1 + 9
+    result = place(problem, time_limit=5.0)
+    check_timetable(result.timetable)
+    assert (result.value, result.status) == (1 + 1 + 9, "optimal")
+
+
+def test_operators_without_a_common_device_are_no_crash():
+    ops = [op("a", 1, on=["x"], colocate="g"), op("b", 1, on=["y"], colocate="g")]
+    problem = problem_of(graph(ops, [edge("a", "b", 1)]), cluster())
+    assert solve(problem).is_infeasible
+    with pytest.raises(NoFeasiblePlan, match="'a', 'b' share a device, but there is none that all of them may run on"):
+        place(problem)
 
 
 # ---- replay -----------------------------------------------------------------------------------------------------------

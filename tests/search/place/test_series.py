@@ -79,7 +79,7 @@ def slow_cuts(problem: PlaceProblem) -> list[int]:
 
 
 def brute_force(problem: PlaceProblem, bound: float, limit: float, share: float) -> Solved:
-    best = min_latency(problem)
+    best = min_latency(problem, zero_occupies=True)
     if best is None:
         return Solved(bound=float("inf"))
     return Solved(bound=best.latency_s, timetable=best.timetable)
@@ -169,7 +169,7 @@ def test_a_problem_without_cuts_is_one_part():
 @pytest.mark.parametrize("seed", range(40))
 def test_parts_add_up_to_the_optimum(seed):
     problem = draw(seed)
-    best = min_latency(problem)
+    best = min_latency(problem, zero_occupies=True)
     assert best is not None
     series = Series(problem)
     reports: list[float] = []
@@ -187,7 +187,7 @@ def test_parts_add_up_to_the_optimum(seed):
 @pytest.mark.parametrize("seed", range(12))
 def test_bounds_before_anything_is_solved_are_within_the_optimum(seed):
     problem = draw(seed)
-    best = min_latency(problem)
+    best = min_latency(problem, zero_occupies=True)
     assert best is not None
     assert Series(problem).shortest(by_bound=True).seconds <= best.latency_s * (1 + 1e-9)
 
@@ -199,7 +199,7 @@ def test_memory_and_units_across_parts_leave_a_bound():
         files["ops"][index].update(times=times, memory=10)
     files["ops"][0]["colocate"] = files["ops"][2]["colocate"] = "g"
     problem = problem_of(files, cluster(memory={"x": 10, "y": 30}))
-    best = min_latency(problem)
+    best = min_latency(problem, zero_occupies=True)
     assert best is not None
     series = Series(problem)
     solve_series(series, brute_force, upper=best.latency_s, is_spent=lambda: False, report=lambda seconds: None)
@@ -208,7 +208,7 @@ def test_memory_and_units_across_parts_leave_a_bound():
 
 def test_it_ends_when_told_and_when_nothing_better_is_left():
     problem = draw(1, 4)
-    best = min_latency(problem)
+    best = min_latency(problem, zero_occupies=True)
     assert best is not None
     calls: list[float] = []
 

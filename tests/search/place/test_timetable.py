@@ -210,10 +210,15 @@ def test_transfers_may_overlap_only_where_nothing_is_occupied(contention, is_wro
         check_timetable(table)
 
 
-def test_what_takes_no_time_overlaps_nothing():
+@pytest.mark.parametrize(("start", "is_wrong"), [(0.0, False), (2.0, True), (4.0, False)])
+def test_what_takes_no_time_must_not_run_inside_another(start, is_wrong):
     problem = problem_of(graph([op("a", 4), op("b", 0)]), cluster("x"))
-    check_timetable(Timetable(problem=problem, device=np.zeros(2, dtype=np.int64), start_s=np.array([0.0, 2.0]),
-                              transfers=()))
+    table = Timetable(problem=problem, device=np.zeros(2, dtype=np.int64), start_s=np.array([0.0, start]), transfers=())
+    if is_wrong:
+        with pytest.raises(PlanError, match="'a' and 'b' run at the same time on 'x'"):
+            check_timetable(table)
+    else:
+        check_timetable(table)
 
 
 def test_too_much_memory_is_refused():

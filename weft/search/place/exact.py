@@ -15,7 +15,9 @@ longest way from it, with the least times of operators and transfers (``bounds.h
 
 from __future__ import annotations
 
+import heapq
 import math
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Final
@@ -127,7 +129,7 @@ class Model:
         cores: dict[int, list[cp_model.IntervalVar]] = {}
         for op in range(problem.num_ops):
             choices = self._device_of(op)
-            head = min(self.ticks.of(float(heads[op, device])) for device in choices)
+            head = min((self.ticks.of(float(heads[op, device])) for device in choices), default=0)
             start = model.new_int_var(min(head, horizon), horizon, f"s{op}")
             ticks = {device: self.ticks.of(float(problem.time_s[op, device])) for device in choices}
             end = start + sum(ticks[device] * chosen for device, chosen in choices.items())
@@ -255,66 +257,76 @@ def replay(problem: PlaceProblem, device: I64, starts: F64, sent: dict[tuple[int
     ``sent`` gives the starts of transfers by (tensor, device); those that are needed but not listed come as late as
     possible, before their first reader.
     """
-    reader_start, readers = problem.readers
-    tasks: list[tuple[float, int, int, int]] = []
-    for tensor, writer in enumerate(problem.producer.tolist()):
-        first: dict[int, float] = {}
-        for op in readers[reader_start[tensor] : reader_start[tensor + 1]].tolist():
-            if device[op] != device[writer]:
-                here = int(device[op])
-                first[here] = min(first.get(here, math.inf), float(starts[op]))
-        for target, latest in first.items():
-            tasks.append((sent.get((tensor, target), latest), 1, tensor, target))
-    rank = _depths(problem)
-    tasks += [(float(starts[op]), 0, op, 0) for op in range(problem.num_ops)]
-
-    def key(task: tuple[float, int, int, int]) -> tuple[float, int, int, int]:
-        when, is_sent, index, target = task
-        op = int(problem.producer[index]) if is_sent else index
-        return (when, 2 * int(rank[op]) + is_sent, index, target)
-
-    return _play(problem, device, sorted(tasks, key=key))
+    moves: dict[tuple[int, int], float] = {}
+    for writer, reader, tensor in problem.edges.tolist():
+        here = int(device[reader])
+        if here != device[writer]:
+            moves[tensor, here] = min(moves.get((tensor, here), math.inf), float(starts[reader]))
+    return _play(problem, device, _in_order(problem, device, starts, moves | {key: sent[key] for key in moves
+                                                                            if key in sent}))
 
 
-def _depths(problem: PlaceProblem) -> I64:
-    """Return [n] the number of operators on the longest way to each operator."""
-    depth = np.zeros(problem.num_ops, dtype=np.int64)
-    for source, reader, _tensor in problem.edges.tolist():
-        depth[reader] = max(depth[reader], depth[source] + 1)
-    return depth
+def _in_order(problem: PlaceProblem, device: I64, starts: F64, moves: dict[tuple[int, int], float]
+              ) -> list[tuple[int, int]]:
+    """Return operators as (operator, -1) and transfers as (tensor, device) by start, each after what it needs.
 
-
-def _play(problem: PlaceProblem, device: I64, tasks: list[tuple[float, int, int, int]]) -> Timetable:
-    """Run operators and transfers one after the other, each as early as what it needs allows.
-
-    What takes no time waits for nothing but what it reads: the solver counts on that.
+    Of those that start together, what takes no time comes first: it need not wait for the rest. The model lets it run
+    even inside another, which a timetable does not: so the bound holds either way.
     """
+    follow: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    waits: Counter[tuple[int, int]] = Counter()
+    for writer, reader, tensor in problem.edges.tolist():
+        here = int(device[reader])
+        follow[(writer, -1) if device[writer] == here else (tensor, here)].append((reader, -1))
+        waits[reader, -1] += 1
+    for tensor, target in moves:
+        follow[int(problem.producer[tensor]), -1].append((tensor, target))
+        waits[tensor, target] = 1
+
+    def key(task: tuple[int, int]) -> tuple[float, bool, int, int]:
+        index, target = task
+        if target < 0:
+            return (float(starts[index]), bool(problem.time_s[index, device[index]] > 0), *task)
+        took = problem.transfer_s(index, int(device[problem.producer[index]]), target)
+        return (moves[task], took > 0, *task)
+
+    ready = [key((op, -1)) for op in range(problem.num_ops) if not waits[op, -1]]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        task = heapq.heappop(ready)[2:]
+        order.append(task)
+        for after in follow[task]:
+            waits[after] -= 1
+            if not waits[after]:
+                heapq.heappush(ready, key(after))
+    return order
+
+
+def _play(problem: PlaceProblem, device: I64, tasks: list[tuple[int, int]]) -> Timetable:
+    """Run operators and transfers one after the other, each as early as what it needs allows."""
     core_free = np.zeros(problem.num_devices)
     way_free = np.zeros(max(1, problem.num_resources))
     start_s, end_s = np.zeros(problem.num_ops), np.zeros(problem.num_ops)
     arrival: dict[tuple[int, int], float] = {}
     transfers = []
-    for _when, is_sent, index, target in tasks:
-        if is_sent:
+    for index, target in tasks:
+        if target >= 0:
             writer = int(problem.producer[index])
             source = int(device[writer])
             pair = source * problem.num_devices + target
             used = problem.resources[problem.resource_start[pair] : problem.resource_start[pair + 1]]
-            took = problem.transfer_s(index, source, target)
-            begin = max(float(end_s[writer]), float(way_free[used].max(initial=0.0)) if took > 0 else 0.0)
-            done = begin + took
-            if took > 0:
-                way_free[used] = done
-            arrival[index, target] = done
+            begin = max(float(end_s[writer]), float(way_free[used].max(initial=0.0)))
+            done = begin + problem.transfer_s(index, source, target)
+            way_free[used] = arrival[index, target] = done
             transfers.append(Sent(index, source, target, begin, done))
             continue
         here = int(device[index])
-        core, took = int(problem.core_of_device[here]), float(problem.time_s[index, here])
-        ready = float(core_free[core]) if took > 0 else 0.0
+        core = int(problem.core_of_device[here])
+        ready = float(core_free[core])
         for tensor in problem.inputs[problem.input_start[index] : problem.input_start[index + 1]].tolist():
             writer = int(problem.producer[tensor])
             ready = max(ready, float(end_s[writer]) if device[writer] == here else arrival[tensor, here])
-        start_s[index], end_s[index] = ready, ready + took
-        if took > 0:
-            core_free[core] = ready + took
+        start_s[index] = ready
+        end_s[index] = core_free[core] = ready + problem.time_s[index, here]
     return Timetable(problem=problem, device=device, start_s=start_s, transfers=tuple(transfers))

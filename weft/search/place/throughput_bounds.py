@@ -39,16 +39,24 @@ def average_bound(problem: LoadProblem) -> float:
 
 
 def _split_bound(by_core: F64) -> float:
-    """Return the value of the linear program that splits units; cores with equal times count as one."""
+    """Return the value of the linear program that splits units; cores with equal times count as one.
+
+    With any prices y of a core's time, of 1 in all, a unit costs at least its least time x price, and all units
+    together cost at most the value. The program's duals are the best prices; what follows from them is a bound whatever
+    the solver's tolerances, which matters where times differ by many powers of ten.
+    """
     from scipy.optimize import linprog
     from scipy.sparse import coo_matrix
 
     kinds, counts = np.unique(by_core, axis=1, return_counts=True)
     num_units, num_kinds = kinds.shape
     rows, columns = np.nonzero(np.isfinite(kinds))
+    largest = float(kinds[rows, columns].max(initial=0.0))
+    if largest <= 0:
+        return 0.0
     index = np.arange(len(rows))
     top = np.full(num_kinds, len(rows))
-    upper = coo_matrix((np.concatenate([kinds[rows, columns], -counts.astype(np.float64)]),
+    upper = coo_matrix((np.concatenate([kinds[rows, columns] / largest, -counts.astype(np.float64)]),
                         (np.concatenate([columns, np.arange(num_kinds)]), np.concatenate([index, top]))),
                        shape=(num_kinds, len(rows) + 1))
     equal = coo_matrix((np.ones(len(rows)), (rows, index)), shape=(num_units, len(rows) + 1))
@@ -56,7 +64,12 @@ def _split_bound(by_core: F64) -> float:
     cost[-1] = 1.0
     found = linprog(cost, A_ub=upper.tocsr(), b_ub=np.zeros(num_kinds), A_eq=equal.tocsr(), b_eq=np.ones(num_units),
                     method="highs")
-    return float(found.fun) * (1 - 1e-9) if found.status == 0 else 0.0
+    price = np.maximum(-found.ineqlin.marginals, 0.0) if found.status == 0 else np.zeros(num_kinds)
+    if not counts @ price > 0:
+        return 0.0
+    costs = np.full(kinds.shape, np.inf)
+    costs[rows, columns] = kinds[rows, columns] * (price / (counts @ price))[columns]
+    return float(costs.min(axis=1).sum()) * (1 - 1e-12)
 
 
 def shared_bound(problem: LoadProblem, limit: float, *, budget: Budget, effort: float, seed: int) -> float:

@@ -11,7 +11,7 @@ leaves what is before untouched.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -211,12 +211,11 @@ def _busy_ways(timetable: Timetable, slack: float) -> list[str]:
 
 
 def _overlaps(spans: Iterable[tuple[float, float, str]], slack: float, where: str) -> list[str]:
-    """Return a sentence for each two neighbours in time that overlap; what takes no time overlaps nothing."""
-    ordered: Sequence[tuple[float, float, str]] = sorted(span for span in spans if span[1] - span[0] > slack)
+    """Return a sentence for each two neighbours in time that overlap; what takes no time overlaps what it is inside."""
     problems = []
     latest: tuple[float, float, str] | None = None
-    for span in ordered:
-        if latest is not None and span[0] < latest[1] - slack:
+    for span in sorted(spans):
+        if latest is not None and span[0] < latest[1] - slack and max(span[0] - latest[0], span[1] - span[0]) > slack:
             problems.append(f"{latest[2]!r} and {span[2]!r} run at the same time {where}")
         if latest is None or span[1] > latest[1]:
             latest = span

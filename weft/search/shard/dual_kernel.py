@@ -1,0 +1,130 @@
+"""Compiled lower bounds of strategy graphs: sequential message passing with prices on usage.
+
+With a price per time, usage is a cost of strategies, and what is left is a sum of costs of single units and of pairs.
+A sweep goes through the units in one direction. At a unit it adds up its cost and the messages of all its arcs; the
+minimum goes to the bound, and the rest is shared among the arcs ahead, from which the neighbours ahead get the minimum
+over this unit's strategies. For any messages from ahead this is a valid bound: what a unit keeps for itself is not
+negative, and everything handed over is a minimum (Kolmogorov 2006, sequential tree-reweighted message passing).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.compiled import compiled
+from weft.model.graph import F64, I64
+from weft.search.shard.core import Core
+
+
+@compiled
+def priced(core: Core, price: F64, theta: F64) -> float:
+    """Set ``theta`` to the strategies' cost with usage at these prices; return the cost of the usage of the core's base
+    less that of the limit."""
+    times = len(price)
+    total = np.zeros(times + 1)
+    fixed = 0.0
+    for time in range(times):
+        total[time + 1] = total[time] + price[time]
+        fixed += price[time] * (core.base[time] - core.limit)
+    for unit in range(len(core.first) - 1):
+        begin, end = core.first[unit], core.first[unit + 1]
+        theta[begin:end] = core.cost[begin:end]
+        for span in range(core.span[unit], core.span[unit + 1]):
+            weight = total[core.end[span]] - total[core.begin[span]]
+            if weight > 0:
+                place = core.amount[span]
+                for index in range(end - begin):
+                    theta[begin + index] += weight * core.amounts[place + index]
+    return fixed
+
+
+@compiled
+def sweep(core: Core, theta: F64, messages: F64, is_forward: bool, x: I64, above: F64) -> float:
+    """Return the bound of one sweep, which updates the messages; ``x`` becomes the choice that the sweep suggests.
+
+    ``above`` becomes, per strategy, how much more the messages say a choice with it costs than the best without.
+    """
+    count = len(core.first) - 1
+    widest = 0
+    for unit in range(count):
+        widest = max(widest, core.first[unit + 1] - core.first[unit])
+    here, seen, out = np.empty(widest), np.empty(widest), np.empty(widest)
+    bound = 0.0
+    for step in range(count):
+        unit = step if is_forward else count - 1 - step
+        begin = core.first[unit]
+        size = core.first[unit + 1] - begin
+        here[:size] = theta[begin : begin + size]
+        seen[:size] = here[:size]
+        num_ahead = 0
+        for arc in range(core.arc[unit], core.arc[unit + 1]):
+            other = core.head[arc]
+            place = core.message[arc]
+            is_ahead = (other > unit) == is_forward
+            row = core.matrix[core.back[arc]] + x[other] * size
+            num_ahead += is_ahead
+            for index in range(size):
+                here[index] += messages[place + index]
+            if is_ahead:
+                for index in range(size):
+                    seen[index] += messages[place + index]
+            else:
+                for index in range(size):
+                    seen[index] += core.matrices[row + index]
+        least = here[:size].min()
+        x[unit] = seen[:size].argmin()
+        bound += least
+        num_arcs = core.arc[unit + 1] - core.arc[unit]
+        share = 1.0 / max(num_ahead, num_arcs - num_ahead, 1)
+        for index in range(size):
+            above[begin + index] = here[index] - least
+            here[index] = (here[index] - least) * share
+        for arc in range(core.arc[unit], core.arc[unit + 1]):
+            if (core.head[arc] > unit) == is_forward:
+                bound += _send(core, arc, size, here, messages, out)
+    return bound
+
+
+@compiled
+def _send(core: Core, arc: int, size: int, here: F64, messages: F64, out: F64) -> float:
+    """Send along an arc what the unit's share of ``here`` means for the neighbour; return what all of it has in common."""
+    place, back = core.message[arc], core.back[arc]
+    target = core.message[back]
+    width = core.message[back + 1] - target
+    row = core.matrix[arc]
+    out[:width] = np.inf
+    for index in range(size):
+        value = here[index] - messages[place + index]
+        for column in range(width):
+            out[column] = min(out[column], value + core.matrices[row + column])
+        row += width
+    least = out[:width].min()
+    for column in range(width):
+        messages[target + column] = out[column] - least
+    return float(least)
+
+
+@compiled
+def cost_of(core: Core, x: I64) -> float:
+    """Return the cost of a choice."""
+    total = 0.0
+    for unit in range(len(x)):
+        total += core.cost[core.first[unit] + x[unit]]
+        for arc in range(core.arc[unit], core.arc[unit + 1]):
+            other = core.head[arc]
+            if other > unit:
+                width = core.first[other + 1] - core.first[other]
+                total += core.matrices[core.matrix[arc] + x[unit] * width + x[other]]
+    return total
+
+
+@compiled
+def usage_of(core: Core, x: I64) -> F64:
+    """Return the usage at every time of a choice."""
+    change = np.zeros(len(core.base) + 1)
+    for unit in range(len(x)):
+        for span in range(core.span[unit], core.span[unit + 1]):
+            amount = core.amounts[core.amount[span] + x[unit]]
+            change[core.begin[span]] += amount
+            change[core.end[span]] -= amount
+    return core.base + np.cumsum(change)[: len(core.base)]
