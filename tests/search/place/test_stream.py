@@ -71,6 +71,7 @@ def test_a_method_by_name_has_its_own_loads(name):
     result = place(problem, objective="throughput", method=name)
     check(result)
     assert result.by == name
+    assert result.bound > 0
     assert result.status == "feasible"
     assert np.array_equal(result.timetable.device, METHODS[name](problem).device)
 

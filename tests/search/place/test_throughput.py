@@ -8,12 +8,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.search.place.odd_inputs import cluster, graph
+from tests.search.place.odd_inputs import op as make_op
 from tests.search.place.random_problems import random_problem
+from tests.search.place.worlds import problem_of
 from weft.errors import NoFeasiblePlan
 from weft.model.graph import I64
 from weft.search.budget import Budget
 from weft.search.place.problem import PlaceProblem, check_placement
+from weft.search.place.search import place
 from weft.search.place.throughput import load_problem, loads, solve_throughput
+from weft.search.place.throughput_bounds import _split_bound
 
 
 def plain_loads(problem: PlaceProblem, device: I64) -> list[float]:
@@ -125,6 +130,25 @@ def test_too_little_memory_says_what_is_missing() -> None:
     sizes = np.full(5, 10.0)
     problem = replace(problem, weight_start=np.arange(6), weights=np.arange(5), weight_bytes=sizes,
                       capacity=np.array([20.0, 24.0]))
-    with pytest.raises(NoFeasiblePlan, match="bytes\\) are missing, for") as caught:
+    with pytest.raises(NoFeasiblePlan, match=r"6 B are missing \(6 bytes\), best on '.*', for '") as caught:
         solve_throughput(problem, contiguous=False, budget=Budget(effort=0.5), seed=0)
     assert caught.value.missing_bytes == 6
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_where_there_is_no_way_no_memory_is_said_to_be_missing(contiguous: bool) -> None:
+    ops = [make_op("a", on=["x"]), make_op("b", on=["y"]), make_op("c", on=["x"])]
+    there = {"x>y": 1.0, "y>x": 1.0} if contiguous else {"x>y": 1.0}
+    edges = [{"from": source, "to": target, "times": there} for source, target in ("ab", "bc")]
+    problem = problem_of(graph(ops, edges), cluster())
+    reason = "no path leaves a device and comes back" if contiguous else "every operator gets what it reads"
+    with pytest.raises(NoFeasiblePlan, match=f"there is no placement of 'graph' in which .*{reason}") as caught:
+        place(problem, objective="throughput", contiguous=contiguous)
+    assert caught.value.missing_bytes is None
+
+
+@pytest.mark.parametrize("exponent", [-12, -8, 0, 9])
+def test_the_bound_by_work_holds_at_any_scale(exponent: int) -> None:
+    rng = np.random.default_rng(8)
+    times = rng.uniform(0.1, 1.0, (30, 4)) * 10.0 ** rng.integers(-4, 1, (30, 1))
+    assert _split_bound(times * 10.0**exponent) == pytest.approx(_split_bound(times) * 10.0**exponent, rel=1e-9)

@@ -8,6 +8,10 @@ falls from ``hot`` to ``cold`` of the start's value. Three things make it fast:
 - what comes before the first changed position stays as it is: evaluation starts at the last checkpoint before it;
 - it ends as soon as an operator ends so late that, with the shortest way to the end, the move cannot be accepted;
 - memory is kept as counts of each weight on each device, so a move that does not fit is never evaluated.
+
+With a price on memory (``price``), what does not fit may be held for a while: a byte over a device's memory costs so
+many seconds, few at first and ever more, until it no longer pays. So placements that differ in much of what each device
+holds, and have only placements between them that do not fit, are within reach.
 """
 
 from __future__ import annotations
@@ -28,6 +32,8 @@ MAX_SWAPPED = 8
 """Units that are sent back at most to make room for others."""
 PIECE = 10_000_000
 """Steps between two looks at whether to go on: about half a second."""
+DEARER = 300.0
+"""Memory that is over costs so many times more at the end of a run than at its begin."""
 MOVE_STEPS = 16
 """A move takes as long as timing so many operators, beside those that it times."""
 
@@ -80,10 +86,12 @@ class Annealer:
         self.neighbours = _neighbours(problem)
 
     def run(self, device: I64, order: I64, *, steps: int, seed: int, hot: float, cold: float,
-            capacity: F64 | None = None, is_spent: Callable[[], bool] = lambda: False) -> Annealed:
+            price: float = 0.0, capacity: F64 | None = None,
+            is_spent: Callable[[], bool] = lambda: False) -> Annealed:
         """Return the best state found from this one in about so many steps; ``capacity`` replaces the problem's.
 
-        It is done in pieces, between which ``is_spent`` is asked whether to end.
+        ``price`` is what a byte over a device's memory costs at first, in seconds; zero: no state may hold more than
+        fits. It is done in pieces, between which ``is_spent`` is asked whether to end.
 
         A step is one operator timed; a move that times few still counts as ``MOVE_STEPS``. The temperature falls with
         the steps from ``hot`` to ``cold``, which are parts of the value.
@@ -97,6 +105,7 @@ class Annealer:
                 break
             warmer, colder = (hot * (cold / hot) ** (part / pieces) for part in (piece, piece + 1))
             found = _anneal(self.arrays, neighbours, device, order, max(1, steps // pieces), warmer, colder,
+                            price * DEARER ** (piece / pieces), DEARER ** (1 / pieces),
                             (seed * 1000003 + piece) % 2**31)
             spent += found[3]
             if best is None or found[2] < best.value:
@@ -270,11 +279,12 @@ def _tensor_peaks(a: Arrays, n: Neighbours, s: _State, left: I64, peak: F64) -> 
 
 
 @compiled
-def _has_room(used: F64, peak: F64, room: F64) -> bool:
-    fits = True
+def _excess(used: F64, peak: F64, room: F64) -> float:
+    """Return the bytes over the devices' room."""
+    excess = 0.0
     for device in range(len(used)):
-        fits = fits and used[device] + peak[device] <= room[device]
-    return fits
+        excess += max(0.0, used[device] + peak[device] - room[device])
+    return excess
 
 
 @compiled
@@ -408,8 +418,12 @@ def _make_room(n: Neighbours, s: _State, held: I64, used: F64, picked: I64, befo
 
 
 @compiled
-def _try_devices(n: Neighbours, s: _State, held: I64, used: F64, picked: I64, before: I64, cluster: int) -> int:
-    """Send a few connected units to one device, and others back if it is full; return how many moved, 0 if none fit."""
+def _try_devices(n: Neighbours, s: _State, held: I64, used: F64, picked: I64, before: I64, cluster: int,
+                 is_priced: bool) -> int:
+    """Send a few connected units to one device, and others back if it is full; return how many moved, 0 if none fit.
+
+    Where what does not fit has a price, others are sent back every other time, and what does not fit may stay.
+    """
     count = _pick(n, s, picked, cluster)
     target = _target(n, s, picked[0])
     other = s.device[n.unit_ops[n.unit_start[picked[0]]]]
@@ -423,9 +437,10 @@ def _try_devices(n: Neighbours, s: _State, held: I64, used: F64, picked: I64, be
             before[moved] = source
             moved += 1
             _move_unit(n, s, held, used, unit, target)
-    if moved > 0 and used[target] > n.capacity[target] and other != target:
+    if moved > 0 and used[target] > n.capacity[target] and other != target and (
+            not is_priced or np.random.random() < 0.5):
         moved = _make_room(n, s, held, used, picked, before, moved, target, other)
-    if used[target] > n.capacity[target] or used[other] > room:
+    if not is_priced and (used[target] > n.capacity[target] or used[other] > room):
         for index in range(moved - 1, -1, -1):
             _move_unit(n, s, held, used, picked[index], before[index])
         return 0
@@ -443,8 +458,8 @@ def _first_changed(n: Neighbours, s: _State, picked: I64, count: int) -> int:
 
 
 @compiled
-def _anneal(a: Arrays, n: Neighbours, device: I64, order: I64, steps: int, hot: float, cold: float,
-            seed: int) -> tuple[I64, I64, float, int]:
+def _anneal(a: Arrays, n: Neighbours, device: I64, order: I64, steps: int, hot: float, cold: float, price: float,
+            dearer: float, seed: int) -> tuple[I64, I64, float, int]:
     """Anneal, in place; return the best devices, order and value, and the steps taken."""
     np.random.seed(seed)
     num_ops, num_devices = a.time_s.shape
@@ -471,12 +486,17 @@ def _anneal(a: Arrays, n: Neighbours, device: I64, order: I64, steps: int, hot: 
     first = num_ops - num_ops  # not the constant 0, for which everything would be compiled once more
     value, num_sent, spent = _evaluate(a, n, s, t, every, first, np.inf, first + 1)
     _accept(a, s, t, every, first, num_sent)
-    best, best_device, best_order = value, device.copy(), order.copy()
+    scale, best, best_device, best_order = value, value, device.copy(), order.copy()
     left = np.zeros((num_tensors, num_devices), dtype=np.int64)
-    peak, room = np.zeros(num_devices), n.capacity.copy()
+    peak, none, room = np.zeros(num_devices), np.zeros(num_devices), n.capacity.copy()
     if n.counts_tensors:
         _tensor_peaks(a, n, s, left, peak)
-        for index in range(num_devices):  # what does not fit by this account from the start may stay as full as it is
+    excess, is_priced = _excess(used, peak, room), price > 0.0
+    if excess > 0.0 and is_priced:
+        best = np.inf
+    elif excess > 0.0:  # what does not fit by this account from the start may stay as full as it is
+        excess = 0.0
+        for index in range(num_devices):
             room[index] = max(room[index], used[index] + peak[index])
     picked, before = np.zeros(8 + MAX_SWAPPED, dtype=np.int64), np.zeros(8 + MAX_SWAPPED, dtype=np.int64)
     ratio = np.log(cold / hot)
@@ -484,13 +504,14 @@ def _anneal(a: Arrays, n: Neighbours, device: I64, order: I64, steps: int, hot: 
     while spent < steps:
         stamp += 1
         spent += MOVE_STEPS
-        temperature = best * hot * np.exp(ratio * spent / steps)
-        limit = value - temperature * np.log(1.0 - np.random.random())
+        temperature = min(best, scale) * hot * np.exp(ratio * spent / steps)
+        now = price * dearer ** (spent / steps)
+        limit = value + now * excess - temperature * np.log(1.0 - np.random.random())
         kind = np.random.random()
         first, moved, source, target = num_ops, 0, 0, 0
         if kind < 0.75:
             cluster = 1 if kind < 0.4 else 2 + np.random.randint(7)  # at most 8
-            moved = _try_devices(n, s, held, used, picked, before, cluster)
+            moved = _try_devices(n, s, held, used, picked, before, cluster, is_priced)
             first = _first_changed(n, s, picked, moved)
         if kind >= 0.65 and (moved > 0 or kind >= 0.75):
             op = n.unit_ops[n.unit_start[picked[0]]] if moved > 0 else np.random.randint(num_ops)
@@ -500,17 +521,19 @@ def _anneal(a: Arrays, n: Neighbours, device: I64, order: I64, steps: int, hot: 
             _shift(s, source, target)
         if moved == 0 and source == target:
             continue
-        trial, num_sent, timed = _evaluate(a, n, s, t, every, first, limit, stamp)
+        over = _excess(used, none, room) if is_priced else 0.0
+        trial, num_sent, timed = _evaluate(a, n, s, t, every, first, limit - now * over, stamp)
         spent += timed
-        fits = trial <= limit
+        fits = trial <= limit - now * over
         if fits and n.counts_tensors:
             _tensor_peaks(a, n, s, left, peak)
             spent += num_ops
-            fits = _has_room(used, peak, room)
+            over = _excess(used, peak, room)
+            fits = trial + now * over <= limit if is_priced else over == 0.0
         if fits:
             _accept(a, s, t, every, first, num_sent)
-            value = trial
-            if value < best:
+            value, excess = trial, over
+            if value < best and over == 0.0:
                 best = value
                 for index in range(num_ops):
                     best_device[index] = s.device[index]

@@ -50,7 +50,8 @@ def with_room_for_tensors(problem: PlaceProblem, method: Method) -> Assignment:
         worst = int(np.argmax(over))
         if over[worst] <= 0:
             return found
-        limit = limit - over
+        resident = problem.resident_bytes(found.device)
+        limit = np.where(over > 0, np.minimum(limit, resident) - over, limit)  # less than now, or nothing would change
         if limit.min() < 0:
             break
         found = method(replace(problem, capacity=limit))

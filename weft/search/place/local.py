@@ -16,6 +16,8 @@ from weft.search.place.timetable import Timetable, make_timetable
 HEAT: Final = (0.02, 0.005, 0.05, 0.01)
 """Starting temperatures in turn, as parts of the value."""
 COLD: Final = 0.0002
+PRICE: Final = 0.3
+"""Of a byte over a device's memory, at first, as a part of the best time by byte."""
 SECONDS_PER_STEP: Final = 50e-9
 """CPU seconds of timing one operator, about."""
 ROUNDS: Final = 4
@@ -33,6 +35,7 @@ class Local:
         self.num_runs = 0
         self.has_limits = problem.has_lifetimes and bool(np.isfinite(problem.capacity).any())
         """Tensors that are alive for a while may not fit."""
+        self.bytes_held = float(problem.weight_bytes.sum()) or float(problem.tensor_bytes.sum())
 
     def improve(self, best: Timetable, budget: Budget, *, effort: float) -> Iterator[Timetable]:
         """Yield the better timetables that rounds of annealing end with; each starts from the best so far."""
@@ -40,23 +43,31 @@ class Local:
         for index in range(ROUNDS):
             if budget.is_spent:
                 break
-            found = self._anneal(best, budget, steps=steps, hot=HEAT[index])
+            found = self._anneal(best, budget, steps=steps, hot=HEAT[index], is_priced=index % 2 == 0)
             if found is not None and found.latency_s < best.latency_s:
                 best = found
                 yield best
 
-    def _anneal(self, best: Timetable, budget: Budget, *, steps: int, hot: float) -> Timetable | None:
+    def make_fit(self, start: Timetable, budget: Budget, *, effort: float) -> Timetable | None:
+        """Return what annealing comes to from a timetable that need not fit, None if it finds none that does."""
+        return self._anneal(start, budget, steps=max(10_000, int(effort / SECONDS_PER_STEP)), hot=HEAT[0],
+                            is_priced=True)
+
+    def _anneal(self, best: Timetable, budget: Budget, *, steps: int, hot: float, is_priced: bool) -> Timetable | None:
         """Return what a run ends with, None where its tensors do not fit beside the weights.
 
-        Annealing counts tensors by the order of operators; by time a little more may be alive. If what was found does
-        not fit, so much less memory is given, and it goes on from there.
+        With ``is_priced`` it may pass through what does not fit, where memory is tight at all. Annealing counts tensors
+        by the order of operators; by time a little more may be alive. If what was found does not fit, so much less
+        memory is given, and it goes on from there.
         """
         self.num_runs += 1
         device, order = best.device, best.order
         capacity = self.problem.capacity.copy()
+        price = PRICE * best.latency_s / self.bytes_held if is_priced and self.problem.is_tight else 0.0
         for attempt in range(MAX_ATTEMPTS if self.has_limits else 1):
             found = self.annealer.run(device, order, steps=steps >> attempt, hot=hot, cold=COLD, capacity=capacity,
-                                      seed=self.seed + 97 * self.num_runs + attempt, is_spent=lambda: budget.is_spent)
+                                      seed=self.seed + 97 * self.num_runs + attempt, price=price,
+                                      is_spent=lambda: budget.is_spent)
             budget.effort -= found.num_steps * SECONDS_PER_STEP
             if not np.isfinite(found.value):
                 return None

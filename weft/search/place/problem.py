@@ -143,6 +143,12 @@ class PlaceProblem:
         np.logical_and.at(allowed, self.unit_of_op, np.isfinite(self.time_s))
         return allowed
 
+    @property
+    def is_tight(self) -> bool:
+        """Return whether there may be placements that do not fit."""
+        held = float(self.weight_bytes.sum()) + (float(self.tensor_bytes.sum()) if self.has_lifetimes else 0.0)
+        return bool((self.capacity < held).any())
+
     def resident_bytes(self, device: I64) -> F64:
         """Return [m] the bytes that a placement (device of each operator) keeps resident on every device."""
         owner = np.repeat(device, np.diff(self.weight_start))

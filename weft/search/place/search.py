@@ -1,7 +1,7 @@
 """Weft's own search for a placement: many starts, exact parts where the graph is in series, local search on the rest.
 
     place = starts (every named method)            -> a first placement that fits
-          + bounds (ways, linear relaxation)
+          + bounds (ways, linear relaxation; with whole operators, a start too, where memory is tight)
           + exact (CP-SAT) for small problems
           + series: the parts between cuts, solved one by one, most hopeful first (``series``)
           + annealing of devices and order on the compiled timetable (``anneal``)
@@ -30,7 +30,7 @@ from weft.search.place.assignment import Assignment, with_room_for_tensors
 from weft.search.place.bounds import heads_and_tails, tighten, way_bound
 from weft.search.place.methods import METHODS
 from weft.search.place.problem import Objective, PlaceProblem
-from weft.search.place.relaxation import relaxation_bound
+from weft.search.place.relaxation import Relaxation
 from weft.search.place.result import PlaceResult
 from weft.search.place.series import ANY, Series, Solved, solve_series
 from weft.search.place.timetable import Timetable, check_timetable, make_timetable
@@ -53,6 +53,10 @@ MAX_EXACT_TERMS: Final = 30_000
 """CP-SAT is not tried on problems with more transfers x pairs of devices."""
 MAX_ENTRIES: Final = 30_000
 """Parts in series are left alone where parts x pairs of devices are more: the shortest way takes too long then."""
+MAX_WHOLE: Final = 2500
+"""The relaxation is solved with whole operators up to so many operators x devices."""
+NODES_PER_S: Final = 150
+"""Nodes of its tree that are looked at in a second, about."""
 MAX_CHOICES: Final = 300
 """CP-SAT is not tried where more devices are open than so many beyond one for each unit."""
 
@@ -202,7 +206,7 @@ class LatencySearch:
         if self.is_proven() or (self.budget.is_interrupted and self.best is not None):
             return
         self.try_methods()
-        self.raise_bound(relaxation_bound(self.problem, time_limit=max(1.0, 0.1 * self.effort)))
+        self.relax(0.15 * self.effort)
         if not is_small:
             self.anneal(0.2 * self.budget.effort)
         self.solve_parts(series, 0.5 * self.budget.effort)
@@ -215,6 +219,32 @@ class LatencySearch:
             if not self.is_done():
                 self.sequence(0.25 * self.budget.effort)
             num_rounds += 1
+
+    def relax(self, effort: float) -> None:
+        """Raise the bound by the linear relaxation; where memory is tight, start from its best with whole operators."""
+        relaxation = Relaxation(self.problem)
+        if not relaxation.is_of_use:
+            return
+        self.raise_bound(relaxation.bound(time_limit=max(1.0, effort)))
+        if not self.problem.is_tight or relaxation.num_x > MAX_WHOLE or self.is_done():
+            return
+        begin = time.process_time()
+        bound, device = relaxation.whole(time_limit=max(1.0, effort), max_nodes=int(NODES_PER_S * effort) + 1)
+        self.budget.effort -= time.process_time() - begin
+        self.raise_bound(min(bound, self.value))
+        if device is not None:
+            table = make_timetable(self.problem, device, np.arange(self.problem.num_ops))
+            if not self.offer(table, "relaxation") and np.isfinite(table.latency_s):
+                self.local = self.local or self.new_local()
+                found = self.local.make_fit(table, self.budget, effort=effort)
+                if found is not None:
+                    self.offer(found, "relaxation, made to fit")
+
+    def new_local(self) -> Local:
+        """Return local search for the problem."""
+        from weft.search.place.local import Local
+
+        return Local(self.problem, self.seed)
 
     def try_methods(self) -> None:
         """Use every named method as a start."""
@@ -300,10 +330,7 @@ class LatencySearch:
         """Improve the best by local search."""
         if self.best is None or self.is_done():
             return
-        if self.local is None:
-            from weft.search.place.local import Local
-
-            self.local = Local(self.problem, self.seed)
+        self.local = self.local or self.new_local()
         for table in self.local.improve(self.best, self.budget, effort=effort):
             self.offer(table, "local search")
             if self.is_done():

@@ -14,7 +14,9 @@ from weft.search.place.fit import fitting_devices
 from weft.search.place.methods import METHODS
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.result import PlaceResult
-from weft.search.place.throughput import Loaded, loads, solve_throughput, value_of
+from weft.search.place.throughput import Loaded, first_ops, load_problem, loads, solve_throughput
+from weft.search.place.throughput_bounds import average_bound
+from weft.search.place.throughput_search import PROVEN
 from weft.search.place.timetable import make_timetable
 
 
@@ -37,12 +39,14 @@ def place_stream(problem: PlaceProblem, *, method: str, contiguous: bool, budget
 
 def _as_it_is(problem: PlaceProblem, device: I64, method: str, *, contiguous: bool) -> Loaded:
     """Return what a named method's placement comes to; raise ``NoFeasiblePlan`` if it cannot be used as asked."""
-    value = value_of(problem, device, contiguous=contiguous)
+    asked = load_problem(problem, contiguous=contiguous)
+    value = asked.value(device[first_ops(problem)])
     if not np.isfinite(value):
         what = " contiguously," if contiguous else ""
         raise NoFeasiblePlan(f"{method} does not place {problem.name!r}{what} on devices with a way between them: use "
                              "the method auto, or add links to the cluster file")
-    return Loaded(device=device, value=value, bound=0.0, is_optimal=False)
+    bound = min(value, average_bound(asked))
+    return Loaded(device=device, value=value, bound=bound, is_optimal=bound >= value * (1 - PROVEN))
 
 
 def _starts(problem: PlaceProblem, names: Iterable[str]) -> list[I64]:

@@ -15,10 +15,10 @@ import numpy as np
 from weft.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
 from weft.search.budget import Budget
+from weft.search.place.fit import fitting_devices
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.throughput_model import LoadProblem, Loads, csr, with_tensors
 from weft.search.place.throughput_search import NothingFits, minimise
-from weft.units import format_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,20 +41,16 @@ def solve_throughput(problem: PlaceProblem, *, contiguous: bool, budget: Budget,
     Raises ``NoFeasiblePlan`` where none was found that fits the memory.
     """
     loads_of = load_problem(problem, contiguous=contiguous)
-    first = _first_ops(problem)
+    first = first_ops(problem)
     found = minimise(loads_of, budget=budget, seed=seed, starts=[np.asarray(start)[first] for start in starts])
     if isinstance(found, NothingFits):
-        raise _no_room(problem, contiguous=contiguous, is_proven=found.is_proven)
+        fitting_devices(problem, seed=seed)  # raises where memory alone is too small
+        raise _not_placed(problem, contiguous=contiguous, is_proven=found.is_proven)
     return Loaded(device=np.asarray(found.device[problem.unit_of_op], dtype=np.int64), value=found.value,
                   bound=found.bound, is_optimal=found.is_optimal)
 
 
-def value_of(problem: PlaceProblem, device: I64, *, contiguous: bool) -> float:
-    """Return the largest load of a placement; infinite where it does not fit, has no way, or is not contiguous."""
-    return load_problem(problem, contiguous=contiguous).value(device[_first_ops(problem)])
-
-
-def _first_ops(problem: PlaceProblem) -> I64:
+def first_ops(problem: PlaceProblem) -> I64:
     """Return [units] the first operator of each unit."""
     first = np.zeros(problem.num_units, dtype=np.int64)
     first[problem.unit_of_op[::-1]] = np.arange(problem.num_ops - 1, -1, -1)
@@ -153,29 +149,11 @@ def _is_alike(problem: PlaceProblem, one: int, other: int) -> bool:
             and all((table == table[np.ix_(swap, swap)]).all() for table in tables))
 
 
-def _no_room(problem: PlaceProblem, *, contiguous: bool, is_proven: bool) -> NoFeasiblePlan:
-    """Return the error that says how much memory is missing, and for what."""
-    free = problem.capacity.copy()
-    allowed = problem.is_allowed
-    sizes = np.zeros(problem.num_units)
-    for unit in range(problem.num_units):
-        ops = np.flatnonzero(problem.unit_of_op == unit)
-        kept = {int(item) for op in ops for item in
-                problem.weights[problem.weight_start[op] : problem.weight_start[op + 1]]}
-        sizes[unit] = problem.weight_bytes[sorted(kept)].sum()
-    left = []
-    for unit in np.argsort(-sizes, kind="stable").tolist():
-        room = np.where(allowed[unit], free, -np.inf)
-        index = int(np.argmax(room))
-        if sizes[unit] <= room[index]:
-            free[index] -= sizes[unit]
-        else:
-            left.append((unit, sizes[unit] - max(0.0, float(room[index]))))
-    missing = int(np.ceil(sum(short for _, short in left))) or 1
-    names = [problem.op_names[int(np.flatnonzero(problem.unit_of_op == unit)[0])] for unit, _ in left[:5]]
-    listed = ", ".join(repr(name) for name in names)
-    return NoFeasiblePlan(
-        f"{problem.name}: no placement {'fits' if is_proven else 'was found that fits'} the devices' memory"
-        f"{' contiguously' if contiguous else ''}: "
-        f"{format_bytes(missing)} ({missing} bytes) are missing{f', for {listed}' if listed else ''}. Try devices with "
-        "more memory, or one more.", missing_bytes=missing)
+def _not_placed(problem: PlaceProblem, *, contiguous: bool, is_proven: bool) -> NoFeasiblePlan:
+    """Return the error for problems that would fit the memory, if that were all."""
+    has_limits = bool(np.isfinite(problem.capacity).any())
+    wanted = ["every operator gets what it reads"] + ["no path leaves a device and comes back"] * contiguous + [
+        "all fits the memory"] * has_limits
+    hints = ["without --contiguous"] * contiguous + ["links between more devices"] + ["more memory"] * has_limits
+    return NoFeasiblePlan(f"{'there is no placement' if is_proven else 'no placement was found'} of {problem.name!r} "
+                          f"in which {' and '.join(wanted)}. Try {' or '.join(hints)}.")
