@@ -78,18 +78,6 @@ def test_a_device_that_is_full_takes_nothing():
     assert found.value == 30
 
 
-def test_another_capacity_may_be_given():
-    problem = problem_of(graph([op(f"op{index}", 10, 1, memory=5) for index in range(4)]), cluster(memory={"y": 100}))
-    annealer = Annealer(problem)
-    start = np.zeros(4, dtype=np.int64), np.arange(4)
-    free = annealer.run(*start, steps=STEPS, seed=0, hot=0.05, cold=0.001)
-    limited = annealer.run(*start, steps=STEPS, seed=0, hot=0.05, cold=0.001, capacity=np.array([np.inf, 10.0]))
-    again = annealer.run(*start, steps=STEPS, seed=0, hot=0.05, cold=0.001)
-    assert free.value == again.value == 4
-    assert limited.value == 20
-    assert np.bincount(limited.device).tolist() == [2, 2]
-
-
 def test_it_may_start_from_what_does_not_fit_but_makes_it_no_fuller():
     problem = problem_of(graph([op(f"op{index}", 1, 1, memory=5) for index in range(6)]), cluster(memory={"x": 10, "y": 25}))
     found = Annealer(problem).run(np.array([0, 0, 0, 0, 1, 1]), np.arange(6), steps=STEPS, seed=0, hot=0.05, cold=0.001)

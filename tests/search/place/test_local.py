@@ -12,8 +12,7 @@ from tests.search.place.random_problems import random_problem
 from tests.search.place.test_timetable import random_order, random_placement
 from tests.search.place.worlds import problem_of
 from weft.search.budget import Budget
-from weft.search.place.local import Local, make_fit
-from weft.search.place.problem import check_placement
+from weft.search.place.local import Local
 from weft.search.place.timetable import Timetable, check_timetable, make_timetable
 
 
@@ -83,42 +82,30 @@ def test_each_call_tries_something_new():
 # ---- making room ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_fits_stays():
-    problem = problem_of(graph([op(name, 1, 5, memory=4) for name in "abc"]), cluster(memory={"x": 12, "y": 12}))
-    device = np.array([0, 1, 0])
-    assert make_fit(problem, device, problem.capacity).tolist() == [0, 1, 0]
-
-
-def test_what_costs_the_least_time_for_a_byte_goes_first():
-    """x is over by 6 bytes: b is as large as c but loses less; a loses little, but for one byte only."""
-    problem = problem_of(graph([op("a", 1, 3, memory=1), op("b", 1, 4, memory=6), op("c", 1, 9, memory=6)]),
-                         cluster(memory={"x": 7, "y": 20}))
-    device = np.zeros(3, dtype=np.int64)
-    assert make_fit(problem, device, problem.capacity).tolist() == [0, 1, 0]
-    assert device.tolist() == [0, 0, 0]  # the caller's array is as it was
-
-
-def test_units_go_together_and_only_where_they_may():
-    ops = [op("a", 1, 1, memory=5, colocate="g"), op("b", memory=3, on=["x"]), op("c", 1, 1, memory=5, colocate="g")]
-    problem = problem_of(graph(ops), cluster(memory={"x": 8, "y": 10}))
-    device = make_fit(problem, np.zeros(3, dtype=np.int64), problem.capacity)
-    assert device.tolist() == [1, 0, 1]
-    pinned = problem_of(graph([op("a", memory=3, on=["y"])]), cluster(memory={"x": 9, "y": 2}))
-    assert make_fit(pinned, np.array([1]), pinned.capacity).tolist() == [1]  # too large, but it may go nowhere else
-
-
-def test_what_cannot_fit_is_left_as_near_as_it_came():
-    problem = problem_of(graph([op("a", memory=5), op("b", memory=5), op("c", memory=5)]), cluster(memory={"x": 5, "y": 5}))
-    device = make_fit(problem, np.zeros(3, dtype=np.int64), problem.capacity)
-    assert sorted(np.bincount(device, minlength=2).tolist()) == [1, 2]
-
-
 @pytest.mark.parametrize("seed", range(12))
 def test_random_placements_are_made_to_fit_where_there_is_room(seed):
     rng = np.random.default_rng(seed)
-    problem = random_problem(rng, 15, 3, colocate=seed % 2 == 0, limited=seed % 3 == 0)
-    capacity = np.full(3, problem.weight_bytes.sum() * 0.55)
-    device = make_fit(problem, random_placement(rng, problem), capacity)
-    check_placement(problem, device)
-    if seed % 3:
-        assert np.all(problem.resident_bytes(device) <= capacity)
+    problem = random_problem(rng, 15, 3, colocate=seed % 2 == 0)
+    problem = replace(problem, capacity=np.full(3, problem.weight_bytes.sum() * 0.55))
+    start = make_timetable(problem, random_placement(rng, problem), np.arange(problem.num_ops))
+    found = Local(problem, seed).make_fit(start, Budget(effort=5.0), effort=0.05)
+    assert found is not None
+    check_timetable(found)
+    assert np.all(found.peak_bytes() <= problem.capacity)
+
+
+def test_where_nothing_fits_there_is_nothing():
+    problem = problem_of(graph([op(name, memory=5) for name in "abc"]), cluster(memory={"x": 5, "y": 5}))
+    start = make_timetable(problem, np.zeros(3, dtype=np.int64), np.arange(3))
+    assert Local(problem, 0).make_fit(start, Budget(effort=5.0), effort=0.01) is None
+
+
+def test_a_price_on_memory_leads_through_what_does_not_fit():
+    """x has room for the large operator or for both small ones, which are better there; y is full, so that no single
+    move fits."""
+    ops = [op("large", 5, 6, memory=10), op("a", 1, 4, memory=5), op("b", 1, 4, memory=5)]
+    problem = problem_of(graph(ops), cluster(memory={"x": 10, "y": 10}))
+    start = make_timetable(problem, np.array([0, 1, 1]), np.arange(3))
+    found = Local(problem, 0).make_fit(start, Budget(effort=5.0), effort=0.01)
+    assert found is not None
+    assert found.device.tolist() == [1, 0, 0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -105,3 +107,20 @@ def test_same_input_same_placement(monkeypatch):
     one, two = (place(problem, objective="throughput", seed=5) for _ in range(2))
     assert np.array_equal(one.timetable.device, two.timetable.device)
     assert (one.value, one.bound) == (two.value, two.bound)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_tensors_that_are_alive_fit_beside_the_weights(contiguous):
+    """y has room for the weights of three operators, but not for what b sends to c: it gets a or d alone."""
+    problem = problem_of(chain(4, 1, 0.1), cluster())
+    problem = replace(problem, has_lifetimes=True, capacity=np.array([1000.0, 30.0]), weight_bytes=np.full(4, 10.0),
+                      tensor_bytes=np.array([1.0, 50.0, 1.0]))
+    result = place(problem, objective="throughput", contiguous=contiguous, time_limit=5.0)
+    check(result)
+    assert np.all(result.timetable.peak_bytes() <= problem.capacity)
+    assert result.value == 3
+    assert result.status == "feasible"
+    assert result.bound == pytest.approx(2)
+    with pytest.raises(NoFeasiblePlan, match=r"bytes are missing on '.' in the last one tried") as caught:
+        place(replace(problem, capacity=np.array([30.0, 30.0])), objective="throughput", time_limit=5.0)
+    assert caught.value.missing_bytes

@@ -68,11 +68,12 @@ class Neighbours(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Annealed:
-    """The best state that was met."""
+    """The best state that was met and fits."""
 
     device: I64
     order: I64
     value: float
+    """Infinite if none fits; then device and order are those of the start."""
     num_steps: int
     """Operators that were timed, and moves: what the run cost."""
 
@@ -86,9 +87,8 @@ class Annealer:
         self.neighbours = _neighbours(problem)
 
     def run(self, device: I64, order: I64, *, steps: int, seed: int, hot: float, cold: float,
-            price: float = 0.0, capacity: F64 | None = None,
-            is_spent: Callable[[], bool] = lambda: False) -> Annealed:
-        """Return the best state found from this one in about so many steps; ``capacity`` replaces the problem's.
+            price: float = 0.0, is_spent: Callable[[], bool] = lambda: False) -> Annealed:
+        """Return the best state found from this one in about so many steps.
 
         ``price`` is what a byte over a device's memory costs at first, in seconds; zero: no state may hold more than
         fits. It is done in pieces, between which ``is_spent`` is asked whether to end.
@@ -96,7 +96,6 @@ class Annealer:
         A step is one operator timed; a move that times few still counts as ``MOVE_STEPS``. The temperature falls with
         the steps from ``hot`` to ``cold``, which are parts of the value.
         """
-        neighbours = self.neighbours if capacity is None else self.neighbours._replace(capacity=capacity)
         device, order, best = device.copy(), order.copy(), None
         pieces = max(1, round(steps / PIECE))
         spent = 0
@@ -104,7 +103,7 @@ class Annealer:
             if piece and is_spent():
                 break
             warmer, colder = (hot * (cold / hot) ** (part / pieces) for part in (piece, piece + 1))
-            found = _anneal(self.arrays, neighbours, device, order, max(1, steps // pieces), warmer, colder,
+            found = _anneal(self.arrays, self.neighbours, device, order, max(1, steps // pieces), warmer, colder,
                             price * DEARER ** (piece / pieces), DEARER ** (1 / pieces),
                             (seed * 1000003 + piece) % 2**31)
             spent += found[3]
@@ -247,7 +246,8 @@ def _evaluate(a: Arrays, n: Neighbours, s: _State, t: _Trial, every: int, first:
 def _tensor_peaks(a: Arrays, n: Neighbours, s: _State, left: I64, peak: F64) -> None:
     """Fill ``peak`` with the most bytes of tensors alive on each device, by the order of operators rather than by time.
 
-    A tensor is on its writer's device, and on those that read it, from when it is written until its last reader there.
+    This is soon done, and near enough to reject by; what is better than the best is counted by time as well. A tensor
+    is on its writer's device, and on those that read it, from when it is written until its last reader there.
     """
     num_devices = a.time_s.shape[1]
     now = np.zeros(num_devices)
@@ -276,6 +276,46 @@ def _tensor_peaks(a: Arrays, n: Neighbours, s: _State, left: I64, peak: F64) -> 
             left[tensor, here] -= 1
             if left[tensor, here] == 0:
                 now[here] -= a.tensor_bytes[tensor]
+
+
+@compiled
+def _tensor_peaks_by_time(a: Arrays, n: Neighbours, s: _State, t: _Trial, first: int, stamp: int, peak: F64) -> None:
+    """Fill ``peak`` with the most bytes of tensors alive on each device in the trial's timetable, from ``first`` on.
+
+    As ``timetable.Timetable.peak_bytes`` counts them: a tensor that is sent stays until it has arrived everywhere.
+    """
+    num_devices = a.time_s.shape[1]
+    size = len(a.producer) * num_devices
+    when, amount, where = np.zeros(2 * size), np.zeros(2 * size), np.zeros(2 * size, dtype=np.int64)
+    since, until = np.zeros(num_devices), np.zeros(num_devices)
+    count = 0
+    for tensor in range(len(a.producer)):
+        writer = a.producer[tensor]
+        home = s.device[writer]
+        written = s.end_s[writer] if s.position[writer] < first else t.end_s[writer]
+        for device in range(num_devices):
+            until[device] = -1.0
+        since[home], until[home] = written - a.time_s[writer, home], written
+        for slot in range(n.reader_start[tensor], n.reader_start[tensor + 1]):
+            reader = n.readers[slot]
+            there = s.device[reader]
+            if there != home and until[there] < 0.0:
+                arrived = t.arrival[tensor, there] if t.stamp[tensor, there] == stamp else s.arrival[tensor, there]
+                since[there] = arrived - transfer_s(a, tensor, home, there)
+                until[home] = max(until[home], arrived)
+            until[there] = max(until[there], s.end_s[reader] if s.position[reader] < first else t.end_s[reader])
+        for device in range(num_devices):
+            if until[device] >= 0.0:  # what ends comes before what begins at the same time: the sort is stable
+                when[count], amount[count], where[count] = until[device], -a.tensor_bytes[tensor], device
+                when[size + count], amount[size + count] = since[device], a.tensor_bytes[tensor]
+                where[size + count] = device
+                count += 1
+    now = np.zeros(num_devices)
+    for device in range(num_devices):
+        peak[device] = 0.0
+    for index in np.argsort(when, kind="mergesort"):
+        now[where[index]] += amount[index]
+        peak[where[index]] = max(peak[where[index]], now[where[index]])
 
 
 @compiled
@@ -490,11 +530,13 @@ def _anneal(a: Arrays, n: Neighbours, device: I64, order: I64, steps: int, hot: 
     left = np.zeros((num_tensors, num_devices), dtype=np.int64)
     peak, none, room = np.zeros(num_devices), np.zeros(num_devices), n.capacity.copy()
     if n.counts_tensors:
+        _tensor_peaks_by_time(a, n, s, t, first, first + 1, peak)
+    if _excess(used, peak, n.capacity) > 0.0:
+        best = np.inf
+    if n.counts_tensors:
         _tensor_peaks(a, n, s, left, peak)
     excess, is_priced = _excess(used, peak, room), price > 0.0
-    if excess > 0.0 and is_priced:
-        best = np.inf
-    elif excess > 0.0:  # what does not fit by this account from the start may stay as full as it is
+    if excess > 0.0 and not is_priced:  # what does not fit by this account from the start may stay as full as it is
         excess = 0.0
         for index in range(num_devices):
             room[index] = max(room[index], used[index] + peak[index])
@@ -530,6 +572,11 @@ def _anneal(a: Arrays, n: Neighbours, device: I64, order: I64, steps: int, hot: 
             spent += num_ops
             over = _excess(used, peak, room)
             fits = trial + now * over <= limit if is_priced else over == 0.0
+            if fits and over == 0.0 and trial < best:
+                _tensor_peaks_by_time(a, n, s, t, first // every * every, stamp, peak)
+                spent += num_ops
+                over = _excess(used, peak, n.capacity)
+                fits = trial + now * over <= limit if is_priced else over == 0.0
         if fits:
             _accept(a, s, t, every, first, num_sent)
             value, excess = trial, over

@@ -44,20 +44,24 @@ def with_room_for_tensors(problem: PlaceProblem, method: Method) -> Assignment:
     if not problem.has_lifetimes or not np.isfinite(problem.capacity).any():
         return found
     limit = problem.capacity.copy()
+    missing, held, worst = np.inf, 0.0, 0
     for _ in range(_MAX_ROUNDS):
         peaks = make_timetable(problem, found.device, found.order).peak_bytes()
         over = np.maximum(peaks - problem.capacity, 0.0)
-        worst = int(np.argmax(over))
-        if over[worst] <= 0:
+        if not over.any():
             return found
+        if over.max() < missing:
+            worst = int(np.argmax(over))
+            missing, held = float(over[worst]), float(peaks[worst])
         resident = problem.resident_bytes(found.device)
-        limit = np.where(over > 0, np.minimum(limit, resident) - over, limit)  # less than now, or nothing would change
-        if limit.min() < 0:
+        limit = np.where(over > 0, np.minimum(limit - over, resident - 1), limit)  # so that something has to change
+        try:
+            found = method(replace(problem, capacity=limit))
+        except NoFeasiblePlan:
             break
-        found = method(replace(problem, capacity=limit))
-    missing, name = float(over[worst]), problem.device_names[worst]
+    name = problem.device_names[worst]
     raise NoFeasiblePlan(
-        f"{name!r} would hold {format_bytes(peaks[worst])} at its peak, tensors included, but has "
+        f"{name!r} would hold {format_bytes(held)} at its peak, tensors included, but has "
         f"{format_bytes(problem.capacity[worst])}: {format_bytes(missing)} are missing. Try another method, a smaller "
         "batch, or a device with more memory.", missing_bytes=int(np.ceil(missing)), device=name)
 

@@ -22,6 +22,8 @@ from weft.units import format_bytes
 
 __all__ = ["load_partition", "solve_partition"]
 
+PROVEN = 1e-6
+"""Relative: a bound so close to the value is a proof; whole numbers are no finer."""
 DEFAULT_EFFORT = 38.0
 """CPU seconds of a search, about, unless told otherwise."""
 
@@ -50,7 +52,7 @@ def solve_partition(problem: PartitionProblem, *, objective: Objective, contiguo
             found = minimise_latency(problem, budget=budget, seed=seed)
             device, bound = _latency_devices(problem, found.where), found.bound
             figures = check_latency(problem, device)
-    is_optimal = bound >= figures.value * (1 - 1e-9)
+    is_optimal = bound >= figures.value * (1 - PROVEN)
     return PartitionResult(problem=problem, objective=objective, device=device, figures=figures,
                            bound=min(bound, figures.value), status="optimal" if is_optimal else "feasible",
                            seconds=time.process_time() - begin, contiguous=contiguous,

@@ -44,6 +44,8 @@ DEFAULT_EFFORT: Final = 15.0
 """CPU seconds, about, of a search without a time limit."""
 PROVEN: Final = 1e-6
 """A bound this close to the value, as a part of it, is a proof: whole ticks are no finer."""
+NEGLIGIBLE: Final = 1e-5
+"""A gap of so little is not worth a search, though it is no proof: linear programs are solved to tolerances."""
 SMALL: Final = 40
 """Up to so many operators, CP-SAT alone is tried first."""
 SLOW_METHODS: Final = ("m-sct", "getf")
@@ -53,6 +55,8 @@ MAX_EXACT_TERMS: Final = 30_000
 """CP-SAT is not tried on problems with more transfers x pairs of devices."""
 MAX_ENTRIES: Final = 30_000
 """Parts in series are left alone where parts x pairs of devices are more: the shortest way takes too long then."""
+FIT_EFFORT: Final = 3.0
+"""CPU seconds, about, in which annealing may make tensors fit where nothing else did."""
 MAX_WHOLE: Final = 2500
 """The relaxation is solved with whole operators up to so many operators x devices."""
 NODES_PER_S: Final = 150
@@ -152,7 +156,8 @@ class LatencySearch:
 
     def is_done(self) -> bool:
         """Return whether the search should end."""
-        return self.is_proven() or (self.best is not None and self.budget.is_spent)
+        is_near = self.value <= self.bound * (1 + NEGLIGIBLE)
+        return self.best is not None and (is_near or self.is_proven() or self.budget.is_spent)
 
     def result(self, seconds: float) -> PlaceResult:
         """Return what was found; raise ``NoFeasiblePlan`` if nothing was."""
@@ -255,6 +260,21 @@ class LatencySearch:
                 self.try_method(name)
         if self.best is None:
             self.fit()
+        if self.best is None and HAS_CPSAT:
+            self.find_ways()
+
+    def find_ways(self) -> None:
+        """Offer a placement with ways for all that is sent; raise ``NoFeasiblePlan`` if there is none.
+
+        Lists and memory alone do not look ahead where some devices cannot send to others; the search for loads does.
+        """
+        from weft.search.place.throughput import solve_throughput
+
+        kept = 0.8 * self.budget.effort
+        self.budget.effort -= kept
+        found = solve_throughput(self.problem, contiguous=False, budget=self.budget, seed=self.seed)
+        self.budget.effort += kept
+        self.offer(make_timetable(self.problem, found.device, np.arange(self.problem.num_ops)), "ways")
 
     def fit(self) -> None:
         """Offer a placement that looks at memory alone; raise ``NoFeasiblePlan`` if there is none."""
@@ -265,10 +285,15 @@ class LatencySearch:
         def method(problem: PlaceProblem) -> Assignment:
             return Assignment(device=fitting_devices(problem, seed=self.seed), order=np.arange(problem.num_ops))
 
-        method(self.problem)  # raises where the weights alone do not fit
+        devices = fitting_devices(self.problem, seed=self.seed)  # raises where the weights alone do not fit
         try:
             found = with_room_for_tensors(self.problem, method)
         except NoFeasiblePlan as miss:
+            self.local = self.local or self.new_local()
+            start = make_timetable(self.problem, devices, np.arange(self.problem.num_ops))
+            table = self.local.make_fit(start, self.budget, effort=FIT_EFFORT)
+            if table is not None and self.offer(table, "memory"):
+                return
             raise NoFeasiblePlan(
                 f"no placement of {self.problem.name!r} was found that fits: its weights do, but not with the tensors "
                 f"that are alive at the same time ({miss.missing_bytes} bytes are missing on {miss.device!r} in the "
@@ -301,12 +326,13 @@ class LatencySearch:
             return
         if self.best is not None:
             adopt(series, self.best)
-        lent = Budget(effort=min(effort, self.budget.effort), deadline=self.budget.deadline)
-        given = lent.effort
+        kept = max(0.0, self.budget.effort - effort)
+        self.budget.effort -= kept  # of one budget, so that Ctrl-C reaches the solver
 
         def solve(problem: PlaceProblem, bound: float, limit: float, share: float) -> Solved:
             part = share if problem.num_ops <= SMALL else min(share, 0.5)
-            found = solve_exactly(problem, lent, effort=part * lent.effort, start=None, limit=limit, seed=self.seed)
+            found = solve_exactly(problem, self.budget, effort=part * self.budget.effort, start=None, limit=limit,
+                                  seed=self.seed)
             return replace(found, bound=max(bound, found.bound))
 
         last = 0.0
@@ -318,9 +344,8 @@ class LatencySearch:
                 last = self.bound
                 self.tell(f"parts between {len(series.parts) - 1} cuts")
 
-        solve_series(series, solve, upper=self.value, is_spent=lambda: lent.is_spent, report=report)
-        self.budget.effort -= given - lent.effort
-        self.budget.is_interrupted = self.budget.is_interrupted or lent.is_interrupted
+        solve_series(series, solve, upper=self.value, is_spent=lambda: self.budget.is_spent, report=report)
+        self.budget.effort += kept
         self.raise_bound(min(series.shortest(by_bound=True).seconds, self.value))
         way = series.shortest(by_bound=False)
         if way.seconds < self.value:

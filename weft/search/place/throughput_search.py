@@ -32,6 +32,8 @@ FIRST_S = 0.01
 """Effort of the first runs at most, for each unit: small problems are proven sooner than annealed."""
 PROVEN = 1e-6
 """Relative: a bound so close to the value is a proof; whole numbers are no finer."""
+EQUAL = 1e-9
+"""Relative: nothing but rounding."""
 RUN_STEPS = 5_000_000
 """Steps of one annealing run at most."""
 
@@ -194,9 +196,9 @@ class _Search:
             self._run(reduced.problem, device, effort=share, heat=HEAT[self.num_runs % len(HEAT)], expand=reduced)
 
     def found(self) -> Found:
-        is_optimal = self.bound >= self.value * (1 - PROVEN)
-        return Found(device=self.device, value=self.value, bound=self.value if is_optimal else self.bound,
-                     is_optimal=is_optimal)
+        is_equal = self.bound >= self.value * (1 - EQUAL)
+        return Found(device=self.device, value=self.value, bound=self.value if is_equal else self.bound,
+                     is_optimal=self.bound >= self.value * (1 - PROVEN))
 
 
 def seconds_per_step(problem: LoadProblem) -> float:
