@@ -110,7 +110,7 @@ def make_plan(args: argparse.Namespace, graph) -> Plan:
 def make_weft(args, tracer, transport):
     """Return the step of Weft's runtime, and what the rank holds."""
     plan = make_plan(args, tracer.trace(args.samples).graph)
-    prepared = prepare_rank(lower_to_run(plan, tracer), tracer, transport.rank, device=transport.device, seed=0)
+    prepared = prepare_rank(lower_to_run(plan, tracer), tracer, transport, seed=0)
     executor = Executor(prepared.program, stages=prepared.stages, parameters=prepared.parameters, transport=transport,
                         status=StatusLine())
     executor.load(dict(zip(prepared.input_names, tracer.source.inputs(plan.model.batch, 0), strict=True)))

@@ -80,6 +80,25 @@ def _warm_partition() -> None:
         solve_partition(problem, objective=objective, time_limit=0.3)
 
 
+def _strategy_graph(limit: int | None) -> Any:
+    from weft.search.shard.strategy_graph import StrategyGraph
+
+    rng = np.random.default_rng(0)
+    edges = [(i, j) for i in range(NUM_OPS) for j in (i + 1, i + 3, i + 7) if j < NUM_OPS]
+    return StrategyGraph(
+        intervals=np.tile([0, 1], (NUM_OPS, 1)), costs=tuple(rng.integers(0, 100, (NUM_OPS, 5))),
+        usages=tuple(rng.integers(0, 100, (NUM_OPS, 5))), edges=np.array(edges), usage_limit=limit,
+        edge_costs=tuple(rng.integers(0, 100, (len(edges), 5, 5))))
+
+
+def _warm_shard() -> None:
+    from weft.search.shard.solve import solve
+
+    for limit in (None, 30 * NUM_OPS):
+        for _ in range(2):  # The first is over before everything has been compiled.
+            solve(_strategy_graph(limit), time_limit=1.0)
+
+
 def _warm_simulator() -> None:
     from weft.simulate.engine import Simulator
     from weft.simulate.tasks import make_task_graph
@@ -89,7 +108,7 @@ def _warm_simulator() -> None:
 
 
 PARTS: Final = {"placement": _warm_placement, "loads": _warm_loads, "partition": _warm_partition,
-                "simulator": _warm_simulator}
+                "shard": _warm_shard, "simulator": _warm_simulator}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -25,6 +25,8 @@ SMALL = {
     "mixtral-8x": "layers=2,hidden=32,heads=4,kv_heads=2,vocab=97,seq=16,ffn=48,experts=4",
     "bert-large": "layers=2,hidden=32,heads=4,vocab=97,seq=16,ffn=48",
     "t5-base": "layers=5,hidden=32,heads=4,vocab=97,seq=16,ffn=48",
+    "llama-3-8b": "layers=3,hidden=32,heads=4,kv_heads=2,ffn=48,vocab=97,seq=16",
+    "t5-large": "layers=2,hidden=32,heads=4,vocab=97,seq=16,ffn=48",
     "mt5-base": "layers=2,hidden=32,heads=4,vocab=97,seq=16,ffn=48",
     "vit-base": "layers=2,hidden=32,heads=4,ffn=48,image=32,classes=11",
     "swin-t": "hidden=12,classes=11",

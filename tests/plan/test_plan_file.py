@@ -30,8 +30,8 @@ from weft.plan.plan import (
     Plan,
     Replica,
     SearchInfo,
+    Sharding,
     Stage,
-    TensorSharding,
     format_plan,
     load_plan,
     parse_plan,
@@ -53,10 +53,10 @@ values = st.recursive(st.none() | st.booleans() | whole | numbers | names,
                       lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3), max_leaves=6)
 replicas = st.builds(Replica, devices=several, mesh=st.dictionaries(names, whole, max_size=2), share=numbers,
                      times=st.dictionaries(names, numbers, max_size=2))
-shardings = st.builds(TensorSharding, dims=st.lists(st.none() | names, max_size=3).map(tuple), partial=several)
+words = st.dictionaries(names, several, max_size=2)
 stages = st.builds(Stage, name=names, ops=several, replicas=st.lists(replicas, max_size=2).map(tuple), modules=several,
                    microbatches=st.none() | st.lists(whole, max_size=3).map(tuple),
-                   sharding=st.dictionaries(names, shardings, max_size=2), recompute=st.booleans())
+                   sharding=st.builds(Sharding, ops=words, tensors=words), recompute=st.booleans())
 plans = st.builds(
     Plan,
     model=st.builds(ModelRef, name=names, digest=names, mode=st.sampled_from(["training", "inference"]), batch=whole,
@@ -136,7 +136,7 @@ def good() -> dict[str, Any]:
     """Return a good plan as plain JSON values, with every field in use."""
     plan = pipeline("1f1b", 2, 2)[1]
     first = replace(plan.stages[0], modules=("layers.0",), microbatches=(0, 1),
-                    sharding={"y0": TensorSharding(dims=(None, None))},
+                    sharding=Sharding(ops={"op0": ("",)}, tensors={"y0": ("R",)}),
                     replicas=(replace(plan.stages[0].replicas[0], times={"F": 1.5, "B": 3.0}),))
     cluster = replace(plan.cluster, description=to_json(plain_cluster(2)))
     return json.loads(format_plan(replace(plan, stages=(first, plan.stages[1]), cluster=cluster)))
@@ -146,7 +146,8 @@ def good() -> dict[str, Any]:
     (("surprise",), 1, "surprise is not a known field (known: cluster, gradients, microbatches, model, optimizer, "
                        "order, search, stages)"),
     (("stages", 1, "replicas", 0, "device"), ["d0"], "stages[1].replicas[0].device is not a known field"),
-    (("stages", 0, "sharding", "y0", "dim"), [], "stages[0].sharding.y0.dim is not a known field"),
+    (("stages", 0, "sharding", "y0"), ["S0"], "stages[0].sharding.y0 is not a known field"),
+    (("stages", 0, "sharding", "tensors", "y0"), "S0", "stages[0].sharding.tensors.y0 must be a list, not 'S0'"),
     (("microbatches",), "2", "microbatches must be a whole number, not '2'"),
     (("microbatches",), True, "microbatches must be a whole number, not True"),
     (("microbatches",), 2.5, "microbatches must be a whole number, not 2.5"),

@@ -13,7 +13,7 @@ from tests.plan.bases import custom_plan
 from tests.worlds import chain_graph, dag_graph, pipeline, plain_cluster
 from weft.errors import PlanError
 from weft.plan.check import check_plan
-from weft.plan.plan import GradientExchange, Plan, Replica, Stage, TensorSharding
+from weft.plan.plan import GradientExchange, Plan, Replica, Sharding, Stage
 from weft.plan.structure import parse_action, stage_patterns, structure_problems
 
 GRAPH, PLAN = pipeline("gpipe", 2, 2)
@@ -41,6 +41,11 @@ def stage(index: int = 0, **changes: object) -> Callable[[Plan], Plan]:
 def replica(**changes: object) -> Callable[[Plan], Plan]:
     """Return a function that replaces fields of the first stage's replica."""
     return lambda plan: stage(replicas=(replace(plan.stages[0].replicas[0], **changes),))(plan)
+
+
+def shard(**words: dict[str, tuple[str, ...]]) -> Callable[[Plan], Plan]:
+    """Return a function that shards the first stage over a mesh of one axis."""
+    return lambda plan: stage(sharding=Sharding(**words))(replica(mesh={"tensor": 1})(plan))
 
 
 def order(*actions: str, device: str = "d0") -> Callable[[Plan], Plan]:
@@ -105,11 +110,23 @@ BROKEN: dict[str, tuple[Callable[[Plan], Plan], list[str]]] = {
         "stages[0].microbatches must name at least one micro-batch, each once"]),
     "micro-batch out of range": (stage(microbatches=(0, 2)), [
         "stages[0].microbatches[1] is 2, but there are 2 micro-batches"]),
-    "sharding of an unknown tensor": (stage(sharding={"zz": TensorSharding()}), [
-        "stages[0].sharding: the model has no tensor 'zz'"]),
-    "sharding over an unknown axis": (stage(sharding={"y0": TensorSharding(dims=(None, "tensor"), partial=("t",))}), [
-        "stages[0].sharding: tensor 'y0' is laid over axis 'tensor', which no mesh has",
-        "stages[0].sharding: tensor 'y0' is laid over axis 't', which no mesh has"]),
+    "sharding of an unknown tensor": (shard(tensors={"zz": ("R",)}), [
+        "stages[0].sharding.tensors: the model has no tensor 'zz'"]),
+    "sharding of an operator elsewhere": (shard(ops={"op1": ("",)}), [
+        "stages[0].sharding.ops: the stage has no operator 'op1'"]),
+    "sharding with too many words": (shard(ops={"op0": ("k", "")}, tensors={"y0": ("S0", "R")}), [
+        "stages[0].sharding.ops.op0 has 2 words for 1 axes", "stages[0].sharding.tensors.y0 has 2 words for 1 axes"]),
+    "sharding that is no placement": (shard(tensors={"y0": ("Q",)}), [
+        "stages[0].sharding.tensors.y0: 'Q' is no placement: use R, P, S0, S2/3 or S1x64"]),
+    "sharding of a missing dimension": (shard(tensors={"y0": ("S2",)}), [
+        "stages[0].sharding.tensors.y0: axis 'tensor' splits dimension 2, but the tensor has 2 dimensions"]),
+    "sharding in blocks that do not fit": (shard(tensors={"y0": ("S1/3",)}), [
+        "stages[0].sharding.tensors.y0: S1/3 does not fit dimension 1 of size 2: it is no multiple of 3"]),
+    "sharding with unlike axes": (stage(sharding=Sharding(ops={"op0": ("k",)}), replicas=(
+        Replica(devices=("d0",), mesh={"tensor": 1}, share=0.5), Replica(devices=("d1",), mesh={"data": 1}, share=0.5))), [
+        "stages[0].replicas: shares [0.5, 0.5] of 1 samples leave a replica without one; try fewer micro-batches or "
+        "replicas",
+        "stages[0].replicas: a stage that shards needs the same axes in every replica, in the same order"]),
     "no replicas": (stage(replicas=()), ["stages[0].replicas is empty"]),
     "replica without devices": (replica(devices=()), ["stages[0].replicas[0].devices is empty",
                                                       "stages[0].replicas[0].mesh {} has 1 places for 0 devices"]),

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -113,11 +114,12 @@ def _serve_rank(rank: int, num_ranks: int, listen_fd: int, jobs: Any, answers: A
         plan, options = load_plan(job["plan"]), RunOptions(**job["options"])
         try:
             tracer = _tracer(tracers, job["model"], plan.model.mode, options.dtype or "float64")
-            with _damage(job["damage"], rank) as adjust:
+            counts: dict[str, Counter[str]] = {}
+            with _damage(job["damage"], rank, counts) as adjust:
                 result = execute(plan, tracer, options, transport=transport, status=StatusLine(), adjust=adjust)
             answer = {} if result is None else {
                 "losses": result.losses, "verification": encode(result.verification),
-                "timeline": _spans(result.timeline)}
+                "timeline": _spans(result.timeline), "counts": counts}
         except Exception as problem:
             answer = {"error": f"rank {rank}: {type(problem).__name__}: {problem}"}
         answers.write(json.dumps(answer) + "\n")
@@ -140,8 +142,11 @@ def _spans(timeline: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _damage(kind: str, rank: int) -> Iterator[Any]:
-    """Give a function that damages the executor of a rank before its first step, as the control of a test."""
+def _damage(kind: str, rank: int, counts: dict[str, Counter[str]]) -> Iterator[Any]:
+    """Give a function that damages the executor of a rank before its first step, as the control of a test.
+
+    It also lets the collectives inside the computes of the first micro-batch be counted, by phase.
+    """
     from weft.run.wiring import Wiring
 
     weight = Wiring.loss_weight
@@ -152,9 +157,57 @@ def _damage(kind: str, rank: int) -> Iterator[Any]:
 
         Wiring.loss_weight = even  # type: ignore[method-assign]
     try:
-        yield lambda executor: _adjust(executor, kind, rank)
+        with _lost_collective(kind) if kind.startswith("lost ") else contextlib.nullcontext():
+            yield lambda executor: (_adjust(executor, kind, rank), _count(executor, rank, counts))
     finally:
         Wiring.loss_weight = weight  # type: ignore[method-assign]
+
+
+@contextlib.contextmanager
+def _lost_collective(kind: str) -> Iterator[None]:
+    """Let one exchange inside a stage not happen, on all ranks: ``lost all_reduce 3`` is the third sum."""
+    from weft.run.mesh import AxisGroup
+
+    _, name, number = kind.split()
+    instead = {"all_reduce": lambda group, tensor, how="sum": tensor.clone(),
+               "all_gather": lambda group, tensor: [tensor] * group.size,
+               "all_to_all": lambda group, parts, shapes: [parts[0].new_zeros(shape) for shape in shapes],
+               "reduce_scatter": lambda group, parts: parts[group.rank].clone()}[name]
+    original = getattr(AxisGroup, name)
+    left = int(number)
+
+    def damaged(self: Any, *args: Any) -> Any:
+        nonlocal left
+        left -= 1
+        return instead(self, *args) if left == 0 else original(self, *args)
+
+    setattr(AxisGroup, name, damaged)
+    try:
+        yield
+    finally:
+        setattr(AxisGroup, name, original)
+    assert left <= 0 or left == int(number), f"there were only {int(number) - left} of {name}"
+
+
+def _count(executor: Any, rank: int, counts: dict[str, Counter[str]]) -> None:
+    """Note the collectives of every compute of the first micro-batch."""
+    from weft.plan.program import Op
+
+    for position, item in enumerate(executor.program.instructions(rank)):
+        if item.op == Op.COMPUTE and item.microbatch == 0:
+            mesh = executor.binder.stages[item.instance].mesh
+            if mesh is not None:
+                into = counts.setdefault(item.phase.name, Counter())
+                executor.bound.actions[position] = _counted(executor.bound.actions[position], mesh, into)
+
+
+def _counted(action: Any, mesh: Any, counts: Counter[str]) -> Any:
+    def counted() -> None:
+        before = Counter(mesh.counts)
+        action()
+        counts.update(mesh.counts - before)
+
+    return counted
 
 
 def _adjust(executor: Any, kind: str, rank: int) -> None:

@@ -46,7 +46,7 @@ def source_from(build: Callable[[], nn.Module], sample: Callable[[int], tuple[to
 
 def start(source: ModelSource, plan: Plan, transport: Transport) -> Executor:
     tracer = Tracer(source)
-    prepared = prepare_rank(lower_to_run(plan, tracer), tracer, 0, device=transport.device, seed=0)
+    prepared = prepare_rank(lower_to_run(plan, tracer), tracer, transport, seed=0)
     executor = Executor(prepared.program, stages=prepared.stages, parameters=prepared.parameters, transport=transport,
                         status=StatusLine())
     executor.load(dict(zip(prepared.input_names, source.inputs(plan.model.batch, 0), strict=True)))
@@ -159,12 +159,10 @@ def test_what_cannot_be_executed_yet_is_refused():
     graph, tracer = traced("tiny_gpt").graph, Tracer(source_of("tiny_gpt"))
     plan = pipeline_plan(graph, [0], [[(0, "F", 0), (0, "B", 0)]], microbatches=1, ops=[list(graph.op_names)])
     sharded = replace(plan, optimizer=Optimizer(kind="adam", sharded=True))
-    mesh = two_devices(plan, replicas=(Replica(devices=("d0", "d1"), mesh={"tensor": 2}),))
     pair = two_devices(plan, replicas=(Replica(devices=("d0",), share=0.5), Replica(devices=("d1",), share=0.5)))
     served = with_gradients(pair, graph)
     served = replace(served, gradients=tuple(replace(item, method="parameter_server") for item in served.gradients))
     for refused, message in ((sharded, "optimizer.sharded is not executable"),
-                             (with_gradients(mesh, graph), "tensor-parallel stages are not executable"),
                              (served, "by parameter_server is not executable")):
         with pytest.raises(RunError, match=message):
             lower_to_run(refused, tracer)

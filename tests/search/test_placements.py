@@ -15,7 +15,7 @@ from tests.worlds import chain_graph, dag_graph
 from weft.cli.main import main
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import estimate_costs
-from weft.errors import InputError, NoFeasiblePlan, RunError
+from weft.errors import InputError, NoFeasiblePlan
 from weft.model.graph import Graph
 from weft.model.load import load_graph_for
 from weft.plan.check import check_plan
@@ -131,7 +131,7 @@ def test_unequal_devices_get_unequal_stages():
 def test_a_table_on_all_devices_is_held_in_parts_and_not_exchanged():
     problem = problem_with(table_graph((0, 13)))
     plan = PLACEMENTS["m"](problem, 8)
-    assert plan.stages[0].sharding["w0"].dims == ("tensor", None)
+    assert plan.stages[0].sharding.tensors["w0"] == ("S0",)
     assert plan.gradients == ()
     static = static_bytes(check_plan(plan, problem.graph, problem.cluster))
     table, small = 4000 * 64, 1024
@@ -163,8 +163,8 @@ def test_only_what_stays_inside_a_stage_is_divided():
     object.__setattr__(graph, "tensor_shapes", tuple((4, 4000) if name in ("y10", "y11") else shape for name, shape in
                                                      zip(graph.tensor_names, graph.tensor_shapes, strict=True)))
     sharding = guess_sharding(graph, np.asarray([0, 9, 10]), 4)
-    assert "y10" not in sharding  # op 11 reads it outside
-    assert guess_sharding(graph, np.asarray([0, 10, 11, 12]), 4)["y10"].dims == (None, "tensor")
+    assert "y10" not in sharding.tensors  # op 11 reads it outside
+    assert guess_sharding(graph, np.asarray([0, 10, 11, 12]), 4).tensors["y10"] == ("S1",)
 
 
 BAD = {
@@ -250,12 +250,3 @@ def test_the_command_plans_shows_and_checks_a_placement(monkeypatch, capsys, tmp
     assert plan.read_bytes() == first
     assert main([*arguments, "--placement", "w"]) == 2
     assert "there is no placement 'w'" in capsys.readouterr().err
-
-
-def test_a_joint_stage_is_refused_by_the_runtime():
-    from weft.run.prepare import _require_executable
-
-    problem = problem_with(table_graph((0, 13)))
-    program = check_plan(PLACEMENTS["m"](problem, 8), problem.graph, problem.cluster)
-    with pytest.raises(RunError, match="tensor-parallel stages are not executable yet"):
-        _require_executable(program)

@@ -18,6 +18,7 @@ from weft.cli import (
     plan_commands,
     run_commands,
     schedule_commands,
+    shard_commands,
 )
 from weft.errors import WeftError
 
@@ -36,6 +37,7 @@ app.command("import-order")(export_commands.import_order)
 app.command("run")(run_commands.run)
 app.command("schedule")(schedule_commands.schedule)
 app.command("place")(place_commands.place)
+app.command("shard")(shard_commands.shard)
 app.add_typer(cluster_commands.app, name="cluster")
 
 

@@ -23,8 +23,13 @@ from weft.cli.common import (
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from weft.model.graph import Graph
+    from weft.model.named_ops import NamedOp
     from weft.plan.plan import Plan
     from weft.planner import Comparison
+    from weft.search.problem import PlanOptions
     from weft.simulate.timeline import Timeline
 
 ModelOption = Annotated[str | None, typer.Option(
@@ -58,7 +63,6 @@ def plan(
 ) -> None:
     """Find the fastest way to run a model on a cluster, and compare the strategies."""
     from weft.cluster import read_cluster
-    from weft.model.load import load_graph_for
     from weft.model.source import DTYPES
     from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, save_plan
     from weft.planner import compare_strategies
@@ -72,10 +76,11 @@ def plan(
                           optimizer=Optimizer(kind=choice("--optimizer", optimizer, OPTIMIZERS)))
     target = read_cluster(cluster)
     report(f"tracing {model}")
-    graph = load_graph_for(model, mode=options.mode, batch=batch // microbatches if microbatches else None, dtype=dtype)
+    graph, ops = _load_operators(model, options, dtype, with_factors=bool(placement))
     for warning in graph.warnings:
         report(f"note: {warning}")
-    problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options)
+    problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options,
+                      ops=ops)
     comparison = compare_strategies(problem, strategy, placements=placement or (), time_limit_s=time_limit,
                                     progress=report)
     best = comparison.best
@@ -89,6 +94,19 @@ def plan(
         print_json(comparison_json(comparison))
     else:
         print_comparison(strategy_facts(comparison))
+
+
+def _load_operators(model: str, options: PlanOptions, dtype: str, *,
+                    with_factors: bool) -> tuple[Graph, Mapping[str, NamedOp] | None]:
+    """Return the model's graph and, where they are wanted and it has a module, its operators with their factors."""
+    from weft.model.load import has_module, load_graph_for, trace_model
+    from weft.model.named_ops import named_ops
+
+    batch = options.batch // options.microbatches if options.microbatches else None
+    if not with_factors or not has_module(model):
+        return load_graph_for(model, mode=options.mode, batch=batch, dtype=dtype), None
+    traced = trace_model(model, mode=options.mode, batch=batch, dtype=dtype)
+    return traced.graph, named_ops(traced)
 
 
 def simulate(

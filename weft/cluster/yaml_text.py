@@ -36,19 +36,26 @@ def parse_yaml(text: bytes | str, *, where: str) -> Any:
         import yaml
     except ImportError as problem:
         raise ClusterError(f"reading {where} needs PyYAML: run 'pip install PyYAML', or write it as JSON") from problem
-    loader = None
     try:
-        loader = _loader_class()(text)
-        return loader.get_single_data()
+        return _load(text, fast=hasattr(yaml, "CSafeLoader"))
+    except (yaml.YAMLError, RecursionError, ValueError, OverflowError):
+        pass  # once more by the slow parser, whose messages show the place
+    try:
+        return _load(text, fast=False)
     except yaml.YAMLError as problem:
         raise ClusterError(f"{where} is not valid YAML: {_one_line(problem)}") from problem
     except RecursionError as problem:
         raise ClusterError(f"{where} is not valid YAML: it is nested too deeply") from problem
     except (ValueError, OverflowError) as problem:  # PyYAML lets those of chr() and int() through
         raise ClusterError(f"{where} is not valid YAML: {problem}") from problem
+
+
+def _load(text: bytes | str, *, fast: bool) -> Any:
+    loader = _loader_class(fast)(text)
+    try:
+        return loader.get_single_data()
     finally:
-        if loader is not None:
-            loader.dispose()
+        loader.dispose()
 
 
 def _one_line(problem: Exception) -> str:
@@ -56,11 +63,24 @@ def _one_line(problem: Exception) -> str:
 
 
 @cache
-def _loader_class() -> Any:
+def _loader_class(fast: bool) -> Any:
+    """Return the loader; the fast one is for texts that have no faults, because its messages show no place."""
     import yaml
-    from yaml.composer import ComposerError
+    from yaml.composer import Composer, ComposerError
 
-    class StrictLoader(yaml.SafeLoader):
+    base: Any = yaml.SafeLoader
+    if fast:
+
+        class FastLoader(Composer, yaml.CSafeLoader):
+            """Composes in Python, so that it can be as strict, from the events of the parser in C."""
+
+            def __init__(self, stream: bytes | str) -> None:
+                yaml.CSafeLoader.__init__(self, stream)
+                Composer.__init__(self)
+
+        base = FastLoader
+
+    class StrictLoader(base):
         """PyYAML's safe loader with fewer types, unique text keys and a limit on what aliases expand to."""
 
         def __init__(self, stream: bytes | str) -> None:
@@ -69,7 +89,7 @@ def _loader_class() -> Any:
             self.node_sizes: dict[int, int] = {}
 
         def compose_node(self, parent: Any, index: Any) -> Any:
-            event = self.peek_event()  # type: ignore[no-untyped-call]
+            event = self.peek_event()
             if getattr(event, "tag", None) not in (None, "!"):
                 raise ComposerError(None, None, "tags are not read here", event.start_mark)
             before = self.num_nodes

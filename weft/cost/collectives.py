@@ -240,6 +240,26 @@ class CollectiveModel:
         return CommCost(seconds=best.latency_s + bandwidth_s, source=Source.ROOFLINE, algorithm=name,
                         latency_s=best.latency_s, bandwidth_s=bandwidth_s)
 
+    def lines_together(self, collective: Collective, groups: Sequence[Sequence[int]]) -> tuple[Line, ...]:
+        """Return the time of each algorithm if groups of equal size do the same at the same time and share links."""
+        for group in groups:
+            self._check(collective, tuple(group))
+        if len(groups[0]) == 1:
+            return (Line(0.0, 0.0),)
+        everyone = tuple(range(self._cluster.num_devices))
+        found = []
+        for algorithm in Algorithm:
+            by_group = [self._rounds(collective, algorithm, tuple(group)) for group in groups]
+            if not all(by_group) or len({tuple((entry.steps, entry.share) for entry in rounds)
+                                         for rounds in by_group}) > 1:
+                continue  # groups that lie on hosts in different ways do not go in step
+            parts = [self._round_line(Round(pairs=tuple((group[i], group[j]) for group, entry in
+                                                        zip(groups, entries, strict=True) for i, j in entry.pairs),
+                                            steps=entries[0].steps, share=entries[0].share), everyone)
+                     for entries in zip(*by_group, strict=True)]
+            found.append(Line(sum(part.latency_s for part in parts), sum(part.s_per_byte for part in parts)))
+        return tuple(found)
+
     def _all_lines(self, collective: Collective, group: tuple[int, ...]) -> tuple[tuple[Line, str], ...]:
         self._check(collective, group)
         if len(group) == 1:

@@ -20,18 +20,22 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import dataclass
+from functools import partial
+from types import FrameType
 from typing import Any, Final
 
 import torch
+import torch.export._trace  # export would import it, for half a second, when it is called
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft.errors import ModelError
+from weft.model.chains import Chain, ChainMismatch, find_chains, reduce_chains, standing_in
 from weft.model.fold import FoldMismatch, check_unchanging, expand, folded
 from weft.model.functional import changed_tensors, changes_memory, is_mutable, make_functional, owner_of
 
@@ -77,6 +81,28 @@ def capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *, traini
                 if folding.sets:
                     return _captured(module, fake_inputs, tied)
         return _captured(module, fake_inputs, tied)
+
+
+def capture_chains(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *,
+                   training: bool) -> tuple[Capture, tuple[Chain, ...]]:
+    """Return the functional graph in which every chain of equal layers has at most three copies, and the chains.
+
+    The copies are the first, one that stands for all in the middle, and the last. Chains whose copies turn out to
+    differ are traced in full.
+    """
+    tied = tied_names(module)
+    chains = find_chains(module)
+    while chains:
+        try:
+            with standing_in(module, chains), fake_parameters(module) as mode, _forward_as_written(training):
+                fakes = tuple(_fake(mode, tensor) for tensor in inputs)
+                return _captured(module, fakes, tied, partial(reduce_chains, chains=chains)), tuple(chains)
+        except ChainMismatch as problem:
+            wrong = problem.chain
+            chains = [Chain(paths=chain.paths, period=chain.period) for chain in chains if chain is not wrong]
+        except (FoldMismatch, ModelError):  # a hollow layer may be looked into: trace all, which tells what is wrong
+            break
+    return capture(module, inputs, training=training), ()
 
 
 def tied_names(module: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -148,16 +174,67 @@ def _forward_as_written(training: bool) -> Iterator[None]:
 # ---- tracing ------------------------------------------------------------------------------------------------------
 
 
-def _captured(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], tied: tuple[tuple[str, ...], ...]) -> Capture:
+def _captured(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], tied: tuple[tuple[str, ...], ...],
+              write_out: Callable[[fx.Graph, Mapping[str, str]], None] = expand) -> Capture:
     try:
-        program = torch.export.export(module, inputs, strict=False)
+        with _without_code(), _forward_frames_only():
+            program = torch.export.export(module, inputs, strict=False)
         inline_blocks(program.graph_module)
         program, updates = _functional(program)
     except (FoldMismatch, ModelError):
         raise
     except Exception as problem:
         raise ModelError(_why_untraceable(problem)) from problem
-    return _described(program, updates, tied)
+    return _described(program, updates, tied, write_out)
+
+
+@contextmanager
+def _without_code() -> Iterator[None]:
+    """Let no Python code be written for graphs before it is run: export does so ten times, for nothing."""
+    recompile = fx.GraphModule.recompile
+
+    def later(self: fx.GraphModule) -> None:
+        type(self).forward = run
+
+    def run(self: fx.GraphModule, *args: Any, **kwargs: Any) -> Any:
+        recompile(self)
+        return self.forward(*args, **kwargs)
+
+    fx.GraphModule.recompile = later
+    try:
+        yield
+    finally:
+        fx.GraphModule.recompile = recompile
+
+
+class _ForwardFrames:
+    """The frames of ``forward`` functions on the stack, as PyTorch asks for them for each node."""
+
+    @staticmethod
+    def extract() -> _ForwardFrames:
+        """Return the stack that can be asked for; it is read at once, in ``summary``."""
+        return _ForwardFrames()
+
+    def summary(self) -> traceback.StackSummary:
+        """Return the frames, outermost first."""
+        frames = []
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if frame.f_code.co_name == "forward":
+                frames.append(traceback.FrameSummary(frame.f_code.co_filename, frame.f_lineno, "forward", line=""))
+            frame = frame.f_back
+        return traceback.StackSummary.from_list(frames[::-1])
+
+
+@contextmanager
+def _forward_frames_only() -> Iterator[None]:
+    """Let nodes note only the frames that PyTorch keeps in the end: reading the others takes a tenth of the time."""
+    original = fx.proxy.CapturedTraceback
+    fx.proxy.CapturedTraceback = _ForwardFrames
+    try:
+        yield
+    finally:
+        fx.proxy.CapturedTraceback = original
 
 
 def _functional(program: Any) -> tuple[Any, dict[str, fx.Node]]:
@@ -278,7 +355,8 @@ def _changes_memory_with_gradient(node: fx.Node, outside: Mapping[fx.Node, Any])
 # ---- describing ---------------------------------------------------------------------------------------------------
 
 
-def _described(program: Any, updates: dict[str, fx.Node], tied: tuple[tuple[str, ...], ...]) -> Capture:
+def _described(program: Any, updates: dict[str, fx.Node], tied: tuple[tuple[str, ...], ...],
+               write_out: Callable[[fx.Graph, Mapping[str, str]], None]) -> Capture:
     graph: fx.Graph = program.graph
     first = {name: names[0] for names in tied for name in names}
     parameters: dict[str, str] = {}
@@ -302,7 +380,7 @@ def _described(program: Any, updates: dict[str, fx.Node], tied: tuple[tuple[str,
         _check_sizes(node)
     outputs = _outputs(program)
     graph.output_node().args = ((*updates.values(), *outputs),)
-    expand(graph, {**parameters, **buffers})
+    write_out(graph, {**parameters, **buffers})
     simplify(graph)
     _free_of_strides(graph)
     results = [node.name for node in graph.output_node().args[0]]

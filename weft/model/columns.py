@@ -74,9 +74,14 @@ class _Op:
     """The same for parameters."""
 
 
-def make_columns(capture: Capture, *, name: str, batch: int, training: bool, backward: Backward) -> Columns:
-    """Return the graph of ``capture``, with the costs of its backward pass found as ``backward`` says."""
-    builder = _Builder(capture=capture, probe=Probe(backward=backward == "joint"), backward=backward)
+def make_columns(capture: Capture, *, name: str, batch: int, training: bool, backward: Backward,
+                 more_reads: Mapping[tuple[str, str], int] | None = None) -> Columns:
+    """Return the graph of ``capture``, with the costs of its backward pass found as ``backward`` says.
+
+    ``more_reads`` gives, by fx nodes (operator, tensor), reads of operators that ``capture`` leaves out.
+    """
+    builder = _Builder(capture=capture, probe=Probe(backward=backward == "joint"), backward=backward,
+                       more_reads=more_reads or {})
     for node in capture.graph.nodes:
         builder.add(node)
     outputs = tuple(builder.ids[node] for node in capture.outputs)
@@ -94,6 +99,7 @@ class _Builder:
     capture: Capture
     probe: Probe
     backward: Backward
+    more_reads: Mapping[tuple[str, str], int]
     tensors: list[_Tensor] = field(default_factory=list)
     ops: list[_Op] = field(default_factory=list)
     ids: dict[str, int] = field(default_factory=dict)
@@ -239,8 +245,9 @@ class _Builder:
                 op.cost = self._cost_by_rule(op)
             for tensor in op.inputs:
                 self.tensors[tensor].num_readers += 1
-                if self.tensors[tensor].num_readers > 1:
-                    self._note_sum(tensor, op)
+                more = self.more_reads.get((op.nodes[0], self.tensors[tensor].node), 0)
+                if self.tensors[tensor].num_readers > 1 or more:
+                    self._note_sum(tensor, op, (self.tensors[tensor].num_readers > 1) + more)
             for tensor in [*(op.inputs[position] for position in op.cost.saved_inputs),
                            *(op.outputs[position] for position in op.cost.saved_outputs if position in op.outputs)]:
                 self._note_saved(tensor)
@@ -255,12 +262,13 @@ class _Builder:
                 waiting.extend(self.tensors[tensor].producer for tensor in self.ops[index].inputs)
         return needed
 
-    def _note_sum(self, index: int, reader: _Op) -> None:
-        """Cost the addition that joins the gradients of a tensor's readers."""
+    def _note_sum(self, index: int, reader: _Op, count: int) -> None:
+        """Cost the ``count`` additions that join the gradients of a tensor's readers."""
         tensor = self.tensors[index]
         if tensor.grad is GradClass.NONE:
             return
-        flops, num_bytes = float(tensor.value.numel()), 3.0 * tensor.value.numel() * tensor.value.element_size()
+        flops = float(count * tensor.value.numel())
+        num_bytes = 3.0 * flops * tensor.value.element_size()
         op = self.ops[tensor.producer] if tensor.producer >= 0 else reader
         if tensor.grad is GradClass.WEIGHT:
             op.sum_weight = (op.sum_weight[0] + flops, op.sum_weight[1] + num_bytes)

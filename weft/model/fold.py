@@ -1,9 +1,9 @@
 """Trace one of each repeated layer: the copies are stood in for while tracing and written out afterwards.
 
 Tracing costs two to three milliseconds per operator, so the 80 equal layers of a large model take many seconds. Layers
-are *equal* when their classes, settings and parameter shapes are (``find_repeats``); a number that is the position of
-the layer in every one of them is the only difference allowed. While ``torch.export`` runs, the first two and the last
-layer of a set are traced in full between two markers, ``fold_enter`` and ``fold_leave``; every other one becomes a
+are *equal* when their classes, settings and parameter shapes are (``find_repeats``); a number that counts the layers is
+the only difference allowed, and it must not be used (``watched``). While ``torch.export`` runs, the first two and the
+last layer of a set are traced in full between two markers, ``fold_enter`` and ``fold_leave``; every other one becomes a
 single operator ``fold_repeat``. Afterwards ``expand`` compares the layers that were traced, operator by operator, and
 only if they agree replaces each ``fold_repeat`` with a copy of the first, wired to the copy's own parameters:
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -25,10 +25,14 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from weft.model.watched import watch_numbers
+
 MIN_REPEATS: Final = 4
 """Fewer equal layers than this are simply traced: the first two and the last are traced anyway."""
 MIN_MODULES: Final = 3
 """A layer of fewer modules than this has too few operators to be worth a stand-in."""
+_MEMBERS: Final = ("_parameters", "_buffers", "_modules")
+_PLAIN: Final = frozenset({bool, type(None), str, float, torch.dtype, torch.device})
 
 _LIBRARY: Final = torch.library.Library("weft", "DEF")
 _LIBRARY.define("fold_enter(str key, Tensor[] tensors) -> Tensor[]")
@@ -62,7 +66,7 @@ class TensorSpec:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Record:
+class Record:
     """One set of equal layers called with equal inputs."""
 
     id: int
@@ -74,7 +78,7 @@ class _Record:
     spec: Any = None
 
 
-_RECORDS: dict[int, _Record] = {}
+RECORDS: dict[int, Record] = {}
 _NUMBERS: Final = itertools.count()
 
 
@@ -83,7 +87,7 @@ def _like(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _repeated(key: str, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [spec.empty() for spec in _RECORDS[int(key.split(":")[0])].outputs]
+    return [spec.empty() for spec in RECORDS[int(key.split(":")[0])].outputs]
 
 
 for _name, _body in (("fold_enter", _like), ("fold_leave", _like), ("fold_repeat", _repeated)):
@@ -91,10 +95,10 @@ for _name, _body in (("fold_enter", _like), ("fold_leave", _like), ("fold_repeat
     _LIBRARY.impl(_name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"weft::{_name}", _body, lib=_LIBRARY)
 
-_ENTER: Final = torch.ops.weft.fold_enter.default
-_LEAVE: Final = torch.ops.weft.fold_leave.default
-_REPEAT: Final = torch.ops.weft.fold_repeat.default
-_MARKERS: Final = (_ENTER, _LEAVE, _REPEAT)
+ENTER: Final = torch.ops.weft.fold_enter.default
+LEAVE: Final = torch.ops.weft.fold_leave.default
+REPEAT: Final = torch.ops.weft.fold_repeat.default
+MARKERS: Final = (ENTER, LEAVE, REPEAT)
 
 
 # ---- which layers are equal ---------------------------------------------------------------------------------------
@@ -102,12 +106,12 @@ _MARKERS: Final = (_ENTER, _LEAVE, _REPEAT)
 
 def find_repeats(module: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
     """Return sets of paths of equal sibling layers, outermost first, of ``MIN_REPEATS`` or more each."""
-    owners = _parameter_owners(module)
+    owners = parameter_owners(module)
     sets: list[tuple[str, ...]] = []
 
     def visit(parent: torch.nn.Module, prefix: str) -> None:
         children = {name: child for name, child in parent._modules.items() if child is not None}
-        for equal in _equal_children(list(children.values()), owners):
+        for equal in equal_children(list(children.values()), owners):
             names = [list(children)[index] for index in equal]
             if len(names) >= MIN_REPEATS:
                 sets.append(tuple(prefix + name for name in names))
@@ -119,7 +123,7 @@ def find_repeats(module: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
     return tuple(sets)
 
 
-def _equal_children(children: list[torch.nn.Module], owners: Mapping[int, tuple[str, ...]]) -> list[list[int]]:
+def equal_children(children: list[torch.nn.Module], owners: Mapping[int, tuple[str, ...]]) -> list[list[int]]:
     """Return the positions of ``children`` in sets of equal ones."""
     alike: dict[Any, list[tuple[int, tuple[int, ...]]]] = {}
     for position, child in enumerate(children):
@@ -128,9 +132,10 @@ def _equal_children(children: list[torch.nn.Module], owners: Mapping[int, tuple[
         alike.setdefault(shape, []).append((position, tuple(numbers)))
     result: list[list[int]] = []
     for members in alike.values():
-        # a whole number that equals the layer's position in every layer is its index, not a setting
-        is_index = [all(found[slot] == position for position, found in members)
-                    for slot in range(len(members[0][1]))]
+        # a whole number that grows with the layer's position is its index, not a setting
+        start, firsts = members[0]
+        is_index = [all(found[slot] - position == number - start for position, found in members)
+                    for slot, number in enumerate(firsts)]
         equal: dict[Any, list[int]] = {}
         for position, found in members:
             key = tuple(number for number, index in zip(found, is_index, strict=True) if not index)
@@ -139,7 +144,8 @@ def _equal_children(children: list[torch.nn.Module], owners: Mapping[int, tuple[
     return sorted(result)
 
 
-def _parameter_owners(module: torch.nn.Module) -> Mapping[int, tuple[str, ...]]:
+def parameter_owners(module: torch.nn.Module) -> Mapping[int, tuple[str, ...]]:
+    """Return the paths of the modules that have each parameter or buffer, by its ``id``."""
     owners: dict[int, list[str]] = {}
     for path, child in module.named_modules(remove_duplicate=False):
         for tensor in (*child._parameters.values(), *child._buffers.values()):
@@ -163,9 +169,10 @@ def _shape_of(layer: torch.nn.Module, owners: Mapping[int, tuple[str, ...]], num
                     return None  # shared with another module: copying the wiring would lose that
                 parts.append((key, None if tensor is None else
                               (tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad)))
-        for key, value in sorted(module.__dict__.items()):
-            if key not in ("_parameters", "_buffers", "_modules"):
-                parts.append((key, _setting(value, numbers)))
+        for key, value in module.__dict__.items():
+            if key not in _MEMBERS:
+                parts.append(key)
+                parts.append("none" if isinstance(value, dict) and not value else _setting(value, numbers))
     return tuple(parts) if num_modules >= MIN_MODULES else None
 
 
@@ -175,11 +182,14 @@ def _has_running_state(module: torch.nn.Module) -> bool:
 
 
 def _setting(value: Any, numbers: list[int]) -> Any:
-    if isinstance(value, bool) or value is None or isinstance(value, str | float | torch.dtype | torch.device):
-        return (type(value).__name__, str(value))
-    if isinstance(value, int):
+    kind = type(value)
+    if kind is int:
         numbers.append(value)
-        return "int"
+        return int
+    if kind in _PLAIN:
+        return kind, value
+    if isinstance(value, str | float):
+        return kind, str(value)
     if isinstance(value, list | tuple):
         return (type(value).__name__, *(_setting(item, numbers) for item in value))
     if isinstance(value, dict):
@@ -197,31 +207,32 @@ class Folding:
     """The layers being folded in one trace; use ``folded(module)``."""
 
     sets: tuple[tuple[str, ...], ...]
-    records: dict[Any, _Record] = field(default_factory=dict)
+    records: dict[Any, Record] = field(default_factory=dict)
 
     @property
     def num_repeats(self) -> int:
         """Return how many layers the sets hold."""
         return sum(len(names) for names in self.sets)
 
+    def forget(self) -> None:
+        """Let go of the records."""
+        for record in self.records.values():
+            RECORDS.pop(record.id, None)
+
 
 @contextmanager
 def folded(module: torch.nn.Module) -> Iterator[Folding]:
     """Let equal layers of ``module`` be stood in for while the body runs."""
     folding = Folding(sets=find_repeats(module))
-    layers: list[torch.nn.Module] = []
-    try:
+    with ExitStack() as stack:
+        stack.callback(folding.forget)
         for number, paths in enumerate(folding.sets):
-            for path in paths:
-                layer = module.get_submodule(path)
-                layers.append(layer)
+            layers = [module.get_submodule(path) for path in paths]
+            watch_numbers(layers, stack, FoldMismatch)
+            for path, layer in zip(paths, layers, strict=True):
                 layer.forward = _stand_in(folding, number, path, path == paths[-1], layer.forward)
+                stack.callback(delattr, layer, "forward")
         yield folding
-    finally:
-        for layer in layers:
-            del layer.forward
-        for record in folding.records.values():
-            _RECORDS.pop(record.id, None)
 
 
 def _stand_in(folding: Folding, number: int, path: str, is_last: bool, real: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,37 +242,46 @@ def _stand_in(folding: Folding, number: int, path: str, is_last: bool, real: Cal
             return real(*args, **kwargs)
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         signature = (number, str(spec), tuple(TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
-                                              for leaf in leaves), _sharing(tensors))
-        record = folding.records.setdefault(signature, _Record(id=next(_NUMBERS)))
-        _RECORDS[record.id] = record
+                                              for leaf in leaves), sharing(tensors))
+        if signature not in folding.records:
+            folding.records[signature] = new_record()
+        record = folding.records[signature]
         key = f"{record.id}:{path}"
         if record.num_traced >= 2 and not is_last:
-            return _rebuild(record, tensors, _wanting(_REPEAT(key, tensors), record.outputs))
+            return rebuild(record, tensors, wanting(REPEAT(key, tensors), record.outputs))
         record.num_traced += 1
-        entered = _wanting(_ENTER(key, tensors), tensors)
+        entered = wanting(ENTER(key, tensors), tensors)
         rest = iter(entered)
         args, kwargs = pytree.tree_unflatten(
             [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
-        return _note_result(record, key, tensors, entered, real(*args, **kwargs))
+        return note_result(record, key, tensors, entered, real(*args, **kwargs))[1]
 
     return forward
 
 
-def _wanting(tensors: list[torch.Tensor], like: Sequence[TensorSpec | torch.Tensor]) -> list[torch.Tensor]:
+def new_record() -> Record:
+    """Return a record that ``REPEAT`` can be called with."""
+    record = Record(id=next(_NUMBERS))
+    RECORDS[record.id] = record
+    return record
+
+
+def wanting(tensors: list[torch.Tensor], like: Sequence[TensorSpec | torch.Tensor]) -> list[torch.Tensor]:
     """Return ``tensors``, each wanting a gradient as its counterpart does: PyTorch picks some kernels by that."""
     for tensor, other in zip(tensors, like, strict=True):
         tensor.requires_grad = other.requires_grad
     return list(tensors)
 
 
-def _sharing(tensors: list[torch.Tensor]) -> tuple[int, ...]:
+def sharing(tensors: list[torch.Tensor]) -> tuple[int, ...]:
     """Return for each tensor the first position that holds the same one."""
     first: dict[int, int] = {}
     return tuple(first.setdefault(id(tensor), position) for position, tensor in enumerate(tensors))
 
 
-def _note_result(record: _Record, key: str, tensors: list[torch.Tensor], entered: list[torch.Tensor],
-                 result: Any) -> Any:
+def note_result(record: Record, key: str, tensors: list[torch.Tensor], entered: list[torch.Tensor],
+                result: Any) -> tuple[list[torch.Tensor], Any]:
+    """Return the tensors that a layer made, and its result with these; the record learns of both."""
     leaves, spec = pytree.tree_flatten(result)
     layout: list[tuple[str, Any]] = []
     made: list[torch.Tensor] = []
@@ -278,10 +298,12 @@ def _note_result(record: _Record, key: str, tensors: list[torch.Tensor], entered
     if record.spec is not None and (record.outputs, record.layout) != (outputs, tuple(layout)):
         raise FoldMismatch(f"the results of {key} differ from those of an equal layer")
     record.outputs, record.layout, record.spec = outputs, tuple(layout), spec
-    return _rebuild(record, tensors, _wanting(_LEAVE(key, made), outputs))
+    made = wanting(LEAVE(key, made), outputs)
+    return made, rebuild(record, tensors, made)
 
 
-def _rebuild(record: _Record, tensors: list[torch.Tensor], made: list[torch.Tensor]) -> Any:
+def rebuild(record: Record, tensors: list[torch.Tensor], made: list[torch.Tensor]) -> Any:
+    """Return a layer's result from its inputs and the tensors that it made."""
     source = {"input": tensors, "new": made}
     return pytree.tree_unflatten(
         [source[kind][value] if kind != "value" else value for kind, value in record.layout], record.spec)
@@ -294,16 +316,16 @@ def check_unchanging(graph: fx.Graph, changed_tensors: Callable[[fx.Node], list[
     The markers hide which tensors share memory across a layer's border, so a layer may only change what it made, and
     the rest of the model only what never crossed a border.
     """
-    markers = [node for node in graph.nodes if node.target in _MARKERS]
+    markers = [node for node in graph.nodes if node.target in MARKERS]
     if not markers:
         return
     crossed = {owner_of(tensor) for node in markers for tensor in node.all_input_nodes}
     made: set[fx.Node] | None = None
     for node in graph.nodes:
-        if node.target is _ENTER or node.target is _LEAVE:
-            made = set() if node.target is _ENTER else None
+        if node.target is ENTER or node.target is LEAVE:
+            made = set() if node.target is ENTER else None
             continue
-        if any(source.target in _MARKERS for source in node.all_input_nodes):
+        if any(source.target in MARKERS for source in node.all_input_nodes):
             crossed.add(node)
         elif made is not None:
             made.add(node)
@@ -316,7 +338,7 @@ def check_unchanging(graph: fx.Graph, changed_tensors: Callable[[fx.Node], list[
 
 
 @dataclass(slots=True, kw_only=True)
-class _Region:
+class Region:
     """The nodes of one layer that was traced in full."""
 
     path: str
@@ -327,33 +349,34 @@ class _Region:
 
 def expand(graph: fx.Graph, owned: Mapping[str, str]) -> None:
     """Write out every stand-in of ``graph`` in place; ``owned`` gives the path of each parameter or buffer node."""
-    regions, repeats = _find_regions(graph)
+    regions, repeats = find_regions(graph)
     nodes = {path: node for node in graph.nodes if node.op == "placeholder" and (path := owned.get(node.name))}
     for same in regions.values():
         for other in same[1:]:
-            _check_equal(same[0], other, owned)
+            check_equal(same[0], other, owned)
     for node in repeats:
         record, path = node.args[0].split(":", 1)
-        _write_copy(graph, node, regions[record][0], path, owned, nodes)
+        write_copy(graph, node, regions[record][0], path, owned, nodes)
     for region in itertools.chain.from_iterable(regions.values()):
-        _forward_items(region.enter, region.enter.args[1])
-        _forward_items(region.leave, region.leave.args[1])
+        forward_items(region.enter, region.enter.args[1])
+        forward_items(region.leave, region.leave.args[1])
 
 
-def _find_regions(graph: fx.Graph) -> tuple[dict[str, list[_Region]], list[fx.Node]]:
-    regions: dict[str, list[_Region]] = {}
+def find_regions(graph: fx.Graph) -> tuple[dict[str, list[Region]], list[fx.Node]]:
+    """Return the layers that were traced in full, by the text of their record's id, and the stand-ins of others."""
+    regions: dict[str, list[Region]] = {}
     repeats: list[fx.Node] = []
-    current: _Region | None = None
+    current: Region | None = None
     for node in graph.nodes:
-        if node.target is _ENTER:
-            current = _Region(path=node.args[0].split(":", 1)[1], enter=node, leave=node, body=[])
-        elif node.target is _LEAVE:
+        if node.target is ENTER:
+            current = Region(path=node.args[0].split(":", 1)[1], enter=node, leave=node, body=[])
+        elif node.target is LEAVE:
             if current is None or current.enter.args[0] != node.args[0]:
                 raise FoldMismatch(f"layer {node.args[0]} calls another folded layer")
             current.leave = node
             regions.setdefault(node.args[0].split(":", 1)[0], []).append(current)
             current = None
-        elif node.target is _REPEAT:
+        elif node.target is REPEAT:
             repeats.append(node)
         elif current is not None and node.op != "placeholder":
             if node.op != "call_function":
@@ -362,19 +385,19 @@ def _find_regions(graph: fx.Graph) -> tuple[dict[str, list[_Region]], list[fx.No
     return regions, repeats
 
 
-def _relative(node: fx.Node, region: _Region, owned: Mapping[str, str]) -> str | None:
+def _relative(node: fx.Node, region: Region, owned: Mapping[str, str]) -> str | None:
     path = owned.get(node.name) if node.op == "placeholder" else None
     if path is None or not path.startswith(region.path + "."):
         return None
     return path[len(region.path) :]
 
 
-def _check_equal(first: _Region, other: _Region, owned: Mapping[str, str]) -> None:
+def check_equal(first: Region, other: Region, owned: Mapping[str, str]) -> None:
     """Raise ``FoldMismatch`` unless both layers do the same, operator by operator."""
     position_a = {node: index for index, node in enumerate(first.body)}
     position_b = {node: index for index, node in enumerate(other.body)}
 
-    def plain(region: _Region, position: dict[fx.Node, int]) -> Callable[[fx.Node], Any]:
+    def plain(region: Region, position: dict[fx.Node, int]) -> Callable[[fx.Node], Any]:
         def name(node: fx.Node) -> Any:
             if node in position:
                 return ("inside", position[node])
@@ -407,8 +430,9 @@ class _Name:
         return f"<{self.value}>"
 
 
-def _write_copy(graph: fx.Graph, repeat: fx.Node, template: _Region, path: str, owned: Mapping[str, str],
-                nodes: Mapping[str, fx.Node]) -> None:
+def write_copy(graph: fx.Graph, repeat: fx.Node, template: Region, path: str, owned: Mapping[str, str],
+               nodes: Mapping[str, fx.Node]) -> list[Any]:
+    """Return the results of a copy of ``template`` that is put in place of a stand-in, for the layer at ``path``."""
     inputs = repeat.args[1]
     copies: dict[fx.Node, fx.Node] = {}
 
@@ -432,10 +456,12 @@ def _write_copy(graph: fx.Graph, repeat: fx.Node, template: _Region, path: str, 
             copy.meta = {key: value for key, value in node.meta.items() if key in ("val", "stack_trace")}
             copy.meta["module"] = path + node.meta["module"][len(template.path) :]
             copies[node] = copy
-    _forward_items(repeat, [copy_of(item) for item in template.leave.args[1]])
+    results = [copy_of(item) for item in template.leave.args[1]]
+    forward_items(repeat, results)
+    return results
 
 
-def _forward_items(node: fx.Node, values: Any) -> None:
+def forward_items(node: fx.Node, values: Any) -> None:
     """Replace each ``getitem(node, i)`` by ``values[i]`` and remove ``node``."""
     for user in list(node.users):
         user.replace_all_uses_with(values[user.args[1]])

@@ -24,10 +24,15 @@ def trace_model(spec: str, *, mode: Mode = "training", batch: int | None = None,
     return trace(source, batch=batch, batch_dims=batch_dims)
 
 
+def has_module(spec: str) -> bool:
+    """Return whether ``spec`` names a PyTorch model, not a file with a graph."""
+    return not spec.lower().endswith((".json", ".json.gz", ".onnx"))
+
+
 def load_graph_for(spec: str, *, mode: Mode = "training", batch: int | None = None, dtype: str | None = None,
                    batch_dims: bool = False) -> Graph:
     """Return the graph of any kind of model; PyTorch models are traced for ``batch`` samples."""
-    if not spec.lower().endswith((".json", ".json.gz", ".onnx")):
+    if has_module(spec):
         return trace_model(spec, mode=mode, batch=batch, dtype=dtype, batch_dims=batch_dims).graph
     graph = resolve_model(spec, mode=mode)
     assert isinstance(graph, Graph)

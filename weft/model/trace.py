@@ -99,7 +99,7 @@ def trace(source: ModelSource, *, batch: int | None = None, mode: Mode | None = 
         other = size + 1 if size > 1 else 3  # 2 would hide behind dimensions of 2 made by stacking pairs
         graph = _with_batch_dims(graph, _traced(source, other, "none", fold)[1].graph, size, other)
     check_graph(graph)
-    return TracedModel(graph=graph, program=_program(found, columns), source=replace(source, batch=size))
+    return TracedModel(graph=graph, program=make_program(found, columns), source=replace(source, batch=size))
 
 
 def _traced(source: ModelSource, batch: int, backward: Backward, fold: bool) -> tuple[Capture, Columns]:
@@ -111,7 +111,8 @@ def _traced(source: ModelSource, batch: int, backward: Backward, fold: bool) -> 
         return found, make_columns(found, name=source.name, batch=batch, training=training, backward=backward)
 
 
-def _program(found: Capture, columns: Columns) -> TracedProgram:
+def make_program(found: Capture, columns: Columns) -> TracedProgram:
+    """Return the program of a captured graph and its columns."""
     names = columns.node_tensors
     return TracedProgram(
         fx_graph=found.graph, op_nodes=columns.op_nodes, tensor_nodes=columns.tensor_nodes,

@@ -8,9 +8,10 @@ and ``materialize`` gives the single-process reference the very same ones. Of ti
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
+from functools import partial
+from typing import Any, Final
 
 import torch
 
@@ -18,6 +19,9 @@ from weft.errors import ModelError
 
 STANDARD_DEVIATION: Final = 0.02
 """Of the values of matrices and kernels, as GPT-2 and BERT start."""
+_FILLERS: Final = ("uniform_", "normal_", "trunc_normal_", "constant_", "ones_", "zeros_", "xavier_uniform_",
+                   "xavier_normal_", "kaiming_uniform_", "kaiming_normal_")
+"""Functions of ``torch.nn.init`` that take long to do nothing to a tensor without memory."""
 
 
 @contextmanager
@@ -28,13 +32,24 @@ def without_memory() -> Iterator[None]:
     def register_on_meta(self: torch.nn.Module, name: str, param: torch.nn.Parameter | None) -> None:
         if param is not None and param.device.type != "meta":
             param = torch.nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+            param._is_hf_initialized = True  # transformers then leaves it alone: drawing nothing takes it long
         register(self, name, param)
 
+    fillers = {name: getattr(torch.nn.init, name) for name in _FILLERS}
     torch.nn.Module.register_parameter = register_on_meta
+    for name, filler in fillers.items():
+        setattr(torch.nn.init, name, partial(_fill_unless_meta, filler))
     try:
         yield
     finally:
         torch.nn.Module.register_parameter = register
+        for name, filler in fillers.items():
+            setattr(torch.nn.init, name, filler)
+
+
+def _fill_unless_meta(filler: Callable[..., torch.Tensor], tensor: torch.Tensor, *args: Any,
+                      **kwargs: Any) -> torch.Tensor:
+    return tensor if tensor.is_meta else filler(tensor, *args, **kwargs)
 
 
 def initial_value(name: str, shape: Sequence[int], dtype: torch.dtype, seed: int,

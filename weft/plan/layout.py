@@ -7,6 +7,7 @@ on one rank read are sent there once. In training, gradients go the opposite way
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,6 +16,7 @@ import numpy as np
 
 from weft.errors import PlanError
 from weft.model.graph import I64, NO_BATCH_DIM, Bool, Graph
+from weft.plan.holders import parameter_parts
 from weft.plan.plan import Plan, split_samples
 from weft.plan.program import Bucket, Channel, Instance
 from weft.plan.structure import stage_microbatches
@@ -211,12 +213,14 @@ def _link_instances(instances: list[Instance], flows: list[_Flow], channels: lis
 
 def _build_buckets(plan: Plan, graph: Graph) -> tuple[Bucket, ...]:
     rank_of = {device: rank for rank, device in enumerate(plan.cluster.devices)}
+    parts = parameter_parts(plan, graph) if any(stage.sharding for stage in plan.stages) else {}
     buckets = []
     for exchange in plan.gradients:
         if len(exchange.devices) < 2:
             continue
         tensors = tuple(graph.tensor_index[name] for name in exchange.parameters)
+        held = [parts[tensor][exchange.devices[0]] if parts else 1 for tensor in tensors]
         buckets.append(Bucket(
             parameters=tensors, method=exchange.method, ranks=tuple(sorted(rank_of[name] for name in exchange.devices)),
-            num_bytes=int(graph.tensor_bytes[list(tensors)].sum())))
+            num_bytes=math.ceil((graph.tensor_bytes[list(tensors)] * held).sum())))
     return tuple(buckets)

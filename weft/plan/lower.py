@@ -219,19 +219,23 @@ def _outgoing(layout: Layout) -> list[tuple[list[int], list[int]]]:
 
 def _bucket_counts(plan: Plan, graph: Graph, layout: Layout) -> tuple[list[int], dict[int, list[int]]]:
     """Return how many backward actions each bucket waits for, and the buckets that each instance contributes to."""
-    bucket_of = {tensor: index for index, bucket in enumerate(layout.buckets) for tensor in bucket.parameters}
+    exchanged: dict[int, list[int]] = {}
+    for index, bucket in enumerate(layout.buckets):
+        for tensor in bucket.parameters:
+            exchanged.setdefault(tensor, []).append(index)
     pending = [0] * len(layout.buckets)
     buckets_of: dict[int, list[int]] = {}
-    if not bucket_of:
+    if not exchanged:
         return pending, buckets_of
     of_stage: list[list[int]] = []
     for ops in layout.stage_ops:
         read = {int(tensor) for op in ops for tensor in graph.op_inputs(int(op))}
-        of_stage.append(sorted({bucket_of[tensor] for tensor in read if tensor in bucket_of}))
+        of_stage.append(sorted({index for tensor in read for index in exchanged.get(tensor, ())}))
+    ranks = [frozenset(bucket.ranks) for bucket in layout.buckets]
     for index, item in enumerate(layout.instances):
-        buckets_of[index] = of_stage[item.stage]
-        for bucket in of_stage[item.stage]:
-            pending[bucket] += len(item.microbatches)
+        buckets_of[index] = [number for number in of_stage[item.stage] if not ranks[number].isdisjoint(item.ranks)]
+        for number in buckets_of[index]:
+            pending[number] += len(item.microbatches)
     return pending, buckets_of
 
 

@@ -21,11 +21,12 @@ from typing import Final
 import numpy as np
 
 from weft.model.graph import I64, Graph, TensorRole
+from weft.plan.holders import parameter_parts
 from weft.plan.layout import stage_inputs
-from weft.plan.plan import Optimizer, part_held
+from weft.plan.plan import Optimizer
 from weft.plan.program import Op, Phase, Program
+from weft.plan.sharding import part_held
 from weft.plan.stage_memory import StageMemory, stage_memory
-from weft.plan.structure import parameter_parts
 
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "buffers")
 """``buffers`` are tensors that wait between stages: received, or to be read or sent on their own rank."""
@@ -105,7 +106,9 @@ def instance_memories(program: Program) -> list[StageMemory]:
         replica = stage.replicas[item.replica]
         key = item.stage, item.num_samples, tuple(sorted(replica.mesh.items()))
         if key not in known:
-            parts = {program.graph.tensor_index[name]: part_held(stage, replica, name) for name in stage.sharding}
+            ids = [program.graph.tensor_index[name] for name in stage.sharding.tensors]
+            parts = {tensor: part_held(stage, replica, program.graph.tensor_names[tensor],
+                                       program.graph.tensor_shapes[tensor]) for tensor in ids}
             known[key] = stage_memory(
                 program.graph, program.stage_ops[item.stage], num_samples=item.num_samples, training=training,
                 crossing=crossing, parts=parts)

@@ -12,7 +12,6 @@ and ``W``, the backward split into gradients of inputs and gradients of weights.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -67,13 +66,23 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TensorSharding:
-    """How one tensor is laid over the axes of a replica's mesh."""
+class Sharding:
+    """How the devices of a replica divide a stage's operators and tensors; each entry has one word for each axis.
 
-    dims: tuple[str | None, ...] = ()
-    """For each dimension the axis that splits it, or null."""
-    partial: tuple[str, ...] = ()
-    """Axes over which the tensor is a sum still to be taken."""
+    ``weft.model.factors`` says what factors are, ``weft.model.tensor_layout`` what placements are. Tensors that come
+    from other stages or go to them are whole on all devices, and so are their gradients.
+    """
+
+    ops: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each axis the name of the factor that it splits, or ``""`` for none; ``weft.plan.strategies`` knows some
+    more words. Operators that are not named are not split."""
+    tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each axis a placement: of a parameter how it is stored, of another tensor how its readers find it. After a
+    colon that of its gradient, if it is another: ``R:P`` is whole, and its gradients are sums that are to be taken
+    (for a parameter, by an exchange at the end of the step)."""
+
+    def __bool__(self) -> bool:
+        return bool(self.ops or self.tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +96,8 @@ class Stage:
     """The modules these operators belong to, for the reader."""
     microbatches: tuple[int, ...] | None = None
     """The micro-batches this stage handles; null for all."""
-    sharding: Mapping[str, TensorSharding] = field(default_factory=dict)
-    """By tensor name; tensors that are not named are whole on every device of the replica."""
+    sharding: Sharding = field(default_factory=Sharding)
+    """How the devices of a replica divide the stage; all its replicas have the same axes."""
     recompute: bool = False
     """Keep only the stage's inputs and run the forward again before the backward."""
 
@@ -100,6 +109,7 @@ class GradientExchange:
     parameters: tuple[str, ...]
     method: GradientMethod = "all_reduce"
     devices: tuple[str, ...]
+    """Those that hold a parameter, or the same part of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,12 +202,6 @@ def _wrap(items: list[str], indent: str) -> list[str]:
             line = ""
         line = f"{line}, {item}" if line else item
     return [*lines, indent + line]
-
-
-def part_held(stage: Stage, replica: Replica, tensor: str) -> float:
-    """Return the part of the tensor that each device of the replica holds: 1 where the stage does not shard it."""
-    dims = stage.sharding[tensor].dims if tensor in stage.sharding else ()
-    return 1.0 / math.prod(replica.mesh.get(axis, 1) for axis in dims if axis is not None)
 
 
 def with_search(plan: Plan, **changes: Any) -> Plan:

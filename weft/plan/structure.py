@@ -1,8 +1,8 @@
 """What must hold of a plan before it can be lowered; every problem is named with its path in the plan file.
 
 Names and references, coverage (each operator exactly once for each micro-batch), convex stages (no cycle among them),
-shares and sample counts, the actions of each device exactly once and in a possible order, and one gradient exchange for
-each parameter that several devices hold.
+shares and sample counts, the actions of each device exactly once and in a possible order, shardings that fit their
+tensors, and a gradient exchange for each parameter of which several devices have parts of the gradient's sum.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import numpy as np
 from weft.cluster.cluster import Cluster
 from weft.errors import PlanError
 from weft.model.graph import Graph
-from weft.plan.plan import Plan, Replica, Stage, part_held, split_samples
+from weft.plan.holders import Copies, exchange_sets, layout_problems, parameter_copies
+from weft.plan.plan import Plan, Replica, Stage, split_samples
+from weft.plan.sharding import sharding_problems
 from weft.units import format_bytes
 
 PHASES = ("F", "B", "I", "W")
@@ -57,7 +59,8 @@ def structure_problems(plan: Plan, graph: Graph, cluster: Cluster | None = None)
     problems = list(itertools.islice(references, _MAX_PROBLEMS))
     if problems:
         return problems
-    meaning = itertools.chain(_coverage_problems(plan, graph), _order_problems(plan), _gradient_problems(plan, graph))
+    meaning = itertools.chain(_coverage_problems(plan, graph), _order_problems(plan), layout_problems(plan, graph),
+                              _gradient_problems(plan, graph))
     return list(itertools.islice(meaning, _MAX_PROBLEMS)) or _cycle_problems(plan, graph)
 
 
@@ -124,13 +127,7 @@ def _stage_problems(plan: Plan, graph: Graph, stage: Stage, path: str) -> Iterat
             if not 0 <= microbatch < plan.microbatches:
                 yield f"{path}.microbatches[{index}] is {microbatch}, but there are {plan.microbatches} micro-batches"
     yield from _replica_problems(plan, stage, path)
-    axes = set().union(*(replica.mesh for replica in stage.replicas)) if stage.replicas else set()
-    for name, sharding in stage.sharding.items():
-        if name not in graph.tensor_index:
-            yield f"{path}.sharding: the model has no tensor {name!r}"
-        for axis in (*sharding.dims, *sharding.partial):
-            if axis is not None and axis not in axes:
-                yield f"{path}.sharding: tensor {name!r} is laid over axis {axis!r}, which no mesh has"
+    yield from sharding_problems(stage, graph, path)
 
 
 def _replica_problems(plan: Plan, stage: Stage, path: str) -> Iterator[str]:
@@ -286,62 +283,42 @@ def parse_action(token: str) -> tuple[str, str, int] | None:
     return parts[0], parts[1], int(parts[2])
 
 
-def parameter_holders(plan: Plan, graph: Graph) -> dict[int, tuple[str, ...]]:
-    """Return the devices that hold each parameter, in the order of ``cluster.devices``."""
-    return {tensor: tuple(parts) for tensor, parts in parameter_parts(plan, graph).items()}
-
-
-def parameter_parts(plan: Plan, graph: Graph) -> dict[int, dict[str, float]]:
-    """Return, for each parameter, the part of it that each device holds, in the order of ``cluster.devices``."""
-    parts: dict[int, dict[str, float]] = {}
-    is_parameter = np.zeros(graph.num_tensors, dtype=bool)
-    is_parameter[graph.parameters] = True
-    for stage in plan.stages:
-        read = np.unique(np.concatenate([graph.op_inputs(graph.op_index[name]) for name in stage.ops]))
-        for tensor in read[is_parameter[read]].tolist():
-            held = parts.setdefault(tensor, {})
-            for replica in stage.replicas:
-                part = part_held(stage, replica, graph.tensor_names[tensor])
-                held.update({device: max(part, held.get(device, 0.0)) for device in replica.devices})
-    rank = {device: index for index, device in enumerate(plan.cluster.devices)}
-    return {tensor: dict(sorted(held.items(), key=lambda item: rank[item[0]]))
-            for tensor, held in sorted(parts.items())}
-
-
-def copied_parameters(plan: Plan, graph: Graph) -> dict[int, tuple[str, ...]]:
-    """Return the parameters that are somewhere more than once, with their devices: their gradients are exchanged.
-
-    A parameter whose shards are held once each, by the devices of one mesh, is not among them.
-    """
-    return {tensor: tuple(parts) for tensor, parts in parameter_parts(plan, graph).items()
-            if len(parts) > 1 and sum(parts.values()) > 1 + 1e-9}
-
-
 def _gradient_problems(plan: Plan, graph: Graph) -> Iterator[str]:
     if plan.model.mode == "inference":
         if plan.gradients:
             yield "gradients: an inference plan exchanges none"
         return
-    holders = parameter_holders(plan, graph)
-    exchanged: dict[int, int] = {}
+    copies = parameter_copies(plan, graph)
+    exchanged: dict[tuple[int, str], int] = {}
     for index, exchange in enumerate(plan.gradients):
         for position, name in enumerate(exchange.parameters):
             tensor = graph.tensor_index.get(name, -1)
             path = f"gradients[{index}].parameters[{position}]"
-            if tensor not in holders:
+            if tensor not in copies:
                 yield f"{path}: no stage has a parameter {name!r}"
-            elif tensor in exchanged:
-                yield f"{path}: {name!r} is exchanged already in gradients[{exchanged[tensor]}]"
-            elif set(exchange.devices) != set(holders[tensor]):
-                yield (f"{path}: {name!r} is held by {', '.join(holders[tensor])}, "
-                       f"but exchanged among {', '.join(exchange.devices)}")
-            exchanged.setdefault(tensor, index)
+                continue
+            again = [exchanged[tensor, device] for device in exchange.devices if (tensor, device) in exchanged]
+            if again:
+                yield f"{path}: {name!r} is exchanged already in gradients[{again[0]}]"
+            else:
+                yield from _member_problems(copies[tensor], name, exchange.devices, path)
+            for device in exchange.devices:
+                exchanged.setdefault((tensor, device), index)
         if len(set(exchange.devices)) != len(exchange.devices) or not exchange.devices or not exchange.parameters:
             yield f"gradients[{index}] must name parameters and devices, each device once"
-    for tensor, devices in copied_parameters(plan, graph).items():
-        if tensor not in exchanged:
-            yield (f"gradients: parameter {graph.tensor_names[tensor]!r} is held by {', '.join(devices)} "
-                   "but its gradient is not exchanged")
+    for tensor, sets in exchange_sets(plan, graph).items():
+        for devices in sets:
+            if (tensor, devices[0]) not in exchanged:
+                yield (f"gradients: parameter {graph.tensor_names[tensor]!r} is held by {', '.join(devices)} "
+                       "but its gradient is not exchanged")
+
+
+def _member_problems(copies: Sequence[Copies], name: str, devices: Sequence[str], path: str) -> Iterator[str]:
+    """Yield a problem if the devices are neither all that hold the same part of a parameter nor an exchange set."""
+    allowed = [item for part in copies for item in (part.devices, *part.exchange_sets)]
+    if set(devices) not in [set(item) for item in allowed]:
+        meant = next((part.devices for part in copies if set(part.devices) & set(devices)), copies[0].devices)
+        yield f"{path}: {name!r} is held by {', '.join(meant)}, but exchanged among {', '.join(devices)}"
 
 
 def _cycle_problems(plan: Plan, graph: Graph) -> list[str]:

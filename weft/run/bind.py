@@ -118,7 +118,9 @@ class Binder:
         return forward(work)
 
     def _report(self, key: Key) -> Callable[[tuple[Tensor, ...]], None] | None:
-        """Return what takes the model's own outputs from those of a stage."""
+        """Return what takes the model's own outputs from those of a stage; the first of its ranks does so."""
+        if self.program.instances[key[0]].ranks[0] != self.transport.rank:
+            return None
         graph, outputs = self.program.graph, self.stages[key[0]].module.outputs
         names = [graph.tensor_names[tensor] for tensor in graph.outputs]
         if not self.training:
@@ -145,8 +147,9 @@ class Binder:
                      if readers[consumer, microbatch] == position and (consumer, microbatch) in wiring.cells]))
 
     def _arrivals(self, channels: tuple[int, ...], microbatch: int) -> list[Transfer]:
-        return [self.transfers[index, microbatch] for index in channels
-                if microbatch in self.program.channels[index].microbatches]
+        found = [(index, self.program.channels[index]) for index in channels]
+        return [self.transfers[index, microbatch] for index, channel in found
+                if channel.target == self.transport.rank and microbatch in channel.microbatches]
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 

@@ -16,11 +16,13 @@ from torch import Tensor
 from weft.model.graph import F64, Graph
 from weft.model.source import ModelSource
 from weft.model.weights import materialize
+from weft.plan.holders import parameter_holdings
 from weft.plan.program import Program
-from weft.plan.structure import parameter_holders
+from weft.plan.sharding import Region
 from weft.run.executor import StepTimes, measured_timeline
 from weft.run.prepare import Prepared
 from weft.run.result import RunOptions, RunResult, Verification
+from weft.run.shard_parameters import put_region
 from weft.run.status import Milestone, StatusLine
 from weft.run.transport import Transport
 from weft.run.verify import Reference, reference_run, verify_inference, verify_training
@@ -133,15 +135,26 @@ def _run_dtype(program: Program) -> torch.dtype:
 
 def _gather_gradients(program: Program, own: Mapping[str, Tensor],
                       transport: Transport) -> Iterator[tuple[str, int, Tensor]]:
-    """Yield on rank 0 (parameter, rank, gradient) for each rank that holds it; all ranks must run through it."""
+    """Yield on rank 0 (parameter, rank, gradient) for each rank that holds it; all ranks must run through it.
+
+    The parts of a sharded one are put together; each rank's part is looked at within those of the others.
+    """
     graph = program.graph
-    names = {device: rank for rank, device in enumerate(program.rank_names)}
-    for tensor, devices in parameter_holders(program.plan, graph).items():
-        name = graph.tensor_names[tensor]
-        for rank in (names[device] for device in devices):
-            data = transport.gather_tensor(_flat(own.get(name)), source=rank)
+    ranks = {device: rank for rank, device in enumerate(program.rank_names)}
+    for tensor, held in parameter_holdings(program.plan, graph).items():
+        name, shape, dtype = graph.tensor_names[tensor], graph.tensor_shapes[tensor], _dtype_of(graph, tensor)
+        parts: list[tuple[int, Region, Tensor]] = []
+        for device, holdings in held.items():
+            data = transport.gather_tensor(_flat(own.get(name)), source=ranks[device])
             if data is not None and transport.rank == 0:
-                yield name, rank, data.view(_dtype_of(graph, tensor)).view(graph.tensor_shapes[tensor])
+                parts.append((ranks[device], holdings[0].region, data.view(dtype)))
+        whole = torch.full(shape, float("nan"), dtype=dtype) if any(region for _, region, _ in parts) else None
+        for _, region, part in reversed(parts) if whole is not None else ():
+            put_region(whole, region, part)
+        for rank, region, part in parts:
+            if whole is not None:
+                put_region(whole, region, part)
+            yield name, rank, part.view(shape) if whole is None else whole.clone()
 
 
 def _gather_outputs(program: Program, prepared: Prepared, results: list[tuple[int, int, tuple[Tensor, ...]]],

@@ -94,6 +94,10 @@ class StageModule:
     """Buffers that the forward changes: their new values follow the outputs."""
     uses_random: bool
     """Some operator draws random numbers (a recomputation must draw the same again)."""
+    op_names: Mapping[Node, str]
+    """The operators of the model by their nodes in the module's graph."""
+    tensor_names: Mapping[Node, str]
+    """The tensors of the model by their nodes in the module's graph."""
 
 
 def attribute_name(name: str) -> str:
@@ -127,7 +131,10 @@ def build_stage(model: ModelGraph, ops: Sequence[str], outputs: Sequence[str], *
         outputs=tuple(outputs), parameters=tuple(builder.parameters), buffers=tuple(builder.buffers),
         values={name: node.meta["val"] for name, node in builder.inputs.items()}
         | {name: by_name[name].meta["val"] for name in outputs},
-        updated_buffers=updated, uses_random=builder.uses_random)
+        updated_buffers=updated, uses_random=builder.uses_random,
+        op_names={new: model.op_names[node] for node, new in builder.copied.items() if node in model.op_names},
+        tensor_names={new: model.tensor_names[node] for node, new in builder.copied.items()
+                      if node in model.tensor_names})
 
 
 def stage_tensors(model: ModelGraph, ops: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

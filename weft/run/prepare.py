@@ -2,11 +2,12 @@
 
 The traced graph has fixed sizes, so the model is traced once for every number of samples that the rank's instances
 process (usually one). All ranks lower the plan with the same graph, that of the smallest number, and so get the same
-program. Each rank makes values for its own parameters only.
+program. Each rank makes values for its own parameters only, and of those that it shares with others for its parts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,10 +22,15 @@ from weft.plan.check import check_program
 from weft.plan.lower import lower
 from weft.plan.plan import Plan, split_samples
 from weft.plan.program import Op, Phase, Program
+from weft.plan.sharding import Region, axis_sizes
+from weft.run.mesh import DeviceMesh
 from weft.run.parameters import Parameters
-from weft.run.partition import ModelGraph, build_stage, model_graph, stage_tensors
+from weft.run.partition import ModelGraph, StageModule, build_stage, model_graph, stage_tensors
 from weft.run.routes import Routes
+from weft.run.shard_parameters import cut_region, held_regions, parameter_layouts
+from weft.run.shard_stage import shard_stage
 from weft.run.stage import Stage
+from weft.run.transport import Transport
 
 
 class Tracer:
@@ -69,8 +75,9 @@ def lower_to_run(plan: Plan, tracer: Tracer) -> Program:
     return program
 
 
-def prepare_rank(program: Program, tracer: Tracer, rank: int, *, device: torch.device, seed: int) -> Prepared:
-    """Return what ``rank`` executes, with its parameters at their initial values."""
+def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed: int) -> Prepared:
+    """Return what a rank executes, with its parameters, or its parts of them, at their initial values."""
+    rank, device = transport.rank, transport.device
     own = [index for index, item in enumerate(program.instances) if rank in item.ranks]
     sizes = {program.instances[index].num_samples for index in own} or {program.graph.batch}
     traced = {size: tracer.trace(size) for size in sorted(sizes)}
@@ -78,14 +85,18 @@ def prepare_rank(program: Program, tracer: Tracer, rank: int, *, device: torch.d
         _require_same(program.graph, model.graph)
     graphs = {size: model_graph(model) for size, model in traced.items()}
     first = next(iter(traced.values()))
-    values = _Values(tracer.source, first, device=device, seed=seed)
+    values = _Values(tracer.source, first, device=device, seed=seed, regions=held_regions(program, rank))
     split = set(program.instance[(program.op == Op.COMPUTE) & (program.phase == Phase.I)].tolist())
     routes = Routes(program, rank)
     stages = {}
     for index in own:
         item = program.instances[index]
-        stages[index] = _make_stage(program, graphs[item.num_samples], routes, item.stage, values, device,
-                                    split=index in split)
+        module, mesh = _stage_module(program, graphs[item.num_samples], routes, item.stage, values, device), None
+        if len(item.ranks) > 1:
+            stage = program.plan.stages[item.stage]
+            mesh = DeviceMesh(transport, item.ranks, axis_sizes(stage.replicas[item.replica]))
+            module = shard_stage(module, stage.sharding, mesh, parameters=parameter_layouts(program, index, rank))
+        stages[index] = Stage(module, split=index in split, mesh=mesh)
     names = program.graph.tensor_names
     buckets = [tuple(names[tensor] for tensor in bucket.parameters) if rank in bucket.ranks else ()
                for bucket in program.buckets]
@@ -93,20 +104,24 @@ def prepare_rank(program: Program, tracer: Tracer, rank: int, *, device: torch.d
                     input_names=first.program.inputs, takes_statistics=bool(first.program.buffer_updates))
 
 
-def _make_stage(program: Program, graph: ModelGraph, routes: Routes, stage: int, values: _Values,
-                device: torch.device, *, split: bool) -> Stage:
+def _stage_module(program: Program, graph: ModelGraph, routes: Routes, stage: int, values: _Values,
+                  device: torch.device) -> StageModule:
     ops = [program.graph.op_names[op] for op in program.stage_ops[stage].tolist()]
     parameters, buffers = stage_tensors(graph, ops)
     given = {name: values.parameter(name) for name in parameters} | {name: values.buffer(name) for name in buffers}
     outputs = [program.graph.tensor_names[tensor] for tensor in routes.outputs(stage)]
-    return Stage(build_stage(graph, ops, outputs, values=given, device=device), split=split)
+    return build_stage(graph, ops, outputs, values=given, device=device)
 
 
 class _Values:
-    """The values of parameters and buffers, made when asked for; a parameter that is asked for twice is one tensor."""
+    """The values of parameters and buffers, made when asked for; a parameter that is asked for twice is one tensor.
 
-    def __init__(self, source: ModelSource, traced: TracedModel, *, device: torch.device, seed: int) -> None:
-        self._module, self._device, self._seed = source.build(), device, seed
+    Of a parameter that the rank holds a part of, the whole is there while the part is cut out.
+    """
+
+    def __init__(self, source: ModelSource, traced: TracedModel, *, device: torch.device, seed: int,
+                 regions: Mapping[str, Region]) -> None:
+        self._module, self._device, self._seed, self._regions = source.build(), device, seed, regions
         self._parameters = dict(self._module.named_parameters(remove_duplicate=False))
         self._buffers = dict(self._module.named_buffers(remove_duplicate=False)) | dict(traced.program.constants)
         self.parameters: dict[str, torch.nn.Parameter] = {}
@@ -116,8 +131,8 @@ class _Values:
         """Return the parameter, on the run's device."""
         if name not in self.parameters:
             given = self._parameters[name]
-            value = (initial_value(name, given.shape, given.dtype, self._seed, self._device) if given.is_meta
-                     else given.detach().to(self._device, copy=True))
+            value = (initial_value(name, given.shape, given.dtype, self._seed) if given.is_meta else given.detach())
+            value = cut_region(value, self._regions.get(name, ())).to(self._device, copy=not given.is_meta)
             needs_gradient = given.requires_grad and given.is_floating_point()
             self.parameters[name] = torch.nn.Parameter(value, requires_grad=needs_gradient)
         return self.parameters[name]
@@ -162,13 +177,6 @@ def _require_same(graph: Graph, other: Graph) -> None:
 def _require_executable(program: Program) -> None:
     """Raise ``RunError`` for what a plan can say and the runtime cannot do yet."""
     plan = program.plan
-    for index, item in enumerate(program.instances):
-        if len(item.ranks) > 1:
-            raise RunError(f"stage {program.instance_name(index)!r} runs on {len(item.ranks)} devices together: "
-                           "tensor-parallel stages are not executable yet. Give each replica one device")
-    for stage in plan.stages:
-        if stage.sharding:
-            raise RunError(f"stage {stage.name!r} shards tensors: tensor-parallel stages are not executable yet")
     for bucket in program.buckets:
         if bucket.method != "all_reduce":
             raise RunError(f"gradient exchange by {bucket.method} is not executable yet: use all_reduce")

@@ -70,7 +70,7 @@ class Routes:
     def _channel_pieces(self, channels: tuple[int, ...], tensor: int, microbatch: int) -> Iterator[Piece]:
         for index in channels:
             channel = self.program.channels[index]
-            if tensor in channel.tensors and microbatch in channel.microbatches:
+            if channel.target == self.rank and tensor in channel.tensors and microbatch in channel.microbatches:
                 yield Piece(channel=index, samples=None if channel.whole else channel.samples)
 
     def _local_pieces(self, producer: int, consumer: int, tensor: int, *, via: int) -> Iterator[Piece]:

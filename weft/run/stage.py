@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
+from weft.run.mesh import DeviceMesh
 from weft.run.partition import StageModule, attribute_name
 from weft.run.split_backward import WeightGradients, split_weight_gradients
 
@@ -23,8 +24,9 @@ Forward = Callable[..., tuple[Tensor, ...]]
 class Stage:
     """The callables of one stage: ``forward`` for ``B``, ``split_forward`` for ``I`` and ``W``."""
 
-    def __init__(self, module: StageModule, *, split: bool) -> None:
-        self.module = module
+    def __init__(self, module: StageModule, *, split: bool, mesh: DeviceMesh | None = None) -> None:
+        self.module, self.mesh = module, mesh
+        """The mesh is that of a stage on several devices, with the number of its collectives."""
         self.updates = [(len(module.outputs) + number, self.buffer(name))
                         for number, name in enumerate(module.updated_buffers)]
         self.forward = _direct_call(module.module)

@@ -111,6 +111,44 @@ class Transport:
             raise PeerLost(f"rank {self.rank} lost one of the ranks {ranks}: {problem}") from problem
         return _OnHost(work, summed, tensor) if self.copies_to_host else work
 
+    # ---- collectives that wait: between the parts of a stage that several ranks compute together --------------------
+
+    def reduced(self, tensor: Tensor, ranks: tuple[int, ...], how: str = "sum") -> Tensor:
+        """Return the sum (or ``max``) of the tensor over ``ranks``, a new tensor."""
+        result = self._on_wire(tensor.clone(memory_format=torch.contiguous_format))
+        options = dist.AllreduceOptions()
+        options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
+        return self._collect(lambda group: group.allreduce([result], options), result, ranks)
+
+    def gathered(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """Return the tensors of ``ranks``, which have one shape, one after the other along a new first dimension."""
+        sent = self._on_wire(tensor.contiguous())
+        result = sent.new_empty((len(ranks), *sent.shape))
+        return self._collect(lambda group: group._allgather_base(result.view(-1), sent.view(-1)), result, ranks)
+
+    def sum_scattered(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """Return this rank's entry, along the first dimension, of the sum of the tensor over ``ranks``."""
+        sent = self._on_wire(tensor.contiguous())
+        result = torch.empty_like(sent[0])
+        return self._collect(lambda group: group._reduce_scatter_base(result.view(-1), sent.view(-1)), result, ranks)
+
+    def all_to_all(self, flat: Tensor, ranks: tuple[int, ...], *, sent: list[int], received: list[int]) -> Tensor:
+        """Return what ``ranks`` have for this one; ``flat`` is what this one has for them, in pieces of these sizes."""
+        given = self._on_wire(flat.contiguous())
+        result = given.new_empty(sum(received))
+        return self._collect(lambda group: group.alltoall_base(result, given, received, sent), result, ranks)
+
+    def _on_wire(self, tensor: Tensor) -> Tensor:
+        return self._host_copy(tensor).copy_(tensor) if self.copies_to_host else tensor
+
+    def _collect(self, start: Callable[[Any], Work], result: Tensor, ranks: tuple[int, ...]) -> Tensor:
+        """Return the result of a collective, on the rank's device, when it is done."""
+        try:
+            start(self._groups[ranks]).wait()
+        except RuntimeError as problem:
+            raise PeerLost(f"rank {self.rank} lost one of the ranks {ranks}: {problem}") from problem
+        return result.to(self.device) if self.copies_to_host else result
+
     def _host_copy(self, tensor: Tensor) -> Tensor:
         """Return room for the tensor in memory that the GPU copies from and to at full speed."""
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")

@@ -14,6 +14,7 @@ from weft.model.source import ModelSource, resolve_model
 from weft.plan.plan import Plan
 from weft.run.collect import Measured, collect, inspect
 from weft.run.executor import Executor
+from weft.run.mesh import mesh_groups
 from weft.run.parameters import Parameters
 from weft.run.prepare import Tracer, lower_to_run, prepare_rank
 from weft.run.result import RunOptions, RunResult
@@ -49,8 +50,8 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
     status.set(Milestone.TRACING)
     program = lower_to_run(plan, tracer)
     status.set(Milestone.LOADING)
-    transport.connect_groups(bucket.ranks for bucket in program.buckets)
-    prepared = prepare_rank(program, tracer, transport.rank, device=transport.device, seed=options.seed)
+    transport.connect_groups([*(bucket.ranks for bucket in program.buckets), *mesh_groups(program.plan)])
+    prepared = prepare_rank(program, tracer, transport, seed=options.seed)
     executor = Executor(program, stages=prepared.stages, parameters=prepared.parameters, transport=transport,
                         status=status)
     inputs = tracer.source.inputs(plan.model.batch, options.seed)

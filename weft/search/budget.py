@@ -24,6 +24,11 @@ class Budget:
     report: Callable[[str], None] = field(default=lambda text: None)
 
     @property
+    def seconds_left(self) -> float | None:
+        """Return the seconds until the deadline; None if there is none."""
+        return None if self.deadline is None else max(0.0, self.deadline - time.monotonic())
+
+    @property
     def is_spent(self) -> bool:
         """Return whether nothing more may be begun."""
         is_late = self.deadline is not None and time.monotonic() >= self.deadline

@@ -11,9 +11,10 @@
 Each function returns a plan with an order in which micro-batches go through one after another: it is sound and takes
 the least memory, and a schedule is to be found for it (``weft.search.scheduled``).
 
-Stages on all devices together (*joint* stages) cannot be executed yet. Their sharding here is a first guess: every
-matrix is divided along its largest dimension, and so are the tensors inside the stage that have that dimension. Their
-time is that of one device divided by the number of devices, without the collectives inside.
+Stages on all devices together (*joint* stages) are spread in a plain way (``weft.search.spread``). Of a model without
+factors of its operators, only a guess is made of the tensors that devices hold parts of: every matrix is divided along
+its largest dimension, and so are the tensors inside the stage that have that dimension. The time of a joint stage is
+that of one device divided by the number of devices, without the collectives inside.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ import numpy as np
 from weft.cluster.cluster import DeviceId
 from weft.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64, Graph, TensorRole
+from weft.model.tensor_layout import Layout
 from weft.plan.layout import stage_inputs
 from weft.plan.orders import Action, Order
-from weft.plan.plan import Plan, TensorSharding
+from weft.plan.plan import Plan, Sharding
+from weft.plan.sharding import parse_layout
 from weft.search.baselines import (
     MemoryLimits,
     Segment,
@@ -41,7 +44,8 @@ from weft.search.baselines import (
     prefix_sums,
     state_bytes,
 )
-from weft.search.problem import TENSOR_AXIS, Problem, StageSpec, make_plan
+from weft.search.problem import Problem, StageSpec, make_plan
+from weft.search.spread import spread
 from weft.units import format_bytes
 
 NUM_CHUNKS: Final = 2
@@ -93,7 +97,7 @@ def m_placement(problem: Problem, microbatches: int) -> Plan:
     if groups.middle:
         raise NoFeasiblePlan(f"placement m spreads large parameters at the ends of a model; {groups.describe_middle()} "
                              "stands in the middle. Try nn, k or v")
-    joint = [_joint(problem, ops) for ops in (groups.front, groups.tail) if len(ops)]
+    joint = _joint(problem, [ops for ops in (groups.front, groups.tail) if len(ops)])
     rest = np.arange(len(groups.front), groups.first_of_tail)
     pipeline = _pipeline(problem, microbatches, rest, problem.devices, reserved=_joint_bytes(problem, joint))
     return _make(problem, microbatches, _around(groups, joint, pipeline), "m")
@@ -110,7 +114,7 @@ def nn_placement(problem: Problem, microbatches: int) -> Plan:
     if groups.light[middle].sum() > END_PART * groups.light.sum():
         raise NoFeasiblePlan(f"placement nn needs one place in the middle of the model with large parameters; "
                              f"{groups.describe_middle()} stand apart. Try k or v")
-    joint = [_joint(problem, ops) for ops in (groups.front, middle, groups.tail) if len(ops)]
+    joint = _joint(problem, [ops for ops in (groups.front, middle, groups.tail) if len(ops)])
     reserved = _joint_bytes(problem, joint)
     parts = (np.arange(len(groups.front), middle[0]), np.arange(middle[-1] + 1, groups.first_of_tail))
     encoder, decoder = (_pipeline(problem, microbatches, ops, half, reserved=reserved)
@@ -121,11 +125,11 @@ def nn_placement(problem: Problem, microbatches: int) -> Plan:
 def k_placement(problem: Problem, microbatches: int) -> Plan:
     """Return two independent branches on one half of the devices each, and what joins them on all devices together."""
     branches = _find_branches(problem)
-    joint = _joint(problem, np.setdiff1d(_all_ops(problem), np.concatenate(branches)))
-    reserved = _joint_bytes(problem, [joint])
+    joint = _joint(problem, [np.setdiff1d(_all_ops(problem), np.concatenate(branches))])
+    reserved = _joint_bytes(problem, joint)
     first, second = (_pipeline(problem, microbatches, ops, half, reserved=reserved)
                      for ops, half in zip(branches, _halves(problem), strict=True))
-    return _make(problem, microbatches, [*first, *second, joint], "k")
+    return _make(problem, microbatches, [*first, *second, *joint], "k")
 
 
 PLACEMENTS: Final[dict[str, Strategy]] = {
@@ -233,10 +237,23 @@ def _around(groups: _Groups, joint: Sequence[StageSpec], inner: list[StageSpec])
     return [*(joint[:1] if len(groups.front) else []), *inner, *(joint[-1:] if len(groups.tail) else [])]
 
 
-def _joint(problem: Problem, ops: I64) -> StageSpec:
-    """Return the operators as one stage on all devices together."""
-    return StageSpec(ops=ops, replicas=((problem.devices, 1.0),),
-                     sharding=guess_sharding(problem.graph, ops, len(problem.devices)))
+def _joint(problem: Problem, parts: Sequence[I64]) -> list[StageSpec]:
+    """Return each of these parts of the model as one stage on all devices together."""
+    graph, count = problem.graph, len(problem.devices)
+    if problem.ops is None:
+        shardings = [guess_sharding(graph, ops, count) for ops in parts]
+    else:
+        shapes = {graph.tensor_names[tensor]: graph.tensor_shapes[tensor] for tensor in graph.parameters}
+        stored: dict[str, Layout] = {}
+        shardings = []
+        for ops in parts:
+            names = [graph.op_names[op] for op in ops]
+            shardings.append(spread({name: problem.ops[name] for name in names}, shapes, count, stored=stored))
+            read = {tensor for name in names for tensor in problem.ops[name].inputs if tensor in shapes}
+            held = shardings[-1].tensors
+            stored |= {tensor: parse_layout(held.get(tensor, ("R",))).value for tensor in sorted(read)}
+    return [StageSpec(ops=ops, replicas=((problem.devices, 1.0),), sharding=sharding)
+            for ops, sharding in zip(parts, shardings, strict=True)]
 
 
 def _joint_bytes(problem: Problem, joint: Sequence[StageSpec]) -> float:
@@ -245,7 +262,7 @@ def _joint_bytes(problem: Problem, joint: Sequence[StageSpec]) -> float:
     return float(state_bytes(problem)[ops].sum()) / len(problem.devices)
 
 
-def guess_sharding(graph: Graph, ops: I64, num_devices: int) -> dict[str, TensorSharding]:
+def guess_sharding(graph: Graph, ops: I64, num_devices: int) -> Sharding:
     """Return how a stage divides its tensors: matrices by their largest dimension, and what has that dimension.
 
     Tensors that go to other stages, or come from them, stay whole.
@@ -253,12 +270,12 @@ def guess_sharding(graph: Graph, ops: I64, num_devices: int) -> dict[str, Tensor
     read = np.unique(np.concatenate([graph.op_inputs(int(op)) for op in ops]))
     inside = np.zeros(graph.num_ops, dtype=bool)
     inside[ops] = True
-    result: dict[str, TensorSharding] = {}
+    result: dict[str, tuple[str, ...]] = {}
     sizes: set[int] = set()
     for tensor in read[graph.tensor_role[read] == TensorRole.PARAMETER].tolist():
         shape = graph.tensor_shapes[tensor]
         if len(shape) > 1 and max(shape) >= num_devices:
-            result[graph.tensor_names[tensor]] = _along(shape, shape.index(max(shape)))
+            result[graph.tensor_names[tensor]] = (f"S{shape.index(max(shape))}",)
             sizes |= {max(shape)} if shape.count(max(shape)) == 1 else set()
     outside = np.flatnonzero(~inside)
     leaving = set(stage_inputs(graph, outside).tolist()) | set(graph.outputs)
@@ -266,12 +283,8 @@ def guess_sharding(graph: Graph, ops: I64, num_devices: int) -> dict[str, Tensor
         for tensor in graph.op_outputs(op).tolist():
             split = [dim for dim, size in enumerate(graph.tensor_shapes[tensor]) if size in sizes]
             if split and tensor not in leaving:
-                result[graph.tensor_names[tensor]] = _along(graph.tensor_shapes[tensor], split[-1])
-    return result
-
-
-def _along(shape: tuple[int, ...], dim: int) -> TensorSharding:
-    return TensorSharding(dims=tuple(TENSOR_AXIS if index == dim else None for index in range(len(shape))))
+                result[graph.tensor_names[tensor]] = (f"S{split[-1]}",)
+    return Sharding(tensors=result)
 
 
 # ---- which operators ------------------------------------------------------------------------------------------------

@@ -14,6 +14,8 @@ from weft.cluster.cluster_file import to_json
 from weft.cost.costs import Costs, Phase
 from weft.errors import InputError
 from weft.model.graph import F64, I64, Graph
+from weft.model.named_ops import NamedOp
+from weft.plan.holders import exchange_sets
 from weft.plan.orders import Order, to_tokens
 from weft.plan.plan import (
     ClusterRef,
@@ -24,11 +26,10 @@ from weft.plan.plan import (
     Plan,
     Replica,
     SearchInfo,
+    Sharding,
     Stage,
-    TensorSharding,
     split_samples,
 )
-from weft.plan.structure import copied_parameters
 from weft.simulate.timing import stage_figure
 
 TENSOR_AXIS: Final = "tensor"
@@ -64,11 +65,13 @@ class StageSpec:
 
     ops: I64
     replicas: tuple[tuple[tuple[DeviceId, ...], float], ...]
-    """(devices, share of the samples) of each replica; several devices run it together, as one tensor axis."""
+    """(devices, share of the samples) of each replica; several devices run it together."""
     microbatches: tuple[int, ...] | None = None
     """The micro-batches that it handles; None for all."""
-    sharding: Mapping[str, TensorSharding] = field(default_factory=dict)
-    """Tensors that the devices of a replica divide among them."""
+    sharding: Sharding = field(default_factory=Sharding)
+    """How the devices of a replica divide the stage among them."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Axes of each replica; empty for one axis of all its devices."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +82,8 @@ class Problem:
     cluster: Cluster
     costs: Costs
     options: PlanOptions
+    ops: Mapping[str, NamedOp] | None = None
+    """The operators of a traced PyTorch model with their factors: with them, stages on several devices can be run."""
 
     @property
     def is_training(self) -> bool:
@@ -151,7 +156,8 @@ def _make_stage(problem: Problem, name: str, spec: StageSpec, microbatch_size: i
             phase: stage_figure(problem.costs, spec.ops, devices, phase, fraction=count / graph.batch,
                                 recompute=recompute, sharded=bool(spec.sharding)).seconds for phase in phases}
         replicas.append(Replica(devices=tuple(problem.cluster.devices[device].name for device in devices),
-                                mesh={TENSOR_AXIS: len(devices)} if len(devices) > 1 else {}, share=share, times=times))
+                                mesh=spec.mesh or ({TENSOR_AXIS: len(devices)} if len(devices) > 1 else {}),
+                                share=share, times=times))
     return Stage(name=name, ops=tuple(graph.op_names[op] for op in spec.ops), replicas=tuple(replicas),
                  modules=block_names(graph, spec.ops), microbatches=spec.microbatches, sharding=spec.sharding,
                  recompute=recompute)
@@ -172,11 +178,12 @@ def block_names(graph: Graph, ops: I64) -> tuple[str, ...]:
 
 
 def add_gradients(plan: Plan, graph: Graph) -> Plan:
-    """Return the plan with one all-reduce for each stage's parameters that several devices hold."""
+    """Return the plan with one all-reduce for each set of devices that have parts of the gradients of parameters."""
     if plan.model.mode != "training":
         return plan
     groups: dict[tuple[str, ...], list[str]] = {}
-    for tensor, devices in copied_parameters(plan, graph).items():
-        groups.setdefault(devices, []).append(graph.tensor_names[tensor])
+    for tensor, sets in exchange_sets(plan, graph).items():
+        for devices in sets:
+            groups.setdefault(devices, []).append(graph.tensor_names[tensor])
     exchanges = tuple(GradientExchange(parameters=tuple(names), devices=devices) for devices, names in groups.items())
     return replace(plan, gradients=exchanges)

@@ -13,7 +13,7 @@ from weft.search.shard.units import Units
 
 
 class Core(NamedTuple):
-    """``n`` units, ``v`` strategies of all of them, ``a`` arcs (both directions of every edge), ``s`` spans, times ``t``."""
+    """``n`` units, ``v`` strategies of all, ``a`` arcs (both directions of every edge), ``s`` spans, ``t`` times."""
 
     first: I64
     """[n + 1] the unit's strategies are at first[i] to first[i + 1] of ``cost``."""
@@ -55,6 +55,8 @@ class Compact:
     """[n] the number of each strategy in its unit."""
     constant: float
     """What the units cost beside the core."""
+    times: I64
+    """[t] the number that each time had at first."""
     penalty: float
     """A pair that is ruled out costs this much, more than any choice without one."""
 
@@ -67,14 +69,13 @@ class Compact:
         """Return the strategy of every unit, as ``Units.choice_of`` takes it."""
         return {unit: int(kept[chosen]) for unit, kept, chosen in zip(self.unit, self.kept, x.tolist(), strict=True)}
 
-    def positions(self, strategy: dict[int, int]) -> I64 | None:
-        """Return the strategies of a choice by position; None if one of them is not left."""
-        result = np.zeros(len(self.unit), dtype=np.int64)
+    def positions(self, strategy: dict[int, int]) -> I64:
+        """Return the strategies of a choice by position; -1 for one that is not left."""
+        result = np.full(len(self.unit), -1, dtype=np.int64)
         for index, (unit, kept) in enumerate(zip(self.unit, self.kept, strict=True)):
             place = int(np.searchsorted(kept, strategy[unit]))
-            if place == len(kept) or kept[place] != strategy[unit]:
-                return None
-            result[index] = place
+            if place < len(kept) and kept[place] == strategy[unit]:
+                result[index] = place
         return result
 
 
@@ -100,7 +101,7 @@ def make_core(units: Units) -> Compact:
         amount=_offsets(np.array([len(row) for row in amounts], dtype=np.int64))[:-1], amounts=_flat(amounts),
         base=units.base.copy(), limit=units.limit)
     return Compact(core=core, unit=tuple(unit), kept=tuple(units.kept[old] for old in unit), constant=units.constant,
-                   penalty=penalty)
+                   times=units.times.copy(), penalty=penalty)
 
 
 def _arcs(units: Units, unit: list[int], number: dict[int, int], penalty: float) -> tuple[I64, I64, list[F64], I64]:

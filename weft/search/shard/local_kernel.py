@@ -1,7 +1,7 @@
 """Compiled local search on a strategy graph, with a tree over time that knows the peak of usage in any span.
 
-The tree's node ``p`` covers the times of nodes ``2 p`` and ``2 p + 1``; ``peak[p]`` is the largest usage there, apart from
-what was added to whole nodes above it; ``added[p]`` is what was added to the whole of ``p``.
+The tree's node ``p`` covers the times of nodes ``2 p`` and ``2 p + 1``; ``peak[p]`` is the largest usage there, apart
+from what was added to whole nodes above it; ``added[p]`` is what was added to the whole of ``p``.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def peak_in(peak: F64, added: F64, begin: int, end: int) -> float:
     while left >= 1:
         low += added[left]
         left >>= 1
-    return low
+    return float(low)
 
 
 @compiled
@@ -114,13 +114,16 @@ def costs_at(core: Core, x: I64, unit: int, out: F64) -> int:
 
 
 @compiled
-def repair(core: Core, x: I64) -> bool:
-    """Change strategies until the choice fits the limit, at little cost; return whether it does."""
+def repair(core: Core, x: I64, most: int) -> bool:
+    """Change at most so many strategies until the choice fits the limit, at little cost; return whether it does."""
     usage = usage_of(core, x)
     peak = make_peaks(usage)
     added = np.zeros(len(peak) // 2)
     costs = np.empty(np.diff(core.first).max())
     while peak[1] > core.limit:
+        most -= 1
+        if most < 0:
+            return False
         time = 1
         while time < len(added):
             time = 2 * time if peak[2 * time] >= peak[2 * time + 1] else 2 * time + 1
@@ -149,22 +152,27 @@ def repair(core: Core, x: I64) -> bool:
 
 
 @compiled
-def anneal(core: Core, x: I64, steps: int, hot: float, cold: float, seed: int) -> float:
-    """Return the cost of the best choice found by annealing from ``x``, which fits and becomes that choice."""
+def anneal(core: Core, x: I64, best: I64, steps: int, hot: float, cold: float, seed: int) -> float:
+    """Return the least cost on a walk from ``x``, which fits, and leave ``x`` where it ends; ``best`` has that cost.
+
+    A step gives a unit another strategy; one that costs more is taken with a chance that falls with the heat.
+    """
     np.random.seed(seed)
     count = len(x)
     peak = make_peaks(usage_of(core, x))
     added = np.zeros(len(peak) // 2)
     now = cost_of(core, x)
-    least, best = now, x.copy()
+    least = now
+    best[:] = x
     heat, decay = hot, (cold / hot) ** (1000.0 / max(steps, 1000))
-    is_best = True
     for step in range(steps):
         if step % 1000 == 999:
             heat *= decay
         unit = np.random.randint(count)
         begin, old = core.first[unit], x[unit]
         size = core.first[unit + 1] - begin
+        if size == 1:
+            continue
         new = np.random.randint(size - 1)
         new += new >= old
         more = core.cost[begin + new] - core.cost[begin + old]
@@ -175,14 +183,29 @@ def anneal(core: Core, x: I64, steps: int, hot: float, cold: float, seed: int) -
             continue
         if not fits(core, peak, added, unit, old, new):
             continue
-        if is_best and more > 0 and now < least:
+        if more > 0 and now < least:  # About to leave the best so far: only here is it worth a copy.
             least = now
             best[:] = x
         change(core, peak, added, unit, old, new)
         x[unit] = new
         now += more
-        is_best = now < least
     if now < least:
         best[:] = x
-    x[:] = best
-    return cost_of(core, x)
+    return cost_of(core, best)
+
+
+@compiled
+def complete(core: Core, x: I64) -> None:
+    """Give every unit without a strategy (-1) the one that is cheapest with the neighbours that have one."""
+    costs = np.empty(np.diff(core.first).max())
+    for unit in range(len(x)):
+        if x[unit] >= 0:
+            continue
+        begin = core.first[unit]
+        size = core.first[unit + 1] - begin
+        costs[:size] = core.cost[begin : begin + size]
+        for arc in range(core.arc[unit], core.arc[unit + 1]):
+            if x[core.head[arc]] >= 0:
+                row = core.matrix[core.back[arc]] + x[core.head[arc]] * size
+                costs[:size] += core.matrices[row : row + size]
+        x[unit] = costs[:size].argmin()

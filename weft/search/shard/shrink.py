@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from weft.model.graph import F64, I64
+from weft.model.graph import I64
 from weft.search.shard.shrink_kernel import dominated, through
 from weft.search.shard.units import NO_SPANS, Eliminated, Units, remove
 from weft.search.shard.usage import settle
@@ -125,21 +125,12 @@ def _join_leaf(units: Units, unit: int) -> None:
     _drop(units, unit, (other,), best)
 
 
-def num_entries(units: Units) -> int:
-    """Return the number of costs left, a measure of the problem's size."""
-    return sum(len(cost) for cost in units.cost) + sum(
-        matrix.size for unit, edges in enumerate(units.edges) for other, matrix in edges.items() if other > unit)
-
-
 def left(units: Units) -> list[int]:
     """Return the units that are not eliminated."""
     return [unit for unit, cost in enumerate(units.cost) if len(cost)]
 
 
-def usage_of(units: Units, strategy: dict[int, int]) -> F64:
-    """Return the usage over the times that matter, given (by position) the strategies of the units left."""
-    usage = units.base.copy()
-    for unit, chosen in strategy.items():
-        for (begin, end), amount in zip(units.spans[unit].tolist(), units.amounts[unit][:, chosen].tolist(), strict=True):
-            usage[begin:end] += amount
-    return usage
+def lowest(units: Units) -> float:
+    """Return a bound of what choices cost: the least of every unit and every edge by itself."""
+    return units.constant + sum(float(units.cost[unit].min()) + sum(
+        float(matrix.min()) for other, matrix in units.edges[unit].items() if other > unit) for unit in left(units))

@@ -44,7 +44,7 @@ def dominated(cost: F64, joint: F64, begins: I64, amounts: F64) -> Bools:
 
 @compiled
 def through(cost: F64, left: F64, right: F64, best: I64) -> F64:
-    """Return the least cost by the neighbours' strategies of a unit between two; ``best`` becomes the unit's strategy."""
+    """Return the least cost of a unit by the strategies of two neighbours; ``best`` becomes the unit's strategy."""
     count, rows = left.shape
     columns = right.shape[1]
     result = np.full((rows, columns), np.inf)

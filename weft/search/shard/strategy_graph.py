@@ -3,8 +3,8 @@
     minimise    sum over nodes of costs[node][x[node]] + sum over edges (a, b) of edge_costs[edge][x[a], x[b]]
     such that   at every time, the sum of usages[node][x[node]] over the nodes alive then is at most usage_limit
 
-A node is alive from ``intervals[node, 0]`` to just before ``intervals[node, 1]``. Edges that join the same two nodes add
-up. A cost of ``FORBIDDEN`` or more rules a strategy or a pair out. This is the problem of the ASPLOS/EuroSys 2025
+A node is alive from ``intervals[node, 0]`` to just before ``intervals[node, 1]``. Edges that join the same two nodes
+add up. A cost of ``FORBIDDEN`` or more rules a strategy or a pair out. This is the problem of the ASPLOS/EuroSys 2025
 contest on intra-operator parallelism, whose files are read as they are (``load_strategy_graph``).
 
 ``evaluate`` is the judge of every answer: it shares nothing with the search.
@@ -76,8 +76,9 @@ class Evaluation:
     """How many strategies and pairs of the choice are ruled out."""
 
     def is_feasible(self, limit: int | float | None) -> bool:
-        """Return whether the choice is one: nothing that is ruled out, and no more usage than the limit."""
-        return self.num_forbidden == 0 and (limit is None or self.usage_peak <= limit)
+        """Return whether nothing is ruled out and the usage within the limit (up to rounding, if not whole numbers)."""
+        rounding = 0.0 if isinstance(self.usage_peak, int) else 1e-9
+        return self.num_forbidden == 0 and (limit is None or self.usage_peak <= limit + rounding * limit)
 
 
 def evaluate(graph: StrategyGraph, choice: Sequence[int]) -> Evaluation:
@@ -172,7 +173,8 @@ def parse_strategy_graph(value: Any, *, where: str = "problem", name: str = "pro
     fields = _members(value, "", ("problem",), (), problems)
     problem = _members(fields.get("problem"), "problem", ("nodes",), ("name", "edges", "usage_limit"), problems)
     nodes = _members(problem.get("nodes"), "problem.nodes", ("intervals", "costs", "usages"), (), problems)
-    edges = _members(problem.get("edges", {"nodes": [], "costs": []}), "problem.edges", ("nodes", "costs"), (), problems)
+    edges = _members(problem.get("edges", {"nodes": [], "costs": []}), "problem.edges", ("nodes", "costs"), (),
+                     problems)
     title, limit = problem.get("name", name), problem.get("usage_limit")
     if not isinstance(title, str):
         problems.append("problem.name must be text")
@@ -187,9 +189,10 @@ def parse_strategy_graph(value: Any, *, where: str = "problem", name: str = "pro
     _raise_all(problems, where)
     _count_problems(intervals, costs, usages, joined, edge_costs, problems)
     _raise_all(problems, where)
-    matrices = [row.reshape(len(costs[a]), len(costs[b])) for (a, b), row in zip(joined.tolist(), edge_costs, strict=True)]
-    return StrategyGraph(name=title, intervals=intervals, costs=_one_type(costs), usages=_one_type(usages), edges=joined,
-                         edge_costs=_one_type(matrices), usage_limit=limit)
+    matrices: list[Numbers] = [row.reshape(len(costs[a]), len(costs[b]))
+                               for (a, b), row in zip(joined.tolist(), edge_costs, strict=True)]
+    return StrategyGraph(name=title, intervals=intervals, costs=_one_type(costs), usages=_one_type(usages),
+                         edges=joined, edge_costs=_one_type(matrices), usage_limit=limit)
 
 
 def _members(value: Any, path: str, needed: tuple[str, ...], optional: tuple[str, ...],
@@ -211,7 +214,8 @@ def _is_number(value: Any) -> bool:
 def _pairs(value: Any, path: str, most: int, problems: list[str]) -> I64:
     rows = _list_of(value, path, most, problems)
     for index, row in enumerate(rows):
-        if not (isinstance(row, list) and len(row) == 2 and all(type(item) is int and abs(item) < 2**62 for item in row)):
+        if not (isinstance(row, list) and len(row) == 2
+                and all(type(item) is int and abs(item) < 2**62 for item in row)):
             problems.append(f"{path}[{index}] must be two whole numbers")
     return np.array(rows if not problems else [], dtype=np.int64).reshape(-1, 2)
 

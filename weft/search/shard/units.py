@@ -1,4 +1,4 @@
-"""Units: nodes of a strategy graph whose strategies determine each other, taken as one node; exact, and undone at the end.
+"""Units: nodes of a strategy graph whose strategies determine each other, taken as one; exact, and undone at the end.
 
 Strategy graphs from compilers are full of edges that only say "the two choose alike": every strategy of one node goes
 with exactly one of the other. Such nodes become one *unit*. What a unit's strategies mean for its nodes is in
@@ -57,12 +57,21 @@ class Units:
     """[u][s, strategies left] what the unit uses then beyond the least, which is in ``base``."""
     base: F64
     """[times] what is used in any case."""
+    times: I64
+    """[times] the number that each had at first."""
     limit: float = np.inf
     constant: float = 0.0
     """What is paid in any case."""
     eliminated: list[Eliminated] = field(default_factory=list)
     touched: set[int] = field(default_factory=set)
     """Units that changed since someone looked."""
+
+    def without_usage(self) -> Units:
+        """Return a copy to be reduced apart, in which usage counts for nothing."""
+        return Units(cost=list(self.cost), edges=[dict(edges) for edges in self.edges], kept=list(self.kept),
+                     members=self.members, option=self.option, spans=[NO_SPANS] * len(self.cost),
+                     amounts=[np.zeros((0, len(cost))) for cost in self.cost], base=np.zeros(0),
+                     times=np.zeros(0, dtype=np.int64), constant=self.constant, eliminated=list(self.eliminated))
 
     def disconnect(self, unit: int) -> None:
         """Take the unit's edges out."""
@@ -79,13 +88,17 @@ class Units:
         self.edges[second][first] = matrix.T
         self.touched |= {first, second}
 
-    def choice_of(self, strategy: dict[int, int]) -> list[int]:
-        """Return the strategy of every node, given (as in ``kept``) those of the units that are not eliminated."""
+    def all_strategies(self, strategy: dict[int, int]) -> dict[int, int]:
+        """Return the strategy of every unit (as in ``kept``), given those of the units that are not eliminated."""
         chosen = dict(strategy)
         for step in reversed(self.eliminated):
             at = tuple(int(np.searchsorted(kept, chosen[other]))
                        for other, kept in zip(step.neighbours, step.kept, strict=True))
             chosen[step.unit] = int(step.best[at])
+        return chosen
+
+    def choice_of(self, chosen: dict[int, int]) -> list[int]:
+        """Return the strategy of every node, given that of every unit (as in ``kept``)."""
         choice = [0] * len(self.option)
         for unit, members in enumerate(self.members):
             for node in members:
@@ -100,11 +113,12 @@ def make_units(graph: StrategyGraph) -> Units:
         kept=[np.arange(len(cost), dtype=np.int64) for cost in graph.costs],
         members=[[node] for node in range(graph.num_nodes)],
         option=[np.arange(len(cost), dtype=np.int64) for cost in graph.costs],
-        spans=[NO_SPANS] * graph.num_nodes, amounts=[np.zeros((0, len(cost))) for cost in graph.costs], base=np.zeros(0))
+        spans=[NO_SPANS] * graph.num_nodes, amounts=[np.zeros((0, len(cost))) for cost in graph.costs],
+        base=np.zeros(0), times=np.zeros(0, dtype=np.int64))
     while True:
         for unit, cost in enumerate(units.cost):
             if np.isinf(cost).any():
-                remove(units, unit, np.isinf(cost), spread=False)
+                remove(units, unit, np.isinf(cost), and_spread=False)
         spread(units, range(len(units.cost)))
         merged = _merge(units)
         if merged is None:
@@ -130,13 +144,13 @@ def _join_parallel(graph: StrategyGraph) -> list[dict[int, F64]]:
     return edges
 
 
-def remove(units: Units, unit: int, is_bad: Bools, *, spread: bool = True) -> None:
-    """Take strategies from a unit; with ``spread`` also what has no partner left in its neighbours."""
+def remove(units: Units, unit: int, is_bad: Bools, *, and_spread: bool = True) -> None:
+    """Take strategies from a unit; with ``and_spread`` also what has no partner left in its neighbours."""
     good = ~is_bad
     if not good.any():
         node = units.members[unit][0]
-        raise NoFeasiblePlan(f"no choice is allowed: every strategy of node {node} has a cost of 10^18 or more, by itself "
-                             "or with every strategy that is left to a neighbour")
+        raise NoFeasiblePlan(f"no choice is allowed: every strategy of node {node} has a cost of 10^18 or more, by "
+                             "itself or with every strategy that is left to a neighbour")
     units.cost[unit] = units.cost[unit][good]
     units.kept[unit] = units.kept[unit][good]
     units.amounts[unit] = units.amounts[unit][:, good]
@@ -145,30 +159,25 @@ def remove(units: Units, unit: int, is_bad: Bools, *, spread: bool = True) -> No
         smaller = matrix[good]
         units.edges[unit][other], units.edges[other][unit] = smaller, smaller.T
         units.touched.add(other)
-    if spread:
-        _spread(units, [unit])
+    if and_spread:
+        spread(units, [unit])
 
 
 def spread(units: Units, changed: Iterable[int]) -> None:
     """Remove strategies that no strategy of some neighbour goes with, until none is left."""
-    _spread(units, changed)
-
-
-def _spread(units: Units, changed: Iterable[int]) -> None:
     waiting = dict.fromkeys(changed)
     while waiting:
-        unit = next(iter(waiting))
-        del waiting[unit]
+        unit, _ = waiting.popitem()
         for other, matrix in list(units.edges[unit].items()):
-            is_bad = np.isinf(matrix).all(axis=0)
+            is_bad: Bools = np.isinf(matrix).all(axis=0)  # type: ignore[assignment]
             if is_bad.any():
-                remove(units, other, is_bad, spread=False)
+                remove(units, other, is_bad, and_spread=False)
                 waiting[other] = None
 
 
 def _merge(units: Units) -> Units | None:
     """Return the units with those joined that choose alike; None where there are none."""
-    leader, position, partner = _alike(units)
+    leader, position, silent = _alike(units)
     count = len(leader)
     if len(set(leader)) == count:
         return None
@@ -176,7 +185,8 @@ def _merge(units: Units) -> Units | None:
     merged = Units(cost=[np.zeros(len(units.cost[old])) for old in number], edges=[{} for _ in number],
                    kept=[np.arange(len(units.cost[old]), dtype=np.int64) for old in number],
                    members=[[] for _ in number], option=list(units.option), spans=[NO_SPANS] * len(number),
-                   amounts=[np.zeros((0, len(units.cost[old]))) for old in number], base=units.base)
+                   amounts=[np.zeros((0, len(units.cost[old]))) for old in number], base=units.base,
+                   times=units.times)
     for old in range(count):
         new = number[leader[old]]
         merged.cost[new] = merged.cost[new] + units.cost[old][position[old]]
@@ -185,7 +195,7 @@ def _merge(units: Units) -> Units | None:
             merged.option[node] = units.option[node][units.kept[old][position[old]]]
     for old in range(count):
         for other, matrix in units.edges[old].items():
-            if other < old or partner.get((old, other)):
+            if other < old or (old, other) in silent:
                 continue
             first, second = number[leader[old]], number[leader[other]]
             rows = matrix[position[old]]
@@ -196,14 +206,14 @@ def _merge(units: Units) -> Units | None:
     return merged
 
 
-def _alike(units: Units) -> tuple[list[int], list[I64], dict[tuple[int, int], bool]]:
+def _alike(units: Units) -> tuple[list[int], list[I64], set[tuple[int, int]]]:
     """Return for every unit its leader, and its strategy by strategy of the leader.
 
     An edge that says nothing but that the two choose alike, at no cost, is named in the last part.
     """
     leader = [-1] * len(units.cost)
     position = [np.zeros(0, dtype=np.int64)] * len(units.cost)
-    silent: dict[tuple[int, int], bool] = {}
+    silent: set[tuple[int, int]] = set()
     for start in range(len(leader)):
         if leader[start] >= 0:
             continue
@@ -222,6 +232,6 @@ def _alike(units: Units) -> tuple[list[int], list[I64], dict[tuple[int, int], bo
                     continue
                 leader[other], position[other] = start, match[position[unit]]
                 if not matrix[np.arange(len(match)), match].any():
-                    silent[min(unit, other), max(unit, other)] = True
+                    silent.add((min(unit, other), max(unit, other)))
                 stack.append(other)
     return leader, position, silent

@@ -27,7 +27,7 @@ def add_usage(graph: StrategyGraph, units: Units) -> None:
     units.limit = float(graph.usage_limit) * (1.0 if is_whole else 1.0 + ROUNDING)
     times = maximal_times(graph.intervals)
     span = np.searchsorted(times, graph.intervals)
-    units.base = np.zeros(len(times))
+    units.base, units.times = np.zeros(len(times)), np.arange(len(times), dtype=np.int64)
     fixed = np.zeros(len(times) + 1)
     for unit, members in enumerate(units.members):
         alive = [node for node in members if span[node, 1] > span[node, 0]]
@@ -63,22 +63,23 @@ def settle(units: Units) -> None:
     """Remove strategies that never fit and times that never matter; raise ``NoFeasiblePlan`` where nothing fits."""
     if not len(units.base):
         return
-    is_first = True
-    while _remove_misfits(units, range(len(units.cost))) or is_first:
-        is_first = False
+    while _remove_misfits(units):
+        pass
     _drop_times(units, _highest(units) > units.limit)
     _drop_times(units, ~_dominated(units))
 
 
-def _remove_misfits(units: Units, which: range) -> bool:
+def _remove_misfits(units: Units) -> bool:
     has_removed = False
+    which = [unit for unit, spans in enumerate(units.spans) if len(spans)]
     for unit in which:
         _rebase(units, unit)
     worst = int(units.base.argmax())
     if units.base[worst] > units.limit:
-        raise NoFeasiblePlan(f"no choice fits: with the least usage of every node the peak is {units.base[worst]:.15g}, "
-                             f"above the limit of {units.limit:.15g}. Raise usage_limit to at least the former.",
-                             needed=float(units.base[worst]))
+        least = float(units.base[worst])
+        raise NoFeasiblePlan(f"no choice fits: even if every node uses its least, the peak is {least:.15g}, above the "
+                             f"usage limit of {units.limit:.15g}. Raise usage_limit to {least:.15g} or more.",
+                             needed=least)
     for unit in which:
         spans, amounts = units.spans[unit], units.amounts[unit]
         if not len(spans):
@@ -88,8 +89,8 @@ def _remove_misfits(units: Units, which: range) -> bool:
         if is_bad.all():
             node = units.members[unit][0]
             raise NoFeasiblePlan(
-                f"no choice fits: whatever strategy node {node} takes, and with the least usage of all others, some time "
-                f"needs more than the limit of {units.limit:.15g}. Raise usage_limit.")
+                f"no choice fits: whatever strategy node {node} takes, some time needs more than the usage limit of "
+                f"{units.limit:.15g} even if all other nodes use their least. Raise usage_limit.")
         if is_bad.any():
             remove(units, unit, is_bad)
             has_removed = True
@@ -99,8 +100,6 @@ def _remove_misfits(units: Units, which: range) -> bool:
 def _rebase(units: Units, unit: int) -> None:
     """Move what the unit uses in any case to the base; keep spans in which strategies differ."""
     amounts = units.amounts[unit]
-    if not len(amounts):
-        return
     least = amounts.min(axis=1)
     for (begin, end), amount in zip(units.spans[unit].tolist(), least.tolist(), strict=True):
         if amount > 0:
@@ -144,7 +143,7 @@ def _drop_times(units: Units, is_kept: Bools) -> None:
     if is_kept.all():
         return
     place = np.concatenate([[0], np.cumsum(is_kept)])
-    units.base = units.base[is_kept]
+    units.base, units.times = units.base[is_kept], units.times[is_kept]
     for unit, spans in enumerate(units.spans):
         if len(spans):
             moved = place[spans]

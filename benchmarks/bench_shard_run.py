@@ -1,0 +1,74 @@
+"""Searched shardings, executed: loss and gradients of several processes against one, in float64.
+
+    python -m benchmarks.bench_shard_run [--model M ...] [--json]
+
+For each model and mesh the search finds the sharding for four slow devices on fast links, so that everything is split
+that can be; four processes run it, and all gradients are compared with those of one process. Controls that must fail
+are in ``tests/run/test_sharded*.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+
+from benchmarks.sections import Row, run_sections
+from weft.cluster.cluster_file import parse_cluster
+from weft.model.folded import trace_folded
+from weft.model.source import ModelSource, resolve_model
+from weft.plan.plan import Optimizer
+from weft.run.launch import run_plan
+from weft.run.result import RunOptions
+from weft.search.shard.plan_search import search_plan
+
+CASES = (
+    ("gpt2-tiny", (4,), 4, None), ("gpt2-tiny", (4,), 4, "megatron"), ("gpt2-tiny", (2, 2), 4, "megatron"),
+    ("gpt2-tiny:seq=30", (4,), 6, "sequence"),
+    ("llama-tiny", (4,), 4, None), ("llama-tiny", (2, 2), 4, None), ("llama-tiny", (4,), 4, "megatron"),
+    ("t5-base:layers=2,hidden=64,heads=4,ffn=128,vocab=512,seq=16", (4,), 4, None),
+    ("vit-base:layers=2,hidden=64,heads=4,ffn=128,image=32,classes=10", (2, 2), 4, None),
+    ("mixtral-8x:layers=2,hidden=64,heads=8,ffn=128,vocab=512,seq=16", (4,), 4, None),
+)
+TOLERANCE = 1e-10
+
+
+def slow_cluster(num_devices: int = 4) -> object:
+    """Return devices so slow, on links so fast, that splitting always pays."""
+    names = [f"d{index}" for index in range(num_devices)]
+    return {"format": "weft.cluster", "version": 1,
+            "kinds": {"slow": {"flops": {"float32": 1e8, "float64": 1e8}, "memory": "8GiB", "memory_bandwidth": "1GB/s"}},
+            "devices": [{"name": name, "kind": "slow", "host": "h"} for name in names],
+            "links": [{"from": a, "to": b, "bandwidth": "100GB/s", "latency": "0.1us"}
+                      for index, a in enumerate(names) for b in names[index + 1:]]}
+
+
+def executed(options: argparse.Namespace) -> Iterator[Row]:
+    """Yield a row for each model, mesh and plan."""
+    cluster = parse_cluster(slow_cluster())
+    for model, shape, batch, name in CASES:
+        if options.model and model not in options.model:
+            continue
+        source = resolve_model(model, mode="training", batch=batch, dtype="float64")
+        assert isinstance(source, ModelSource)
+        folded = trace_folded(source, batch=batch)
+        plan = search_plan(folded, cluster, shape=shape, optimizer=Optimizer(kind="none"), name=name)
+        check = run_plan(plan, model, options=RunOptions(verify=True, dtype="float64")).verification
+        assert check is not None
+        words = plan.stages[0].sharding
+        yield Row(f"{model}, batch {batch}, mesh {'x'.join(map(str, shape))}, {name or 'best'}",
+                  f"loss {check.loss_error:.1e}, gradients {check.gradient_error:.1e} over {check.num_gradients}; "
+                  f"{len(words.ops)} operators split", "<= 1e-10",
+                  check.loss_error <= TOLERANCE and check.gradient_error <= TOLERANCE)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Searched shardings, executed against one process.")
+    parser.add_argument("--model", action="append", help="only this one")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    return run_sections({"executed": "bench_shard_run"}, args, only=None, as_json=args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

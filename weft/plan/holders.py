@@ -1,0 +1,138 @@
+"""Which devices hold which parameters, or which parts of them, and among whom gradients have to be exchanged.
+
+Devices that hold the same part of a parameter end a step with the same gradient. Where they are devices of one replica
+and differ only along axes on which the gradient comes out whole, nothing has to be done. Along other axes (``R:P``),
+between replicas, and between stages that share the parameter, each has a part of the sum: these devices are an
+*exchange set*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from weft.model.graph import Graph
+from weft.model.tensor_layout import WHOLE
+from weft.plan.plan import Plan, Replica, Stage
+from weft.plan.sharding import Region, axis_sizes, coordinates_of, parse_layout, part_held, region_held
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """What one device holds of a parameter for one stage."""
+
+    region: Region
+    part: float
+    equal: tuple[tuple[str, int, int], ...]
+    """(axis, size, coordinate) for the axes of the replica along which gradients come out equal."""
+
+
+def parameter_holdings(plan: Plan, graph: Graph) -> dict[int, dict[str, tuple[Holding, ...]]]:
+    """Return what each device holds of each parameter, once for each different way; devices as in the cluster."""
+    found: dict[int, dict[str, tuple[Holding, ...]]] = {}
+    is_parameter = np.zeros(graph.num_tensors, dtype=bool)
+    is_parameter[graph.parameters] = True
+    for stage in plan.stages:
+        read = np.unique(np.concatenate([graph.op_inputs(graph.op_index[name]) for name in stage.ops]))
+        for tensor in read[is_parameter[read]].tolist():
+            held = found.setdefault(tensor, {})
+            for replica in stage.replicas:
+                for device, holding in _replica_holdings(stage, replica, graph, tensor):
+                    before = held.get(device, ())
+                    if holding not in before:
+                        held[device] = (*before, holding)
+    rank = {device: index for index, device in enumerate(plan.cluster.devices)}
+    return {tensor: dict(sorted(held.items(), key=lambda item: rank[item[0]]))
+            for tensor, held in sorted(found.items())}
+
+
+_ALL = Holding((), 1.0, ())
+
+
+def _replica_holdings(stage: Stage, replica: Replica, graph: Graph, tensor: int) -> Iterator[tuple[str, Holding]]:
+    if len(replica.devices) == 1:
+        yield replica.devices[0], _ALL
+        return
+    name, shape = graph.tensor_names[tensor], graph.tensor_shapes[tensor]
+    sizes, axes = axis_sizes(replica), tuple(replica.mesh)
+    layout = parse_layout(stage.sharding.tensors.get(name, ("R",) * len(sizes)))
+    part = part_held(stage, replica, name, shape)
+    whole = [index for index, item in enumerate(layout.gradient) if item == WHOLE]
+    for position, device in enumerate(replica.devices):
+        coordinates = coordinates_of(position, sizes)
+        equal = tuple((axes[index], sizes[index], coordinates[index]) for index in whole)
+        yield device, Holding(region_held(shape, layout.value, sizes, coordinates), part, equal)
+
+
+def parameter_holders(plan: Plan, graph: Graph) -> dict[int, tuple[str, ...]]:
+    """Return the devices that hold each parameter or parts of it, in the order of ``cluster.devices``."""
+    return {tensor: tuple(held) for tensor, held in parameter_holdings(plan, graph).items()}
+
+
+def parameter_parts(plan: Plan, graph: Graph) -> dict[int, dict[str, float]]:
+    """Return, for each parameter, the part of it that each device holds, in the order of ``cluster.devices``."""
+    return {tensor: {device: max(item.part for item in items) for device, items in held.items()}
+            for tensor, held in parameter_holdings(plan, graph).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Copies:
+    """Devices that hold the same part of a parameter."""
+
+    devices: tuple[str, ...]
+    exchange_sets: tuple[tuple[str, ...], ...]
+    """Those among whom its gradient is to be summed; together all devices."""
+
+
+def parameter_copies(plan: Plan, graph: Graph) -> dict[int, tuple[Copies, ...]]:
+    """Return, for each parameter, the devices that hold the same part of it."""
+    return {tensor: tuple(_copies(held)) for tensor, held in parameter_holdings(plan, graph).items()}
+
+
+def _copies(held: dict[str, tuple[Holding, ...]]) -> Iterator[Copies]:
+    by_region: dict[Region, list[str]] = {}
+    for device, items in held.items():
+        by_region.setdefault(items[0].region, []).append(device)
+    for devices in by_region.values():
+        keys = {device: {item.equal for item in held[device]} for device in devices}
+        shapes = {tuple(entry[:2] for entry in key) for several in keys.values() for key in several}
+        if len(shapes) > 1 or any(len(several) > 1 for several in keys.values()):
+            yield Copies(tuple(devices), (tuple(devices),))
+            continue
+        sets: dict[object, list[str]] = {}
+        for device in devices:
+            sets.setdefault(next(iter(keys[device])), []).append(device)
+        yield Copies(tuple(devices), tuple(tuple(members) for members in sets.values()))
+
+
+def exchange_sets(plan: Plan, graph: Graph) -> dict[int, tuple[tuple[str, ...], ...]]:
+    """Return the parameters whose gradients have to be exchanged, with the sets of devices that do so."""
+    result = {}
+    for tensor, copies in parameter_copies(plan, graph).items():
+        sets = tuple(members for item in copies for members in item.exchange_sets if len(members) > 1)
+        if sets:
+            result[tensor] = sets
+    return result
+
+
+def layout_problems(plan: Plan, graph: Graph) -> Iterator[str]:
+    """Yield the parameters of which devices hold parts that overlap without being the same."""
+    for tensor, held in parameter_holdings(plan, graph).items():
+        name = graph.tensor_names[tensor]
+        for device, items in held.items():
+            if len({item.region for item in items}) > 1:
+                yield f"stages: {device!r} holds parameter {name!r} in two layouts: give its stages the same"
+        regions = list(dict.fromkeys(items[0].region for items in held.values()))
+        if any(_overlap(one, other) for index, one in enumerate(regions) for other in regions[:index]):
+            yield (f"stages: parameter {name!r} is laid out differently over the replicas or stages that hold it, so "
+                   "that parts overlap: give them the same layout and the same sizes of axes")
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    """Return whether two different parts of a parameter have entries in common."""
+    if not one or not other:
+        return True
+    return all(any(max(a, c) < min(b, d) for a, b in first for c, d in second)
+               for first, second in zip(one, other, strict=True))

@@ -1,0 +1,231 @@
+"""From a stage's graph to the part of it that one device of a replica runs, with exchanges where layouts differ.
+
+Every operator is split as the plan says (``weft.model.factors``); the device calls it on its parts
+(``weft.model.local_ops``). From the factors follow the layout in which an operator gives its results and wants their
+gradients, and that in which it wants its operands and gives their gradients. Between the two a tensor takes this way:
+
+    producer's layout -> common layout -> layout of a reader     (the gradient comes back the same way)
+
+Every change of layout is one node of the graph (``weft.run.reshard``), made once for all readers that want the same.
+The common layout is named by the plan, or else chosen here so that nothing is exchanged twice.
+
+Inputs and outputs of the stage are whole on all devices, with their gradients. Parameters are there as stored; where
+they are stored in parts but wanted whole, each forward gathers them, and what the backward needs of them is kept.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from weft.model.factors import NOT_SPLIT, factors_of
+from weft.model.local_ops import LocalCall, is_special, plain_call, run_local
+from weft.model.tensor_layout import SUM, WHOLE, Layout, Placement, local_shape
+from weft.plan.plan import Sharding
+from weft.plan.sharding import TensorLayout, parse_layout, whole_layout
+from weft.plan.strategies import SplitOp, parse_strategy
+from weft.run.mesh import DeviceMesh
+from weft.run.partition import StageModule
+from weft.run.reshard import Change, Reshard
+
+
+def shard_stage(stage: StageModule, sharding: Sharding, mesh: DeviceMesh, *,
+                parameters: Mapping[str, TensorLayout]) -> StageModule:
+    """Return the stage as one device of a replica runs it.
+
+    ``parameters`` says how the parameters lie that the stage was built with, which are the device's parts already;
+    those not named are whole. Raise ``PlanError`` if an operator cannot be split as the plan says.
+    """
+    layouts = _Layouts(stage, sharding, mesh, parameters)
+    builder = _Builder(stage, layouts, mesh)
+    graph = builder.build()
+    attributes = {str(node.target): getattr(stage.module, str(node.target))
+                  for node in stage.module.graph.nodes if node.op == "get_attr"}
+    return replace(stage, module=GraphModule(attributes, graph, class_name="Stage"), op_names={}, tensor_names={})
+
+
+# ---- layouts --------------------------------------------------------------------------------------------------------
+
+
+class _Layouts:
+    """The layouts of a stage's tensors where they are made, where they are read, and in between."""
+
+    def __init__(self, stage: StageModule, sharding: Sharding, mesh: DeviceMesh,
+                 parameters: Mapping[str, TensorLayout]) -> None:
+        self.stage, self.mesh = stage, mesh
+        self.whole = whole_layout(len(mesh.sizes))
+        self.parameters = parameters
+        self.splits: dict[Node, SplitOp] = {}
+        self.differentiable: set[Node] = set()
+        for node in stage.module.graph.nodes:
+            if self._needs_gradient(node):
+                self.differentiable.add(node)
+            name = stage.op_names.get(node, "")
+            words = sharding.ops.get(name, ())
+            if any(words):
+                self.splits[node] = parse_strategy(factors_of(node), words, mesh.sizes, name=name)
+        self.made: dict[Node, TensorLayout] = {}
+        self.common: dict[Node, TensorLayout] = {}
+        for node in stage.module.graph.nodes:
+            if node.op != "output":
+                self.made[node] = self._made(node)
+                self.common[node] = self._common(node, sharding)
+
+    def _needs_gradient(self, node: Node) -> bool:
+        value = node.meta.get("val")
+        if isinstance(value, Tensor) and not value.is_floating_point():
+            return False
+        if node.op == "get_attr":
+            return bool(getattr(self.stage.module, str(node.target)).requires_grad)
+        return node.op == "placeholder" or any(item in self.differentiable for item in node.all_input_nodes)
+
+    def _made(self, node: Node) -> TensorLayout:
+        """Return the layout of a value where it is made, and that in which its gradient is wanted there."""
+        if node.op == "get_attr":
+            return self._of_value(node, self.parameters.get(self.stage.tensor_names[node], self.whole))
+        source, position = node, 0
+        if node.target is operator.getitem:
+            source, position = node.args
+        found = self.splits.get(source)
+        if found is None:
+            return self.whole
+        return self._of_value(node, found.made(position))
+
+    def wanted(self, reader: Node, node: Node) -> TensorLayout:
+        """Return the layout in which a reader wants a value, and that in which its gradient comes out there."""
+        found = self.splits.get(reader)
+        if found is None:
+            return self.whole
+        return self._of_value(node, found.wanted(reader.all_input_nodes.index(node)))
+
+    def _of_value(self, node: Node, layout: TensorLayout) -> TensorLayout:
+        """Return the layout, without regard to the gradient where there is none."""
+        return layout if node in self.differentiable else TensorLayout(layout.value, self.whole.gradient)
+
+    def _common(self, node: Node, sharding: Sharding) -> TensorLayout:
+        """Return the layout in which all readers find a tensor."""
+        made, name = self.made[node], self.stage.tensor_names.get(node, "")
+        if node.op == "call_function" and name in sharding.tensors:
+            return self._of_value(node, parse_layout(sharding.tensors[name]))
+        readers = [self.wanted(reader, node) for reader in node.users if reader.target is not operator.getitem]
+        if not readers:
+            return made
+        values = zip(*(item.value for item in readers), strict=True)
+        value = tuple(_agreed(items, WHOLE if own == SUM else own)
+                      for items, own in zip(values, made.value, strict=True))
+        gradients = zip(*(item.gradient for item in readers), strict=True)
+        gradient = tuple(_agreed(items, own if own.is_split else SUM if SUM in items else WHOLE)
+                         for items, own in zip(gradients, value, strict=True))
+        return TensorLayout(value, gradient)
+
+
+def _agreed(items: Sequence[Placement], otherwise: Placement) -> Placement:
+    return items[0] if len(set(items)) == 1 else otherwise
+
+
+# ---- the device's graph ---------------------------------------------------------------------------------------------
+
+
+class _Builder:
+    """Writes the graph of one device."""
+
+    def __init__(self, stage: StageModule, layouts: _Layouts, mesh: DeviceMesh) -> None:
+        self.stage, self.layouts, self.mesh = stage, layouts, mesh
+        self.graph = Graph()
+        self.local: dict[Node, Node] = {}
+        self.changed: dict[tuple[Node, TensorLayout], Node] = {}
+
+    def build(self) -> Graph:
+        """Return the graph."""
+        for node in self.stage.module.graph.nodes:
+            if node.op == "output":
+                self.graph.output(map_arg(node.args[0], lambda item: self._read(item, self.layouts.whole)))
+            elif node.target is operator.getitem:
+                self.local[node] = self._noted(node, self.graph.node_copy(node, lambda item: self.local[item]))
+            elif node in self.layouts.splits:
+                self.local[node] = self._noted(node, self._split(node, self.layouts.splits[node]))
+            else:
+                self.local[node] = self._noted(
+                    node, self.graph.node_copy(node, lambda item: self._read(item, self.layouts.whole)))
+        self.graph.eliminate_dead_code()
+        return self.graph
+
+    def _noted(self, node: Node, new: Node) -> Node:
+        """Return the new node with the shape that its value has on this device."""
+        value, layout = node.meta.get("val"), self.layouts.made[node].value
+        if isinstance(value, Tensor):
+            new.meta = {**node.meta, "val": self._like(value, layout)}
+        return new
+
+    def _like(self, value: Tensor, layout: Layout) -> Tensor:
+        shape = local_shape(tuple(value.shape), layout, self.mesh.sizes, self.mesh.coordinates)
+        return value if shape == tuple(value.shape) else torch.empty(shape, dtype=value.dtype, device="meta")
+
+    def _split(self, node: Node, found: SplitOp) -> Node:
+        def read(item: Node) -> Node:
+            return self._read(item, self.layouts.wanted(node, item))
+
+        if all(choice == NOT_SPLIT for choice in found.strategy):
+            return self.graph.node_copy(node, read)
+        args, kwargs = map_arg(node.args, read), map_arg(node.kwargs, read)
+        call = LocalCall(target=node.target, args=args, kwargs=kwargs, op=found.op, strategy=found.strategy,
+                         mesh=self.mesh.sizes, coordinates=self.mesh.coordinates, group=self.mesh.group)
+        shapes = _shapes(node.meta["val"])
+        if is_special(found.op, found.strategy):
+            return self.graph.call_function(_special(call, shapes), args, kwargs)
+        target, args = plain_call(call, shapes)
+        return self.graph.call_function(target, args, kwargs)
+
+    def _read(self, node: Node, wanted: TensorLayout) -> Node:
+        """Return the node's value in the layout that a reader wants."""
+        if node not in self.layouts.differentiable:
+            wanted = TensorLayout(wanted.value, self.layouts.whole.gradient)
+        common = self._change(node, self.layouts.made[node], self.layouts.common[node])
+        return common if wanted == self.layouts.common[node] else self._change(node, self.layouts.common[node], wanted)
+
+    def _change(self, node: Node, before: TensorLayout, after: TensorLayout) -> Node:
+        if before == after:
+            return self.local[node] if before == self.layouts.made[node] else self.changed[node, before]
+        if (node, after) not in self.changed:
+            source = self.local[node] if before == self.layouts.made[node] else self.changed[node, before]
+            shape = tuple(node.meta["val"].shape)
+            value = Change(self.mesh, shape, before.value, after.value)
+            gradient = Change(self.mesh, shape, after.gradient, before.gradient)
+            new = self.graph.call_function(_reshard(value, gradient, node in self.layouts.differentiable), (source,))
+            new.meta["val"] = self._like(node.meta["val"], after.value)
+            self.changed[node, after] = new
+        return self.changed[node, after]
+
+
+def _shapes(value: Any) -> list[tuple[int, ...]]:
+    return [tuple(item.shape) for item in (value if isinstance(value, tuple | list) else (value,))]
+
+
+def _reshard(value: Change, gradient: Change, is_differentiable: bool) -> Callable[[Tensor], Tensor]:
+    """Return a function that changes the layout of a tensor."""
+    if not is_differentiable:
+        def change(tensor: Tensor) -> Tensor:
+            return value(tensor)
+
+        return change
+
+    def reshard(tensor: Tensor) -> Tensor:
+        result: Tensor = Reshard.apply(tensor, value, gradient)
+        return result
+
+    return reshard
+
+
+def _special(call: LocalCall, shapes: Sequence[tuple[int, ...]]) -> Callable[..., Any]:
+    """Return a function that does what one device does for an operator whose parts are not the operator itself."""
+    def local_part(*args: Any, **kwargs: Any) -> Any:
+        return run_local(replace(call, args=args, kwargs=kwargs), shapes)
+
+    return local_part

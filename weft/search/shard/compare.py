@@ -1,0 +1,128 @@
+"""The best sharding over several shapes of mesh, beside the best of each named plan: ``compare_meshes``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf, prod
+from typing import Final
+
+from weft.cluster.cluster import Cluster
+from weft.cost.costs import Costs
+from weft.errors import NoFeasiblePlan
+from weft.model.folded import FoldedModel
+from weft.plan.plan import Optimizer
+from weft.search.budget import Budget
+from weft.search.shard.mesh import Mesh, mesh_shapes
+from weft.search.shard.model_search import MeshSearch, Sharding
+from weft.search.shard.named import Restriction, named
+from weft.search.shard.roles import find_roles
+from weft.units import format_bytes, format_time
+
+ALL_SHAPES: Final = 16
+"""Up to so many devices all shapes are tried; of more, those whose axes are inside hosts or between them."""
+MAX_SHAPES: Final = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedResult:
+    """The best of a named plan over all shapes, or why there is none."""
+
+    name: str
+    sharding: Sharding | None
+    reason: str = ""
+    least_bytes: float | None = None
+    """There are such plans, but none fits the memory: what a device holds at least."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshComparison:
+    """What was found over all shapes."""
+
+    best: Sharding
+    named: tuple[NamedResult, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    """Those that were tried."""
+
+
+def sensible_shapes(cluster: Cluster, devices: Sequence[int]) -> list[tuple[int, ...]]:
+    """Return shapes of mesh worth trying for a group of devices, with one to three axes, at most ``MAX_SHAPES``.
+
+    Axes follow hosts: those that join hosts come first. Where all devices are in one host, their order says nothing, so
+    that of shapes with the same sizes only one is returned.
+    """
+    hosts: dict[str, int] = {}
+    for device in devices:
+        name = cluster.devices[device].host
+        hosts[name] = hosts.get(name, 0) + 1
+    per_host = len(devices) // len(hosts)
+    shapes = mesh_shapes(len(devices))
+    if len(hosts) == 1:
+        shapes = [shape for shape in shapes if list(shape) == sorted(shape)]
+    elif len(set(hosts.values())) == 1 and len(devices) > ALL_SHAPES:
+        shapes = [shape for shape in shapes if len(shape) == 1 or _follows(shape, len(hosts), per_host)]
+    return shapes[:MAX_SHAPES]
+
+
+def _follows(shape: tuple[int, ...], num_hosts: int, per_host: int) -> bool:
+    """Return whether the first axes join the hosts and the others are inside them, sizes not falling in each."""
+    for count in range(1, len(shape)):
+        first, rest = list(shape[:count]), list(shape[count:])
+        if (prod(first), prod(rest)) == (num_hosts, per_host) and sorted(first) == first and sorted(rest) == rest:
+            return True
+    return per_host == 1
+
+
+def compare_meshes(folded: FoldedModel, cluster: Cluster, costs: Costs, *, shapes: Sequence[tuple[int, ...]],
+                   names: Sequence[str] = (), optimizer: Optimizer | None = None, limit_bytes: float | None = None,
+                   budget: Budget | None = None, progress: Callable[[str], None] = lambda text: None
+                   ) -> MeshComparison:
+    """Return the best sharding over these shapes of a mesh of all devices, and the best of each named plan.
+
+    Raises ``NoFeasiblePlan``, with the smallest limit over all shapes, if nothing fits the memory.
+    """
+    budget = budget or Budget(effort=float("inf"))
+    best: Sharding | None = None
+    misses: list[NoFeasiblePlan] = []
+    rows = {name: NamedResult(name=name, sharding=None) for name in names}
+    tried = []
+    for shape in shapes:
+        if best is not None and budget.is_spent:
+            break
+        tried.append(shape)
+        search = MeshSearch(folded, costs, Mesh(cluster, range(cluster.num_devices), shape),
+                            optimizer=optimizer or Optimizer(), limit_bytes=limit_bytes, budget=budget)
+        if len(tried) == 1:
+            for kind, where in search.parts.without_rule.items():
+                progress(f"warning: {kind} has no rule, so every device does all of it: {where}")
+        try:
+            found = search.run()
+        except NoFeasiblePlan as problem:
+            misses.append(problem)
+            progress(f"mesh {'x'.join(map(str, shape))}: does not fit")
+        else:
+            progress(f"mesh {found.mesh.name}: {format_time(found.seconds)}, bound {format_time(found.bound)}, holds "
+                     f"{format_bytes(found.held_bytes)}")
+            best = found if best is None or found.seconds < best.seconds else best
+        for name in names:
+            rows[name] = _better(rows[name], _run_named(search, folded, name, len(shape)))
+    if best is None:
+        raise min(misses, key=lambda problem: problem.missing_bytes or 0)
+    return MeshComparison(best=best, named=tuple(rows.values()), shapes=tuple(tried))
+
+
+def _run_named(search: MeshSearch, folded: FoldedModel, name: str, num_axes: int) -> NamedResult:
+    restriction: Restriction = named(name, find_roles(search.parts, folded), num_axes)
+    try:
+        return NamedResult(name=name, sharding=search.run(restriction))
+    except NoFeasiblePlan as problem:
+        least = None if problem.missing_bytes is None or search.limit is None else search.limit + problem.missing_bytes
+        return NamedResult(name=name, sharding=None, reason=str(problem), least_bytes=least)
+
+
+def _better(old: NamedResult, new: NamedResult) -> NamedResult:
+    """Return the faster of two results; of two that failed, the one that lacks least memory."""
+    if old.sharding is None:
+        lacks_less = (new.least_bytes or inf) <= (old.least_bytes or inf)
+        return new if new.sharding is not None or lacks_less else old
+    return new if new.sharding is not None and new.sharding.seconds < old.sharding.seconds else old

@@ -1,0 +1,173 @@
+"""A reduced strategy graph as a mixed integer program, solved with HiGHS (the adapter to ``scipy.optimize.milp``).
+
+    minimise    sum of cost[i, k] x[i, k] + sum of cost[e, k, l] z[e, k, l]
+    such that   x[i, .] sum to 1; z[e, k, .] sum to x[i, k]; z[e, ., l] sum to x[j, l]; usage at every time <= limit
+
+``x`` is 0 or 1, ``z`` follows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from weft.model.graph import F64, I64
+from weft.search.shard.core import Core
+
+
+@contextmanager
+def quiet_stdout() -> Iterator[None]:
+    """Send to stderr what compiled code prints on stdout: the solver does so now and then, and nothing turns it off."""
+    flush = ctypes.CDLL(None).fflush
+    try:
+        sys.stdout.flush()
+        kept = os.dup(1)
+    except (OSError, ValueError):  # There is no stdout.
+        yield
+        return
+    flush(None)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IntegerResult:
+    """What the solver found: the choice, if any, and a bound of the core's cost."""
+
+    x: I64 | None
+    bound: float
+    is_infeasible: bool
+
+
+def solve_integer(original: Core, messages: F64, *, best: float, seconds: float) -> IntegerResult:
+    """Return the best choice of the core and a bound of its cost, given the least cost known (infinite if none).
+
+    Messages move costs between units and edges, so that what the solver sees are differences near the optimum instead
+    of large sums: its tolerances are relative to these. A part above what separates bound and best is never chosen, so
+    it need not be told how far above it is.
+    """
+    from scipy.optimize import Bounds, LinearConstraint, milp
+
+    core, constant = moved(original, messages)
+    if np.isfinite(best):
+        most = 1.01 * max(best - constant, 0.0) + 1e-9 * abs(best)
+        core = core._replace(cost=np.minimum(core.cost, most), matrices=np.minimum(core.matrices, most))
+    scale = max(float(core.cost.max(initial=0.0)), float(core.matrices.max(initial=0.0)), 1e-300)
+    pairs = _pairs(core)
+    num_x, num_z = len(core.cost), len(pairs.cost)
+    matrix, lower, upper = _rows(core, pairs)
+    kind = np.concatenate([np.ones(num_x), np.zeros(num_z)])
+    found = milp(np.concatenate([core.cost, pairs.cost]) / scale, integrality=kind, bounds=Bounds(0.0, 1.0),
+                 constraints=LinearConstraint(matrix, lower, upper),
+                 options={"time_limit": max(seconds, 0.01), "mip_rel_gap": 0.0})
+    bound = -np.inf if found.mip_dual_bound is None else float(found.mip_dual_bound) * scale + constant
+    if found.status == 2:
+        return IntegerResult(x=None, bound=np.inf, is_infeasible=True)
+    if found.x is None:
+        return IntegerResult(x=None, bound=bound, is_infeasible=False)
+    taken = found.x[:num_x]
+    x = np.array([int(taken[begin:end].argmax()) for begin, end in zip(core.first[:-1], core.first[1:], strict=True)],
+                 dtype=np.int64)
+    return IntegerResult(x=x, bound=bound, is_infeasible=False)
+
+
+def moved(core: Core, messages: F64) -> tuple[Core, float]:
+    """Return the core with costs moved along messages and nothing below 0, and the cost that all choices lost."""
+    cost, matrices, constant = core.cost.copy(), core.matrices.copy(), 0.0
+    for unit in range(len(core.first) - 1):
+        begin, end = core.first[unit], core.first[unit + 1]
+        for arc in range(core.arc[unit], core.arc[unit + 1]):
+            sent = messages[core.message[arc] : core.message[arc + 1]]
+            received = messages[core.message[core.back[arc]] : core.message[core.back[arc] + 1]]
+            cost[begin:end] += sent
+            view = matrices[core.matrix[arc] : core.matrix[arc] + len(sent) * len(received)].reshape(len(sent), -1)
+            view -= sent[:, None]
+            view -= received[None, :]
+            least = float(view.min())
+            view -= least
+            constant += least if core.head[arc] > unit else 0.0
+        least = float(cost[begin:end].min())
+        cost[begin:end] -= least
+        constant += least
+    return core._replace(cost=cost, matrices=matrices), constant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Pairs:
+    cost: F64
+    row: I64
+    """Of every pair, its row in the equations: one per edge and strategy of the first unit, ..."""
+    column: I64
+    """... then one per edge and strategy of the second."""
+    strategy: I64
+    """Of every such equation, the strategy it is about."""
+
+
+def _pairs(core: Core) -> _Pairs:
+    costs, rows, columns, strategies = [np.zeros(0)], [], [], []
+    count = 0
+    for unit in range(len(core.first) - 1):
+        for arc in range(core.arc[unit], core.arc[unit + 1]):
+            other = core.head[arc]
+            if other < unit:
+                continue
+            height, width = core.first[unit + 1] - core.first[unit], core.first[other + 1] - core.first[other]
+            costs.append(core.matrices[core.matrix[arc] : core.matrix[arc] + height * width])
+            rows.append(count + np.repeat(np.arange(height), width))
+            columns.append(count + height + np.tile(np.arange(width), height))
+            strategies += [np.arange(core.first[unit], core.first[unit + 1]),
+                           np.arange(core.first[other], core.first[other + 1])]
+            count += height + width
+    empty = [np.zeros(0, dtype=np.int64)]
+    return _Pairs(cost=np.concatenate(costs), row=np.concatenate(empty + rows), column=np.concatenate(empty + columns),
+                  strategy=np.concatenate(empty + strategies))
+
+
+def _rows(core: Core, pairs: _Pairs) -> tuple[Any, F64, F64]:
+    """Return the constraints as a sparse matrix with lower and upper limits."""
+    from scipy.sparse import csr_matrix, vstack
+
+    num_x, num_z = len(core.cost), len(pairs.cost)
+    units = np.repeat(np.arange(len(core.first) - 1), np.diff(core.first))
+    one = csr_matrix((np.ones(num_x), (units, np.arange(num_x))), shape=(len(core.first) - 1, num_x + num_z))
+    equations, place = len(pairs.strategy), num_x + np.arange(num_z)
+    follow = csr_matrix(
+        (np.concatenate([np.ones(2 * num_z), -np.ones(equations)]),
+         (np.concatenate([pairs.row, pairs.column, np.arange(equations)]),
+          np.concatenate([place, place, pairs.strategy]))),
+        shape=(equations, num_x + num_z))
+    usage = _usage(core, num_x + num_z)
+    rows = [one, follow, usage]
+    lower = [np.ones(one.shape[0]), np.zeros(equations), np.full(usage.shape[0], -np.inf)]
+    upper = [np.ones(one.shape[0]), np.zeros(equations), 1.0 - core.base / core.limit]
+    return vstack(rows).tocsr(), np.concatenate(lower), np.concatenate(upper)
+
+
+def _usage(core: Core, width: int) -> Any:
+    """Return the share of the limit that every strategy uses at every time."""
+    from scipy.sparse import csr_matrix
+
+    rows, columns, values = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
+    for unit in range(len(core.first) - 1):
+        size = core.first[unit + 1] - core.first[unit]
+        for span in range(core.span[unit], core.span[unit + 1]):
+            amounts = core.amounts[core.amount[span] : core.amount[span] + size]
+            used = np.flatnonzero(amounts)
+            times = np.arange(core.begin[span], core.end[span])
+            rows.append(np.repeat(times, len(used)))
+            columns.append(np.tile(core.first[unit] + used, len(times)))
+            values.append(np.tile(amounts[used], len(times)) / core.limit)
+    return csr_matrix((np.concatenate(values), (np.concatenate(rows), np.concatenate(columns))),
+                      shape=(len(core.base), width))

@@ -1,0 +1,270 @@
+"""How every tensor of a model is split over a group of devices: the sharding with the least time in one step.
+
+For each shape of mesh the folded model becomes a strategy graph, which is solved exactly. Where what devices hold is
+more than they have, memory gets a price: the dearer it is, the less is held. The price at which it just fits gives a
+bound for all shardings, those that treat equal layers differently included, and the two shardings on either side of it
+are mixed: so many copies of a layer as in the one, the rest as in the other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final, Literal
+
+import numpy as np
+
+from weft.cluster.cluster import Cluster
+from weft.cost.costs import Costs
+from weft.errors import NoFeasiblePlan
+from weft.model.folded import FoldedModel
+from weft.plan.plan import Optimizer
+from weft.search.budget import Budget
+from weft.search.shard.folded_graph import Assembler, FoldedGraph, usage_of
+from weft.search.shard.mesh import Mesh, Resharding
+from weft.search.shard.named import Restriction
+from weft.search.shard.parts import ModelParts, PartBuilder
+from weft.search.shard.solve import solve
+from weft.search.shard.strategy_graph import FORBIDDEN, StrategyGraph, evaluate
+from weft.units import format_bytes
+
+PRICES: Final = 24
+"""Prices of memory that are tried at most."""
+SOLVE_S: Final = 20.0
+"""Seconds for one strategy graph, if there is no time limit."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sharding:
+    """A way to split a model over a mesh, and what is known about it."""
+
+    parts: ModelParts
+    graph: FoldedGraph
+    choice: tuple[int, ...]
+    seconds: float
+    """Time of one step: the work of the device with the most, and all collectives."""
+    bound: float
+    """No sharding on this mesh takes less in which equal layers are alike, or are of two kinds that take turns."""
+    held_bytes: float
+    """Kept on the device with the most: parameters, gradients, optimizer states, activations for the backward pass."""
+    limit_bytes: float | None
+
+    @property
+    def mesh(self) -> Mesh:
+        """Return the mesh."""
+        return self.parts.resharding.mesh
+
+    @property
+    def status(self) -> Literal["optimal", "feasible"]:
+        """Return ``optimal`` if nothing on this mesh takes less; see ``bound``."""
+        return "optimal" if self.seconds <= self.bound * (1 + 1e-9) else "feasible"
+
+
+class MeshSearch:
+    """The search on one mesh."""
+
+    def __init__(self, folded: FoldedModel, costs: Costs, mesh: Mesh, *, optimizer: Optimizer,
+                 limit_bytes: float | None, budget: Budget, splits_states: bool = True) -> None:
+        self.folded, self.budget, self.limit = folded, budget, limit_bytes
+        builder = PartBuilder(traced=folded.traced, costs=costs, devices=mesh.devices, resharding=Resharding(mesh),
+                              optimizer=optimizer, splits_states=splits_states)
+        self.parts = builder.build()
+        self.assembler = Assembler(self.parts, folded)
+
+    def run(self, restriction: Restriction | None = None) -> Sharding:
+        """Return the best sharding, of those that ``restriction`` allows; raise ``NoFeasiblePlan`` if none fits."""
+        graph, choice, bound = self._solve({}, 0.0, restriction)
+        if self.limit is None or usage_of(graph, choice) <= self.limit:
+            return self._in_turn(restriction, self._sharding(graph, choice, bound))
+        return self._within_memory(restriction, (graph, choice, bound))
+
+    def _in_turn(self, restriction: Restriction | None, alike: Sharding) -> Sharding:
+        """Return the better of a sharding whose equal layers are alike and the best in which two kinds take turns."""
+        counts = self.assembler.woven()
+        if not counts or restriction is not None or self.budget.is_spent:
+            return alike
+        graph, choice, bound = self._solve(counts, 0.0, None, is_woven=True)
+        if self.limit is not None and usage_of(graph, choice) > self.limit:
+            return replace(alike, bound=min(alike.bound, bound))
+        other = self._sharding(graph, choice, bound)
+        return other if other.seconds < alike.seconds * (1 - 1e-9) else replace(alike, bound=min(alike.bound, bound))
+
+    def _solve(self, counts: dict[int, tuple[int, ...]], price: float, restriction: Restriction | None, *,
+               is_woven: bool = False) -> tuple[FoldedGraph, tuple[int, ...], float]:
+        graph = self.assembler.assemble(counts, price=price, is_woven=is_woven)
+        problem = graph.problem if restriction is None else restricted(graph, self.parts, restriction)
+        left = self.budget.seconds_left
+        found = solve(problem, time_limit=SOLVE_S if left is None else max(0.1, left))
+        return graph, found.choice, float(found.bound)
+
+    def _sharding(self, graph: FoldedGraph, choice: tuple[int, ...], bound: float) -> Sharding:
+        plain = self.assembler.assemble(graph.counts, is_woven=graph.is_woven)
+        seconds = float(evaluate(plain.problem, choice).cost)
+        return Sharding(parts=self.parts, graph=plain, choice=choice, seconds=seconds, bound=min(bound, seconds),
+                        held_bytes=usage_of(plain, choice), limit_bytes=self.limit)
+
+    # ---- little memory ----------------------------------------------------------------------------------------------
+
+    def _within_memory(self, restriction: Restriction | None,
+                       first: tuple[FoldedGraph, tuple[int, ...], float]) -> Sharding:
+        """Return the best sharding that fits: by a price on memory, then with layers of two kinds."""
+        assert self.limit is not None
+        graph, large, bound = first
+        best = self._smallest(restriction)
+        low, high = 0.0, self._first_price(first[2], usage_of(graph, large))
+        small: tuple[int, ...] | None = None
+        for _ in range(PRICES):
+            price = high if small is None else (low + high) / 2 if low == 0 else float(np.sqrt(low * high))
+            graph, choice, value = self._solve({}, price, restriction)
+            held = usage_of(graph, choice)
+            bound = max(bound, value - price * self.limit)
+            if held <= self.limit:
+                small, high = choice, price
+                best = _better(best, self._sharding(graph, choice, 0.0))
+            else:
+                large, low = choice, price
+                if small is None:
+                    high = price * 8
+            if small is not None and (high <= low * 1.02 or self.budget.is_spent):
+                break
+            if small is None and high > 1e6 * self._first_price(first[2], 1.0):
+                break
+        best, proven = self._exact({}, restriction, best)
+        if all(self.assembler.num_middle(run) < 2 for run in range(len(self.folded.runs))):
+            bound = max(bound, proven)  # there are no layers to treat differently
+        best = best if small is None else self._mixed(best, small, large, restriction)
+        return Sharding(parts=best.parts, graph=best.graph, choice=best.choice, seconds=best.seconds,
+                        bound=min(bound, best.seconds), held_bytes=best.held_bytes, limit_bytes=self.limit)
+
+    def _first_price(self, seconds: float, held: float) -> float:
+        return seconds / max(held, 1.0)
+
+    def _mixed(self, best: Sharding, small: tuple[int, ...], large: tuple[int, ...],
+               restriction: Restriction | None) -> Sharding:
+        """Return the best with some copies of a run as in ``small`` and the others as in ``large``."""
+        assert self.limit is not None
+        for run in range(len(self.folded.runs)):
+            count = self.assembler.num_middle(run)
+            if count < 2:
+                continue
+            low, high = 0, count  # copies as in the large one: the most that fit
+            while high - low > 1 and not self.budget.is_spent:
+                middle = (low + high) // 2
+                found = self._mix(run, count, middle, small, large)
+                if found is not None and found.held_bytes <= self.limit:
+                    best = _better(best, found)
+                    low = middle
+                else:
+                    high = middle
+            for share in {max(1, low), min(count - 1, low + 1)}:
+                if not self.budget.is_spent:
+                    best, _ = self._exact({run: (share, count - share)}, restriction, best)
+        return best
+
+    def _mix(self, run: int, count: int, share: int, small: Sequence[int], large: Sequence[int]) -> Sharding | None:
+        """Return the sharding with ``share`` copies of a run as in ``large`` and everything else as in ``small``."""
+        if not 0 < share < count:
+            return None
+        uniform = self.assembler.assemble()
+        of_node = {(part, variant): node for node, (part, variant) in
+                   enumerate(zip(uniform.node_part, uniform.node_variant, strict=True))}
+        graph = self.assembler.assemble({run: (share, count - share)})
+        choice = []
+        for part, variant in zip(graph.node_part, graph.node_variant, strict=True):
+            place = self.assembler.places[part]
+            source = large if variant == 0 and place is not None and place.run == run else small
+            choice.append(source[of_node[part, min(variant, 0)]])
+        return self._sharding(graph, tuple(choice), 0.0)
+
+    def _exact(self, counts: dict[int, tuple[int, ...]], restriction: Restriction | None, best: Sharding
+               ) -> tuple[Sharding, float]:
+        """Return ``best``, or a better one with so many copies of each kind in a run, and a bound for all of these."""
+        graph = self.assembler.assemble(counts, limit=self.limit)
+        problem = graph.problem if restriction is None else restricted(graph, self.parts, restriction)
+        left = self.budget.seconds_left
+        try:
+            found = solve(problem, time_limit=min(3.0, 3.0 if left is None else max(0.1, left)))
+        except NoFeasiblePlan:
+            return best, 0.0
+        return _better(best, self._sharding(graph, found.choice, 0.0)), float(found.bound)
+
+    def _smallest(self, restriction: Restriction | None) -> Sharding:
+        """Return the sharding that holds the least; raise ``NoFeasiblePlan`` if that is too much."""
+        assert self.limit is not None
+        graph = self.assembler.assemble()
+        bare = StrategyGraph(name=graph.problem.name, intervals=graph.problem.intervals, costs=graph.problem.usages,
+                             usages=tuple(np.zeros(len(item)) for item in graph.problem.usages),
+                             edges=graph.problem.edges,
+                             edge_costs=tuple(np.zeros(item.shape) for item in graph.problem.edge_costs))
+        if restriction is not None:
+            bare = restricted(FoldedGraph(problem=bare, node_part=graph.node_part, node_variant=graph.node_variant,
+                                          counts=graph.counts), self.parts, restriction)
+        found = self._sharding(graph, solve(bare, time_limit=SOLVE_S).choice, 0.0)
+        if found.held_bytes > self.limit:
+            raise self._too_little(found)
+        return found
+
+    def _too_little(self, smallest: Sharding) -> NoFeasiblePlan:
+        """Return the error that says what the least is that a device must hold, and what holds it."""
+        assert self.limit is not None
+        held = {"parameters": 0.0, "activations": 0.0}
+        for part, items, strategy in zip(smallest.graph.node_part, smallest.graph.problem.usages, smallest.choice,
+                                         strict=True):
+            what = "parameters" if self.parts.parts[part].kind == "parameter" else "activations"
+            held[what] += float(items[strategy])
+        least = math.ceil(smallest.held_bytes)
+        return NoFeasiblePlan(
+            f"{smallest.graph.problem.name!r} does not fit on a mesh of {smallest.mesh.name}: a device has "
+            f"{format_bytes(self.limit)}, and holds at least {format_bytes(least)} ({least} bytes): "
+            f"{format_bytes(held['parameters'])} of parameters with gradients and optimizer states, "
+            f"{format_bytes(held['activations'])} of activations kept for the backward pass. Try more devices, a "
+            "smaller batch or micro-batches.", missing_bytes=math.ceil(least - self.limit))
+
+
+def _better(best: Sharding, other: Sharding) -> Sharding:
+    """Return the one with less time; ``best`` if the other does not fit."""
+    fits = other.limit_bytes is None or other.held_bytes <= other.limit_bytes
+    return other if fits and other.seconds < best.seconds else best
+
+
+def restricted(graph: FoldedGraph, parts: ModelParts, restriction: Restriction) -> StrategyGraph:
+    """Return the strategy graph with everything ruled out that the restriction does not allow."""
+    costs = []
+    for part, items in zip(graph.node_part, graph.problem.costs, strict=True):
+        allowed = restriction(parts, part)
+        costs.append(items if allowed is None else np.where(allowed, items, float(FORBIDDEN)))
+    problem = graph.problem
+    return StrategyGraph(name=problem.name, intervals=problem.intervals, costs=tuple(costs), usages=problem.usages,
+                         edges=problem.edges, edge_costs=problem.edge_costs, usage_limit=problem.usage_limit)
+
+
+def shard_model(folded: FoldedModel, cluster: Cluster, costs: Costs, *, shapes: Sequence[Sequence[int]],
+                devices: Sequence[int] | None = None, optimizer: Optimizer | None = None,
+                limit_bytes: float | None = None, restriction: Restriction | None = None,
+                budget: Budget | None = None, progress: Callable[[str], None] = lambda text: None) -> Sharding:
+    """Return the best sharding over these shapes of mesh; raise ``NoFeasiblePlan`` if none fits the memory."""
+    group = tuple(range(cluster.num_devices)) if devices is None else tuple(devices)
+    budget = budget or Budget(effort=float("inf"))
+    best: Sharding | None = None
+    miss: NoFeasiblePlan | None = None
+    for shape in shapes:
+        if best is not None and budget.is_spent:
+            break
+        search = MeshSearch(folded, costs, Mesh(cluster, group, shape), optimizer=optimizer or Optimizer(),
+                            limit_bytes=limit_bytes, budget=budget)
+        try:
+            found = search.run(restriction)
+        except NoFeasiblePlan as problem:
+            if miss is None or (problem.missing_bytes or 0) < (miss.missing_bytes or 0):
+                miss = problem
+            progress(f"mesh {search.parts.resharding.mesh.name}: does not fit")
+            continue
+        progress(f"mesh {found.mesh.name}: {found.seconds:.6g} s, bound {found.bound:.6g} s, holds "
+                 f"{format_bytes(found.held_bytes)}")
+        if best is None or found.seconds < best.seconds:
+            best = found
+    if best is None:
+        assert miss is not None, "there is at least one shape"
+        raise miss
+    return best

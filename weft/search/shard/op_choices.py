@@ -1,0 +1,164 @@
+"""The strategies of one operator on a mesh: what each needs, gives and takes, in numbers of layouts and seconds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from weft.cost.roofline import PARTS, Part, Terms
+from weft.model.factors import (
+    NOT_SPLIT,
+    OpFactors,
+    Strategy,
+    in_blocks,
+    input_gradient_layout,
+    input_layout,
+    is_valid,
+    linear_choice,
+    output_gradient_layout,
+    output_layout,
+    work_part,
+)
+from weft.model.graph import F64, I64
+from weft.model.tensor_layout import Layout, largest_part
+from weft.search.shard.mesh import Resharding
+
+Shapes = Sequence[tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OpChoices:
+    """All ways to run an operator on a mesh, ``s`` of them."""
+
+    op: OpFactors
+    strategies: tuple[Strategy, ...]
+    words: tuple[tuple[str, ...], ...]
+    """[s] what each axis does, as plans say it: a factor's name (``n/3`` in blocks), ``""``, or ``+0``."""
+    input_value: tuple[I64, ...]
+    """[inputs][s] number of the layout in which an input is needed."""
+    input_gradient: tuple[I64, ...]
+    output_value: tuple[I64, ...]
+    output_gradient: tuple[I64, ...]
+    work: F64
+    """[s] part of the work that the device with the most does."""
+    moved: F64
+    """[s] part of the bytes that it reads and writes."""
+    input_part: tuple[F64, ...]
+    """[inputs][s] part of an input that it holds."""
+
+
+def op_choices(op: OpFactors | None, input_shapes: Shapes, output_shapes: Shapes, resharding: Resharding,
+               blocks: Sequence[tuple[int, int]] = ()) -> OpChoices:
+    """Return the strategies of an operator; only that of doing it everywhere where it has no factors.
+
+    ``blocks`` are (factor, count): it may also be split in so many blocks, because a reader wants it so.
+    """
+    mesh = resharding.mesh.shape
+    if op is None:
+        op = OpFactors(factors=(), inputs=tuple(((),) * len(shape) for shape in input_shapes),
+                       outputs=tuple(((),) * len(shape) for shape in output_shapes))
+    ways = _ways(op, mesh, blocks)
+    number = resharding.number
+
+    def numbers(function: Callable[[OpFactors, Strategy, Sequence[int], int], Layout], count: int) -> tuple[I64, ...]:
+        return tuple(np.array([number(function(form, choice, mesh, position)) for form, choice, _ in ways],
+                              dtype=np.int64) for position in range(count))
+
+    inputs, outputs = numbers(input_layout, len(input_shapes)), numbers(output_layout, len(output_shapes))
+    layouts = resharding.layouts
+    parts = [[_part(shape, layouts, items, mesh) for shape, items in zip(shapes, tensors, strict=True)]
+             for shapes, tensors in ((input_shapes, inputs), (output_shapes, outputs))]
+    sizes = [[float(np.prod(shape)) for shape in shapes] for shapes in (input_shapes, output_shapes)]
+    total = sum(map(sum, sizes)) or 1.0
+    moved = np.zeros(len(ways))
+    for part, size in zip((*parts[0], *parts[1]), (*sizes[0], *sizes[1]), strict=True):
+        moved += part * (size / total)
+    return OpChoices(op=op, strategies=tuple(choice for _, choice, _ in ways), words=tuple(word for _, _, word in ways),
+                     input_value=inputs, output_value=outputs,
+                     input_gradient=numbers(input_gradient_layout, len(input_shapes)),
+                     output_gradient=numbers(output_gradient_layout, len(output_shapes)),
+                     work=np.array([work_part(form, choice, mesh) for form, choice, _ in ways]), moved=moved,
+                     input_part=tuple(parts[0]))
+
+
+def _ways(op: OpFactors, mesh: Sequence[int], blocks: Sequence[tuple[int, int]]
+          ) -> list[tuple[OpFactors, Strategy, tuple[str, ...]]]:
+    """Return (the operator, perhaps with a factor in blocks, strategy, words) for all strategies."""
+    options = [NOT_SPLIT, *(index for index, factor in enumerate(op.factors) if factor.size > 1),
+               *(linear_choice(index) for index in range(len(op.linear)))]
+    ways = []
+    for factor, count in ((-1, 1), *blocks):
+        form = op if factor < 0 else in_blocks(op, factor, count)
+        for choice in product(options, repeat=len(mesh)):
+            if (factor < 0 or factor in choice) and is_valid(form, choice, mesh):
+                ways.append((form, choice, tuple(_word(op, item, count if item == factor else 1) for item in choice)))
+    return ways
+
+
+def _word(op: OpFactors, choice: int, count: int) -> str:
+    if choice >= 0:
+        return op.factors[choice].name + (f"/{count}" if count > 1 else "")
+    return "" if choice == NOT_SPLIT else f"+{-2 - choice}"
+
+
+def wanted_blocks(op: OpFactors, wanted: Sequence[set[tuple[int, int]]]
+                  ) -> tuple[list[tuple[int, int]], list[set[tuple[int, int]]]]:
+    """Return (factors to take in blocks, what is then wanted of each input) if readers want results in blocks.
+
+    ``wanted`` has for each result (dimension, blocks).
+    """
+    found: dict[tuple[int, int], None] = {}
+    for dims, items in zip(op.outputs, wanted, strict=False):
+        for dim, count in sorted(items):
+            first = dims[dim][0] if dim < len(dims) and dims[dim] else None
+            if first is not None and not op.factors[first].special and op.factors[first].size % count == 0 and (
+                    op.factors[first].size > count):
+                found[first, count] = None
+    needs: list[set[tuple[int, int]]] = [set() for _ in op.inputs]
+    for factor, count in ((-1, 1), *found):
+        form = op if factor < 0 else in_blocks(op, factor, count)
+        for need, dims in zip(needs, form.inputs, strict=True):
+            for dim, own in enumerate(dims):
+                for place in range(1, len(own)):
+                    need.add((dim, math.prod(form.factors[item].size for item in own[:place])))
+    return list(found), needs
+
+
+def _part(shape: tuple[int, ...], layouts: list[Layout], numbers: I64, mesh: tuple[int, ...]) -> F64:
+    known = {number: largest_part(shape, layouts[number], mesh) for number in set(numbers.tolist())}
+    return np.array([known[number] for number in numbers.tolist()])
+
+
+def op_seconds(choices: OpChoices, whole_s: dict[Part, float], terms: dict[Part, Terms] | None, op: int) -> F64:
+    """Return [s] the seconds of all parts of an operator on the device with the most work.
+
+    What was estimated or measured for the whole operator shrinks as the roofline does: computing with the work, moving
+    with the bytes.
+    """
+    total = np.zeros(len(choices.strategies))
+    for part in PARTS:
+        if whole_s[part] <= 0:
+            continue
+        if terms is None:
+            total += whole_s[part] * choices.work
+            continue
+        item = terms[part]
+        compute, moved = float(item.compute_s[op]), float(item.fixed_s[op] + item.moved_s[op])
+        overhead = float(item.overhead_s[op])
+        whole = overhead + max(compute, moved)
+        if whole > 0:
+            total += whole_s[part] / whole * (overhead + np.maximum(compute * choices.work, moved * choices.moved))
+    return total
+
+
+def describe(choices: OpChoices, index: int, axes: Sequence[str]) -> str:
+    """Return a strategy in words: ``tensor: heads``."""
+    said = [f"{axis}: {'sum' if word.startswith('+') else word}"
+            for axis, word in zip(axes, choices.words[index], strict=True) if word]
+    return ", ".join(said) or "whole"
+
+

@@ -1,0 +1,266 @@
+"""The search for the best choice: rounds of bound and walks, fixing, and the exact solver; see ``solve``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+import numpy as np
+
+from weft.errors import NoFeasiblePlan
+from weft.model.graph import F64, I64
+from weft.search.budget import Budget
+from weft.search.shard.core import Compact, make_core
+from weft.search.shard.dual import Dual
+from weft.search.shard.dual_kernel import cost_of
+from weft.search.shard.integer import IntegerResult, quiet_stdout, solve_integer
+from weft.search.shard.local_kernel import complete, repair
+from weft.search.shard.shrink import left, lowest, shrink
+from weft.search.shard.strategy_graph import StrategyGraph, evaluate
+from weft.search.shard.units import Bools, make_units, remove
+from weft.search.shard.usage import add_usage
+from weft.search.shard.walk import Found, Walker
+
+SWEPT_PER_ROUND: Final = 80_000_000
+"""Costs that a round's sweeps look at."""
+MAX_INTEGER: Final = 60_000
+"""Costs of pairs in a core that goes to the integer program."""
+INTEGER_S: Final = 60.0
+"""Seconds for it, if there is no time limit; half of what is left if there is."""
+MAX_INTEGER_USES: Final = 2_000_000
+"""Entries of its usage rows."""
+MAX_RELAXED: Final = 1_000
+"""Units of a problem that is also reduced without its limit."""
+WORTH_FIXING: Final = 0.1
+"""Share of strategies that are ruled out before a core is reduced again while the bound still rises."""
+SECONDS_BETWEEN_REPORTS: Final = 2.0
+
+
+class Search:
+    """One search; afterwards ``choice``, ``bound`` and ``is_proven`` are the answer."""
+
+    def __init__(self, graph: StrategyGraph, *, budget: Budget, seed: int) -> None:
+        self._graph, self._budget, self._seed = graph, budget, seed
+        self._begin = self._reported = time.monotonic()
+        self.choice: list[int] | None = None
+        self.cost = np.inf
+        self.bound = -np.inf
+        self.is_proven = False
+        self._strategy: dict[int, int] = {}
+        self._num_cores = 0
+
+    def run(self) -> None:
+        """Search until there is a proof, or the budget is spent."""
+        self._units = make_units(self._graph)
+        add_usage(self._graph, self._units)
+        shrink(self._units)
+        self.bound = lowest(self._units)
+        self._ignore_usage()
+        self._reduced_s = time.monotonic() - self._begin
+        dual = None
+        while not self.is_proven and (self.choice is None or not self._budget.is_spent):
+            compact = make_core(self._units)
+            if not compact.num_units:
+                self._offer(compact, np.zeros(0, dtype=np.int64), compact.constant)
+                self.is_proven = True
+                break
+            dual = Dual(compact, dual)
+            self._num_cores += 1
+            self._run_core(compact, dual)
+            if self.is_proven or not self._has_time(self._reduced_s) or not self._fix(compact, dual):
+                break
+        self._report("done")
+
+    def _ignore_usage(self) -> None:
+        """Solve the problem without its limit, where reductions do: a bound, and the answer if it fits nevertheless."""
+        if not len(self._units.base) or len(left(self._units)) > MAX_RELAXED:
+            return
+        relaxed = self._units.without_usage()
+        shrink(relaxed)
+        if left(relaxed):
+            return
+        self.bound = max(self.bound, relaxed.constant)
+        strategy = relaxed.all_strategies({})
+        choice = relaxed.choice_of(strategy)
+        if evaluate(self._graph, choice).is_feasible(self._graph.usage_limit):
+            self.choice, self.cost, self._strategy, self.is_proven = choice, relaxed.constant, strategy, True
+
+    # ---- one core ----------------------------------------------------------------------------------------------------
+
+    def _run_core(self, compact: Compact, dual: Dual) -> None:
+        """Search in a core until it is solved, can be reduced, or the budget is spent."""
+        walkers = [Walker(compact.core, seed=self._seed * 1_000_003 + 2 * self._num_cores + index) for index in (0, 1)]
+        self._x = self._start(compact)
+        sweeps, has_asked, longest = 5, False, 0.0
+        most = max(5, min(400, SWEPT_PER_ROUND // max(len(compact.core.matrices), 1)))
+        with ThreadPoolExecutor(1) as pool:
+            while True:
+                begin = time.monotonic()
+                self._play_round(compact, dual, walkers, sweeps, sweeps / most, pool)
+                longest = max(longest, time.monotonic() - begin)
+                sweeps = min(2 * sweeps, most)
+                if self._is_solved(compact, dual) or not self._has_time(longest):
+                    return
+                share = float(self._ruled_out(compact, dual).mean())
+                is_worth_it = share > WORTH_FIXING or (dual.is_stalled and share > 0)
+                if is_worth_it and self._has_time(2.0 * self._reduced_s):
+                    return
+                if dual.is_stalled and not has_asked and _is_small(compact):
+                    has_asked = True
+                    self._finish(compact, dual)
+                    if self.is_proven:
+                        return
+
+    def _has_time(self, seconds: float) -> bool:
+        """Return whether something that takes so long can be begun."""
+        deadline = self._budget.deadline
+        return not self._budget.is_spent and (deadline is None or time.monotonic() + seconds < deadline)
+
+    def _start(self, compact: Compact) -> I64 | None:
+        """Return the best choice known as one of the core, or one to begin with; None if none fits yet."""
+        if self.choice is not None:
+            x = compact.positions(self._strategy)
+        else:
+            x = np.full(compact.num_units, -1, dtype=np.int64)
+        complete(compact.core, x)
+        if not repair(compact.core, x, 4 * len(x)):
+            return None
+        self._offer(compact, x, cost_of(compact.core, x) + compact.constant)
+        return x
+
+    def _play_round(self, compact: Compact, dual: Dual, walkers: list[Walker], sweeps: int, part: float,
+                    pool: ThreadPoolExecutor) -> None:
+        """Raise the bound beside a walk, or walk twice if it has stalled; then exchange what was found."""
+        best = self.cost - compact.constant
+        suggested, price = dual.x.copy(), dual.best_price.copy()
+        heat = _heat(compact, best, dual.bound)
+        if dual.is_stalled:
+            beside = pool.submit(self._walk, walkers[1], price, heat, part)
+        else:
+            beside = pool.submit(dual.advance, sweeps, best=best)
+        found = [self._walk(walkers[0], price, heat, part)]
+        if dual.bound > -np.inf and not dual.is_stalled:
+            found.append(walkers[0].suggest(suggested, price, best=best, heat=heat, part=part))
+        found.append(beside.result())
+        for item in found:
+            if item is not None and item.cost + compact.constant < self.cost and item.cost < compact.penalty:
+                self._x = item.x
+                self._offer(compact, item.x, item.cost + compact.constant)
+        self.bound = max(self.bound, min(dual.bound + compact.constant, self.cost))
+        self._budget.effort -= 1
+        self._report()
+
+    def _walk(self, walker: Walker, price: F64, heat: float, part: float) -> Found | None:
+        return None if self._x is None else walker.walk(self._x, price, heat=heat, part=part)
+
+    def _offer(self, compact: Compact, x: I64, cost: float) -> None:
+        """Keep a choice of the core if it is the best so far and fits."""
+        if cost >= self.cost or cost - compact.constant >= compact.penalty:
+            return
+        self._strategy = self._units.all_strategies(compact.strategies(x))
+        self.choice, self.cost = self._units.choice_of(self._strategy), cost
+
+    # ---- proofs ------------------------------------------------------------------------------------------------------
+
+    def _threshold(self) -> float:
+        """Return the cost from which on choices are of no interest, with the best one known."""
+        rounding = 1e-12 * abs(self.cost)
+        if self._graph.is_integral and rounding < 0.5:
+            return self.cost - 1.0 + rounding
+        return self.cost + rounding if self._graph.is_integral else self.cost - 1e-9 * abs(self.cost)
+
+    def _is_solved(self, compact: Compact, dual: Dual) -> bool:
+        if self.choice is None and dual.bound >= compact.penalty:
+            raise NoFeasiblePlan(self.why_none(is_proven=True))
+        if dual.bound + compact.constant > self._threshold():
+            self.is_proven = True
+        return self.is_proven
+
+    def _ruled_out(self, compact: Compact, dual: Dual) -> Bools:
+        return dual.reach + compact.constant > self._threshold()
+
+    def _fix(self, compact: Compact, dual: Dual) -> bool:
+        """Remove strategies that are in no better choice, and reduce again; return whether there were any."""
+        is_bad = self._ruled_out(compact, dual)
+        if not is_bad.any():
+            return False
+        first = compact.core.first
+        try:
+            for index, unit in enumerate(compact.unit):
+                bad = compact.kept[index][is_bad[first[index] : first[index + 1]]]
+                gone = np.isin(self._units.kept[unit], bad)
+                if gone.any():
+                    remove(self._units, unit, gone)
+            shrink(self._units)
+        except NoFeasiblePlan:
+            self.is_proven = True
+        return True
+
+    def _finish(self, compact: Compact, dual: Dual) -> None:
+        """Give the core to the integer program."""
+        deadline = self._budget.deadline
+        seconds = INTEGER_S if deadline is None else max(0.5 * (deadline - time.monotonic()), 0.01)
+        found = _in_background(lambda: solve_integer(compact.core, dual.messages, best=self.cost - compact.constant,
+                                                     seconds=seconds), self._budget)
+        if found is None:
+            return
+        x = found.x
+        if x is not None and repair(compact.core, x, 4 * len(x)):  # Tolerances may have let a little too much pass.
+            cost = cost_of(compact.core, x) + compact.constant
+            if cost < self.cost:
+                self._x = x
+                self._offer(compact, x, cost)
+        if self.choice is None and (found.is_infeasible or found.bound >= compact.penalty):
+            raise NoFeasiblePlan(self.why_none(is_proven=True))
+        self.bound = max(self.bound, min(found.bound + compact.constant, self.cost))
+        if found.is_infeasible or found.bound + compact.constant > self._threshold():
+            self.is_proven = True
+
+    # ---- telling -----------------------------------------------------------------------------------------------------
+
+    def why_none(self, *, is_proven: bool) -> str:
+        """Return why there is no choice."""
+        limit = self._graph.usage_limit
+        if limit is None:
+            return "no choice is allowed: every one has a strategy or a pair of strategies that costs 10^18 or more"
+        if is_proven:
+            return f"no choice fits: none keeps to the usage limit of {limit}, by proof. Raise usage_limit."
+        return f"no choice within the usage limit of {limit} was found. Raise usage_limit, or give more time."
+
+    def _report(self, text: str = "") -> None:
+        now = time.monotonic()
+        if not text and now - self._reported < SECONDS_BETWEEN_REPORTS:
+            return
+        self._reported = now
+        gap = 0.0 if self.is_proven else (self.cost - self.bound) / max(abs(self.cost), 1e-300)
+        bound = self.cost if self.is_proven else self.bound
+        self._budget.report(f"{now - self._begin:6.1f} s: best {self.cost:.12g}, bound {bound:.12g}, "
+                            f"gap {100.0 * gap:.3f} %{', ' * bool(text)}{text}")
+
+
+def _heat(compact: Compact, best: float, bound: float) -> float:
+    """Return how much dearer a step of a walk may well be: about what separates best and bound, per unit."""
+    if np.isfinite(best) and np.isfinite(bound):
+        return max(best - bound, 1e-12 * abs(best), 1e-300) / compact.num_units
+    return max(float(np.abs(compact.core.cost).mean()), 1e-300)
+
+
+def _is_small(compact: Compact) -> bool:
+    core = compact.core
+    sizes = np.repeat(np.diff(core.first), np.diff(core.span))
+    return (len(core.matrices) <= 2 * MAX_INTEGER
+            and int(((core.end - core.begin) * sizes).sum()) <= MAX_INTEGER_USES)
+
+
+def _in_background(function: Callable[[], IntegerResult], budget: Budget) -> IntegerResult | None:
+    """Return what the function does, run in a thread that is left alone when Ctrl-C is pressed."""
+    result: list[IntegerResult] = []
+    worker = threading.Thread(target=lambda: result.append(function()), daemon=True)
+    with quiet_stdout():
+        worker.start()
+        while worker.is_alive() and not budget.is_interrupted:
+            worker.join(0.05)
+    return result[0] if result else None

@@ -1,0 +1,88 @@
+"""Solving strategy graphs: reductions, a rising bound and walks beside each other, and an exact solver for the rest.
+
+    reduce     exact reductions (units, usage, shrink); many problems are solved by these
+    rounds     one core raises the bound (dual), one walks (walk); after every round they exchange what they found
+    fix        strategies whose bound is above the best choice are removed, and the rest is reduced again
+    finish     what is small enough goes to a mixed integer program
+
+A round is a fixed amount of work, and what is exchanged does not depend on which core is faster: without a time limit
+the same problem and seed give the same choice.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+from weft.errors import NoFeasiblePlan
+from weft.search.budget import Budget, ended_by_ctrl_c
+from weft.search.shard.strategy_graph import StrategyGraph, check_graph, evaluate
+
+DEFAULT_ROUNDS: Final = 300
+"""Without a time limit the search ends after so many rounds, about as many tenths of a second on large problems."""
+RESERVE_S: Final = 1.0
+"""Of the time limit, for judging and writing the answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardSolution:
+    """The best choice of strategies found."""
+
+    status: Literal["optimal", "feasible"]
+    """``optimal`` only with a proof; costs that are not whole numbers count as equal within 1e-9 of them."""
+    cost: int | float
+    bound: int | float
+    """No choice costs less."""
+    usage_peak: int | float
+    choice: tuple[int, ...]
+    """The strategy of every node."""
+    seconds: float
+    """Wall time."""
+
+    @property
+    def gap(self) -> float:
+        """Return how much less the best choice of all could cost, as a share of this one's cost."""
+        return 0.0 if self.cost <= self.bound else (self.cost - self.bound) / max(abs(self.cost), 1e-300)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result object of ``weft shard --json``."""
+        return {"status": self.status, "cost": self.cost, "bound": self.bound, "usage_peak": self.usage_peak,
+                "choice": list(self.choice), "seconds": self.seconds}
+
+
+def solve(graph: StrategyGraph, *, time_limit: float | None = None, seed: int = 0,
+          progress: Callable[[str], None] = lambda text: None) -> ShardSolution:
+    """Return the best choice of strategies found; raise ``NoFeasiblePlan`` if none exists, or none was found.
+
+    ``time_limit`` is wall time in seconds, counted from this call. Ctrl-C ends the search with the best so far.
+    """
+    begin = time.monotonic()
+    check_graph(graph)
+    from weft.search.shard.search import Search
+
+    deadline = None if time_limit is None else begin + time_limit - min(RESERVE_S, 0.02 * time_limit)
+    budget = Budget(effort=DEFAULT_ROUNDS if time_limit is None else math.inf, report=progress, deadline=deadline)
+    search = Search(graph, budget=budget, seed=seed)
+    with ended_by_ctrl_c(budget):
+        search.run()
+    if search.choice is None:
+        raise NoFeasiblePlan(search.why_none(is_proven=False))
+    judged = evaluate(graph, search.choice)
+    assert judged.is_feasible(graph.usage_limit), "the search returned a choice that the judge refuses"
+    bound = judged.cost if _is_proof(search.is_proven, judged.cost) else _rounded(search.bound, judged.cost)
+    return ShardSolution(status="optimal" if bound >= judged.cost else "feasible", cost=judged.cost, bound=bound,
+                         usage_peak=judged.usage_peak, choice=tuple(search.choice), seconds=time.monotonic() - begin)
+
+
+def _is_proof(is_proven: bool, cost: int | float) -> bool:
+    """Return whether a proof by floating-point numbers is one: it cannot tell whole numbers beyond 2^52 apart."""
+    return is_proven and not (isinstance(cost, int) and abs(cost) >= 2**52)
+
+
+def _rounded(bound: float, cost: int | float) -> int | float:
+    """Return the bound less rounding errors; the next whole number if costs are such."""
+    safe = bound - 1e-12 * max(abs(cost), abs(bound))
+    return min(cost, math.ceil(safe)) if isinstance(cost, int) else min(cost, safe)

@@ -1,0 +1,108 @@
+"""From a sharding that was found to a plan that runs: one stage on all devices of the mesh, in the plan's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Final
+
+import numpy as np
+
+from weft.cluster.cluster import DeviceId
+from weft.errors import PlanError
+from weft.model.folded import FoldedModel
+from weft.model.graph import Graph
+from weft.model.tensor_layout import SUM, WHOLE
+from weft.plan.orders import Action
+from weft.plan.plan import Plan, Sharding, with_search
+from weft.plan.sharding import TensorLayout, format_layout
+from weft.search.problem import Problem, StageSpec, make_plan
+from weft.search.shard.folded_graph import MIDDLE, FoldedGraph, Place
+from weft.search.shard.model_search import Sharding as Found
+from weft.search.shard.parts import ModelParts
+
+AXES: Final = {1: ("tensor",), 2: ("data", "tensor"), 3: ("outer", "data", "tensor")}
+"""Names of a mesh's axes, by their number."""
+
+
+def plan_words(found: Found, folded: FoldedModel) -> Sharding:
+    """Return what every operator and tensor of the full model does, in the words of a plan."""
+    ops: dict[str, tuple[str, ...]] = {}
+    tensors: dict[str, tuple[str, ...]] = {}
+    parts, layouts = found.parts, found.parts.resharding.layouts
+    places = dict(enumerate(_places(found, folded)))
+    returned = _returned(parts, found)
+    for node, (index, strategy) in enumerate(zip(found.graph.node_part, found.choice, strict=True)):
+        part = parts.parts[index]
+        if part.kind == "op":
+            assert part.choices is not None
+            table, words = ops, part.choices.words[strategy]
+        else:
+            value = layouts[part.values[0][strategy]]
+            gradient = layouts[part.gradients[0][strategy]]
+            if part.kind == "parameter":
+                if any(a != b for a, b in zip(value, gradient, strict=True)):
+                    raise PlanError(f"{part.name!r} is whole but its optimizer states are not: this cannot be run yet")
+                gradient = tuple(SUM if own == WHOLE and axis in returned[node] else own
+                                 for axis, own in enumerate(gradient))
+            table, words = tensors, format_layout(TensorLayout(value, gradient))
+        if any(word not in ("", "R") for word in words):
+            for name in _full_names(part.name, places[index], found.graph, node, folded):
+                table[name] = words
+    return Sharding(ops=ops, tensors=tensors)
+
+
+def _places(found: Found, folded: FoldedModel) -> list[Place | None]:
+    from weft.search.shard.folded_graph import place_parts
+
+    return place_parts(found.parts, folded)
+
+
+def _returned(parts: ModelParts, found: Found) -> list[set[int]]:
+    """Return, for each node that is a parameter, the axes over which some reader returns its gradient as a sum."""
+    layouts = parts.resharding.layouts
+    chosen: dict[int, list[int]] = {}
+    for index, strategy in zip(found.graph.node_part, found.choice, strict=True):
+        chosen.setdefault(index, []).append(strategy)
+    sums: dict[int, set[int]] = {}
+    for edge in parts.edges:
+        if edge.is_parameter and edge.returns is not None:
+            for strategy in chosen[edge.reader]:
+                layout = layouts[edge.returns[strategy]]
+                sums.setdefault(edge.giver, set()).update(axis for axis, own in enumerate(layout) if own == SUM)
+    return [sums.get(index, set()) for index in found.graph.node_part]
+
+
+def _full_names(name: str, place: Place | None, graph: FoldedGraph, node: int, folded: FoldedModel) -> Iterator[str]:
+    """Yield what a part of the reduced model is called in each copy of the full model that the node stands for."""
+    if place is None:
+        yield name
+        return
+    run = folded.runs[place.run]
+    if place.copy != MIDDLE:
+        yield name
+        return
+    counts, variant = graph.counts[place.run], graph.node_variant[node]
+    begin = run.kept[MIDDLE]
+    if graph.is_woven and len(counts) == 2:
+        positions = range(begin + variant, begin + sum(counts), 2)
+    else:
+        positions = range(begin + sum(counts[:variant]), begin + sum(counts[: variant + 1]))
+    for position in positions:
+        yield folded.full_name(run, MIDDLE, name, position)
+
+
+def sharded_plan(problem: Problem, found: Found, folded: FoldedModel) -> Plan:
+    """Return the plan of one stage on the mesh's devices; ``problem.graph`` is the full model's."""
+    graph: Graph = problem.graph
+    words = plan_words(found, folded)
+    known = set(graph.op_names)
+    missing = [name for name in words.ops if name not in known]
+    if missing:
+        raise PlanError(f"the model has no operator {missing[0]!r}, which its folded form has")
+    devices = tuple(DeviceId(device) for device in found.mesh.devices)
+    mesh = dict(zip(AXES[len(found.mesh.shape)], found.mesh.shape, strict=True))
+    spec = StageSpec(ops=np.arange(graph.num_ops), replicas=((devices, 1.0),), sharding=words, mesh=mesh)
+    actions: list[Action] = [(0, "F", 0), (0, "B", 0)] if problem.is_training else [(0, "F", 0)]
+    order = [list(actions) for _ in devices]
+    plan = make_plan(problem, [spec], order, microbatches=1, by="shard", order_devices=devices)
+    return with_search(plan, status=found.status, step_time=found.seconds, bound=found.bound)

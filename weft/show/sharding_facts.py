@@ -1,0 +1,449 @@
+"""A sharding in words and figures: how each layer class is split, its collectives, where time and memory go.
+
+Everything is read off the parts and edges that the search chose from, so that the figures add up to its result: the
+compute time and the seconds of all collectives are the step time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Final, Literal, NamedTuple
+
+import numpy as np
+
+from weft.model.factors import NOT_SPLIT
+from weft.model.folded import FoldedModel, Run
+from weft.model.graph import F64
+from weft.model.tensor_layout import WHOLE, Layout
+from weft.search.shard.folded_graph import MIDDLE, Assembler
+from weft.search.shard.mesh import KINDS
+from weft.search.shard.model_search import Sharding
+from weft.search.shard.parts import Edge, ModelPart, ModelParts
+from weft.search.shard.roles import LINEAR_KINDS, Roles, find_roles
+
+ATTENTION: Final = ("aten.scaled_dot_product_attention", "aten.softmax", "aten._softmax")
+OUTSIDE: Final = "outside layers"
+Direction = Literal["forward", "backward", "weights", "gradients", "update"]
+DIRECTIONS: Final[tuple[Direction, ...]] = ("forward", "backward", "weights", "gradients", "update")
+"""Weights that are stored in pieces are gathered for use, in both passes; gradients are added up and scattered; after
+the update, weights whose states alone are in pieces are gathered."""
+_WORDS: Final = {"heads": "heads", "kv": "heads", "group": "query heads", "vocab": "vocabulary", "classes": "classes",
+                 "images": "samples", "batch": "samples", "out": "output channels", "in": "input channels",
+                 "channels": "channels", "experts": "experts"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Use:
+    """How one module of a layer (or the attention, or the loss) is split."""
+
+    name: str
+    words: tuple[str, ...]
+    """For each axis: ``samples``, ``column``, ``row``, ``heads``, ``whole`` ..."""
+    is_matrix: bool = False
+    """It is a matrix product with a parameter."""
+    stored: tuple[str, ...] = ()
+    """For each axis how its largest parameter is stored: ``whole``, ``split``, ``pieces`` (gathered for use),
+    ``states`` (only gradients and optimizer states are split)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """Equal collectives along one axis."""
+
+    direction: Direction
+    kind: str
+    axis: int
+    count: float
+    """How often in one layer."""
+    num_bytes: float
+    """Of all of these in one layer: what the collective works on, on one device."""
+    seconds: float
+    """In all layers of the class."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerClass:
+    """Layers that are split alike."""
+
+    title: str
+    """``model.layers.1 - model.layers.30``."""
+    count: int
+    uses: tuple[Use, ...]
+    exchanges: tuple[Exchange, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axis:
+    """One axis of the mesh."""
+
+    name: str
+    """``data``, ``tensor`` or ``sequence``, by what it mostly splits."""
+    size: int
+    seconds: float
+    """Of collectives along it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardingFacts:
+    """All that is shown of a sharding."""
+
+    model: str
+    cluster: str
+    sharding: Sharding
+    axes: tuple[Axis, ...]
+    compute_s: float
+    parameter_bytes: float
+    activation_bytes: float
+    layers: tuple[LayerClass, ...]
+    ops: Mapping[str, str]
+    """By name in the full model."""
+    parameters: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+class Unit(NamedTuple):
+    """Copies of a run that have their choices together: the first, a variant of the middle, or the last."""
+
+    run: int
+    copy: int
+    variant: int
+
+
+class _Sent(NamedTuple):
+    unit: Unit | None
+    direction: Direction
+    axis: int
+    kind: int
+    num_bytes: float
+    seconds: float
+    times: float
+
+
+def sharding_facts(sharding: Sharding, folded: FoldedModel) -> ShardingFacts:
+    """Return all that is shown of a sharding."""
+    return ShardingReader(sharding, folded).facts()
+
+
+class ShardingReader:
+    """Reads off a sharding what its parts chose, in words."""
+
+    def __init__(self, sharding: Sharding, folded: FoldedModel) -> None:
+        self.sharding, self.folded = sharding, folded
+        self.parts: ModelParts = sharding.parts
+        self.mesh = sharding.mesh
+        self.resharding = self.parts.resharding
+        self.assembler = Assembler(self.parts, folded)
+        self.roles: Roles = find_roles(self.parts, folded)
+        graph = self.graph = folded.traced.graph
+        self.kind_of = dict(zip(graph.op_names, graph.op_kinds, strict=True))
+        program = folded.traced.program
+        self.has_positions = all(len(program.nodes[program.tensor_nodes[name]].meta["val"].shape) < 4
+                                 for name in program.inputs)
+        self.parameters_of: dict[int, list[Edge]] = {}
+        self.reader_of: dict[int, Edge] = {}
+        for edge in self.parts.edges:
+            if edge.is_parameter:
+                self.parameters_of.setdefault(edge.reader, []).append(edge)
+                self.reader_of[edge.giver] = edge
+        folded_graph = sharding.graph
+        self.nodes = {key: node for node, key in
+                      enumerate(zip(folded_graph.node_part, folded_graph.node_variant, strict=True))}
+
+    def facts(self) -> ShardingFacts:
+        """Return all that is shown."""
+        sent = list(self._all_sent())
+        axes = self._axes(sent)
+        held = {True: 0.0, False: 0.0}
+        compute = 0.0
+        graph = self.sharding.graph
+        for (part, _), node in self.nodes.items():
+            item, chosen = self.parts.parts[part], self.sharding.choice[node]
+            held[item.kind == "parameter"] += float(graph.problem.usages[node][chosen])
+            if item.kind == "op":
+                compute += self._times(part, node) * float(item.seconds[chosen])
+        compute -= sum(item.seconds for item in self._results())
+        names = tuple(axis.name for axis in axes)
+        return ShardingFacts(
+            model=self.graph.name, cluster=self.mesh.cluster.name, sharding=self.sharding, axes=axes,
+            compute_s=compute, parameter_bytes=held[True], activation_bytes=held[False], layers=self._layers(sent),
+            ops=self._named("op", names), parameters=self._named("parameter", names), notes=self._notes(names))
+
+    def _times(self, part: int, node: int) -> float:
+        """Return how many copies a node stands for."""
+        place, variant = self.assembler.places[part], self.sharding.graph.node_variant[node]
+        return 1.0 if place is None or variant < 0 else float(self.sharding.graph.counts[place.run][variant])
+
+    # ---- collectives ------------------------------------------------------------------------------------------------
+
+    def _all_sent(self) -> Iterator[_Sent]:
+        """Yield every collective of a step."""
+        graph = self.sharding.graph
+        for edge in self.parts.edges:
+            for source, target, times in self.assembler.uses(edge, graph.counts, graph.is_woven):
+                given, read = self.choice_of(source), self.choice_of(target)
+                giver, unit = self.parts.parts[edge.giver], self.unit_of(target)
+                value = int(giver.values[edge.output][given])
+                weights: Direction = "weights" if edge.is_parameter else "forward"
+                often = 2 if edge.is_parameter and edge.returns is not None else 1
+                yield from self._steps(unit, weights, value, int(edge.reads[read]), edge.num_bytes, times * often)
+                if edge.returns is not None:
+                    back: Direction = "gradients" if edge.is_parameter else "backward"
+                    wanted = int(giver.gradients[edge.output][given])
+                    yield from self._steps(unit, back, int(edge.returns[read]), wanted, edge.num_bytes, times)
+        for key, node in self.nodes.items():
+            item = self.parts.parts[key[0]]
+            if item.kind == "parameter":
+                stored = item.stored[self.choice_of(key)]
+                number = self.resharding.number
+                yield from self._steps(self.unit_of(key), "update", number(stored.gradient), number(stored.layout),
+                                       float(self.graph.tensor_bytes[item.tensor]), self._times(key[0], node))
+        yield from self._results()
+
+    def _results(self) -> Iterator[_Sent]:
+        """Yield the collectives that bring the model's results whole to all devices."""
+        whole = self.resharding.number((WHOLE,) * len(self.mesh.shape))
+        program = self.folded.traced.program
+        for tensor in self.graph.outputs:
+            for name, part in self.parts.part_of_op.items():
+                node, *items = program.op_nodes[name]
+                if program.tensor_nodes.get(self.graph.tensor_names[tensor]) in (node, *items):
+                    key = (part, -1)
+                    value = self.parts.parts[part].values[0][self.choice_of(key)]
+                    yield from self._steps(self.unit_of(key), "forward", int(value), whole,
+                                           float(self.graph.tensor_bytes[tensor]), 1.0)
+
+    def _steps(self, unit: Unit | None, direction: Direction, source: int, target: int, num_bytes: float,
+               times: float) -> Iterator[_Sent]:
+        for position, part in enumerate(self.resharding.steps(source, target)):
+            if part > 0:
+                axis, kind = divmod(position, len(KINDS))
+                size: F64 = np.array([part * num_bytes])
+                yield _Sent(unit, direction, axis, kind, part * num_bytes * times,
+                            float(self.mesh.seconds(axis, kind, size)[0]) * times, times)
+
+    def choice_of(self, key: tuple[int, int]) -> int:
+        """Return what a node, given by part and variant, chose."""
+        return self.sharding.choice[self.nodes[key]]
+
+    def unit_of(self, key: tuple[int, int]) -> Unit | None:
+        """Return the copies that a node belongs to; None for what is in no run."""
+        place = self.assembler.places[key[0]]
+        return None if place is None else Unit(place.run, place.copy, max(key[1], 0))
+
+    # ---- words ------------------------------------------------------------------------------------------------------
+
+    def op_words(self, index: int, chosen: int) -> tuple[str, ...]:
+        """Return for each axis how an operator is split."""
+        choices = self.parts.parts[index].choices
+        assert choices is not None
+        return tuple(self._word(index, factor) for factor in choices.strategies[chosen])
+
+    def _word(self, index: int, factor: int) -> str:
+        part = self.parts.parts[index]
+        assert part.choices is not None
+        assert part.choices.op is not None
+        if factor < 0:
+            return "whole" if factor == NOT_SPLIT else "sum"
+        if factor == self.roles.samples.get(index):
+            return "samples"
+        if self.has_positions and factor == self.roles.positions.get(index):
+            return "positions"
+        name = part.choices.op.factors[factor].name
+        kind = self.kind_of[part.name]
+        if kind.startswith(LINEAR_KINDS):
+            return {"n": "column", "k": "row"}.get(name, "rows")
+        if kind.startswith("aten.embedding") and name == "d":
+            return "column"
+        if kind.startswith(ATTENTION[1:]) and name == "d1":
+            return "heads"
+        return _WORDS.get(name, f"dim {name[1:]}" if name[0] == "d" and name[1:].isdecimal() else name)
+
+    def stored_words(self, index: int, chosen: int, used: Layout) -> tuple[str, ...]:
+        """Return for each axis how a parameter is stored that is read in the layout ``used``."""
+        stored = self.parts.parts[index].stored[chosen]
+        return tuple("whole" if gradient == WHOLE else "states" if value == WHOLE else
+                     "split" if value == read else "pieces"
+                     for value, gradient, read in zip(stored.layout, stored.gradient, used, strict=True))
+
+    def _axes(self, sent: list[_Sent]) -> tuple[Axis, ...]:
+        """Return the axes, named by what they split most of the compute time by."""
+        names: list[str] = []
+        for axis in range(len(self.mesh.shape)):
+            time = {"data": 0.0, "sequence": 0.0, "tensor": 0.0}
+            for (part, _), node in self.nodes.items():
+                item = self.parts.parts[part]
+                if item.kind == "op":
+                    word = self.op_words(part, self.sharding.choice[node])[axis]
+                    name = {"samples": "data", "positions": "sequence", "whole": ""}.get(word, "tensor")
+                    if name and word != "sum":
+                        time[name] += self._times(part, node) * float(item.seconds[self.sharding.choice[node]])
+            best = max(time, key=lambda name: time[name]) if any(time.values()) else "unused"
+            names.append(best if best not in names else f"{best}{1 + sum(name.startswith(best) for name in names)}")
+        return tuple(Axis(name=name, size=size, seconds=sum(item.seconds for item in sent if item.axis == axis))
+                     for axis, (name, size) in enumerate(zip(names, self.mesh.shape, strict=True)))
+
+    # ---- layer classes ----------------------------------------------------------------------------------------------
+
+    def _layers(self, sent: list[_Sent]) -> tuple[LayerClass, ...]:
+        """Return the classes of layers, in order of first use; what is in no layer comes last."""
+        uses = self._uses_by_unit()
+        result = []
+        for run_index, run in enumerate(self.folded.runs):
+            units = [unit for unit in uses if unit is not None and unit.run == run_index]
+            groups: dict[tuple[Use, ...], list[Unit]] = {}
+            for unit in sorted(units):
+                groups.setdefault(uses[unit], []).append(unit)
+            for words, members in groups.items():
+                positions = sorted(place for unit in members for place in self.positions(unit))
+                title = layer_title(run, positions)
+                shown = max(members, key=lambda unit: len(self.positions(unit)))
+                result.append(LayerClass(title=title, count=len(positions), uses=words,
+                                         exchanges=self._exchanges(sent, members, shown)))
+        return (*result, LayerClass(title=OUTSIDE, count=1, uses=uses.get(None, ()),
+                                    exchanges=self._exchanges(sent, [None], None)))
+
+    def positions(self, unit: Unit) -> list[int]:
+        """Return the positions in the full model of the copies that a unit stands for."""
+        run = self.folded.runs[unit.run]
+        if unit.copy != MIDDLE:
+            return [run.kept[unit.copy]]
+        graph = self.sharding.graph
+        counts, begin = graph.counts[unit.run], run.kept[MIDDLE]
+        if graph.is_woven and len(counts) == 2:
+            return list(range(begin + unit.variant, begin + sum(counts), 2))
+        begin += sum(counts[:unit.variant])
+        return list(range(begin, begin + counts[unit.variant]))
+
+    def _exchanges(self, sent: list[_Sent], units: list[Unit] | list[None], shown: Unit | None
+                   ) -> tuple[Exchange, ...]:
+        """Return the collectives of a class: those of one layer of its largest unit, the seconds of all layers."""
+        copies = 1 if shown is None else len(self.positions(shown))
+        rows: dict[tuple[int, int, int], list[float]] = {}
+        for item in sent:
+            if item.unit in units:
+                row = rows.setdefault((DIRECTIONS.index(item.direction), item.axis, item.kind), [0.0, 0.0, 0.0])
+                row[2] += item.seconds
+                if item.unit == shown:
+                    row[0] += item.times / copies
+                    row[1] += item.num_bytes / copies
+        return tuple(Exchange(direction=DIRECTIONS[direction], axis=axis, kind=KINDS[kind].value, count=count,
+                              num_bytes=num_bytes, seconds=seconds)
+                     for (direction, axis, kind), (count, num_bytes, seconds) in sorted(rows.items()))
+
+    def _uses_by_unit(self) -> dict[Unit | None, tuple[Use, ...]]:
+        """Return, by unit, how its modules with parameters, its attention and its loss are split."""
+        found: dict[Unit | None, dict[str, tuple[float, Use]]] = {}
+        for key in self.nodes:
+            part = self.parts.parts[key[0]]
+            for name, size, use in self._shown(key, part):
+                rows = found.setdefault(self.unit_of(key), {})
+                if name not in rows or rows[name][0] < size:
+                    rows[name] = (size, replace(use, name=name))
+        return {unit: tuple(use for _, use in rows.values()) for unit, rows in found.items()}
+
+    def _shown(self, key: tuple[int, int], part: ModelPart) -> Iterator[tuple[str, float, Use]]:
+        """Yield what is shown of an operator: name in its layer, size of the parameter, how it is split."""
+        if part.kind != "op":
+            return
+        chosen = self.choice_of(key)
+        words, kind = self.op_words(key[0], chosen), self.kind_of[part.name]
+        for edge in self.parameters_of.get(key[0], ()):
+            holder = (edge.giver, key[1] if (edge.giver, key[1]) in self.nodes else -1)
+            used = self.resharding.layouts[int(edge.reads[chosen])]
+            stored = self.stored_words(edge.giver, self.choice_of(holder), used)
+            whole_name = self.parts.parts[edge.giver].name
+            name = whole_name.rpartition(".")[0] or whole_name
+            use = Use(name="", words=words, stored=stored, is_matrix=kind.startswith(LINEAR_KINDS))
+            yield self._inside(key[0], name), edge.num_bytes, use
+        if kind.startswith(ATTENTION) and key[0] in self.roles.attention:
+            module = self.graph.op_modules[self.graph.op_names.index(part.name)]
+            where = self._inside(key[0], module)
+            yield f"{where} attention".strip(), 0.0, Use(name="", words=words)
+        elif "loss" in kind:
+            yield "loss", 0.0, Use(name="", words=words)
+
+    def _inside(self, index: int, name: str) -> str:
+        """Return a name without the path of the layer that it is in."""
+        place = self.assembler.places[index]
+        if place is None:
+            return name
+        run = self.folded.runs[place.run]
+        for number, path in enumerate(run.layers(run.kept[place.copy])):
+            if name == path or name.startswith(path + "."):
+                inner = name[len(path) + 1:]
+                return inner if run.period == 1 else f"{number}.{inner}"
+        return name
+
+    # ---- by name ----------------------------------------------------------------------------------------------------
+
+    def _named(self, kind: str, axes: tuple[str, ...]) -> dict[str, str]:
+        """Return how every operator or parameter of the full model is split or stored."""
+        result: dict[str, str] = {}
+        for key in self.nodes:
+            part = self.parts.parts[key[0]]
+            if part.kind != kind:
+                continue
+            words = self.op_words(key[0], self.choice_of(key)) if kind == "op" else self._parameter_words(key)
+            text = ", ".join(f"{axis}: {word}" for axis, word in zip(axes, words, strict=True) if word != "whole")
+            result |= dict.fromkeys(self.full_names(key, part.name), text or "whole")
+        return result
+
+    def full_names(self, key: tuple[int, int], name: str) -> list[str]:
+        """Return what a name of a node is called in all copies of the full model that it stands for."""
+        unit = self.unit_of(key)
+        if unit is None:
+            return [name]
+        run = self.folded.runs[unit.run]
+        return [self.folded.full_name(run, unit.copy, name, position) for position in self.positions(unit)]
+
+    def _parameter_words(self, key: tuple[int, int]) -> tuple[str, ...]:
+        edge = self.reader_of[key[0]]
+        reader = next(item for item in ((edge.reader, key[1]), (edge.reader, -1), (edge.reader, 0))
+                      if item in self.nodes)
+        used = self.resharding.layouts[int(edge.reads[self.choice_of(reader)])]
+        return self.stored_words(key[0], self.choice_of(key), used)
+
+    # ---- notes ------------------------------------------------------------------------------------------------------
+
+    def _notes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        """Return what keeps attention from being split evenly by heads."""
+        notes: dict[str, None] = {}
+        for part in self.parts.parts:
+            if part.choices is None or part.choices.op is None or not self.kind_of[part.name].startswith(ATTENTION[0]):
+                continue
+            for factor in part.choices.op.factors:
+                if factor.name in ("heads", "kv"):
+                    for axis, size in zip(axes, self.mesh.shape, strict=True):
+                        text = heads_note(factor.name, factor.size, axis, size)
+                        if text:
+                            notes[text] = None
+        return tuple(notes)
+
+
+def heads_note(name: str, heads: int, axis: str, size: int) -> str:
+    """Return why heads cannot be split evenly over an axis; nothing if they can."""
+    if heads % size == 0:
+        return ""
+    what = "heads" if name == "heads" else "heads of keys and values"
+    reason = f"{heads} {what} do not divide evenly by the {size} devices of axis {axis!r}"
+    if heads < size:
+        return f"attention cannot be split by heads over that axis: {reason}"
+    most, least = -(-heads // size), heads // size
+    return f"attention by heads is uneven over that axis, {most} on some devices and {least} on others: {reason}"
+
+
+def layer_title(run: Run, positions: list[int]) -> str:
+    """Return a name for some copies of a run: ``model.layers`` for all, else with their numbers."""
+    base = run.paths[0].rpartition(".")[0] or run.paths[0]
+    if len(positions) == run.num_copies:
+        return base
+    spans: list[list[int]] = []
+    for position in positions:
+        if spans and spans[-1][1] == position - 1:
+            spans[-1][1] = position
+        else:
+            spans.append([position, position])
+    first = int(run.paths[0].rpartition(".")[2]) if run.paths[0].rpartition(".")[2].isdecimal() else 0
+    said = [str(first + low) if low == high else f"{first + low}-{first + high}" for low, high in spans]
+    return f"{base} {', '.join(said)}"
