@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 BENCHMARKS = ("bench_startup", "bench_trace", "bench_simulate", "bench_profile", "bench_checker", "bench_runtime",
-              "bench_schedule", "bench_place", "bench_partition", "bench_fusion")
+              "bench_schedule", "bench_place", "bench_partition", "bench_fusion", "bench_shard_models")
 
 
 def main() -> None:

@@ -115,7 +115,7 @@ def test_meshes_follow_hosts():
     assert sensible_shapes(one, range(8)) == [(8,), (2, 4), (2, 2, 2)]
     many = parse_cluster({"format": "weft.cluster", "version": 1, "network": "ethernet100", "hosts": [
         {"name": "a", "count": 8, "devices": "8 x A100-80GB", "intra": "nvlink3"}]}, where="here")
-    assert sensible_shapes(many, range(64)) == [(64,), (8, 8), (2, 4, 8), (8, 2, 4)]
+    assert sensible_shapes(many, range(64)) == [(64,), (8, 8)]
 
 
 # ---- exports --------------------------------------------------------------------------------------------------------
@@ -128,6 +128,14 @@ def test_torchtitan_settings(folded):
     found = titan_settings(facts_of(folded, "zero3", (4,)))["parallelism"]
     assert (found["data_parallel_shard_degree"], found["fsdp_reshard_after_forward"]) == (4, "always")
     assert titan_settings(facts_of(folded, "sequence", (2, 2)))["parallelism"]["enable_sequence_parallel"] is True
+
+
+def test_torchtitan_has_no_axis_on_which_all_devices_do_the_same(folded):
+    facts = sharding_facts(search(folded, (4,)).run(lambda parts, index: None if parts.parts[index].kind != "op" else [
+        set(strategy) == {-1} for strategy in parts.parts[index].choices.strategies]), folded)
+    assert [axis.name for axis in facts.axes] == ["unused"]
+    with pytest.raises(InputError, match=r"is done by every device on axis 'unused'"):
+        titan_settings(facts)
 
 
 def test_data_parallel_is_no_plan_of_parallelize_module(folded):

@@ -35,6 +35,8 @@ def shard(
     export: Annotated[str | None, typer.Option(
         help="Print (or write to --out) settings for another tool instead: parallelize-module or torchtitan.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the result (JSON) here.")] = None,
+    plan: Annotated[Path | None, typer.Option(
+        help="Write a plan of one sharded stage here, for `weft run`.")] = None,
     time_limit: Annotated[float | None, typer.Option(
         help="Seconds of wall time for all of it; the best found by then is the result.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of the search of a strategy graph.")] = 0,
@@ -52,10 +54,11 @@ def shard(
 
         shard_model_command(problem, cluster, ModelOptions(
             mesh=mesh, batch=batch, dtype=dtype, mode=mode, memory=memory, optimizer=optimizer, compare=compare,
-            export=export, out=out, time_limit=time_limit, as_json=as_json, report=reporter(quiet)))
+            export=export, out=out, plan=plan, time_limit=time_limit, as_json=as_json, report=reporter(quiet)))
         return
     _refuse_given({"--mesh": mesh, "--batch": batch, "--dtype": dtype, "--mode": mode, "--memory": memory,
-                   "--optimizer": optimizer, "--compare": compare or None, "--export": export, "--out": out})
+                   "--optimizer": optimizer, "--compare": compare or None, "--export": export, "--out": out,
+                   "--plan": plan})
     graph = read_problem(_problem_path(problem))
     solution = solve_problem(graph, begin=begin, time_limit=time_limit, seed=seed, quiet=quiet)
     if as_json:

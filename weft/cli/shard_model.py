@@ -36,6 +36,7 @@ class ModelOptions:
     compare: bool
     export: str | None
     out: Path | None
+    plan: Path | None
     time_limit: float | None
     as_json: bool
     report: Callable[[str], None]
@@ -61,6 +62,8 @@ def shard_model_command(spec: str, cluster_text: str, options: ModelOptions) -> 
         return
     if options.out is not None:
         _write(options.out, sharding_json(facts, found.named), options)
+    if options.plan is not None:
+        _write_plan(options.plan, folded, cluster, found.best.mesh.shape, limit, options)
     if options.as_json:
         print_json(sharding_json(facts, found.named))
     else:
@@ -158,3 +161,17 @@ def _write(path: Path, value: dict[str, Any], options: ModelOptions) -> None:
 
     write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
     options.report(f"written to {path}")
+
+
+def _write_plan(path: Path, folded: FoldedModel, cluster: Cluster, shape: tuple[int, ...], limit: float | None,
+                options: ModelOptions) -> None:
+    """Write the best plan on the mesh that the runtime can execute."""
+    from weft.plan.plan import OPTIMIZERS, Optimizer, save_plan
+    from weft.search.shard.plan_search import search_plan
+
+    kind = choice("--optimizer", options.optimizer or "adamw", OPTIMIZERS)
+    options.report("tracing every layer for the plan")
+    plan = search_plan(folded, cluster, shape=shape, limit_bytes=limit, optimizer=Optimizer(kind=kind))
+    save_plan(plan, path)
+    options.report(f"plan of {plan.search.step_time:.6g} s a step, with optimizer states whole where parameters are, "
+                   f"written to {path}")

@@ -153,11 +153,13 @@ def _differences(facts: ShardingFacts, axis: int, allowed: tuple[str, ...], kind
     found = []
     for layer in facts.layers:
         for use in layer.uses:
-            if use.words[axis] in allowed or use.words[axis] == "whole":
+            word = use.words[axis]
+            if word in allowed or (word == "whole" and not _is_strict(layer, use)):
                 continue
             if _is_strict(layer, use):
-                raise InputError(f"torchtitan cannot say this sharding: {use.name!r} of {layer.title!r} is split by "
-                                 f"{use.words[axis]} on axis {facts.axes[axis].name!r}, which is {kind} parallel else")
+                done = "done by every device" if word == "whole" else f"split by {word}"
+                raise InputError(f"torchtitan cannot say this sharding: {use.name!r} of {layer.title!r} is {done} on "
+                                 f"axis {facts.axes[axis].name!r}, which would be {kind} parallel")
             found.append(f"{layer.title} {use.name}: {use.words[axis]} ({facts.axes[axis].name})")
     return found
 

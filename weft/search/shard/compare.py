@@ -20,7 +20,7 @@ from weft.search.shard.roles import find_roles
 from weft.units import format_bytes, format_time
 
 ALL_SHAPES: Final = 16
-"""Up to so many devices all shapes are tried; of more, those whose axes are inside hosts or between them."""
+"""Up to so many devices all shapes are tried; of more, those of two axes, one inside hosts and one between them."""
 MAX_SHAPES: Final = 8
 
 
@@ -60,7 +60,8 @@ def sensible_shapes(cluster: Cluster, devices: Sequence[int]) -> list[tuple[int,
     if len(hosts) == 1:
         shapes = [shape for shape in shapes if list(shape) == sorted(shape)]
     elif len(set(hosts.values())) == 1 and len(devices) > ALL_SHAPES:
-        shapes = [shape for shape in shapes if len(shape) == 1 or _follows(shape, len(hosts), per_host)]
+        shapes = [shape for shape in shapes if len(shape) == 1 or (
+            len(shape) == 2 and _follows(shape, len(hosts), per_host))]
     return shapes[:MAX_SHAPES]
 
 
