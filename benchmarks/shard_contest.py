@@ -60,7 +60,7 @@ START_S = 1.5
 
 def judge(path: Any, result: dict[str, Any]) -> None:
     """Check the answer against the file itself."""
-    from weft.search.shard.strategy_graph import evaluate, load_strategy_graph
+    from weft.search.strategies.strategy_graph import evaluate, load_strategy_graph
 
     graph = load_strategy_graph(path)
     judged = evaluate(graph, result["choice"])

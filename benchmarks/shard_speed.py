@@ -83,7 +83,7 @@ def measure(model: str, cluster: str, mesh: str, batch: int, memory: str) -> dic
     """Return what one search took, after importing all that it needs."""
     for name in ("torch", "numpy", "transformers", "weft.model.zoo_transformers", "weft.model.factor_rules",
                  "transformers.models.llama.modeling_llama", "transformers.models.t5.modeling_t5",
-                 "weft.search.shard.search", "weft.search.shard.integer"):
+                 "weft.search.strategies.search", "weft.search.strategies.integer"):
         importlib.import_module(name)
     from weft.cluster import read_cluster
     from weft.cost.costs import estimate_costs

@@ -81,7 +81,7 @@ def _warm_partition() -> None:
 
 
 def _strategy_graph(limit: int | None) -> Any:
-    from weft.search.shard.strategy_graph import StrategyGraph
+    from weft.search.strategies.strategy_graph import StrategyGraph
 
     rng = np.random.default_rng(0)
     edges = [(i, j) for i in range(NUM_OPS) for j in (i + 1, i + 3, i + 7) if j < NUM_OPS]
@@ -92,7 +92,7 @@ def _strategy_graph(limit: int | None) -> Any:
 
 
 def _warm_shard() -> None:
-    from weft.search.shard.solve import solve
+    from weft.search.strategies.solve import solve
 
     for limit in (None, 30 * NUM_OPS):
         for _ in range(2):  # The first is over before everything has been compiled.

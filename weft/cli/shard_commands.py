@@ -13,8 +13,8 @@ from weft.cli.common import JsonOption, QuietOption, is_zoo_name, print_json, re
 from weft.errors import InputError
 
 if TYPE_CHECKING:
-    from weft.search.shard.solve import ShardSolution
-    from weft.search.shard.strategy_graph import StrategyGraph
+    from weft.search.strategies.solve import ShardSolution
+    from weft.search.strategies.strategy_graph import StrategyGraph
 
 
 def shard(
@@ -84,7 +84,7 @@ def _problem_path(text: str) -> Path:
 
 def read_problem(path: Path) -> StrategyGraph:
     """Return the strategy graph in the file."""
-    from weft.search.shard.strategy_graph import load_strategy_graph
+    from weft.search.strategies.strategy_graph import load_strategy_graph
 
     return load_strategy_graph(path)
 
@@ -92,7 +92,7 @@ def read_problem(path: Path) -> StrategyGraph:
 def solve_problem(graph: StrategyGraph, *, begin: float, time_limit: float | None, seed: int,
                   quiet: bool) -> ShardSolution:
     """Return the solution of a graph; the time limit counts from ``begin``, so that reading the file is in it."""
-    from weft.search.shard.solve import solve
+    from weft.search.strategies.solve import solve
 
     report = reporter(quiet)
     report(f"{graph.num_nodes} nodes, {len(graph.edges)} edges, "

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import IO, Final
 
-from weft.search.shard.solve import ShardSolution
-from weft.search.shard.strategy_graph import StrategyGraph, evaluate
+from weft.search.strategies.solve import ShardSolution
+from weft.search.strategies.strategy_graph import StrategyGraph, evaluate
 from weft.show.tables import TextTable, percent, print_text_table
 
 MOST_SHOWN: Final = 8

@@ -18,7 +18,7 @@ from weft.model.graph import F64
 from weft.model.tensor_layout import WHOLE, Layout
 from weft.search.shard.folded_graph import MIDDLE, Assembler
 from weft.search.shard.mesh import KINDS
-from weft.search.shard.model_search import Sharding
+from weft.search.shard.model_search import ShardedModel
 from weft.search.shard.parts import Edge, ModelPart, ModelParts
 from weft.search.shard.roles import LINEAR_KINDS, Roles, find_roles
 
@@ -90,7 +90,7 @@ class ShardingFacts:
 
     model: str
     cluster: str
-    sharding: Sharding
+    sharding: ShardedModel
     axes: tuple[Axis, ...]
     compute_s: float
     parameter_bytes: float
@@ -120,7 +120,7 @@ class _Sent(NamedTuple):
     times: float
 
 
-def sharding_facts(sharding: Sharding, folded: FoldedModel) -> ShardingFacts:
+def sharding_facts(sharding: ShardedModel, folded: FoldedModel) -> ShardingFacts:
     """Return all that is shown of a sharding."""
     return ShardingReader(sharding, folded).facts()
 
@@ -128,7 +128,7 @@ def sharding_facts(sharding: Sharding, folded: FoldedModel) -> ShardingFacts:
 class ShardingReader:
     """Reads off a sharding what its parts chose, in words."""
 
-    def __init__(self, sharding: Sharding, folded: FoldedModel) -> None:
+    def __init__(self, sharding: ShardedModel, folded: FoldedModel) -> None:
         self.sharding, self.folded = sharding, folded
         self.parts: ModelParts = sharding.parts
         self.mesh = sharding.mesh

@@ -14,8 +14,8 @@ from weft.cost.costs import estimate_costs
 from weft.search.shard.folded_graph import Assembler
 from weft.search.shard.mesh import KINDS
 from weft.search.shard.op_choices import describe
-from weft.search.shard.solve import solve
-from weft.search.shard.strategy_graph import evaluate
+from weft.search.strategies.solve import solve
+from weft.search.strategies.strategy_graph import evaluate
 
 WIDTH, INNER = 32, 64
 WEIGHT = 4.0 * WIDTH * INNER

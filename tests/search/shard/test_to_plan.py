@@ -19,9 +19,9 @@ from weft.search.shard.folded_graph import usage_of
 from weft.search.shard.mesh import Mesh
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.plan_search import search_plan
-from weft.search.shard.solve import solve
-from weft.search.shard.strategy_graph import evaluate
 from weft.search.shard.to_plan import plan_words
+from weft.search.strategies.solve import solve
+from weft.search.strategies.strategy_graph import evaluate
 
 CLUSTER = parse_cluster(slow_cluster())
 

@@ -14,7 +14,7 @@ from weft.model.folded import FoldedModel
 from weft.plan.plan import Optimizer
 from weft.search.budget import Budget
 from weft.search.shard.mesh import Mesh, mesh_shapes
-from weft.search.shard.model_search import MeshSearch, Sharding
+from weft.search.shard.model_search import MeshSearch, ShardedModel
 from weft.search.shard.named import Restriction, named
 from weft.search.shard.roles import find_roles
 from weft.units import format_bytes, format_time
@@ -29,7 +29,7 @@ class NamedResult:
     """The best of a named plan over all shapes, or why there is none."""
 
     name: str
-    sharding: Sharding | None
+    sharding: ShardedModel | None
     reason: str = ""
     least_bytes: float | None = None
     """There are such plans, but none fits the memory: what a device holds at least."""
@@ -39,7 +39,7 @@ class NamedResult:
 class MeshComparison:
     """What was found over all shapes."""
 
-    best: Sharding
+    best: ShardedModel
     named: tuple[NamedResult, ...]
     shapes: tuple[tuple[int, ...], ...]
     """Those that were tried."""
@@ -83,7 +83,7 @@ def compare_meshes(folded: FoldedModel, cluster: Cluster, costs: Costs, *, shape
     Raises ``NoFeasiblePlan``, with the smallest limit over all shapes, if nothing fits the memory.
     """
     budget = budget or Budget(effort=float("inf"))
-    best: Sharding | None = None
+    best: ShardedModel | None = None
     misses: list[NoFeasiblePlan] = []
     rows = {name: NamedResult(name=name, sharding=None) for name in names}
     tried = []

@@ -21,7 +21,7 @@ import numpy as np
 from weft.model.folded import FoldedModel
 from weft.model.graph import F64
 from weft.search.shard.parts import Edge, ModelParts
-from weft.search.shard.strategy_graph import StrategyGraph
+from weft.search.strategies.strategy_graph import StrategyGraph
 
 MIDDLE = 1
 """Which of a run's kept copies stands for those in the middle."""

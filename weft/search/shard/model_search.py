@@ -25,8 +25,8 @@ from weft.search.shard.folded_graph import Assembler, FoldedGraph, usage_of
 from weft.search.shard.mesh import Mesh, Resharding
 from weft.search.shard.named import Restriction
 from weft.search.shard.parts import ModelParts, PartBuilder
-from weft.search.shard.solve import solve
-from weft.search.shard.strategy_graph import FORBIDDEN, StrategyGraph, evaluate
+from weft.search.strategies.solve import solve
+from weft.search.strategies.strategy_graph import FORBIDDEN, StrategyGraph, evaluate
 from weft.units import format_bytes
 
 PRICES: Final = 24
@@ -36,7 +36,7 @@ SOLVE_S: Final = 20.0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Sharding:
+class ShardedModel:
     """A way to split a model over a mesh, and what is known about it."""
 
     parts: ModelParts
@@ -72,14 +72,14 @@ class MeshSearch:
         self.parts = builder.build()
         self.assembler = Assembler(self.parts, folded)
 
-    def run(self, restriction: Restriction | None = None) -> Sharding:
+    def run(self, restriction: Restriction | None = None) -> ShardedModel:
         """Return the best sharding, of those that ``restriction`` allows; raise ``NoFeasiblePlan`` if none fits."""
         graph, choice, bound = self._solve({}, 0.0, restriction)
         if self.limit is None or usage_of(graph, choice) <= self.limit:
             return self._in_turn(restriction, self._sharding(graph, choice, bound))
         return self._within_memory(restriction, (graph, choice, bound))
 
-    def _in_turn(self, restriction: Restriction | None, alike: Sharding) -> Sharding:
+    def _in_turn(self, restriction: Restriction | None, alike: ShardedModel) -> ShardedModel:
         """Return the better of a sharding whose equal layers are alike and the best in which two kinds take turns."""
         counts = self.assembler.woven()
         if not counts or restriction is not None or self.budget.is_spent:
@@ -98,16 +98,16 @@ class MeshSearch:
         found = solve(problem, time_limit=SOLVE_S if left is None else max(0.1, left))
         return graph, found.choice, float(found.bound)
 
-    def _sharding(self, graph: FoldedGraph, choice: tuple[int, ...], bound: float) -> Sharding:
+    def _sharding(self, graph: FoldedGraph, choice: tuple[int, ...], bound: float) -> ShardedModel:
         plain = self.assembler.assemble(graph.counts, is_woven=graph.is_woven)
         seconds = float(evaluate(plain.problem, choice).cost)
-        return Sharding(parts=self.parts, graph=plain, choice=choice, seconds=seconds, bound=min(bound, seconds),
+        return ShardedModel(parts=self.parts, graph=plain, choice=choice, seconds=seconds, bound=min(bound, seconds),
                         held_bytes=usage_of(plain, choice), limit_bytes=self.limit)
 
     # ---- little memory ----------------------------------------------------------------------------------------------
 
     def _within_memory(self, restriction: Restriction | None,
-                       first: tuple[FoldedGraph, tuple[int, ...], float]) -> Sharding:
+                       first: tuple[FoldedGraph, tuple[int, ...], float]) -> ShardedModel:
         """Return the best sharding that fits: by a price on memory, then with layers of two kinds."""
         assert self.limit is not None
         graph, large, bound = first
@@ -134,14 +134,14 @@ class MeshSearch:
         if all(self.assembler.num_middle(run) < 2 for run in range(len(self.folded.runs))):
             bound = max(bound, proven)  # there are no layers to treat differently
         best = best if small is None else self._mixed(best, small, large, restriction)
-        return Sharding(parts=best.parts, graph=best.graph, choice=best.choice, seconds=best.seconds,
+        return ShardedModel(parts=best.parts, graph=best.graph, choice=best.choice, seconds=best.seconds,
                         bound=min(bound, best.seconds), held_bytes=best.held_bytes, limit_bytes=self.limit)
 
     def _first_price(self, seconds: float, held: float) -> float:
         return seconds / max(held, 1.0)
 
-    def _mixed(self, best: Sharding, small: tuple[int, ...], large: tuple[int, ...],
-               restriction: Restriction | None) -> Sharding:
+    def _mixed(self, best: ShardedModel, small: tuple[int, ...], large: tuple[int, ...],
+               restriction: Restriction | None) -> ShardedModel:
         """Return the best with some copies of a run as in ``small`` and the others as in ``large``."""
         assert self.limit is not None
         for run in range(len(self.folded.runs)):
@@ -162,7 +162,7 @@ class MeshSearch:
                     best, _ = self._exact({run: (share, count - share)}, restriction, best)
         return best
 
-    def _mix(self, run: int, count: int, share: int, small: Sequence[int], large: Sequence[int]) -> Sharding | None:
+    def _mix(self, run: int, count: int, share: int, small: Sequence[int], large: Sequence[int]) -> ShardedModel | None:
         """Return the sharding with ``share`` copies of a run as in ``large`` and everything else as in ``small``."""
         if not 0 < share < count:
             return None
@@ -177,8 +177,8 @@ class MeshSearch:
             choice.append(source[of_node[part, min(variant, 0)]])
         return self._sharding(graph, tuple(choice), 0.0)
 
-    def _exact(self, counts: dict[int, tuple[int, ...]], restriction: Restriction | None, best: Sharding
-               ) -> tuple[Sharding, float]:
+    def _exact(self, counts: dict[int, tuple[int, ...]], restriction: Restriction | None, best: ShardedModel
+               ) -> tuple[ShardedModel, float]:
         """Return ``best``, or a better one with so many copies of each kind in a run, and a bound for all of these."""
         graph = self.assembler.assemble(counts, limit=self.limit)
         problem = graph.problem if restriction is None else restricted(graph, self.parts, restriction)
@@ -189,7 +189,7 @@ class MeshSearch:
             return best, 0.0
         return _better(best, self._sharding(graph, found.choice, 0.0)), float(found.bound)
 
-    def _smallest(self, restriction: Restriction | None) -> Sharding:
+    def _smallest(self, restriction: Restriction | None) -> ShardedModel:
         """Return the sharding that holds the least; raise ``NoFeasiblePlan`` if that is too much."""
         assert self.limit is not None
         graph = self.assembler.assemble()
@@ -205,7 +205,7 @@ class MeshSearch:
             raise self._too_little(found)
         return found
 
-    def _too_little(self, smallest: Sharding) -> NoFeasiblePlan:
+    def _too_little(self, smallest: ShardedModel) -> NoFeasiblePlan:
         """Return the error that says what the least is that a device must hold, and what holds it."""
         assert self.limit is not None
         held = {"parameters": 0.0, "activations": 0.0}
@@ -222,7 +222,7 @@ class MeshSearch:
             "smaller batch or micro-batches.", missing_bytes=math.ceil(least - self.limit))
 
 
-def _better(best: Sharding, other: Sharding) -> Sharding:
+def _better(best: ShardedModel, other: ShardedModel) -> ShardedModel:
     """Return the one with less time; ``best`` if the other does not fit."""
     fits = other.limit_bytes is None or other.held_bytes <= other.limit_bytes
     return other if fits and other.seconds < best.seconds else best
@@ -242,11 +242,11 @@ def restricted(graph: FoldedGraph, parts: ModelParts, restriction: Restriction) 
 def shard_model(folded: FoldedModel, cluster: Cluster, costs: Costs, *, shapes: Sequence[Sequence[int]],
                 devices: Sequence[int] | None = None, optimizer: Optimizer | None = None,
                 limit_bytes: float | None = None, restriction: Restriction | None = None,
-                budget: Budget | None = None, progress: Callable[[str], None] = lambda text: None) -> Sharding:
+                budget: Budget | None = None, progress: Callable[[str], None] = lambda text: None) -> ShardedModel:
     """Return the best sharding over these shapes of mesh; raise ``NoFeasiblePlan`` if none fits the memory."""
     group = tuple(range(cluster.num_devices)) if devices is None else tuple(devices)
     budget = budget or Budget(effort=float("inf"))
-    best: Sharding | None = None
+    best: ShardedModel | None = None
     miss: NoFeasiblePlan | None = None
     for shape in shapes:
         if best is not None and budget.is_spent:

@@ -17,14 +17,14 @@ from weft.plan.plan import Plan, Sharding, with_search
 from weft.plan.sharding import TensorLayout, format_layout
 from weft.search.problem import Problem, StageSpec, make_plan
 from weft.search.shard.folded_graph import MIDDLE, FoldedGraph, Place
-from weft.search.shard.model_search import Sharding as Found
+from weft.search.shard.model_search import ShardedModel
 from weft.search.shard.parts import ModelParts
 
 AXES: Final = {1: ("tensor",), 2: ("data", "tensor"), 3: ("outer", "data", "tensor")}
 """Names of a mesh's axes, by their number."""
 
 
-def plan_words(found: Found, folded: FoldedModel) -> Sharding:
+def plan_words(found: ShardedModel, folded: FoldedModel) -> Sharding:
     """Return what every operator and tensor of the full model does, in the words of a plan."""
     ops: dict[str, tuple[str, ...]] = {}
     tensors: dict[str, tuple[str, ...]] = {}
@@ -51,13 +51,13 @@ def plan_words(found: Found, folded: FoldedModel) -> Sharding:
     return Sharding(ops=ops, tensors=tensors)
 
 
-def _places(found: Found, folded: FoldedModel) -> list[Place | None]:
+def _places(found: ShardedModel, folded: FoldedModel) -> list[Place | None]:
     from weft.search.shard.folded_graph import place_parts
 
     return place_parts(found.parts, folded)
 
 
-def _returned(parts: ModelParts, found: Found) -> list[set[int]]:
+def _returned(parts: ModelParts, found: ShardedModel) -> list[set[int]]:
     """Return, for each node that is a parameter, the axes over which some reader returns its gradient as a sum."""
     layouts = parts.resharding.layouts
     chosen: dict[int, list[int]] = {}
@@ -91,7 +91,7 @@ def _full_names(name: str, place: Place | None, graph: FoldedGraph, node: int, f
         yield folded.full_name(run, MIDDLE, name, position)
 
 
-def sharded_plan(problem: Problem, found: Found, folded: FoldedModel) -> Plan:
+def sharded_plan(problem: Problem, found: ShardedModel, folded: FoldedModel) -> Plan:
     """Return the plan of one stage on the mesh's devices; ``problem.graph`` is the full model's."""
     graph: Graph = problem.graph
     words = plan_words(found, folded)

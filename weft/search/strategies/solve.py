@@ -19,7 +19,7 @@ from typing import Any, Final, Literal
 
 from weft.errors import NoFeasiblePlan
 from weft.search.budget import Budget, ended_by_ctrl_c
-from weft.search.shard.strategy_graph import StrategyGraph, check_graph, evaluate
+from weft.search.strategies.strategy_graph import StrategyGraph, check_graph, evaluate
 
 DEFAULT_ROUNDS: Final = 300
 """Without a time limit the search ends after so many rounds, about as many tenths of a second on large problems."""
@@ -61,7 +61,7 @@ def solve(graph: StrategyGraph, *, time_limit: float | None = None, seed: int = 
     """
     begin = time.monotonic()
     check_graph(graph)
-    from weft.search.shard.search import Search
+    from weft.search.strategies.search import Search
 
     deadline = None if time_limit is None else begin + time_limit - min(RESERVE_S, 0.02 * time_limit)
     budget = Budget(effort=DEFAULT_ROUNDS if time_limit is None else math.inf, report=progress, deadline=deadline)

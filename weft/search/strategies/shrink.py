@@ -14,9 +14,9 @@ from typing import Final
 import numpy as np
 
 from weft.model.graph import I64
-from weft.search.shard.shrink_kernel import dominated, through
-from weft.search.shard.units import NO_SPANS, Eliminated, Units, remove
-from weft.search.shard.usage import settle
+from weft.search.strategies.shrink_kernel import dominated, through
+from weft.search.strategies.units import NO_SPANS, Eliminated, Units, remove
+from weft.search.strategies.usage import settle
 
 MAX_TABLE: Final = 4_000_000
 """Entries to look at when a unit is eliminated; above, it stays."""

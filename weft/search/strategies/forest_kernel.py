@@ -12,9 +12,9 @@ import numpy as np
 
 from weft.compiled import compiled
 from weft.model.graph import F64, I64
-from weft.search.shard.core import Core
-from weft.search.shard.dual_kernel import cost_of, priced, usage_of
-from weft.search.shard.local_kernel import repair
+from weft.search.strategies.core import Core
+from weft.search.strategies.dual_kernel import cost_of, priced, usage_of
+from weft.search.strategies.local_kernel import repair
 
 MAX_REPAIRS: Final = 5
 """Strategies that are changed after a large step, to make it fit."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from weft.compiled import compiled
 from weft.model.graph import F64, I64
-from weft.search.shard.core import Core
+from weft.search.strategies.core import Core
 
 PATIENCE: Final = 20
 """After so many steps without a much better bound, the search for prices goes back to the best, with less hope."""

@@ -9,9 +9,9 @@ import json
 import numpy as np
 import pytest
 
-from tests.search.shard.random_graphs import random_graph
+from tests.search.strategies.random_graphs import random_graph
 from weft.errors import InputError
-from weft.search.shard.strategy_graph import (
+from weft.search.strategies.strategy_graph import (
     FORBIDDEN,
     StrategyGraph,
     check_graph,

@@ -13,16 +13,16 @@ import numpy as np
 from weft.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
 from weft.search.budget import Budget
-from weft.search.shard.core import Compact, make_core
-from weft.search.shard.dual import Dual
-from weft.search.shard.dual_kernel import cost_of
-from weft.search.shard.integer import IntegerResult, quiet_stdout, solve_integer
-from weft.search.shard.local_kernel import complete, repair
-from weft.search.shard.shrink import left, lowest, shrink
-from weft.search.shard.strategy_graph import StrategyGraph, evaluate
-from weft.search.shard.units import Bools, make_units, remove
-from weft.search.shard.usage import add_usage
-from weft.search.shard.walk import Found, Walker
+from weft.search.strategies.core import Compact, make_core
+from weft.search.strategies.dual import Dual
+from weft.search.strategies.dual_kernel import cost_of
+from weft.search.strategies.integer import IntegerResult, quiet_stdout, solve_integer
+from weft.search.strategies.local_kernel import complete, repair
+from weft.search.strategies.shrink import left, lowest, shrink
+from weft.search.strategies.strategy_graph import StrategyGraph, evaluate
+from weft.search.strategies.units import Bools, make_units, remove
+from weft.search.strategies.usage import add_usage
+from weft.search.strategies.walk import Found, Walker
 
 SWEPT_PER_ROUND: Final = 80_000_000
 """Costs that a round's sweeps look at."""

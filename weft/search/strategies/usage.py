@@ -12,8 +12,8 @@ import numpy as np
 
 from weft.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
-from weft.search.shard.strategy_graph import StrategyGraph
-from weft.search.shard.units import Bools, Units, remove
+from weft.search.strategies.strategy_graph import StrategyGraph
+from weft.search.strategies.units import Bools, Units, remove
 
 ROUNDING = 5e-10
 """Of the limit; sums of usages that are not whole numbers may be off by so much."""

@@ -10,8 +10,8 @@ import numpy as np
 
 from weft.compiled import compiled
 from weft.model.graph import F64, I64
-from weft.search.shard.core import Core
-from weft.search.shard.dual_kernel import cost_of, usage_of
+from weft.search.strategies.core import Core
+from weft.search.strategies.dual_kernel import cost_of, usage_of
 
 
 @compiled

@@ -7,13 +7,13 @@ import time
 import numpy as np
 import pytest
 
-from tests.search.shard.random_graphs import best_cost, random_graph
-from tests.search.shard.test_reductions import graph_of
+from tests.search.strategies.random_graphs import best_cost, random_graph
+from tests.search.strategies.test_reductions import graph_of
 from weft.errors import InputError, NoFeasiblePlan
 from weft.search.budget import Budget
-from weft.search.shard.search import Search
-from weft.search.shard.solve import solve
-from weft.search.shard.strategy_graph import StrategyGraph, evaluate
+from weft.search.strategies.search import Search
+from weft.search.strategies.solve import solve
+from weft.search.strategies.strategy_graph import StrategyGraph, evaluate
 
 
 def chain(count: int, strategies: int, *, seed: int, share: float | None, is_float: bool = False) -> StrategyGraph:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from weft.model.graph import F64, I64
-from weft.search.shard.shrink import left
-from weft.search.shard.units import Units
+from weft.search.strategies.shrink import left
+from weft.search.strategies.units import Units
 
 
 class Core(NamedTuple):

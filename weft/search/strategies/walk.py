@@ -7,10 +7,10 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from weft.model.graph import F64, I64
-from weft.search.shard.core import Core
-from weft.search.shard.dual_kernel import cost_of
-from weft.search.shard.forest_kernel import improve
-from weft.search.shard.local_kernel import anneal, repair
+from weft.search.strategies.core import Core
+from weft.search.strategies.dual_kernel import cost_of
+from weft.search.strategies.forest_kernel import improve
+from weft.search.strategies.local_kernel import anneal, repair
 
 ROUNDS_PER_WALK: Final = 15
 """A walk cools down over so many rounds; then another begins at the best choice."""

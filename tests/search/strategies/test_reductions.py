@@ -7,14 +7,14 @@ import itertools
 import numpy as np
 import pytest
 
-from tests.search.shard.random_graphs import best_cost, random_graph
+from tests.search.strategies.random_graphs import best_cost, random_graph
 from weft.errors import NoFeasiblePlan
-from weft.search.shard.core import make_core
-from weft.search.shard.dual_kernel import cost_of, usage_of
-from weft.search.shard.shrink import left, shrink
-from weft.search.shard.strategy_graph import FORBIDDEN, StrategyGraph, evaluate
-from weft.search.shard.units import Units, make_units
-from weft.search.shard.usage import add_usage, maximal_times, settle
+from weft.search.strategies.core import make_core
+from weft.search.strategies.dual_kernel import cost_of, usage_of
+from weft.search.strategies.shrink import left, shrink
+from weft.search.strategies.strategy_graph import FORBIDDEN, StrategyGraph, evaluate
+from weft.search.strategies.units import Units, make_units
+from weft.search.strategies.usage import add_usage, maximal_times, settle
 
 
 def graph_of(costs, edges=(), *, usages=None, intervals=None, limit=None) -> StrategyGraph:

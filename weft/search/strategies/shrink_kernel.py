@@ -6,7 +6,7 @@ import numpy as np
 
 from weft.compiled import compiled
 from weft.model.graph import F64, I64
-from weft.search.shard.units import Bools
+from weft.search.strategies.units import Bools
 
 
 @compiled

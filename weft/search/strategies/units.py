@@ -19,7 +19,7 @@ import numpy as np
 
 from weft.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
-from weft.search.shard.strategy_graph import FORBIDDEN, Numbers, StrategyGraph
+from weft.search.strategies.strategy_graph import FORBIDDEN, Numbers, StrategyGraph
 
 NO_SPANS: Final[I64] = np.zeros((0, 2), dtype=np.int64)
 Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]

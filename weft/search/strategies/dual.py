@@ -7,8 +7,8 @@ from typing import Final
 import numpy as np
 
 from weft.model.graph import F64, I64
-from weft.search.shard.core import Compact
-from weft.search.shard.dual_kernel import ascend
+from weft.search.strategies.core import Compact
+from weft.search.strategies.dual_kernel import ascend
 
 LEAST_RISE: Final = 0.01
 """The bound has stalled when it has closed no more than this share of the gap in the last ``SWEEPS``, ..."""

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from weft.model.graph import F64, I64
-from weft.search.shard.core import Core
+from weft.search.strategies.core import Core
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from weft.search.shard.strategy_graph import FORBIDDEN, StrategyGraph, evaluate
+from weft.search.strategies.strategy_graph import FORBIDDEN, StrategyGraph, evaluate
 
 
 def random_graph(rng: np.random.Generator, *, nodes: int = 6, most: int = 4, density: float = 0.5,
