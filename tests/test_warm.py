@@ -1,4 +1,4 @@
-"""What ``make`` compiles ahead is all that a placement or a strategy graph needs."""
+"""What ``make`` compiles ahead is all that a placement, a strategy graph or a deployment needs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 SCRIPT = """
 import numpy as np
 from numba.core import event
-from weft.warm import PARTS, _small_problem, _strategy_graph, main
+from weft.warm import PARTS, _small_problem, _strategy_graph, _training_problem, main
 assert main(list(PARTS)) == 0
 compiled = []
 class Listener(event.Listener):
@@ -26,6 +26,8 @@ for objective in ("latency", "throughput"):
 from weft.search.strategies.solve import solve
 for limit in (None, 25 * 48):
     solve(_strategy_graph(limit), time_limit=1)
+from weft.search.deploy.search import DeployOptions, deploy
+deploy(_training_problem(), DeployOptions(max_simulations=1000))
 assert not compiled, compiled
 print("ok")
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from weft.cluster.cluster import Cluster, Contention, Device, DeviceKind, Link
@@ -59,6 +61,19 @@ def chain_graph(num_ops: int, *, skips: tuple[tuple[int, int], ...] = (), parame
         tensor_batch_dim=np.asarray([0 if role in (TensorRole.ACTIVATION, TensorRole.INPUT) else -1 for role in roles],
                                     dtype=np.int64),
         outputs=(output[num_ops - 1],), batch=batch, has_backward=True, backward_source="rule")
+
+
+def linear_graph(rows: int, inputs: int, outputs: int, *, flops: float = 0.0, batch: int = 4) -> Graph:
+    """Return a linear operator with ``rows`` rows for the traced batch, and a loss with a parameter of its own."""
+    graph = chain_graph(2, batch=batch, flops=flops)
+    shapes = {"x": (rows, inputs), "w0": (outputs, inputs), "y0": (rows, outputs)}
+    sizes = {graph.tensor_index[name]: shape for name, shape in shapes.items()}
+    tensor_bytes = graph.tensor_bytes.copy()
+    for tensor, shape in sizes.items():
+        tensor_bytes[tensor] = 4 * np.prod(shape)
+    return replace(
+        graph, op_kinds=("aten.linear", "aten.mse_loss"), tensor_bytes=tensor_bytes,
+        tensor_shapes=tuple(sizes.get(index, shape) for index, shape in enumerate(graph.tensor_shapes)))
 
 
 def plain_cluster(num_devices: int, *, memory_bytes: int | None = None, bytes_per_s: float = 1e9, latency_s: float = 0.0,

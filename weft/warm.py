@@ -107,8 +107,20 @@ def _warm_simulator() -> None:
     Simulator(graph).run(np.array([1.0, 1.0, 1.0]))
 
 
+def _training_problem() -> Any:
+    from weft.search.deploy.cases import training_case
+
+    return training_case(0)
+
+
+def _warm_deploy() -> None:
+    from weft.search.deploy.search import DeployOptions, deploy
+
+    deploy(_training_problem(), DeployOptions(max_simulations=100))
+
+
 PARTS: Final = {"placement": _warm_placement, "loads": _warm_loads, "partition": _warm_partition,
-                "shard": _warm_shard, "simulator": _warm_simulator}
+                "shard": _warm_shard, "simulator": _warm_simulator, "deploy": _warm_deploy}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -67,7 +67,9 @@ plans = st.builds(
     order=st.dictionaries(names, st.lists(names, max_size=40).map(tuple), max_size=3),
     gradients=st.lists(st.builds(
         GradientExchange, parameters=several, devices=several,
-        method=st.sampled_from(["all_reduce", "parameter_server", "sufficient_factors"])), max_size=2).map(tuple),
+        method=st.sampled_from(["all_reduce", "hierarchical", "parameter_server", "sufficient_factors"]),
+        groups=st.lists(st.lists(names, max_size=2).map(tuple), max_size=2).map(tuple),
+        server=st.none() | names), max_size=2).map(tuple),
     optimizer=st.builds(Optimizer, kind=st.sampled_from(["none", "sgd", "adam", "adamw"]), lr=numbers,
                         sharded=st.booleans()),
     search=st.builds(SearchInfo, by=names, status=st.sampled_from(["optimal", "feasible", "heuristic"]),

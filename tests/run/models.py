@@ -89,3 +89,34 @@ def skip_net(batch: int = 2, seed: int = 0) -> tuple[nn.Module, tuple[torch.Tens
     model = SkipNet()
     torch.manual_seed(seed)
     return model, (torch.randn(batch, 3, 8, 8), torch.randn(batch, 4, 8, 8))
+
+
+class Products(nn.Module):
+    """Every way to multiply by a parameter: twice, transposed, with shared biases, both ways round, and beside the loss."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.first = nn.Linear(5, width)
+        self.twice = nn.Linear(width, width)
+        self.plain, self.turned = nn.Parameter(torch.randn(width, 7)), nn.Parameter(torch.randn(8, 7))
+        self.added, self.bias = nn.Parameter(torch.randn(8, width)), nn.Parameter(torch.randn(width))
+        self.coder = nn.Parameter(torch.randn(4, width))
+        self.unused = nn.Linear(width, 3)
+        self.key, self.value = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = torch.tanh(self.first(x))
+        x = self.key(x) * self.value(x)
+        x = torch.tanh(self.twice(torch.tanh(self.twice(x))))
+        x = torch.tanh(torch.tanh(x @ self.plain) @ self.turned.t())
+        batch, length, width = x.shape
+        x = torch.addmm(self.bias, x.view(-1, width), self.added).view(batch, length, -1)
+        x = torch.tanh(functional.linear(x, self.twice.weight, self.bias) + self.coder.sum())
+        return functional.mse_loss(functional.linear(x, self.coder) @ self.coder, target), self.unused(x)
+
+
+def products(batch: int = 2, seed: int = 0) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(1)
+    model = Products()
+    torch.manual_seed(seed)
+    return model, (torch.randn(batch, 3, 5), torch.randn(batch, 3, 6))

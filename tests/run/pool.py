@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,8 @@ def _serve_rank(rank: int, num_ranks: int, listen_fd: int, jobs: Any, answers: A
                 result = execute(plan, tracer, options, transport=transport, status=StatusLine(), adjust=adjust)
             answer = {} if result is None else {
                 "losses": result.losses, "verification": encode(result.verification),
+                "gradients": {name: value.tolist() for name, value in (result.gradients or {}).items()},
+                "spread": result.gradient_spread,
                 "timeline": _spans(result.timeline), "counts": counts}
         except Exception as problem:
             answer = {"error": f"rank {rank}: {type(problem).__name__}: {problem}"}
@@ -216,6 +219,11 @@ def _adjust(executor: Any, kind: str, rank: int) -> None:
     from weft.plan.program import Op, Phase
 
     program, actions = executor.program, executor.bound.actions
+    for early in executor.binder.early.values():
+        if kind == "no_all_reduce":
+            early.items.clear()
+        elif kind == "too_early":
+            early.items[:] = [replace(item, parameters=(), issue=_done_at_once(item)) for item in early.items]
     for position, item in enumerate(program.instructions(rank)):
         is_first = item.microbatch == 0 and rank == 0
         if kind == "no_all_reduce" and item.op == Op.COLLECTIVE:
@@ -234,6 +242,14 @@ def _adjust(executor: Any, kind: str, rank: int) -> None:
         if len(places) > 1:
             a, b = places[:2]
             a.arguments[a.place], b.arguments[b.place] = b.arguments[b.place], a.arguments[a.place]
+
+
+def _done_at_once(item: Any) -> Any:
+    def issue() -> None:
+        item.issue()
+        item.transfer.wait()
+
+    return issue
 
 
 def _without_gradients(action: Any, parameters: Any) -> Any:

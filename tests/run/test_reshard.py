@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from tests.run.threads import on_ranks
+from weft.model.layout_steps import find_steps
 from weft.model.tensor_layout import SUM, WHOLE, Layout, dim_ranges, parse_placement
 from weft.plan.sharding import coordinates_of
 from weft.run.mesh import DeviceMesh
-from weft.run.reshard import Change, Reshard, find_steps
+from weft.run.reshard import Change, Reshard
 from weft.run.shard_parameters import cut_region, put_region
 
 
@@ -42,14 +43,15 @@ def summed(parts: dict[tuple[int, ...], Tensor], places: Layout, coordinates: tu
     return torch.stack(chosen).sum(0)
 
 
-def check_change(shape: tuple[int, ...], mesh: tuple[int, ...], source: Layout, target: Layout) -> Counter[str]:
+def check_change(shape: tuple[int, ...], mesh: tuple[int, ...], source: Layout, target: Layout,
+                 weights: tuple[float, ...] = ()) -> Counter[str]:
     """Check that all parts come out right on ranks in an odd order; return what the first rank issued."""
     whole = torch.arange(1.0, torch.Size(shape).numel() + 1, dtype=torch.float64).reshape(shape)
     ranks = list(range(torch.Size(mesh).numel()))
     random.Random(1).shuffle(ranks)
 
     def run(transport):
-        devices = DeviceMesh(transport, ranks, mesh)
+        devices = DeviceMesh(transport, ranks, mesh, weights)
         change = Change(devices, shape, source, target)
         return devices.coordinates, change(part_of(whole, source, mesh, devices.coordinates)), devices.counts
 
@@ -82,15 +84,33 @@ CASES = random.Random(0).sample([
 
 
 @pytest.mark.parametrize("chunk", range(10))
-def test_changes_on_two_axes(chunk):
-    """Layouts that split one dimension twice do so in the same blocks."""
+def test_changes_on_two_axes(chunk, monkeypatch):
+    """Layouts that split one dimension twice do so in the same blocks. Every other chunk is taken for large tensors."""
+    monkeypatch.setattr("weft.model.layout_steps.SMALL_ENTRIES", chunk % 2 * 1000)
     for shape, mesh, source, target in CASES[chunk::10]:
         check_change(shape, mesh, layout(*source), layout(*target))
 
 
-def test_three_axes():
+@pytest.mark.parametrize("small", [0, 1000])
+def test_three_axes(small, monkeypatch):
+    monkeypatch.setattr("weft.model.layout_steps.SMALL_ENTRIES", small)
     check_change((12, 8), (2, 2, 2), layout("S0", "S0", "S0"), layout("S1", "S0", "R"))
     check_change((12, 8), (2, 2, 2), layout("P", "S0", "P"), layout("S0", "S0", "S1"))
+    check_change((12, 8), (2, 2, 2), layout("P", "P", "P"), layout("R", "S0", "R"))
+    check_change((8,), (2, 2, 2), layout("P", "P", "P"), layout("S0", "P", "S0"))
+
+
+@pytest.mark.parametrize(("target", "counts"), [
+    (("R", "R"), {"reduce_scatter": 1, "all_reduce": 1, "all_gather": 1}),
+    (("S0", "R"), {"reduce_scatter": 2, "all_gather": 1}),
+    (("S0", "S0"), {"reduce_scatter": 2, "all_to_all": 1}),
+    (("R", "P"), {"reduce_scatter": 1, "all_reduce": 1}),
+])
+def test_sums_of_large_tensors_are_scattered_along_the_fast_axis(target, counts, monkeypatch):
+    monkeypatch.setattr("weft.model.layout_steps.SMALL_ENTRIES", 0)
+    steps = find_steps(layout("P", "P"), layout(*target), (2, 2), (8, 12), (8.0, 1.0))
+    assert [step.axis for step in steps][:2] == [1, 0]
+    assert check_change((8, 12), (2, 2), layout("P", "P"), layout(*target), weights=(8.0, 1.0)) == counts
 
 
 @pytest.mark.parametrize(("source", "target", "counts"), [

@@ -17,6 +17,8 @@ from tests.show.helpers import (
     simulated,
     stretched,
 )
+from tests.simulate.helpers import given_graph
+from tests.simulate.test_overlap import world_of
 from weft.errors import NoFeasiblePlan, PlanError
 from weft.plan.plan import SearchInfo
 from weft.planner import Candidate, Comparison
@@ -43,6 +45,7 @@ from weft.show.tables import (
     stages_table,
     strategies_table,
 )
+from weft.simulate import simulate
 
 
 def test_plan_facts_of_a_pipeline_with_bound_and_measurement():
@@ -92,6 +95,15 @@ def test_exchanges_have_bytes_devices_and_time():
     assert {name for row in rows for name in row.parameters} == {"w0", "w1", "w2", "w3"}
     assert all(row.devices == ("d0", "d1") and row.time_s == pytest.approx(0.25) for row in rows)
     assert exchanges_table(rows).rows[0][0] == "all_reduce"
+
+
+def test_buckets_of_one_method_among_the_same_devices_share_a_row():
+    graph = given_graph([1.0] * 3, parameter_bytes=8, batch=2)
+    program, costs, cluster = world_of(graph, [["w2"], ["w1", "w0"]])
+    (row,) = exchange_facts(program, simulate(program, costs, cluster))
+    assert (row.how, row.num_bytes, row.parameters) == ("all_reduce in 2 buckets", 24, ("w2", "w1", "w0"))
+    assert row.time_s == pytest.approx(3.0)
+    assert exchange_facts(program)[0].time_s is None
 
 
 def test_device_parts_add_up_and_memory_is_against_capacity():

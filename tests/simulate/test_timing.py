@@ -128,7 +128,8 @@ def replicated_world(shares=(0.5, 0.5), *, batch=4, optimizer="none", recompute=
                       replicas=tuple(Replica(devices=(name,), share=share)
                                      for name, share in zip(devices, shares, strict=True))),),
         order=dict.fromkeys(devices, actions), optimizer=Optimizer(kind=optimizer)), graph)
-    plan = replace(plan, gradients=tuple(replace(item, method=method) for item in plan.gradients))
+    server = "d0" if method == "parameter_server" else None
+    plan = replace(plan, gradients=tuple(replace(item, method=method, server=server) for item in plan.gradients))
     return lower(plan, graph), estimate_costs(graph, cluster), cluster
 
 

@@ -12,6 +12,7 @@ import typer
 
 from weft.cli import (
     cluster_commands,
+    deploy_commands,
     export_commands,
     model_commands,
     place_commands,
@@ -38,6 +39,8 @@ app.command("run")(run_commands.run)
 app.command("schedule")(schedule_commands.schedule)
 app.command("place")(place_commands.place)
 app.command("shard")(shard_commands.shard)
+app.command("deploy")(deploy_commands.deploy)
+app.command("train-policy")(deploy_commands.train_policy)
 app.add_typer(cluster_commands.app, name="cluster")
 
 

@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from weft.cli.common import JsonOption, ModelArgument, PlanArgument, QuietOption, reporter
+from weft.cli.compare_gradients import compare
+from weft.errors import InputError
 
 
 def run(
@@ -26,6 +28,11 @@ def run(
     seed: Annotated[int, typer.Option(help="For initial parameters and inputs.")] = 0,
     timeout: Annotated[float, typer.Option(help="Longest wait for a message, in seconds.")] = 300.0,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for result, timeline and gradients.")] = None,
+    compare_gradients: Annotated[bool, typer.Option(
+        "--compare-gradients", help="Run with the plan's exchanges of gradients and with all-reduce for all, and print "
+        "what both take and how the gradients differ.")] = False,
+    profile: Annotated[Path | None, typer.Option(
+        "--profile", metavar="FILE", help="A profile store for the predictions of --compare-gradients.")] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> int:
@@ -40,6 +47,10 @@ def run(
     options = RunOptions(steps=steps, warmup=warmup, seed=seed, dtype=dtype, verify=verify, timeout_s=timeout,
                          device=device, gpu_memory_bytes=None if gpu_memory is None else parse_bytes(gpu_memory),
                          gradients=out is not None)
+    if profile is not None and not compare_gradients:
+        raise InputError("--profile is for the predictions of --compare-gradients: give both, or see `weft simulate`")
     reporter(quiet)(f"starting {len(item.cluster.devices)} processes")
+    if compare_gradients:
+        return compare(item, model, options=options, threads=threads, keep=out, profile=profile, as_json=as_json)
     result = run_plan(item, model, options=options, threads=threads, keep=out)
     return report(result, as_json=as_json)

@@ -54,6 +54,10 @@ class Factor:
     """The part of the operator's work that is divided with it: half for the width of attention's values."""
     fixed: bool = False
     """Never split: it only says of what blocks a dimension is made (three matrices that are joined in one)."""
+    forward_sums: tuple[float, ...] = ()
+    """Bytes of each all-reduce inside the operator where this factor, and no other, is split (if it is special)."""
+    backward_sums: tuple[float, ...] = ()
+    """The same for its backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,8 +75,6 @@ class OpFactors:
     """Positions of arguments that are the result's shape, or the shape of result ``i`` for the ``i``-th of them."""
     whole_outputs: tuple[int, ...] = ()
     """Results that are whole, not sums, on axes that split a factor they lack: its special form makes them equal."""
-    comm_bytes: float = 0.0
-    """Bytes that a special factor exchanges inside the operator (all-reduced) where it is split."""
 
 
 Strategy = tuple[int, ...]

@@ -16,6 +16,7 @@ import numpy as np
 
 from weft.errors import PlanError
 from weft.model.graph import I64, NO_BATCH_DIM, Bool, Graph
+from weft.plan.factors import NO_FACTORS, Factors, find_factors, share_inputs
 from weft.plan.holders import parameter_parts
 from weft.plan.plan import Plan, split_samples
 from weft.plan.program import Bucket, Channel, Instance
@@ -222,5 +223,13 @@ def _build_buckets(plan: Plan, graph: Graph) -> tuple[Bucket, ...]:
         held = [parts[tensor][exchange.devices[0]] if parts else 1 for tensor in tensors]
         buckets.append(Bucket(
             parameters=tensors, method=exchange.method, ranks=tuple(sorted(rank_of[name] for name in exchange.devices)),
-            num_bytes=math.ceil((graph.tensor_bytes[list(tensors)] * held).sum())))
+            num_bytes=math.ceil((graph.tensor_bytes[list(tensors)] * held).sum()),
+            groups=tuple(tuple(rank_of[name] for name in group) for group in exchange.groups),
+            server=None if exchange.server is None else rank_of[exchange.server],
+            factors=_find_factors(plan, graph, tensors) if exchange.method == "sufficient_factors" else NO_FACTORS))
     return tuple(buckets)
+
+
+def _find_factors(plan: Plan, graph: Graph, parameters: tuple[int, ...]) -> Factors:
+    stages = [{graph.op_index[op] for op in stage.ops} for stage in plan.stages]
+    return share_inputs(find_factors(graph, parameters), stages)

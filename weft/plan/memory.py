@@ -1,6 +1,7 @@
 """How many bytes each rank holds while each instruction runs, by category. It depends on the order alone, not on times.
 
-Static for a rank: parameters and buffers, their gradients, and the optimizer's state. Dynamic: a forward takes the
+Static for a rank: parameters and buffers, their gradients, the optimizer's state, and room for exchanges (factors, or
+what a parameter server receives). Dynamic: a forward takes the
 tensors that its backward will need (``Graph.is_saved``) and keeps them until that backward ends; with a split backward,
 what the weight gradients need stays until ``W``; with recomputation only the stage's inputs stay, and the rest is taken
 again for the backward. While a compute runs it also needs room for what is live inside it. Received tensors are held
@@ -21,6 +22,7 @@ from typing import Final
 import numpy as np
 
 from weft.model.graph import I64, Graph, TensorRole
+from weft.plan.factors import block_size, bucket_rows
 from weft.plan.holders import parameter_parts
 from weft.plan.layout import stage_inputs
 from weft.plan.plan import Optimizer
@@ -217,7 +219,24 @@ def static_bytes(program: Program) -> I64:
         for rank in instance.ranks:
             buffers[rank].update(_stage_buffers(graph, program.stage_ops[instance.stage]))
     result[:, 0] += [int(graph.tensor_bytes[sorted(tensors)].sum()) for tensors in buffers]
+    result[:, 4] += _exchange_bytes(program)
     return result
+
+
+def _exchange_bytes(program: Program) -> I64:
+    """Return what exchanges take on each rank: factors that are kept, and room for the largest exchange under way."""
+    kept, under_way = np.zeros((2, program.num_ranks), dtype=np.int64)
+    for bucket in program.buckets:
+        if bucket.server is not None:
+            under_way[bucket.server] = max(under_way[bucket.server], (len(bucket.ranks) - 1) * bucket.num_bytes)
+        elif bucket.factors.uses:
+            width = _dtype_bytes(program.graph.tensor_dtypes[bucket.parameters[0]])
+            sizes = [block_size(program.graph, bucket.factors, rows) for rows in bucket_rows(program, bucket).values()]
+            ranks = list(bucket.ranks)
+            kept[ranks] += max(sizes) * width
+            # All blocks as gathered, and the rows of all of them put together for the products.
+            under_way[ranks] = np.maximum(under_way[ranks], (len(sizes) * max(sizes) + sum(sizes)) * width)
+    return kept + under_way
 
 
 def optimizer_bytes(graph: Graph, tensor: int, optimizer: Optimizer) -> int:

@@ -26,7 +26,7 @@ VERSION: Final = 1
 Mode = Literal["training", "inference"]
 OptimizerKind = Literal["none", "sgd", "adam", "adamw"]
 OPTIMIZERS: Final = get_args(OptimizerKind)
-GradientMethod = Literal["all_reduce", "parameter_server", "sufficient_factors"]
+GradientMethod = Literal["all_reduce", "hierarchical", "parameter_server", "sufficient_factors"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,12 +104,22 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GradientExchange:
-    """How the gradients of some parameters become equal on all devices that hold them."""
+    """How the gradients of some parameters become equal on all devices that hold them.
+
+    ``hierarchical`` sums inside each of ``groups`` at its first device, then among those, and sends the sum back.
+    ``parameter_server``: all send their gradients to ``server``, which sends back the sum. ``sufficient_factors``: the
+    rows whose product is the gradient of a linear operator's weight are gathered, and each device multiplies them
+    (see ``weft.plan.factors``).
+    """
 
     parameters: tuple[str, ...]
     method: GradientMethod = "all_reduce"
     devices: tuple[str, ...]
     """Those that hold a parameter, or the same part of it."""
+    groups: tuple[tuple[str, ...], ...] = ()
+    """For ``hierarchical``: the devices, divided by host."""
+    server: str | None = None
+    """For ``parameter_server``: one of the devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

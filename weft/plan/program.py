@@ -10,9 +10,15 @@ gives those of one rank as objects. What instructions refer to is in three table
 Semantics. A rank issues its instructions in order. A compute instruction runs when the compute before it is done and
 all tensors it needs have arrived. A send, receive or collective is issued when the compute before it in the list is
 done, and then proceeds beside later compute; a send and its receive move data together, a collective starts when all
-members have issued it. The compute of an instance with several ranks runs on all of them at once. ``weft.plan.check``
-demands more, so that a program is safe on any transport: it must make progress even if every send, receive and
-collective blocks its rank until the other side is there (rendezvous).
+members have issued it. The compute of an instance with several ranks runs on all of them at once.
+
+The collectives that directly follow a whole backward (``B``) on a rank are issued inside that backward: each as soon as
+the gradients of its parameters are final there and those before it in the list are issued, so that gradients travel
+beside the rest of the backward (``weft.plan.overlap`` says which, and why the list stays as it is). Behind a weight
+gradient (``W``) or a message they are issued after it, as all others.
+
+``weft.plan.check`` demands more, so that a program is safe on any transport: it must make progress even if every send,
+receive and collective blocks its rank until the other side is there (rendezvous).
 """
 
 from __future__ import annotations
@@ -26,6 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.model.graph import I64, Graph
+from weft.plan.factors import NO_FACTORS, Factors
 from weft.plan.plan import GradientMethod, Plan
 
 I32 = npt.NDArray[np.int32]
@@ -119,6 +126,12 @@ class Bucket:
     method: GradientMethod
     ranks: tuple[int, ...]
     num_bytes: int
+    groups: tuple[tuple[int, ...], ...] = ()
+    """For ``hierarchical``: the ranks in groups; the first of each sums for it."""
+    server: int | None = None
+    """For ``parameter_server``: the rank that sums."""
+    factors: Factors = NO_FACTORS
+    """For ``sufficient_factors``: what is gathered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ import numpy as np
 from weft.cluster.cluster import Cluster
 from weft.errors import PlanError
 from weft.model.graph import Graph
+from weft.plan.exchanges import exchange_problems
 from weft.plan.holders import Copies, exchange_sets, layout_problems, parameter_copies
 from weft.plan.plan import Plan, Replica, Stage, split_samples
 from weft.plan.sharding import sharding_problems
@@ -306,6 +307,8 @@ def _gradient_problems(plan: Plan, graph: Graph) -> Iterator[str]:
                 exchanged.setdefault((tensor, device), index)
         if len(set(exchange.devices)) != len(exchange.devices) or not exchange.devices or not exchange.parameters:
             yield f"gradients[{index}] must name parameters and devices, each device once"
+        elif all(graph.tensor_index.get(name, -1) in copies for name in exchange.parameters):
+            yield from exchange_problems(plan, graph, exchange, f"gradients[{index}]")
     for tensor, sets in exchange_sets(plan, graph).items():
         for devices in sets:
             if (tensor, devices[0]) not in exchanged:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.plan.overlap import inside_backward
 from weft.plan.program import Channel, Instruction, Op, Phase, Program
 from weft.run.cells import Cell, Transfer
 from weft.run.compute import (
@@ -28,6 +29,10 @@ from weft.run.compute import (
     recompute,
     weight_gradients,
 )
+from weft.run.exchange import make_exchange
+from weft.run.exchange_factors import FactorBlock, summed_in
+from weft.run.exchange_group import Lane
+from weft.run.overlap import Early, EarlyExchanges, leads_to_loss
 from weft.run.parameters import Parameters
 from weft.run.routes import Rows
 from weft.run.stage import Stage
@@ -58,18 +63,27 @@ class Binder:
 
     def __init__(self, program: Program, *, stages: Mapping[int, Stage], parameters: Parameters,
                  optimizer: torch.optim.Optimizer | None, transport: Transport, starts: array[int],
-                 ends: array[int]) -> None:
+                 ends: array[int], factors: Mapping[int, FactorBlock]) -> None:
         self.program, self.stages, self.parameters, self.optimizer = program, stages, parameters, optimizer
         self.transport, self.starts, self.ends = transport, starts, ends
+        self.factors, self.lane = factors, Lane(transport.device)
+        self.products: list[Action] = []
+        """What makes gradients of gathered factors, before the optimizer step."""
         self.training = program.plan.model.mode == "training"
         self.wiring = Wiring(program, transport.rank, stages=stages, device=transport.device)
+        self.steps = any(item.op == Op.STEP for item in self.wiring.instructions)
         self.split = {(item.instance, item.microbatch) for item in self.wiring.instructions
                       if item.op == Op.COMPUTE and item.phase == Phase.I}
+        self.early_places = _early_places(program, transport.rank)
         self.forwards: dict[Key, ForwardWork] = {}
         self.transfers: dict[Key, Transfer] = {}
         self.sent: dict[Key, list[Transfer]] = {}
         self.sent_on: dict[int, list[Transfer]] = {}
         self.collectives: list[Transfer] = []
+        self.early: dict[int, EarlyExchanges] = {}
+        """Exchanges that are issued inside a backward, by its position."""
+        self.issued_early: dict[int, Action] = {}
+        """What is left to do for them at their own positions."""
         self.widest = max((len(channel.tensors) for channel in program.channels), default=1)
         self.bound = Bound(actions=[], finish=self._finish(), given=self.wiring.given, losses=[], results=[])
 
@@ -93,7 +107,7 @@ class Binder:
             case Op.RECV:
                 return self._receive(position, (item.channel, item.microbatch))
             case Op.COLLECTIVE:
-                return self._all_reduce(position, item.bucket)
+                return self.issued_early.get(position) or self._exchange(position, item.bucket)
             case Op.STEP:
                 return self._step(position)
 
@@ -144,7 +158,27 @@ class Binder:
             prepare=recompute(self.forwards[key], device=self.transport.device) if recomputes else None,
             queue=self.stages[instance].queue if key in self.split else None, keep=key in readers,
             used_up=[wiring.cells[consumer, microbatch] for consumer in item.consumers
-                     if readers[consumer, microbatch] == position and (consumer, microbatch) in wiring.cells]))
+                     if readers[consumer, microbatch] == position and (consumer, microbatch) in wiring.cells],
+            early=self._early(position, instance)))
+
+    def _early(self, position: int, instance: int) -> EarlyExchanges | None:
+        """Return the exchanges that are issued inside a backward, and bind their instructions."""
+        places = self.early_places.get(position, ())
+        if not places:
+            return None
+        graph, items = self.program.graph, []
+        ops = self.program.stage_ops[self.program.instances[instance].stage]
+        ops = ops[leads_to_loss(graph)[ops]]
+        for place in places:
+            bucket = self.wiring.instructions[place].bucket
+            tensors = [self.parameters.tensors[graph.tensor_names[tensor]]
+                       for tensor in summed_in(graph, ops, self.program.buckets[bucket])]
+            rows = self.factors[bucket].filled_by(ops) if bucket in self.factors else []
+            items.append(Early(position=place, parameters=[*(item for item in tensors if item.requires_grad), *rows],
+                               issue=self._exchange(place, bucket), transfer=self.collectives[-1]))
+        early = self.early[position] = EarlyExchanges(items, starts=self.starts, device=self.transport.device)
+        self.issued_early.update({place: early.instruction(number) for number, place in enumerate(places)})
+        return early
 
     def _arrivals(self, channels: tuple[int, ...], microbatch: int) -> list[Transfer]:
         found = [(index, self.program.channels[index]) for index in channels]
@@ -219,23 +253,25 @@ class Binder:
     def _transfer(self, position: int) -> Transfer:
         return Transfer(position, self.ends, self.transport.synchronize)
 
-    def _all_reduce(self, position: int, index: int) -> Action:
+    def _exchange(self, position: int, index: int) -> Action:
         transfer = self._transfer(position)
         self.collectives.append(transfer)
-        all_reduce, ranks = self.transport.all_reduce, self.program.buckets[index].ranks
-        flat = self.parameters.flat[index]
+        start = make_exchange(self.program, index, parameters=self.parameters, factors=self.factors,
+                              transport=self.transport, lane=self.lane, later=self.products if self.steps else None)
 
         def action() -> None:
-            transfer.works = [all_reduce(tensor, ranks) for tensor in flat]
+            transfer.works = start()
 
         return action
 
     def _step(self, position: int) -> Action:
-        optimizer, finish, starts = self.optimizer, self.bound.finish, self.starts
+        optimizer, finish, starts, products = self.optimizer, self.bound.finish, self.starts, self.products
 
         def action() -> None:
             finish()  # an output may be a view of a parameter, so messages end before parameters change
             starts[position] = time.perf_counter_ns()
+            for multiply in products:
+                multiply()
             if optimizer is not None:
                 optimizer.step()
 
@@ -249,6 +285,16 @@ class Binder:
                 collective.wait()
 
         return action
+
+
+def _early_places(program: Program, rank: int) -> dict[int, list[int]]:
+    """Return the positions on a rank of the exchanges that are issued inside each backward, by its position."""
+    first, last = int(program.rank_start[rank]), int(program.rank_start[rank + 1])
+    places: dict[int, list[int]] = {}
+    for place, backward_place in enumerate(inside_backward(program)[first:last].tolist()):
+        if backward_place >= 0:
+            places.setdefault(backward_place - first, []).append(place)
+    return places
 
 
 def _outputs(cell: Cell, clears: bool) -> Any:

@@ -37,12 +37,13 @@ class Cell:
 class Transfer:
     """A message under way: its works, what must stay alive, and when it was seen to be done."""
 
-    __slots__ = ("ends", "position", "synchronize", "tensors", "works")
+    __slots__ = ("done_ns", "ends", "position", "synchronize", "tensors", "works")
 
     def __init__(self, position: int, ends: array[int], synchronize: Callable[[], None] | None) -> None:
         self.works: Sequence[Work] = ()
         self.tensors: Sequence[Tensor] = ()
         self.position, self.ends, self.synchronize = position, ends, synchronize
+        self.done_ns = 0
 
     def wait(self) -> None:
         """Return when the message is done; at once if it was waited for before."""
@@ -56,7 +57,17 @@ class Transfer:
                 raise PeerLost(f"a message or collective failed: {problem}") from problem
             self.works = ()
             self.tensors = ()
-            self.ends[self.position] = time.perf_counter_ns()
+            self.done_ns = time.perf_counter_ns()
+        if self.done_ns:
+            self.ends[self.position] = self.done_ns
+
+    def is_seen_done(self) -> bool:
+        """Return whether a collective of the backend is done, and note the time if so; on a CPU only."""
+        works: Any = self.works
+        if self.synchronize is not None or not all(work.is_completed() for work in works):
+            return False
+        self.wait()
+        return True
 
 
 class Buffers:

@@ -72,6 +72,7 @@ class Inspected:
 
     verification: Verification | None = None
     gradients: dict[str, F64] | None = None
+    gradient_spread: float | None = None
 
 
 def inspect(program: Program, prepared: Prepared, measured: Measured, options: RunOptions, *, source: ModelSource,
@@ -89,9 +90,11 @@ def inspect(program: Program, prepared: Prepared, measured: Measured, options: R
             verification=verify_inference(reference, outputs, dtype=_run_dtype(program)))
     records = transport.gather_records(measured.losses[0])
     kept: dict[str, F64] = {}
+    spread = _Spread()
 
     def gathered() -> Iterator[tuple[str, int, Tensor]]:
         for name, rank, value in _gather_gradients(program, measured.first_gradients, transport):
+            spread.add(name, value)
             if options.gradients:
                 kept.setdefault(name, value.double().numpy())
             yield name, rank, value
@@ -101,7 +104,24 @@ def inspect(program: Program, prepared: Prepared, measured: Measured, options: R
         verification = verify_training(reference, loss=sum(records), gradients=gathered(), dtype=_run_dtype(program))
     else:
         deque(gathered(), maxlen=0)
-    return Inspected(verification=verification, gradients=kept if options.gradients else None)
+    return Inspected(verification=verification, gradients=kept if options.gradients else None,
+                     gradient_spread=spread.largest)
+
+
+class _Spread:
+    """The largest difference between gradients that come one after the other under the same name."""
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+        self._first: tuple[str, Tensor] | None = None
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Compare a gradient with the first of its name."""
+        if self._first is None or self._first[0] != name:
+            self._first = name, value
+        elif not torch.equal(self._first[1], value):
+            difference = float((self._first[1].double() - value.double()).abs().max())
+            self.largest = max(self.largest, difference) if difference == difference else float("inf")
 
 
 def _reference(program: Program, prepared: Prepared, source: ModelSource, options: RunOptions,

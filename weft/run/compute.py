@@ -19,6 +19,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from weft.run.cells import Cell, Transfer
+from weft.run.overlap import EarlyExchanges
 from weft.run.split_backward import WeightGradients
 from weft.run.stage import Forward, run_backward
 
@@ -177,11 +178,13 @@ class BackwardWork:
     """Somebody reads the gradients of the inputs."""
     used_up: Sequence[Cell]
     """Cells of the rank whose gradients this backward is the last to read."""
+    early: EarlyExchanges | None
+    """Exchanges of gradients that are issued inside."""
 
 
 def backward(work: BackwardWork) -> Action:
     """Return the backward, whole or its first part."""
-    cell, arrivals, queue, prepare = work.cell, work.arrivals, work.queue, work.prepare
+    cell, arrivals, queue, prepare, early = work.cell, work.arrivals, work.queue, work.prepare, work.early
     fixed = None if any(callable(item) for item in work.gradients) else tuple(work.gradients)
 
     def action() -> None:
@@ -192,7 +195,10 @@ def backward(work: BackwardWork) -> Action:
         if prepare is not None:
             prepare()
         gradients = fixed or [item() if callable(item) else item for item in work.gradients]
-        _run(cell.edges, gradients)
+        if early is None:
+            _run(cell.edges, gradients)
+        else:
+            _run_with(early, cell.edges, gradients)
         for other in work.used_up:
             other.gradients = []
         leaves = cell.leaves
@@ -205,6 +211,14 @@ def backward(work: BackwardWork) -> Action:
             cell.deferred = queue.take()
 
     return action
+
+
+def _run_with(early: EarlyExchanges, edges: list[GradientEdge], gradients: Sequence[Any]) -> None:
+    early.begin()
+    try:
+        _run(edges, gradients)
+    finally:
+        early.end()
 
 
 def _run(edges: list[GradientEdge], gradients: Sequence[Any]) -> None:

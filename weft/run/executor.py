@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from weft.errors import RunError
 from weft.model.graph import F64
 from weft.plan.program import Op, Program
 from weft.run.bind import Binder, Bound
+from weft.run.exchange_factors import FactorBlock
 from weft.run.parameters import Parameters, make_optimizer
 from weft.run.stage import Stage
 from weft.run.status import Milestone, StatusLine
@@ -50,13 +52,13 @@ class Executor:
     """The steps of one rank."""
 
     def __init__(self, program: Program, *, stages: Mapping[int, Stage], parameters: Parameters, transport: Transport,
-                 status: StatusLine) -> None:
+                 status: StatusLine, factors: Mapping[int, FactorBlock] = MappingProxyType({})) -> None:
         self.program, self.transport, self.parameters, self.status = program, transport, parameters, status
         first, last = (int(value) for value in program.rank_start[transport.rank : transport.rank + 2])
         self._starts, self._ends = array("q", [0]) * (last - first), array("q", [0]) * (last - first)
         self.optimizer = make_optimizer(parameters, program.plan.optimizer)
         self.binder = Binder(program, stages=stages, parameters=parameters, optimizer=self.optimizer,
-                             transport=transport, starts=self._starts, ends=self._ends)
+                             transport=transport, starts=self._starts, ends=self._ends, factors=factors)
         self.bound: Bound = self.binder.bind()
         self._training = program.plan.model.mode == "training"
         status.name_instructions(partial(_labels, program))

@@ -14,7 +14,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from weft.plan.plan import Plan
+from weft.errors import ClusterError
+from weft.plan.plan import Plan, Replica
 from weft.plan.sharding import axis_sizes, coordinates_of
 from weft.run.transport import Transport
 
@@ -72,8 +73,10 @@ class AxisGroup:
 class DeviceMesh:
     """The devices of a replica; see the module's docstring."""
 
-    def __init__(self, transport: Transport, ranks: Sequence[int], sizes: Sequence[int]) -> None:
-        self.sizes, self.ranks = tuple(sizes), tuple(ranks)
+    def __init__(self, transport: Transport, ranks: Sequence[int], sizes: Sequence[int],
+                 weights: tuple[float, ...] = ()) -> None:
+        """``weights`` say how long a byte takes along each axis, see ``axis_weights``."""
+        self.sizes, self.ranks, self.weights = tuple(sizes), tuple(ranks), weights
         self.coordinates = coordinates_of(self.ranks.index(transport.rank), self.sizes)
         self.counts: Counter[str] = Counter()
         self._transport = transport
@@ -86,6 +89,23 @@ class DeviceMesh:
             mine = ranks.index(self._transport.rank)
             self._groups[axes] = AxisGroup(self._transport, ranks, mine, self.counts)
         return self._groups[axes]
+
+
+def axis_weights(plan: Plan, replica: Replica) -> tuple[float, ...]:
+    """Return how long a byte takes along each axis of a replica's mesh, in relation to the others.
+
+    Nothing (all alike) where the plan does not describe its cluster, or not in a way that can be read: it only decides
+    between ways of the same result.
+    """
+    from weft.cluster.cluster_file import parse_cluster
+    from weft.cost.mesh import Mesh
+
+    try:
+        cluster = parse_cluster(plan.cluster.description, where="cluster.description")
+        position = {device.name: index for index, device in enumerate(cluster.devices)}
+        return Mesh(cluster, [position[name] for name in replica.devices], axis_sizes(replica)).weights
+    except (ClusterError, KeyError):
+        return ()
 
 
 def group_ranks(ranks: Sequence[int], sizes: Sequence[int], coordinates: Sequence[int],

@@ -23,7 +23,8 @@ from weft.plan.lower import lower
 from weft.plan.plan import Plan, split_samples
 from weft.plan.program import Op, Phase, Program
 from weft.plan.sharding import Region, axis_sizes
-from weft.run.mesh import DeviceMesh
+from weft.run.exchange_factors import FactorBlock, check_rows, collect_factors, make_blocks
+from weft.run.mesh import DeviceMesh, axis_weights
 from weft.run.parameters import Parameters
 from weft.run.partition import ModelGraph, StageModule, build_stage, model_graph, stage_tensors
 from weft.run.routes import Routes
@@ -58,6 +59,8 @@ class Prepared:
     stages: dict[int, Stage]
     """By instance."""
     parameters: Parameters
+    factors: dict[int, FactorBlock]
+    """By bucket, where factors are exchanged."""
     input_names: tuple[str, ...]
     """Tensor names of the model's inputs, in the order of ``source.inputs``."""
     takes_statistics: bool
@@ -87,21 +90,25 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
     first = next(iter(traced.values()))
     values = _Values(tracer.source, first, device=device, seed=seed, regions=held_regions(program, rank))
     split = set(program.instance[(program.op == Op.COMPUTE) & (program.phase == Phase.I)].tolist())
-    routes = Routes(program, rank)
+    routes, factors = Routes(program, rank), make_blocks(program, rank, device)
     stages = {}
     for index in own:
         item = program.instances[index]
         module, mesh = _stage_module(program, graphs[item.num_samples], routes, item.stage, values, device), None
         if len(item.ranks) > 1:
             stage = program.plan.stages[item.stage]
-            mesh = DeviceMesh(transport, item.ranks, axis_sizes(stage.replicas[item.replica]))
+            replica = stage.replicas[item.replica]
+            mesh = DeviceMesh(transport, item.ranks, axis_sizes(replica), axis_weights(program.plan, replica))
             module = shard_stage(module, stage.sharding, mesh, parameters=parameter_layouts(program, index, rank))
+        module = collect_factors(module, factors, num_microbatches=len(item.microbatches))
         stages[index] = Stage(module, split=index in split, mesh=mesh)
+    check_rows(factors)
     names = program.graph.tensor_names
     buckets = [tuple(names[tensor] for tensor in bucket.parameters) if rank in bucket.ranks else ()
                for bucket in program.buckets]
     return Prepared(program=program, stages=stages, parameters=Parameters(values.parameters, buckets),
-                    input_names=first.program.inputs, takes_statistics=bool(first.program.buffer_updates))
+                    factors=factors, input_names=first.program.inputs,
+                    takes_statistics=bool(first.program.buffer_updates))
 
 
 def _stage_module(program: Program, graph: ModelGraph, routes: Routes, stage: int, values: _Values,
@@ -176,9 +183,5 @@ def _require_same(graph: Graph, other: Graph) -> None:
 
 def _require_executable(program: Program) -> None:
     """Raise ``RunError`` for what a plan can say and the runtime cannot do yet."""
-    plan = program.plan
-    for bucket in program.buckets:
-        if bucket.method != "all_reduce":
-            raise RunError(f"gradient exchange by {bucket.method} is not executable yet: use all_reduce")
-    if plan.optimizer.sharded:
+    if program.plan.optimizer.sharded:
         raise RunError("optimizer.sharded is not executable yet: set it to false")

@@ -1,91 +1,22 @@
 """From one layout of a tensor to another, for its value in the forward and for its gradient in the backward.
 
-A layout changes one axis of the mesh at a time:
-
-    P -> R   all-reduce            S -> R   all-gather          R -> S   cut out the own part (nothing is sent)
-    P -> S   reduce-scatter        S -> S'  all-to-all          R -> P   zero, except at the first coordinate
-    S -> P   zero around the own part
-
-Where several axes split one dimension, the earlier ones cut first, so a later axis must be gathered before an earlier
-one changes. ``find_steps`` searches the cheapest order of changes. ``Reshard`` is the autograd function: what its
-backward does is not the transpose of its forward but follows from the gradient's own layouts (``weft.model.factors``).
+A layout changes one axis of the mesh at a time, in the steps that ``weft.model.layout_steps`` finds; ``_LocalStep`` is
+a step as one device does it. ``Reshard`` is the autograd function: what its backward does is not the transpose of its
+forward but follows from the gradient's own layouts (``weft.model.factors``).
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.model.tensor_layout import SUM, WHOLE, Layout, Placement, largest_part, part_sizes
+from weft.model.layout_steps import Step, find_steps
+from weft.model.tensor_layout import SUM, WHOLE, Layout, Placement, part_sizes
 from weft.run.mesh import AxisGroup, DeviceMesh
-
-_FIXED_COST: Final = 1e3
-"""Entries that a collective costs besides those it moves: fewer collectives win where tensors are small."""
-_LOCAL_COST: Final = 1e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One axis changes."""
-
-    axis: int
-    before: Layout
-    after: Placement
-
-
-@lru_cache(maxsize=4096)
-def find_steps(source: Layout, target: Layout, mesh: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Step, ...]:
-    """Return the cheapest changes that lead from one layout to the other."""
-    best: dict[Layout, tuple[float, tuple[Step, ...]]] = {source: (0.0, ())}
-    heap: list[tuple[float, Layout]] = [(0.0, source)]
-    while heap:
-        cost, state = heapq.heappop(heap)
-        known, steps = best[state]
-        if state == target:
-            return steps
-        if cost > known:
-            continue
-        for step in _possible(state, target):
-            after = (*state[: step.axis], step.after, *state[step.axis + 1:])
-            total = cost + _cost(step, mesh, shape)
-            if after not in best or total < best[after][0]:
-                best[after] = (total, (*steps, step))
-                heapq.heappush(heap, (total, after))
-    raise AssertionError(f"no way from {source} to {target}: every layout can become whole, and a whole one anything")
-
-
-def _possible(state: Layout, target: Layout) -> Iterator[Step]:
-    for axis, now in enumerate(state):
-        for after in dict.fromkeys((target[axis], WHOLE)):
-            if after == now or (now.is_split and after.dim == now.dim):
-                continue
-            if _is_innermost(state, axis, now) and _is_innermost(state, axis, after):
-                yield Step(axis, state, after)
-
-
-def _is_innermost(state: Layout, axis: int, placement: Placement) -> bool:
-    """Return whether no later axis splits the dimension, and earlier ones split it in the same blocks."""
-    if not placement.is_split:
-        return True
-    return not any(item.dim == placement.dim for item in state[axis + 1:]) and all(
-        item == placement for item in state[:axis] if item.dim == placement.dim)
-
-
-def _cost(step: Step, mesh: tuple[int, ...], shape: tuple[int, ...]) -> float:
-    now, count = step.before[step.axis], mesh[step.axis]
-    if now == WHOLE or step.after == SUM or count == 1:
-        return _LOCAL_COST
-    entries = largest_part(shape, step.before, mesh)
-    for size in shape:
-        entries *= size
-    factor = 2.0 if now == SUM and step.after == WHOLE else count if step.after == WHOLE else 1.0
-    return _FIXED_COST + entries * factor * (count - 1) / count
 
 
 class Change:
@@ -93,7 +24,7 @@ class Change:
 
     def __init__(self, mesh: DeviceMesh, shape: Sequence[int], source: Layout, target: Layout) -> None:
         self.steps = [_LocalStep(mesh, tuple(shape), step) for step in
-                      find_steps(source, target, mesh.sizes, tuple(shape))]
+                      find_steps(source, target, mesh.sizes, shape, mesh.weights)]
 
     def __bool__(self) -> bool:
         return bool(self.steps)

@@ -103,6 +103,9 @@ class RunResult:
     verification: Verification | None = None
     timeline: Timeline | None = None
     gradients: Mapping[str, npt.NDArray[np.float64]] | None = None
+    gradient_spread: float | None = None
+    """The largest difference between the gradients of one parameter on two ranks, where gradients were collected or
+    verified."""
 
     @property
     def step_time_s(self) -> float:
@@ -117,12 +120,13 @@ class _Record:
     step_times_s: tuple[float, ...]
     cpu_s: tuple[float, ...]
     verification: Verification | None
+    gradient_spread: float | None = None
 
 
 def save_result(result: RunResult, folder: Path) -> None:
     """Write the result's files into the folder."""
     record = _Record(num_ranks=result.num_ranks, losses=result.losses, step_times_s=result.step_times_s,
-                     cpu_s=result.cpu_s, verification=result.verification)
+                     cpu_s=result.cpu_s, verification=result.verification, gradient_spread=result.gradient_spread)
     folder.mkdir(parents=True, exist_ok=True)
     if result.timeline is not None:
         save_timeline(result.timeline, folder / TIMELINE_FILE)
@@ -137,7 +141,7 @@ def load_result(folder: Path) -> RunResult:
         raise RunError(f"the run left no {RESULT_FILE} in {str(folder)!r}")
     record = decode(_Record, load_json(folder / RESULT_FILE), where=RESULT_FILE)
     result = RunResult(num_ranks=record.num_ranks, losses=record.losses, step_times_s=record.step_times_s,
-                       cpu_s=record.cpu_s, verification=record.verification)
+                       cpu_s=record.cpu_s, verification=record.verification, gradient_spread=record.gradient_spread)
     if (folder / TIMELINE_FILE).exists():
         result = replace(result, timeline=load_timeline(folder / TIMELINE_FILE))
     if (folder / GRADIENTS_FILE).exists():

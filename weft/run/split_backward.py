@@ -12,7 +12,8 @@ Every other use of a parameter (an elementwise scale, a weight behind a cast or 
 its gradient is there after ``I``.
 The values are the same as those of a whole backward up to the order of summation.
 
-A queue item keeps the factors of a gradient apart, which is where an exchange of factors instead of sums attaches.
+A queue item keeps the factors of a gradient apart, which is where an exchange of factors instead of sums attaches
+(``weft.run.exchange_factors``).
 """
 
 from __future__ import annotations
@@ -223,14 +224,29 @@ def split_weight_gradients(module: GraphModule, queue: WeightGradients) -> Graph
     """Return the stage with its rules applied; it shares parameters and buffers with ``module``."""
     graph = Graph()
     graph.output(graph.graph_copy(module.graph, {}))
-    holder = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    holder = attributes_of(module)
     for node in list(graph.nodes):
-        rule = _RULES.get(node.target) if node.op == "call_function" else None
-        call = rule(_Arguments(node, holder)) if rule is not None else None
+        call = _call_of(node, holder)
         if call is not None:
             _replace(graph, node, *call)
     graph.eliminate_dead_code()
     return GraphModule({**holder, _QUEUE: queue}, graph, class_name="SplitStage")
+
+
+def attributes_of(module: GraphModule) -> dict[str, Any]:
+    """Return what the nodes of a stage read from it, by name: parameters, buffers and queues."""
+    return {str(node.target): getattr(module, str(node.target)) for node in module.graph.nodes if node.op == "get_attr"}
+
+
+def linear_call(node: Node, attributes: dict[str, Any]) -> tuple[Any, Node, Node | None, bool] | None:
+    """Return (x, weight, bias, transposed) if the node is a linear operator for which there is a rule."""
+    call = _call_of(node, attributes)
+    return (call[1][0], call[1][1], call[1][2], call[1][3]) if call is not None and call[0] is split_matmul else None
+
+
+def _call_of(node: Node, attributes: dict[str, Any]) -> _Call | None:
+    rule = _RULES.get(node.target) if node.op == "call_function" else None
+    return rule(_Arguments(node, attributes)) if rule is not None else None
 
 
 _QUEUE = "weight_gradients"

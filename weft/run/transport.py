@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.errors import RunError
+from weft.run.exchange_group import ExchangeGroup
 
 
 class PeerLost(RunError):  # noqa: N818 - it says what happened
@@ -76,13 +77,27 @@ class Transport:
         self._cpu = self._world._get_backend(torch.device("cpu"))
         self._backend = self._cpu if by_host else self._world._get_backend(device)
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(num_ranks)): self._world}
+        self._exchange_groups: dict[tuple[int, ...], Any] = {}
+        self._lane_groups: dict[tuple[int, ...], Any] = {}
         self._record_tag = 1 << 28
 
-    def connect_groups(self, groups: Iterable[tuple[int, ...]]) -> None:
-        """Make the groups of ranks that sums will run over; all ranks must name the same groups in the same order."""
-        for ranks in groups:
-            if ranks not in self._groups and len(ranks) > 1:
-                self._groups[ranks] = dist.new_group(ranks)
+    def connect_groups(self, groups: Iterable[tuple[int, ...]], *, exchanges: Iterable[tuple[int, ...]] = (),
+                       lanes: Iterable[tuple[int, ...]] = ()) -> None:
+        """Make the groups of ranks that stages compute in, and those that exchange gradients.
+
+        All ranks must name the same groups in the same order. Exchanges have groups of their own: they are issued
+        beside the collectives inside stages, and those of one group must have one order on all ranks. So have those
+        exchanges that run on ``lanes``, beside both.
+        """
+        for wanted, made in ((groups, self._groups), (exchanges, self._exchange_groups), (lanes, self._lane_groups)):
+            for ranks in wanted:
+                if ranks not in made and len(ranks) > 1:
+                    made[ranks] = dist.new_group(ranks)
+
+    def lane_group(self, ranks: tuple[int, ...]) -> ExchangeGroup | None:
+        """Return the group of some ranks for exchanges on lanes; None if this rank is not in it, or alone."""
+        is_member = self.rank in ranks and len(ranks) > 1
+        return ExchangeGroup(self._lane_groups[ranks], ranks) if is_member else None
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Work:
         """Start sending a contiguous tensor; it must stay as it is until the work is done."""
@@ -106,7 +121,7 @@ class Transport:
         """Start replacing the tensor by its sum over ``ranks``."""
         summed = self._host_copy(tensor).copy_(tensor) if self.copies_to_host else tensor
         try:
-            work: Work = self._groups[ranks].allreduce([summed])
+            work: Work = self._exchange_groups[ranks].allreduce([summed])
         except RuntimeError as problem:
             raise PeerLost(f"rank {self.rank} lost one of the ranks {ranks}: {problem}") from problem
         return _OnHost(work, summed, tensor) if self.copies_to_host else work
@@ -115,30 +130,31 @@ class Transport:
 
     def reduced(self, tensor: Tensor, ranks: tuple[int, ...], how: str = "sum") -> Tensor:
         """Return the sum (or ``max``) of the tensor over ``ranks``, a new tensor."""
-        result = self._on_wire(tensor.clone(memory_format=torch.contiguous_format))
+        result = self.on_wire(tensor.clone(memory_format=torch.contiguous_format))
         options = dist.AllreduceOptions()
         options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
         return self._collect(lambda group: group.allreduce([result], options), result, ranks)
 
     def gathered(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Return the tensors of ``ranks``, which have one shape, one after the other along a new first dimension."""
-        sent = self._on_wire(tensor.contiguous())
+        sent = self.on_wire(tensor.contiguous())
         result = sent.new_empty((len(ranks), *sent.shape))
         return self._collect(lambda group: group._allgather_base(result.view(-1), sent.view(-1)), result, ranks)
 
     def sum_scattered(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Return this rank's entry, along the first dimension, of the sum of the tensor over ``ranks``."""
-        sent = self._on_wire(tensor.contiguous())
+        sent = self.on_wire(tensor.contiguous())
         result = torch.empty_like(sent[0])
         return self._collect(lambda group: group._reduce_scatter_base(result.view(-1), sent.view(-1)), result, ranks)
 
     def all_to_all(self, flat: Tensor, ranks: tuple[int, ...], *, sent: list[int], received: list[int]) -> Tensor:
         """Return what ``ranks`` have for this one; ``flat`` is what this one has for them, in pieces of these sizes."""
-        given = self._on_wire(flat.contiguous())
+        given = self.on_wire(flat.contiguous())
         result = given.new_empty(sum(received))
         return self._collect(lambda group: group.alltoall_base(result, given, received, sent), result, ranks)
 
-    def _on_wire(self, tensor: Tensor) -> Tensor:
+    def on_wire(self, tensor: Tensor) -> Tensor:
+        """Return the tensor where the backend can take it: itself, or a copy in the host's memory."""
         return self._host_copy(tensor).copy_(tensor) if self.copies_to_host else tensor
 
     def _collect(self, start: Callable[[Any], Work], result: Tensor, ranks: tuple[int, ...]) -> Tensor:

@@ -13,6 +13,7 @@ from weft.errors import RunError
 from weft.model.source import ModelSource, resolve_model
 from weft.plan.plan import Plan
 from weft.run.collect import Measured, collect, inspect
+from weft.run.exchange import lane_groups
 from weft.run.executor import Executor
 from weft.run.mesh import mesh_groups
 from weft.run.parameters import Parameters
@@ -50,10 +51,11 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
     status.set(Milestone.TRACING)
     program = lower_to_run(plan, tracer)
     status.set(Milestone.LOADING)
-    transport.connect_groups([*(bucket.ranks for bucket in program.buckets), *mesh_groups(program.plan)])
+    transport.connect_groups(mesh_groups(program.plan), exchanges=(bucket.ranks for bucket in program.buckets),
+                             lanes=lane_groups(program))
     prepared = prepare_rank(program, tracer, transport, seed=options.seed)
     executor = Executor(program, stages=prepared.stages, parameters=prepared.parameters, transport=transport,
-                        status=status)
+                        status=status, factors=prepared.factors)
     inputs = tracer.source.inputs(plan.model.batch, options.seed)
     executor.load(dict(zip(prepared.input_names, inputs, strict=True)))
     if adjust is not None:
@@ -65,7 +67,8 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
         inspected = inspect(program, prepared, measured, options, source=tracer.source, transport=transport,
                             status=status)
         if result is not None:
-            result = replace(result, verification=inspected.verification, gradients=inspected.gradients)
+            result = replace(result, verification=inspected.verification, gradients=inspected.gradients,
+                             gradient_spread=inspected.gradient_spread)
     status.set(Milestone.DONE)
     return result
 

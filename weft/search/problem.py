@@ -30,6 +30,7 @@ from weft.plan.plan import (
     Stage,
     split_samples,
 )
+from weft.search.buckets import cut_gradients
 from weft.simulate.timing import stage_figure
 
 TENSOR_AXIS: Final = "tensor"
@@ -142,7 +143,7 @@ def make_plan(problem: Problem, specs: Sequence[StageSpec], order: Order, *, mic
         microbatches=microbatches, stages=stages,
         order={problem.cluster.devices[device].name: actions for device, actions in zip(devices, tokens, strict=True)},
         optimizer=options.optimizer, search=SearchInfo(by=by, seed=options.seed))
-    return add_gradients(plan, problem.graph)
+    return cut_gradients(add_gradients(plan, problem.graph), problem.graph, problem.costs)
 
 
 def _make_stage(problem: Problem, name: str, spec: StageSpec, microbatch_size: int) -> Stage:

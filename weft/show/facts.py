@@ -86,14 +86,20 @@ class StageFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExchangeFacts:
-    """One gradient exchange."""
+    """The gradient exchanges of one kind among some devices."""
 
     method: str
     parameters: tuple[str, ...]
     devices: tuple[str, ...]
     num_bytes: int
     time_s: float | None
-    """From the first start to the last end of its collectives."""
+    """The sum over its buckets, each from the first start to the last end of its collectives."""
+    num_buckets: int = 1
+
+    @property
+    def how(self) -> str:
+        """Return the method, with the number of buckets where there are several."""
+        return self.method if self.num_buckets == 1 else f"{self.method} in {self.num_buckets} buckets"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,18 +234,23 @@ def _parameter_bytes(program: Program, stage: int) -> int:
 
 
 def exchange_facts(program: Program, timeline: Timeline | None = None) -> tuple[ExchangeFacts, ...]:
-    """Return the gradient exchanges of the program."""
+    """Return the gradient exchanges of the program, buckets of the same method and devices together."""
     rank_names, tensor_names = program.rank_names, program.graph.tensor_names
-    rows = []
+    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
     for index, bucket in enumerate(program.buckets):
-        members = np.flatnonzero((program.op == Op.COLLECTIVE) & (program.bucket == index))
-        time_s = None
-        if timeline is not None and len(members):
-            time_s = float(timeline.end_s[members].max() - timeline.start_s[members].min())
-        rows.append(ExchangeFacts(
-            method=bucket.method, parameters=tuple(tensor_names[tensor] for tensor in bucket.parameters),
-            devices=tuple(rank_names[rank] for rank in bucket.ranks), num_bytes=bucket.num_bytes, time_s=time_s))
-    return tuple(rows)
+        groups.setdefault((bucket.method, bucket.ranks), []).append(index)
+    return tuple(ExchangeFacts(
+        method=method, parameters=tuple(tensor_names[tensor] for index in group
+                                        for tensor in program.buckets[index].parameters),
+        devices=tuple(rank_names[rank] for rank in ranks), num_buckets=len(group),
+        num_bytes=sum(program.buckets[index].num_bytes for index in group),
+        time_s=None if timeline is None else sum(_bucket_time(program, timeline, index) for index in group))
+        for (method, ranks), group in groups.items())
+
+
+def _bucket_time(program: Program, timeline: Timeline, bucket: int) -> float:
+    members = np.flatnonzero((program.op == Op.COLLECTIVE) & (program.bucket == bucket))
+    return float(timeline.end_s[members].max() - timeline.start_s[members].min()) if len(members) else 0.0
 
 
 def device_facts(timeline: Timeline, capacities: Mapping[str, int | None] | None = None) -> tuple[DeviceFacts, ...]:

@@ -109,7 +109,7 @@ def exchanges(rows: Sequence[ExchangeFacts]) -> str:
     """Return the gradient exchanges, or nothing where there are none."""
     if not rows:
         return ""
-    body = [f'<tr>{row_header(row.method.replace("_", " "))}'
+    body = [f'<tr>{row_header(row.how.replace("_", " "))}'
             f'<td class="wrap">{escape(short_list(row.parameters, limit=4))}</td>'
             + number_cells([str(len(row.parameters)), format_bytes(row.num_bytes)])
             + f'<td class="wrap">{escape(short_list(row.devices))}</td>{number_cells([seconds(row.time_s)])}</tr>'

@@ -17,7 +17,8 @@ from typing import Any, Final
 from weft.errors import InputError
 from weft.model.folded import FoldedModel
 from weft.model.tensor_layout import Placement
-from weft.show.sharding_facts import OUTSIDE, LayerClass, ShardingFacts, ShardingReader, Use
+from weft.show.sharding_choices import ShardingReader
+from weft.show.sharding_facts import OUTSIDE, LayerClass, ShardingFacts, Use
 
 STYLES: Final = {("linear", "column"): "ColwiseParallel", ("linear", "row"): "RowwiseParallel",
                  ("embedding", "column"): "ColwiseParallel", ("embedding", "vocabulary"): "RowwiseParallel",

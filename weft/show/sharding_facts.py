@@ -12,27 +12,19 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
-from weft.model.factors import NOT_SPLIT
 from weft.model.folded import FoldedModel, Run
-from weft.model.graph import F64
-from weft.model.tensor_layout import WHOLE, Layout
-from weft.search.shard.folded_graph import MIDDLE, Assembler
+from weft.model.tensor_layout import WHOLE
 from weft.search.shard.mesh import KINDS
 from weft.search.shard.model_search import ShardedModel
-from weft.search.shard.parts import Edge, ModelPart, ModelParts
-from weft.search.shard.roles import LINEAR_KINDS, Roles, find_roles
+from weft.search.shard.parts import ModelPart
+from weft.search.shard.roles import LINEAR_KINDS
+from weft.show.sharding_choices import ATTENTION, ShardingReader, Unit
 
-ATTENTION: Final = ("aten.scaled_dot_product_attention", "aten.softmax", "aten._softmax")
 OUTSIDE: Final = "outside layers"
 Direction = Literal["forward", "backward", "weights", "gradients", "update"]
 DIRECTIONS: Final[tuple[Direction, ...]] = ("forward", "backward", "weights", "gradients", "update")
 """Weights that are stored in pieces are gathered for use, in both passes; gradients are added up and scattered; after
 the update, weights whose states alone are in pieces are gathered."""
-_WORDS: Final = {"heads": "heads", "kv": "heads", "group": "query heads", "vocab": "vocabulary", "classes": "classes",
-                 "images": "samples", "batch": "samples", "out": "output channels", "in": "input channels",
-                 "channels": "channels", "experts": "experts"}
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
     """How one module of a layer (or the attention, or the loss) is split."""
@@ -102,14 +94,6 @@ class ShardingFacts:
     notes: tuple[str, ...]
 
 
-class Unit(NamedTuple):
-    """Copies of a run that have their choices together: the first, a variant of the middle, or the last."""
-
-    run: int
-    copy: int
-    variant: int
-
-
 class _Sent(NamedTuple):
     unit: Unit | None
     direction: Direction
@@ -122,33 +106,11 @@ class _Sent(NamedTuple):
 
 def sharding_facts(sharding: ShardedModel, folded: FoldedModel) -> ShardingFacts:
     """Return all that is shown of a sharding."""
-    return ShardingReader(sharding, folded).facts()
+    return _FactsReader(sharding, folded).facts()
 
 
-class ShardingReader:
-    """Reads off a sharding what its parts chose, in words."""
-
-    def __init__(self, sharding: ShardedModel, folded: FoldedModel) -> None:
-        self.sharding, self.folded = sharding, folded
-        self.parts: ModelParts = sharding.parts
-        self.mesh = sharding.mesh
-        self.resharding = self.parts.resharding
-        self.assembler = Assembler(self.parts, folded)
-        self.roles: Roles = find_roles(self.parts, folded)
-        graph = self.graph = folded.traced.graph
-        self.kind_of = dict(zip(graph.op_names, graph.op_kinds, strict=True))
-        program = folded.traced.program
-        self.has_positions = all(len(program.nodes[program.tensor_nodes[name]].meta["val"].shape) < 4
-                                 for name in program.inputs)
-        self.parameters_of: dict[int, list[Edge]] = {}
-        self.reader_of: dict[int, Edge] = {}
-        for edge in self.parts.edges:
-            if edge.is_parameter:
-                self.parameters_of.setdefault(edge.reader, []).append(edge)
-                self.reader_of[edge.giver] = edge
-        folded_graph = sharding.graph
-        self.nodes = {key: node for node, key in
-                      enumerate(zip(folded_graph.node_part, folded_graph.node_variant, strict=True))}
+class _FactsReader(ShardingReader):
+    """Makes the facts of a sharding."""
 
     def facts(self) -> ShardingFacts:
         """Return all that is shown."""
@@ -161,18 +123,13 @@ class ShardingReader:
             item, chosen = self.parts.parts[part], self.sharding.choice[node]
             held[item.kind == "parameter"] += float(graph.problem.usages[node][chosen])
             if item.kind == "op":
-                compute += self._times(part, node) * float(item.seconds[chosen])
+                compute += self.times(part, node) * float(item.seconds[chosen])
         compute -= sum(item.seconds for item in self._results())
         names = tuple(axis.name for axis in axes)
         return ShardingFacts(
             model=self.graph.name, cluster=self.mesh.cluster.name, sharding=self.sharding, axes=axes,
             compute_s=compute, parameter_bytes=held[True], activation_bytes=held[False], layers=self._layers(sent),
             ops=self._named("op", names), parameters=self._named("parameter", names), notes=self._notes(names))
-
-    def _times(self, part: int, node: int) -> float:
-        """Return how many copies a node stands for."""
-        place, variant = self.assembler.places[part], self.sharding.graph.node_variant[node]
-        return 1.0 if place is None or variant < 0 else float(self.sharding.graph.counts[place.run][variant])
 
     # ---- collectives ------------------------------------------------------------------------------------------------
 
@@ -186,18 +143,18 @@ class ShardingReader:
                 value = int(giver.values[edge.output][given])
                 weights: Direction = "weights" if edge.is_parameter else "forward"
                 often = 2 if edge.is_parameter and edge.returns is not None else 1
-                yield from self._steps(unit, weights, value, int(edge.reads[read]), edge.num_bytes, times * often)
+                yield from self._steps(unit, weights, value, int(edge.reads[read]), edge.tensor, times * often)
                 if edge.returns is not None:
                     back: Direction = "gradients" if edge.is_parameter else "backward"
                     wanted = int(giver.gradients[edge.output][given])
-                    yield from self._steps(unit, back, int(edge.returns[read]), wanted, edge.num_bytes, times)
+                    yield from self._steps(unit, back, int(edge.returns[read]), wanted, edge.tensor, times)
         for key, node in self.nodes.items():
             item = self.parts.parts[key[0]]
             if item.kind == "parameter":
                 stored = item.stored[self.choice_of(key)]
                 number = self.resharding.number
                 yield from self._steps(self.unit_of(key), "update", number(stored.gradient), number(stored.layout),
-                                       float(self.graph.tensor_bytes[item.tensor]), self._times(key[0], node))
+                                       item.tensor, self.times(key[0], node))
         yield from self._results()
 
     def _results(self) -> Iterator[_Sent]:
@@ -210,61 +167,15 @@ class ShardingReader:
                 if program.tensor_nodes.get(self.graph.tensor_names[tensor]) in (node, *items):
                     key = (part, -1)
                     value = self.parts.parts[part].values[0][self.choice_of(key)]
-                    yield from self._steps(self.unit_of(key), "forward", int(value), whole,
-                                           float(self.graph.tensor_bytes[tensor]), 1.0)
+                    yield from self._steps(self.unit_of(key), "forward", int(value), whole, tensor, 1.0)
 
-    def _steps(self, unit: Unit | None, direction: Direction, source: int, target: int, num_bytes: float,
+    def _steps(self, unit: Unit | None, direction: Direction, source: int, target: int, tensor: int,
                times: float) -> Iterator[_Sent]:
-        for position, part in enumerate(self.resharding.steps(source, target)):
-            if part > 0:
-                axis, kind = divmod(position, len(KINDS))
-                size: F64 = np.array([part * num_bytes])
-                yield _Sent(unit, direction, axis, kind, part * num_bytes * times,
-                            float(self.mesh.seconds(axis, kind, size)[0]) * times, times)
-
-    def choice_of(self, key: tuple[int, int]) -> int:
-        """Return what a node, given by part and variant, chose."""
-        return self.sharding.choice[self.nodes[key]]
-
-    def unit_of(self, key: tuple[int, int]) -> Unit | None:
-        """Return the copies that a node belongs to; None for what is in no run."""
-        place = self.assembler.places[key[0]]
-        return None if place is None else Unit(place.run, place.copy, max(key[1], 0))
-
-    # ---- words ------------------------------------------------------------------------------------------------------
-
-    def op_words(self, index: int, chosen: int) -> tuple[str, ...]:
-        """Return for each axis how an operator is split."""
-        choices = self.parts.parts[index].choices
-        assert choices is not None
-        return tuple(self._word(index, factor) for factor in choices.strategies[chosen])
-
-    def _word(self, index: int, factor: int) -> str:
-        part = self.parts.parts[index]
-        assert part.choices is not None
-        assert part.choices.op is not None
-        if factor < 0:
-            return "whole" if factor == NOT_SPLIT else "sum"
-        if factor == self.roles.samples.get(index):
-            return "samples"
-        if self.has_positions and factor == self.roles.positions.get(index):
-            return "positions"
-        name = part.choices.op.factors[factor].name
-        kind = self.kind_of[part.name]
-        if kind.startswith(LINEAR_KINDS):
-            return {"n": "column", "k": "row"}.get(name, "rows")
-        if kind.startswith("aten.embedding") and name == "d":
-            return "column"
-        if kind.startswith(ATTENTION[1:]) and name == "d1":
-            return "heads"
-        return _WORDS.get(name, f"dim {name[1:]}" if name[0] == "d" and name[1:].isdecimal() else name)
-
-    def stored_words(self, index: int, chosen: int, used: Layout) -> tuple[str, ...]:
-        """Return for each axis how a parameter is stored that is read in the layout ``used``."""
-        stored = self.parts.parts[index].stored[chosen]
-        return tuple("whole" if gradient == WHOLE else "states" if value == WHOLE else
-                     "split" if value == read else "pieces"
-                     for value, gradient, read in zip(stored.layout, stored.gradient, used, strict=True))
+        for step in self.resharding.steps(source, target, self.graph.tensor_shapes[tensor]):
+            if step.kind is not None and self.mesh.shape[step.axis] > 1:
+                num_bytes = step.part(self.mesh.shape) * float(self.graph.tensor_bytes[tensor])
+                seconds = float(self.mesh.seconds(step.axis, step.kind, np.array([num_bytes]))[0])
+                yield _Sent(unit, direction, step.axis, step.kind, num_bytes * times, seconds * times, times)
 
     def _axes(self, sent: list[_Sent]) -> tuple[Axis, ...]:
         """Return the axes, named by what they split most of the compute time by."""
@@ -277,7 +188,7 @@ class ShardingReader:
                     word = self.op_words(part, self.sharding.choice[node])[axis]
                     name = {"samples": "data", "positions": "sequence", "whole": ""}.get(word, "tensor")
                     if name and word != "sum":
-                        time[name] += self._times(part, node) * float(item.seconds[self.sharding.choice[node]])
+                        time[name] += self.times(part, node) * float(item.seconds[self.sharding.choice[node]])
             best = max(time, key=lambda name: time[name]) if any(time.values()) else "unused"
             names.append(best if best not in names else f"{best}{1 + sum(name.startswith(best) for name in names)}")
         return tuple(Axis(name=name, size=size, seconds=sum(item.seconds for item in sent if item.axis == axis))
@@ -302,18 +213,6 @@ class ShardingReader:
                                          exchanges=self._exchanges(sent, members, shown)))
         return (*result, LayerClass(title=OUTSIDE, count=1, uses=uses.get(None, ()),
                                     exchanges=self._exchanges(sent, [None], None)))
-
-    def positions(self, unit: Unit) -> list[int]:
-        """Return the positions in the full model of the copies that a unit stands for."""
-        run = self.folded.runs[unit.run]
-        if unit.copy != MIDDLE:
-            return [run.kept[unit.copy]]
-        graph = self.sharding.graph
-        counts, begin = graph.counts[unit.run], run.kept[MIDDLE]
-        if graph.is_woven and len(counts) == 2:
-            return list(range(begin + unit.variant, begin + sum(counts), 2))
-        begin += sum(counts[:unit.variant])
-        return list(range(begin, begin + counts[unit.variant]))
 
     def _exchanges(self, sent: list[_Sent], units: list[Unit] | list[None], shown: Unit | None
                    ) -> tuple[Exchange, ...]:
@@ -384,25 +283,10 @@ class ShardingReader:
             part = self.parts.parts[key[0]]
             if part.kind != kind:
                 continue
-            words = self.op_words(key[0], self.choice_of(key)) if kind == "op" else self._parameter_words(key)
+            words = self.op_words(key[0], self.choice_of(key)) if kind == "op" else self.parameter_words(key)
             text = ", ".join(f"{axis}: {word}" for axis, word in zip(axes, words, strict=True) if word != "whole")
             result |= dict.fromkeys(self.full_names(key, part.name), text or "whole")
         return result
-
-    def full_names(self, key: tuple[int, int], name: str) -> list[str]:
-        """Return what a name of a node is called in all copies of the full model that it stands for."""
-        unit = self.unit_of(key)
-        if unit is None:
-            return [name]
-        run = self.folded.runs[unit.run]
-        return [self.folded.full_name(run, unit.copy, name, position) for position in self.positions(unit)]
-
-    def _parameter_words(self, key: tuple[int, int]) -> tuple[str, ...]:
-        edge = self.reader_of[key[0]]
-        reader = next(item for item in ((edge.reader, key[1]), (edge.reader, -1), (edge.reader, 0))
-                      if item in self.nodes)
-        used = self.resharding.layouts[int(edge.reads[self.choice_of(reader)])]
-        return self.stored_words(key[0], self.choice_of(key), used)
 
     # ---- notes ------------------------------------------------------------------------------------------------------
 

@@ -150,7 +150,7 @@ def share_text(row: StageFacts) -> str:
 
 def exchanges_table(rows: Sequence[ExchangeFacts]) -> TextTable:
     """Return the gradient exchanges."""
-    cells = tuple((row.method, f"{len(row.parameters)}: {short_list(row.parameters, limit=3)}",
+    cells = tuple((row.how, f"{len(row.parameters)}: {short_list(row.parameters, limit=3)}",
                    format_bytes(row.num_bytes), short_list(row.devices), seconds(row.time_s)) for row in rows)
     return TextTable(title="Gradient exchanges", header=("method", "parameters", "bytes", "devices", "time"),
                      rows=cells, numeric=frozenset({2, 4}))

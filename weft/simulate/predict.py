@@ -20,5 +20,5 @@ def simulate(program: Program, costs: Costs, cluster: Cluster) -> Timeline:
     wiring = timed.wiring
     simulator = Simulator(timed.graph, describe=lambda task: program.place(int(wiring.leader[task])))
     simulator.run()
-    return make_timeline(program, start_s=simulator.starts[wiring.task], end_s=simulator.ends[wiring.task],
+    return make_timeline(program, start_s=simulator.starts[wiring.first], end_s=simulator.ends[wiring.task],
                          kind="predicted", source=timed.source[wiring.task], wiring=wiring)

@@ -20,11 +20,11 @@ from weft.errors import PlanError
 from weft.files import check_header, decode, encode, load_json, write_atomic
 from weft.model.graph import I64
 from weft.plan.memory import CATEGORIES, MemoryAccount
+from weft.plan.overlap import last_before
 from weft.plan.plan import ClusterRef, ModelRef
 from weft.plan.program import Op, Program
 from weft.plan.structure import raise_problems
 from weft.simulate.timeline import Kind, RankSummary, Timeline
-from weft.simulate.wiring import last_before
 
 FORMAT: Final = "weft.timeline"
 VERSION: Final = 1

@@ -9,10 +9,13 @@ Following the semantics in ``weft.plan.program``:
   what the cluster says. The computes that need it wait for it.
 - A collective is ready when the compute before it is done on all members; those of a rank follow each other in order.
   The optimizer step waits for the collectives before it.
+- A collective that is issued inside a backward is ready when the part of it is done that makes its gradients final:
+  the operators from the last to the first that reads one of its parameters, in this order. Where devices share a
+  processing unit a backward is one task, and its collectives come after it.
 
-A backward of a stage that recomputes takes its forward again. A parameter server's link carries the gradients of one
-member after the other, and then the sums back; sufficient factors are gathered. An optimizer step reads and writes
-parameters and state and reads gradients, at the memory rate of pointwise operators.
+A backward of a stage that recomputes takes its forward again. ``weft.simulate.exchange_time`` says how long collectives
+take. An optimizer step reads and writes parameters and state and reads gradients, at the memory rate of pointwise
+operators.
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ from typing import Final
 import numpy as np
 
 from weft.cluster.cluster import Cluster, DeviceId
-from weft.cost.collectives import Collective
 from weft.cost.costs import Costs
 from weft.cost.costs import Phase as CostPhase
 from weft.cost.figure import ZERO, Figure, Source, combine
@@ -33,9 +35,12 @@ from weft.cost.op_classes import op_classes
 from weft.errors import PlanError
 from weft.model.graph import F64, I64
 from weft.plan.memory import static_bytes
-from weft.plan.program import U8, Bucket, Channel, Op, Phase, Program
+from weft.plan.overlap import last_before
+from weft.plan.program import U8, Channel, Op, Phase, Program
+from weft.simulate.exchange_time import exchange_figure, factored_ops, products_figure, without_products
+from weft.simulate.finality import final_times
 from weft.simulate.tasks import TaskGraph, make_task_graph
-from weft.simulate.wiring import Wiring, expand, last_before, wire
+from weft.simulate.wiring import Wiring, expand, wire
 
 _COST_PHASE: Final[tuple[CostPhase, ...]] = ("F", "B", "I", "W")
 """What costs call each ``Phase``."""
@@ -54,8 +59,10 @@ class TimedProgram:
 def time_program(program: Program, costs: Costs, cluster: Cluster) -> TimedProgram:
     """Return the program as tasks with durations, resources and edges."""
     devices = rank_devices(program, cluster)
-    wiring = wire(program)
+    shared = any(cluster.devices[device].unit is not None for device in devices)
+    wiring = wire(program, inside=np.full(program.num_instructions, -1, dtype=np.int64) if shared else None)
     seconds, source = _durations(program, costs, devices, wiring.leader)
+    _cut_backwards(program, costs, devices, wiring, seconds)
     resources = np.concatenate([_transfer_resources(program, cluster, devices, wiring.leader),
                                 _unit_resources(program, cluster, devices, wiring)])
     names, held = np.unique(resources[:, 1], return_inverse=True)
@@ -76,14 +83,15 @@ def rank_devices(program: Program, cluster: Cluster) -> tuple[DeviceId, ...]:
 
 def _edges(program: Program, wiring: Wiring) -> I64:
     """Return rows (task, task that waits for it)."""
-    task = wiring.task
-    index = np.arange(program.num_instructions, dtype=np.int64)
+    task, first = wiring.task, wiring.first
     in_stream = (program.op == Op.COLLECTIVE) | (program.op == Op.STEP)
     collective_before = np.where(in_stream, last_before(program.rank_start, program.op == Op.COLLECTIVE), -1)
+    rows = [np.stack([before[before >= 0], first[before >= 0]], axis=1)
+            for before in (wiring.after, np.where(collective_before >= 0, task[collective_before], -1))]
     received = wiring.needs[program.op[wiring.needs[:, 1]] == Op.RECV]
-    rows = [np.stack([task[before[before >= 0]], task[index[before >= 0]]], axis=1)
-            for before in (wiring.previous, collective_before)]
-    return np.concatenate([*rows, task[received[:, ::-1]]])
+    parts = np.flatnonzero(np.diff(wiring.leader) == 0)
+    return np.concatenate([*rows, np.stack([task[received[:, 1]], first[received[:, 0]]], axis=1),
+                           np.stack([parts, parts + 1], axis=1)])
 
 
 def _durations(
@@ -106,10 +114,12 @@ def _durations(
     fill(Op.SEND, program.channel.astype(np.int64),
          lambda key: transfer_figure(program, costs, devices, program.channels[key]))
     fill(Op.COLLECTIVE, program.bucket.astype(np.int64),
-         lambda key: _bucket_figure(costs, devices, program.buckets[key]))
+         lambda key: exchange_figure(program, costs, devices, program.buckets[key]))
     if (op == Op.STEP).any():
         static = static_bytes(program)
-        fill(Op.STEP, program.rank_of(), lambda rank: _step_figure(costs.cluster, devices[rank], static[rank]))
+        fill(Op.STEP, program.rank_of(),
+             lambda rank: combine([products_figure(program, costs, devices[rank], rank),
+                                   _step_figure(costs.cluster, devices[rank], static[rank])]))
     return seconds, source
 
 
@@ -125,7 +135,32 @@ def _compute_figure(
         names = ", ".join(program.rank_names[rank] for rank in item.ranks)
         raise PlanError(f"stage {stage.name!r} holds an operator that may not run on {names!r}: "
                         "the graph file gives it no time there; move it to another device")
-    return figure
+    return without_products(program, costs, devices, instance, phase, figure)
+
+
+def _cut_backwards(program: Program, costs: Costs, devices: tuple[DeviceId, ...], wiring: Wiring, seconds: F64) -> None:
+    """Divide the seconds of backwards among their parts."""
+    starts = np.flatnonzero(np.diff(wiring.leader, prepend=-1))
+    counts = np.diff(np.append(starts, wiring.num_tasks))
+    known: dict[tuple[int, tuple[int, ...]], F64] = {}
+    for task, count in zip(starts[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True):
+        place = int(wiring.leader[task])
+        instance, buckets = int(program.instance[place]), tuple(program.bucket[place + 1 : place + count].tolist())
+        if (instance, buckets) not in known:
+            known[instance, buckets] = _part_shares(program, costs, devices, instance, buckets)
+        seconds[task : task + count] *= known[instance, buckets]
+
+
+def _part_shares(program: Program, costs: Costs, devices: tuple[DeviceId, ...], instance: int,
+                 buckets: tuple[int, ...]) -> F64:
+    """Return the shares of a backward's parts: up to where each bucket's gradients are final, and from the last on."""
+    item = program.instances[instance]
+    times = final_times(
+        program.graph, costs, program.stage_ops[item.stage], [devices[rank] for rank in item.ranks],
+        [program.buckets[index].parameters for index in buckets], fraction=item.num_samples / program.graph.batch,
+        recompute=program.plan.stages[item.stage].recompute, factored=factored_ops(program, item.stage, item.ranks))
+    ends = np.maximum.accumulate(times / (times[-1] or 1.0))
+    return np.diff(ends, prepend=0.0)
 
 
 def stage_figure(costs: Costs, ops: I64, devices: Sequence[DeviceId], phase: CostPhase, *, fraction: float,
@@ -153,17 +188,6 @@ def transfer_figure(program: Program, costs: Costs, devices: tuple[DeviceId, ...
         return costs.transfer(channel.num_bytes, *ends)
     whole = combine(costs.tensor_transfer(tensor, *ends) for tensor in channel.tensors)
     return Figure(whole.seconds * (channel.samples[1] - channel.samples[0]) / program.graph.batch, whole.source)
-
-
-def _bucket_figure(costs: Costs, devices: tuple[DeviceId, ...], bucket: Bucket) -> Figure:
-    members = [devices[rank] for rank in bucket.ranks]
-    if bucket.method == "parameter_server":
-        server, *others = members
-        return combine(costs.transfer(bucket.num_bytes, *ends)
-                       for other in others for ends in ((other, server), (server, other)))
-    kind = Collective.ALL_REDUCE if bucket.method == "all_reduce" else Collective.ALL_GATHER
-    cost = costs.collective(kind, bucket.num_bytes, members)
-    return Figure(cost.seconds, cost.source)
 
 
 def _step_figure(cluster: Cluster, device: DeviceId, static: I64) -> Figure:
@@ -196,6 +220,6 @@ def _unit_resources(program: Program, cluster: Cluster, devices: tuple[DeviceId,
         return np.zeros((0, 2), dtype=np.int64)
     first = cluster.num_resources
     resource = np.asarray([-1 if unit is None else first + known[unit] for unit in units], dtype=np.int64)
-    computes = np.flatnonzero(np.isin(program.op, (Op.COMPUTE, Op.STEP)))
+    computes = np.flatnonzero(np.isin(program.op, (Op.COMPUTE, Op.STEP)))  # each one task: see ``time_program``
     rows = np.stack([wiring.task[computes], resource[program.rank_of()[computes]]], axis=1)
     return np.unique(rows[rows[:, 1] >= 0], axis=0)

@@ -6,6 +6,9 @@ send, or the one on the lowest rank. Tasks are numbered by their leaders' positi
 
     rank 0:  F s0 mb 0, send, ...            tasks: 0 F s0 mb 0,  1 transfer,  2 F s1 mb 0
     rank 1:  receive, F s1 mb 0, ...         the receive belongs to task 1
+
+A backward inside which collectives are issued (``weft.plan.overlap``) is several tasks, one after the other: its parts.
+The first ends where the first of those collectives may start, and so on; the last ends the backward.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.errors import PlanError
-from weft.model.graph import I64, Bool
+from weft.model.graph import I64
+from weft.plan.overlap import inside_backward, last_before
 from weft.plan.program import Op, Phase, Program
 
 
@@ -24,11 +28,15 @@ class Wiring:
     """Tasks of a program and what they wait for; instructions are known by their position in the program's columns."""
 
     task: I64
-    """The task of each instruction."""
+    """The task of each instruction; of one in parts the last."""
+    first: I64
+    """The first task of each instruction."""
     leader: I64
     """The instruction that stands for each task."""
     previous: I64
     """The compute (or step) before each instruction on its rank, or -1."""
+    after: I64
+    """The task on its rank that each instruction waits for: the compute before it, or a part of that; or -1."""
     partner: I64
     """The receive of each send and the send of each receive; -1 for others."""
     needs: I64
@@ -40,35 +48,34 @@ class Wiring:
         return len(self.leader)
 
 
-def wire(program: Program) -> Wiring:
+def wire(program: Program, *, inside: I64 | None = None) -> Wiring:
     """Return the tasks of the program and what they wait for.
 
+    ``inside`` is which collectives are issued inside which backwards, if it is not what ``inside_backward`` says.
     Raises ``PlanError`` if a send has no receive, or if a collective is missing on a member.
     """
+    inside = inside_backward(program) if inside is None else inside
     partner = _match_transfers(program)
     leader_of = np.arange(program.num_instructions, dtype=np.int64)
     received = np.flatnonzero(program.op == Op.RECV)
     leader_of[received] = partner[received]
     _lead_collectives(program, leader_of)
     _lead_joint_computes(program, leader_of)
-    is_leader = np.zeros(program.num_instructions, dtype=np.bool_)
-    is_leader[leader_of] = True
-    number = np.cumsum(is_leader) - 1
+    num_tasks = np.zeros(program.num_instructions, dtype=np.int64)
+    num_tasks[leader_of] = 1
+    early = np.flatnonzero(inside >= 0)
+    place = early - inside[early]
+    np.maximum.at(num_tasks, leader_of[inside[early]], place + 1)
+    last = np.cumsum(num_tasks) - 1
+    task, first = last[leader_of], (last - num_tasks + 1)[leader_of]
     runs = (program.op == Op.COMPUTE) | (program.op == Op.STEP)
+    previous = last_before(program.rank_start, runs)
+    after = np.where(previous >= 0, task[previous], -1)
+    after[early] = first[inside[early]] + place - 1
     needs = np.concatenate([_channel_needs(program), _collective_needs(program)])
-    return Wiring(
-        task=number[leader_of], leader=np.flatnonzero(is_leader), partner=partner,
-        previous=last_before(program.rank_start, runs),
-        needs=needs[np.argsort(needs[:, 0], kind="stable")])
-
-
-def last_before(rank_start: I64, chosen: Bool) -> I64:
-    """Return, for each instruction, the last ``chosen`` one before it on its rank, or -1."""
-    latest = np.full(len(chosen) + 1, -1, dtype=np.int64)
-    latest[1:] = np.where(chosen, np.arange(len(chosen)), -1)
-    latest = np.maximum.accumulate(latest)[:-1]
-    first = np.repeat(rank_start[:-1], rank_start[1:] - rank_start[:-1])
-    return np.where(latest >= first, latest, -1)
+    return Wiring(task=task, first=first, leader=np.repeat(np.arange(program.num_instructions), num_tasks),
+                  partner=partner, previous=previous, after=after,
+                  needs=needs[np.argsort(needs[:, 0], kind="stable")])
 
 
 def expand(first: I64, stop: I64) -> tuple[I64, I64]:

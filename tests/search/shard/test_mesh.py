@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 
 from tests.search.shard.worlds import cluster_of
 from weft.cost.collectives import Collective, CollectiveModel
+from weft.cost.profile import CommFit
 from weft.errors import InputError
+from weft.model.layout_steps import find_steps
 from weft.model.tensor_layout import SUM, parse_placement
-from weft.run.reshard import find_steps
 from weft.search.shard.mesh import KINDS, Mesh, Resharding, mesh_shapes
 
 LINK, NETWORK = (1e9, 1e-6), (1e8, 1e-5)
 N = 1e6
+TENSOR = (720, 720, 720)
 
 
 def resharding(hosts, shape, **options):
@@ -30,15 +32,15 @@ def layout(text):
     return tuple(parse_placement(item) for item in text.split())
 
 
-def steps_of(change, source, target):
+def steps_of(change, source, target, tensor=TENSOR):
     """Return {(axis, collective): part of the tensor} of a change, without what is nothing."""
-    found = change.steps(change.number(layout(source)), change.number(layout(target)))
-    return {(place // len(KINDS), KINDS[place % len(KINDS)].value): part for place, part in enumerate(found) if part}
+    return {(step.axis, KINDS[step.kind].value): step.part(change.mesh.shape) for step in
+            change.steps(change.number(layout(source)), change.number(layout(target)), tensor) if step.kind is not None}
 
 
-def seconds_of(change, source, target, num_bytes=N):
+def seconds_of(change, source, target, num_bytes=N, tensor=TENSOR):
     numbers = [np.array([change.number(layout(text))]) for text in (source, target)]
-    return float(change.matrix(*numbers, num_bytes)[0, 0])
+    return float(change.matrix(*numbers, num_bytes, tensor)[0, 0])
 
 
 def ring(kind, size, num_bytes, link):
@@ -92,8 +94,10 @@ def test_steps_on_hosts_and_devices(source, target, steps):
     ("R S0", "S0 S0", {(1, "all_gather"): 1.0}),
     ("S0 S0", "R S0", {(1, "all_gather"): 1 / 2, (0, "all_gather"): 1.0}),
     ("P S0", "R S0", {(0, "all_reduce"): 1 / 4}),
-    # the slow axis would have to scatter the whole: to gather inside hosts what was summed between them is faster
-    ("P P", "S0 S0", {(1, "reduce_scatter"): 1.0, (0, "all_reduce"): 1 / 4, (1, "all_gather"): 1.0}),
+    # the slow axis would have to scatter the whole: inside hosts it is scattered along another dimension first
+    ("P P", "S0 S0", {(1, "reduce_scatter"): 1.0, (0, "reduce_scatter"): 1 / 4, (1, "all_to_all"): 1 / 8}),
+    ("P P", "S0 R", {(1, "reduce_scatter"): 1.0, (0, "reduce_scatter"): 1 / 4, (1, "all_gather"): 1 / 2}),
+    ("P P", "R P", {(1, "reduce_scatter"): 1.0, (0, "all_reduce"): 1 / 4}),
     # the later axis would have to be gathered before the exchange: both are
     ("S0 S1", "S1 S1", {(0, "all_gather"): 1 / 4, (1, "all_gather"): 1.0}),
 ])
@@ -106,23 +110,40 @@ def test_sums_that_two_axes_of_equal_links_scatter():
         (0, "reduce_scatter"): 1.0, (1, "reduce_scatter"): 1 / 2}
 
 
+@pytest.mark.parametrize(("source", "target", "tensor", "steps"), [
+    # one dimension: what is summed between hosts is gathered inside them, and cut
+    ("P P", "S0 R", (1 << 20,), {(1, "reduce_scatter"): 1.0, (0, "all_reduce"): 1 / 4, (1, "all_gather"): 1.0}),
+    # nothing divides by four: there are no equal pieces
+    ("P P", "R R", (7, 10 ** 6 + 1), {(0, "all_reduce"): 1.0, (1, "all_reduce"): 1.0}),
+    # few entries: as few collectives as can be
+    ("P P", "R R", (64, 64), {(0, "all_reduce"): 1.0, (1, "all_reduce"): 1.0}),
+    ("P P", "S0 R", (64, 64), {(0, "reduce_scatter"): 1.0, (1, "all_reduce"): 1 / 2}),
+    ("P P", "R R", (), {(0, "all_reduce"): 1.0, (1, "all_reduce"): 1.0}),
+])
+def test_a_way_depends_on_what_divides_and_on_size(source, target, tensor, steps):
+    assert steps_of(resharding((4, 4), (2, 4)), source, target, tensor) == steps
+
+
 PLACES = ("R", "P", "S0", "S1", "S1/3")
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.tuples(*[st.sampled_from(PLACES)] * 4), st.sampled_from([(2, 2), (2, 3), (4, 2)]))
-def test_nothing_is_cheaper_than_what_the_runtime_must_send(places, shape):
-    """The runtime finds its own way; the search's account of the gathers and exchanges is of the same way or another
-    of no more bytes, and is nothing exactly where the runtime sends nothing."""
-    source, target = " ".join(places[:2]), " ".join(places[2:])
-    for text in (source, target):
-        if len({item for item in text.split() if item.startswith("S1")}) > 1:
-            return  # no operator cuts one dimension in two ways
-    change = resharding((math.prod(shape),), shape)
-    sent = [step for step in find_steps(layout(source), layout(target), shape, (720, 720))
-            if str(step.before[step.axis]) != "R" and str(step.after) != "P"]
-    assert bool(sent) == bool(steps_of(change, source, target))
-    assert bool(sent) == (seconds_of(change, source, target) > 0)
+@settings(deadline=None, max_examples=150)
+@given(st.lists(st.tuples(*[st.sampled_from(PLACES)] * 6), min_size=1, max_size=12),
+       st.sampled_from([(2, 2), (4, 3), (2, 2, 2), (4, 2, 3)]),
+       st.sampled_from([(720, 720), (6, 720, 720), (12, 18, 10 ** 4), (24, 8), (17, 10 ** 5)]))
+def test_times_are_those_of_the_steps_that_are_run(places, shape, tensor):
+    """Pairs of one form share their time; the steps of each pair by itself are those of the runtime."""
+    pairs = [(items[:len(shape)], items[3:3 + len(shape)]) for items in places]
+    pairs = [tuple(layout(" ".join(items)) for items in pair) for pair in pairs if all(
+        len({item for item in items if item.startswith("S1")}) < 2 for items in pair)]
+    change = resharding((math.prod(shape) // 2,) * 2, shape)
+    sources, targets = (np.array([change.number(pair[side]) for pair in pairs], dtype=np.int64) for side in (0, 1))
+    times = change.matrix(sources, targets, N, tensor)
+    for (row, (source, _)), (column, (_, target)) in product(enumerate(pairs), enumerate(pairs)):
+        steps = find_steps(source, target, shape, tensor, change.mesh.weights)
+        seconds = sum(float(change.mesh.seconds(step.axis, step.kind, np.array([N * step.part(shape)]))[0])
+                      for step in steps if step.kind is not None)
+        assert times[row, column] == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("hosts", [(8,), (4, 4)])
@@ -132,8 +153,8 @@ def test_no_change_takes_longer_than_to_make_the_tensor_whole(shape, hosts):
     layouts = [layout(" ".join(items)) for items in product(("R", "P", "S0", "S1", "S1/3"), repeat=len(shape))]
     numbers = np.array([change.number(item) for item in layouts if item.count(SUM) < 2 and len({
         place for place in item if place.dim == 1}) < 2])
-    times = change.matrix(numbers, numbers, 1e12)
-    whole = change.matrix(numbers, np.array([change.number(layout(" ".join("R" * len(shape))))]), 1e12)
+    times = change.matrix(numbers, numbers, 1e12, TENSOR)
+    whole = change.matrix(numbers, np.array([change.number(layout(" ".join("R" * len(shape))))]), 1e12, TENSOR)
     assert (times <= whole * (1 + 1e-6)).all()
     assert (np.diagonal(times) == 0).all()
 
@@ -198,8 +219,8 @@ def test_times_of_a_matrix_are_those_of_its_pairs():
     change = resharding((4, 4), (2, 4))
     texts = ["R R", "S0 S0", "P S1", "P P", "S0 R"]
     rows, columns = (np.array([change.number(layout(text)) for text in items]) for items in (texts * 2, texts[1:]))
-    first = change.matrix(rows, columns, N)
-    assert np.array_equal(first, change.matrix(rows, columns, N))
+    first = change.matrix(rows, columns, N, TENSOR)
+    assert np.array_equal(first, change.matrix(rows, columns, N, TENSOR))
     for (i, source), (j, target) in product(enumerate(texts * 2), enumerate(texts[1:])):
         assert first[i, j] == seconds_of(change, source, target)
 
@@ -223,6 +244,23 @@ def test_groups_together_are_never_faster_than_alone():
                 together = min(line.at(num_bytes) for line in model.lines_together(kind, groups))
                 alone = max(model.cost(kind, num_bytes, group).seconds for group in groups)
                 assert together >= alone * (1 - 1e-12), (kind, groups)
+
+
+def fit(collective, scope, latency_s=3e-6, s_per_byte=5e-9):
+    return {(collective, scope): CommFit(collective=collective, scope=scope, algorithm="ring", latency_s=latency_s,
+                                         s_per_byte=s_per_byte, num_points=9, error=0.0)}
+
+
+def test_measured_collectives_replace_those_by_links():
+    cluster = cluster_of((4, 4), link=LINK, network=NETWORK)
+    fits = fit("all_reduce", "host:unit") | fit("all_gather", "network:unit")
+    plain, mesh = Mesh(cluster, range(8), (2, 4)), Mesh(cluster, range(8), (2, 4), comm_fits=fits)
+    size = np.array([N])
+    assert mesh.seconds(1, 0, size)[0] == pytest.approx(6 * 3e-6 + 1.5 * 5e-9 * N)  # 4 in a ring, each host by itself
+    assert mesh.seconds(0, 2, size)[0] == pytest.approx(3e-6 + 4 * 0.5 * 5e-9 * N)  # 4 pairs share the network
+    assert mesh.seconds(0, 0, size)[0] == plain.seconds(0, 0, size)[0]
+    assert mesh.seconds(1, 2, size)[0] == plain.seconds(1, 2, size)[0]
+    assert mesh.weights == plain.weights == (32.0, 1.0)  # by links alone: ten times slower, and shared by four
 
 
 # ---- shapes ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from functools import cache
 
@@ -10,11 +11,15 @@ import pytest
 import torch
 from torch import nn
 
-from tests.search.shard.worlds import cluster_of, search_of, source_of
+from tests.search.shard.worlds import cluster_of, search_of, source_of, zoo
 from weft.cost.costs import estimate_costs
 from weft.errors import NoFeasiblePlan
 from weft.model.folded import trace_folded
-from weft.search.shard.model_search import shard_model
+from weft.plan.plan import Optimizer
+from weft.search.budget import Budget
+from weft.search.shard.compare import compare_meshes
+from weft.search.shard.mesh import Mesh
+from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.named import named
 from weft.search.shard.roles import find_roles
 
@@ -128,11 +133,41 @@ def test_of_several_meshes_the_best_is_kept_and_the_smallest_miss_is_told():
     model = folded(Deep, 64)
     costs = estimate_costs(model.traced.graph, cluster)
     shapes = [(4,), (2, 2)]
-    alone = [shard_model(model, cluster, costs, shapes=[shape]).seconds for shape in shapes]
-    assert shard_model(model, cluster, costs, shapes=shapes).seconds == pytest.approx(min(alone))
+    alone = [compare_meshes(model, cluster, costs, shapes=[shape]).best.seconds for shape in shapes]
+    assert compare_meshes(model, cluster, costs, shapes=shapes).best.seconds == pytest.approx(min(alone))
     missing = []
     for group in ([shapes[0]], [shapes[1]], shapes):
         with pytest.raises(NoFeasiblePlan) as problem:
-            shard_model(model, cluster, costs, shapes=group, limit_bytes=1.0)
+            compare_meshes(model, cluster, costs, shapes=group, limit_bytes=1.0)
         missing.append(problem.value.missing_bytes)
     assert missing[2] == min(missing[:2])
+
+
+def test_of_equally_fast_shardings_the_one_that_holds_least_is_found():
+    cluster = cluster_of((4,), flop_per_s=1e10, memory_bytes_per_s=1e10, link=(1e9, 1e-7))
+    model = trace_folded(zoo("gpt2-tiny:layers=4", batch=8))
+    free = search_of(model, cluster, (2, 2)).run()
+    assert free.status == "optimal"
+    tighter = search_of(model, cluster, (2, 2), limit=free.held_bytes * 0.999).run()
+    assert tighter.seconds > free.seconds * (1 + 1e-7)
+
+
+def test_when_time_ends_before_there_is_a_sharding_the_message_says_so():
+    model = folded(Deep, 64)
+    with pytest.raises(NoFeasiblePlan, match=r"on a mesh of 2 were being listed, .* Try a longer time limit"):
+        MeshSearch(model, estimate_costs(model.traced.graph, CLUSTER), Mesh(CLUSTER, range(2), (2,)),
+                   optimizer=Optimizer(), limit_bytes=None, budget=Budget(effort=math.inf, deadline=0.0))
+
+
+def test_when_time_ends_the_best_of_the_meshes_so_far_is_kept():
+    cluster = cluster_of((2, 2), flop_per_s=1e9, memory_bytes_per_s=1e12, link=(1e9, 1e-8))
+    model = folded(Deep, 64)
+    budget = Budget(effort=math.inf)
+    costs = estimate_costs(model.traced.graph, cluster)
+
+    def after_the_first(text):
+        budget.is_interrupted = text.startswith("mesh")
+
+    found = compare_meshes(model, cluster, costs, shapes=[(4,), (2, 2)], budget=budget, progress=after_the_first)
+    assert found.shapes == ((4,),)
+    assert found.best.seconds == compare_meshes(model, cluster, costs, shapes=[(4,)]).best.seconds

@@ -79,3 +79,23 @@ def test_an_unknown_name_is_refused():
     item = search()
     with pytest.raises(InputError, match="no plan named 'fsdp': choose one of data, zero1"):
         named("fsdp", find_roles(item.parts, item.folded), 1)
+
+
+def test_a_batch_that_divides_over_one_axis_only_is_split_over_that_one():
+    """Two samples on a mesh of 2 x 2: either axis can split them, both cannot."""
+    found = plan("data", (2, 2), batch=2)
+    item = search((2, 2), batch=2)
+    roles = find_roles(item.parts, item.folded)
+    split = [(item.parts.parts[part].choices, index, roles.samples[part])
+             for part, index in zip(found.graph.node_part, found.choice, strict=True) if part in roles.samples]
+    split = [(choices.strategies[index], samples) for choices, index, samples in split
+             if choices.op.factors[samples].size == 2]
+    assert len(split) > 30
+    assert all(sorted(strategy) == sorted((-1, samples)) for strategy, samples in split)
+
+
+def test_a_view_that_merges_samples_and_positions_is_no_obstacle():
+    """Mixtral's experts see one list of tokens: it cannot be split by samples and by positions at once."""
+    item = search_of(trace_folded(zoo("mixtral-8x:layers=4,hidden=32,ffn=64,seq=8", batch=4)), CLUSTER, (2, 2))
+    found = item.run(named("sequence", find_roles(item.parts, item.folded), 2))
+    assert item.run().seconds <= found.seconds * (1 + 1e-9)

@@ -75,8 +75,10 @@ class Made:
                 ways.append(("backward", edge.returns[choice[edge.reader]],
                              giver.gradients[edge.output][choice[edge.giver]]))
             for way, source, target in ways:
-                sent += [(way, giver.name, reader.name, KINDS[place].value, part * edge.num_bytes)
-                         for place, part in enumerate(steps(int(source), int(target))) if part]
+                sent += [(way, giver.name, reader.name, KINDS[step.kind].value,
+                          step.part(self.parts.resharding.mesh.shape) * edge.num_bytes)
+                         for step in steps(int(source), int(target), self.parts.shape_of(edge))
+                         if step.kind is not None]
         return sorted(sent)
 
     def best(self):
@@ -270,3 +272,45 @@ def test_uneven_parts_cost_what_the_larger_does():
     assert by_words["b0"] == pytest.approx(by_words["whole"] * 2 / 3, rel=1e-6)
     assert by_words["n"] == pytest.approx(by_words["whole"] * 3 / 5, rel=1e-6)
     assert math.isclose(made.part("0.weight").held_bytes.min(), 4 * 25 * 3 / 5)
+
+
+# ---- inside operators, and what is not trained -----------------------------------------------------------------------
+
+
+class Classifier(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(WIDTH, 10, bias=False)
+
+    def forward(self, x):
+        return nn.functional.cross_entropy(self.out(x), x.new_zeros(len(x), dtype=torch.long))
+
+
+def test_what_a_loss_exchanges_depends_on_the_factor_that_is_split():
+    """Split classes exchange a maximum and a sum for every row; split rows one number, how many rows there are."""
+    made = Made(Classifier, (WIDTH,), batch=1000, latency=1e-6, rate=1e6)
+    part = made.part("cross_entropy_loss", "op")
+    seconds = {made.words(part, index): float(part.seconds[index]) for index in range(len(part.seconds))}
+    rows, classes = made.seconds("all_reduce", 4.0), 2 * made.seconds("all_reduce", 4.0 * 1000)
+    whole_loss = made.seconds("all_reduce", 4.0)  # either way the loss itself is a sum
+    assert seconds["rows0"] - seconds["whole"] / 2 == pytest.approx(rows + whole_loss, rel=1e-3)
+    assert seconds["classes"] - seconds["whole"] / 2 == pytest.approx(classes + whole_loss, rel=1e-3)
+
+
+class HalfFrozen(Pair):
+    def __init__(self):
+        super().__init__()
+        self.e.weight.requires_grad_(False)
+        self.b.weight.requires_grad_(False)
+
+
+def test_frozen_parameters_have_no_gradients_and_no_states():
+    made, trained = Made(HalfFrozen, (WIDTH,)), Made(Pair, (WIDTH,))
+    for name in ("e.weight", "b.weight"):
+        frozen, usual = (item.part(name, "parameter") for item in (made, trained))
+        assert frozen.held_bytes.max() == usual.held_bytes.max() / 4  # Adam: value, gradient and two states
+        assert all(item.layout == item.gradient for item in frozen.stored)
+    assert made.collectives(made.choice(data_parallel())) == [
+        ("backward", "a.weight", "a.linear", "all_reduce", WEIGHT)]
+    backward = [item for item in made.collectives(made.choice(MEGATRON)) if item[0] == "backward"]
+    assert backward == []  # nothing before the first trained layer wants a gradient

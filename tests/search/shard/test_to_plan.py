@@ -14,6 +14,7 @@ from weft.model.folded import FoldedModel, trace_folded
 from weft.model.source import ModelSource, resolve_model
 from weft.model.trace import trace
 from weft.plan.plan import Optimizer
+from weft.run.mesh import axis_weights
 from weft.search.budget import Budget
 from weft.search.shard.folded_graph import usage_of
 from weft.search.shard.mesh import Mesh
@@ -94,3 +95,16 @@ def test_with_little_memory_layers_are_mixed_and_that_is_better_than_all_alike()
     assert usage_of(graph, alike.choice) <= limit * (1 + 1e-9)
     assert float(evaluate(graph.problem, alike.choice).cost) > mixed.seconds * (1 + 1e-4)
     assert len(mixed.graph.counts[0]) == 2
+
+
+def test_a_run_weighs_the_axes_of_a_mesh_as_the_search_did():
+    """Both find the same steps for every change of layout: the plan describes the cluster that the search counted on."""
+    cluster = parse_cluster({
+        "format": "weft.cluster", "version": 1, "network": {"bandwidth": "100Gbit/s", "latency": "10us"},
+        "hosts": [{"name": "a", "count": 2, "devices": "2 x H100-80GB", "intra": "nvlink4"}]})
+    plan = search_plan(folded("gpt2-tiny:layers=4", 4), cluster, shape=(2, 2))
+    weights = axis_weights(plan, plan.stages[0].replicas[0])
+    assert weights == Mesh(cluster, range(4), (2, 2)).weights
+    assert weights[0] > 8 * weights[1] == 8
+    bare = replace(plan, cluster=replace(plan.cluster, description=None))
+    assert axis_weights(bare, plan.stages[0].replicas[0]) == ()

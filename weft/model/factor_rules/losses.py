@@ -11,7 +11,6 @@ is taken over all devices, and the loss of a row comes from the device that has 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from enum import IntEnum
 
 from torch import fx
@@ -37,22 +36,20 @@ def cross_entropy(node: fx.Node) -> OpFactors | None:
     class_dim = 0 if len(shape) == 1 else 1
     has_indices = not is_float(target)
     is_mean = call.args["reduction"] == Reduction.MEAN
-    rows = [() if dim == class_dim else call.factor(f"rows{dim}", size, special=is_mean)
-            for dim, size in enumerate(shape)]
-    classes = call.factor("classes", shape[class_dim], special=True) if has_indices else ()
+    is_linear = "nll" in str(node.target)
+    number = float(max(scores.meta["val"].dtype.itemsize, 4))
+    by_row = number * math.prod(shape) / shape[class_dim]
+    rows = [() if dim == class_dim else call.factor(f"rows{dim}", size, special=is_mean, forward_sums=(
+        (number,) if is_mean and has_indices else ())) for dim, size in enumerate(shape)]  # how much all rows count
+    classes = call.factor("classes", shape[class_dim], special=True,  # the maximum, and the sum of exponentials
+                          forward_sums=() if is_linear else (by_row, by_row)) if has_indices else ()
     dims = [classes if dim == class_dim else rows[dim] for dim in range(len(shape))]
     row_dims = [row for dim, row in enumerate(rows) if dim != class_dim]
     inputs = [(scores, dims), (target, row_dims if has_indices else dims)]
     if weight is not None:
         inputs.append((weight, [classes]))
-    is_linear = "nll" in str(node.target)
-    found = call.done(inputs, [row_dims if call.args["reduction"] == Reduction.NONE else []],
-                      linear=[[scores]] if is_linear else [])
-    if found is None or is_linear:
-        return found
-    num_rows = math.prod(shape) // shape[class_dim]
-    exchanged = num_rows * max(scores.meta["val"].dtype.itemsize, 4)  # twice, as if once forward and once backward
-    return replace(found, comm_bytes=float(exchanged))
+    return call.done(inputs, [row_dims if call.args["reduction"] == Reduction.NONE else []],
+                     linear=[[scores]] if is_linear else [])
 
 
 @rule("aten.mse_loss.default", "aten.l1_loss.default")

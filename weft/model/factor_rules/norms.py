@@ -56,7 +56,10 @@ def batch_norm(node: fx.Node) -> OpFactors | None:
     in_training = call.args.get("training", False)
     if in_training and "functional" not in str(node.target):
         return None  # it changes its statistics in place
-    images = call.factor("images", shape[0], special=in_training)
+    vector = float(shape[1] * max(x.meta["val"].dtype.itemsize, 4))
+    images = call.factor("images", shape[0], special=in_training,  # mean, then variance; back both at once
+                         forward_sums=(vector, vector) if in_training else (),
+                         backward_sums=(2 * vector,) if in_training else ())
     channels = call.factor("channels", shape[1])
     dims = [images, channels, *[()] * (len(shape) - 2)]
     names = ("weight", "bias", "running_mean", "running_var")
@@ -65,9 +68,7 @@ def batch_norm(node: fx.Node) -> OpFactors | None:
     found = call.done([(x, dims), *vectors], [dims, *statistics])
     if found is None:
         return None
-    itemsize = max(x.meta["val"].dtype.itemsize, 4)
-    exchanged = 2.0 * shape[1] * itemsize if in_training else 0.0  # mean and variance; as much in backward
-    return replace(found, whole_outputs=tuple(range(1, len(call.outputs))), comm_bytes=exchanged)
+    return replace(found, whole_outputs=tuple(range(1, len(call.outputs))))
 
 
 @rule("aten.lstm.input", "aten.gru.input")

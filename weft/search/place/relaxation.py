@@ -50,12 +50,6 @@ class _Rows:
         self.limits.append(limit)
 
 
-def relaxation_bound(problem: PlaceProblem, *, time_limit: float) -> float:
-    """Return the least latency of the relaxation; zero where the program is too large or not solved in time."""
-    relaxation = Relaxation(problem)
-    return relaxation.bound(time_limit=time_limit) if relaxation.is_of_use else 0.0
-
-
 class Relaxation:
     """The linear program of a problem, solved with fractions (a bound) or with whole units (a bound and devices)."""
 

@@ -86,16 +86,21 @@ def compare_meshes(folded: FoldedModel, cluster: Cluster, costs: Costs, *, shape
     best: ShardedModel | None = None
     misses: list[NoFeasiblePlan] = []
     rows = {name: NamedResult(name=name, sharding=None) for name in names}
-    tried = []
+    tried: list[tuple[int, ...]] = []
     for shape in shapes:
         if best is not None and budget.is_spent:
             break
-        tried.append(shape)
-        search = MeshSearch(folded, costs, Mesh(cluster, range(cluster.num_devices), shape),
-                            optimizer=optimizer or Optimizer(), limit_bytes=limit_bytes, budget=budget)
-        if len(tried) == 1:
+        mesh = Mesh(cluster, range(cluster.num_devices), shape, comm_fits=costs.comm_fits)
+        try:
+            search = MeshSearch(folded, costs, mesh, optimizer=optimizer or Optimizer(), limit_bytes=limit_bytes,
+                                budget=budget)
+        except NoFeasiblePlan as problem:  # out of time
+            misses.append(problem)
+            break
+        if not tried:
             for kind, where in search.parts.without_rule.items():
                 progress(f"warning: {kind} has no rule, so every device does all of it: {where}")
+        tried.append(shape)
         try:
             found = search.run()
         except NoFeasiblePlan as problem:
@@ -108,7 +113,7 @@ def compare_meshes(folded: FoldedModel, cluster: Cluster, costs: Costs, *, shape
         for name in names:
             rows[name] = _better(rows[name], _run_named(search, folded, name, len(shape)))
     if best is None:
-        raise min(misses, key=lambda problem: problem.missing_bytes or 0)
+        raise min(misses, key=lambda problem: inf if problem.missing_bytes is None else problem.missing_bytes)
     return MeshComparison(best=best, named=tuple(rows.values()), shapes=tuple(tried))
 
 

@@ -12,7 +12,7 @@ edge to each variant that counts n times.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -77,11 +77,13 @@ def place_parts(parts: ModelParts, folded: FoldedModel) -> list[Place | None]:
 class Assembler:
     """Makes strategy graphs of one model on one mesh."""
 
-    def __init__(self, parts: ModelParts, folded: FoldedModel) -> None:
-        self.parts, self.folded = parts, folded
+    def __init__(self, parts: ModelParts, folded: FoldedModel, *, pause: Callable[[], None] = lambda: None) -> None:
+        """``pause`` is called before costs of an edge are first computed; it may raise to end."""
+        self.parts, self.folded, self.pause = parts, folded, pause
         self.places = place_parts(parts, folded)
         self.partner = {place: part for part, place in enumerate(self.places) if place is not None}
         self._matrices: dict[tuple[object, ...], F64] = {}
+        self._weighted: dict[tuple[tuple[object, ...], float], F64] = {}
 
     def num_middle(self, run: int) -> int:
         """Return how many copies the middle one stands for."""
@@ -138,11 +140,16 @@ class Assembler:
         """Return an edge's costs; equal edges of equal layers share theirs."""
         giver, reader = self.parts.parts[edge.giver], self.parts.parts[edge.reader]
         key = (giver.values[edge.output].tobytes(), giver.gradients[edge.output].tobytes(), edge.reads.tobytes(),
-               None if edge.returns is None else edge.returns.tobytes(), edge.num_bytes, edge.is_parameter, weight,
-               len(reader.seconds))
+               None if edge.returns is None else edge.returns.tobytes(), edge.num_bytes, self.parts.shape_of(edge),
+               edge.is_parameter, len(reader.seconds))
         if key not in self._matrices:
-            self._matrices[key] = self.parts.matrix(edge) * weight
-        return self._matrices[key]
+            self.pause()
+            self._matrices[key] = self.parts.matrix(edge)
+        if weight == 1:
+            return self._matrices[key]
+        if (key, weight) not in self._weighted:
+            self._weighted[key, weight] = self._matrices[key] * weight
+        return self._weighted[key, weight]
 
     def uses(self, edge: Edge, shares: Mapping[int, tuple[int, ...]], is_woven: bool = False
              ) -> list[tuple[tuple[int, int], tuple[int, int], float]]:

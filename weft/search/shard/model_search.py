@@ -9,13 +9,12 @@ are mixed: so many copies of a layer as in the one, the rest as in the other.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 import numpy as np
 
-from weft.cluster.cluster import Cluster
 from weft.cost.costs import Costs
 from weft.errors import NoFeasiblePlan
 from weft.model.folded import FoldedModel
@@ -31,6 +30,8 @@ from weft.units import format_bytes
 
 PRICES: Final = 24
 """Prices of memory that are tried at most."""
+TIE: Final = 1e-10
+"""What all memory that could be held costs, as a share of the least time: far less than what counts as equal."""
 SOLVE_S: Final = 20.0
 """Seconds for one strategy graph, if there is no time limit."""
 
@@ -66,11 +67,22 @@ class MeshSearch:
 
     def __init__(self, folded: FoldedModel, costs: Costs, mesh: Mesh, *, optimizer: Optimizer,
                  limit_bytes: float | None, budget: Budget, splits_states: bool = True) -> None:
-        self.folded, self.budget, self.limit = folded, budget, limit_bytes
+        """List all choices and what they cost; raise ``NoFeasiblePlan`` if the budget ends meanwhile."""
+        self.folded, self.budget, self.limit, self._mesh = folded, budget, limit_bytes, mesh
         builder = PartBuilder(traced=folded.traced, costs=costs, devices=mesh.devices, resharding=Resharding(mesh),
-                              optimizer=optimizer, splits_states=splits_states)
+                              optimizer=optimizer, splits_states=splits_states, pause=self._pause)
         self.parts = builder.build()
-        self.assembler = Assembler(self.parts, folded)
+        self.assembler = Assembler(self.parts, folded, pause=self._pause)
+        problem = self.assembler.assemble().problem
+        self.assembler.pause = lambda: None
+        self._most = sum(float(items.max()) for items in problem.usages)
+        self._tie = TIE * sum(float(items.min()) for items in problem.costs) / max(self._most, 1.0)
+
+    def _pause(self) -> None:
+        """End here if the budget is spent: there is nothing to return yet."""
+        if self.budget.is_spent:
+            raise NoFeasiblePlan(f"the time ended while the choices on a mesh of {self._mesh.name} were being listed, "
+                                 "before there was a sharding on it. Try a longer time limit, or a mesh of fewer axes.")
 
     def run(self, restriction: Restriction | None = None) -> ShardedModel:
         """Return the best sharding, of those that ``restriction`` allows; raise ``NoFeasiblePlan`` if none fits."""
@@ -92,11 +104,15 @@ class MeshSearch:
 
     def _solve(self, counts: dict[int, tuple[int, ...]], price: float, restriction: Restriction | None, *,
                is_woven: bool = False) -> tuple[FoldedGraph, tuple[int, ...], float]:
-        graph = self.assembler.assemble(counts, price=price, is_woven=is_woven)
+        """Return a strategy graph with a price on memory, the best choice, and a bound of seconds and price.
+
+        A tiny price on top lets of equally fast choices the one win that holds least; the bound is without it.
+        """
+        graph = self.assembler.assemble(counts, price=price + self._tie, is_woven=is_woven)
         problem = graph.problem if restriction is None else restricted(graph, self.parts, restriction)
         left = self.budget.seconds_left
         found = solve(problem, time_limit=SOLVE_S if left is None else max(0.1, left))
-        return graph, found.choice, float(found.bound)
+        return graph, found.choice, float(found.bound) - self._tie * self._most
 
     def _sharding(self, graph: FoldedGraph, choice: tuple[int, ...], bound: float) -> ShardedModel:
         plain = self.assembler.assemble(graph.counts, is_woven=graph.is_woven)
@@ -237,34 +253,3 @@ def restricted(graph: FoldedGraph, parts: ModelParts, restriction: Restriction) 
     problem = graph.problem
     return StrategyGraph(name=problem.name, intervals=problem.intervals, costs=tuple(costs), usages=problem.usages,
                          edges=problem.edges, edge_costs=problem.edge_costs, usage_limit=problem.usage_limit)
-
-
-def shard_model(folded: FoldedModel, cluster: Cluster, costs: Costs, *, shapes: Sequence[Sequence[int]],
-                devices: Sequence[int] | None = None, optimizer: Optimizer | None = None,
-                limit_bytes: float | None = None, restriction: Restriction | None = None,
-                budget: Budget | None = None, progress: Callable[[str], None] = lambda text: None) -> ShardedModel:
-    """Return the best sharding over these shapes of mesh; raise ``NoFeasiblePlan`` if none fits the memory."""
-    group = tuple(range(cluster.num_devices)) if devices is None else tuple(devices)
-    budget = budget or Budget(effort=float("inf"))
-    best: ShardedModel | None = None
-    miss: NoFeasiblePlan | None = None
-    for shape in shapes:
-        if best is not None and budget.is_spent:
-            break
-        search = MeshSearch(folded, costs, Mesh(cluster, group, shape), optimizer=optimizer or Optimizer(),
-                            limit_bytes=limit_bytes, budget=budget)
-        try:
-            found = search.run(restriction)
-        except NoFeasiblePlan as problem:
-            if miss is None or (problem.missing_bytes or 0) < (miss.missing_bytes or 0):
-                miss = problem
-            progress(f"mesh {search.parts.resharding.mesh.name}: does not fit")
-            continue
-        progress(f"mesh {found.mesh.name}: {found.seconds:.6g} s, bound {found.bound:.6g} s, holds "
-                 f"{format_bytes(found.held_bytes)}")
-        if best is None or found.seconds < best.seconds:
-            best = found
-    if best is None:
-        assert miss is not None, "there is at least one shape"
-        raise miss
-    return best

@@ -10,6 +10,8 @@
 | sequence | as megatron, with what is between them split by positions |
 
 On a mesh of several axes all but the last split samples, and the last is as named; ``data`` and ``zero`` use all axes.
+An operator that cannot do on all axes what the plan says (the batch divides over some of them only, or a view cannot be
+split by samples and positions at once) does it on as many as it can, and is whole on the others.
 """
 
 from __future__ import annotations
@@ -22,10 +24,9 @@ import numpy as np
 from weft.errors import InputError
 from weft.model.factors import NOT_SPLIT
 from weft.model.tensor_layout import WHOLE
+from weft.search.shard.op_choices import Bools
 from weft.search.shard.parts import ModelPart, ModelParts
 from weft.search.shard.roles import Roles
-
-Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 Restriction = Callable[[ModelParts, int], Bools | None]
 """From a part to which of its choices are allowed; None for all."""
@@ -46,13 +47,23 @@ def named(name: str, roles: Roles, num_axes: int) -> Restriction:
             return None
         if part.kind == "parameter" and name in _DATA:
             return _stored_by_samples(part, name)
+        if part.kind == "op":
+            return _most_axes([_op_axis(part, index, axis, plan, roles) for axis, plan in enumerate(by_axis)], part)
         result = np.ones(len(part.seconds), dtype=np.bool_)
         for axis, plan in enumerate(by_axis):
-            result &= (_parameter_axis(part, index, axis, plan, roles) if part.kind == "parameter" else
-                       _op_axis(part, index, axis, plan, roles))
+            result &= _parameter_axis(part, index, axis, plan, roles)
         return result
 
     return allowed
+
+
+def _most_axes(wanted: list[Bools], part: ModelPart) -> Bools:
+    """Return the strategies that do what is wanted on as many axes as any, and are whole on the others."""
+    assert part.choices is not None
+    whole = (np.array(part.choices.strategies).reshape(-1, len(wanted)) == NOT_SPLIT).T
+    is_allowed = np.all(np.array(wanted) | whole, axis=0)
+    count = np.sum(wanted, axis=0)
+    return np.asarray(is_allowed & (count == count[is_allowed].max()))
 
 
 def _op_axis(part: ModelPart, index: int, axis: int, plan: str, roles: Roles) -> Bools:
@@ -61,21 +72,15 @@ def _op_axis(part: ModelPart, index: int, axis: int, plan: str, roles: Roles) ->
     chosen = np.array([strategy[axis] for strategy in part.choices.strategies])
     samples, positions = roles.samples.get(index, NOT_SPLIT), roles.positions.get(index, NOT_SPLIT)
     if plan in _DATA:
-        return _or_whole(chosen, samples)
+        return np.asarray(chosen == samples)
     is_free: Bools = (chosen == NOT_SPLIT) | ((chosen != samples) & (chosen != positions))
     if index not in roles.layers:
         return is_free
     if (index in roles.attention and plan != "ffn") or (index in roles.feed_forward and plan != "attention"):
         return is_free
     if plan == "sequence":
-        return _or_whole(chosen, positions)
+        return np.asarray(chosen == positions)
     return np.asarray(chosen == NOT_SPLIT)
-
-
-def _or_whole(chosen: np.ndarray[tuple[int, ...], np.dtype[np.int64]], factor: int) -> Bools:
-    """Return which strategies split the factor; those that split nothing, where none does."""
-    wanted = np.asarray(chosen == factor)
-    return wanted if wanted.any() else np.asarray(chosen == NOT_SPLIT)
 
 
 def _stored_by_samples(part: ModelPart, name: str) -> Bools:

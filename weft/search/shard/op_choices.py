@@ -28,6 +28,7 @@ from weft.model.tensor_layout import Layout, largest_part
 from weft.search.shard.mesh import Resharding
 
 Shapes = Sequence[tuple[int, ...]]
+Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

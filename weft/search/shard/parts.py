@@ -13,7 +13,8 @@ bytes. An *edge* is a tensor that one part gives and another reads:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from typing import Any
@@ -23,14 +24,15 @@ from torch import fx
 
 from weft.cost.costs import Costs
 from weft.cost.roofline import PARTS, Part
-from weft.model.factors import OpFactors, factors_of, has_rule
+from weft.model.factors import OpFactors, factor_counts, factors_of, has_rule
 from weft.model.graph import F64, I64, Graph
+from weft.model.layout_steps import ALL_REDUCE
 from weft.model.tensor_layout import SUM, WHOLE, Layout, Placement, largest_part
 from weft.model.trace import TracedModel
 from weft.plan.memory import optimizer_bytes
 from weft.plan.plan import Optimizer
-from weft.search.shard.mesh import ALL_REDUCE, Resharding
-from weft.search.shard.op_choices import OpChoices, op_choices, op_seconds, wanted_blocks
+from weft.search.shard.mesh import Resharding
+from weft.search.shard.op_choices import Bools, OpChoices, op_choices, op_seconds, wanted_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +96,17 @@ class ModelParts:
     without_rule: dict[str, str]
     """Operators that no rule describes, by kind: where one of them is in the source."""
 
+    def shape_of(self, edge: Edge) -> tuple[int, ...]:
+        """Return the shape of an edge's tensor."""
+        return self.traced.graph.tensor_shapes[edge.tensor]
+
     def matrix(self, edge: Edge) -> F64:
         """Return [giver's s, reader's s] the seconds of an edge in one step."""
-        giver = self.parts[edge.giver]
-        forward = self.resharding.matrix(giver.values[edge.output], edge.reads, edge.num_bytes)
+        giver, shape = self.parts[edge.giver], self.shape_of(edge)
+        forward = self.resharding.matrix(giver.values[edge.output], edge.reads, edge.num_bytes, shape)
         if edge.returns is None:
             return forward
-        back = self.resharding.matrix(edge.returns, giver.gradients[edge.output], edge.num_bytes).T
+        back = self.resharding.matrix(edge.returns, giver.gradients[edge.output], edge.num_bytes, shape).T
         return forward * (2 if edge.is_parameter else 1) + back  # a gathered parameter is gathered again going back
 
 
@@ -124,6 +130,8 @@ class PartBuilder:
     optimizer: Optimizer
     splits_states: bool = True
     """Optimizer states and stored parameters may be in more pieces than are used."""
+    pause: Callable[[], None] = lambda: None
+    """Called between parts; may raise to end."""
     parts: list[ModelPart] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     part_of_op: dict[str, int] = field(default_factory=dict)
@@ -135,22 +143,38 @@ class PartBuilder:
         """Return all parts and edges."""
         graph, program = self.traced.graph, self.traced.program
         self.graph: Graph = graph
-        self.needs_gradient = graph.needs_gradient if graph.has_backward else np.zeros(graph.num_tensors, dtype=bool)
         self.tensor_of = {node: graph.tensor_index[name] for name, node in program.tensor_nodes.items()}
         for placeholder, path in (*program.parameters.items(), *program.buffers.items()):
             if path in graph.tensor_index:
                 self.tensor_of.setdefault(placeholder, graph.tensor_index[path])
+        self.needs_gradient = self._trained()
         self.columns = sorted({self.costs.column_of_device[device] for device in self.devices})
         readings: dict[int, list[_Reading]] = {}
         givers: dict[int, tuple[int, int]] = {}
         ops = [(op, name) for op, name in enumerate(graph.op_names) if not graph.is_constant[op]]
         self._find_factors(ops)
         for op, name in ops:
+            self.pause()
             self._add_op(op, name, readings, givers)
         for tensor, items in readings.items():
+            self.pause()
             self._connect(tensor, items, givers)
         return ModelParts(traced=self.traced, resharding=self.resharding, parts=tuple(self.parts),
                           edges=tuple(self.edges), part_of_op=self.part_of_op, without_rule=self.without_rule)
+
+    def _trained(self) -> Bools:
+        """Return which tensors need a gradient: those that depend on a parameter that is trained, not frozen."""
+        graph, program = self.graph, self.traced.program
+        if not graph.has_backward:
+            return np.zeros(graph.num_tensors, dtype=np.bool_)
+        needs = graph.needs_gradient.copy()
+        for placeholder in program.parameters:
+            if placeholder in self.tensor_of and not program.nodes[placeholder].meta["val"].requires_grad:
+                needs[self.tensor_of[placeholder]] = False
+        for op in range(graph.num_ops):
+            if not needs[graph.op_inputs(op)].any():
+                needs[graph.op_outputs(op)] = False
+        return needs
 
     # ---- operators --------------------------------------------------------------------------------------------------
 
@@ -215,23 +239,29 @@ class PartBuilder:
                                         "input_grad": float(costs.input_grad_s[op, column]),
                                         "weight_grad": float(costs.weight_grad_s[op, column])}
             terms = costs.terms[column]
-            key = (id(choices), column, *whole.values(), *(
-                () if terms is None else (float(terms[part].compute_s[op]) for part in PARTS)))
+            key = (id(choices), column, *whole.values(), *(() if terms is None else (
+                float(values[op]) for part in PARTS for values in (
+                    terms[part].compute_s, terms[part].fixed_s, terms[part].moved_s, terms[part].overhead_s))))
             if key not in self._seconds:
                 self._seconds[key] = op_seconds(choices, whole, None if terms is None else dict(terms), op)
             slowest = np.maximum(slowest, self._seconds[key])
         return slowest + inside
 
     def _inside_seconds(self, choices: OpChoices) -> F64:
-        """Return the time of what devices exchange inside an operator: forward, and as much backward."""
+        """Return the time of what devices exchange inside an operator where a factor is split that needs it."""
         mesh, op = self.resharding.mesh, choices.op
         seconds = np.zeros(len(choices.strategies))
-        if op.comm_bytes:
-            for axis in range(len(mesh.shape)):
-                is_special = np.array([choice[axis] >= 0 and op.factors[choice[axis]].special
-                                       for choice in choices.strategies])
-                one = float(mesh.seconds(axis, ALL_REDUCE, np.array([op.comm_bytes]))[0])
-                seconds += np.where(is_special, one * (2 if self.graph.has_backward else 1), 0.0)
+        if not any(factor.forward_sums or factor.backward_sums for factor in op.factors):
+            return seconds
+        for place, strategy in enumerate(choices.strategies):
+            counts = factor_counts(strategy, mesh.shape)
+            for axis, index in enumerate(strategy):
+                if index >= 0 and op.factors[index].special:
+                    factor = op.factors[index]
+                    sums = factor.forward_sums + (factor.backward_sums if self.graph.has_backward else ())
+                    others = math.prod(-(-op.factors[other].size // count) / op.factors[other].size
+                                       for other, count in counts.items() if other != index)
+                    seconds[place] += mesh.seconds(axis, ALL_REDUCE, np.array(sums) * others).sum()
         return seconds
 
     def _add_results(self, part: int, givers: dict[int, tuple[int, int]]) -> None:
@@ -241,7 +271,8 @@ class PartBuilder:
                 item = self.parts[part]
                 values = item.values[givers[tensor][1]]
                 whole = np.array([self.resharding.number((WHOLE,) * len(self.resharding.mesh.shape))])
-                extra = self.resharding.matrix(values, whole, float(self.graph.tensor_bytes[tensor]))[:, 0]
+                extra = self.resharding.matrix(values, whole, float(self.graph.tensor_bytes[tensor]),
+                                               self.graph.tensor_shapes[tensor])[:, 0]
                 self.parts[part] = _with(item, seconds=item.seconds + extra)
 
     # ---- tensors ----------------------------------------------------------------------------------------------------
@@ -325,7 +356,8 @@ class PartBuilder:
         """Return the time to gather a parameter whose states are split finer than itself, after the update."""
         number = self.resharding.number
         source, target = (np.array([number(layout)]) for layout in (stored.gradient, stored.layout))
-        return float(self.resharding.matrix(source, target, float(self.graph.tensor_bytes[tensor]))[0, 0])
+        return float(self.resharding.matrix(source, target, float(self.graph.tensor_bytes[tensor]),
+                                            self.graph.tensor_shapes[tensor])[0, 0])
 
     def _parameter_bytes(self, tensor: int, stored: Stored) -> float:
         shape, mesh = self.graph.tensor_shapes[tensor], self.resharding.mesh.shape

@@ -28,8 +28,9 @@ def search_plan(folded: FoldedModel, cluster: Cluster, *, shape: Sequence[int], 
     optimizer = optimizer or Optimizer()
     source = folded.traced.source
     costs = estimate_costs(folded.traced.graph, cluster)
-    search = MeshSearch(folded, costs, Mesh(cluster, range(cluster.num_devices), shape), optimizer=optimizer,
-                        limit_bytes=limit_bytes, budget=budget or Budget(effort=float("inf")), splits_states=False)
+    mesh = Mesh(cluster, range(cluster.num_devices), shape, comm_fits=costs.comm_fits)
+    search = MeshSearch(folded, costs, mesh, optimizer=optimizer, limit_bytes=limit_bytes,
+                        budget=budget or Budget(effort=float("inf")), splits_states=False)
     restriction = None if name is None else named(name, find_roles(search.parts, folded), len(shape))
     found = search.run(restriction)
     full = trace(source, batch_dims=True).graph

@@ -14,12 +14,21 @@ def dominated(cost: F64, joint: F64, begins: I64, amounts: F64) -> Bools:
     """Return the strategies than which another is never worse, in cost with any neighbours nor in usage.
 
     ``joint`` [strategies, all strategies of all neighbours], those of one neighbour from one of ``begins`` to the next.
+    Most others are ruled out by the neighbours' strategies that suit the victim best, without a look at all of them.
     """
     count = len(cost)
     result = np.zeros(count, dtype=np.bool_)
+    suits = np.zeros(len(begins) - 1, dtype=np.int64)
     for victim in range(count):
+        for part in range(len(begins) - 1):
+            suits[part] = begins[part] + np.argmin(joint[victim, begins[part]:begins[part + 1]])
         for other in range(count):
             if other == victim or result[other]:
+                continue
+            worst = cost[other] - cost[victim]
+            for part in range(len(begins) - 1):
+                worst += joint[other, suits[part]] - joint[victim, suits[part]]
+            if worst > 0:
                 continue
             worst = cost[other] - cost[victim]
             for part in range(len(begins) - 1):

@@ -1,0 +1,232 @@
+"""Sections of ``bench_lab``: links, ways to exchange gradients, and one slow port; predicted and measured."""
+
+from __future__ import annotations
+
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.lab.lab import ROOT, Lab
+from benchmarks.lab.links import LinkReport, measure_links
+from benchmarks.lab.profiles import measured_kind, profile_together
+from benchmarks.lab.spaces import why_not
+from benchmarks.sections import Row
+from weft.cluster.cluster import Cluster
+from weft.cluster.cluster_file import parse_cluster
+from weft.cost.costs import estimate_costs
+from weft.cost.profile import ProfileStore
+from weft.errors import InputError, RunError
+from weft.model.graph import Graph, TensorRole
+from weft.model.load import trace_model
+from weft.plan.plan import GradientExchange, Optimizer, Plan
+from weft.planner import compare_strategies, evaluate
+from weft.run.result import RunOptions, RunResult
+from weft.search.baselines import data_parallel
+from weft.search.problem import PlanOptions, Problem
+from weft.units import format_rate
+
+MODELS: Final = ("vgg_like", "perceptron")
+"""Functions of ``benchmarks/models/fully_connected.py``."""
+BATCH: Final = 4
+"""Samples on each host."""
+RATE: Final = "200Mbit/s"
+HOSTS: Final = (2, 4)
+WITHIN: Final = 0.15
+FASTER: Final = 3.0
+FASTER_SLOW_PORT: Final = 1.5
+LINK_WITHIN: Final = 0.05
+QUIET: Final = 0.2
+"""More than so many cores busy with other work during a run is said in its row."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the command line sets."""
+
+    steps: int = 7
+    hosts: Sequence[int] = HOSTS
+    models: Sequence[str] = MODELS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bench:
+    """An open laboratory and what was measured in it."""
+
+    lab: Lab
+    links: LinkReport
+    cluster: Cluster
+    """With measured links and cores."""
+    store: ProfileStore
+    options: Options
+
+    def problem(self, model: str) -> Problem:
+        """Return the model with costs that hold here, for a batch with equal parts for all devices."""
+        spec = model_spec(model)
+        profile_together(self.lab, spec, self.store, batch=BATCH)
+        graph = trace_model(spec, batch=BATCH).graph
+        return Problem(graph=graph, cluster=self.cluster,
+                       costs=estimate_costs(graph, self.cluster, profile=self.store),
+                       options=PlanOptions(batch=BATCH * self.cluster.num_devices, optimizer=Optimizer(kind="sgd")))
+
+    def run(self, plan: Plan, model: str) -> RunResult:
+        """Return the result of the plan in the laboratory."""
+        return self.lab.run_plan(plan, model_spec(model), options=RunOptions(steps=self.options.steps, warmup=1))
+
+
+def model_spec(name: str) -> str:
+    return f"{ROOT / 'benchmarks' / 'models' / 'fully_connected.py'}:{name}"
+
+
+def star(num_hosts: int, rate: str, **slow: str) -> Cluster:
+    """Return hosts ``a``, ``b``, ... with one device each on one switch; ``slow`` gives hosts another rate."""
+    names = "abcdefgh"[:num_hosts]
+    return parse_cluster({
+        "format": "weft.cluster", "version": 1, "name": f"{num_hosts} hosts at {rate}",
+        "hosts": [{"name": name, "devices": "cpu"} for name in names],
+        "network": {"bandwidth": rate, "latency": "100us"},
+        "links": [{"from": f"{name}0", "to": "network", "bandwidth": other, "latency": "50us"}
+                  for name, other in slow.items()]})
+
+
+@contextmanager
+def opened(cluster: Cluster, options: Options) -> Iterator[Bench]:
+    """Yield the laboratory of a cluster with its links and cores measured."""
+    with tempfile.TemporaryDirectory(prefix="weft-bench-lab-") as folder, Lab(cluster) as lab:
+        links = measure_links(lab)
+        store = ProfileStore(Path(folder) / "profile.sqlite")
+        store.put_comm_fits(links.fits_to_use)
+        measured = replace(links.cluster, kinds=measured_kind(lab).kinds)
+        yield Bench(lab=lab, links=links, cluster=measured, store=store, options=options)
+
+
+def skipped() -> list[Row]:
+    """Return one row where there can be no laboratory, else none."""
+    problem = why_not()
+    return [Row("laboratory", "skipped", problem)] if problem else []
+
+
+# ---- sections -----------------------------------------------------------------------------------------------------
+
+
+def links(options: Options) -> Iterator[Row]:
+    """Yield what the links do, against the cluster file."""
+    if no := skipped():
+        yield from no
+        return
+    for cluster in (*(star(count, RATE) for count in options.hosts), star(4, "1Gbit/s", d="100Mbit/s")):
+        with Lab(cluster) as lab:
+            found = measure_links(lab)
+        shares = [pair.share for pair in found.pairs]
+        yield Row(f"{cluster.name}{'' if found.uniform else ', one at 100Mbit/s'}: messages between all pairs",
+                  f"{min(shares):.1%} to {max(shares):.1%} of the file's rate", f"within {LINK_WITHIN:.0%}",
+                  all(abs(share - 1) <= LINK_WITHIN for share in shares))
+        yield Row("  collectives of all hosts, rate of the slowest port",
+                  ", ".join(f"{fit.collective} {format_rate(1 / fit.s_per_byte)}" for fit in found.fits), "reported")
+
+
+def exchange(options: Options) -> Iterator[Row]:
+    """Yield data parallelism at 200 Mbit/s: all gradients all-reduced, and factors gathered for linear layers."""
+    if no := skipped():
+        yield from no
+        return
+    for count in options.hosts:
+        with opened(star(count, RATE), options) as bench:
+            for model in options.models:
+                yield from _compare_methods(bench, model, f"{model}, {count} hosts at {RATE}")
+
+
+def _compare_methods(bench: Bench, model: str, what: str) -> Iterator[Row]:
+    problem = bench.problem(model)
+    plain = data_parallel(problem, 1)
+    factors = with_factors(plain, problem.graph)
+    row = _predicted(bench, plain, problem, f"{what}, all_reduce")
+    yield row
+    try:
+        other = _predicted(bench, factors, problem, f"{what}, sufficient_factors")
+    except (RunError, InputError) as problem_found:
+        yield Row(f"{what}, sufficient_factors", f"not run: {problem_found}", f">= {FASTER:g} x faster")
+        return
+    yield other
+    gain = _seconds(row) / _seconds(other)
+    yield Row(f"{what}: step with sufficient factors", f"{gain:.2f} x faster", f">= {FASTER:g} x", gain >= FASTER)
+
+
+def slow_port(options: Options) -> Iterator[Row]:
+    """Yield the planner's best plan against data parallelism where one of four hosts has a slow port."""
+    if no := skipped():
+        yield from no
+        return
+    with opened(star(4, "1Gbit/s", d="100Mbit/s"), options) as bench:
+        for model in options.models:
+            problem, what = bench.problem(model), f"{model}, 3 hosts at 1Gbit/s and one at 100Mbit/s"
+            row = _predicted(bench, data_parallel(problem, 1), problem, f"{what}, data parallel with all_reduce")
+            yield row
+            best = compare_strategies(problem).best
+            assert best.plan is not None
+            other = _predicted(bench, best.plan, problem, f"{what}, {best.strategy}")
+            yield other
+            gain = _seconds(row) / _seconds(other)
+            yield Row(f"{what}: step of the planner's plan", f"{gain:.2f} x faster", f">= {FASTER_SLOW_PORT:g} x",
+                      gain >= FASTER_SLOW_PORT)
+
+
+# ---- parts --------------------------------------------------------------------------------------------------------
+
+
+def with_factors(plan: Plan, graph: Graph) -> Plan:
+    """Return the plan with sufficient factors for the weights and biases of all linear operators, in one exchange.
+
+    It stands first: linear layers come last in these models, so theirs are the first gradients that are there.
+    """
+    names = set(linear_parameters(graph))
+    factored: dict[tuple[str, ...], list[str]] = {}
+    rest: list[GradientExchange] = []
+    for item in plan.gradients:
+        factored.setdefault(item.devices, []).extend(name for name in item.parameters if name in names)
+        others = tuple(name for name in item.parameters if name not in names)
+        rest += [replace(item, parameters=others)] if others else []
+    gathered = [GradientExchange(parameters=tuple(found), method="sufficient_factors", devices=devices)
+                for devices, found in factored.items() if found]
+    return replace(plan, gradients=(*gathered, *rest))
+
+
+def linear_parameters(graph: Graph) -> list[str]:
+    """Return the parameters of linear operators, in the graph's order."""
+    return [graph.tensor_names[tensor] for op, kind in enumerate(graph.op_kinds) if kind.startswith("aten.linear")
+            for tensor in graph.op_inputs(op).tolist() if graph.tensor_role[tensor] == TensorRole.PARAMETER]
+
+
+def _predicted(bench: Bench, plan: Plan, problem: Problem, what: str) -> Row:
+    """Return the row of one plan: measured step beside the predicted one."""
+    predicted_s = evaluate(plan, problem).step_time_s
+    before = _clocks()
+    result = bench.run(plan, plan.model.name)
+    busy_s, own_s, wall_s = (after - first for after, first in zip(_clocks(), before, strict=True))
+    others = (busy_s - own_s) / wall_s
+    measured_s, times = result.step_time_s, sorted(result.step_times_s)
+    details: dict[str, Any] = {"predicted_s": predicted_s, "measured_s": measured_s,
+                               "steps_s": list(result.step_times_s), "cpu_s": list(result.cpu_s), "other_cores": others}
+    error = predicted_s / measured_s - 1
+    disturbed = f"; meanwhile {others:.1f} cores were busy with other work" if others > QUIET else ""
+    span = f"of {len(times)}: {times[0] * 1e3:.0f} to {times[-1] * 1e3:.0f}"
+    return Row(what, f"step {measured_s * 1e3:.0f} ms ({span}), predicted {predicted_s * 1e3:.0f} ms: "
+               f"{error:+.1%}{disturbed}", f"prediction within {WITHIN:.0%}", abs(error) <= WITHIN, details)
+
+
+def _clocks() -> tuple[float, float, float]:
+    """Return the busy seconds of all cores, those of our own ended processes, and the time."""
+    words = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    user, nice, system, _, _, interrupts, soft, _ = (int(word) / os.sysconf("SC_CLK_TCK") for word in words)
+    own = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return user + nice + system + interrupts + soft, own.ru_utime + own.ru_stime, time.monotonic()
+
+
+def _seconds(row: Row) -> float:
+    assert row.details is not None
+    return float(row.details["measured_s"])

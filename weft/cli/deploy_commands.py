@@ -1,0 +1,136 @@
+"""``weft deploy`` and ``train-policy``."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli.common import (
+    ClusterArgument,
+    JsonOption,
+    ModelArgument,
+    ProfileOption,
+    QuietOption,
+    choice,
+    load_costs,
+    print_json,
+    reporter,
+)
+from weft.errors import InputError, NoFeasiblePlan
+
+if TYPE_CHECKING:
+    from weft.search.deploy.search import Deployment
+    from weft.search.problem import Problem
+
+
+def deploy(
+    model: ModelArgument,
+    cluster: ClusterArgument,
+    batch: Annotated[int, typer.Option(help="Samples in one step.")] = 32,
+    microbatches: Annotated[int | None, typer.Option(help="Parts of the batch; chosen if absent.")] = None,
+    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
+    optimizer: Annotated[str, typer.Option(help="none, sgd, adam or adamw.")] = "adamw",
+    method: Annotated[str, typer.Option(help="auto, tree, anneal, heft or data-parallel.")] = "auto",
+    weights: Annotated[Path | None, typer.Option(help="Weights of the network; by default those that come with "
+                                                 "Weft.")] = None,
+    factors: Annotated[bool, typer.Option(help="Let layers exchange sufficient factors where that is faster.")] = True,
+    profile: ProfileOption = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    time_limit: Annotated[float | None, typer.Option(help="Search no longer than so many seconds.")] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Lay the training of a model over any cluster: which devices run and share which part, how gradients travel."""
+    from weft.cluster import read_cluster
+    from weft.model.load import load_graph_for
+    from weft.model.source import DTYPES
+    from weft.plan.plan import OPTIMIZERS, Optimizer, plan_to_json, save_plan
+    from weft.search.budget import Budget
+    from weft.search.deploy.policy import load_policy
+    from weft.search.deploy.search import METHODS, DeployOptions
+    from weft.search.deploy.search import deploy as search
+    from weft.search.problem import PlanOptions, Problem
+
+    report = reporter(quiet)
+    options = PlanOptions(batch=batch, microbatches=microbatches, dtype=choice("--dtype", dtype, tuple(DTYPES)),
+                          optimizer=Optimizer(kind=choice("--optimizer", optimizer, OPTIMIZERS)), seed=seed)
+    searching = DeployOptions(method=choice("--method", method, METHODS), seed=seed, use_factors=factors)
+    target = read_cluster(cluster)
+    report(f"tracing {model}")
+    graph = load_graph_for(model, batch=batch // microbatches if microbatches else None, dtype=dtype, batch_dims=True)
+    for warning in graph.warnings:
+        report(f"note: {warning}")
+    problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options)
+    deadline = None if time_limit is None else time.monotonic() + time_limit
+    found = search(problem, searching, policy=load_policy(weights), progress=report,
+                   budget=Budget(effort=float("inf"), deadline=deadline))
+    if out is not None:
+        save_plan(found.plan, out)
+        report(f"plan written to {out}")
+    plain = _data_parallel(problem)
+    if as_json:
+        print_json({"status": found.plan.search.status, "method": found.method, "step_time": found.step_time_s,
+                    "bound": found.bound_s, "data_parallel": plain, "microbatches": found.plan.microbatches,
+                    "simulations": found.num_simulations, "seconds": found.cpu_seconds,
+                    "plan": plan_to_json(found.plan)})
+    else:
+        _print_deployment(found, plain)
+
+
+def _data_parallel(problem: Problem) -> float | None:
+    """Return the step time of plain data parallelism with all-reduce, None where it does not fit."""
+    from weft.search.deploy.search import DeployOptions
+    from weft.search.deploy.search import deploy as search
+
+    try:
+        return search(problem, DeployOptions(method="data-parallel")).step_time_s
+    except NoFeasiblePlan:
+        return None
+
+
+def _print_deployment(found: Deployment, plain: float | None) -> None:
+    from weft.show.facts import exchange_facts, plan_facts, program_of, stage_facts
+    from weft.show.tables import exchanges_table, plan_table, print_text_table, seconds, stages_table
+
+    program = program_of([found.timeline])
+    table = plan_table(plan_facts(found.plan, [found.timeline]))
+    against = "does not fit" if plain is None else f"{seconds(plain)}, {plain / found.step_time_s:.2f} times this"
+    print_text_table(replace(table, rows=(*table.rows, ("data parallel", against))))
+    print_text_table(stages_table(stage_facts(program, found.timeline)))
+    exchanges = exchange_facts(program, found.timeline)
+    if exchanges:
+        print_text_table(exchanges_table(exchanges))
+
+
+def train_policy(
+    out: Annotated[Path, typer.Option("--out", "-o", help="Write the weights here, and the loss curve (.json) beside "
+                                      "them.")] = Path("policy.safetensors"),
+    rounds: Annotated[int, typer.Option(help="Rounds of expert iteration.")] = 3,
+    cases: Annotated[int, typer.Option(help="Generated models on generated clusters, new in each round.")] = 1000,
+    epochs: Annotated[int, typer.Option(help="Passes over all examples in each round.")] = 20,
+    seed: Annotated[int, typer.Option(help="Seed of cases and weights.")] = 0,
+    resume: Annotated[Path | None, typer.Option(
+        metavar="DIR", help="Keep examples and weights of each round here, and go on from what is there; by default a "
+        "folder beside the weights.")] = None,
+    workers: Annotated[int, typer.Option(help="Processes that make examples.")] = 2,
+    device: Annotated[str, typer.Option(help="Where the network learns: cpu or cuda.")] = "cpu",
+    quiet: QuietOption = False,
+) -> None:
+    """Train the network that guides the search for deployments; it takes hours on a laptop."""
+    if workers < 1:
+        raise InputError(f"--workers must be 1 or more, not {workers}")
+    if out.suffix != ".safetensors":
+        raise InputError(f"--out must end in .safetensors, not {str(out)!r}")
+    if out.is_dir():
+        raise InputError(f"cannot write {str(out)!r}: it is a folder")
+    from weft.search.deploy.train import TrainOptions, check_device
+    from weft.search.deploy.train import train_policy as train
+
+    check_device(device)
+    options = TrainOptions(rounds=rounds, cases=cases, epochs=epochs, seed=seed)
+    train(out, resume or out.with_suffix(".training"), options, workers=workers, device=device, report=reporter(quiet))

@@ -1,0 +1,1 @@
+"""Deployment: how a training graph is laid over any topology, and how gradients are exchanged."""

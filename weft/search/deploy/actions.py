@@ -1,0 +1,85 @@
+"""What may be done with a group of operators: on which device groups, and how their devices divide the work.
+
+- ``replicate``: every device of the chosen device groups has the parameters and takes a share of the samples, even or
+  by speed; gradients are exchanged (how, is decided for each exchange by its cost).
+- ``pipeline``: consecutive operator groups with the same choice are laid over the devices, one after the other, as
+  much on each as suits its speed. With one micro-batch this is plain model parallelism.
+- ``pipeline groups``: the same over whole device groups; the devices of a group share the samples.
+- ``tensor``: the devices of each device group divide the operators; several device groups share the samples.
+- ``single``: one device does it all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from weft.cluster.cluster import DeviceId
+
+Kind = Literal["replicate", "pipeline", "pipeline groups", "tensor", "single"]
+MAX_SUBSETS: Final = 31
+"""So many sets of device groups are considered; all of them where there are up to five groups."""
+MAX_SINGLE: Final = 16
+"""Up to so many devices each has an action of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Action:
+    """One choice for one operator group."""
+
+    kind: Kind
+    devices: tuple[DeviceId, ...]
+    device_groups: tuple[int, ...]
+    by_speed: bool = False
+    """Shares in proportion to speed; else all the same."""
+
+    def describe(self, names: Sequence[str]) -> str:
+        """Return it in words; ``names`` are those of the device groups."""
+        where = "+".join(names[group] for group in self.device_groups)
+        return f"{self.kind}{' by speed' if self.by_speed else ''} on {where}"
+
+
+def list_actions(groups: Sequence[Sequence[DeviceId]], speeds: Sequence[float], *,
+                 with_tensor: bool) -> tuple[Action, ...]:
+    """Return all actions for these device groups; ``speeds`` are those of the devices. The first is data parallel."""
+    actions: list[Action] = []
+    for subset in device_subsets(groups, speeds):
+        devices = tuple(device for group in subset for device in groups[group])
+
+        def add(kind: Kind, *, by_speed: bool = False, devices: tuple[DeviceId, ...] = devices,
+                subset: tuple[int, ...] = subset) -> None:
+            actions.append(Action(kind=kind, devices=devices, device_groups=subset, by_speed=by_speed))
+
+        if len(devices) > 1:
+            add("replicate")
+            if len({speeds[device] for device in devices}) > 1:
+                add("replicate", by_speed=True)
+            add("pipeline")
+        if len(subset) > 1 and any(len(groups[group]) > 1 for group in subset):
+            add("pipeline groups")
+        if with_tensor and any(len(groups[group]) > 1 for group in subset):
+            add("tensor", by_speed=True)
+    for index, group in enumerate(groups):
+        few = sum(len(group) for group in groups) <= MAX_SINGLE
+        for device in group if few else group[:1]:
+            actions.append(Action(kind="single", devices=(device,), device_groups=(index,)))
+    return tuple(actions)
+
+
+def device_subsets(groups: Sequence[Sequence[DeviceId]], speeds: Sequence[float]) -> tuple[tuple[int, ...], ...]:
+    """Return the sets of device groups to consider, all of them first, then larger before smaller ones.
+
+    Where there are too many, those that leave out the slowest groups, single groups, and pairs are taken.
+    """
+    every = range(len(groups))
+    if 2 ** len(groups) - 1 <= MAX_SUBSETS:
+        return tuple(subset for size in reversed(range(1, len(groups) + 1))
+                     for subset in itertools.combinations(every, size))
+    power = [sum(speeds[device] for device in group) for group in groups]
+    by_power = sorted(every, key=lambda group: (-power[group], group))
+    subsets = [tuple(sorted(by_power[:size])) for size in reversed(range(1, len(groups) + 1))]
+    subsets += [(group,) for group in every]
+    subsets += [tuple(sorted(pair)) for pair in itertools.combinations(by_power, 2)]
+    return tuple(dict.fromkeys(subsets))[:MAX_SUBSETS]

@@ -1,0 +1,307 @@
+"""Deployments of a training graph on a cluster: from a choice for every operator group to its simulated time.
+
+``Deployer`` holds what is needed to evaluate any choice for one number of micro-batches. ``evaluate`` turns the actions
+into layouts (which devices run a group on which samples), picks the exchange of gradients, and runs the compiled
+simulation. ``weft.search.deploy.to_plan`` makes the plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from weft.cluster.cluster import DeviceId
+from weft.cost.costs import Phase
+from weft.model.graph import F64, I64
+from weft.plan.plan import split_samples
+from weft.plan.stage_memory import stage_memory
+from weft.search.deploy.actions import Action, list_actions
+from weft.search.deploy.columns import Layouts, Outcome, World
+from weft.search.deploy.exchange import Exchanges
+from weft.search.deploy.op_groups import OpGroups
+from weft.search.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which devices run a group, and how many samples of a micro-batch each replica takes."""
+
+    replicas: tuple[tuple[tuple[DeviceId, ...], int], ...]
+    """(devices, samples)"""
+
+    @property
+    def devices(self) -> tuple[DeviceId, ...]:
+        """Return all devices."""
+        return tuple(device for devices, _ in self.replicas for device in devices)
+
+    @property
+    def num_samples(self) -> int:
+        """Return the samples of a micro-batch."""
+        return sum(samples for _, samples in self.replicas)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """How a deployment runs."""
+
+    seconds: float
+    """Of one step; what it would take if memory were no limit."""
+    missing_bytes: float
+    """Beyond the capacity of devices, in all; zero where it fits."""
+    outcome: Outcome
+    layout_of: I64
+    ahead: int
+
+    @property
+    def fits(self) -> bool:
+        """Return whether it fits the memory of all devices, by estimate."""
+        return self.missing_bytes == 0
+
+
+class Deployer:
+    """Evaluates deployments for one number of micro-batches; see the module's docstring."""
+
+    def __init__(self, problem: Problem, groups: OpGroups, microbatches: int, *, with_tensor: bool = False,
+                 use_factors: bool = True, use_shares: bool = True) -> None:
+        self.problem, self.groups, self.microbatches = problem, groups, microbatches
+        self.size = problem.options.batch // microbatches
+        self.device_groups = problem.cluster.groups_by_host_and_kind()
+        self.speeds = [1.0 / max(float(problem.op_seconds(device, self.size).sum()), 1e-12)
+                       for device in problem.devices]
+        actions = list_actions(self.device_groups, self.speeds, with_tensor=with_tensor)
+        self.actions = tuple(action for action in actions if use_shares or not action.by_speed)
+        self.world = make_world(problem, groups)
+        self.exchanges = Exchanges(problem, groups, use_factors=use_factors)
+        self._ids: dict[Layout, int] = {}
+        self._columns: list[_LayoutColumns] = []
+        self._tables: Layouts | None = None
+        self._runs: dict[tuple[int, int, int], list[int]] = {}
+        self._known: dict[bytes, Evaluation] = {}
+        self.num_simulations = 0
+        self.num_asked = 0
+        """Evaluations asked for, remembered ones included."""
+
+    @cached_property
+    def group_seconds(self) -> F64:
+        """Return [groups, devices]: forward and backward of one micro-batch's samples on one device."""
+        return np.stack([self._seconds("F", self.size, device) + self._seconds("B", self.size, device)
+                         for device in self.problem.devices], axis=1)
+
+    @cached_property
+    def crossing_bytes(self) -> F64:
+        """Return the bytes per sample that cross the place before each group, and the end."""
+        change = np.zeros(self.groups.num_groups + 2)
+        for bundle in self.groups.bundles:
+            change[bundle.producer + 1] += bundle.bytes_per_sample
+            change[bundle.consumers[-1] + 1] -= bundle.bytes_per_sample
+        return np.cumsum(change)[:-1]
+
+    @cached_property
+    def by_weight(self) -> tuple[int, ...]:
+        """Return the groups from the heaviest to the lightest: the order of decisions."""
+        work = self.group_seconds.mean(axis=1)
+        parameters = self.exchanges.group_bytes
+        weight = work / max(work.sum(), 1e-300) + parameters / max(parameters.sum(), 1.0)
+        return tuple(int(group) for group in np.argsort(-weight, kind="stable"))
+
+    def evaluate(self, choice: Sequence[int]) -> Evaluation:
+        """Return how the deployment runs in which group ``g`` takes action ``choice[g]``."""
+        return self.evaluate_layouts(self.layouts_of(choice))
+
+    def evaluate_layouts(self, layout_of: I64) -> Evaluation:
+        """Return how the deployment with these layouts runs; simulated once, then remembered."""
+        self.num_asked += 1
+        key = layout_of.tobytes()
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = self._simulate(layout_of)
+        return known
+
+    def _simulate(self, layout_of: I64) -> Evaluation:
+        from weft.search.deploy.kernel import run
+
+        buckets = self.exchanges.buckets(layout_of.tolist(), self.layouts)
+        best: Evaluation | None = None
+        for ahead in (2, 1) if self.microbatches > 1 else (1,):
+            outcome = run(self.world, self.tables, buckets.columns, layout_of, self.microbatches, ahead,
+                          self.problem.is_training)
+            self.num_simulations += 1
+            missing = float(np.maximum(outcome.used - self.world.capacity, 0.0).sum())
+            best = Evaluation(seconds=float(outcome.seconds), missing_bytes=missing, outcome=outcome,
+                              layout_of=layout_of, ahead=ahead)
+            if best.fits:
+                break
+        assert best is not None
+        return best
+
+    # ---- layouts ----------------------------------------------------------------------------------------------------
+
+    def layouts_of(self, choice: Sequence[int]) -> I64:
+        """Return the layout of each group; pipelines are cut where the groups with the same action begin and end."""
+        result: list[int] = []
+        for action, run in itertools.groupby(choice):
+            first, last = len(result), len(result) + len(list(run))
+            key = int(action), first, last
+            known = self._runs.get(key)
+            if known is None:
+                known = self._runs[key] = self._laid_out(first, last, self._stages(self.actions[action]))
+            result += known
+        return np.asarray(result, dtype=np.int64)
+
+    @cached_property
+    def layouts(self) -> list[Layout]:
+        """Return all layouts that were used so far, by id."""
+        return []
+
+    def layout_id(self, layout: Layout) -> int:
+        """Return the number of a layout."""
+        known = self._ids.get(layout)
+        if known is None:
+            known = self._ids[layout] = len(self.layouts)
+            self.layouts.append(layout)
+            self._columns.append(self._layout_columns(layout))
+            self._tables = None
+        return known
+
+    def _stages(self, action: Action) -> tuple[Layout, ...]:
+        """Return the layouts that an action lays consecutive groups over."""
+        match action.kind:
+            case "replicate":
+                return (self._replicated(action.devices, by_speed=action.by_speed),)
+            case "single":
+                return (Layout((((action.devices[0],), self.size),)),)
+            case "pipeline":
+                return tuple(Layout((((device,), self.size),)) for device in action.devices)
+            case "pipeline groups":
+                return tuple(self._replicated(self.device_groups[group], by_speed=False)
+                             for group in action.device_groups)
+            case "tensor":
+                members = [tuple(self.device_groups[group]) for group in action.device_groups]
+                counts = split_samples(self.size, tuple(sum(self.speeds[device] for device in group)
+                                                        for group in members))
+                return (Layout(tuple((group, count) for group, count in zip(members, counts, strict=True) if count)),)
+
+    def _replicated(self, devices: Sequence[DeviceId], *, by_speed: bool) -> Layout:
+        weights = tuple(self.speeds[device] if by_speed else 1.0 for device in devices)
+        counts = split_samples(self.size, weights)
+        return Layout(tuple(((device,), count) for device, count in zip(devices, counts, strict=True) if count))
+
+    def _laid_out(self, first: int, last: int, stages: Sequence[Layout]) -> list[int]:
+        """Return the stage of each group from ``first`` up to ``last``: each takes work as suits its speed."""
+        if len(stages) == 1:
+            return [self.layout_id(stages[0])] * (last - first)
+        power = np.asarray([sum(self.speeds[device] for device in stage.devices) for stage in stages])
+        work = self.group_seconds[first:last].mean(axis=1) + 1e-12
+        middle = (np.cumsum(work) - work / 2) / work.sum()
+        stage = np.searchsorted(np.cumsum(power) / power.sum(), middle)
+        return [self.layout_id(stages[index]) for index in np.minimum(stage, len(stages) - 1)]
+
+    # ---- columns ----------------------------------------------------------------------------------------------------
+
+    @property
+    def tables(self) -> Layouts:
+        """Return the columns of all layouts."""
+        if self._tables is None:
+            self._tables = _pack_layouts(self._columns, self.groups.num_groups)
+        return self._tables
+
+    def _seconds(self, phase: Phase, samples: int, device: DeviceId) -> F64:
+        """Return the seconds of every group for so many samples on the device."""
+        fraction = samples / self.problem.graph.batch
+        column = self.problem.costs.column_of_device[device]
+        seconds = self.problem.costs.op_seconds(phase, fraction)[:, column]
+        return np.add.reduceat(seconds, self.groups.start[:-1])
+
+    def _layout_columns(self, layout: Layout) -> _LayoutColumns:
+        rows, forward, backward, step, first = [], [], [], [], 0
+        parts = max(len(devices) for devices, _ in layout.replicas)
+        static = self.exchanges.static_bytes / parts
+        for devices, samples in layout.replicas:
+            for position, device in enumerate(devices):
+                rows.append((device, first, first + samples, position, len(devices)))
+                forward.append(self._seconds("F", samples, device) / len(devices))
+                backward.append(self._seconds("B", samples, device) / len(devices))
+                step.append(static * self.exchanges.step_s_per_byte[device])
+            first += samples
+        return _LayoutColumns(slots=np.asarray(rows, dtype=np.int64), forward_s=np.stack(forward, axis=1),
+                              backward_s=np.stack(backward, axis=1), step_s=np.stack(step, axis=1), static=static)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _LayoutColumns:
+    slots: I64
+    """[slots, 5] device, first sample, last sample, place in the replica, devices of the replica."""
+    forward_s: F64
+    """[groups, slots]"""
+    backward_s: F64
+    step_s: F64
+    static: F64
+    """[groups]"""
+
+
+def _pack_layouts(items: Sequence[_LayoutColumns], num_groups: int) -> Layouts:
+    slots = np.concatenate([item.slots for item in items])
+    counts = [len(item.slots) for item in items]
+    shape = len(items), num_groups, max(counts)
+
+    def padded(arrays: Sequence[F64]) -> F64:
+        result = np.zeros(shape)
+        for index, array in enumerate(arrays):
+            result[index, :, : array.shape[1]] = array
+        return result
+
+    start = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
+    device, first, stop, position, size = (np.ascontiguousarray(slots[:, column]) for column in range(5))
+    return Layouts(
+        slot_start=start, slot_device=device, slot_first=first, slot_stop=stop, replica_position=position,
+        replica_size=size, forward_s=padded([item.forward_s for item in items]),
+        backward_s=padded([item.backward_s for item in items]), step_s=padded([item.step_s for item in items]),
+        static=np.stack([item.static for item in items]))
+
+
+def make_world(problem: Problem, groups: OpGroups) -> World:
+    """Return the columns that do not depend on the deployment."""
+    cluster, bundles = problem.cluster, groups.bundles
+    devices = range(cluster.num_devices)
+    latency, rate = np.zeros((len(devices), len(devices))), np.zeros((len(devices), len(devices)))
+    resources: list[tuple[int, ...]] = []
+    for source in devices:
+        for target in devices:
+            zero, mega = (problem.costs.transfer(size, source, target).seconds for size in (0.0, 1e6))
+            latency[source, target], rate[source, target] = zero, (mega - zero) / 1e6
+            resources.append(cluster.transfer_resources(DeviceId(source), DeviceId(target)))
+    saved, work = _activation_bytes(problem, groups)
+    return World(
+        np.asarray([item.producer for item in bundles], dtype=np.int64), _starts([item.consumers for item in bundles]),
+        np.asarray([group for item in bundles for group in item.consumers], dtype=np.int64),
+        np.asarray([(item.bytes_per_sample, item.fixed_bytes, item.gradient_bytes_per_sample,
+                     item.gradient_fixed_bytes) for item in bundles]).reshape(-1, 4),
+        latency, rate, _starts(resources), np.asarray([item for row in resources for item in row], dtype=np.int64),
+        cluster.num_resources, saved, work,
+        np.asarray([np.inf if device.memory_bytes is None else device.memory_bytes for device in cluster.devices],
+                   dtype=np.float64))
+
+
+def _starts(rows: Sequence[Sequence[int]]) -> I64:
+    return np.concatenate(([0], np.cumsum([len(row) for row in rows]))).astype(np.int64)
+
+
+def _activation_bytes(problem: Problem, groups: OpGroups) -> tuple[F64, F64]:
+    """Return the bytes per sample that each group keeps for its backward, and those that it needs while it runs."""
+    graph = problem.graph
+    saved, work = np.zeros(groups.num_groups), np.zeros(groups.num_groups)
+    if problem.is_training:
+        kept = np.flatnonzero(graph.is_saved & (graph.tensor_producer >= 0) & (graph.tensor_base < 0))
+        np.add.at(saved, groups.of_op[graph.tensor_producer[kept]], graph.tensor_bytes[kept].astype(np.float64))
+        np.add.at(saved, groups.of_op, graph.saved_inside_bytes)
+    source, target = groups.of_op[graph.edges[:, 0]], groups.of_op[graph.edges[:, 1]]
+    crossing = np.unique(graph.edges[source != target, 2])
+    for group in range(groups.num_groups):
+        memory = stage_memory(graph, groups.ops(group), num_samples=graph.batch, training=problem.is_training,
+                              crossing=crossing)
+        work[group] = max(memory.forward_peak - memory.saved, memory.backward_work, 0)
+    return saved / graph.batch, work / graph.batch

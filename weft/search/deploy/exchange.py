@@ -1,0 +1,213 @@
+"""How the gradients of a deployment are exchanged: in buckets, each by the method that costs least.
+
+Groups of one block share a bucket, from the last group to the first, until it is so large that its latency no longer
+matters. Weights of linear layers whose factors are faster to gather (``sufficient``) are a bucket of their own beside
+it. A parameter that several groups read (tied embeddings) is exchanged by itself among all devices that hold it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from weft.cluster.cluster import DeviceId
+from weft.cost.collectives import Collective
+from weft.cost.op_classes import op_classes
+from weft.model.graph import F64, I64
+from weft.plan.memory import optimizer_bytes
+from weft.plan.plan import GradientMethod
+from weft.search.deploy.columns import Buckets
+from weft.search.deploy.op_groups import OpGroups
+from weft.search.deploy.sufficient import Decision, decide_on_cluster, linear_layers
+from weft.search.problem import Problem
+
+if TYPE_CHECKING:
+    from weft.search.deploy.deployer import Layout
+
+LATENCIES: Final = 10
+"""A bucket is full when its bytes take so many times its latency."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bucket:
+    """Parameters that are exchanged together."""
+
+    parameters: tuple[int, ...]
+    groups: tuple[int, ...]
+    devices: tuple[DeviceId, ...]
+    method: GradientMethod
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BucketList:
+    """The exchanges of a deployment, as records and as columns."""
+
+    items: tuple[Bucket, ...]
+    columns: Buckets
+
+
+@dataclass(frozen=True, slots=True)
+class _Factors:
+    gathered_bytes: float
+    compute_s: float
+
+
+def _chosen_factors(decision: Decision) -> Iterator[tuple[int, _Factors]]:
+    """Yield each parameter with its factors; an input that several layers read counts for the first of them."""
+    inputs: set[int] = set()
+    for term in decision.terms:
+        if term.uses_factors:
+            layer = term.layer
+            width = layer.num_out + (0 if layer.input in inputs else layer.num_in)
+            inputs.add(layer.input)
+            yield layer.weight, _Factors(float(term.num_rows * width * layer.element_bytes), term.compute_s)
+            if layer.bias is not None:
+                yield layer.bias, _Factors(0.0, 0.0)
+
+
+class Exchanges:
+    """Finds the exchanges of deployments of one model."""
+
+    def __init__(self, problem: Problem, groups: OpGroups, *, use_factors: bool = True) -> None:
+        self.problem, self.groups, self.use_factors = problem, groups, use_factors
+        graph, homes = problem.graph, groups.home_of_parameter
+        trained = [tensor for tensor in homes if graph.needs_gradient[tensor] and problem.is_training]
+        self.tied = tuple(tensor for tensor in trained if len(homes[tensor]) > 1)
+        self.of_group: list[list[int]] = [[] for _ in range(groups.num_groups)]
+        for tensor in trained:
+            if len(homes[tensor]) == 1:
+                self.of_group[homes[tensor][0]].append(tensor)
+        self.sizes = dict(zip(homes, graph.tensor_bytes[list(homes)].tolist(), strict=True))
+        self.group_bytes = np.zeros(groups.num_groups)
+        """Parameter bytes of each group; of parameters of several groups at the first."""
+        self.static_bytes = np.zeros(groups.num_groups)
+        """The same with gradients and optimizer states."""
+        for tensor, places in homes.items():
+            size, state = int(graph.tensor_bytes[tensor]), 0
+            if tensor in trained:
+                state = size + optimizer_bytes(graph, tensor, problem.options.optimizer)
+            self.group_bytes[places[0]] += size
+            self.static_bytes[places[0]] += size + state
+        self.step_s_per_byte = self._step_rates()
+        self._lines: dict[tuple[DeviceId, ...], tuple[float, float]] = {}
+        self._layers = tuple(layer for layer in linear_layers(problem.graph) if len(homes[layer.weight]) == 1)
+        self._chosen: dict[Layout, dict[int, _Factors]] = {}
+        self._blocks: dict[tuple[int, int, int], tuple[Bucket, ...]] = {}
+        self._cost: dict[tuple[tuple[int, ...], tuple[DeviceId, ...]], tuple[GradientMethod, float]] = {}
+
+    def _step_rates(self) -> list[float]:
+        """Return the seconds per byte of parameters, gradients and states in an optimizer's step on each device."""
+        total, moved = float(self.static_bytes.sum()), 0.0
+        graph = self.problem.graph
+        for tensor in self.groups.home_of_parameter:
+            size = int(graph.tensor_bytes[tensor])
+            moved += 3 * size + 2 * optimizer_bytes(graph, tensor, self.problem.options.optimizer)
+        rates = []
+        for device in self.problem.devices:
+            kind = self.problem.cluster.kind_of(device)
+            rate = (kind.memory_bytes_per_s or np.inf) * op_classes()["elementwise"].on(kind.type).memory
+            rates.append(moved / max(total, 1.0) / rate if self.problem.options.optimizer.kind != "none" else 0.0)
+        return rates
+
+    def buckets(self, layout_of: Sequence[int], layouts: Sequence[Layout]) -> BucketList:
+        """Return the exchanges of the deployment in which group ``g`` has the layout ``layouts[layout_of[g]]``."""
+        items: list[Bucket] = []
+        last = len(layout_of)
+        for first in range(last - 1, -1, -1):
+            if first == 0 or layout_of[first - 1] != layout_of[first]:
+                items += self._of_block(layout_of[first], layouts[layout_of[first]], first, last)
+                last = first
+        for tensor in self.tied:
+            homes = self.groups.home_of_parameter[tensor]
+            devices = tuple(sorted({device for group in homes for device in layouts[layout_of[group]].devices}))
+            if len(devices) > 1:
+                items.append(self._bucket((tensor,), homes, devices))
+        return BucketList(items=tuple(items), columns=_columns(items))
+
+    def _of_block(self, number: int, layout: Layout, first: int, last: int) -> tuple[Bucket, ...]:
+        """Return the exchanges of the groups from ``first`` up to ``last``, which have one layout, last ones first."""
+        if len(layout.replicas) < 2:
+            return ()
+        known = self._blocks.get((number, first, last))
+        if known is None:
+            known = self._blocks[number, first, last] = tuple(self._make_block(layout, first, last))
+        return known
+
+    def _make_block(self, layout: Layout, first: int, last: int) -> Iterator[Bucket]:
+        full, size = self._full(layout.devices), 0.0
+        factors = self._factors(layout)
+        groups: list[int] = []
+        tensors: list[int] = []
+        for group in range(last - 1, first - 1, -1):
+            if self.of_group[group]:
+                groups.append(group)
+                tensors += self.of_group[group]
+                size += sum(factors[tensor].gathered_bytes if tensor in factors else self.sizes[tensor]
+                            for tensor in self.of_group[group])
+            if groups and (size >= full or group == first):
+                reduced = tuple(tensor for tensor in tensors if tensor not in factors)
+                if reduced:
+                    yield self._bucket(reduced, tuple(groups), layout.devices)
+                gathered = tuple(tensor for tensor in tensors if tensor in factors)
+                if gathered:
+                    yield self._gathered(gathered, tuple(groups), layout.devices, factors)
+                groups, tensors, size = [], [], 0.0
+
+    def _factors(self, layout: Layout) -> dict[int, _Factors]:
+        """Return the parameters whose factors are gathered instead, with what that takes."""
+        if not self.use_factors or any(len(devices) > 1 for devices, _ in layout.replicas):
+            return {}
+        known = self._chosen.get(layout)
+        if known is None:
+            decision = decide_on_cluster(
+                self._layers, self.problem.costs, layout.devices, num_samples=self.problem.options.batch,
+                shares=[samples / layout.num_samples for _, samples in layout.replicas])
+            known = self._chosen[layout] = dict(_chosen_factors(decision))
+        return known
+
+    def _gathered(self, tensors: tuple[int, ...], groups: tuple[int, ...], devices: tuple[DeviceId, ...],
+                  factors: Mapping[int, _Factors]) -> Bucket:
+        num_bytes = sum(factors[tensor].gathered_bytes for tensor in tensors)
+        seconds = self.problem.costs.collective(Collective.ALL_GATHER, num_bytes, devices).seconds
+        seconds += sum(factors[tensor].compute_s for tensor in tensors)
+        return Bucket(parameters=tensors, groups=groups, devices=devices, method="sufficient_factors", seconds=seconds)
+
+    def group_seconds(self, devices: tuple[DeviceId, ...]) -> F64:
+        """Return the seconds that an all-reduce of each group's gradients takes among devices, latency apart."""
+        return self.group_bytes * self._line(devices)[1]
+
+    def _full(self, devices: tuple[DeviceId, ...]) -> float:
+        """Return how many bytes make a bucket large enough."""
+        latency, rate = self._line(devices)
+        return LATENCIES * latency / rate if rate > 0 else np.inf
+
+    def _line(self, devices: tuple[DeviceId, ...]) -> tuple[float, float]:
+        """Return latency and seconds per byte of a large all-reduce among devices."""
+        known = self._lines.get(devices)
+        if known is None:
+            small, large = (self.problem.costs.collective(Collective.ALL_REDUCE, size, devices).seconds
+                            for size in (0.0, 1e9))
+            known = self._lines[devices] = small, (large - small) / 1e9
+        return known
+
+    def _bucket(self, tensors: tuple[int, ...], groups: tuple[int, ...], devices: tuple[DeviceId, ...]) -> Bucket:
+        key = tensors, devices
+        known = self._cost.get(key)
+        if known is None:
+            num_bytes = float(self.problem.graph.tensor_bytes[list(tensors)].sum())
+            seconds = self.problem.costs.collective(Collective.ALL_REDUCE, num_bytes, devices).seconds
+            known = self._cost[key] = "all_reduce", seconds
+        return Bucket(parameters=tensors, groups=groups, devices=devices, method=known[0], seconds=known[1])
+
+
+def _columns(items: Sequence[Bucket]) -> Buckets:
+    members = [device for item in items for device in item.devices]
+    start = np.concatenate(([0], np.cumsum([len(item.devices) for item in items]))).astype(np.int64)
+    pairs: I64 = np.asarray([(index, group) for index, item in enumerate(items) for group in item.groups],
+                            dtype=np.int64).reshape(-1, 2)
+    seconds: F64 = np.asarray([item.seconds for item in items], dtype=np.float64)
+    return Buckets(seconds, start, np.asarray(members, dtype=np.int64), pairs)

@@ -1,0 +1,269 @@
+"""Compiled simulation of a deployment: which replicas run which groups of operators, at what time, on which links.
+
+Consecutive groups with the same layout are one *block*; each replica of a block runs it forward and backward for each
+micro-batch. What it means is what ``weft.simulate`` computes for the plan that comes of it (tests compare the two):
+
+- A device runs one block at a time, of those that are ready: backwards before forwards, then the earlier micro-batch.
+- What another device needs is sent when the block is done; it holds the links of its route, first come first served.
+- A block begins a new micro-batch only while few enough are between their forward and their backward.
+- Gradients are exchanged by *buckets*, each when the backward of the last micro-batch has come past its groups, or, in
+  a block that sends gradients to another device, at its end; the exchanges of a device follow each other and disturb
+  nothing else.
+- At the end each device updates its parameters.
+"""
+
+from __future__ import annotations
+
+import heapq
+from typing import NamedTuple
+
+import numpy as np
+
+from weft.compiled import compiled
+from weft.model.graph import F64, I64, Bool
+from weft.search.deploy.blocks import make_blocks
+from weft.search.deploy.columns import Blocks, Buckets, Layouts, Outcome, World
+
+_ENDED, _ARRIVED, _GRADIENTS = 0, 1, 2
+Heap = list[tuple[float, int, int, int]]
+
+
+class _State(NamedTuple):
+    """How far the simulation is. Tasks are numbered (phase * micro-batches + micro-batch) * slots + slot."""
+
+    waiting: I64
+    """[tasks] what each of them still waits for."""
+    ready: I64
+    """[devices, ...] tasks that can begin, as many as ``num_ready`` says."""
+    num_ready: I64
+    is_idle: Bool
+    is_touched: Bool
+    """Devices on which something may begin now."""
+    link_free: F64
+    link_busy: F64
+    exchange_free: F64
+    exchange_s: F64
+    busy: F64
+    device_end: F64
+    group_end: F64
+    starts: F64
+    arrival: F64
+    """[edges] of the message sent last."""
+    lowest: I64
+    """[buckets, blocks] the first group of the block that is in the bucket, or -1."""
+    bucket_waits: I64
+    counter: I64
+    """[2] events so far, tasks done."""
+
+
+@compiled
+def run(world: World, layouts: Layouts, buckets: Buckets, layout_of: I64, num_microbatches: int, ahead: int,
+        is_training: bool) -> Outcome:
+    """Return how a deployment runs; ``layout_of`` is the layout of each group. Infinite if it cannot end."""
+    blocks = make_blocks(world, layouts, layout_of, num_microbatches, ahead)
+    num_phases = 2 if is_training else 1
+    state = _begin(world, blocks, buckets, num_microbatches, num_phases)
+    heap = [(0.0, 0, 0, 0)]
+    heapq.heappop(heap)
+    now = 0.0
+    while True:
+        for owner in range(len(state.is_idle)):
+            if state.is_touched[owner]:
+                state.is_touched[owner] = False
+                if state.is_idle[owner] and state.num_ready[owner]:
+                    _start_best(state, heap, layouts, blocks, owner, now, num_microbatches)
+        if len(heap) == 0:
+            break
+        now, _, kind, item = heapq.heappop(heap)
+        if kind == _ENDED:
+            _end(state, heap, world, blocks, item, now, num_microbatches, is_training)
+        elif kind == _ARRIVED:
+            _make_ready(state, blocks, item)
+        else:
+            _exchange(state, buckets, item, now)
+    used, step_s = _memory(world, layouts, blocks, is_training)
+    seconds = 0.0
+    for owner in range(len(state.is_idle)):
+        end = max(state.device_end[owner], state.exchange_free[owner])
+        seconds = max(seconds, end + (step_s[owner] if is_training else 0.0))
+    if state.counter[1] < len(state.waiting):
+        seconds = np.inf
+    return Outcome(seconds, used, state.busy, state.link_busy, state.exchange_s, state.group_end, state.starts)
+
+
+@compiled
+def _begin(world: World, blocks: Blocks, buckets: Buckets, num_microbatches: int, num_phases: int) -> _State:
+    num_devices, num_slots = len(world.capacity), len(blocks.device)
+    num_tasks = num_phases * num_microbatches * num_slots
+    waiting = np.zeros(num_tasks, dtype=np.int64)
+    for microbatch in range(num_microbatches):
+        for slot in range(num_slots):
+            waits = blocks.in_start[slot + 1] - blocks.in_start[slot]
+            if num_phases == 2:
+                waits += microbatch >= blocks.limit[blocks.of_slot[slot]]
+                backward = 1
+                for place in range(blocks.out_start[slot], blocks.out_start[slot + 1]):
+                    backward += blocks.sizes[blocks.out_edges[place], 1] > 0
+                waiting[(num_microbatches + microbatch) * num_slots + slot] = backward
+            waiting[microbatch * num_slots + slot] = waits
+    num_blocks, num_buckets = len(blocks.layout), len(buckets.seconds)
+    lowest, bucket_waits = np.full((num_buckets, num_blocks), -1), np.zeros(num_buckets, dtype=np.int64)
+    for pair in range(len(buckets.of_group)):
+        bucket, group = buckets.of_group[pair]
+        block = blocks.of_group[group]
+        if lowest[bucket, block] < 0:
+            bucket_waits[bucket] += blocks.base[block + 1] - blocks.base[block]
+        if lowest[bucket, block] < 0 or group < lowest[bucket, block]:
+            lowest[bucket, block] = group
+    state = _State(
+        waiting, np.empty((num_devices, num_tasks), dtype=np.int64), np.zeros(num_devices, dtype=np.int64),
+        np.ones(num_devices, dtype=np.bool_), np.ones(num_devices, dtype=np.bool_), np.zeros(world.num_resources),
+        np.zeros(world.num_resources), np.zeros(num_devices), np.zeros(num_devices), np.zeros(num_devices),
+        np.zeros(num_devices), np.zeros(len(blocks.of_group)),
+        np.full((num_phases * num_microbatches, num_slots), np.inf), np.zeros(len(blocks.edges)), lowest, bucket_waits,
+        np.zeros(2, dtype=np.int64))
+    for task in range(num_tasks):
+        if waiting[task] == 0:
+            owner = blocks.device[task % num_slots]
+            state.ready[owner, state.num_ready[owner]] = task
+            state.num_ready[owner] += 1
+    return state
+
+
+@compiled
+def _push(state: _State, heap: Heap, when: float, kind: int, item: int) -> None:
+    state.counter[0] += 1
+    heapq.heappush(heap, (when, state.counter[0], kind, item))
+
+
+@compiled
+def _start_best(state: _State, heap: Heap, layouts: Layouts, blocks: Blocks, owner: int, now: float,
+                num_microbatches: int) -> None:
+    """Begin the ready task of the device that goes before all others."""
+    num_slots = len(blocks.device)
+    best, best_key = -1, 0
+    for place in range(state.num_ready[owner]):
+        row, slot = state.ready[owner, place] // num_slots, state.ready[owner, place] % num_slots
+        key = row * num_slots - slot if row >= num_microbatches else (row + 2 * num_microbatches) * num_slots + slot
+        if best < 0 or key < best_key:
+            best, best_key = place, key
+    task = state.ready[owner, best]
+    state.num_ready[owner] -= 1
+    state.ready[owner, best] = state.ready[owner, state.num_ready[owner]]
+    row, slot = task // num_slots, task % num_slots
+    seconds = blocks.seconds[1 if row >= num_microbatches else 0, slot]
+    state.starts[row, slot], state.is_idle[owner] = now, False
+    state.busy[owner] += seconds
+    _push(state, heap, now + seconds, _ENDED, task)
+    if row == 2 * num_microbatches - 1:
+        block = blocks.of_slot[slot]
+        at_end = _sends_gradients(blocks, slot)
+        for bucket in range(len(state.bucket_waits)):
+            if state.lowest[bucket, block] >= 0:
+                when = now
+                first = blocks.first_group[block] if at_end else state.lowest[bucket, block]
+                for group in range(first, blocks.first_group[block + 1]):
+                    when += layouts.backward_s[blocks.layout[block], group, slot - blocks.base[block]]
+                _push(state, heap, when, _GRADIENTS, bucket)
+
+
+@compiled
+def _sends_gradients(blocks: Blocks, slot: int) -> bool:
+    """Return whether another device waits for gradients from this slot."""
+    for place in range(blocks.in_start[slot], blocks.in_start[slot + 1]):
+        edge = blocks.in_edges[place]
+        if blocks.sizes[edge, 1] > 0 and blocks.device[blocks.edges[edge, 0]] != blocks.device[slot]:
+            return True
+    return False
+
+
+@compiled
+def _end(state: _State, heap: Heap, world: World, blocks: Blocks, task: int, now: float, num_microbatches: int,
+         is_training: bool) -> None:
+    """Note that a task has ended, and send what it made."""
+    num_slots = len(blocks.device)
+    row, slot = task // num_slots, task % num_slots
+    owner, block = blocks.device[slot], blocks.of_slot[slot]
+    state.is_idle[owner] = state.is_touched[owner] = True
+    state.device_end[owner] = max(state.device_end[owner], now)
+    state.counter[1] += 1
+    if row < num_microbatches:
+        if is_training:
+            _make_ready(state, blocks, task + num_microbatches * num_slots)
+        for place in range(blocks.out_start[slot], blocks.out_start[slot + 1]):
+            edge = blocks.out_edges[place]
+            target = blocks.edges[edge, 1]
+            if blocks.leader[edge] == edge:
+                state.arrival[edge] = _send(state, world, owner, blocks.device[target], blocks.sizes[edge, 0], now)
+            _push(state, heap, state.arrival[blocks.leader[edge]], _ARRIVED, row * num_slots + target)
+        return
+    for group in range(blocks.first_group[block], blocks.first_group[block + 1]):
+        state.group_end[group] = max(state.group_end[group], now)
+    after = row - num_microbatches + blocks.limit[block]
+    if after < num_microbatches:
+        _make_ready(state, blocks, after * num_slots + slot)
+    for place in range(blocks.in_start[slot], blocks.in_start[slot + 1]):
+        edge = blocks.in_edges[place]
+        if blocks.sizes[edge, 1] > 0:
+            source = blocks.edges[edge, 0]
+            when = _send(state, world, owner, blocks.device[source], blocks.sizes[edge, 1], now)
+            _push(state, heap, when, _ARRIVED, row * num_slots + source)
+
+
+@compiled
+def _send(state: _State, world: World, source: int, target: int, num_bytes: float, now: float) -> float:
+    """Return when a message arrives, and hold its links until then."""
+    if source == target or num_bytes == 0:
+        return now
+    pair = source * len(world.capacity) + target
+    begin = now
+    for place in range(world.resource_start[pair], world.resource_start[pair + 1]):
+        begin = max(begin, state.link_free[world.resources[place]])
+    seconds = world.latency_s[source, target] + num_bytes * world.s_per_byte[source, target]
+    for place in range(world.resource_start[pair], world.resource_start[pair + 1]):
+        state.link_free[world.resources[place]] = begin + seconds
+        state.link_busy[world.resources[place]] += seconds
+    return float(begin + seconds)
+
+
+@compiled
+def _make_ready(state: _State, blocks: Blocks, task: int) -> None:
+    state.waiting[task] -= 1
+    if state.waiting[task] == 0:
+        owner = blocks.device[task % len(blocks.device)]
+        state.ready[owner, state.num_ready[owner]] = task
+        state.num_ready[owner] += 1
+        state.is_touched[owner] = True
+
+
+@compiled
+def _exchange(state: _State, buckets: Buckets, bucket: int, now: float) -> None:
+    """Count one more device that is ready to exchange a bucket; with the last one it begins."""
+    state.bucket_waits[bucket] -= 1
+    if state.bucket_waits[bucket]:
+        return
+    begin = now
+    for place in range(buckets.member_start[bucket], buckets.member_start[bucket + 1]):
+        begin = max(begin, state.exchange_free[buckets.members[place]])
+    for place in range(buckets.member_start[bucket], buckets.member_start[bucket + 1]):
+        member = buckets.members[place]
+        state.exchange_free[member] = begin + buckets.seconds[bucket]
+        state.exchange_s[member] += buckets.seconds[bucket]
+
+
+@compiled
+def _memory(world: World, layouts: Layouts, blocks: Blocks, is_training: bool) -> tuple[F64, F64]:
+    """Return the bytes that each device needs at most, about, and the seconds of its optimizer."""
+    num_devices = len(world.capacity)
+    used, work, step_s = np.zeros(num_devices), np.zeros(num_devices), np.zeros(num_devices)
+    for slot in range(len(blocks.device)):
+        block, owner = blocks.of_slot[slot], blocks.device[slot]
+        layout, place = blocks.layout[block], slot - blocks.base[block]
+        where = layouts.slot_start[layout] + place
+        samples = layouts.slot_stop[where] - layouts.slot_first[where]
+        kept = blocks.limit[block] if is_training else 0
+        for group in range(blocks.first_group[block], blocks.first_group[block + 1]):
+            used[owner] += layouts.static[layout, group] + world.saved_per_sample[group] * samples * kept
+            work[owner] = max(work[owner], world.work_per_sample[group] * samples)
+            step_s[owner] += layouts.step_s[layout, group, place]
+    return used + work, step_s

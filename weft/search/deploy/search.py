@@ -1,0 +1,287 @@
+"""The search for a deployment: seeds, tree search with a learned prior, and local improvement, raced with each other.
+
+``auto`` first tries HEFT, every action for all groups alike, the best pipelines of replicated stages, for every number
+of micro-batches, and the best actions two by two, each for a part of the groups. Then it goes in rounds: on one core
+the tree search, in turns from nothing and from the best deployment so far, on the other annealing. A round is a fixed
+number of simulations on each, so the result is the same for the same seed unless a time limit ends the search. At the
+end the best few become plans, which are checked and simulated in full; the fastest that fits is the result. So it is
+never worse than data parallelism or HEFT. The other methods are its parts, to compare with.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, get_args
+
+import numpy as np
+
+from weft.errors import InputError, NoFeasiblePlan
+from weft.plan.check import check_plan
+from weft.plan.plan import Plan, with_search
+from weft.search.budget import Budget, ended_by_ctrl_c
+from weft.search.deploy.deployer import Deployer
+from weft.search.deploy.local import Annealer, earliest_finish, two_part_choices, uniform_choices
+from weft.search.deploy.op_groups import MAX_GROUPS, group_operators
+from weft.search.deploy.policy import Policy, UniformPolicy
+from weft.search.deploy.polish import polish
+from weft.search.deploy.stages import staged_choices
+from weft.search.deploy.to_plan import deployment_plan
+from weft.search.deploy.tree import Found, TreeSearch
+from weft.search.problem import Problem, divisors
+from weft.simulate.predict import simulate
+from weft.simulate.timeline import Timeline
+from weft.units import format_bytes
+
+Method = Literal["auto", "tree", "anneal", "heft", "data-parallel"]
+METHODS: Final[tuple[Method, ...]] = get_args(Method)
+MAX_MICROBATCHES: Final = 16
+NUM_FINALISTS: Final = 5
+NUM_POLISHED: Final = 2
+TREE_STEPS: Final = 150
+ANNEAL_STEPS: Final = 400
+"""Simulations of a round."""
+PATIENCE: Final = 6
+"""Rounds without a better deployment that end the search, where no limit is given."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeployOptions:
+    """How to search."""
+
+    method: Method = "auto"
+    cpu_seconds: float | None = None
+    """What the search may take, of all cores together; None: until it no longer gets better."""
+    max_simulations: int | None = None
+    """Deployments that the search may look at, those that it has met before included; rounds are not cut short."""
+    seed: int = 0
+    max_groups: int = MAX_GROUPS
+    use_factors: bool = True
+    """Let layers exchange sufficient factors where that is faster."""
+    use_shares: bool = True
+    """Let devices have shares by their speed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Deployment:
+    """The plan that was found, and how."""
+
+    plan: Plan
+    timeline: Timeline
+    method: Method
+    bound_s: float
+    num_simulations: int
+    cpu_seconds: float
+    history: tuple[tuple[int, float, float], ...]
+    """(simulations, CPU seconds, step time) whenever it got better."""
+
+    @property
+    def step_time_s(self) -> float:
+        """Return the predicted seconds of a step."""
+        return self.timeline.step_time_s
+
+
+@dataclass(slots=True, eq=False)
+class _Race:
+    """What the methods have found so far."""
+
+    budget: Budget
+    options: DeployOptions
+    progress: Callable[[str], None]
+    bound_s: float
+    begin: float = field(default_factory=time.process_time)
+    finalists: dict[tuple[int, tuple[int, ...]], Found] = field(default_factory=dict)
+    history: list[tuple[int, float, float]] = field(default_factory=list)
+    deployers: list[Deployer] = field(default_factory=list)
+
+    @property
+    def num_simulations(self) -> int:
+        return sum(deployer.num_simulations for deployer in self.deployers)
+
+    @property
+    def seconds(self) -> float:
+        return time.process_time() - self.begin
+
+    @property
+    def is_late(self) -> bool:
+        late = self.options.cpu_seconds is not None and self.seconds >= self.options.cpu_seconds
+        return self.budget.is_spent or late
+
+    @property
+    def is_over(self) -> bool:
+        most = self.options.max_simulations
+        return self.is_late or (most is not None and sum(item.num_asked for item in self.deployers) >= most)
+
+    @property
+    def best(self) -> Found:
+        return min(self.finalists.values(), key=lambda found: found.key)
+
+    def take(self, found: Found, what: str) -> bool:
+        """Keep a deployment if it is among the best; return whether it is the best."""
+        key = found.deployer.microbatches, tuple(found.evaluation.layout_of.tolist())
+        before = self.best.key if self.finalists else (np.inf, np.inf)
+        self.finalists[key] = found
+        if len(self.finalists) > NUM_FINALISTS:
+            self.finalists.pop(max(self.finalists, key=lambda key: self.finalists[key].key))
+        if found.key >= before:
+            return False
+        self.history.append((self.num_simulations, self.seconds, found.evaluation.seconds))
+        fits = "" if found.evaluation.fits else f", {format_bytes(found.evaluation.missing_bytes)} too large"
+        self.progress(f"{what}: best {found.evaluation.seconds:.6g} s{fits}, bound {self.bound_s:.6g} s, "
+                      f"{self.num_simulations} simulations")
+        return True
+
+
+def deploy(problem: Problem, options: DeployOptions | None = None, *, policy: Policy | None = None,
+           budget: Budget | None = None, progress: Callable[[str], None] = lambda text: None) -> Deployment:
+    """Return the fastest deployment found, as a checked plan; raise ``NoFeasiblePlan`` if nothing fits the memory."""
+    options = options or DeployOptions()
+    if options.method == "data-parallel":
+        options = replace(options, use_factors=False)
+    if options.method not in METHODS:
+        raise InputError(f"there is no method {options.method!r}; choose from {', '.join(METHODS)}")
+    race = _Race(budget=budget or Budget(effort=float("inf")), options=options, progress=progress,
+                 bound_s=problem.work_bound())
+    deployers = make_deployers(problem, options)
+    race.deployers += deployers
+    with ended_by_ctrl_c(race.budget):
+        _run(race, problem, deployers, policy or UniformPolicy())
+    return _finish(race, problem)
+
+
+def make_deployers(problem: Problem, options: DeployOptions) -> list[Deployer]:
+    """Return what evaluates deployments, one for each number of micro-batches to try."""
+    seconds = np.mean([problem.op_seconds(device, problem.graph.batch) for device in problem.devices], axis=0)
+    groups = group_operators(problem.graph, seconds, max_groups=options.max_groups)
+    return [Deployer(problem, groups, number, use_factors=options.use_factors, use_shares=options.use_shares)
+            for number in microbatch_numbers(problem)]
+
+
+def microbatch_numbers(problem: Problem) -> list[int]:
+    """Return the numbers of micro-batches to try."""
+    if problem.options.microbatches is not None:
+        return [problem.options.microbatches]
+    every = [number for number in divisors(problem.options.batch) if number <= MAX_MICROBATCHES]
+    powers = [number for number in every if number & (number - 1) == 0]
+    return powers if len(powers) > 1 else every[:4]
+
+
+def _run(race: _Race, problem: Problem, deployers: list[Deployer], policy: Policy) -> None:
+    whole = (0,) * deployers[0].groups.num_groups
+    first = Found(deployer=deployers[0], choice=whole, evaluation=deployers[0].evaluate(whole))
+    race.take(first, "data parallel")
+    match race.options.method:
+        case "data-parallel":
+            for deployer in deployers[1:]:
+                race.take(Found(deployer=deployer, choice=whole, evaluation=deployer.evaluate(whole)), "data parallel")
+        case "heft":
+            _seed_heft(race, deployers)
+        case "tree":
+            tree = TreeSearch(deployers, policy)
+            while not race.is_over and (race.options.cpu_seconds or race.options.max_simulations
+                                        or deployers[0].num_asked < PATIENCE * TREE_STEPS):
+                race.take(tree.step(), "tree search")
+        case "anneal":
+            annealer = Annealer(deployers, first, seed=race.options.seed)
+            for _ in _rounds(race):
+                race.take(annealer.run(ANNEAL_STEPS), "annealing")
+        case "auto":
+            _seed_heft(race, deployers)
+            alike = uniform_choices(deployers)
+            staged = [found for deployer in deployers for found in staged_choices(deployer)]
+            seeds = itertools.chain(((found, "all groups alike") for found in alike),
+                                    ((found, "pipeline of stages") for found in staged),
+                                    ((found, "two parts") for found in two_part_choices(alike)))
+            for found, what in seeds:
+                race.take(found, what)
+                if race.is_over:
+                    return
+            _auto_rounds(race, problem, deployers, policy)
+            if race.options.use_shares:
+                for found in sorted(race.finalists.values(), key=lambda found: found.key)[:NUM_POLISHED]:
+                    race.take(polish(found), "shares of devices")
+
+
+def _seed_heft(race: _Race, deployers: Sequence[Deployer]) -> None:
+    if any(action.kind == "single" for action in deployers[0].actions):
+        for deployer in deployers:
+            choice = earliest_finish(deployer)
+            race.take(Found(deployer=deployer, choice=choice, evaluation=deployer.evaluate(choice)), "HEFT")
+
+
+def _rounds(race: _Race) -> Iterator[int]:
+    """Yield numbers of rounds until the limits are reached, or nothing gets better any more."""
+    number, last_better, known = 0, 0, len(race.history)
+    while not race.is_over:
+        yield number
+        if len(race.history) > known:
+            known, last_better = len(race.history), number
+        number += 1
+        unlimited = race.options.cpu_seconds is None and race.options.max_simulations is None
+        if unlimited and number - last_better > PATIENCE:
+            return
+
+
+def _auto_rounds(race: _Race, problem: Problem, deployers: list[Deployer], policy: Policy) -> None:
+    twins = make_deployers(problem, race.options)
+    race.deployers += twins
+    whole = TreeSearch(deployers, policy)
+    chains = [Annealer(twins, _best_seed(twin), seed=race.options.seed + twin.microbatches) for twin in twins]
+    with ThreadPoolExecutor(max_workers=1) as second_core:
+        for number in _rounds(race):
+            chains.sort(key=lambda chain: chain.best.key)
+            chain = chains[_ruler(number) % len(chains)]
+            annealed = second_core.submit(chain.run, ANNEAL_STEPS)
+            tree = TreeSearch(deployers, policy, start=_moved(race.best, deployers)) if number % 2 else whole
+            for _ in range(TREE_STEPS):
+                race.take(tree.step(), f"round {number + 1}, tree search")
+                if race.is_late:
+                    break
+            if race.take(annealed.result(), f"round {number + 1}, annealing"):
+                continue
+            if race.best.key < chain.best.key and number % 4 == 3:
+                chain.current = chain.best = _moved(race.best, twins)
+
+
+def _best_seed(deployer: Deployer) -> Found:
+    """Return the best deployment in which all groups take the same action, or pipeline of stages."""
+    return min([*uniform_choices([deployer]), *staged_choices(deployer)], key=lambda found: found.key)
+
+
+def _moved(found: Found, deployers: Sequence[Deployer]) -> Found:
+    """Return the same deployment for other deployers."""
+    deployer = next(item for item in deployers if item.microbatches == found.deployer.microbatches)
+    return Found(deployer=deployer, choice=found.choice, evaluation=deployer.evaluate(found.choice))
+
+
+def _ruler(number: int) -> int:
+    """Return how often 2 divides ``number + 1``: 0 every other time, 1 every fourth time, and so on."""
+    return ((number + 1) & -(number + 1)).bit_length() - 1
+
+
+def _finish(race: _Race, problem: Problem) -> Deployment:
+    """Return the best of the finalists as a checked plan."""
+    best: tuple[Plan, Timeline] | None = None
+    miss: NoFeasiblePlan | None = None
+    for found in sorted(race.finalists.values(), key=lambda found: found.key):
+        plan = deployment_plan(found.deployer, found.evaluation, by=f"deploy {race.options.method}")
+        try:
+            timeline = simulate(check_plan(plan, problem.graph, problem.cluster), problem.costs, problem.cluster)
+        except NoFeasiblePlan as problem_found:
+            miss = miss or problem_found
+            continue
+        if best is None or timeline.step_time_s < best[1].step_time_s:
+            best = plan, timeline
+    if best is None:
+        assert miss is not None, "there is at least one finalist"
+        raise miss
+    plan = with_search(best[0], status="feasible", step_time=best[1].step_time_s, bound=race.bound_s,
+                       seed=race.options.seed)
+    timeline = best[1]
+    if timeline.program is not None:
+        timeline = replace(timeline, program=replace(timeline.program, plan=plan))
+    return Deployment(plan=plan, timeline=timeline, method=race.options.method, bound_s=race.bound_s,
+                      num_simulations=race.num_simulations, cpu_seconds=race.seconds, history=tuple(race.history))
