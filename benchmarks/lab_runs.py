@@ -41,6 +41,7 @@ WITHIN: Final = 0.15
 FASTER: Final = 3.0
 FASTER_SLOW_PORT: Final = 1.5
 LINK_WITHIN: Final = 0.05
+SHORT_S: Final = 0.5
 QUIET: Final = 0.2
 """More than so many cores busy with other work during a run is said in its row."""
 
@@ -74,9 +75,11 @@ class Bench:
                        costs=estimate_costs(graph, self.cluster, profile=self.store),
                        options=PlanOptions(batch=BATCH * self.cluster.num_devices, optimizer=Optimizer(kind="sgd")))
 
-    def run(self, plan: Plan, model: str) -> RunResult:
-        """Return the result of the plan in the laboratory."""
-        return self.lab.run_plan(plan, model_spec(model), options=RunOptions(steps=self.options.steps, warmup=1))
+    def run(self, plan: Plan, model: str, *, expected_s: float) -> RunResult:
+        """Return the result of the plan in the laboratory; short steps are repeated more often."""
+        times = 1 if expected_s > SHORT_S else 4
+        return self.lab.run_plan(plan, model_spec(model), options=RunOptions(
+            steps=times * self.options.steps, warmup=times))
 
 
 def model_spec(name: str) -> str:
@@ -206,7 +209,7 @@ def _predicted(bench: Bench, plan: Plan, problem: Problem, what: str) -> Row:
     """Return the row of one plan: measured step beside the predicted one."""
     predicted_s = evaluate(plan, problem).step_time_s
     before = _clocks()
-    result = bench.run(plan, plan.model.name)
+    result = bench.run(plan, plan.model.name, expected_s=predicted_s)
     busy_s, own_s, wall_s = (after - first for after, first in zip(_clocks(), before, strict=True))
     others = (busy_s - own_s) / wall_s
     measured_s, times = result.step_time_s, sorted(result.step_times_s)

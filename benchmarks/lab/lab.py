@@ -60,8 +60,8 @@ class Lab:
             raise RunError(problem)
         self._catch_signals()
         try:
-            self._folder = tempfile.TemporaryDirectory(prefix="weft-lab-")
-            spaces.execute(build_commands(self.topology, self.prefix))
+            self._folder = tempfile.TemporaryDirectory(prefix=self.prefix)
+            spaces.execute(build_commands(self.topology, self.prefix, self.cores))
         except BaseException:
             self.close()
             raise

@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -123,10 +124,15 @@ def remove(prefix: str) -> list[str]:
 
 
 def clean() -> list[str]:
-    """Remove what laboratories of processes that are gone have left behind; return the names."""
-    removed = []
-    for name in existing():
-        owner = name.removeprefix(PREFIX).partition("-")[0]
-        if not (owner.isdecimal() and not _is_ended(int(owner))):
-            removed += remove(name)
+    """Remove what laboratories of processes that are gone have left behind, folders too; return the names."""
+    removed = [name for left in existing() if _is_left(left) for name in remove(left)]
+    for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        if _is_left(path.name):
+            shutil.rmtree(path, ignore_errors=True)
+            removed.append(path.name)
     return removed
+
+
+def _is_left(name: str) -> bool:
+    owner = name.removeprefix(PREFIX).partition("-")[0]
+    return not owner.isdecimal() or _is_ended(int(owner))

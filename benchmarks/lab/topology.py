@@ -190,8 +190,8 @@ def namespaces(topology: Topology, prefix: str) -> dict[str, str]:
             **{name: f"{prefix}s{index}" for index, name in enumerate(topology.switches)}}
 
 
-def build_commands(topology: Topology, prefix: str) -> list[Command]:
-    """Return the commands that make namespaces, cables and rates, in order."""
+def build_commands(topology: Topology, prefix: str, cpus: Sequence[int]) -> list[Command]:
+    """Return the commands that make namespaces, cables and rates, in order; ``cpus`` are the numbers of the cores."""
     spaces = namespaces(topology, prefix)
     commands: list[Command] = []
     for name, space in spaces.items():
@@ -200,11 +200,25 @@ def build_commands(topology: Topology, prefix: str) -> list[Command]:
             commands += [("ip", "-n", space, "link", "add", BRIDGE, "mtu", str(FRAME_BYTES), "type", "bridge"),
                          ("ip", "-n", space, "link", "set", BRIDGE, "addrgenmode", "none", "up")]
     ends = _interfaces(topology)
+    cores = {host.name: cpus[host.cores[0]] for host in topology.hosts}
     for index, cable in enumerate(topology.cables):
         commands += _cable_commands(cable, spaces, (ends[index, 0], ends[index, 1]), topology)
+        commands += [_keep_order(spaces[end], ends[index, side], cores.get(cable.ends[0], cpus[0]))
+                     for side, end in enumerate(cable.ends)]
     for host in topology.hosts:
         commands.append(("ip", "-n", spaces[host.name], "addr", "add", f"{host.address}/24", "dev", PORT))
     return commands
+
+
+def _keep_order(space: str, interface: str, cpu: int) -> Command:
+    """Return the command that lets one core take in all frames of an interface.
+
+    Else each core takes what a timer on it happened to send: frames overtake each other, TCP takes that for loss, and
+    an all-reduce takes up to three times as long. Kernels without such a setting are left as they are.
+    """
+    mask = ",".join([f"{1 << cpu % 32:x}", *["00000000"] * (cpu // 32)])
+    files = f"/sys/class/net/{interface}/queues/rx-*/rps_cpus"
+    return ("ip", "netns", "exec", space, "sh", "-c", f'for f in {files}; do [ ! -w "$f" ] || echo {mask} > "$f"; done')
 
 
 def _interfaces(topology: Topology) -> dict[tuple[int, int], str]:

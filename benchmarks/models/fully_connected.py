@@ -64,4 +64,5 @@ def vgg_like(batch: int = 4, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, ..
 def small(batch: int = 4, seed: int = 0) -> tuple[nn.Module, tuple[Tensor, ...]]:
     """Return a perceptron for tests."""
     made = torch.Generator().manual_seed(seed)
-    return Perceptron((32, 64, 10)), (torch.randn(batch, 32, generator=made), torch.randint(10, (batch,), generator=made))
+    inputs = (torch.randn(batch, 32, generator=made), torch.randint(10, (batch,), generator=made))
+    return Perceptron((32, 64, 10)), inputs

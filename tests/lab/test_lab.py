@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -113,6 +114,7 @@ def test_nothing_is_left_after_a_signal(how):
             assert spaces.existing(prefix)
             assert set(spaces.clean()) >= {f"{prefix}h0", f"{prefix}h1", f"{prefix}s0"}
         assert spaces.existing(prefix) == []
+        assert not list(Path(tempfile.gettempdir()).glob(f"{prefix}*"))
         _wait_for(lambda: all(spaces._is_ended(pid) for pid in sleepers))
     finally:
         owner.kill()

@@ -93,7 +93,7 @@ def test_what_cannot_be_built_is_refused(fields, message):
 def test_commands_limit_both_ends_of_every_cable():
     topology = read_topology(star(2, "1Gbit/s", b="100Mbit/s"), 2)
     spaces = namespaces(topology, "x-")
-    commands = build_commands(topology, "x-")
+    commands = build_commands(topology, "x-", (4, 40))
     made = [command[3] for command in commands if command[:3] == ("ip", "netns", "add")]
     assert made == ["x-h0", "x-h1", "x-s0"] == list(spaces.values())
     limits = {(command[2], command[6]): command[command.index("rate") + 1] for command in commands
@@ -103,6 +103,10 @@ def test_commands_limit_both_ends_of_every_cable():
     bursts = [int(command[command.index("burst") + 1]) for command in commands if command[0] == "tc"]
     assert min(bursts) == BURST_BYTES
     assert max(len(word) for command in commands for word in command if word.startswith("port")) <= 15
+    masks = {(command[3], command[6].split("/")[4]): command[6].split(" echo ")[1].split(" ")[0] for command in commands
+             if command[:3] == ("ip", "netns", "exec")}
+    assert masks == {("x-h0", PORT): "10", ("x-s0", "port0"): "10", ("x-h1", PORT): "100,00000000",
+                     ("x-s0", "port1"): "100,00000000"}
     assert describe(topology)[1] == "b - network: 12.5 MB/s (b0; core 1)"
 
 

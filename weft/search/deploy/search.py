@@ -43,7 +43,7 @@ NUM_FINALISTS: Final = 5
 NUM_POLISHED: Final = 2
 TREE_STEPS: Final = 150
 ANNEAL_STEPS: Final = 400
-"""Simulations of a round."""
+"""Simulations of a round; the tree gets fewer while it finds nothing better."""
 PATIENCE: Final = 6
 """Rounds without a better deployment that end the search, where no limit is given."""
 
@@ -195,11 +195,14 @@ def _run(race: _Race, problem: Problem, deployers: list[Deployer], policy: Polic
             seeds = itertools.chain(((found, "all groups alike") for found in alike),
                                     ((found, "pipeline of stages") for found in staged),
                                     ((found, "two parts") for found in two_part_choices(alike)))
+            best: dict[int, Found] = {}
             for found, what in seeds:
                 race.take(found, what)
+                number = found.deployer.microbatches
+                best[number] = min(best.get(number, found), found, key=lambda item: item.key)
                 if race.is_over:
                     return
-            _auto_rounds(race, problem, deployers, policy)
+            _auto_rounds(race, problem, deployers, policy, list(best.values()))
             if race.options.use_shares:
                 for found in sorted(race.finalists.values(), key=lambda found: found.key)[:NUM_POLISHED]:
                     race.take(polish(found), "shares of devices")
@@ -225,30 +228,29 @@ def _rounds(race: _Race) -> Iterator[int]:
             return
 
 
-def _auto_rounds(race: _Race, problem: Problem, deployers: list[Deployer], policy: Policy) -> None:
+def _auto_rounds(race: _Race, problem: Problem, deployers: list[Deployer], policy: Policy,
+                 seeds: Sequence[Found]) -> None:
     twins = make_deployers(problem, race.options)
     race.deployers += twins
     whole = TreeSearch(deployers, policy)
-    chains = [Annealer(twins, _best_seed(twin), seed=race.options.seed + twin.microbatches) for twin in twins]
+    chains = [Annealer(twins, _moved(seed, twins), seed=race.options.seed + number)
+              for number, seed in enumerate(seeds)]
+    steps = TREE_STEPS
     with ThreadPoolExecutor(max_workers=1) as second_core:
         for number in _rounds(race):
             chains.sort(key=lambda chain: chain.best.key)
             chain = chains[_ruler(number) % len(chains)]
             annealed = second_core.submit(chain.run, ANNEAL_STEPS)
             tree = TreeSearch(deployers, policy, start=_moved(race.best, deployers)) if number % 2 else whole
-            for _ in range(TREE_STEPS):
-                race.take(tree.step(), f"round {number + 1}, tree search")
+            helped = False
+            for _ in range(steps):
+                helped |= race.take(tree.step(), f"round {number + 1}, tree search")
                 if race.is_late:
                     break
-            if race.take(annealed.result(), f"round {number + 1}, annealing"):
-                continue
-            if race.best.key < chain.best.key and number % 4 == 3:
-                chain.current = chain.best = _moved(race.best, twins)
-
-
-def _best_seed(deployer: Deployer) -> Found:
-    """Return the best deployment in which all groups take the same action, or pipeline of stages."""
-    return min([*uniform_choices([deployer]), *staged_choices(deployer)], key=lambda found: found.key)
+            steps = TREE_STEPS if helped else max(steps // 2, TREE_STEPS // 8)
+            race.take(annealed.result(), f"round {number + 1}, annealing")
+            if number % 4 == 3 and race.best.key < chains[0].best.key:
+                chains[0].current = chains[0].best = _moved(race.best, twins)
 
 
 def _moved(found: Found, deployers: Sequence[Deployer]) -> Found:
