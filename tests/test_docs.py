@@ -1,4 +1,4 @@
-"""The files, commands, outputs and code of docs/schedule.md and docs/place.md are true."""
+"""The files, commands, outputs and code of docs/schedule.md, docs/place.md and docs/deploy.md are true."""
 
 from __future__ import annotations
 
@@ -43,3 +43,9 @@ def test_the_page_on_placements(tmp_path, monkeypatch, capsys):
 def test_the_page_on_placements_names_every_method():
     rows = PLACE_PAGE.read_text().partition("## Methods")[2].partition("## Models")[0]
     assert set(re.findall(r"`([a-z-]+)`", rows)) >= set(METHODS)
+
+
+def test_the_page_on_deployments(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert check_page(ROOT / "docs" / "deploy.md", capsys) >= 1
+    assert (tmp_path / "vgg.json").stat().st_size > 0

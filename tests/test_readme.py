@@ -13,20 +13,20 @@ from weft.cli.main import main
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
-_FENCE = re.compile(r"^```(json|console|python)(?: (\S+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+_FENCE = re.compile(r"^```(json|yaml|console|python)(?: (\S+))?\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _PRINTED = re.compile(r"^ *print\(.*\)  # (.*)$", re.MULTILINE)
 
 
 def check_page(page: Path, capsys: pytest.CaptureFixture[str]) -> int:
     """Return how many commands and pieces of code the page has, after each did what the page says, in this folder.
 
-        json NAME    is written to that file
+        json NAME    is written to that file; yaml NAME likewise
         console      ``$`` commands, each followed by lines of its output; ``...`` stands for lines left out
         python       ``print(...)  # what it prints``
     """
     done, names = 0, dict[str, object]()
     for language, name, text in _FENCE.findall(page.read_text()):
-        if language == "json" and name:
+        if language in ("json", "yaml") and name:
             Path(name).write_text(text)
         elif language == "console":
             done += sum(_check_command(item, capsys) for item in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:])

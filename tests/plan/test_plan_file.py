@@ -306,7 +306,7 @@ WORLDS = {name: BASES[name]() for name in RICH}
 
 
 @pytest.mark.timeout(150)
-@settings(QUICK, max_examples=900)
+@settings(QUICK, max_examples=400)
 @given(data=st.data())
 def test_mutated_plan_files_only_raise_our_own_errors(data, tmp_path_factory):
     graph, plan = WORLDS[data.draw(st.sampled_from(RICH))]

@@ -175,7 +175,7 @@ def test_tensors_that_do_not_fit_beside_the_weights_are_said():
     problem = replace(problem_of(files, cluster(memory={"x": 25, "y": 25})), has_lifetimes=True,
                       tensor_bytes=np.array([100.0]))
     with pytest.raises(NoFeasiblePlan, match=r"its weights do, but not with the tensors .* bytes are missing on '\w'"):
-        place(problem)
+        place(problem, time_limit=3)
     assert place(replace(problem, tensor_bytes=np.array([5.0]))).status == "optimal"
 
 

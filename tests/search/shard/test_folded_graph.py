@@ -23,7 +23,6 @@ FAMILIES = {
     "t5": f"t5-large:layers=5,ffn=64,{SMALL}",
     "vit": "vit-base:layers=5,hidden=32,heads=4,ffn=64,image=32,classes=8",
     "mixtral": f"mixtral-8x:layers=4,kv_heads=2,ffn=32,experts=4,{SMALL}",
-    "swin": "swin-t:hidden=24,classes=8",
 }
 FAST = cluster_of((4,), flop_per_s=1e9, memory_bytes_per_s=1e9, link=(1e9, 1e-7))
 MIDDLING = cluster_of((4,), flop_per_s=1e10, memory_bytes_per_s=1e10, link=(2e8, 1e-6))

@@ -1,0 +1,57 @@
+"""``weft deploy``: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from weft.cli.main import main
+
+MIXED = """
+format: weft.cluster
+version: 1
+hosts:
+  - {name: a, devices: "1 x A100-80GB", intra: nvlink3}
+  - {name: b, devices: "1 x V100", intra: pcie3}
+network: {bandwidth: 10Gbit/s, latency: 20us}
+"""
+ARGUMENTS = ["--batch", "8", "--time-limit", "1", "--quiet"]
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    path = tmp_path / "mixed.yaml"
+    path.write_text(MIXED)
+    return str(path)
+
+
+def test_the_result_and_the_plan(cluster, tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    assert main(["deploy", "gpt2-tiny", cluster, *ARGUMENTS, "--json", "--out", str(out)]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["status"] == "feasible"
+    assert result["bound"] <= result["step_time"] <= result["data_parallel"]
+    assert result["plan"] == json.loads(out.read_text())
+    assert main(["check", str(out)]) == 0
+
+
+def test_a_missing_weights_file_costs_one_warning_only(cluster, tmp_path, capsys, caplog):
+    weights = str(tmp_path / "none.safetensors")
+    assert main(["deploy", "gpt2-tiny", cluster, *ARGUMENTS, "--weights", weights]) == 0
+    assert "data parallel" in capsys.readouterr().out
+    assert [record.message for record in caplog.records if "without the network" in record.message]
+
+
+def test_hosts_without_a_way_between_them(tmp_path, capsys):
+    path = tmp_path / "apart.yaml"
+    path.write_text(MIXED.replace("network: {bandwidth: 10Gbit/s, latency: 20us}", ""))
+    assert main(["deploy", "gpt2-tiny", str(path), *ARGUMENTS]) == 2
+    assert "disconnected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("arguments", "message"), [
+    (["--method", "magic"], "--method"), (["--dtype", "int8"], "--dtype"), (["--microbatches", "3"], "cannot be divided")])
+def test_what_it_refuses(cluster, capsys, arguments, message):
+    assert main(["deploy", "gpt2-tiny", cluster, *ARGUMENTS, *arguments]) == 2
+    assert message in capsys.readouterr().err
