@@ -13,12 +13,12 @@ from benchmarks.sections import Row
 from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import estimate_costs
+from weft.cost.mesh import Mesh
 from weft.model.folded import FoldedModel, trace_folded
 from weft.model.source import ModelSource, resolve_model
 from weft.plan.plan import Optimizer
 from weft.search.budget import Budget
 from weft.search.shard.compare import compare_meshes
-from weft.search.shard.mesh import Mesh
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.named import NAMES
 from weft.search.shard.named import named as named_plan

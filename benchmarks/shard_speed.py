@@ -87,11 +87,11 @@ def measure(model: str, cluster: str, mesh: str, batch: int, memory: str) -> dic
         importlib.import_module(name)
     from weft.cluster import read_cluster
     from weft.cost.costs import estimate_costs
+    from weft.cost.mesh import Mesh
     from weft.model.folded import trace_folded
     from weft.model.source import resolve_model
     from weft.plan.plan import Optimizer
     from weft.search.budget import Budget
-    from weft.search.shard.mesh import Mesh
     from weft.search.shard.model_search import MeshSearch
 
     target = read_cluster(cluster)

@@ -12,9 +12,9 @@ from typing import Final, Literal, NamedTuple
 
 import numpy as np
 
+from weft.cost.mesh import KINDS
 from weft.model.folded import FoldedModel, Run
 from weft.model.tensor_layout import WHOLE
-from weft.search.shard.mesh import KINDS
 from weft.search.shard.model_search import ShardedModel
 from weft.search.shard.parts import ModelPart
 from weft.search.shard.roles import LINEAR_KINDS

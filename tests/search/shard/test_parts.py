@@ -11,8 +11,8 @@ from torch import nn
 from tests.search.shard.worlds import cluster_of, parts_of, source_of, whole
 from weft.cost.collectives import Collective, CollectiveModel
 from weft.cost.costs import estimate_costs
+from weft.cost.mesh import KINDS
 from weft.search.shard.folded_graph import Assembler
-from weft.search.shard.mesh import KINDS
 from weft.search.shard.op_choices import describe
 from weft.search.strategies.solve import solve
 from weft.search.strategies.strategy_graph import evaluate

@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from weft.cluster.cluster import Cluster, Contention, Device, DeviceKind, Link
 from weft.cost.costs import estimate_costs
+from weft.cost.mesh import Mesh
 from weft.model.folded import FoldedModel, trace_folded
 from weft.model.source import ModelSource, resolve_model
 from weft.model.trace import trace
 from weft.plan.plan import Optimizer
 from weft.search.budget import Budget
 from weft.search.shard.folded_graph import Assembler
-from weft.search.shard.mesh import Mesh, Resharding
+from weft.search.shard.mesh import Resharding
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.parts import ModelParts, PartBuilder
 

@@ -9,11 +9,12 @@ from typing import Final
 
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import Costs
+from weft.cost.mesh import Mesh
 from weft.errors import NoFeasiblePlan
 from weft.model.folded import FoldedModel
 from weft.plan.plan import Optimizer
 from weft.search.budget import Budget
-from weft.search.shard.mesh import Mesh, mesh_shapes
+from weft.search.shard.mesh import mesh_shapes
 from weft.search.shard.model_search import MeshSearch, ShardedModel
 from weft.search.shard.named import Restriction, named
 from weft.search.shard.roles import find_roles

@@ -17,8 +17,6 @@ from weft.model.graph import F64, I64
 from weft.model.layout_steps import Room, Step, room_of, steps_in
 from weft.model.tensor_layout import SUM, Layout, Placement
 
-__all__ = ["KINDS", "Mesh", "Resharding", "mesh_shapes"]
-
 _PLACE_VALUES: Final = 1024
 """More than what a placement can become in the number of a form."""
 

@@ -16,12 +16,13 @@ from typing import Final, Literal
 import numpy as np
 
 from weft.cost.costs import Costs
+from weft.cost.mesh import Mesh
 from weft.errors import NoFeasiblePlan
 from weft.model.folded import FoldedModel
 from weft.plan.plan import Optimizer
 from weft.search.budget import Budget
 from weft.search.shard.folded_graph import Assembler, FoldedGraph, usage_of
-from weft.search.shard.mesh import Mesh, Resharding
+from weft.search.shard.mesh import Resharding
 from weft.search.shard.named import Restriction
 from weft.search.shard.parts import ModelParts, PartBuilder
 from weft.search.strategies.solve import solve

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import estimate_costs
+from weft.cost.mesh import Mesh
 from weft.model.folded import FoldedModel
 from weft.model.trace import trace
 from weft.plan.check import check_plan
 from weft.plan.plan import Optimizer, Plan
 from weft.search.budget import Budget
 from weft.search.problem import PlanOptions, Problem
-from weft.search.shard.mesh import Mesh
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.named import named
 from weft.search.shard.roles import find_roles
