@@ -6,7 +6,7 @@ Sections:
     links      messages and collectives between hosts, against the cluster file
     exchange   data parallel at 200 Mbit/s, models of fully connected layers, 4 samples on each host: all-reduce
                everywhere, and sufficient factors for linear layers
-    slow_port  four hosts at 1 Gbit/s but one at 100 Mbit/s: the planner against data parallel
+    slow_port  four hosts at 1 Gbit/s but one at 100 Mbit/s: the plan of weft deploy against data parallel
 
 Links, cores and operators are measured first, in the laboratory, and predictions are made from that. Needs root and
 iproute2, else every section is skipped. The machine must do nothing else: a row says so if others took much.

@@ -22,12 +22,14 @@ from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
 from weft.cost.profile import ProfileStore
 from weft.errors import InputError, RunError
-from weft.model.graph import Graph, TensorRole
 from weft.model.load import trace_model
-from weft.plan.plan import GradientExchange, Optimizer, Plan
-from weft.planner import compare_strategies, evaluate
+from weft.plan.exchanges import with_sufficient_factors
+from weft.plan.plan import Optimizer, Plan
+from weft.planner import evaluate
 from weft.run.result import RunOptions, RunResult
 from weft.search.baselines import data_parallel
+from weft.search.deploy.policy import load_policy
+from weft.search.deploy.search import DeployOptions, deploy
 from weft.search.problem import PlanOptions, Problem
 from weft.units import format_rate
 
@@ -41,6 +43,8 @@ WITHIN: Final = 0.15
 FASTER: Final = 3.0
 FASTER_SLOW_PORT: Final = 1.5
 LINK_WITHIN: Final = 0.05
+SEARCH_S: Final = 8.0
+"""CPU seconds of a search."""
 SHORT_S: Final = 0.5
 QUIET: Final = 0.2
 """More than so many cores busy with other work during a run is said in its row."""
@@ -70,7 +74,7 @@ class Bench:
         """Return the model with costs that hold here, for a batch with equal parts for all devices."""
         spec = model_spec(model)
         profile_together(self.lab, spec, self.store, batch=BATCH)
-        graph = trace_model(spec, batch=BATCH).graph
+        graph = trace_model(spec, batch=BATCH, batch_dims=True).graph
         return Problem(graph=graph, cluster=self.cluster,
                        costs=estimate_costs(graph, self.cluster, profile=self.store),
                        options=PlanOptions(batch=BATCH * self.cluster.num_devices, optimizer=Optimizer(kind="sgd")))
@@ -147,7 +151,7 @@ def exchange(options: Options) -> Iterator[Row]:
 def _compare_methods(bench: Bench, model: str, what: str) -> Iterator[Row]:
     problem = bench.problem(model)
     plain = data_parallel(problem, 1)
-    factors = with_factors(plain, problem.graph)
+    factors = with_sufficient_factors(plain, problem.graph)
     row = _predicted(bench, plain, problem, f"{what}, all_reduce")
     yield row
     try:
@@ -161,7 +165,7 @@ def _compare_methods(bench: Bench, model: str, what: str) -> Iterator[Row]:
 
 
 def slow_port(options: Options) -> Iterator[Row]:
-    """Yield the planner's best plan against data parallelism where one of four hosts has a slow port."""
+    """Yield the plan of ``weft deploy`` against data parallelism where one of four hosts has a slow port."""
     if no := skipped():
         yield from no
         return
@@ -170,39 +174,22 @@ def slow_port(options: Options) -> Iterator[Row]:
             problem, what = bench.problem(model), f"{model}, 3 hosts at 1Gbit/s and one at 100Mbit/s"
             row = _predicted(bench, data_parallel(problem, 1), problem, f"{what}, data parallel with all_reduce")
             yield row
-            best = compare_strategies(problem).best
-            assert best.plan is not None
-            other = _predicted(bench, best.plan, problem, f"{what}, {best.strategy}")
+            best = deploy(problem, DeployOptions(cpu_seconds=SEARCH_S), policy=load_policy())
+            other = _predicted(bench, best.plan, problem, f"{what}, weft deploy, {described(best.plan)}")
             yield other
             gain = _seconds(row) / _seconds(other)
-            yield Row(f"{what}: step of the planner's plan", f"{gain:.2f} x faster", f">= {FASTER_SLOW_PORT:g} x",
+            yield Row(f"{what}: step of the plan of weft deploy", f"{gain:.2f} x faster", f">= {FASTER_SLOW_PORT:g} x",
                       gain >= FASTER_SLOW_PORT)
 
 
 # ---- parts --------------------------------------------------------------------------------------------------------
 
 
-def with_factors(plan: Plan, graph: Graph) -> Plan:
-    """Return the plan with sufficient factors for the weights and biases of all linear operators, in one exchange.
-
-    It stands first: linear layers come last in these models, so theirs are the first gradients that are there.
-    """
-    names = set(linear_parameters(graph))
-    factored: dict[tuple[str, ...], list[str]] = {}
-    rest: list[GradientExchange] = []
-    for item in plan.gradients:
-        factored.setdefault(item.devices, []).extend(name for name in item.parameters if name in names)
-        others = tuple(name for name in item.parameters if name not in names)
-        rest += [replace(item, parameters=others)] if others else []
-    gathered = [GradientExchange(parameters=tuple(found), method="sufficient_factors", devices=devices)
-                for devices, found in factored.items() if found]
-    return replace(plan, gradients=(*gathered, *rest))
-
-
-def linear_parameters(graph: Graph) -> list[str]:
-    """Return the parameters of linear operators, in the graph's order."""
-    return [graph.tensor_names[tensor] for op, kind in enumerate(graph.op_kinds) if kind.startswith("aten.linear")
-            for tensor in graph.op_inputs(op).tolist() if graph.tensor_role[tensor] == TensorRole.PARAMETER]
+def described(plan: Plan) -> str:
+    """Return the devices of each stage, with the shares of those that share it, and the number of micro-batches."""
+    stages = [" + ".join(f"{'+'.join(replica.devices)}{f' {replica.share:.0%}' if len(stage.replicas) > 1 else ''}"
+                         for replica in stage.replicas) for stage in plan.stages]
+    return f"{' | '.join(stages)}, {plan.microbatches} micro-batches"
 
 
 def _predicted(bench: Bench, plan: Plan, problem: Problem, what: str) -> Row:

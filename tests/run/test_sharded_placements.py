@@ -10,6 +10,7 @@ import pytest
 from tests.run.plans import cut, make_plan, traced
 from tests.run.pool import Pool
 from tests.run.sharded_plans import ops_of, parameter_shapes
+from tests.search.deploy.tensor_plans import action, tensor_deployer, two_parts
 from tests.search.schedule.greedy import greedy_search
 from tests.search.test_baselines import mixed_cluster
 from tests.worlds import with_gradients
@@ -17,6 +18,7 @@ from weft.cost.costs import estimate_costs
 from weft.plan.check import check_plan
 from weft.plan.plan import Optimizer, Plan, Replica, Stage
 from weft.plan.structure import structure_problems
+from weft.search.deploy.to_plan import deployment_plan
 from weft.search.placements import PLACEMENTS
 from weft.search.problem import PlanOptions, Problem
 from weft.search.scheduled import Search, find_schedule, schedule_search
@@ -119,3 +121,13 @@ def whole_where_shared(plan: Plan) -> Plan:
         stages.append(replace(stage, sharding=replace(stage.sharding, tensors=tensors)))
     graph = traced(GPT, batch_dims=True).graph
     return with_gradients(replace(plan, stages=tuple(stages), gradients=()), graph)
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("first", "second"), [(("tensor", 0, 1), ("tensor", 0, 1)), (("tensor", 1), ("tensor", 0))],
+                         ids=["all", "pipeline"])
+def test_deployments_with_divided_operators_equal_one_process(pool, first, second):
+    deployer = tensor_deployer(GPT, 4)
+    choice = two_parts(deployer, action(deployer, *first), action(deployer, *second))
+    plan = deployment_plan(deployer, deployer.evaluate(choice), by="test")
+    check_equal(pool, plan, GPT)

@@ -73,6 +73,8 @@ class StageSpec:
     """How the devices of a replica divide the stage among them."""
     mesh: Mapping[str, int] = field(default_factory=dict)
     """Axes of each replica; empty for one axis of all its devices."""
+    times: tuple[Mapping[str, float], ...] = ()
+    """Seconds of each replica by phase, where devices divide the stage; empty if they are not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,10 +154,12 @@ def _make_stage(problem: Problem, name: str, spec: StageSpec, microbatch_size: i
     phases: tuple[Phase, ...] = ("F", "B", "I", "W") if problem.is_training else ("F",)
     replicas = []
     recompute = problem.options.recompute and problem.is_training
-    for (devices, share), count in zip(spec.replicas, counts, strict=True):
+    given: Sequence[Mapping[str, float]] = spec.times or [{}] * len(spec.replicas)
+    for (devices, share), count, known in zip(spec.replicas, counts, given, strict=True):
         times: dict[str, float] = {
             phase: stage_figure(problem.costs, spec.ops, devices, phase, fraction=count / graph.batch,
-                                recompute=recompute, sharded=bool(spec.sharding)).seconds for phase in phases}
+                                recompute=recompute, sharded=bool(spec.sharding), times=known).seconds
+            for phase in phases}
         replicas.append(Replica(devices=tuple(problem.cluster.devices[device].name for device in devices),
                                 mesh=spec.mesh or ({TENSOR_AXIS: len(devices)} if len(devices) > 1 else {}),
                                 share=share, times=times))

@@ -21,8 +21,9 @@ operators.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -44,6 +45,7 @@ from weft.simulate.wiring import Wiring, expand, wire
 
 _COST_PHASE: Final[tuple[CostPhase, ...]] = ("F", "B", "I", "W")
 """What costs call each ``Phase``."""
+_HALVES: Final[tuple[CostPhase, ...]] = ("I", "W")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -130,7 +132,7 @@ def _compute_figure(
     stage, ops = program.plan.stages[item.stage], program.stage_ops[item.stage]
     figure = stage_figure(costs, ops, [devices[rank] for rank in item.ranks], _COST_PHASE[phase],
                           fraction=item.num_samples / program.graph.batch, recompute=stage.recompute,
-                          sharded=bool(stage.sharding))
+                          sharded=bool(stage.sharding), times=stage.replicas[item.replica].times)
     if not math.isfinite(figure.seconds):
         names = ", ".join(program.rank_names[rank] for rank in item.ranks)
         raise PlanError(f"stage {stage.name!r} holds an operator that may not run on {names!r}: "
@@ -164,11 +166,12 @@ def _part_shares(program: Program, costs: Costs, devices: tuple[DeviceId, ...], 
 
 
 def stage_figure(costs: Costs, ops: I64, devices: Sequence[DeviceId], phase: CostPhase, *, fraction: float,
-                 recompute: bool, sharded: bool) -> Figure:
+                 recompute: bool, sharded: bool, times: Mapping[str, float] = MappingProxyType({})) -> Figure:
     """Return the time of a stage on all its devices together, for this share of the traced batch.
 
-    It is the slowest device's time for the whole stage; where the stage shards tensors, that time divided by the
-    number of devices, an estimate without the collectives inside.
+    It is the slowest device's time for the whole stage. Where the stage shards tensors it is in ``times``, which the
+    search for the sharding gave, collectives inside included; else an estimate without these: the slowest device's time
+    divided by the number of devices.
     """
     figures = []
     for device in devices:
@@ -177,7 +180,21 @@ def stage_figure(costs: Costs, ops: I64, devices: Sequence[DeviceId], phase: Cos
             figure += costs.stage_figure(ops, device, "F", fraction)
         figures.append(figure)
     slowest = max(figures, key=lambda figure: figure.seconds)
-    return Figure(slowest.seconds / len(devices), slowest.source) if sharded else slowest
+    if not sharded:
+        return slowest
+    if phase in times or (phase in _HALVES and "B" in times):
+        return Figure(_sharded_seconds(costs, ops, devices[0], phase, fraction, times), slowest.source)
+    return Figure(slowest.seconds / len(devices), slowest.source)
+
+
+def _sharded_seconds(costs: Costs, ops: I64, device: DeviceId, phase: CostPhase, fraction: float,
+                     times: Mapping[str, float]) -> float:
+    """Return the seconds in ``times``; of one half of a backward its part, as it is without sharding."""
+    seconds = times.get(phase)
+    if seconds is None:
+        halves = {half: costs.stage_figure(ops, device, half, fraction).seconds for half in _HALVES}
+        seconds = times["B"] * halves[phase] / (sum(halves.values()) or 1.0)
+    return seconds
 
 
 def transfer_figure(program: Program, costs: Costs, devices: tuple[DeviceId, ...], channel: Channel) -> Figure:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.search.deploy.worlds import even_splits
 from tests.worlds import chain_graph
 from weft.cli.main import main
 from weft.cluster.cluster import Cluster, Device, DeviceKind, Link
@@ -58,7 +59,7 @@ def make_problem(*, hosts="abc", num_ops=9, time=1.0, size=1.0):
 
 def make_deployer(*, microbatches=2, with_tensor=True, **changes):
     problem = make_problem(**changes)
-    return Deployer(problem, group_operators(problem.graph, np.ones(problem.graph.num_ops)), microbatches, with_tensor=with_tensor)
+    return Deployer(problem, group_operators(problem.graph, np.ones(problem.graph.num_ops)), microbatches, splits=even_splits(problem) if with_tensor else {})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -91,7 +92,12 @@ def assess(policy, deployer, choice, decided=2):
 
 
 def random_choice(deployer, seed):
-    return tuple(np.random.default_rng(seed).integers(len(deployer.actions), size=deployer.groups.num_groups).tolist())
+    """Return actions at random, of those deployments that there can be."""
+    rng = np.random.default_rng(seed)
+    while True:
+        choice = tuple(rng.integers(len(deployer.actions), size=deployer.groups.num_groups).tolist())
+        if np.isfinite(deployer.evaluate(choice).seconds):
+            return choice
 
 
 def test_prior_is_a_distribution_over_all_actions_and_repeats_exactly(policy, deployer, network):
@@ -151,7 +157,7 @@ def test_faster_links_do_matter(policy, deployer):
     other, choice = make_deployer(time=1.0, size=1.0), random_choice(deployer, 9)
     slow = replace(other.problem.cluster, links=tuple(replace(link, latency_s=0.1) for link in other.problem.cluster.links))
     problem = replace(other.problem, cluster=slow, costs=estimate_costs(other.problem.graph, slow))
-    changed = Deployer(problem, other.groups, 2, with_tensor=True)
+    changed = Deployer(problem, other.groups, 2, splits=even_splits(problem))
     assert not np.allclose(assess(policy, changed, choice).prior, assess(policy, deployer, choice).prior, rtol=1e-3)
 
 

@@ -10,10 +10,11 @@ import numpy as np
 from tests.worlds import chain_graph
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
-from weft.plan.plan import Optimizer
+from weft.plan.plan import Optimizer, Sharding
 from weft.search.deploy.deployer import Deployer
 from weft.search.deploy.op_groups import OpGroups
 from weft.search.problem import PlanOptions, Problem
+from weft.search.shard.tensor_costs import TensorCosts
 
 
 def host(name: str, count: int, *, rate: str = "1GFLOP/s", memory: str = "1GB") -> dict[str, Any]:
@@ -56,3 +57,16 @@ def deployer_of(problem: Problem, *, microbatches: int = 1, **options: Any) -> D
     """Return a deployer in which every operator is a group of its own."""
     groups = OpGroups(graph=problem.graph, start=np.arange(problem.graph.num_ops + 1))
     return Deployer(problem, groups, microbatches, **options)
+
+
+def even_splits(problem: Problem) -> dict[tuple[int, int], TensorCosts]:
+    """Return splits in which the devices of each group divide every operator evenly, and exchange nothing."""
+    graph, splits = problem.graph, {}
+    for index, group in enumerate(problem.cluster.groups_by_host_and_kind()):
+        if len(group) > 1:
+            part = 1.0 / len(group)
+            splits[index, len(group)] = TensorCosts(
+                num_devices=len(group), part=np.full((2, graph.num_ops), part), latency_s=np.zeros((2, graph.num_ops)),
+                s_per_sample=np.zeros((2, graph.num_ops)), held_part=np.full(graph.num_tensors, part),
+                saved_part=np.full(graph.num_ops, part), sharding=Sharding())
+    return splits

@@ -5,14 +5,15 @@
 - ``pipeline``: consecutive operator groups with the same choice are laid over the devices, one after the other, as
   much on each as suits its speed. With one micro-batch this is plain model parallelism.
 - ``pipeline groups``: the same over whole device groups; the devices of a group share the samples.
-- ``tensor``: the devices of each device group divide the operators; several device groups share the samples.
+- ``tensor``: devices of a device group divide the operators, ``degree`` of them together; these teams share the
+  samples by their speed.
 - ``single``: one device does it all.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -34,23 +35,35 @@ class Action:
     device_groups: tuple[int, ...]
     by_speed: bool = False
     """Shares in proportion to speed; else all the same."""
+    degree: int = 1
+    """Devices that divide operators among them."""
 
     def describe(self, names: Sequence[str]) -> str:
         """Return it in words; ``names`` are those of the device groups."""
         where = "+".join(names[group] for group in self.device_groups)
-        return f"{self.kind}{' by speed' if self.by_speed else ''} on {where}"
+        kind = f"{self.kind} of {self.degree}" if self.degree > 1 else self.kind
+        return f"{kind}{' by speed' if self.by_speed else ''} on {where}"
+
+    def teams(self, groups: Sequence[Sequence[DeviceId]]) -> list[tuple[DeviceId, ...]]:
+        """Return the devices that divide operators among them, team by team; ``groups`` are all device groups."""
+        return [tuple(groups[group][first : first + self.degree]) for group in self.device_groups
+                for first in range(0, len(groups[group]), self.degree)]
 
 
 def list_actions(groups: Sequence[Sequence[DeviceId]], speeds: Sequence[float], *,
-                 with_tensor: bool) -> tuple[Action, ...]:
-    """Return all actions for these device groups; ``speeds`` are those of the devices. The first is data parallel."""
+                 teams: Collection[tuple[int, int]] = ()) -> tuple[Action, ...]:
+    """Return all actions for these device groups; ``speeds`` are those of the devices. The first is data parallel.
+
+    ``teams`` are (device group, degree) for all that may divide operators.
+    """
+    degrees = sorted({degree for _, degree in teams})
     actions: list[Action] = []
     for subset in device_subsets(groups, speeds):
         devices = tuple(device for group in subset for device in groups[group])
 
-        def add(kind: Kind, *, by_speed: bool = False, devices: tuple[DeviceId, ...] = devices,
+        def add(kind: Kind, *, by_speed: bool = False, degree: int = 1, devices: tuple[DeviceId, ...] = devices,
                 subset: tuple[int, ...] = subset) -> None:
-            actions.append(Action(kind=kind, devices=devices, device_groups=subset, by_speed=by_speed))
+            actions.append(Action(kind=kind, devices=devices, device_groups=subset, by_speed=by_speed, degree=degree))
 
         if len(devices) > 1:
             add("replicate")
@@ -59,8 +72,9 @@ def list_actions(groups: Sequence[Sequence[DeviceId]], speeds: Sequence[float], 
             add("pipeline")
         if len(subset) > 1 and any(len(groups[group]) > 1 for group in subset):
             add("pipeline groups")
-        if with_tensor and any(len(groups[group]) > 1 for group in subset):
-            add("tensor", by_speed=True)
+        for degree in degrees:
+            if all((group, degree) in teams for group in subset):
+                add("tensor", degree=degree)
     for index, group in enumerate(groups):
         few = sum(len(group) for group in groups) <= MAX_SINGLE
         for device in group if few else group[:1]:

@@ -48,6 +48,8 @@ class Layouts(NamedTuple):
     """Seconds of the optimizer."""
     static: F64
     """[layouts, groups] bytes of parameters, gradients and optimizer states on each device."""
+    saved_part: F64
+    """[layouts, groups] part of what a group keeps for its backward that each device keeps."""
 
 
 class Buckets(NamedTuple):

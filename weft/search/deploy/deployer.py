@@ -8,15 +8,17 @@ simulation. ``weft.search.deploy.to_plan`` makes the plan.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from weft.cluster.cluster import DeviceId
 from weft.cost.costs import Phase
-from weft.model.graph import F64, I64
+from weft.model.graph import F64, I64, Graph
 from weft.plan.plan import split_samples
 from weft.plan.stage_memory import stage_memory
 from weft.search.deploy.actions import Action, list_actions
@@ -24,6 +26,14 @@ from weft.search.deploy.columns import Layouts, Outcome, World
 from weft.search.deploy.exchange import Exchanges
 from weft.search.deploy.op_groups import OpGroups
 from weft.search.problem import Problem
+
+if TYPE_CHECKING:
+    from weft.search.shard.tensor_costs import TensorCosts
+
+Splits = Mapping[tuple[int, int], "TensorCosts"]
+"""How devices divide operators, by device group and number of devices."""
+NO_SPLITS: Final[Splits] = MappingProxyType({})
+PASSES: Final[tuple[Phase, Phase]] = ("F", "B")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +47,11 @@ class Layout:
     def devices(self) -> tuple[DeviceId, ...]:
         """Return all devices."""
         return tuple(device for devices, _ in self.replicas for device in devices)
+
+    @property
+    def is_divided(self) -> bool:
+        """Return whether devices divide operators among them."""
+        return len(self.replicas[0][0]) > 1
 
     @property
     def num_samples(self) -> int:
@@ -65,17 +80,19 @@ class Evaluation:
 class Deployer:
     """Evaluates deployments for one number of micro-batches; see the module's docstring."""
 
-    def __init__(self, problem: Problem, groups: OpGroups, microbatches: int, *, with_tensor: bool = False,
-                 use_factors: bool = True, use_shares: bool = True) -> None:
+    def __init__(self, problem: Problem, groups: OpGroups, microbatches: int, *, splits: Splits = NO_SPLITS,
+                 use_factors: bool = True, use_shares: bool = True, world: World | None = None) -> None:
+        """``splits`` say how devices divide operators; ``world`` is another deployer's of the same operator groups."""
         self.problem, self.groups, self.microbatches = problem, groups, microbatches
+        self.splits, self.use_shares = splits, use_shares
         self.size = problem.options.batch // microbatches
         self.device_groups = problem.cluster.groups_by_host_and_kind()
         self.speeds = [1.0 / max(float(problem.op_seconds(device, self.size).sum()), 1e-12)
                        for device in problem.devices]
-        actions = list_actions(self.device_groups, self.speeds, with_tensor=with_tensor)
+        actions = list_actions(self.device_groups, self.speeds, teams=splits)
         self.actions = tuple(action for action in actions if use_shares or not action.by_speed)
-        self.world = make_world(problem, groups)
-        self.exchanges = Exchanges(problem, groups, use_factors=use_factors)
+        self.world = world or make_world(problem, groups)
+        self.exchanges = Exchanges(problem, groups, use_factors=use_factors, held_part=self._held_part)
         self._ids: dict[Layout, int] = {}
         self._columns: list[_LayoutColumns] = []
         self._tables: Layouts | None = None
@@ -84,6 +101,11 @@ class Deployer:
         self.num_simulations = 0
         self.num_asked = 0
         """Evaluations asked for, remembered ones included."""
+
+    def twin(self) -> Deployer:
+        """Return another deployer of the same deployments, for another thread."""
+        return Deployer(self.problem, self.groups, self.microbatches, splits=self.splits,
+                        use_factors=self.exchanges.use_factors, use_shares=self.use_shares, world=self.world)
 
     @cached_property
     def group_seconds(self) -> F64:
@@ -124,6 +146,8 @@ class Deployer:
     def _simulate(self, layout_of: I64) -> Evaluation:
         from weft.search.deploy.kernel import run
 
+        if self.splits and not (self._teams_agree(layout_of) and self._ties_agree(layout_of)):
+            return self._impossible(layout_of)
         buckets = self.exchanges.buckets(layout_of.tolist(), self.layouts)
         best: Evaluation | None = None
         for ahead in (2, 1) if self.microbatches > 1 else (1,):
@@ -137,6 +161,25 @@ class Deployer:
                 break
         assert best is not None
         return best
+
+    def _ties_agree(self, layout_of: I64) -> bool:
+        """Return whether devices hold the same part of a parameter for all groups that read it."""
+        homes = self.groups.home_of_parameter
+        return all(len({len(self.layouts[layout_of[group]].replicas[0][0]) for group in homes[tensor]}) == 1
+                   for tensor in self.exchanges.tied)
+
+    def _teams_agree(self, layout_of: I64) -> bool:
+        """Return whether every device is in the same team wherever it is used: teams do all things together."""
+        team_of: dict[DeviceId, tuple[DeviceId, ...]] = {}
+        return all(team_of.setdefault(device, team) == team for number in np.unique(layout_of).tolist()
+                   for team, _ in self.layouts[number].replicas for device in team)
+
+    def _impossible(self, layout_of: I64) -> Evaluation:
+        """Return what a deployment that no plan can say is worth: nothing."""
+        nothing = np.zeros(len(self.world.capacity))
+        outcome = Outcome(np.inf, nothing, nothing, np.zeros(self.world.num_resources), nothing,
+                          np.zeros(self.groups.num_groups), np.zeros((0, 0)))
+        return Evaluation(seconds=np.inf, missing_bytes=np.inf, outcome=outcome, layout_of=layout_of, ahead=1)
 
     # ---- layouts ----------------------------------------------------------------------------------------------------
 
@@ -180,10 +223,10 @@ class Deployer:
                 return tuple(self._replicated(self.device_groups[group], by_speed=False)
                              for group in action.device_groups)
             case "tensor":
-                members = [tuple(self.device_groups[group]) for group in action.device_groups]
-                counts = split_samples(self.size, tuple(sum(self.speeds[device] for device in group)
-                                                        for group in members))
-                return (Layout(tuple((group, count) for group, count in zip(members, counts, strict=True) if count)),)
+                teams = action.teams(self.device_groups)
+                power = tuple(sum(self.speeds[device] for device in team) for team in teams)
+                counts = split_samples(self.size, power if self.use_shares else (1.0,) * len(teams))
+                return (Layout(tuple((team, count) for team, count in zip(teams, counts, strict=True) if count)),)
 
     def _replicated(self, devices: Sequence[DeviceId], *, by_speed: bool) -> Layout:
         weights = tuple(self.speeds[device] if by_speed else 1.0 for device in devices)
@@ -211,24 +254,52 @@ class Deployer:
 
     def _seconds(self, phase: Phase, samples: int, device: DeviceId) -> F64:
         """Return the seconds of every group for so many samples on the device."""
-        fraction = samples / self.problem.graph.batch
+        return self.by_group(self._op_seconds(phase, samples, device))
+
+    def _op_seconds(self, phase: Phase, samples: int, device: DeviceId) -> F64:
         column = self.problem.costs.column_of_device[device]
-        seconds = self.problem.costs.op_seconds(phase, fraction)[:, column]
-        return np.add.reduceat(seconds, self.groups.start[:-1])
+        return self.problem.costs.op_seconds(phase, samples / self.problem.graph.batch)[:, column]
+
+    def by_group(self, values: F64) -> F64:
+        """Return the sum over each group's operators."""
+        return np.asarray(np.add.reduceat(values, self.groups.start[:-1]))
+
+    def split_of(self, team: Sequence[DeviceId]) -> TensorCosts | None:
+        """Return how the devices of a replica divide operators; None for a single device."""
+        if len(team) == 1:
+            return None
+        group = next(index for index, members in enumerate(self.device_groups) if team[0] in members)
+        return self.splits[group, len(team)]
+
+    def _held_part(self, team: Sequence[DeviceId]) -> F64 | None:
+        split = self.split_of(team)
+        return None if split is None else split.held_part
+
+    def op_times(self, phase: Phase, samples: int, team: Sequence[DeviceId]) -> F64:
+        """Return the seconds of every operator for so many samples on the devices of a replica together."""
+        whole, split = self._op_seconds(phase, samples, team[0]), self.split_of(team)
+        return whole if split is None else split.seconds(int(phase != "F"), whole, samples)
 
     def _layout_columns(self, layout: Layout) -> _LayoutColumns:
         rows, forward, backward, step, first = [], [], [], [], 0
-        parts = max(len(devices) for devices, _ in layout.replicas)
-        static = self.exchanges.static_bytes / parts
-        for devices, samples in layout.replicas:
-            for position, device in enumerate(devices):
-                rows.append((device, first, first + samples, position, len(devices)))
-                forward.append(self._seconds("F", samples, device) / len(devices))
-                backward.append(self._seconds("B", samples, device) / len(devices))
+        split = self.split_of(layout.replicas[0][0])
+        static = self.exchanges.static_bytes if split is None else self.exchanges.held_bytes(split.held_part)
+        saved = np.ones(self.groups.num_groups) if split is None else self._saved_part(split.saved_part)
+        for team, samples in layout.replicas:
+            times = [self.by_group(self.op_times(phase, samples, team)) for phase in PASSES]
+            for position, device in enumerate(team):
+                rows.append((device, first, first + samples, position, len(team)))
+                forward.append(times[0])
+                backward.append(times[1])
                 step.append(static * self.exchanges.step_s_per_byte[device])
             first += samples
-        return _LayoutColumns(slots=np.asarray(rows, dtype=np.int64), forward_s=np.stack(forward, axis=1),
+        return _LayoutColumns(slots=np.asarray(rows, dtype=np.int64), forward_s=np.stack(forward, axis=1), saved=saved,
                               backward_s=np.stack(backward, axis=1), step_s=np.stack(step, axis=1), static=static)
+
+    def _saved_part(self, part: F64) -> F64:
+        """Return the part of what each group keeps for its backward that a device keeps, from that of operators."""
+        kept = saved_by_op(self.problem.graph)
+        return self.by_group(kept * part) / np.maximum(self.by_group(kept), 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -241,6 +312,7 @@ class _LayoutColumns:
     step_s: F64
     static: F64
     """[groups]"""
+    saved: F64
 
 
 def _pack_layouts(items: Sequence[_LayoutColumns], num_groups: int) -> Layouts:
@@ -260,7 +332,7 @@ def _pack_layouts(items: Sequence[_LayoutColumns], num_groups: int) -> Layouts:
         slot_start=start, slot_device=device, slot_first=first, slot_stop=stop, replica_position=position,
         replica_size=size, forward_s=padded([item.forward_s for item in items]),
         backward_s=padded([item.backward_s for item in items]), step_s=padded([item.step_s for item in items]),
-        static=np.stack([item.static for item in items]))
+        static=np.stack([item.static for item in items]), saved_part=np.stack([item.saved for item in items]))
 
 
 def make_world(problem: Problem, groups: OpGroups) -> World:
@@ -295,9 +367,7 @@ def _activation_bytes(problem: Problem, groups: OpGroups) -> tuple[F64, F64]:
     graph = problem.graph
     saved, work = np.zeros(groups.num_groups), np.zeros(groups.num_groups)
     if problem.is_training:
-        kept = np.flatnonzero(graph.is_saved & (graph.tensor_producer >= 0) & (graph.tensor_base < 0))
-        np.add.at(saved, groups.of_op[graph.tensor_producer[kept]], graph.tensor_bytes[kept].astype(np.float64))
-        np.add.at(saved, groups.of_op, graph.saved_inside_bytes)
+        saved = np.asarray(np.add.reduceat(saved_by_op(graph), groups.start[:-1]))
     source, target = groups.of_op[graph.edges[:, 0]], groups.of_op[graph.edges[:, 1]]
     crossing = np.unique(graph.edges[source != target, 2])
     for group in range(groups.num_groups):
@@ -305,3 +375,11 @@ def _activation_bytes(problem: Problem, groups: OpGroups) -> tuple[F64, F64]:
                               crossing=crossing)
         work[group] = max(memory.forward_peak - memory.saved, memory.backward_work, 0)
     return saved / graph.batch, work / graph.batch
+
+
+def saved_by_op(graph: Graph) -> F64:
+    """Return the bytes that are kept for the backward of what each operator makes, for the batch traced."""
+    saved = graph.saved_inside_bytes.astype(np.float64)
+    kept = np.flatnonzero(graph.is_saved & (graph.tensor_producer >= 0) & (graph.tensor_base < 0))
+    np.add.at(saved, graph.tensor_producer[kept], graph.tensor_bytes[kept].astype(np.float64))
+    return saved

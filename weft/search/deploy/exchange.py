@@ -7,7 +7,8 @@ it. A parameter that several groups read (tied embeddings) is exchanged by itsel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -21,7 +22,7 @@ from weft.plan.memory import optimizer_bytes
 from weft.plan.plan import GradientMethod
 from weft.search.deploy.columns import Buckets
 from weft.search.deploy.op_groups import OpGroups
-from weft.search.deploy.sufficient import Decision, decide_on_cluster, linear_layers
+from weft.search.deploy.sufficient import Decision, decide_on_cluster, linear_layers, padding
 from weft.search.problem import Problem
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Bucket:
     devices: tuple[DeviceId, ...]
     method: GradientMethod
     seconds: float
+    is_divided: bool = False
+    """Devices hold parts of these parameters: there is an exchange for each part, all at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +59,18 @@ class _Factors:
     compute_s: float
 
 
-def _chosen_factors(decision: Decision) -> Iterator[tuple[int, _Factors]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part:
+    """What is exchanged for one group: gradients that are added up, and factors that are gathered."""
+
+    reduced: tuple[int, ...]
+    reduced_bytes: float
+    gathered: tuple[int, ...]
+    gathered_bytes: float
+    compute_s: float
+
+
+def _chosen_factors(decision: Decision, padded: float) -> Iterator[tuple[int, _Factors]]:
     """Yield each parameter with its factors; an input that several layers read counts for the first of them."""
     inputs: set[int] = set()
     for term in decision.terms:
@@ -64,7 +78,7 @@ def _chosen_factors(decision: Decision) -> Iterator[tuple[int, _Factors]]:
             layer = term.layer
             width = layer.num_out + (0 if layer.input in inputs else layer.num_in)
             inputs.add(layer.input)
-            yield layer.weight, _Factors(float(term.num_rows * width * layer.element_bytes), term.compute_s)
+            yield layer.weight, _Factors(padded * term.num_rows * width * layer.element_bytes, term.compute_s)
             if layer.bias is not None:
                 yield layer.bias, _Factors(0.0, 0.0)
 
@@ -72,8 +86,10 @@ def _chosen_factors(decision: Decision) -> Iterator[tuple[int, _Factors]]:
 class Exchanges:
     """Finds the exchanges of deployments of one model."""
 
-    def __init__(self, problem: Problem, groups: OpGroups, *, use_factors: bool = True) -> None:
-        self.problem, self.groups, self.use_factors = problem, groups, use_factors
+    def __init__(self, problem: Problem, groups: OpGroups, *, use_factors: bool = True,
+                 held_part: Callable[[Sequence[DeviceId]], F64 | None] = lambda team: None) -> None:
+        """``held_part`` says which part of each tensor a device holds, of several that divide operators."""
+        self.problem, self.groups, self.use_factors, self.held_part = problem, groups, use_factors, held_part
         graph, homes = problem.graph, groups.home_of_parameter
         trained = [tensor for tensor in homes if graph.needs_gradient[tensor] and problem.is_training]
         self.tied = tuple(tensor for tensor in trained if len(homes[tensor]) > 1)
@@ -86,18 +102,26 @@ class Exchanges:
         """Parameter bytes of each group; of parameters of several groups at the first."""
         self.static_bytes = np.zeros(groups.num_groups)
         """The same with gradients and optimizer states."""
+        self.static_of = {tensor: float(size) for tensor, size in self.sizes.items()}
+        """Bytes of each parameter with gradient and optimizer states."""
+        for tensor in trained:
+            self.static_of[tensor] += self.sizes[tensor] + optimizer_bytes(graph, tensor, problem.options.optimizer)
         for tensor, places in homes.items():
-            size, state = int(graph.tensor_bytes[tensor]), 0
-            if tensor in trained:
-                state = size + optimizer_bytes(graph, tensor, problem.options.optimizer)
-            self.group_bytes[places[0]] += size
-            self.static_bytes[places[0]] += size + state
+            self.group_bytes[places[0]] += self.sizes[tensor]
+            self.static_bytes[places[0]] += self.static_of[tensor]
         self.step_s_per_byte = self._step_rates()
         self._lines: dict[tuple[DeviceId, ...], tuple[float, float]] = {}
         self._layers = tuple(layer for layer in linear_layers(problem.graph) if len(homes[layer.weight]) == 1)
-        self._chosen: dict[Layout, dict[int, _Factors]] = {}
+        self._parts_of: dict[Layout, list[_Part | None]] = {}
         self._blocks: dict[tuple[int, int, int], tuple[Bucket, ...]] = {}
-        self._cost: dict[tuple[tuple[int, ...], tuple[DeviceId, ...]], tuple[GradientMethod, float]] = {}
+        self._cost: dict[tuple[Collective, float, tuple[DeviceId, ...]], float] = {}
+
+    def held_bytes(self, part: F64) -> F64:
+        """Return ``static_bytes`` of devices that hold such a part of each tensor."""
+        held = np.zeros(self.groups.num_groups)
+        for tensor, places in self.groups.home_of_parameter.items():
+            held[places[0]] += self.static_of[tensor] * part[tensor]
+        return held
 
     def _step_rates(self) -> list[float]:
         """Return the seconds per byte of parameters, gradients and states in an optimizer's step on each device."""
@@ -123,9 +147,11 @@ class Exchanges:
                 last = first
         for tensor in self.tied:
             homes = self.groups.home_of_parameter[tensor]
-            devices = tuple(sorted({device for group in homes for device in layouts[layout_of[group]].devices}))
+            own = {layouts[layout_of[group]] for group in homes}
+            devices = tuple(sorted({device for layout in own for device in layout.devices}))
             if len(devices) > 1:
-                items.append(self._bucket((tensor,), homes, devices))
+                items.append(self._bucket((tensor,), homes, devices, float(self.sizes[tensor]),
+                                          is_divided=any(layout.is_divided for layout in own)))
         return BucketList(items=tuple(items), columns=_columns(items))
 
     def _of_block(self, number: int, layout: Layout, first: int, last: int) -> tuple[Bucket, ...]:
@@ -138,43 +164,51 @@ class Exchanges:
         return known
 
     def _make_block(self, layout: Layout, first: int, last: int) -> Iterator[Bucket]:
-        full, size = self._full(layout.devices), 0.0
-        factors = self._factors(layout)
+        devices, first_ones = layout.devices, tuple(team[0] for team, _ in layout.replicas)
+        parts, full, size = self._parts(layout), self._full(first_ones), 0.0
         groups: list[int] = []
-        tensors: list[int] = []
         for group in range(last - 1, first - 1, -1):
-            if self.of_group[group]:
+            part = parts[group]
+            if part is not None:
                 groups.append(group)
-                tensors += self.of_group[group]
-                size += sum(factors[tensor].gathered_bytes if tensor in factors else self.sizes[tensor]
-                            for tensor in self.of_group[group])
+                size += part.reduced_bytes + part.gathered_bytes
             if groups and (size >= full or group == first):
-                reduced = tuple(tensor for tensor in tensors if tensor not in factors)
+                items = [item for index in groups if (item := parts[index]) is not None]
+                reduced = tuple(itertools.chain.from_iterable(item.reduced for item in items))
                 if reduced:
-                    yield self._bucket(reduced, tuple(groups), layout.devices)
-                gathered = tuple(tensor for tensor in tensors if tensor in factors)
+                    yield self._bucket(reduced, tuple(groups), devices, sum(item.reduced_bytes for item in items),
+                                       among=first_ones, is_divided=layout.is_divided)
+                gathered = tuple(itertools.chain.from_iterable(item.gathered for item in items))
                 if gathered:
-                    yield self._gathered(gathered, tuple(groups), layout.devices, factors)
-                groups, tensors, size = [], [], 0.0
+                    seconds = self._seconds(Collective.ALL_GATHER, sum(item.gathered_bytes for item in items), devices)
+                    yield Bucket(parameters=gathered, groups=tuple(groups), devices=devices,
+                                 method="sufficient_factors", seconds=seconds + sum(item.compute_s for item in items))
+                groups, size = [], 0.0
+
+    def _parts(self, layout: Layout) -> list[_Part | None]:
+        """Return what devices with this layout exchange for each group; None where there is nothing."""
+        known = self._parts_of.get(layout)
+        if known is None:
+            factors, held = self._factors(layout), self.held_part(layout.replicas[0][0])
+            known = self._parts_of[layout] = [self._part(tensors, factors, held) for tensors in self.of_group]
+        return known
+
+    def _part(self, tensors: Sequence[int], factors: Mapping[int, _Factors], held: F64 | None) -> _Part | None:
+        reduced = tuple(tensor for tensor in tensors if tensor not in factors)
+        gathered = tuple(tensor for tensor in tensors if tensor in factors)
+        size = sum(self.sizes[tensor] * (1.0 if held is None else held[tensor]) for tensor in reduced)
+        return _Part(reduced=reduced, reduced_bytes=float(size),
+                     gathered=gathered, gathered_bytes=sum(factors[tensor].gathered_bytes for tensor in gathered),
+                     compute_s=sum(factors[tensor].compute_s for tensor in gathered)) if tensors else None
 
     def _factors(self, layout: Layout) -> dict[int, _Factors]:
         """Return the parameters whose factors are gathered instead, with what that takes."""
-        if not self.use_factors or any(len(devices) > 1 for devices, _ in layout.replicas):
+        if not self.use_factors or layout.is_divided:
             return {}
-        known = self._chosen.get(layout)
-        if known is None:
-            decision = decide_on_cluster(
-                self._layers, self.problem.costs, layout.devices, num_samples=self.problem.options.batch,
-                shares=[samples / layout.num_samples for _, samples in layout.replicas])
-            known = self._chosen[layout] = dict(_chosen_factors(decision))
-        return known
-
-    def _gathered(self, tensors: tuple[int, ...], groups: tuple[int, ...], devices: tuple[DeviceId, ...],
-                  factors: Mapping[int, _Factors]) -> Bucket:
-        num_bytes = sum(factors[tensor].gathered_bytes for tensor in tensors)
-        seconds = self.problem.costs.collective(Collective.ALL_GATHER, num_bytes, devices).seconds
-        seconds += sum(factors[tensor].compute_s for tensor in tensors)
-        return Bucket(parameters=tensors, groups=groups, devices=devices, method="sufficient_factors", seconds=seconds)
+        shares = [samples / layout.num_samples for _, samples in layout.replicas]
+        decision = decide_on_cluster(self._layers, self.problem.costs, layout.devices, shares=shares,
+                                     num_samples=self.problem.options.batch)
+        return dict(_chosen_factors(decision, padding(shares)))
 
     def group_seconds(self, devices: tuple[DeviceId, ...]) -> F64:
         """Return the seconds that an all-reduce of each group's gradients takes among devices, latency apart."""
@@ -194,14 +228,18 @@ class Exchanges:
             known = self._lines[devices] = small, (large - small) / 1e9
         return known
 
-    def _bucket(self, tensors: tuple[int, ...], groups: tuple[int, ...], devices: tuple[DeviceId, ...]) -> Bucket:
-        key = tensors, devices
+    def _bucket(self, tensors: tuple[int, ...], groups: tuple[int, ...], devices: tuple[DeviceId, ...],
+                num_bytes: float, *, among: tuple[DeviceId, ...] = (), is_divided: bool = False) -> Bucket:
+        """Return the all-reduce of so many bytes ``among`` some devices; by default all of them."""
+        return Bucket(parameters=tensors, groups=groups, devices=devices, method="all_reduce", is_divided=is_divided,
+                      seconds=self._seconds(Collective.ALL_REDUCE, num_bytes, among or devices))
+
+    def _seconds(self, collective: Collective, num_bytes: float, devices: tuple[DeviceId, ...]) -> float:
+        key = collective, num_bytes, devices
         known = self._cost.get(key)
         if known is None:
-            num_bytes = float(self.problem.graph.tensor_bytes[list(tensors)].sum())
-            seconds = self.problem.costs.collective(Collective.ALL_REDUCE, num_bytes, devices).seconds
-            known = self._cost[key] = "all_reduce", seconds
-        return Bucket(parameters=tensors, groups=groups, devices=devices, method=known[0], seconds=known[1])
+            known = self._cost[key] = self.problem.costs.collective(collective, num_bytes, devices).seconds
+        return known
 
 
 def _columns(items: Sequence[Bucket]) -> Buckets:

@@ -157,10 +157,10 @@ def _use(deployer: Deployer, action: Action) -> tuple[F64, F64]:
                 samples[members] = split_samples(deployer.size, (1.0,) * len(members))
                 part[members] = speeds[members].sum() / speeds[devices].sum()
         case "tensor":
-            groups = _members(deployer, action)
-            counts = split_samples(deployer.size, tuple(float(speeds[members].sum()) for members in groups))
-            for members, count in zip(groups, counts, strict=True):
-                samples[members], part[members] = count, 1.0 / len(members)
+            teams = [list(team) for team in action.teams(deployer.device_groups)]
+            counts = split_samples(deployer.size, tuple(float(speeds[team].sum()) for team in teams))
+            for team, count in zip(teams, counts, strict=True):
+                samples[team], part[team] = count, 1.0 / len(team)
     return samples, part
 
 
@@ -174,9 +174,8 @@ def _exchange_line(deployer: Deployer, action: Action) -> tuple[float, float]:
         case "replicate":
             return _line(deployer, action.devices)
         case "tensor":
-            groups = [deployer.device_groups[group] for group in action.device_groups]
-            latency_s, s_per_byte = _line(deployer, tuple(members[0] for members in groups))
-            return latency_s, s_per_byte / max(map(len, groups))
+            latency_s, s_per_byte = _line(deployer, tuple(team[0] for team in action.teams(deployer.device_groups)))
+            return latency_s, s_per_byte / action.degree
         case "pipeline groups":
             lines = [_line(deployer, deployer.device_groups[group]) for group in action.device_groups]
             return max(line[0] for line in lines), max(line[1] for line in lines)

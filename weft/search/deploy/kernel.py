@@ -263,7 +263,8 @@ def _memory(world: World, layouts: Layouts, blocks: Blocks, is_training: bool) -
         samples = layouts.slot_stop[where] - layouts.slot_first[where]
         kept = blocks.limit[block] if is_training else 0
         for group in range(blocks.first_group[block], blocks.first_group[block + 1]):
-            used[owner] += layouts.static[layout, group] + world.saved_per_sample[group] * samples * kept
+            saved = world.saved_per_sample[group] * layouts.saved_part[layout, group]
+            used[owner] += layouts.static[layout, group] + saved * samples * kept
             work[owner] = max(work[owner], world.work_per_sample[group] * samples)
             step_s[owner] += layouts.step_s[layout, group, place]
     return used + work, step_s

@@ -7,11 +7,12 @@ same action takes another; the border between two runs moves; the number of micr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import numpy as np
 
+from weft.model.graph import F64, I64
 from weft.search.deploy.deployer import Deployer
 from weft.search.deploy.tree import Found
 
@@ -20,6 +21,10 @@ COLD: Final = 0.001
 """Temperatures, as parts of the step time."""
 
 
+SAME: Final = 0.2
+"""Part of the moves that take an action which some group has already."""
+FLAT: Final = 0.3
+"""Part of the moves whose action may be any."""
 NUM_PARTS: Final = 10
 NUM_PLACES: Final = 12
 """So many actions, and places between them, make deployments in two parts."""
@@ -28,12 +33,21 @@ NUM_PLACES: Final = 12
 class Annealer:
     """Anneals from a deployment; deterministic for a seed."""
 
-    def __init__(self, deployers: Sequence[Deployer], start: Found, *, seed: int) -> None:
+    def __init__(self, deployers: Sequence[Deployer], start: Found, *, seed: int, likely: F64 | None = None,
+                 clock: Callable[[], tuple[int, float]] = lambda: (0, 0.0)) -> None:
+        """``likely`` are the probabilities of actions in moves, None for all the same.
+
+        ``clock`` gives the simulations and the CPU seconds so far.
+        """
         self.deployers, self.rng = tuple(deployers), np.random.default_rng(seed)
         self.current = self.best = start
+        self.likely, self.clock = likely, clock
+        self.progress: list[tuple[int, float, Found]] = []
+        """When it got better, in the last run."""
 
     def run(self, num_steps: int, *, hot: float = HOT, cold: float = COLD) -> Found:
         """Take so many steps, from hot to cold, and return the best so far."""
+        self.progress = []
         for step in range(num_steps):
             temperature = hot * (cold / hot) ** (step / max(1, num_steps - 1))
             found = self._neighbour(self.current)
@@ -41,6 +55,7 @@ class Annealer:
                 self.current = found
                 if found.key < self.best.key:
                     self.best = found
+                    self.progress.append((*self.clock(), found))
         self.current = self.best
         return self.best
 
@@ -69,13 +84,22 @@ class Annealer:
         elif kind < 0.55:
             ends = [0, *(borders + 1).tolist(), len(choice)]
             run = int(rng.integers(len(ends) - 1))
-            choice[ends[run] : ends[run + 1]] = rng.integers(len(deployer.actions))
+            choice[ends[run] : ends[run + 1]] = self._action(choice)
         elif kind < 0.75:
             first, last = sorted(rng.integers(0, len(choice) + 1, size=2).tolist())
-            choice[first : max(last, first + 1)] = rng.integers(len(deployer.actions))
+            choice[first : max(last, first + 1)] = self._action(choice)
         else:
-            choice[rng.integers(len(choice))] = rng.integers(len(deployer.actions))
+            choice[rng.integers(len(choice))] = self._action(choice)
         return _evaluated(deployer, tuple(choice.tolist()))
+
+    def _action(self, choice: I64) -> int:
+        """Return an action for a move: often one that other groups have."""
+        num_actions = len(self.deployers[0].actions)
+        if self.likely is None:
+            return int(self.rng.integers(num_actions))
+        if self.rng.random() < SAME:
+            return int(self.rng.choice(choice))
+        return int(self.rng.choice(num_actions, p=self.likely))
 
 
 def _evaluated(deployer: Deployer, choice: tuple[int, ...]) -> Found:
@@ -86,6 +110,21 @@ def uniform_choices(deployers: Sequence[Deployer]) -> list[Found]:
     """Return the deployments in which all groups take the same action, for all numbers of micro-batches."""
     return [_evaluated(deployer, (action,) * deployer.groups.num_groups)
             for deployer in deployers for action in range(len(deployer.actions))]
+
+
+def likely_actions(alike: Sequence[Found]) -> F64:
+    """Return the probability of each action in moves: more for those that make good use of the devices they take.
+
+    ``alike`` are the deployments in which all groups take the same action. What counts is the device time of the best
+    of them: seconds times the power of the devices, as a multiple of the least.
+    """
+    used = np.full(len(alike[0].deployer.actions), np.inf)
+    for found in alike:
+        deployer, action = found.deployer, found.choice[0]
+        power = sum(deployer.speeds[device] for device in deployer.actions[action].devices)
+        used[action] = min(used[action], found.evaluation.seconds * power)
+    weights = np.square(used.min() / used)
+    return np.asarray(FLAT / len(weights) + (1 - FLAT) * weights / weights.sum(), dtype=np.float64)
 
 
 def two_part_choices(alike: Sequence[Found]) -> Iterator[Found]:

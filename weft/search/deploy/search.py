@@ -1,11 +1,12 @@
 """The search for a deployment: seeds, tree search with a learned prior, and local improvement, raced with each other.
 
-``auto`` first tries HEFT, every action for all groups alike, the best pipelines of replicated stages, for every number
-of micro-batches, and the best actions two by two, each for a part of the groups. Then it goes in rounds: on one core
-the tree search, in turns from nothing and from the best deployment so far, on the other annealing. A round is a fixed
-number of simulations on each, so the result is the same for the same seed unless a time limit ends the search. At the
-end the best few become plans, which are checked and simulated in full; the fastest that fits is the result. So it is
-never worse than data parallelism or HEFT. The other methods are its parts, to compare with.
+``auto`` first takes some steps of the tree search. Then it tries HEFT, every action for all groups alike, the best
+pipelines of replicated stages, for every number of micro-batches, and the best actions two by two, each for a part of
+the groups. Then it goes in rounds: on one core the tree search, in turns from nothing and from the best deployment so
+far, on the other annealing. A round is a fixed number of simulations on each, so the result is the same for the same
+seed unless a time limit ends the search. At the end the best few become plans, which are checked and simulated in full;
+the fastest that fits is the result. So it is never worse than data parallelism or HEFT. The other methods are parts of
+it, to compare with.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from typing import Final, Literal, get_args
 import numpy as np
 
 from weft.errors import InputError, NoFeasiblePlan
+from weft.model.graph import F64
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan, with_search
 from weft.search.budget import Budget, ended_by_ctrl_c
-from weft.search.deploy.deployer import Deployer
-from weft.search.deploy.local import Annealer, earliest_finish, two_part_choices, uniform_choices
+from weft.search.deploy.deployer import NO_SPLITS, Deployer, Splits, make_world
+from weft.search.deploy.local import Annealer, earliest_finish, likely_actions, two_part_choices, uniform_choices
 from weft.search.deploy.op_groups import MAX_GROUPS, group_operators
 from weft.search.deploy.policy import Policy, UniformPolicy
 from weft.search.deploy.polish import polish
@@ -41,9 +43,13 @@ METHODS: Final[tuple[Method, ...]] = get_args(Method)
 MAX_MICROBATCHES: Final = 16
 NUM_FINALISTS: Final = 5
 NUM_POLISHED: Final = 2
+FIRST_STEPS: Final = 40
+"""Simulations of the tree search before anything else: where the network knows the model's like, they are enough."""
 TREE_STEPS: Final = 150
 ANNEAL_STEPS: Final = 400
 """Simulations of a round; the tree gets fewer while it finds nothing better."""
+MAX_CHAINS: Final = 8
+"""So many of the best seeds are annealed."""
 PATIENCE: Final = 6
 """Rounds without a better deployment that end the search, where no limit is given."""
 
@@ -119,8 +125,19 @@ class _Race:
     def best(self) -> Found:
         return min(self.finalists.values(), key=lambda found: found.key)
 
-    def take(self, found: Found, what: str) -> bool:
-        """Keep a deployment if it is among the best; return whether it is the best."""
+    def clock(self) -> tuple[int, float]:
+        """Return the simulations and the CPU seconds so far."""
+        return self.num_simulations, self.seconds
+
+    def take_round(self, annealer: Annealer, steps: Sequence[tuple[int, float, Found]], what: str) -> bool:
+        """Keep what an annealing and the ``steps`` of a tree search beside it found, in the order of time."""
+        better = False
+        for *when, found in sorted((*annealer.progress, *steps), key=lambda item: item[0]):
+            better |= self.take(found, what, (int(when[0]), float(when[1])))
+        return better
+
+    def take(self, found: Found, what: str, when: tuple[int, float] | None = None) -> bool:
+        """Keep a deployment if it is among the best; return whether it is the best, found then or now."""
         key = found.deployer.microbatches, tuple(found.evaluation.layout_of.tolist())
         before = self.best.key if self.finalists else (np.inf, np.inf)
         self.finalists[key] = found
@@ -128,16 +145,20 @@ class _Race:
             self.finalists.pop(max(self.finalists, key=lambda key: self.finalists[key].key))
         if found.key >= before:
             return False
-        self.history.append((self.num_simulations, self.seconds, found.evaluation.seconds))
+        self.history.append((*(when or self.clock()), found.evaluation.seconds))
         fits = "" if found.evaluation.fits else f", {format_bytes(found.evaluation.missing_bytes)} too large"
         self.progress(f"{what}: best {found.evaluation.seconds:.6g} s{fits}, bound {self.bound_s:.6g} s, "
                       f"{self.num_simulations} simulations")
         return True
 
 
-def deploy(problem: Problem, options: DeployOptions | None = None, *, policy: Policy | None = None,
-           budget: Budget | None = None, progress: Callable[[str], None] = lambda text: None) -> Deployment:
-    """Return the fastest deployment found, as a checked plan; raise ``NoFeasiblePlan`` if nothing fits the memory."""
+def deploy(problem: Problem, options: DeployOptions | None = None, *, splits: Splits = NO_SPLITS,
+           policy: Policy | None = None, budget: Budget | None = None,
+           progress: Callable[[str], None] = lambda text: None) -> Deployment:
+    """Return the fastest deployment found, as a checked plan; raise ``NoFeasiblePlan`` if nothing fits the memory.
+
+    With ``splits`` (``weft.search.deploy.splits``) devices may divide operators: tensor parallelism.
+    """
     options = options or DeployOptions()
     if options.method == "data-parallel":
         options = replace(options, use_factors=False)
@@ -145,19 +166,20 @@ def deploy(problem: Problem, options: DeployOptions | None = None, *, policy: Po
         raise InputError(f"there is no method {options.method!r}; choose from {', '.join(METHODS)}")
     race = _Race(budget=budget or Budget(effort=float("inf")), options=options, progress=progress,
                  bound_s=problem.work_bound())
-    deployers = make_deployers(problem, options)
+    deployers = make_deployers(problem, options, splits)
     race.deployers += deployers
     with ended_by_ctrl_c(race.budget):
         _run(race, problem, deployers, policy or UniformPolicy())
     return _finish(race, problem)
 
 
-def make_deployers(problem: Problem, options: DeployOptions) -> list[Deployer]:
+def make_deployers(problem: Problem, options: DeployOptions, splits: Splits = NO_SPLITS) -> list[Deployer]:
     """Return what evaluates deployments, one for each number of micro-batches to try."""
     seconds = np.mean([problem.op_seconds(device, problem.graph.batch) for device in problem.devices], axis=0)
     groups = group_operators(problem.graph, seconds, max_groups=options.max_groups)
-    return [Deployer(problem, groups, number, use_factors=options.use_factors, use_shares=options.use_shares)
-            for number in microbatch_numbers(problem)]
+    world = make_world(problem, groups)
+    return [Deployer(problem, groups, number, use_factors=options.use_factors, use_shares=options.use_shares,
+                     splits=splits, world=world) for number in microbatch_numbers(problem)]
 
 
 def microbatch_numbers(problem: Problem) -> list[int]:
@@ -185,10 +207,14 @@ def _run(race: _Race, problem: Problem, deployers: list[Deployer], policy: Polic
                                         or deployers[0].num_asked < PATIENCE * TREE_STEPS):
                 race.take(tree.step(), "tree search")
         case "anneal":
-            annealer = Annealer(deployers, first, seed=race.options.seed)
+            annealer = Annealer(deployers, first, seed=race.options.seed, clock=race.clock)
             for _ in _rounds(race):
-                race.take(annealer.run(ANNEAL_STEPS), "annealing")
+                annealer.run(ANNEAL_STEPS)
+                race.take_round(annealer, (), "annealing")
         case "auto":
+            tree = TreeSearch(deployers, policy)
+            for _ in range(FIRST_STEPS):
+                race.take(tree.step(), "tree search")
             _seed_heft(race, deployers)
             alike = uniform_choices(deployers)
             staged = [found for deployer in deployers for found in staged_choices(deployer)]
@@ -202,7 +228,8 @@ def _run(race: _Race, problem: Problem, deployers: list[Deployer], policy: Polic
                 best[number] = min(best.get(number, found), found, key=lambda item: item.key)
                 if race.is_over:
                     return
-            _auto_rounds(race, problem, deployers, policy, list(best.values()))
+            starts = sorted([first, *best.values()], key=lambda found: found.key)[:MAX_CHAINS]
+            _auto_rounds(race, tree, starts, likely_actions(alike))
             if race.options.use_shares:
                 for found in sorted(race.finalists.values(), key=lambda found: found.key)[:NUM_POLISHED]:
                     race.take(polish(found), "shares of devices")
@@ -228,12 +255,11 @@ def _rounds(race: _Race) -> Iterator[int]:
             return
 
 
-def _auto_rounds(race: _Race, problem: Problem, deployers: list[Deployer], policy: Policy,
-                 seeds: Sequence[Found]) -> None:
-    twins = make_deployers(problem, race.options)
+def _auto_rounds(race: _Race, whole: TreeSearch, seeds: Sequence[Found], likely: F64) -> None:
+    deployers = whole.deployers
+    twins = [deployer.twin() for deployer in deployers]
     race.deployers += twins
-    whole = TreeSearch(deployers, policy)
-    chains = [Annealer(twins, _moved(seed, twins), seed=race.options.seed + number)
+    chains = [Annealer(twins, _moved(seed, twins), seed=race.options.seed + number, likely=likely, clock=race.clock)
               for number, seed in enumerate(seeds)]
     steps = TREE_STEPS
     with ThreadPoolExecutor(max_workers=1) as second_core:
@@ -241,14 +267,18 @@ def _auto_rounds(race: _Race, problem: Problem, deployers: list[Deployer], polic
             chains.sort(key=lambda chain: chain.best.key)
             chain = chains[_ruler(number) % len(chains)]
             annealed = second_core.submit(chain.run, ANNEAL_STEPS)
-            tree = TreeSearch(deployers, policy, start=_moved(race.best, deployers)) if number % 2 else whole
-            helped = False
+            tree = TreeSearch(deployers, whole.policy, start=_moved(race.best, deployers)) if number % 2 else whole
+            known, found = race.best.key, []
             for _ in range(steps):
-                helped |= race.take(tree.step(), f"round {number + 1}, tree search")
+                step = tree.step()
+                if step.key < known:
+                    known = step.key
+                    found.append((*race.clock(), step))
                 if race.is_late:
                     break
-            steps = TREE_STEPS if helped else max(steps // 2, TREE_STEPS // 8)
-            race.take(annealed.result(), f"round {number + 1}, annealing")
+            steps = TREE_STEPS if found else max(steps // 2, TREE_STEPS // 8)
+            annealed.result()
+            race.take_round(chain, found, f"round {number + 1}")
             if number % 4 == 3 and race.best.key < chains[0].best.key:
                 chains[0].current = chains[0].best = _moved(race.best, twins)
 
@@ -269,6 +299,8 @@ def _finish(race: _Race, problem: Problem) -> Deployment:
     best: tuple[Plan, Timeline] | None = None
     miss: NoFeasiblePlan | None = None
     for found in sorted(race.finalists.values(), key=lambda found: found.key):
+        if not np.isfinite(found.evaluation.seconds):
+            continue
         plan = deployment_plan(found.deployer, found.evaluation, by=f"deploy {race.options.method}")
         try:
             timeline = simulate(check_plan(plan, problem.graph, problem.cluster), problem.costs, problem.cluster)

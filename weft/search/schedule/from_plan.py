@@ -154,10 +154,10 @@ class _Builder:
                      memory=float(self.memory[item.stage].change[item.phase]), after=self._after(item))
 
     def _seconds(self, stage: int, phase: CostPhase) -> float:
-        plan = self.program.plan
+        own = self.program.plan.stages[stage]
         return max(stage_figure(self.costs, self.program.stage_ops[stage], [self.devices[rank] for rank in item.ranks],
-                                phase, fraction=item.num_samples / self.program.graph.batch,
-                                recompute=plan.stages[stage].recompute, sharded=bool(plan.stages[stage].sharding)
+                                phase, fraction=item.num_samples / self.program.graph.batch, recompute=own.recompute,
+                                sharded=bool(own.sharding), times=own.replicas[item.replica].times
                                 ).seconds for item in map(self.program.instances.__getitem__, self.instances_of[stage]))
 
     def _after(self, item: BlockMeaning) -> tuple[int, ...]:

@@ -46,7 +46,7 @@ def plan_words(found: ShardedModel, folded: FoldedModel) -> Sharding:
                                  for axis, own in enumerate(gradient))
             table, words = tensors, format_layout(TensorLayout(value, gradient))
         if any(word not in ("", "R") for word in words):
-            for name in _full_names(part.name, places[index], found.graph, node, folded):
+            for name in full_names(part.name, places[index], found.graph, node, folded):
                 table[name] = words
     return Sharding(ops=ops, tensors=tensors)
 
@@ -72,7 +72,7 @@ def _returned(parts: ModelParts, found: ShardedModel) -> list[set[int]]:
     return [sums.get(index, set()) for index in found.graph.node_part]
 
 
-def _full_names(name: str, place: Place | None, graph: FoldedGraph, node: int, folded: FoldedModel) -> Iterator[str]:
+def full_names(name: str, place: Place | None, graph: FoldedGraph, node: int, folded: FoldedModel) -> Iterator[str]:
     """Yield what a part of the reduced model is called in each copy of the full model that the node stands for."""
     if place is None:
         yield name

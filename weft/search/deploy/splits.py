@@ -1,0 +1,65 @@
+"""Ways to divide operators among the devices of a host, as the sharding search finds them, for the search here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Final
+
+from weft.cluster.cluster import Cluster, DeviceId
+from weft.errors import ModelError, NoFeasiblePlan
+from weft.search.budget import Budget
+from weft.search.deploy.deployer import Splits
+
+if TYPE_CHECKING:
+    from weft.cost.costs import Costs
+    from weft.model.folded import FoldedModel
+    from weft.model.graph import Graph
+    from weft.search.problem import Problem
+    from weft.search.shard.tensor_costs import TensorCosts
+
+MAX_DEGREE: Final = 16
+
+
+def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph], Costs], *,
+                budget: Budget | None = None) -> Splits:
+    """Return how 2, 4, 8, ... devices of each device group divide the model; nothing where no host has several.
+
+    ``folded`` is the folded model of ``problem.graph``; ``costs_of`` gives the costs of its graph.
+    """
+    from weft.search.shard.tensor_costs import split_operators
+
+    groups = problem.cluster.groups_by_host_and_kind()
+    found: dict[tuple[int, int], TensorCosts] = {}
+    costs: Costs | None = None
+    for degree, members in teams_by_degree(groups):
+        costs = costs or costs_of(folded.traced.graph)
+        firsts = _distinct(problem.cluster, [groups[group][:degree] for group in members])
+        try:
+            tables = split_operators(folded, problem.graph, costs, list(dict.fromkeys(firsts)), budget=budget,
+                                     optimizer=problem.options.optimizer)
+        except (NoFeasiblePlan, ModelError):
+            break  # no time left, or nothing to divide: the search goes on without
+        known = dict(zip(dict.fromkeys(firsts), tables, strict=True))
+        found |= {(group, degree): known[team] for group, team in zip(members, firsts, strict=True)}
+    return found
+
+
+def teams_by_degree(groups: Sequence[Sequence[DeviceId]]) -> Iterator[tuple[int, list[int]]]:
+    """Yield each degree with the device groups that it divides evenly."""
+    degree = 2
+    while degree <= MAX_DEGREE:
+        members = [index for index, group in enumerate(groups) if len(group) >= degree and len(group) % degree == 0]
+        if members:
+            yield degree, members
+        degree *= 2
+
+
+def _distinct(cluster: Cluster, teams: Sequence[Sequence[DeviceId]]) -> list[tuple[DeviceId, ...]]:
+    """Return for each team the first one that is like it: devices of one kind with equal links between them."""
+    known: dict[object, tuple[DeviceId, ...]] = {}
+    return [known.setdefault(_like(cluster, team), tuple(team)) for team in teams]
+
+
+def _like(cluster: Cluster, team: Sequence[DeviceId]) -> object:
+    routes = (cluster.route(first, second) for first in team for second in team if first != second)
+    return cluster.devices[team[0]].kind, tuple((route.bytes_per_s, route.latency_s) for route in routes)

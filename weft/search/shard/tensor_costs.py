@@ -1,0 +1,198 @@
+"""What every operator of a model takes where equal devices divide it among them: tensor parallelism, as searched.
+
+``split_operators`` finds the best way in which no gradient of a parameter is a sum over the devices (samples are not
+divided; that is what replicas are for), and says for each operator of the full model:
+
+    seconds for n samples = seconds of the whole operator for n samples * part + latency_s + n * s_per_sample
+
+where ``part`` is how much shorter it is on one of the devices, and the rest is what they exchange before and after it.
+Collectives count for the operator that reads what they bring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from weft.cost.costs import Costs
+from weft.cost.mesh import Mesh
+from weft.cost.roofline import PARTS, Part
+from weft.model.factors import factor_counts
+from weft.model.folded import FoldedModel
+from weft.model.graph import F64, Graph
+from weft.model.layout_steps import ALL_REDUCE
+from weft.model.tensor_layout import SUM, largest_part
+from weft.plan.plan import Optimizer, Sharding
+from weft.search.budget import Budget
+from weft.search.shard.folded_graph import Assembler
+from weft.search.shard.model_search import MeshSearch, ShardedModel
+from weft.search.shard.op_choices import Bools, OpChoices, op_seconds
+from weft.search.shard.parts import Edge, ModelParts
+from weft.search.shard.to_plan import full_names, plan_words
+
+FORWARD, BACKWARD = 0, 1
+HARDLY: Final = 1e-9
+"""Bytes that take the latency only; none at all are not sent."""
+_OF_PASS: Final[tuple[tuple[Part, ...], ...]] = (("forward",), ("input_grad", "weight_grad"))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TensorCosts:
+    """How so many equal devices divide a model; arrays are [forward and backward, operators of the full model]."""
+
+    num_devices: int
+    part: F64
+    latency_s: F64
+    s_per_sample: F64
+    held_part: F64
+    """[tensors of the full model] part of a parameter that one device holds."""
+    saved_part: F64
+    """[operators] part of what an operator keeps for its backward that one device keeps."""
+    sharding: Sharding
+    """The same in the words of a plan, for all operators."""
+
+    def seconds(self, which: int, whole_s: F64, num_samples: float) -> F64:
+        """Return each operator's seconds in a pass, from those of the whole operators for so many samples."""
+        return np.asarray(whole_s * self.part[which] + self.latency_s[which] + num_samples * self.s_per_sample[which])
+
+    def words(self, op_names: Sequence[str], tensor_names: Sequence[str]) -> Sharding:
+        """Return the part of the words that is about these operators and tensors."""
+        ops, tensors = self.sharding.ops, self.sharding.tensors
+        return Sharding(ops={name: ops[name] for name in op_names if name in ops},
+                        tensors={name: tensors[name] for name in tensor_names if name in tensors})
+
+
+def split_operators(folded: FoldedModel, graph: Graph, costs: Costs, groups: Sequence[Sequence[int]], *,
+                    optimizer: Optimizer | None = None, budget: Budget | None = None) -> list[TensorCosts]:
+    """Return how the devices of each group divide the operators of ``graph``, the full model of ``folded``.
+
+    The groups have the same size and divide the model in the same way, the best for the first of them. ``costs`` are
+    those of the folded model.
+    """
+    searches = [MeshSearch(folded, costs, Mesh(costs.cluster, group, (len(group),), comm_fits=costs.comm_fits),
+                           optimizer=optimizer or Optimizer(), limit_bytes=None, splits_states=False,
+                           budget=budget or Budget(effort=float("inf"))) for group in groups]
+    best = searches[0].run(_without_sums)
+    return [_Table(replace(best, parts=search.parts), folded, graph, costs, search.assembler).make()
+            for search in searches]
+
+
+def _without_sums(parts: ModelParts, index: int) -> Bools | None:
+    """Allow the strategies of an operator in which every parameter's gradient is there without adding up."""
+    if parts.parts[index].kind != "op":
+        return None
+    allowed = np.ones(len(parts.parts[index].seconds), dtype=np.bool_)
+    for edge in parts.edges:
+        if edge.reader == index and edge.is_parameter and edge.returns is not None:
+            layouts = parts.resharding.layouts
+            allowed &= np.array([SUM not in layouts[number] for number in edge.returns.tolist()])
+    return allowed
+
+
+class _Table:
+    """Fills the arrays, operator by operator of the folded model, for all copies in the full one."""
+
+    def __init__(self, found: ShardedModel, folded: FoldedModel, graph: Graph, costs: Costs,
+                 assembler: Assembler) -> None:
+        self.found, self.folded, self.graph, self.costs = found, folded, graph, costs
+        self.parts, self.assembler = found.parts, assembler
+        self.batch = folded.traced.source.batch
+        shape = 2, graph.num_ops
+        self.part, self.latency, self.rate = np.ones(shape), np.zeros(shape), np.zeros(shape)
+        self.saved = np.ones(graph.num_ops)
+        places = assembler.places
+        self.ops_of = [[graph.op_index[name] for name in full_names(self.parts.parts[index].name, places[index],
+                                                                    found.graph, node, folded)]
+                       if self.parts.parts[index].kind == "op" else []
+                       for node, index in enumerate(found.graph.node_part)]
+        """Operators of the full model that each node stands for."""
+
+    def make(self) -> TensorCosts:
+        for node, (index, strategy) in enumerate(zip(self.found.graph.node_part, self.found.choice, strict=True)):
+            part = self.parts.parts[index]
+            if part.choices is not None:
+                self._add_op(node, part.name, part.choices, strategy)
+        self._add_edges()
+        sharding = plan_words(self.found, self.folded)
+        return TensorCosts(num_devices=len(self.found.mesh.devices), part=self.part, latency_s=self.latency,
+                           s_per_sample=self.rate, held_part=self._held(sharding), saved_part=self.saved,
+                           sharding=sharding)
+
+    def _add_op(self, node: int, name: str, choices: OpChoices, strategy: int) -> None:
+        op = self.folded.traced.graph.op_index[name]
+        ops = self.ops_of[node]
+        column = self.costs.column_of_device[self.found.mesh.devices[0]]
+        whole: dict[Part, float] = {"forward": float(self.costs.forward_s[op, column]),
+                                    "input_grad": float(self.costs.input_grad_s[op, column]),
+                                    "weight_grad": float(self.costs.weight_grad_s[op, column])}
+        terms = self.costs.terms[column]
+        for which, own in enumerate(_OF_PASS):
+            wanted: dict[Part, float] = {part: whole[part] if part in own else 0.0 for part in PARTS}
+            total = sum(wanted.values())
+            if total > 0:
+                seconds = op_seconds(choices, wanted, None if terms is None else dict(terms), op)[strategy]
+                self.part[which, ops] = seconds / total
+        self.saved[ops] = choices.work[strategy]
+        self._add_inside(ops, choices, strategy)
+
+    def _add_inside(self, ops: list[int], choices: OpChoices, strategy: int) -> None:
+        """Add what devices exchange inside an operator."""
+        chosen, factors = choices.strategies[strategy], choices.op.factors
+        if chosen[0] < 0 or not factors[chosen[0]].special:
+            return
+        assert factor_counts(chosen, self.found.mesh.shape), "a factor is split"
+        factor = factors[chosen[0]]
+        for which, sums in ((FORWARD, factor.forward_sums), (BACKWARD, factor.backward_sums)):
+            if sums:
+                sizes = np.array(sums, dtype=np.float64)
+                self._add(which, ops, float(self.found.mesh.seconds(0, ALL_REDUCE, sizes).sum()),
+                          float(self.found.mesh.seconds(0, ALL_REDUCE, HARDLY + 0 * sizes).sum()))
+
+    def _add(self, which: int, ops: Sequence[int], seconds: float, latency_s: float) -> None:
+        self.latency[which, ops] += latency_s
+        self.rate[which, ops] += (seconds - latency_s) / self.batch
+
+    def _add_edges(self) -> None:
+        """Add the collectives between operators; what is between copies counts for all of them alike."""
+        graph = self.found.graph
+        node_of = {(part, variant): node for node, (part, variant) in
+                   enumerate(zip(graph.node_part, graph.node_variant, strict=True))}
+        for edge in self.parts.edges:
+            if edge.is_parameter:
+                continue  # stored as it is used, and its gradient is no sum
+            for source, target, weight in self.assembler.uses(edge, dict(graph.counts), graph.is_woven):
+                giver, reader = node_of[source], node_of[target]
+                ops = self.ops_of[reader] or self.ops_of[giver]
+                if not weight or not ops:
+                    continue
+                for which in (FORWARD, BACKWARD):
+                    seconds, latency_s = (weight / len(ops) * self._moved(which, edge, giver, reader, size)
+                                          for size in (edge.num_bytes, HARDLY))
+                    self._add(which, ops, seconds, latency_s)
+
+    def _moved(self, which: int, edge: Edge, giver: int, reader: int, num_bytes: float) -> float:
+        """Return the seconds to bring an edge's value to its reader, or the gradient back, if it has so many bytes."""
+        part, shape = self.parts.parts[edge.giver], self.parts.shape_of(edge)
+        own, other = self.found.choice[giver], self.found.choice[reader]
+        if which == FORWARD:
+            ends = part.values[edge.output][own], edge.reads[other]
+        elif edge.returns is None:
+            return 0.0
+        else:
+            ends = edge.returns[other], part.gradients[edge.output][own]
+        source, target = (np.array([end], dtype=np.int64) for end in ends)
+        return float(self.parts.resharding.matrix(source, target, num_bytes, shape)[0, 0])
+
+    def _held(self, sharding: Sharding) -> F64:
+        from weft.plan.sharding import parse_layout
+
+        held = np.ones(self.graph.num_tensors)
+        for name, words in sharding.tensors.items():
+            tensor = self.graph.tensor_index.get(name)
+            if tensor is not None:
+                held[tensor] = largest_part(self.graph.tensor_shapes[tensor], parse_layout(words).value,
+                                            self.found.mesh.shape)
+        return held
