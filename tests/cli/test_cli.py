@@ -46,7 +46,7 @@ def test_help_loads_nothing_heavy():
 
 
 def test_every_command_has_help_and_json(capsys):
-    commands = ["models", "profile", "plan", "simulate", "show", "check", "export", "import-order", "run",
+    commands = ["models", "profile", "plan", "simulate", "show", "check", "diff", "export", "import-order", "run",
                 "schedule", "place", "shard", "cluster show", "cluster probe", "cluster from-topo"]
     for command in commands:
         capsys.readouterr()

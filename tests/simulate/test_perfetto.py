@@ -97,3 +97,30 @@ def test_tracks_arrows_and_memory():
     for rank, summary in enumerate(timeline.summary()):
         counters = [event["args"] for event in events if event["ph"] == "C" and event["pid"] == rank + 1]
         assert max(sum(values.values()) for values in counters) == summary.peak_bytes
+
+
+@given(pipelines(), st.floats(0.1, 3.0), st.integers(0, 2**32 - 1))
+@settings(max_examples=15, deadline=None)
+def test_prediction_and_run_have_the_same_names(timeline, scale, seed):
+    """Also where the run overlaps more, or less, than was predicted: the two can be laid side by side."""
+    length = np.random.default_rng(seed).random(timeline.num_instructions) * scale
+    measured = make_timeline(timeline.program, start_s=timeline.start_s, end_s=timeline.start_s + length, kind="measured")
+    events = list(trace_events([timeline, measured]))
+    devices = {event["pid"]: event["args"]["name"].rsplit(" ", 1) for event in events if event["name"] == "process_name"}
+    names = defaultdict(set)
+    for event in events:
+        device, kind = devices[event["pid"]]
+        if event["name"] == "thread_name":
+            names[kind].add((device, "track", event["tid"], event["args"]["name"]))
+        elif event["ph"] == "X":
+            names[kind].add((device, "slice", event["cat"], event["name"]))
+        elif event["ph"] == "C":
+            names[kind].add((device, "counter", event["name"], tuple(event["args"])))
+    assert set(names) == {"predicted", "measured"}
+    assert names["predicted"] == names["measured"]
+    tracks = {(event["pid"], event["tid"]) for event in events if event["name"] == "thread_name"}
+    assert {(event["pid"], event["tid"]) for event in events if event["ph"] == "X"} <= tracks
+    order = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    numbers = [event["pid"] for event in events if event["name"] == "process_name"]
+    side_by_side = [name for _, name in sorted(zip(numbers, order, strict=True))]
+    assert side_by_side == [f"{device} {kind}" for device in timeline.devices for kind in ("predicted", "measured")]

@@ -1,7 +1,8 @@
-"""``weft export`` and ``weft import-order``: the order of a plan to and from other tools."""
+"""``weft export`` and ``weft import-order``: plans for other tools, and orders from them."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
@@ -24,8 +25,11 @@ if TYPE_CHECKING:
     from weft.plan.plan import Plan
     from weft.plan.program import Program
 
-FORMATS: Final = {"pytorch-csv": "schedule", "device-map": "device map", "onnx": "model"}
+FORMATS: Final = {"pytorch-csv": "schedule", "device-map": "device map", "onnx": "model", "torchtitan": "settings",
+                  "vllm": "options", "llama-cpp": "options"}
 """What each of them is, in a word."""
+BY_LAYER: Final = ("torchtitan", "vllm", "llama-cpp")
+"""Those that give whole layers to devices."""
 
 
 def export(
@@ -33,8 +37,13 @@ def export(
     format_: Annotated[str, typer.Option(
         "--format", help="pytorch-csv: the schedule file of torch.distributed.pipelining (compute_only). device-map: "
         "accelerate's device_map, where the placement is by module. onnx: the .onnx file given with --model, with "
-        "device and stage in the metadata of each node.")] = "pytorch-csv",
+        "device and stage in the metadata of each node. torchtitan: degrees of parallelism, modules of stages and "
+        "schedule (TOML, and a CSV beside it where the schedule has no name). vllm: layers of each pipeline rank and "
+        "degrees of parallelism. llama-cpp: how layers are split over GPUs.")] = "pytorch-csv",
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write it here instead of to stdout.")] = None,
+    nearest: Annotated[bool, typer.Option(
+        "--nearest", help="torchtitan, vllm, llama-cpp: give a layer that the plan cuts to the stage with most of it, "
+        "instead of refusing.")] = False,
     model: ModelOption = None,
     cluster: ClusterOption = None,
     as_json: JsonOption = False,
@@ -45,6 +54,8 @@ def export(
     from weft.plan.plan import load_plan
 
     choice("--format", format_, tuple(FORMATS))
+    if nearest and format_ not in BY_LAYER:
+        raise InputError(f"--nearest is for {', '.join(BY_LAYER)}, which take whole layers, not for {format_}")
     item = load_plan(plan)
     if format_ == "onnx":
         _check_onnx_options(model, out)
@@ -57,6 +68,10 @@ def export(
             facts = _export_onnx(program, model, out)
         case "device-map":
             facts = _export_text(*_device_map(program, model, cluster), out)
+        case "torchtitan":
+            facts = _export_text(*_titan(program, out, report, nearest), out)
+        case "vllm" | "llama-cpp":
+            facts = _export_text(*_server_options(program, cluster, format_, nearest), out)
         case _:
             facts = _export_text(*_pipelining_csv(item, program), out)
     for note in facts.get("notes", ()):
@@ -100,6 +115,37 @@ def _device_map(program: Program, model: str | None, cluster: str | None) -> tup
                          "for an ONNX file use --format onnx")
     found = to_device_map(plan, program.graph, cluster_of_plan(plan, cluster), state=source.build().state_dict())
     return json.dumps(found.entries, indent=1) + "\n", {"device_map": found.entries, "notes": found.notes}
+
+
+def _titan(program: Program, out: Path | None, report: Callable[[str], None],
+           nearest: bool) -> tuple[str, dict[str, Any]]:
+    from weft.files import write_atomic
+    from weft.plan.titan import format_toml, to_titan
+
+    schedule = None if out is None else out.with_suffix(".csv")
+    if schedule is not None and schedule == out:
+        raise InputError(f"--out {str(out)!r} is the name of the schedule beside the settings: choose one that ends in "
+                         ".toml")
+    settings = to_titan(program, csv_path=None if schedule is None else str(schedule), nearest=nearest)
+    if settings.csv is not None:
+        assert schedule is not None, "to_titan asks for it"
+        write_atomic(schedule, settings.csv)
+        report(f"schedule written to {schedule}")
+    return format_toml(settings), {**settings.sections, "ranks": settings.ranks, "notes": settings.notes}
+
+
+def _server_options(program: Program, cluster: str | None, format_: str,
+                    nearest: bool) -> tuple[str, dict[str, Any]]:
+    from weft.plan.layer_partition import to_layer_partition
+    from weft.plan.tensor_split import to_tensor_split
+
+    target = cluster_of_plan(program.plan, cluster)
+    if format_ == "vllm":
+        options, words = to_layer_partition(program, target, nearest=nearest), ("vllm", "serve", "MODEL")
+    else:
+        options, words = to_tensor_split(program, target, nearest=nearest), ("llama-server", "-m", "MODEL.gguf")
+    return options.command(*words) + "\n", {"environment": options.environment, "arguments": options.arguments,
+                                            "devices": options.devices, "notes": options.notes}
 
 
 def _check_onnx_options(model: str | None, out: Path | None) -> None:

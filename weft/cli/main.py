@@ -1,7 +1,7 @@
 """The ``weft`` command. Commands live in the sibling modules; this one joins them and turns errors into exit codes.
 
-Exit codes: 0 ok, 2 bad input, 3 no plan fits, 4 a run failed, 130 interrupted. Results go to stdout, everything else to
-stderr. Nothing heavy is imported before a command needs it.
+Exit codes: 0 ok, 1 plans differ (``diff``), 2 bad input, 3 no plan fits, 4 a run failed, 130 interrupted. Results go to
+stdout, everything else to stderr. Nothing heavy is imported before a command needs it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import typer
 from weft.cli import (
     cluster_commands,
     deploy_commands,
+    diff_commands,
     export_commands,
     model_commands,
     place_commands,
@@ -26,13 +27,14 @@ from weft.errors import WeftError
 app = typer.Typer(
     name="weft", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Plans how a neural network runs across many devices, predicts how fast that is, and runs it that way.",
-    epilog="Exit codes: 0 ok, 2 bad input, 3 no plan fits, 4 a run failed.")
+    epilog="Exit codes: 0 ok, 1 plans differ (diff), 2 bad input, 3 no plan fits, 4 a run failed.")
 app.command("models")(model_commands.models)
 app.command("profile")(model_commands.profile)
 app.command("plan")(plan_commands.plan)
 app.command("simulate")(plan_commands.simulate)
 app.command("show")(plan_commands.show)
 app.command("check")(plan_commands.check)
+app.command("diff")(diff_commands.diff)
 app.command("export")(export_commands.export)
 app.command("import-order")(export_commands.import_order)
 app.command("run")(run_commands.run)

@@ -141,10 +141,13 @@ def show(
     profile: ProfileOption = None,
     timeline: Annotated[list[Path] | None, typer.Option(help="A timeline of this plan, such as a run's.")] = None,
     html: HtmlOption = None,
+    trace: Annotated[Path | None, typer.Option(
+        "--trace", help="Write a Perfetto trace (.json.gz) here, with the prediction and all timelines side by "
+        "side.")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the Gantt chart; the terminal's if absent.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Print a plan as tables and a Gantt chart, or write it as a page."""
+    """Print a plan as tables and a Gantt chart, or write it as a page or a trace."""
     from weft.plan.plan import load_plan, plan_to_json
     from weft.show.tables import print_plan
     from weft.simulate.timeline_file import load_timeline
@@ -152,11 +155,13 @@ def show(
     item = load_plan(plan)
     if as_json:
         print_json(plan_to_json(item))
-        return
+        if html is None and trace is None:
+            return
     predicted = _predict(item, model, cluster, profile)
     timelines = [predicted, *(load_timeline(path, program=predicted.program) for path in timeline or ())]
-    print_plan(item, timelines, width=width)
-    _write_pictures(timelines, None, html=html, trace=None)
+    if not as_json:
+        print_plan(item, timelines, width=width)
+    _write_pictures(timelines, None, html=html, trace=trace)
 
 
 def check(

@@ -249,7 +249,7 @@ class CollectiveModel:
         everyone = tuple(range(self._cluster.num_devices))
         found = []
         for algorithm in Algorithm:
-            by_group = [self._rounds(collective, algorithm, tuple(group)) for group in groups]
+            by_group = [self.rounds(collective, algorithm, tuple(group)) for group in groups]
             if not all(by_group) or len({tuple((entry.steps, entry.share) for entry in rounds)
                                          for rounds in by_group}) > 1:
                 continue  # groups that lie on hosts in different ways do not go in step
@@ -292,13 +292,13 @@ class CollectiveModel:
     def _line(self, collective: Collective, algorithm: Algorithm, group: tuple[int, ...]) -> Line | None:
         key = (collective, algorithm, group)
         if key not in self._lines:
-            rounds = self._rounds(collective, algorithm, group)
+            rounds = self.rounds(collective, algorithm, group)
             parts = [self._round_line(entry, group) for entry in rounds]
             self._lines[key] = Line(sum(part.latency_s for part in parts),
                                     sum(part.s_per_byte for part in parts)) if parts else None
         return self._lines[key]
 
-    def _rounds(self, collective: Collective, algorithm: Algorithm, group: tuple[int, ...]) -> tuple[Round, ...]:
+    def rounds(self, collective: Collective, algorithm: Algorithm, group: tuple[int, ...]) -> tuple[Round, ...]:
         """Return the algorithm's rounds for ``group``, or none where it makes no sense."""
         if collective is Collective.P2P or algorithm is Algorithm.RING:
             return ring_rounds(collective, len(group)) if algorithm is Algorithm.RING else ()

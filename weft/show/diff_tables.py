@@ -1,0 +1,187 @@
+"""Two plans side by side: what differs, and what is predicted for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, Any, Final
+
+from weft.files import encode
+from weft.plan.diff import PlanDiff, plan_order_name
+from weft.plan.plan import Plan
+from weft.show.facts import PlanFacts, plan_facts, relative
+from weft.show.names import short_list, short_modules, shorten
+from weft.show.tables import (
+    UNKNOWN,
+    TextTable,
+    batch_text,
+    cut_table,
+    make_console,
+    per_second,
+    percent,
+    print_text_table,
+    seconds,
+)
+from weft.simulate.timeline import Timeline
+from weft.units import format_bytes
+
+MAX_ROWS: Final = 32
+"""Longer tables are cut."""
+WIDEST: Final = 60
+"""Longer lists of devices are cut in the middle."""
+_NOT_COUNTED: Final = "what devices exchange inside a sharded stage is not counted"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predicted:
+    """A plan with what the simulator says about it."""
+
+    plan: Plan
+    timeline: Timeline
+    link_bytes: Mapping[str, int]
+    """Bytes of one step over each link."""
+
+    @property
+    def facts(self) -> PlanFacts:
+        """Return the plan in one row."""
+        return plan_facts(self.plan, [self.timeline])
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Return the peak memory of each device."""
+        return {item.device: item.peak_bytes for item in self.timeline.summary()}
+
+
+def diff_json(diff: PlanDiff, a: Predicted, b: Predicted) -> dict[str, Any]:
+    """Return the differences as plain JSON values; pairs are of the first and the second plan."""
+    return {"same": diff.is_same, "differs": list(diff.parts), **encode(diff),
+            "predicted": {"step_time": [item.timeline.step_time_s for item in (a, b)],
+                          "bubble": [item.timeline.bubble for item in (a, b)],
+                          "peak_memory": dict(_joined(a.peak_bytes, b.peak_bytes)),
+                          "link_bytes": dict(_joined(a.link_bytes, b.link_bytes))}}
+
+
+def _joined(a: Mapping[str, int], b: Mapping[str, int]) -> Iterator[tuple[str, tuple[int | None, int | None]]]:
+    """Yield (name, (value of the first, value of the second)); None where one has nothing of that name."""
+    for name in dict.fromkeys((*a, *b)):
+        yield name, (a.get(name), b.get(name))
+
+
+def print_diff(diff: PlanDiff, a: Predicted, b: Predicted, *, file: IO[str] | None = None,
+               width: int | None = None) -> None:
+    """Draw what differs and what is predicted, and say at the end whether the plans are the same."""
+    for table in diff_tables(diff, a, b):
+        print_text_table(table, file, width)
+    make_console(file, width).print(diff_sentence(diff))
+
+
+def diff_sentence(diff: PlanDiff) -> str:
+    """Return in one sentence whether the plans are the same."""
+    return "the plans are the same" if diff.is_same else f"the plans differ: {', '.join(diff.parts)}"
+
+
+def diff_tables(diff: PlanDiff, a: Predicted, b: Predicted) -> Iterator[TextTable]:
+    """Yield the tables: both plans, then what differs where, then memory and links of both."""
+    yield summary_table(diff, a, b)
+    yield from (table for table in (_stages_table(diff), _moves_table(diff), _sharding_table(diff), _orders_table(diff),
+                                    _exchanges_table(diff)) if table.rows)
+    yield _pairs_table("Peak memory", "device", dict(_joined(a.peak_bytes, b.peak_bytes)), format_bytes)
+    links = dict(_joined(a.link_bytes, b.link_bytes))
+    if links:
+        table = _pairs_table("Bytes over links in a step", "link", links, format_bytes)
+        is_sharded = any(stage.sharding for item in (a, b) for stage in item.plan.stages)
+        yield replace(table, notes=(_NOT_COUNTED,)) if is_sharded else table
+
+
+def summary_table(diff: PlanDiff, a: Predicted, b: Predicted) -> TextTable:
+    """Return both plans side by side; rows in which they differ say so."""
+    changed = {change.what: change for change in diff.settings}
+    one, other = a.facts, b.facts
+    cells: list[tuple[str, str, str, str]] = []
+    for what, text, parts in _ROWS:
+        texts = text(a.plan, one), text(b.plan, other)
+        if what in changed and texts[0] == texts[1]:
+            texts = changed[what].a, changed[what].b
+        cells.append((what, *texts, "differs" if any(part in changed or part in diff.parts for part in parts) else ""))
+    cells += [("predicted step", seconds(one.step_time_s), seconds(other.step_time_s),
+               percent(relative(other.step_time_s, one.step_time_s), signed=True)),
+              ("samples", per_second(one.samples_per_s), per_second(other.samples_per_s),
+               percent(relative(other.samples_per_s, one.samples_per_s), signed=True)),
+              ("bubble", percent(one.bubble), percent(other.bubble), "")]
+    return TextTable(title="Plans", header=("", "A", "B", "difference"), rows=tuple(cells), numeric=frozenset({3}))
+
+
+def _devices_text(plan: Plan, facts: PlanFacts) -> str:
+    return f"{facts.num_devices} of {facts.num_cluster_devices} devices: {short_list(plan.cluster.devices)}"
+
+
+def _optimizer_text(plan: Plan, facts: PlanFacts) -> str:
+    if facts.mode != "training":
+        return UNKNOWN
+    return facts.optimizer + (", state divided" if plan.optimizer.sharded else "")
+
+
+_ROWS: Final[tuple[tuple[str, Callable[[Plan, PlanFacts], str], tuple[str, ...]], ...]] = (
+    ("model", lambda plan, facts: f"{facts.model} ({facts.mode}, {facts.dtype})", ("model", "mode", "dtype")),
+    ("cluster", _devices_text, ("cluster",)),
+    ("batch", lambda plan, facts: batch_text(facts), ("batch", "micro-batches")),
+    ("stages", lambda plan, facts: str(facts.num_stages), ("stages",)),
+    ("order", lambda plan, facts: plan_order_name(plan) or "of its own", ("order",)),
+    ("optimizer", _optimizer_text, ("optimizer",)),
+    ("made by", lambda plan, facts: f"{facts.strategy} ({facts.status})", ()))
+"""Rows of the summary: what, how a plan's cell is written, and the differences that it shows."""
+
+
+def _stages_table(diff: PlanDiff) -> TextTable:
+    rows = [(stage.a or UNKNOWN, stage.b or UNKNOWN, change.what, shorten(change.a, WIDEST), shorten(change.b, WIDEST))
+            for stage in diff.stages for change in stage.changes]
+    return _cut("Stages that differ", ("A", "B", "what", "in A", "in B"), rows)
+
+
+def _moves_table(diff: PlanDiff) -> TextTable:
+    modules = short_modules([list(move.modules) for move in diff.moves])
+    rows = [(short_list(move.a) or UNKNOWN, short_list(move.b) or UNKNOWN, str(len(move.ops)), text or UNKNOWN,
+             format_bytes(move.parameter_bytes)) for move, text in zip(diff.moves, modules, strict=True)]
+    return _cut("Operators that moved", ("from", "to", "ops", "modules", "parameters"), rows, numeric={2, 4})
+
+
+def _sharding_table(diff: PlanDiff) -> TextTable:
+    rows = [(change.kind, change.name, str(change.count), change.a, change.b) for change in diff.sharding]
+    return _cut("Sharding", ("", "name", "layers", "A", "B"), rows, numeric={2})
+
+
+def _orders_table(diff: PlanDiff) -> TextTable:
+    rows = [(change.device, str(change.num_a), str(change.num_b), str(change.position), change.a or "end",
+             change.b or "end") for change in diff.orders]
+    return _cut("Order", ("device", "actions in A", "in B", "first difference at", "A", "B"), rows,
+                numeric={1, 2, 3})
+
+
+def _exchanges_table(diff: PlanDiff) -> TextTable:
+    rows = [(shorten(change.a, WIDEST), shorten(change.b, WIDEST),
+             f"{len(change.parameters)}: {short_list(change.parameters, limit=2)}", format_bytes(change.num_bytes))
+            for change in diff.exchanges]
+    return _cut("Gradient exchanges", ("A", "B", "parameters", "bytes"), rows, numeric={3})
+
+
+def _pairs_table(title: str, what: str, pairs: Mapping[str, tuple[int | None, int | None]],
+                 text: Callable[[int], str]) -> TextTable:
+    """Return amounts of both plans with the difference; what only one has is nothing in the other."""
+    rows = [(name, *(UNKNOWN if value is None else text(value) for value in pair), _difference(pair, text))
+            for name, pair in pairs.items()]
+    return cut_table(title, (what, "A", "B", "difference"), rows, MAX_ROWS)
+
+
+def _difference(pair: tuple[int | None, int | None], text: Callable[[int], str]) -> str:
+    change = (pair[1] or 0) - (pair[0] or 0)
+    if not change:
+        return ""
+    sign = "+" if change > 0 else "-"
+    part = relative(pair[1], pair[0]) if pair[1] is not None else None
+    return f"{sign}{text(abs(change))}" + (f" ({percent(part, signed=True)})" if part is not None else "")
+
+
+def _cut(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *,
+         numeric: set[int] | frozenset[int] = frozenset()) -> TextTable:
+    notes = (f"... {len(rows) - MAX_ROWS} more",) if len(rows) > MAX_ROWS else ()
+    return TextTable(title=title, header=header, rows=tuple(rows[:MAX_ROWS]), numeric=frozenset(numeric), notes=notes)
