@@ -10,17 +10,23 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from weft.errors import InputError, NoFeasiblePlan
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan, with_search
 from weft.search.baselines import STRATEGIES, Strategy
+from weft.search.budget import Budget
+from weft.search.deploy.deployer import NO_SPLITS, Splits
 from weft.search.placements import PLACEMENTS
 from weft.search.problem import Problem, divisors
 from weft.search.scheduled import schedule_search, scheduled_plan
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 from weft.units import format_bytes
+
+if TYPE_CHECKING:
+    from weft.search.deploy.search import DeployOptions
 
 log = logging.getLogger(__name__)
 
@@ -66,13 +72,15 @@ class Comparison:
 
 
 def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None, *, placements: Sequence[str] = (),
+                       deployments: DeployOptions | None = None, splits: Splits = NO_SPLITS,
                        time_limit_s: float | None = None,
                        progress: Callable[[str], None] = lambda text: None) -> Comparison:
     """Return the best plan of each strategy; raise ``NoFeasiblePlan`` with the nearest miss if none fits.
 
-    For each of the ``placements`` a schedule is searched as well (``schedule-v`` and so on). Once there is a plan, no
-    further strategy is begun after ``time_limit_s`` seconds, and Ctrl-C ends the search: what has been found until then
-    is returned.
+    For each of the ``placements`` a schedule is searched as well (``schedule-v`` and so on), and with ``deployments`` a
+    deployment of any kind (``deploy``), in which devices may divide operators as ``splits`` say. Once there is a plan,
+    no further strategy is begun after ``time_limit_s`` seconds, and Ctrl-C ends the search: what has been found until
+    then is returned.
     """
     names = tuple(STRATEGIES) if strategies is None else tuple(strategies)
     unknown = [name for name in names if name not in STRATEGIES]
@@ -80,6 +88,8 @@ def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None
         raise InputError(f"there is no strategy {unknown[0]!r}; choose from {', '.join(STRATEGIES)}")
     builders = {name: STRATEGIES[name] for name in names}
     builders |= _placement_builders(problem, placements, time_limit_s, progress)
+    if deployments is not None:
+        builders["deploy"] = _deploy_builder(deployments, splits, time_limit_s, progress)
     bound_s = problem.work_bound()
     candidates: list[Candidate] = []
     begin = time.monotonic()
@@ -137,6 +147,20 @@ def _placement_builders(problem: Problem, placements: Sequence[str], time_limit_
     return {f"schedule-{name}": builder(name) for name in placements}
 
 
+def _deploy_builder(options: DeployOptions, splits: Splits, time_limit_s: float | None,
+                    progress: Callable[[str], None]) -> Strategy:
+    """Return what searches a deployment; it chooses the number of micro-batches itself."""
+    from weft.search.deploy.policy import load_policy
+    from weft.search.deploy.search import deploy
+
+    def build(problem: Problem, microbatches: int) -> Plan:
+        deadline = None if time_limit_s is None else time.monotonic() + time_limit_s / 2
+        return deploy(problem, options, splits=splits, policy=load_policy(), progress=progress,
+                      budget=Budget(effort=float("inf"), deadline=deadline)).plan
+
+    return build
+
+
 def _best_of_strategy(problem: Problem, name: str, build: Strategy, bound_s: float) -> Candidate:
     best = Candidate(strategy=name)
     misses: list[NoFeasiblePlan] = []
@@ -170,6 +194,8 @@ def microbatch_choices(problem: Problem, strategy: str) -> list[int]:
     if problem.options.microbatches is not None:
         return [problem.options.microbatches]
     every = divisors(problem.options.batch)
+    if strategy == "deploy":
+        return every[:1]
     if strategy == "single" or strategy.startswith("data-parallel"):
         return every[:MAX_MICROBATCH_CHOICES]
     num_devices = len(problem.devices)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from weft.cost.costs import estimate_costs
 from weft.errors import InputError, NoFeasiblePlan
 from weft.planner import compare_strategies, evaluate, microbatch_choices
 from weft.search.baselines import STRATEGIES, balanced_cuts, equal_cuts
+from weft.search.deploy.search import DeployOptions
 from weft.search.problem import PlanOptions, Problem, block_of, divisors
 
 
@@ -103,6 +105,15 @@ def test_every_strategy_gives_a_checked_plan_above_the_bound():
         assert item.step_time_s >= comparison.bound_s
         assert item.plan.search.step_time == item.step_time_s
     assert comparison.best.step_time_s == min(item.step_time_s for item in comparison.candidates)
+
+
+def test_a_deployment_is_a_candidate_where_it_is_asked_for():
+    problem = problem_of(cluster=mixed_cluster([1e12, 1e12, 3e12]), batch=24)
+    problem = replace(problem, graph=replace(problem.graph, tensor_batch_dim=np.zeros_like(problem.graph.tensor_batch_dim)))
+    comparison = compare_strategies(problem, ["single", "1f1b"], deployments=DeployOptions(max_simulations=300))
+    assert [item.strategy for item in comparison.candidates] == ["single", "1f1b", "deploy"]
+    assert comparison.best.strategy == "deploy"
+    assert comparison.bound_s <= comparison.best.step_time_s
 
 
 def test_a_heavy_head_is_not_cut_where_its_output_is_large():

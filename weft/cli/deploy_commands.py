@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -24,8 +23,6 @@ from weft.cli.common import (
 from weft.errors import InputError, NoFeasiblePlan
 
 if TYPE_CHECKING:
-    from weft.search.budget import Budget
-    from weft.search.deploy.deployer import Splits
     from weft.search.deploy.search import Deployment
     from weft.search.problem import Problem
 
@@ -58,6 +55,7 @@ def deploy(
     from weft.search.deploy.policy import load_policy
     from weft.search.deploy.search import METHODS, DeployOptions
     from weft.search.deploy.search import deploy as search
+    from weft.search.deploy.splits import SPLITS_PART, load_splits
     from weft.search.problem import PlanOptions, Problem
 
     report = reporter(quiet)
@@ -70,8 +68,11 @@ def deploy(
     for warning in graph.warnings:
         report(f"note: {warning}")
     problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options)
-    budget = Budget(effort=float("inf"), deadline=None if time_limit is None else time.monotonic() + time_limit)
-    splits = _splits(problem, model, profile, budget, report) if tensor and searching.method == "auto" else {}
+    begin = time.monotonic()
+    budget, first = (Budget(effort=float("inf"), deadline=None if time_limit is None else begin + part * time_limit)
+                     for part in (1.0, SPLITS_PART))
+    splits = load_splits(model, problem, lambda graph: load_costs(graph, target, profile, dtype), budget=first,
+                         report=report) if tensor and searching.method == "auto" else {}
     found = search(problem, searching, splits=splits, policy=load_policy(weights), progress=report, budget=budget)
     if out is not None:
         save_plan(found.plan, out)
@@ -84,31 +85,6 @@ def deploy(
                     "plan": plan_to_json(found.plan)})
     else:
         _print_deployment(found, plain)
-
-
-def _splits(problem: Problem, model: str, profile: Path | None, budget: Budget,
-            report: Callable[[str], None]) -> Splits:
-    """Return how devices of a host may divide the model; nothing for models that are not PyTorch's."""
-    from weft.errors import ModelError
-    from weft.model.folded import trace_folded
-    from weft.model.graph import Graph
-    from weft.model.source import resolve_model
-    from weft.search.deploy.splits import find_splits, teams_by_degree
-
-    if next(teams_by_degree(problem.cluster.groups_by_host_and_kind()), None) is None:
-        return {}
-    dtype = problem.options.dtype
-    try:
-        source = resolve_model(model, batch=problem.graph.batch, dtype=dtype)
-        if isinstance(source, Graph):
-            return {}
-        report("searching how the devices of a host divide operators")
-        folded = trace_folded(source, batch=problem.graph.batch)
-        return find_splits(problem, folded, lambda graph: load_costs(graph, problem.cluster, profile, dtype),
-                           budget=budget)
-    except ModelError as miss:
-        report(f"note: operators are not divided: {miss}")
-        return {}
 
 
 def _data_parallel(problem: Problem) -> float | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 import typer
 
@@ -23,15 +23,19 @@ from weft.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from weft.model.graph import Graph
     from weft.model.named_ops import NamedOp
     from weft.plan.plan import Plan
     from weft.planner import Comparison
-    from weft.search.problem import PlanOptions
+    from weft.search.deploy.deployer import Splits
+    from weft.search.problem import PlanOptions, Problem
     from weft.simulate.timeline import Timeline
 
+DEPLOY_S: Final = 6.0
+DEPLOY_SIMULATIONS: Final = 3000
+"""What a search for a deployment may take at most here; `weft deploy` has no such limits."""
 ModelOption = Annotated[str | None, typer.Option(
     "--model", help="The plan's model, where it is not from `weft models`.")]
 ClusterOption = Annotated[str | None, typer.Option(
@@ -48,6 +52,9 @@ def plan(
     strategy: Annotated[list[str] | None, typer.Option(help="Try only this strategy (may be repeated).")] = None,
     placement: Annotated[list[str] | None, typer.Option(
         help="Also search a schedule for this placement: v, x, m, nn, k, interleaved or vv (may be repeated).")] = None,
+    deploy: Annotated[bool | None, typer.Option(
+        help="Also search deployments of any kind, as `weft deploy` does; by default where several devices train and "
+        "no strategy is given.")] = None,
     mode: Annotated[str, typer.Option(help="training or inference.")] = "training",
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
     optimizer: Annotated[str, typer.Option(help="none, sgd, adam or adamw.")] = "adamw",
@@ -66,6 +73,7 @@ def plan(
     from weft.model.source import DTYPES
     from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, save_plan
     from weft.planner import compare_strategies
+    from weft.search.deploy.search import DeployOptions
     from weft.search.problem import PlanOptions, Problem
     from weft.show.facts import strategy_facts
     from weft.show.tables import print_comparison
@@ -76,13 +84,17 @@ def plan(
                           optimizer=Optimizer(kind=choice("--optimizer", optimizer, OPTIMIZERS)))
     target = read_cluster(cluster)
     report(f"tracing {model}")
-    graph, ops = _load_operators(model, options, dtype, with_factors=bool(placement))
+    if deploy is None:
+        deploy = options.mode == "training" and not strategy and target.num_devices > 1
+    graph, ops = _load_operators(model, options, dtype, with_factors=bool(placement), batch_dims=deploy)
     for warning in graph.warnings:
         report(f"note: {warning}")
     problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options,
                       ops=ops)
-    comparison = compare_strategies(problem, strategy, placements=placement or (), time_limit_s=time_limit,
-                                    progress=report)
+    deployments = DeployOptions(cpu_seconds=DEPLOY_S, max_simulations=DEPLOY_SIMULATIONS, seed=seed) if deploy else None
+    splits = _splits(model, problem, profile, time_limit, report) if deploy else {}
+    comparison = compare_strategies(problem, strategy, placements=placement or (), deployments=deployments,
+                                    splits=splits, time_limit_s=time_limit, progress=report)
     best = comparison.best
     assert best.plan is not None, "compare_strategies raises otherwise"
     assert best.timeline is not None
@@ -97,16 +109,29 @@ def plan(
 
 
 def _load_operators(model: str, options: PlanOptions, dtype: str, *,
-                    with_factors: bool) -> tuple[Graph, Mapping[str, NamedOp] | None]:
+                    with_factors: bool, batch_dims: bool) -> tuple[Graph, Mapping[str, NamedOp] | None]:
     """Return the model's graph and, where they are wanted and it has a module, its operators with their factors."""
     from weft.model.load import has_module, load_graph_for, trace_model
     from weft.model.named_ops import named_ops
 
     batch = options.batch // options.microbatches if options.microbatches else None
     if not with_factors or not has_module(model):
-        return load_graph_for(model, mode=options.mode, batch=batch, dtype=dtype), None
-    traced = trace_model(model, mode=options.mode, batch=batch, dtype=dtype)
+        return load_graph_for(model, mode=options.mode, batch=batch, dtype=dtype, batch_dims=batch_dims), None
+    traced = trace_model(model, mode=options.mode, batch=batch, dtype=dtype, batch_dims=batch_dims)
     return traced.graph, named_ops(traced)
+
+
+def _splits(model: str, problem: Problem, profile: Path | None, time_limit: float | None,
+            report: Callable[[str], None]) -> Splits:
+    """Return how devices of a host may divide the model's operators."""
+    import time
+
+    from weft.search.budget import Budget
+    from weft.search.deploy.splits import SPLITS_PART, load_splits
+
+    deadline = None if time_limit is None else time.monotonic() + SPLITS_PART * time_limit
+    return load_splits(model, problem, lambda graph: load_costs(graph, problem.cluster, profile, problem.options.dtype),
+                       budget=Budget(effort=float("inf"), deadline=deadline), report=report)
 
 
 def simulate(

@@ -17,6 +17,7 @@ smallest period over all steady states does not exceed.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from dataclasses import replace as changed
@@ -135,15 +136,18 @@ def _smallest(num_tasks: int, constraints: Sequence[Constraint], below: Fraction
 
 def _late_circle(num_tasks: int, constraints: Sequence[Constraint], period: Fraction) -> list[Constraint] | None:
     """Return constraints in a circle that ask for more time than the period gives, or None (Bellman-Ford)."""
-    starts = [Fraction(0)] * num_tasks
+    scale = math.lcm(period.denominator, *(item[2].denominator for item in constraints))
+    lap = period.numerator * (scale // period.denominator)
+    steps = [(source, target, time.numerator * (scale // time.denominator) - lap * periods)
+             for source, target, time, periods in constraints]  # whole numbers: as exact as fractions, and faster
+    starts = [0] * num_tasks
     via: list[Constraint | None] = [None] * num_tasks
     for _ in range(num_tasks + 1):
         moved = None
-        for item in constraints:
-            source, target, time, periods = item
-            start = starts[source] + time - period * periods
+        for place, (source, target, step) in enumerate(steps):
+            start = starts[source] + step
             if start > starts[target]:
-                starts[target], via[target], moved = start, item, target
+                starts[target], via[target], moved = start, constraints[place], target
         if moved is None:
             return None
     for _ in range(num_tasks):

@@ -1,12 +1,12 @@
 """The search for a deployment: seeds, tree search with a learned prior, and local improvement, raced with each other.
 
-``auto`` first takes some steps of the tree search. Then it tries HEFT, every action for all groups alike, the best
-pipelines of replicated stages, for every number of micro-batches, and the best actions two by two, each for a part of
-the groups. Then it goes in rounds: on one core the tree search, in turns from nothing and from the best deployment so
-far, on the other annealing. A round is a fixed number of simulations on each, so the result is the same for the same
-seed unless a time limit ends the search. At the end the best few become plans, which are checked and simulated in full;
-the fastest that fits is the result. So it is never worse than data parallelism or HEFT. The other methods are parts of
-it, to compare with.
+``auto`` first tries data parallelism, HEFT and some steps of the tree search; then every action for all groups alike,
+pipelines of replicated stages with the least bottleneck, the best actions two by two, each for a part of the groups;
+all for every number of micro-batches. Then it goes in rounds: on one core the tree search, in turns from nothing and
+from the best deployment so far, on the other annealing. A round is a fixed number of simulations on each, so the result
+is the same for the same seed unless a time limit ends the search. At the end the best few become plans, which are
+checked and simulated in full; the fastest that fits is the result. So it is never worse than data parallelism or HEFT.
+The other methods are parts of it, to compare with.
 """
 
 from __future__ import annotations
@@ -197,8 +197,7 @@ def _run(race: _Race, problem: Problem, deployers: list[Deployer], policy: Polic
     race.take(first, "data parallel")
     match race.options.method:
         case "data-parallel":
-            for deployer in deployers[1:]:
-                race.take(Found(deployer=deployer, choice=whole, evaluation=deployer.evaluate(whole)), "data parallel")
+            _seed_data_parallel(race, deployers[1:])
         case "heft":
             _seed_heft(race, deployers)
         case "tree":
@@ -213,9 +212,12 @@ def _run(race: _Race, problem: Problem, deployers: list[Deployer], policy: Polic
                 race.take_round(annealer, (), "annealing")
         case "auto":
             tree = TreeSearch(deployers, policy)
-            for _ in range(FIRST_STEPS):
-                race.take(tree.step(), "tree search")
+            _seed_data_parallel(race, deployers[1:])
             _seed_heft(race, deployers)
+            for _ in range(FIRST_STEPS):
+                if race.is_late:
+                    return
+                race.take(tree.step(), "tree search")
             alike = uniform_choices(deployers)
             staged = [found for deployer in deployers for found in staged_choices(deployer)]
             seeds = itertools.chain(((found, "all groups alike") for found in alike),
@@ -233,6 +235,12 @@ def _run(race: _Race, problem: Problem, deployers: list[Deployer], policy: Polic
             if race.options.use_shares:
                 for found in sorted(race.finalists.values(), key=lambda found: found.key)[:NUM_POLISHED]:
                     race.take(polish(found), "shares of devices")
+
+
+def _seed_data_parallel(race: _Race, deployers: Sequence[Deployer]) -> None:
+    for deployer in deployers:
+        whole = (0,) * deployer.groups.num_groups
+        race.take(Found(deployer=deployer, choice=whole, evaluation=deployer.evaluate(whole)), "data parallel")
 
 
 def _seed_heft(race: _Race, deployers: Sequence[Deployer]) -> None:

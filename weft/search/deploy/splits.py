@@ -18,6 +18,27 @@ if TYPE_CHECKING:
     from weft.search.shard.tensor_costs import TensorCosts
 
 MAX_DEGREE: Final = 16
+SPLITS_PART: Final = 0.25
+"""Part of a time limit that finding out how devices divide operators may take."""
+
+
+def load_splits(model: str, problem: Problem, costs_of: Callable[[Graph], Costs], *, budget: Budget,
+                report: Callable[[str], None]) -> Splits:
+    """Return how devices of a host may divide the model that is called so; nothing for one that is not PyTorch's."""
+    from weft.model.folded import trace_folded
+    from weft.model.load import has_module
+    from weft.model.source import ModelSource, resolve_model
+
+    if next(teams_by_degree(problem.cluster.groups_by_host_and_kind()), None) is None or not has_module(model):
+        return {}
+    report("searching how the devices of a host divide operators")
+    try:
+        source = resolve_model(model, batch=problem.graph.batch, dtype=problem.options.dtype)
+        assert isinstance(source, ModelSource), "it has a module"
+        return find_splits(problem, trace_folded(source, batch=problem.graph.batch), costs_of, budget=budget)
+    except ModelError as miss:
+        report(f"note: operators are not divided: {miss}")
+        return {}
 
 
 def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph], Costs], *,
