@@ -1,10 +1,14 @@
-"""The files, commands, outputs and code of docs/schedule.md, docs/place.md and docs/deploy.md are true."""
+"""The files, commands, outputs and code of the pages in docs are true."""
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from pathlib import Path
 
 from tests.test_readme import ROOT, check_page
+from weft.cli.export_commands import FORMATS
 from weft.search.place.methods import METHODS
 from weft.search.schedule.problem import MAX_BLOCKS
 from weft.search.schedule.search import DEFAULT_SECONDS, MAX_FREE, MAX_GREEDY, MAX_INSTANCES, MAX_UNROLLED
@@ -36,7 +40,7 @@ def test_limits_are_those_of_the_code():
 def test_the_page_on_placements(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert check_page(PLACE_PAGE, capsys) >= 12
-    for name in ("net.html", "net.svg", "result.json", "placed.json"):
+    for name in ("net.html", "net.svg", "result.json", "placed.json", "side-by-side.json.gz"):
         assert (tmp_path / name).stat().st_size > 0, name
 
 
@@ -49,3 +53,25 @@ def test_the_page_on_deployments(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert check_page(ROOT / "docs" / "deploy.md", capsys) >= 1
     assert (tmp_path / "vgg.json").stat().st_size > 0
+
+
+def test_the_page_on_other_tools(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert check_page(ROOT / "docs" / "interchange.md", capsys) >= 14
+
+
+def test_the_page_on_other_tools_names_every_format():
+    rows = (ROOT / "docs" / "interchange.md").read_text().partition("## Training")[0]
+    assert set(re.findall(r"^\| `([a-z-]+)`", rows, re.MULTILINE)) == set(FORMATS)
+
+
+def test_the_page_on_training(tmp_path, monkeypatch, capsys):
+    """Its script runs under torchrun; ``benchmarks.bench_resume`` kills one of its ranks, too."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert check_page(ROOT / "docs" / "training.md", capsys) >= 4
+    sys.modules.pop("train", None)
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"step-00000035", "step-00000040", "plan.json"}

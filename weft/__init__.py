@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from weft.plan.plan import load_plan, save_plan
     from weft.planner import compare_strategies
     from weft.run.launch import run_plan
+    from weft.run.parallelize import parallelize
     from weft.search.place.problem import problem_from_graph
     from weft.search.place.search import place
     from weft.search.problem import PlanOptions, Problem
@@ -34,8 +35,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "PlanOptions", "Problem", "WeftError", "check_plan", "compare_strategies", "estimate_costs", "load_graph_for",
-    "load_plan", "load_problem", "lower", "place", "problem_from_graph", "read_cluster", "run_plan", "save_plan",
-    "schedule",
+    "load_plan", "load_problem", "lower", "parallelize", "place", "problem_from_graph", "read_cluster", "run_plan",
+    "save_plan", "schedule",
 ]
 
 _HOME = {
@@ -43,7 +44,8 @@ _HOME = {
     "check_plan": "weft.plan.check", "compare_strategies": "weft.planner", "estimate_costs": "weft.cost.costs",
     "load_graph_for": "weft.model.load", "load_plan": "weft.plan.plan",
     "load_problem": "weft.search.schedule.problem_file", "lower": "weft.plan.lower",
-    "place": "weft.search.place.search", "problem_from_graph": "weft.search.place.problem",
+    "parallelize": "weft.run.parallelize", "place": "weft.search.place.search",
+    "problem_from_graph": "weft.search.place.problem",
     "read_cluster": "weft.cluster.cluster_file", "run_plan": "weft.run.launch", "save_plan": "weft.plan.plan",
     "schedule": "weft.search.schedule.search",
 }

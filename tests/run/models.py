@@ -84,6 +84,14 @@ def tiny_gpt(batch: int = 2, seed: int = 0, mode: str = "training") -> tuple[nn.
     return _gpt(batch, seed, mode, tied=False)
 
 
+def frozen_gpt(batch: int = 2, seed: int = 0, mode: str = "training") -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    """Embeddings and parts of both blocks stay as they are."""
+    model, inputs = _gpt(batch, seed, mode, tied=False)
+    for parameter in (*model.words.parameters(), *model.blocks[0].up.parameters(), model.blocks[1].norm1.weight):
+        parameter.requires_grad_(False)
+    return model, inputs
+
+
 def skip_net(batch: int = 2, seed: int = 0) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     torch.manual_seed(1)
     model = SkipNet()

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.cli.common import JsonOption, ModelArgument, PlanArgument, QuietOption, reporter
 from weft.cli.compare_gradients import compare
 from weft.errors import InputError
+
+if TYPE_CHECKING:
+    from weft.plan.plan import Plan
+    from weft.run.result import RunOptions, RunResult
 
 
 def run(
@@ -33,6 +39,16 @@ def run(
         "what both take and how the gradients differ.")] = False,
     profile: Annotated[Path | None, typer.Option(
         "--profile", metavar="FILE", help="A profile store for the predictions of --compare-gradients.")] = None,
+    checkpoint: Annotated[Path | None, typer.Option(
+        metavar="DIR", help="Folder for checkpoints of a training run; one is written after the last step.")] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(metavar="N", help="Also after every N steps.")] = None,
+    resume: Annotated[bool, typer.Option(
+        "--resume", help="Go on from the latest checkpoint, if there is one; its steps count as taken.")] = False,
+    devices: Annotated[str | None, typer.Option(
+        metavar="A,B", help="Plan again for these devices of the plan, the others being gone.")] = None,
+    replan: Annotated[bool, typer.Option(
+        "--replan", help="When a process is lost, plan again for the devices that are left and go on from the latest "
+        "checkpoint.")] = False,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> int:
@@ -46,11 +62,54 @@ def run(
     item = load_plan(plan)
     options = RunOptions(steps=steps, warmup=warmup, seed=seed, dtype=dtype, verify=verify, timeout_s=timeout,
                          device=device, gpu_memory_bytes=None if gpu_memory is None else parse_bytes(gpu_memory),
-                         gradients=out is not None)
+                         gradients=out is not None, checkpoint=None if checkpoint is None else str(checkpoint),
+                         checkpoint_every=checkpoint_every, resume=resume)
     if profile is not None and not compare_gradients:
         raise InputError("--profile is for the predictions of --compare-gradients: give both, or see `weft simulate`")
-    reporter(quiet)(f"starting {len(item.cluster.devices)} processes")
+    if replan and checkpoint is None:
+        raise InputError("--replan goes on from a checkpoint: give --checkpoint DIR as well")
+    tell = reporter(quiet)
+    if devices is not None:
+        item, options = _plan_left(item, model, options, devices.split(","), tell)
+    tell(f"starting {len(item.cluster.devices)} processes")
     if compare_gradients:
         return compare(item, model, options=options, threads=threads, keep=out, profile=profile, as_json=as_json)
-    result = run_plan(item, model, options=options, threads=threads, keep=out)
-    return report(result, as_json=as_json)
+    if replan:
+        return report(_run_on_what_is_left(item, model, options, threads, out, tell), as_json=as_json)
+    return report(run_plan(item, model, options=options, threads=threads, keep=out), as_json=as_json)
+
+
+def _run_on_what_is_left(plan: Plan, model: str, options: RunOptions, threads: int, keep: Path | None,
+                         tell: Callable[[str], None]) -> RunResult:
+    """Return the result of the run that came to its end; each time a process is lost, its device is left out."""
+    from weft.run.launch import RankLost, run_plan
+
+    while True:
+        try:
+            return run_plan(plan, model, options=options, threads=threads, keep=keep)
+        except RankLost as lost:
+            left = [name for name in plan.cluster.devices if name != lost.device]
+            if not left:
+                raise
+            tell(f"weft: {lost}")
+            plan, options = _plan_left(plan, model, replace(options, resume=True), left, tell)
+
+
+def _plan_left(plan: Plan, model: str, options: RunOptions, names: list[str],
+               tell: Callable[[str], None]) -> tuple[Plan, RunOptions]:
+    """Return a plan for the devices that are left, and the options for it; the plan goes beside the checkpoints."""
+    from weft.plan.plan import save_plan
+    from weft.run.replan import plan_again
+    from weft.run.result import rank_devices
+    from weft.run.worker import resolve_source
+
+    tell(f"planning again for {', '.join(names)}")
+    new = plan_again(plan, resolve_source(plan, model, options), names)
+    kinds = dict(zip(plan.cluster.devices, rank_devices(options.device, len(plan.cluster.devices)), strict=True))
+    if "," in options.device:
+        options = replace(options, device=",".join(kinds[name] for name in new.cluster.devices))
+    if options.checkpoint is not None:
+        path = Path(options.checkpoint) / "plan.json"
+        save_plan(new, path)
+        tell(f"the new plan ({new.search.by}) is {path}")
+    return new, options

@@ -4,7 +4,8 @@
     torchrun --nproc-per-node 4 -m weft.run plan.json gpt2-tiny --verify  is one of them, on one host or many
 
 Without ``RANK`` in the environment the first form is meant. The variable ``WEFT_TEST_FAULT`` (``rank:place``, where
-place is ``init``, ``F``, ``B``, ``I``, ``W`` or ``all_reduce``) makes a rank kill itself there; it is for tests only.
+place is ``init``, ``F``, ``B``, ``I``, ``W`` or ``all_reduce``, and ``F@2`` is in step 2) makes a rank kill itself
+there; it is for tests only.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -64,6 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=float, default=300.0, help="longest wait for a message, in seconds")
     parser.add_argument("--verify", action="store_true", help="compare loss and gradients with one process")
     parser.add_argument("--gradients", action="store_true", help="collect the gradients of the first step")
+    parser.add_argument("--checkpoint", metavar="DIR", help="folder for checkpoints; one comes after the last step")
+    parser.add_argument("--checkpoint-every", type=int, metavar="N", help="also after every N steps")
+    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
     parser.add_argument("--output", type=Path, help="folder for the result, the timeline and the gradients")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     parser.add_argument("--launched-in", type=Path, help=argparse.SUPPRESS)
@@ -77,7 +82,8 @@ def _options(args: argparse.Namespace) -> RunOptions:
 
     memory = None if args.gpu_memory is None else parse_bytes(args.gpu_memory)
     return RunOptions(steps=args.steps, warmup=args.warmup, seed=args.seed, dtype=args.dtype, device=args.device,
-                      gpu_memory_bytes=memory, verify=args.verify, gradients=args.gradients, timeout_s=args.timeout)
+                      gpu_memory_bytes=memory, verify=args.verify, gradients=args.gradients, timeout_s=args.timeout,
+                      checkpoint=args.checkpoint, checkpoint_every=args.checkpoint_every, resume=args.resume)
 
 
 def report(result: RunResult, *, as_json: bool) -> int:
@@ -125,7 +131,7 @@ class _Rank:
         from weft.plan.plan import load_plan
         from weft.run.prepare import Tracer
         from weft.run.result import save_result
-        from weft.run.transport import Transport, open_store
+        from weft.run.transport import Transport, open_store, torchrun_store
         from weft.run.watch import start_watch
         from weft.run.worker import check_world, execute, resolve_source
 
@@ -139,9 +145,10 @@ class _Rank:
         device = own_device(options.device, rank=self.rank, num_ranks=self.num_ranks)
         if options.gpu_memory_bytes is not None and device.type == "cuda":
             limit_memory(device, options.gpu_memory_bytes)
-        store = None
         if self.folder is not None:
             store = open_store(listen_fd=self.args.listen_fd, timeout_s=options.timeout_s)
+        else:
+            store = torchrun_store(options.timeout_s)
         transport = Transport(rank=self.rank, num_ranks=self.num_ranks, device=device, timeout_s=options.timeout_s,
                               store=store, by_host="," in options.device)
         if self.folder is None:
@@ -159,11 +166,20 @@ class _Rank:
         """Let the first instruction of the kind that a test asked for kill the process."""
         from weft.plan.program import Op
 
+        place, _, step = (self.fault or "").partition("@")
         for position, item in enumerate(executor.program.instructions(self.rank)):
             kind = item.phase.name if item.op == Op.COMPUTE else "all_reduce" if item.op == Op.COLLECTIVE else ""
-            if self.fault is not None and kind == self.fault:
-                executor.bound.actions[position] = lambda: os.kill(os.getpid(), signal.SIGKILL)
+            if place and kind == place:
+                executor.bound.actions[position] = self._killer(executor.bound.actions[position], int(step or 0))
                 return
+
+    def _killer(self, action: Callable[[], None], step: int) -> Callable[[], None]:
+        def killing() -> None:
+            if self.status.cell[1] >= step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            action()
+
+        return killing
 
     def _fail(self, problem: Exception) -> NoReturn:
         """Record or print what went wrong, and end the process."""

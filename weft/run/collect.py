@@ -157,7 +157,8 @@ def _gather_gradients(program: Program, own: Mapping[str, Tensor],
                       transport: Transport) -> Iterator[tuple[str, int, Tensor]]:
     """Yield on rank 0 (parameter, rank, gradient) for each rank that holds it; all ranks must run through it.
 
-    The parts of a sharded one are put together; each rank's part is looked at within those of the others.
+    The parts of a sharded one are put together; each rank's part is looked at within those of the others. A frozen
+    parameter has none.
     """
     graph = program.graph
     ranks = {device: rank for rank, device in enumerate(program.rank_names)}
@@ -165,8 +166,9 @@ def _gather_gradients(program: Program, own: Mapping[str, Tensor],
         name, shape, dtype = graph.tensor_names[tensor], graph.tensor_shapes[tensor], _dtype_of(graph, tensor)
         parts: list[tuple[int, Region, Tensor]] = []
         for device, holdings in held.items():
-            data = transport.gather_tensor(_flat(own.get(name)), source=ranks[device])
-            if data is not None and transport.rank == 0:
+            mine = _flat(own.get(name, torch.empty(0, dtype=dtype)))
+            data = transport.gather_tensor(mine, source=ranks[device])
+            if data is not None and transport.rank == 0 and data.numel():
                 parts.append((ranks[device], holdings[0].region, data.view(dtype)))
         whole = torch.full(shape, float("nan"), dtype=dtype) if any(region for _, region, _ in parts) else None
         for _, region, part in reversed(parts) if whole is not None else ():

@@ -56,7 +56,8 @@ class Executor:
         self.program, self.transport, self.parameters, self.status = program, transport, parameters, status
         first, last = (int(value) for value in program.rank_start[transport.rank : transport.rank + 2])
         self._starts, self._ends = array("q", [0]) * (last - first), array("q", [0]) * (last - first)
-        self.optimizer = make_optimizer(parameters, program.plan.optimizer)
+        trained = [tensor for tensor in parameters.tensors.values() if tensor.requires_grad]
+        self.optimizer = make_optimizer(trained, program.plan.optimizer)
         self.binder = Binder(program, stages=stages, parameters=parameters, optimizer=self.optimizer,
                              transport=transport, starts=self._starts, ends=self._ends, factors=factors)
         self.bound: Bound = self.binder.bind()

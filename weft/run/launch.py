@@ -33,13 +33,22 @@ PATIENCE_S: Final = 3.0
 _STATUS: Final = "status"
 
 
+class RankLost(RunError):  # noqa: N818 - it says what happened
+    """A process ended without a word: it was killed, or its device is gone."""
+
+    def __init__(self, message: str, *, device: str) -> None:
+        super().__init__(message)
+        self.device = device
+        """Its name in the plan."""
+
+
 def run_plan(plan: Plan | str | PathLike[str], model: str, *, options: RunOptions | None = None, threads: int = 1,
              keep: str | PathLike[str] | None = None) -> RunResult:
     """Return the result of running ``plan`` on ``model`` with one local process for each of its devices.
 
     ``model`` is what the command line takes: a name from the zoo or ``file.py:function``. ``threads`` is for each
-    process. ``keep`` names a folder for the result's files. Raise ``RunError`` if a rank fails, ``PlanError`` or
-    ``ModelError`` if the plan or model is wrong.
+    process. ``keep`` names a folder for the result's files. Raise ``RunError`` if a rank fails (``RankLost`` if it was
+    killed), ``PlanError`` or ``ModelError`` if the plan or model is wrong.
     """
     options = options or RunOptions()
     _check_options(options, threads)
@@ -62,6 +71,10 @@ def _check_options(options: RunOptions, threads: int) -> None:
                          f"warmup ({options.warmup}) 0 or more")
     if not options.timeout_s > 0:
         raise InputError(f"timeout_s is {options.timeout_s}: it must be more than zero")
+    if options.checkpoint is None and (options.resume or options.checkpoint_every is not None):
+        raise InputError("resume and checkpoint_every need a folder of checkpoints: give checkpoint as well")
+    if options.checkpoint_every is not None and options.checkpoint_every < 1:
+        raise InputError(f"checkpoint_every must be 1 or more, not {options.checkpoint_every}")
 
 
 def _model_argument(model: str) -> str:
@@ -166,7 +179,8 @@ class _Ranks:
         code = process.child.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         others = len(self._processes) - 1
-        return RunError(f"{who} {how} while {doing}; the other {others} ranks were ended{self._last_words(process)}")
+        return RankLost(f"{who} {how} while {doing}; the other {others} ranks were ended{self._last_words(process)}",
+                        device=self.plan.cluster.devices[process.rank])
 
     def _last_words(self, process: _Process) -> str:
         process.errors.flush()
@@ -190,6 +204,9 @@ def _flags(options: RunOptions) -> list[str]:
              "--device", options.device, "--timeout", str(options.timeout_s)]
     flags += ["--dtype", options.dtype] if options.dtype is not None else []
     flags += ["--gpu-memory", str(options.gpu_memory_bytes)] if options.gpu_memory_bytes is not None else []
+    flags += ["--checkpoint", options.checkpoint] if options.checkpoint is not None else []
+    flags += ["--checkpoint-every", str(options.checkpoint_every)] if options.checkpoint_every is not None else []
+    flags += ["--resume"] * options.resume
     return flags + ["--verify"] * options.verify + ["--gradients"] * options.gradients
 
 

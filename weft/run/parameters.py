@@ -53,9 +53,8 @@ class Parameters:
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
 
-def make_optimizer(parameters: Parameters, settings: Optimizer) -> torch.optim.Optimizer | None:
-    """Return the optimizer that the plan asks for, or None."""
-    tensors = [tensor for tensor in parameters.tensors.values() if tensor.requires_grad]
+def make_optimizer(tensors: Sequence[torch.nn.Parameter], settings: Optimizer) -> torch.optim.Optimizer | None:
+    """Return the optimizer that the plan asks for, for these parameters, or None."""
     if settings.sharded:
         raise RunError("optimizer.sharded is not executable yet: set it to false")
     if settings.kind == "none" or not tensors:

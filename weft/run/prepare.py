@@ -59,6 +59,8 @@ class Prepared:
     stages: dict[int, Stage]
     """By instance."""
     parameters: Parameters
+    buffers: dict[str, Tensor]
+    """Buffers of the model, and constants of its forward, that the stages read or change."""
     factors: dict[int, FactorBlock]
     """By bucket, where factors are exchanged."""
     input_names: tuple[str, ...]
@@ -107,7 +109,7 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
     buckets = [tuple(names[tensor] for tensor in bucket.parameters) if rank in bucket.ranks else ()
                for bucket in program.buckets]
     return Prepared(program=program, stages=stages, parameters=Parameters(values.parameters, buckets),
-                    factors=factors, input_names=first.program.inputs,
+                    buffers=values.buffers, factors=factors, input_names=first.program.inputs,
                     takes_statistics=bool(first.program.buffer_updates))
 
 
@@ -132,7 +134,7 @@ class _Values:
         self._parameters = dict(self._module.named_parameters(remove_duplicate=False))
         self._buffers = dict(self._module.named_buffers(remove_duplicate=False)) | dict(traced.program.constants)
         self.parameters: dict[str, torch.nn.Parameter] = {}
-        self._made: dict[str, Tensor] = {}
+        self.buffers: dict[str, Tensor] = {}
 
     def parameter(self, name: str) -> torch.nn.Parameter:
         """Return the parameter, on the run's device."""
@@ -146,11 +148,11 @@ class _Values:
 
     def buffer(self, name: str) -> Tensor:
         """Return the buffer or constant, on the run's device."""
-        if name not in self._made:
+        if name not in self.buffers:
             if self._buffers[name].is_meta:
                 raise ModelError(f"buffer {name!r} is on the meta device and has no value: give buffers real values")
-            self._made[name] = self._buffers[name].detach().to(self._device, copy=True)
-        return self._made[name]
+            self.buffers[name] = self._buffers[name].detach().to(self._device, copy=True)
+        return self.buffers[name]
 
 
 def _divisions(plan: Plan) -> set[tuple[int, ...]]:

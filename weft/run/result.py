@@ -51,6 +51,12 @@ class RunOptions:
     """Collect the gradients of the first step."""
     timeout_s: float = 300.0
     """A message or collective that takes longer than this ends the run."""
+    checkpoint: str | None = None
+    """Folder for checkpoints of a training run: one is written after the last step."""
+    checkpoint_every: int | None = None
+    """Also after every so many steps."""
+    resume: bool = False
+    """Go on from the latest checkpoint in that folder, if there is one: its steps are counted as taken."""
 
 
 def rank_devices(text: str, num_ranks: int) -> tuple[str, ...]:

@@ -28,6 +28,7 @@ class Milestone(enum.IntEnum):
     COLLECTING = -6
     VERIFYING = -7
     DONE = -8
+    SAVING = -9
 
 
 DESCRIPTIONS = {
@@ -39,6 +40,7 @@ DESCRIPTIONS = {
     Milestone.COLLECTING: "sending its results",
     Milestone.VERIFYING: "verifying the results",
     Milestone.DONE: "ending",
+    Milestone.SAVING: "writing a checkpoint",
 }
 
 

@@ -57,14 +57,17 @@ class Transport:
                  store: Any = None, by_host: bool = False) -> None:
         """Connect to the ranks that meet at ``store``, or else at ``MASTER_ADDR:MASTER_PORT``.
 
-        ``by_host``, the same on all ranks: messages between GPUs pass through the hosts' memory.
+        ``by_host``, the same on all ranks: messages between GPUs pass through the hosts' memory. Where the process has
+        connected to the other ranks before, those connections are used.
         """
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
         self.copies_to_host = by_host and device.type != "cpu"
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not by_host else "gloo"
+        self._is_adopted = dist.is_initialized()
         try:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks,
-                                    timeout=timedelta(seconds=timeout_s))
+            if not self._is_adopted:
+                dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks,
+                                        timeout=timedelta(seconds=timeout_s))
         except (RuntimeError, ValueError) as problem:
             raise PeerLost(f"rank {rank} cannot connect to the other {num_ranks - 1} ranks at "
                            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {problem}") from problem
@@ -74,8 +77,12 @@ class Transport:
             self.synchronize = torch.cuda.current_stream(device).synchronize
         self._store, self._timeout_s = store, timeout_s
         self._world = dist.group.WORLD
-        self._cpu = self._world._get_backend(torch.device("cpu"))
-        self._backend = self._cpu if by_host else self._world._get_backend(device)
+        try:
+            self._cpu = self._world._get_backend(torch.device("cpu"))
+            self._backend = self._cpu if by_host else self._world._get_backend(device)
+        except RuntimeError as problem:
+            raise RunError(f"the process group that is there has no backend for cpu or {device.type}: initialize it "
+                           f"with 'cpu:gloo,cuda:nccl', or leave that to Weft") from problem
         self._groups: dict[tuple[int, ...], Any] = {tuple(range(num_ranks)): self._world}
         self._exchange_groups: dict[tuple[int, ...], Any] = {}
         self._lane_groups: dict[tuple[int, ...], Any] = {}
@@ -181,6 +188,22 @@ class Transport:
             return None
         return [json.loads(bytes(part.numpy())) for part in parts if part is not None]
 
+    def share_record(self, record: Any) -> Any:
+        """Return rank 0's JSON record on all ranks."""
+        data = torch.frombuffer(bytearray(json.dumps(record).encode()), dtype=torch.uint8)
+        length = torch.tensor([data.numel() if self.rank == 0 else 0], dtype=torch.int64)
+        self._finish(self._cpu.allreduce([length]))
+        if self.rank != 0:
+            data = torch.empty(int(length), dtype=torch.uint8)
+        self._finish(self._cpu.broadcast([data]))
+        return json.loads(bytes(data.numpy()))
+
+    def total(self, number: float) -> float:
+        """Return the sum of the ranks' numbers, the same on all ranks."""
+        value = torch.tensor([number], dtype=torch.float64)
+        self._finish(self._cpu.allreduce([value]))
+        return float(value)
+
     def gather_tensor(self, tensor: Tensor | None, *, source: int) -> Tensor | None:
         """Return on rank 0 the one-dimensional ``tensor`` of rank ``source``; None on other ranks."""
         if self.rank not in (0, source):
@@ -263,20 +286,32 @@ class Transport:
             raise PeerLost(f"rank {self.rank} lost the store: {problem}") from problem
 
     def close(self) -> None:
-        """Give up the connections."""
-        if dist.is_initialized():
+        """Give up the connections, unless they were there before."""
+        if dist.is_initialized() and not self._is_adopted:
             dist.destroy_process_group()
 
 
 def open_store(*, listen_fd: int | None, timeout_s: float) -> Any:
     """Return the store at ``MASTER_ADDR:MASTER_PORT``, served by this process if it is given the listening socket."""
     try:
-        return dist.TCPStore(
+        store = dist.TCPStore(
             os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=listen_fd is not None,
             timeout=timedelta(seconds=timeout_s), master_listen_fd=listen_fd, wait_for_workers=False)
     except (RuntimeError, ValueError, KeyError) as problem:
         raise PeerLost(f"no store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
                        f"{problem}") from problem
+    # torchrun on one host keeps its store when it starts the ranks again, with the addresses of those that died. On
+    # several hosts its agents may count restarts differently, but there each attempt has a store of its own.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+    is_one_host = os.environ.get("GROUP_WORLD_SIZE", "1") == "1"
+    return store if attempt is None or not is_one_host else dist.PrefixStore(f"weft-attempt-{attempt}", store)
+
+
+def torchrun_store(timeout_s: float) -> Any:
+    """Return the store that ``torchrun`` serves, of this attempt; None where this rank was started otherwise."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    return open_store(listen_fd=None, timeout_s=timeout_s)
 
 
 def _machine_number() -> int:

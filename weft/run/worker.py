@@ -5,13 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Final
 
 from torch import Tensor
 
-from weft.errors import RunError
+from weft.errors import InputError, RunError
 from weft.model.source import ModelSource, resolve_model
 from weft.plan.plan import Plan
+from weft.run.checkpoint import Checkpoints, model_state
 from weft.run.collect import Measured, collect, inspect
 from weft.run.exchange import lane_groups
 from weft.run.executor import Executor
@@ -60,7 +62,12 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
     executor.load(dict(zip(prepared.input_names, inputs, strict=True)))
     if adjust is not None:
         adjust(executor)
-    measured = _run_steps(executor, options, transport, status)
+    saving = None
+    if options.checkpoint is not None:
+        state = model_state(tracer.source.build(), program, rank=transport.rank, seed=options.seed)
+        saving = _Saving(options, Checkpoints(prepared, transport, plan=plan, state=state,
+                                              optimizer=executor.optimizer))
+    measured = _run_steps(executor, options, transport, status, saving)
     status.set(Milestone.COLLECTING)
     result = collect(program, measured, transport)
     if options.verify or options.gradients:
@@ -73,19 +80,50 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
     return result
 
 
-def _run_steps(executor: Executor, options: RunOptions, transport: Transport, status: StatusLine) -> Measured:
+class _Saving:
+    """When a run writes checkpoints, and where it begins."""
+
+    def __init__(self, options: RunOptions, checkpoints: Checkpoints) -> None:
+        self._options, self._checkpoints = options, checkpoints
+        self._folder, self._last = Path(options.checkpoint or ""), options.warmup + options.steps
+        if checkpoints.program.plan.model.mode != "training":
+            raise InputError("checkpoints are for training, but the plan is for inference")
+        if options.resume and options.verify:
+            raise InputError("a resumed run does not begin with the parameters that verify compares: use one of both")
+
+    def first_step(self) -> int:
+        """Return how many steps are taken already, after loading the latest checkpoint."""
+        found = self._checkpoints.find(self._folder) if self._options.resume else None
+        if found is None:
+            return 0
+        step = self._checkpoints.load(found).step
+        if step >= self._last:
+            raise InputError(f"{str(found)!r} has {step} steps already, so nothing is left of {self._last}: ask for "
+                             "more steps")
+        return step
+
+    def save(self, num_steps: int) -> None:
+        """Write a checkpoint if it is time for one."""
+        if num_steps == self._last or (self._options.checkpoint_every
+                                       and num_steps % self._options.checkpoint_every == 0):
+            self._checkpoints.save(self._folder, step=num_steps)
+
+
+def _run_steps(executor: Executor, options: RunOptions, transport: Transport, status: StatusLine,
+               saving: _Saving | None) -> Measured:
     measured = Measured()
+    first = 0 if saving is None else saving.first_step()
     status.set(Milestone.WAITING)
     offset = transport.clock_offset_s()
     wanted = options.verify or options.gradients
-    for number in range(options.warmup + options.steps):
+    for number in range(first, options.warmup + options.steps):
         transport.barrier()  # a prediction begins with all ranks at once, so a measured step does too
         cpu_start = time.process_time()
         executor.step(number)
         cpu_s = time.process_time() - cpu_start
         measured.losses.append(executor.take_loss())
         results = executor.take_results()
-        if number == 0 and wanted:
+        if number == first and wanted:
             measured.first_results = results
             if executor.program.plan.model.mode == "training":  # else copies of zeros would fill the memory
                 measured.first_gradients = copy_gradients(executor.parameters)
@@ -94,6 +132,10 @@ def _run_steps(executor: Executor, options: RunOptions, transport: Transport, st
             measured.times = [*measured.times[1 - MAX_TIMED_STEPS:], times]
             measured.spans.append(times.span_s)
             measured.cpu_s += cpu_s
+        if saving is not None:
+            status.set(Milestone.SAVING)
+            saving.save(number + 1)
+            status.set(Milestone.WAITING)
     return measured
 
 

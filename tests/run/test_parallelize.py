@@ -1,0 +1,250 @@
+"""``weft.parallelize`` in one process, and runs from the command line that lose a device.
+
+Several ranks are in ``test_checkpoint.py``, a script under ``torchrun`` in ``tests/test_docs.py``.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+from torch.nn import functional
+
+import weft
+from tests.run.models import TinyGPT
+from tests.run.plans import MODELS, pipeline_plan, source_of, traced
+from weft.cli.main import main
+from weft.errors import ClusterError, InputError, ModelError, RunError
+from weft.plan.orders import one_f_one_b
+from weft.plan.plan import save_plan
+from weft.run.replan import devices_left
+
+pytestmark = pytest.mark.timeout(120)
+CLUSTER = "1 x cpu"
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch) -> Iterator[None]:
+    """No other ranks, and no connection left behind."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Mixed(nn.Module):
+    """A frozen layer, statistics, a layer that is not used, a buffer that is not saved, and dropout if asked for."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.frozen, self.norm, self.last = nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 2)
+        self.unused = nn.Linear(3, 3)
+        self.dropout = nn.Dropout(dropout)
+        self.frozen.weight.requires_grad_(False)
+        self.register_buffer("scale", torch.tensor(2.0), persistent=False)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(self.scale * self.last(self.dropout(self.norm(self.frozen(x)))), y)
+
+
+def mixed_batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 5, generator=generator), torch.randn(8, 2, generator=generator)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+def tokens(seed: int, batch: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    both = torch.randint(0, 40, (batch, 9), generator=torch.Generator().manual_seed(seed))
+    return both[:, :-1].clone(), both[:, 1:].clone()
+
+
+def test_one_process_trains_as_the_plain_module_does(tmp_path):
+    plain = Mixed().double()
+    optimizer = momentum(plain.parameters())
+    with weft.parallelize(Mixed().double(), _doubles(0), CLUSTER, optimizer=momentum, max_grad_norm=0.3, microbatches=1) as trainer:
+        for step in range(3):
+            loss = plain(*_doubles(step))
+            optimizer.zero_grad()
+            loss.backward()
+            norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+            optimizer.step()
+            assert trainer.step(_doubles(step)) == pytest.approx(loss.item(), rel=1e-12)
+            assert trainer.gradient_norm == pytest.approx(norm.item(), rel=1e-12)
+        path = trainer.save_checkpoint(tmp_path)
+        state = trainer.state_dict()
+    assert not dist.is_initialized()
+    assert state.keys() == plain.state_dict().keys()
+    again = Mixed().double()
+    again.load_state_dict(load_file(path / "model.safetensors"))
+    for name, value in plain.state_dict().items():
+        torch.testing.assert_close(again.state_dict()[name], value, rtol=1e-12, atol=1e-15)
+        assert torch.equal(state[name], again.state_dict()[name])
+    assert again.norm.num_batches_tracked == 3
+
+
+def _doubles(seed: int) -> tuple[torch.Tensor, ...]:
+    return tuple(item.double() for item in mixed_batch(seed))
+
+
+def test_evaluation_changes_nothing_and_checkpoints_bring_everything_back(tmp_path):
+    torch.manual_seed(0)
+    model = TinyGPT()
+    plain = TinyGPT()
+    plain.load_state_dict(model.state_dict())
+    trainer = weft.parallelize(model, tokens(0), CLUSTER, optimizer=lambda ps: torch.optim.Adam(ps, lr=1e-2))
+    trainer.step(tokens(0))
+    trainer.optimizer.param_groups[0]["lr"] = 5e-3
+    path = trainer.save_checkpoint(tmp_path, extra={"epoch": 1})
+    assert trainer.save_checkpoint(tmp_path) == path, "this step is there"
+    first = trainer.eval_loss(tokens(1))
+    assert trainer(*tokens(1)) == first
+    after = [trainer.step(tokens(seed)) for seed in (1, 2)]
+    assert after[0] == pytest.approx(first, rel=1e-6)
+    trainer.optimizer.param_groups[0]["lr"] = 1.0
+    record = trainer.load_checkpoint(tmp_path)
+    assert (record.step, record.extra, trainer.num_steps) == (1, {"epoch": 1}, 1)
+    assert trainer.optimizer.param_groups[0]["lr"] == 5e-3
+    assert trainer.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    assert [trainer.step(tokens(seed)) for seed in (1, 2)] == after
+    trainer.load_state_dict(plain.state_dict())
+    assert trainer.eval_loss(tokens(5)) == pytest.approx(plain(*tokens(5)).item(), rel=1e-6)
+    with pytest.raises(InputError, match="has step-00000001 already"):
+        weft.parallelize(plain, tokens(0), trainer.plan).save_checkpoint(tmp_path)
+
+
+def test_random_numbers_go_on_under_the_same_plan(tmp_path):
+    trainer = weft.parallelize(Mixed(0.5), mixed_batch(0), CLUSTER, optimizer=momentum, microbatches=2)
+    trainer.step(mixed_batch(0))
+    trainer.save_checkpoint(tmp_path)
+    losses = [trainer.step(mixed_batch(0)) for _ in range(2)]
+    assert trainer.resume(tmp_path) == 1
+    assert [trainer.step(mixed_batch(0)) for _ in range(2)] == losses
+    with pytest.raises(RunError, match="draws random numbers or takes statistics"):
+        trainer.eval_loss(mixed_batch(0))
+
+
+def test_the_model_is_let_go(tmp_path):
+    model = Mixed()
+    known = weakref.ref(model)
+    model = weft.parallelize(model, mixed_batch(0), CLUSTER, optimizer=momentum)
+    gc.collect()
+    assert known() is None
+    assert {name for name, _ in model.named_parameters()} == {
+        "frozen.weight", "frozen.bias", "norm.weight", "norm.bias", "last.weight", "last.bias"}
+    assert model.resume(tmp_path / "none") == 0
+
+
+def test_what_does_not_fit_is_refused(tmp_path, caplog):
+    trainer = weft.parallelize(Mixed(), mixed_batch(0), CLUSTER, optimizer=momentum)
+    for call, message in (
+            (lambda: trainer.step(mixed_batch(0)[0]), r"the batch has 1 tensors, but the model takes 2 \(x, y\)"),
+            (lambda: trainer.step([item[:4] for item in mixed_batch(0)]), r"'x' in the batch is torch.float32 of \(4, 5\)"),
+            (lambda: trainer.load_checkpoint(tmp_path), "there is no checkpoint in"),
+            (lambda: trainer.eval(), "cannot change to eval mode"),
+            (lambda: trainer.double(), "cannot be moved or converted"),
+            (lambda: trainer.save_checkpoint(tmp_path, keep=0), "keep must be 1 or more"),
+            (lambda: trainer.save_checkpoint(tmp_path, extra={"x": {1}}), "extra must be what JSON can say"),
+            (lambda: trainer.load_state_dict({}), "for another model: it lacks frozen.weight")):
+        with pytest.raises((InputError, RunError), match=message):
+            call()
+    trainer.step(mixed_batch(0))
+    trainer.save_checkpoint(tmp_path)
+    other = weft.parallelize(Mixed(), mixed_batch(0), trainer.plan, optimizer=lambda ps: torch.optim.Adam(ps))
+    with pytest.raises(InputError, match=r"written with SGD, but the optimizer is Adam.*optimizer=False"):
+        other.load_checkpoint(tmp_path)
+    assert other.load_checkpoint(tmp_path, optimizer=False).step == 1
+    grouped = weft.parallelize(Mixed(), mixed_batch(0), trainer.plan, optimizer=lambda ps: momentum(
+        [{"params": [p for p in ps if p.ndim > 1]}, {"params": [p for p in ps if p.ndim < 2], "weight_decay": 0.0}]))
+    with caplog.at_level(logging.WARNING):
+        grouped.load_checkpoint(tmp_path)
+    assert "1 parameter groups and the optimizer 2" in caplog.text
+    state = load_file(tmp_path / "step-00000001" / "model.safetensors")
+    with pytest.raises(InputError, match=r"'last.weight' has the shape \(2, 5\) in the state dict but \(2, 6\)"):
+        trainer.load_state_dict(state | {"last.weight": torch.zeros(2, 5)})
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), [
+    ({"cluster_or_plan": "2 x cpu"}, InputError, "the cluster has 2 devices but there are 1 processes"),
+    ({"cluster_or_plan": "2 x cpu", "devices": ["b7"]}, ClusterError, "has no device 'b7': it has a0, a1"),
+    ({"cluster_or_plan": "none.json"}, ClusterError, "none.json"),
+    ({"example_inputs": ()}, ModelError, "example_inputs must be a tensor or a tuple of tensors"),
+    ({"optimizer": lambda ps: None}, InputError, "must be a function that returns a torch.optim.Optimizer"),
+])
+def test_arguments_that_are_wrong(change, kind, message):
+    arguments = {"example_inputs": mixed_batch(0), "cluster_or_plan": CLUSTER, **change}
+    with pytest.raises(kind, match=message):
+        weft.parallelize(Mixed(), **arguments)
+
+
+def test_plans_in_files_and_for_the_devices_that_are_left(tmp_path):
+    trainer = weft.parallelize(Mixed(), mixed_batch(0), "2 x cpu", devices=["a1"], batch=16)
+    assert trainer.plan.cluster.devices == ("a1",)
+    assert trainer.plan.model.batch == 16
+    save_plan(trainer.plan, tmp_path / "plan.json")
+    again = weft.parallelize(Mixed(), mixed_batch(0), tmp_path / "plan.json")
+    assert again.plan == trainer.plan
+    with pytest.raises(InputError, match="batch is 8, but the plan is for 16"):
+        weft.parallelize(Mixed(), mixed_batch(0), tmp_path / "plan.json", batch=8)
+    save_plan(pipeline_plan(traced("tiny_gpt").graph, [0, 1], one_f_one_b(2, 2), microbatches=2), tmp_path / "two.json")
+    with pytest.raises(InputError, match="does not describe its cluster"):
+        weft.parallelize(source_of("tiny_gpt").build(), tokens(0), tmp_path / "two.json", devices=["d0"])
+
+
+def test_links_of_lost_devices_are_gone():
+    cluster = devices_left(weft.read_cluster("3 x cpu"), ["a2", "a0"])
+    assert [device.name for device in cluster.devices] == ["a0", "a2"]
+    assert cluster.links
+    assert all("a1" not in (link.source, link.target) for link in cluster.links)
+    assert cluster.route(cluster.device_index["a0"], cluster.device_index["a2"]).links
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+
+def test_a_lost_device_is_planned_around(tmp_path, capsys, monkeypatch):
+    """A process dies in its fourth step; the rest is run on the device that is left, from the checkpoint of step 2."""
+    model, plan, folder = f"{MODELS}:tiny_gpt", str(tmp_path / "plan.json"), tmp_path / "checkpoints"
+    assert main(["plan", model, "2 x cpu", "--batch", "8", "--strategy", "data-parallel", "--optimizer", "sgd", "-o", plan]) == 0
+    monkeypatch.setenv("WEFT_TEST_FAULT", "1:B@3")
+    capsys.readouterr()
+    assert main(["run", plan, model, "--steps", "5", "--dtype", "float64", "--checkpoint", str(folder), "--checkpoint-every",
+                 "2", "--replan", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert "rank 1 (a1) was killed by SIGKILL" in captured.err
+    assert "planning again for a0\n" in captured.err
+    found = json.loads(captured.out)
+    assert found["num_ranks"] == 1
+    source = source_of("tiny_gpt")
+    module, expected = source.build(), []
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    for _ in range(5):
+        optimizer.zero_grad()
+        loss = module(*source.inputs(8, 0))
+        loss.backward()
+        optimizer.step()
+        expected.append(loss.item())
+    assert found["losses"] == pytest.approx(expected[2:], rel=1e-10)
+    assert weft.load_plan(folder / "plan.json").cluster.devices == ("a0",)
+
+
+def test_options_that_belong_together(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    save_plan(pipeline_plan(traced("tiny_gpt").graph, [0, 1], one_f_one_b(2, 2), microbatches=2), path)
+    for options, message in ((["--replan"], "give --checkpoint DIR as well"), (["--resume"], "give checkpoint as well"),
+                             (["--checkpoint", "x", "--checkpoint-every", "0"], "checkpoint_every must be 1 or more"),
+                             (["--devices", "d0"], "does not describe its cluster")):
+        assert main(["run", str(path), f"{MODELS}:tiny_gpt", *options]) == 2
+        assert message in capsys.readouterr().err

@@ -1,0 +1,372 @@
+"""Checkpoints: one ordinary state dict and the optimizer's state, whole and by name, whatever plan wrote or reads them.
+
+Every rank says which tensors, or parts of tensors, it has to give (its *claims*); of those that several hold alike, the
+first gives them. Rank 0 puts the claims together, and the tensors come to it one after the other, in the order of the
+files, so that it needs memory for one. Loading is the other way round and needs no messages: each rank maps the files
+and copies its own parts out of them. So a plan with other stages, shares, shardings or ranks reads what another wrote.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import InputError, ModelError, RunError
+from weft.model.weights import initial_value
+from weft.plan.holders import parameter_copies, parameter_holdings
+from weft.plan.plan import Plan, format_plan
+from weft.plan.program import Program
+from weft.plan.sharding import Region
+from weft.run.checkpoint_folder import (
+    MODEL_FILE,
+    OPTIMIZER_FILE,
+    RANDOM_FILE,
+    RECORD_FILE,
+    CheckpointRecord,
+    NewCheckpoint,
+    latest_checkpoint,
+    read_record,
+)
+from weft.run.optimizer_state import OptimizerState
+from weft.run.prepare import Prepared
+from weft.run.shard_parameters import cut_region, held_regions, put_region
+from weft.run.tensor_file import DTYPES, Entry, TensorFile, TensorWriter, dtype_name, file_order
+from weft.run.transport import Transport
+
+log = logging.getLogger(__name__)
+
+Key = tuple[str, str]
+"""(file, name)"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A tensor, or a part of one, that a rank gives to a checkpoint."""
+
+    tensor: Tensor
+    entry: Entry
+    """Of the whole tensor."""
+    region: Region = ()
+    """Which part this is; empty for all of it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelState:
+    """The names in the model's own state dict, and the values in it that no stage holds."""
+
+    names: dict[str, str]
+    """Name in the state dict -> name of the tensor in the graph; tied parameters have one tensor."""
+    rest: dict[str, Tensor]
+    """By name of the tensor, on rank 0: buffers, and parameters that the forward does not use."""
+
+
+def model_state(module: torch.nn.Module, program: Program, *, rank: int, seed: int) -> ModelState:
+    """Return what a checkpoint needs to know of a module; values of the module are copied."""
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    path_of: dict[int, str] = {}
+    for path, tensor in tensors:
+        path_of.setdefault(id(tensor), path)
+    state = module.state_dict(keep_vars=True)
+    names = {name: path_of[id(tensor)] for name, tensor in state.items() if id(tensor) in path_of}
+    if len(names) < len(state):
+        strange = sorted(state.keys() - names.keys())
+        raise ModelError(f"the state dict has {', '.join(strange[:3])}, which is neither a parameter nor a buffer of "
+                         "the module: such models cannot be written to checkpoints")
+    held = {program.graph.tensor_names[tensor] for tensor in parameter_holdings(program.plan, program.graph)}
+    by_path = {path: tensor for path, tensor in tensors if path in set(names.values()) - held}
+    return ModelState(names=names, rest={} if rank else {
+        path: _value(path, tensor, seed) for path, tensor in by_path.items()})
+
+
+def _value(path: str, tensor: Tensor, seed: int) -> Tensor:
+    if not tensor.is_meta:
+        return tensor.detach().cpu().clone()
+    if not isinstance(tensor, torch.nn.Parameter):
+        raise ModelError(f"buffer {path!r} is on the meta device and has no value: give buffers real values")
+    return initial_value(path, tensor.shape, tensor.dtype, seed)
+
+
+def plan_digest(plan: Plan) -> str:
+    """Return what identifies a plan."""
+    return hashlib.sha256(format_plan(plan).encode()).hexdigest()[:16]
+
+
+class Checkpoints:
+    """Writes and reads the checkpoints of a run. Every rank has one; all ranks call each method together."""
+
+    def __init__(self, prepared: Prepared, transport: Transport, *, plan: Plan, state: ModelState,
+                 optimizer: torch.optim.Optimizer | None) -> None:
+        """``plan`` is the one that was given, which the program's may differ from in small things."""
+        self.program, self.prepared, self.transport, self.state = prepared.program, prepared, transport, state
+        self._digest = plan_digest(plan)
+        self._regions = held_regions(self.program, transport.rank)
+        self._optimizer = None if optimizer is None else OptimizerState(
+            optimizer, prepared.parameters.tensors, regions=self._regions, shapes=self._shapes())
+
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        graph = self.program.graph
+        return {graph.tensor_names[tensor]: graph.tensor_shapes[tensor] for tensor in graph.parameters.tolist()}
+
+    # ---- writing ----------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path, *, step: int, keep: int | None = 2, extra: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint to the folder, remove all but the ``keep`` latest, and return where it is."""
+        if keep is not None and keep < 1:
+            raise InputError(f"keep must be 1 or more, or None for all, not {keep}")
+        optimizer, claims = self._optimizer, self._claims()
+        layout = self._gather_layout(claims, {} if optimizer is None else optimizer.numbers(self.owned()))
+        record = CheckpointRecord(
+            step=step, model=self.program.graph.name, plan=self._digest, numbers=layout.numbers, extra=extra or {},
+            optimizer=None if optimizer is None else optimizer.kind,
+            groups=() if optimizer is None else optimizer.groups())
+        writing = _Writing(folder, record, layout) if self.transport.rank == 0 else None
+        self._raise_first("" if writing is None else writing.problem, InputError)
+        for key, whole in self._gathered(layout, claims):
+            if writing is not None and whole is not None:
+                writing.add(key, whole)
+        if writing is not None:
+            writing.finish(keep)
+        self._raise_first("" if writing is None else writing.problem, RunError)
+        return folder / f"step-{step:08d}"
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return on rank 0 the model's state dict, whole and in the host's memory; nothing on the others."""
+        claims = {key: claim for key, claim in self._claims().items() if key[0] == MODEL_FILE}
+        layout = self._gather_layout(claims, {})
+        return {name: whole.clone() for (_, name), whole in self._gathered(layout, claims) if whole is not None}
+
+    def owned(self) -> list[str]:
+        """Return the parameters of which this rank gives its part: it is the first that holds it."""
+        graph, device = self.program.graph, self.program.rank_names[self.transport.rank]
+        return [graph.tensor_names[tensor] for tensor, copies in parameter_copies(self.program.plan, graph).items()
+                if any(item.devices[0] == device for item in copies)]
+
+    def _claims(self) -> dict[Key, Claim]:
+        owned, shapes = self.owned(), self._shapes()
+        found: dict[str, Claim] = {}
+        for name in owned:
+            tensor = self.prepared.parameters.tensors[name]
+            found[name] = Claim(tensor=tensor, region=self._regions.get(name, ()),
+                                entry=Entry(dtype=dtype_name(tensor, name), shape=shapes[name]))
+        changed = {name for stage in self.prepared.stages.values() for name in stage.module.updated_buffers}
+        found |= {name: _whole(name, self.prepared.buffers[name]) for name in sorted(changed)}
+        found |= {name: _whole(name, tensor) for name, tensor in self.state.rest.items() if name not in found}
+        claims = {(MODEL_FILE, name): found[path] for name, path in self.state.names.items() if path in found}
+        if self._optimizer is not None:
+            for name, item in self._optimizer.tensors(owned).items():
+                entry = Entry(dtype=dtype_name(item.tensor, name), shape=item.shape)
+                claims[OPTIMIZER_FILE, name] = Claim(tensor=item.tensor, region=item.region, entry=entry)
+        if self._uses_random():
+            name = f"rank{self.transport.rank}"
+            claims[RANDOM_FILE, name] = _whole(name, _random_state(self.transport.device))
+        return claims
+
+    def _uses_random(self) -> bool:
+        return any(stage.module.uses_random for stage in self.prepared.stages.values())
+
+    def _gather_layout(self, claims: Mapping[Key, Claim], numbers: Mapping[str, Any]) -> _Layout:
+        """Return, the same on all ranks, which tensors there are and who gives which parts of them."""
+        rows = [[*key, claim.entry.dtype, claim.entry.shape, claim.region] for key, claim in claims.items()]
+        records = self.transport.gather_records({"rows": rows, "numbers": numbers})
+        return _Layout(**self.transport.share_record(None if records is None else _merge(records)))
+
+    def _gathered(self, layout: _Layout, claims: Mapping[Key, Claim]) -> Iterator[tuple[Key, Tensor | None]]:
+        """Yield every tensor, whole on rank 0 and None elsewhere; all ranks must run through it."""
+        rank = self.transport.rank
+        for row in layout.rows:
+            key, dtype, whole = row.key, DTYPES[row.dtype], None
+            for source, region in row.parts:
+                mine = claims[key].tensor.detach().cpu().reshape(-1) if source == rank else None
+                data = self.transport.gather_tensor(mine, source=source)
+                if rank == 0 and data is not None:
+                    data = data.view(dtype)
+                    if not region:
+                        whole = data.view(row.shape)
+                        continue
+                    whole = torch.empty(row.shape, dtype=dtype) if whole is None else whole
+                    put_region(whole, region, data)
+            yield key, whole
+
+    def _raise_first(self, problem: str, kind: type[InputError] | type[RunError]) -> None:
+        """Raise the same on all ranks if any has a problem."""
+        records = self.transport.gather_records(problem) or []
+        found = [f"rank {rank}: {text}" if rank else text for rank, text in enumerate(records) if text]
+        first = self.transport.share_record(found[0] if found else "")
+        if first:
+            raise kind(first)
+
+    # ---- reading ----------------------------------------------------------------------------------------------------
+
+    def find(self, path: Path) -> Path | None:
+        """Return the checkpoint that rank 0 sees there: ``path`` itself, or the latest in that folder; None if none."""
+        found: str | None = None
+        if self.transport.rank == 0:
+            latest = path if (path / RECORD_FILE).exists() else latest_checkpoint(path)
+            found = None if latest is None else str(latest)
+        found = self.transport.share_record(found)
+        return None if found is None else Path(found)
+
+    def load(self, path: Path, *, with_optimizer: bool = True) -> CheckpointRecord:
+        """Take parameters, buffers and optimizer state from a checkpoint; return what it says about itself."""
+        problem, record = "", None
+        try:
+            record = read_record(path)
+            with TensorFile(path / MODEL_FILE) as file:
+                self._load_model({name: entry.shape for name, entry in file.entries.items()}, file.read, str(path))
+            if with_optimizer and self._optimizer is not None:
+                self._optimizer.load(path / OPTIMIZER_FILE, record)
+            if record.plan == self._digest and self._uses_random():
+                with TensorFile(path / RANDOM_FILE) as file:
+                    _set_random_state(self.transport.device, file.read(f"rank{self.transport.rank}"))
+        except InputError as found:
+            problem = str(found)
+        self._raise_first(problem, InputError)
+        assert record is not None, "else there was a problem"
+        return record
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take parameters and buffers from a whole state dict, which every rank must have."""
+        problem = ""
+        try:
+            self._load_model({name: tuple(tensor.shape) for name, tensor in state.items()},
+                             lambda name, region=(): cut_region(state[name], region), "the state dict")
+        except InputError as found:
+            problem = str(found)
+        self._raise_first(problem, InputError)
+
+    def _load_model(self, shapes: Mapping[str, tuple[int, ...]], read: Callable[..., Tensor], where: str) -> None:
+        """Copy this rank's parameters, buffers and other values; ``read(name, region)`` returns a part of a tensor."""
+        names = self.state.names
+        source = {names[name]: name for name in reversed(names) if name in shapes}
+        missing = [name for name, path in names.items() if path not in source]
+        strange = [name for name in shapes if name not in names]
+        if missing or strange:
+            raise InputError(f"{where} is for another model: it lacks {', '.join(missing[:3]) or 'nothing'}, and has "
+                             f"{', '.join(strange[:3]) or 'nothing'} that the model has not")
+        own: dict[str, Tensor] = {**self.state.rest, **self.prepared.buffers, **self.prepared.parameters.tensors}
+        whole = self._shapes()
+        with torch.no_grad():
+            for path, tensor in own.items():
+                if path not in source:
+                    continue  # a constant of the forward, or a buffer that is not saved
+                expected = whole.get(path, tuple(tensor.shape))
+                if shapes[source[path]] != expected:
+                    raise InputError(f"{source[path]!r} has the shape {shapes[source[path]]} in {where} but {expected} "
+                                     "in the model")
+                tensor.copy_(read(source[path], self._regions.get(path, ())))
+
+
+def _whole(name: str, tensor: Tensor) -> Claim:
+    return Claim(tensor=tensor, entry=Entry(dtype=dtype_name(tensor, name), shape=tuple(tensor.shape)))
+
+
+# ---- putting claims together ----------------------------------------------------------------------------------------
+
+
+class _Row:
+    """One tensor of a checkpoint and who gives it."""
+
+    def __init__(self, file: str, name: str, dtype: str, shape: list[int], parts: list[Any]) -> None:
+        self.key, self.dtype, self.shape = (file, name), dtype, tuple(shape)
+        self.parts: list[tuple[int, Region]] = [(source, _region(region)) for source, region in parts]
+
+
+class _Layout:
+    """All tensors of a checkpoint, in the order in which they travel."""
+
+    def __init__(self, rows: list[list[Any]], numbers: dict[str, Any]) -> None:
+        self.rows, self.numbers = [_Row(*row) for row in rows], numbers
+
+    def entries(self) -> dict[str, dict[str, Entry]]:
+        """Return the tensors of each file."""
+        found: dict[str, dict[str, Entry]] = {}
+        for row in self.rows:
+            found.setdefault(row.key[0], {})[row.key[1]] = Entry(dtype=row.dtype, shape=row.shape)
+        return found
+
+
+def _merge(records: list[Any]) -> dict[str, Any]:
+    """Return rows and numbers of all ranks together: a whole tensor comes from the first rank that claims it."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    numbers: dict[str, Any] = {}
+    for rank, record in enumerate(records):
+        numbers = {**record["numbers"], **numbers}
+        for file, name, dtype, shape, region in record["rows"]:
+            row = found.setdefault(file, {}).setdefault(name, [file, name, dtype, shape, []])
+            if region or not row[-1]:
+                row[-1].append([rank, region])
+    rows = []
+    for file in sorted(found):
+        entries = {name: Entry(dtype=row[2], shape=tuple(row[3])) for name, row in found[file].items()}
+        rows += [found[file][name] for name in file_order(entries)]
+    return {"rows": rows, "numbers": numbers}
+
+
+def _region(value: list[Any]) -> Region:
+    return tuple(tuple((start, stop) for start, stop in ranges) for ranges in value)
+
+
+class _Writing:
+    """The files of a checkpoint under way, on rank 0; after a problem it takes the rest of the tensors and drops them.
+    """
+
+    def __init__(self, folder: Path, record: CheckpointRecord, layout: _Layout) -> None:
+        self.problem, self._entries = "", layout.entries()
+        self._writer: TensorWriter | None = None
+        self._guard(self._begin, folder, record)
+
+    def _begin(self, folder: Path, record: CheckpointRecord) -> None:
+        self._new = NewCheckpoint(folder, record.step)
+        self._new.write_record(record)
+
+    def add(self, key: Key, whole: Tensor) -> None:
+        """Write the next tensor."""
+        if not self.problem:
+            self._guard(self._add, key[0], whole)
+
+    def _add(self, file: str, whole: Tensor) -> None:
+        if self._writer is None or self._writer.path.name != file:
+            self._close()
+            self._writer = TensorWriter(self._new.path / file, self._entries[file])
+        self._writer.write(whole)
+
+    def _close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+    def finish(self, keep: int | None) -> None:
+        """Close the files and give the checkpoint its name."""
+        if not self.problem:
+            self._guard(self._close)
+        if not self.problem:
+            self._guard(self._new.finish, keep)
+
+    def _guard(self, action: Callable[..., Any], *arguments: Any) -> None:
+        """Run the action; note a problem with the disk or with what is to be written."""
+        try:
+            action(*arguments)
+        except InputError as problem:
+            self.problem = str(problem)
+        except OSError as problem:
+            self.problem = f"the checkpoint cannot be written: {problem}. The one before it is still there"
+        except (TypeError, ValueError) as problem:
+            self.problem = f"the checkpoint's record cannot be written, extra must be what JSON can say: {problem}"
+
+
+def _random_state(device: torch.device) -> Tensor:
+    state: Tensor = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return state
+
+
+def _set_random_state(device: torch.device, state: Tensor) -> None:
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
+    else:
+        torch.set_rng_state(state)

@@ -1,0 +1,117 @@
+"""An optimizer's state by the names of the model's parameters, so that it outlives the plan it was made under.
+
+A state tensor as large as the rank's part of its parameter (``exp_avg``) is that part of a whole; any other (``step``)
+is taken as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.errors import InputError
+from weft.plan.sharding import Region
+from weft.run.checkpoint_folder import CheckpointRecord
+from weft.run.tensor_file import TensorFile
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTensor:
+    """One tensor of the state, or this rank's part of it."""
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    """Of the whole."""
+    region: Region
+
+
+class OptimizerState:
+    """The state of one rank's optimizer; see the module's docstring."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], *,
+                 regions: Mapping[str, Region], shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """``regions`` are the parts of the parameters that the rank holds, ``shapes`` those of the whole ones."""
+        self.optimizer, self.kind = optimizer, type(optimizer).__name__
+        self._parameters, self._regions, self._shapes = parameters, regions, shapes
+
+    def _state(self, name: str) -> dict[str, Any]:
+        state: dict[str, Any] = self.optimizer.state.get(self._parameters[name], {})
+        return state
+
+    def tensors(self, names: Sequence[str]) -> dict[str, StateTensor]:
+        """Return the tensors of these parameters' state, as ``parameter.key``."""
+        found = {}
+        for name in names:
+            local = self._parameters[name].shape
+            for key, value in self._state(name).items():
+                if isinstance(value, Tensor):
+                    is_like = value.shape == local
+                    found[f"{name}.{key}"] = StateTensor(
+                        tensor=value, shape=self._shapes[name] if is_like else tuple(value.shape),
+                        region=self._regions.get(name, ()) if is_like else ())
+        return found
+
+    def numbers(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return what of these parameters' state is no tensor, as ``parameter.key``."""
+        return {f"{name}.{key}": value for name in names for key, value in self._state(name).items()
+                if isinstance(value, int | float | bool)}
+
+    def groups(self) -> tuple[dict[str, Any], ...]:
+        """Return the options of the parameter groups that JSON can say."""
+        return tuple({key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()
+                      if isinstance(value, int | float | bool | str | tuple | None)
+                      or (isinstance(value, Tensor) and value.numel() == 1)}
+                     for group in self.optimizer.param_groups)
+
+    def load(self, path: Path, record: CheckpointRecord) -> None:
+        """Take the state of this rank's parameters from a checkpoint's file."""
+        if record.optimizer != self.kind:
+            raise InputError(f"the checkpoint was written with {record.optimizer or 'no optimizer'}, but the optimizer "
+                             f"is {self.kind}: use the same, or load with optimizer=False to begin with new state")
+        state = self._read(path, record)
+        packed = self.optimizer.state_dict()
+        names = {id(tensor): name for name, tensor in self._parameters.items()}
+        for group, saved in zip(self.optimizer.param_groups, packed["param_groups"], strict=True):
+            for tensor, index in zip(group["params"], saved["params"], strict=True):
+                name = names.get(id(tensor))
+                if name in state:
+                    packed["state"][index] = state[name]
+        self._set_groups(packed["param_groups"], record.groups)
+        self.optimizer.load_state_dict(packed)
+
+    def _read(self, path: Path, record: CheckpointRecord) -> dict[str, dict[str, Any]]:
+        """Return the state of this rank's parameters by name and key, its parts only."""
+        found: dict[str, dict[str, Any]] = {}
+        for entry, value in record.numbers.items():
+            name, _, key = entry.rpartition(".")
+            found.setdefault(name, {})[key] = value
+        if not path.exists():  # an optimizer without state, or one that has not stepped yet, writes none
+            return found
+        with TensorFile(path) as file:
+            for entry, item in file.entries.items():
+                name, _, key = entry.rpartition(".")
+                if name in self._parameters:
+                    region = self._regions.get(name, ()) if item.shape == self._shapes[name] else ()
+                    found.setdefault(name, {})[key] = file.read(entry, region)
+        return found
+
+    def _set_groups(self, groups: list[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+        if len(groups) != len(saved):
+            log.warning("the checkpoint has %d parameter groups and the optimizer %d: their options, such as the "
+                        "learning rate, stay as they are", len(saved), len(groups))
+            return
+        for group, options in zip(groups, saved, strict=True):
+            for key, value in options.items():
+                before = group.get(key)
+                if isinstance(before, Tensor):
+                    group[key] = torch.full_like(before, value)
+                elif key in group:
+                    group[key] = tuple(value) if isinstance(before, tuple) else value

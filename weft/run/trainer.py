@@ -1,0 +1,250 @@
+"""A model that trains under a plan: one rank's part of it, with the steps and checkpoints that all ranks take together.
+
+``weft.run.parallelize`` makes trainers. A step loads the batch, executes the plan's program, and then lets the
+optimizer change the parameters that this rank holds; ranks that hold the same parameters change them alike, because
+they have the same gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from os import PathLike
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from weft.errors import InputError, RunError
+from weft.model.graph import Graph
+from weft.plan.lower import lower
+from weft.plan.plan import Optimizer, Plan
+from weft.run.checkpoint import Checkpoints, ModelState
+from weft.run.checkpoint_folder import CheckpointRecord
+from weft.run.executor import Executor
+from weft.run.overlap import leads_to_loss
+from weft.run.parameters import make_optimizer
+from weft.run.prepare import Prepared
+from weft.run.status import StatusLine
+from weft.run.transport import Transport
+
+MakeOptimizer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+Batch: TypeAlias = Tensor | Sequence[Tensor]
+
+NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP")
+"""Optimizers that look at a parameter as a whole: they give other results for its parts."""
+
+
+class Trainer(torch.nn.Module):
+    """One rank's part of a model in training. All ranks call each method together, with the same arguments.
+
+    ``named_parameters`` and ``parameters`` are what this rank holds, by the model's own names; of a parameter that is
+    split, the rank's part. The model's mode and device are those it was traced for, and stay so.
+    """
+
+    def __init__(self, plan: Plan, prepared: Prepared, transport: Transport, *, state: ModelState,
+                 examples: Sequence[Tensor], optimizer: MakeOptimizer | None, max_grad_norm: float | None) -> None:
+        """``examples`` are inputs of a whole batch, on any device."""
+        super().__init__()
+        self.plan, self.transport = plan, transport
+        self.num_steps = 0
+        """Steps taken since the beginning, those before a checkpoint that was loaded included."""
+        self.gradient_norm = math.nan
+        """Of the last step, before clipping; not computed unless ``max_grad_norm`` is given."""
+        self._prepared, self._tensors = prepared, prepared.parameters.tensors
+        self._max_grad_norm = max_grad_norm
+        self._expected = [(name, tuple(item.shape), item.dtype)
+                          for name, item in zip(prepared.input_names, examples, strict=True)]
+        self.executor = Executor(prepared.program, stages=prepared.stages, parameters=prepared.parameters,
+                                  transport=transport, status=StatusLine(), factors=prepared.factors)
+        self._evaluator: Executor | None = None
+        self.optimizer = self._make_optimizer(optimizer)
+        """Of this rank's parameters; None where the plan has none and none was given."""
+        self._checkpoints = Checkpoints(prepared, transport, plan=plan, state=state, optimizer=self.optimizer)
+        self._owned = [self._tensors[name] for name in self._checkpoints.owned()]
+        self._saved: Path | None = None
+
+    def _make_optimizer(self, make: MakeOptimizer | None) -> torch.optim.Optimizer | None:
+        """Return the optimizer of what this rank trains; where that is nothing, of an empty parameter."""
+        reached = _reached(self._prepared.program.graph)
+        trained = [tensor for name, tensor in self._tensors.items() if tensor.requires_grad and name in reached]
+        trained = trained or [torch.nn.Parameter(torch.zeros(0, device=self.transport.device))]
+        if make is None:
+            return make_optimizer(trained, self.plan.optimizer)
+        made = make(trained)
+        if not isinstance(made, torch.optim.Optimizer):
+            raise InputError(f"optimizer must be a function that returns a torch.optim.Optimizer for a list of "
+                             f"parameters, such as `lambda ps: torch.optim.AdamW(ps, lr=1e-3)`; it returned "
+                             f"{type(made).__name__}")
+        shapes = {name: self._prepared.program.graph.tensor_shapes[self._prepared.program.graph.tensor_index[name]]
+                  for name in self._tensors}
+        parts = [name for name, tensor in self._tensors.items() if tuple(tensor.shape) != shapes[name]]
+        if parts and type(made).__name__ in NEEDS_WHOLE:
+            raise RunError(f"{type(made).__name__} needs whole parameters, but this plan splits {parts[0]!r} and "
+                           f"{len(parts) - 1} more: use an elementwise optimizer, such as AdamW, or another plan")
+        return made
+
+    # ---- steps ------------------------------------------------------------------------------------------------------
+
+    def step(self, batch: Batch) -> float:
+        """Return the loss of the batch, the same on all ranks, after one training step on it.
+
+        ``batch`` is what the model's forward takes, for all samples: a tensor, or several in a tuple or list. Every
+        rank gets the same and uses its samples of it.
+        """
+        self.executor.load(self._inputs(batch))
+        self.executor.step(self.num_steps)
+        loss = self.transport.total(self.executor.take_loss())
+        if self._max_grad_norm is not None:
+            self._clip(self._max_grad_norm)
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.num_steps += 1
+        return loss
+
+    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        given = [batch] if isinstance(batch, Tensor) else list(batch)
+        if len(given) != len(self._expected):
+            raise InputError(f"the batch has {len(given)} tensors, but the model takes {len(self._expected)} "
+                             f"({', '.join(name for name, _, _ in self._expected)})")
+        for value, (name, shape, dtype) in zip(given, self._expected, strict=True):
+            if tuple(value.shape) != shape or value.dtype != dtype:
+                raise InputError(f"{name!r} in the batch is {value.dtype} of {tuple(value.shape)}, but the plan is for "
+                                 f"{dtype} of {shape}: batches must be like the example, with {self.plan.model.batch} "
+                                 "samples")
+        return {name: value for (name, _, _), value in zip(self._expected, given, strict=True)}
+
+    def _clip(self, limit: float) -> None:
+        """Scale the gradients of all ranks so that their norm together is at most ``limit``."""
+        squares = [torch.linalg.vector_norm(tensor.grad, dtype=torch.float64).square() for tensor in self._owned
+                   if tensor.grad is not None and tensor.requires_grad]
+        self.gradient_norm = math.sqrt(self.transport.total(float(torch.stack(squares).sum()) if squares else 0.0))
+        factor = limit / (self.gradient_norm + 1e-6)
+        if not factor >= 1.0:
+            for tensor in self._tensors.values():
+                if tensor.grad is not None:
+                    tensor.grad.mul_(factor)
+
+    def eval_loss(self, batch: Batch) -> float:
+        """Return the loss of a batch, the same on all ranks, and change nothing.
+
+        The model is in the mode it was traced in: one that draws random numbers or takes statistics there is refused.
+        """
+        if self._evaluator is None:
+            self._evaluator = self._make_evaluator()
+        evaluator, graph = self._evaluator, self._prepared.program.graph
+        evaluator.load(self._inputs(batch))
+        evaluator.step()
+        name, loss = graph.tensor_names[graph.outputs[0]], 0.0
+        for instance, _, values in evaluator.take_results():
+            outputs = self._prepared.stages[instance].module.outputs
+            if name in outputs:
+                weight = evaluator.program.instances[instance].num_samples / self.plan.model.batch
+                loss += weight * float(values[outputs.index(name)].double())
+        return self.transport.total(loss)
+
+    def forward(self, *batch: Tensor) -> float:
+        """Return ``eval_loss`` of the batch."""
+        return self.eval_loss(batch)
+
+    def _make_evaluator(self) -> Executor:
+        """Return what executes the forwards of the plan alone, with the same stages."""
+        stages, program = self._prepared.stages, self._prepared.program
+        uses_random = any(stage.module.uses_random for stage in stages.values())
+        if self.transport.total(float(uses_random or self._prepared.takes_statistics)):
+            raise RunError("the model draws random numbers or takes statistics over its samples in the mode that it "
+                           "was traced in, so its loss is no evaluation: load a checkpoint into the plain module")
+        plan = replace(program.plan, gradients=(), model=replace(program.plan.model, mode="inference"), order={
+            device: tuple(token for token in tokens if token.split(":")[1] == "F")
+            for device, tokens in program.plan.order.items()})
+        return Executor(lower(plan, program.graph), stages=stages, parameters=self._prepared.parameters,
+                        transport=self.transport, status=StatusLine())
+
+    # ---- state ------------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, folder: str | PathLike[str], *, keep: int | None = 2,
+                        extra: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint to the folder and return where it is: ``folder/step-00000012``.
+
+        Rank 0 writes it; a checkpoint that is there is whole, and the ``keep`` latest stay (None for all). ``extra`` is
+        anything that JSON can say, for ``load_checkpoint`` to return. Nothing happens if this step was saved there.
+        """
+        target = Path(folder) / f"step-{self.num_steps:08d}"
+        if self._saved != target:
+            self._saved = self._checkpoints.save(Path(folder), step=self.num_steps, keep=keep, extra=extra)
+        return target
+
+    def load_checkpoint(self, path: str | PathLike[str], *, optimizer: bool = True) -> CheckpointRecord:
+        """Go on from a checkpoint, written under this plan or another, and return what it says about itself.
+
+        ``path`` is a checkpoint, or a folder of which the latest is taken. With ``optimizer=False`` the state of the
+        optimizer is left alone.
+        """
+        found = self._checkpoints.find(Path(path))
+        if found is None:
+            raise InputError(f"there is no checkpoint in {str(path)!r}: it must hold folders named step-...")
+        return self._load(found, optimizer)
+
+    def resume(self, folder: str | PathLike[str]) -> int:
+        """Go on from the latest checkpoint in the folder, if there is one; return how many steps were taken before."""
+        found = self._checkpoints.find(Path(folder))
+        if found is not None:
+            self._load(found, True)
+        return self.num_steps
+
+    def _load(self, path: Path, with_optimizer: bool) -> CheckpointRecord:
+        record = self._checkpoints.load(path, with_optimizer=with_optimizer)
+        self.num_steps, self._saved = record.step, path
+        return record
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return on rank 0 the whole model's ordinary state dict, in the host's memory; an empty one on other ranks."""
+        return self._checkpoints.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
+        """Take the parts of a whole state dict that this rank holds; every rank is given the same."""
+        self._checkpoints.load_state_dict(state_dict)
+
+    def named_parameters(self, prefix: str = "", recurse: bool = True,
+                         remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield what this rank holds, by the model's own names."""
+        for name, tensor in self._tensors.items():
+            yield f"{prefix}.{name}" if prefix else name, tensor
+
+    def train(self, mode: bool = True) -> Trainer:
+        """Return self; the mode that the model was traced in cannot be changed."""
+        if not mode:
+            raise RunError("a plan's model cannot change to eval mode: call eval_loss, or load a checkpoint into the "
+                           "plain module")
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Trainer:
+        raise RunError("a plan's model cannot be moved or converted: do that before weft.parallelize")
+
+    # ---- end --------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Return when all ranks have come here, and give up the connections."""
+        self.transport.leave()
+        self.transport.close()
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+
+def _reached(graph: Graph) -> set[str]:
+    """Return the parameters that the loss depends on: on one device, others have no gradient and never change."""
+    leads = leads_to_loss(graph)
+    read = {tensor for op in range(graph.num_ops) if leads[op] for tensor in graph.op_inputs(op).tolist()}
+    return {graph.tensor_names[tensor] for tensor in graph.parameters.tolist() if tensor in read}
+
+
+def without_optimizer(plan: Plan) -> Plan:
+    """Return the plan without its optimizer step: the trainer takes that itself."""
+    return replace(plan, optimizer=Optimizer(kind="none", sharded=plan.optimizer.sharded))
