@@ -39,9 +39,9 @@ from weft.simulate.tasks import make_task_graph
 STATIC_COPIES: Final = 4
 """Parameters, gradients and Adam's two moments, all of the parameters' type (fp32)."""
 WORKING_COPIES: Final = 2
-"""While a layer's backward runs, gradients of what it keeps are alive beside it: 1.0 to 1.3 times that, counting the
-live tensors of a transformer block and of a head with cross entropy. PyTorch's caching allocator rounds up and holds
-blocks of other sizes: playing its rules on the same tensors gives 1.5 to 2.9, most often about 2."""
+"""While a layer's backward runs, gradients of what it keeps are alive beside it, and PyTorch's caching allocator rounds up
+and holds blocks of other sizes. Playing its rules on the tensors of a transformer block and a head gave about 2 in most
+cases (1.5 to 2.9); with one micro-batch of one sample on the whole model more (4 to 6.5)."""
 BOUNDARY_COPIES: Final = 2
 """A boundary tensor is there as it is computed with and as it is sent or received."""
 CONTEXT_BYTES: Final = 512 * 2**20

@@ -8,8 +8,10 @@ between replicas, and between stages that share the parameter, each has a part o
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -30,22 +32,59 @@ class Holding:
 
 
 def parameter_holdings(plan: Plan, graph: Graph) -> dict[int, dict[str, tuple[Holding, ...]]]:
-    """Return what each device holds of each parameter, once for each different way; devices as in the cluster."""
-    found: dict[int, dict[str, tuple[Holding, ...]]] = {}
-    is_parameter = np.zeros(graph.num_tensors, dtype=bool)
-    is_parameter[graph.parameters] = True
-    for stage in plan.stages:
-        read = np.unique(np.concatenate([graph.op_inputs(graph.op_index[name]) for name in stage.ops]))
-        for tensor in read[is_parameter[read]].tolist():
-            held = found.setdefault(tensor, {})
-            for replica in stage.replicas:
-                for device, holding in _replica_holdings(stage, replica, graph, tensor):
-                    before = held.get(device, ())
-                    if holding not in before:
-                        held[device] = (*before, holding)
-    rank = {device: index for index, device in enumerate(plan.cluster.devices)}
-    return {tensor: dict(sorted(held.items(), key=lambda item: rank[item[0]]))
-            for tensor, held in sorted(found.items())}
+    """Return what each device holds of each parameter, once for each different way; devices as in the cluster.
+
+    The result is kept for the next call and not to be changed.
+    """
+    return _holders(plan, graph).holdings
+
+
+class _Holders:
+    """What the stages of a plan hold of a graph's parameters; found when first asked for."""
+
+    def __init__(self, plan: Plan, graph: Graph) -> None:
+        self.stages, self.devices, self.graph = plan.stages, plan.cluster.devices, graph
+
+    @cached_property
+    def holdings(self) -> dict[int, dict[str, tuple[Holding, ...]]]:
+        graph, found = self.graph, dict[int, dict[str, tuple[Holding, ...]]]()
+        is_parameter = np.zeros(graph.num_tensors, dtype=bool)
+        is_parameter[graph.parameters] = True
+        rank = {device: index for index, device in enumerate(self.devices)}
+        for stage in self.stages:
+            read = np.unique(np.concatenate([graph.op_inputs(graph.op_index[name]) for name in stage.ops]))
+            for tensor in read[is_parameter[read]].tolist():
+                held = found.setdefault(tensor, {})
+                for replica in stage.replicas:
+                    for device, holding in _replica_holdings(stage, replica, graph, tensor):
+                        before = held.get(device, ())
+                        if holding not in before:
+                            held[device] = (*before, holding)
+        return {tensor: dict(sorted(held.items(), key=lambda item: rank[item[0]]))
+                for tensor, held in sorted(found.items())}
+
+    @cached_property
+    def copies(self) -> dict[int, tuple[Copies, ...]]:
+        known: dict[tuple[tuple[str, tuple[Holding, ...]], ...], tuple[Copies, ...]] = {}
+        result = {}
+        for tensor, held in self.holdings.items():
+            key = tuple(held.items())
+            if key not in known:
+                known[key] = tuple(_copies(held))
+            result[tensor] = known[key]
+        return result
+
+
+_recent: deque[_Holders] = deque(maxlen=2)
+"""A plan is asked about several times in a row, also while its exchanges change."""
+
+
+def _holders(plan: Plan, graph: Graph) -> _Holders:
+    for known in _recent:
+        if known.stages is plan.stages and known.graph is graph and known.devices == plan.cluster.devices:
+            return known
+    _recent.append(_Holders(plan, graph))
+    return _recent[-1]
 
 
 _ALL = Holding((), 1.0, ())
@@ -88,7 +127,7 @@ class Copies:
 
 def parameter_copies(plan: Plan, graph: Graph) -> dict[int, tuple[Copies, ...]]:
     """Return, for each parameter, the devices that hold the same part of it."""
-    return {tensor: tuple(_copies(held)) for tensor, held in parameter_holdings(plan, graph).items()}
+    return _holders(plan, graph).copies
 
 
 def _copies(held: dict[str, tuple[Holding, ...]]) -> Iterator[Copies]:
