@@ -13,6 +13,7 @@ from tests.search.deploy.worlds import cluster_of, deployer_of, host, problem_of
 from weft.cost.costs import estimate_costs
 from weft.cost.mesh import Mesh
 from weft.model.folded import trace_folded
+from weft.model.trace import trace
 from weft.plan.check import check_plan
 from weft.plan.plan import Optimizer
 from weft.search.budget import Budget
@@ -20,6 +21,7 @@ from weft.search.deploy.splits import find_splits, teams_by_degree
 from weft.search.deploy.to_plan import deployment_plan
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.named import named
+from weft.search.shard.plan_search import search_plan
 from weft.search.shard.roles import find_roles
 from weft.search.shard.tensor_costs import split_operators
 from weft.simulate.predict import simulate
@@ -98,3 +100,13 @@ def test_without_hosts_of_several_devices_nothing_is_divided():
     problem = problem_of(cluster_of(host("a", 1), host("b", 1)))
     assert not find_splits(problem, None, lambda graph: None)  # type: ignore[arg-type]
     assert all(item.kind != "tensor" for item in deployer_of(problem).actions)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)])
+def test_the_plan_of_a_sharding_takes_as_long_as_the_search_says(shape):
+    cluster = cluster_of(host("a", 4), inside="1GB/s")
+    folded = trace_folded(source_of(LLAMA), batch=8)
+    plan = search_plan(folded, cluster, shape=shape, optimizer=Optimizer(kind="none"))
+    graph = trace(folded.traced.source, batch_dims=True).graph
+    timeline = simulate(check_plan(plan, graph, cluster), estimate_costs(graph, cluster), cluster)
+    assert timeline.step_time_s == pytest.approx(plan.search.step_time, rel=0.1)

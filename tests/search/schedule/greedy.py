@@ -31,11 +31,13 @@ def list_orders(problem: ScheduleProblem, microbatches: int, in_flight: int) -> 
     ends: dict[Instance, float] = {}
     after = [set(block.after) | {item.source for item in problem.transfers if item.target == index}
              for index, block in enumerate(problem.blocks)]
-    left = {(block, index) for block in range(problem.num_blocks) for index in range(microbatches)}
-    while left:
-        oldest = min(index for _, index in left)
-        ready = [(block, index) for block, index in left if index < oldest + in_flight
-                 and all((before, index) in ends for before in after[block])]
+    missing = {(block, index): len(before) for block, before in enumerate(after) for index in range(microbatches)}
+    waiting = {item for item, number in missing.items() if number == 0}
+    num_left, oldest = [problem.num_blocks] * microbatches, 0
+    while waiting:
+        while num_left[oldest] == 0:
+            oldest += 1
+        ready = [item for item in waiting if item[1] < oldest + in_flight]
         block, index = min(ready, key=lambda item: (_start(problem, item, after, ends, free), problem.blocks[item[0]].memory > 0,
                                                     item[1], item[0]))
         end = _start(problem, (block, index), after, ends, free) + problem.blocks[block].time
@@ -43,7 +45,12 @@ def list_orders(problem: ScheduleProblem, microbatches: int, in_flight: int) -> 
             orders[device].append((block, index))
             free[device] = end
         ends[block, index] = end
-        left.remove((block, index))
+        waiting.remove((block, index))
+        num_left[index] -= 1
+        for later in (later for later, before in enumerate(after) if block in before):
+            missing[later, index] -= 1
+            if missing[later, index] == 0:
+                waiting.add((later, index))
     return orders
 
 

@@ -257,13 +257,16 @@ def _bound(world: World, state: _State) -> int:
     return bound
 
 
-def _greedy(world: World, num_microbatches: int, num_tries: int = 40) -> _State | None:
-    """Return the best of some random sequences that fit the memory, to start from."""
+def _greedy(world: World, num_microbatches: int, num_tries: int = 10) -> _State | None:
+    """Return the best of some random sequences that fit the memory, to start from; one that meets the bound is enough."""
     best: _State | None = None
     parts = tuple(_Part(mask=0, ready=(0,) * world.num_tasks, label=label) for label in range(num_microbatches))
+    start = _State(parts=parts, free=(0,) * world.num_resources, end=0, sequence=())
+    least = _bound(world, start)
     for seed in range(num_tries):
-        rng = Random(seed)
-        state = _State(parts=parts, free=(0,) * world.num_resources, end=0, sequence=())
+        if best is not None and best.end <= least:
+            break
+        rng, state = Random(seed), start
         while choices := list(_dispatches(world, state)):
             state = min(choices, key=lambda item: (_bound(world, item), item.end, rng.random()) if rng.random() < 0.9
                         else (0, 0, 0.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -14,6 +14,7 @@ from weft.model.factors import (
     NOT_SPLIT,
     OpFactors,
     Strategy,
+    factor_counts,
     in_blocks,
     input_gradient_layout,
     input_layout,
@@ -27,6 +28,8 @@ from weft.model.graph import F64, I64
 from weft.model.tensor_layout import Layout, largest_part
 from weft.search.shard.mesh import Resharding
 
+FORWARD, BACKWARD = 0, 1
+"""The two passes of a step."""
 Shapes = Sequence[tuple[int, ...]]
 Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
@@ -154,6 +157,19 @@ def op_seconds(choices: OpChoices, whole_s: dict[Part, float], terms: dict[Part,
         if whole > 0:
             total += whole_s[part] / whole * (overhead + np.maximum(compute * choices.work, moved * choices.moved))
     return total
+
+
+def inside_sums(choices: OpChoices, strategy: int, mesh: Sequence[int]) -> Iterator[tuple[int, int, F64]]:
+    """Yield (axis, pass, bytes) of what devices add up inside an operator where a factor is split that needs it."""
+    op, chosen = choices.op, choices.strategies[strategy]
+    counts = factor_counts(chosen, mesh)
+    for axis, index in enumerate(chosen):
+        if index >= 0 and op.factors[index].special:
+            others = math.prod(-(-op.factors[other].size // count) / op.factors[other].size
+                               for other, count in counts.items() if other != index)
+            for which, sums in ((FORWARD, op.factors[index].forward_sums), (BACKWARD, op.factors[index].backward_sums)):
+                if sums:
+                    yield axis, which, np.array(sums, dtype=np.float64) * others
 
 
 def describe(choices: OpChoices, index: int, axes: Sequence[str]) -> str:

@@ -13,7 +13,6 @@ bytes. An *edge* is a tensor that one part gives and another reads:
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import product
@@ -24,7 +23,7 @@ from torch import fx
 
 from weft.cost.costs import Costs
 from weft.cost.roofline import PARTS, Part
-from weft.model.factors import OpFactors, factor_counts, factors_of, has_rule
+from weft.model.factors import OpFactors, factors_of, has_rule
 from weft.model.graph import F64, I64, Graph
 from weft.model.layout_steps import ALL_REDUCE
 from weft.model.tensor_layout import SUM, WHOLE, Layout, Placement, largest_part
@@ -32,7 +31,16 @@ from weft.model.trace import TracedModel
 from weft.plan.memory import optimizer_bytes
 from weft.plan.plan import Optimizer
 from weft.search.shard.mesh import Resharding
-from weft.search.shard.op_choices import Bools, OpChoices, op_choices, op_seconds, wanted_blocks
+from weft.search.shard.op_choices import (
+    BACKWARD,
+    FORWARD,
+    Bools,
+    OpChoices,
+    inside_sums,
+    op_choices,
+    op_seconds,
+    wanted_blocks,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,15 +261,11 @@ class PartBuilder:
         seconds = np.zeros(len(choices.strategies))
         if not any(factor.forward_sums or factor.backward_sums for factor in op.factors):
             return seconds
-        for place, strategy in enumerate(choices.strategies):
-            counts = factor_counts(strategy, mesh.shape)
-            for axis, index in enumerate(strategy):
-                if index >= 0 and op.factors[index].special:
-                    factor = op.factors[index]
-                    sums = factor.forward_sums + (factor.backward_sums if self.graph.has_backward else ())
-                    others = math.prod(-(-op.factors[other].size // count) / op.factors[other].size
-                                       for other, count in counts.items() if other != index)
-                    seconds[place] += mesh.seconds(axis, ALL_REDUCE, np.array(sums) * others).sum()
+        passes = (FORWARD, BACKWARD) if self.graph.has_backward else (FORWARD,)
+        for place in range(len(choices.strategies)):
+            for axis, which, sizes in inside_sums(choices, place, mesh.shape):
+                if which in passes:
+                    seconds[place] += mesh.seconds(axis, ALL_REDUCE, sizes).sum()
         return seconds
 
     def _add_results(self, part: int, givers: dict[int, tuple[int, int]]) -> None:

@@ -16,6 +16,7 @@ from weft.search.problem import PlanOptions, Problem
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.named import named
 from weft.search.shard.roles import find_roles
+from weft.search.shard.tensor_costs import stage_times
 from weft.search.shard.to_plan import sharded_plan
 
 
@@ -37,6 +38,6 @@ def search_plan(folded: FoldedModel, cluster: Cluster, *, shape: Sequence[int], 
     problem = Problem(graph=full, cluster=cluster, costs=estimate_costs(full, cluster),
                       options=PlanOptions(batch=source.batch, mode=source.mode, dtype=source.dtype or "float32",
                                           optimizer=optimizer))
-    plan = sharded_plan(problem, found, folded)
+    plan = sharded_plan(problem, found, folded, stage_times(found, folded, full, costs))
     check_plan(plan, full, cluster)
     return plan

@@ -17,10 +17,9 @@ from typing import Final
 
 import numpy as np
 
-from weft.cost.costs import Costs
+from weft.cost.costs import Costs, Phase
 from weft.cost.mesh import Mesh
 from weft.cost.roofline import PARTS, Part
-from weft.model.factors import factor_counts
 from weft.model.folded import FoldedModel
 from weft.model.graph import F64, Graph
 from weft.model.layout_steps import ALL_REDUCE
@@ -29,13 +28,13 @@ from weft.plan.plan import Optimizer, Sharding
 from weft.search.budget import Budget
 from weft.search.shard.folded_graph import Assembler
 from weft.search.shard.model_search import MeshSearch, ShardedModel
-from weft.search.shard.op_choices import Bools, OpChoices, op_seconds
+from weft.search.shard.op_choices import BACKWARD, FORWARD, Bools, OpChoices, inside_sums, op_seconds
 from weft.search.shard.parts import Edge, ModelParts
 from weft.search.shard.to_plan import full_names, plan_words
 
-FORWARD, BACKWARD = 0, 1
 HARDLY: Final = 1e-9
 """Bytes that take the latency only; none at all are not sent."""
+_PHASES: Final[tuple[Phase, Phase]] = ("F", "B")
 _OF_PASS: Final[tuple[tuple[Part, ...], ...]] = (("forward",), ("input_grad", "weight_grad"))
 
 
@@ -92,6 +91,22 @@ def _without_sums(parts: ModelParts, index: int) -> Bools | None:
     return allowed
 
 
+def stage_times(found: ShardedModel, folded: FoldedModel, graph: Graph, costs: Costs) -> dict[str, float]:
+    """Return the seconds of forward and backward of the whole model on the mesh, sums of parameters' gradients apart.
+
+    ``costs`` are those of the folded model, ``graph`` is that of the full one.
+    """
+    table = _Table(found, folded, graph, costs, Assembler(found.parts, folded)).make()
+    column, multiple = costs.column_of_device[found.mesh.devices[0]], np.array(folded.multiplicities())
+    times: dict[str, float] = {}
+    for which, phase in enumerate(_PHASES[: 1 + graph.has_backward]):
+        whole = costs.op_seconds(phase, 1.0)[:, column]
+        part = np.array([table.part[which, graph.op_index[name]] for name in folded.traced.graph.op_names])
+        exchanged = table.latency_s[which].sum() + folded.traced.graph.batch * table.s_per_sample[which].sum()
+        times[phase] = float((whole * part * multiple).sum() + exchanged)
+    return times
+
+
 class _Table:
     """Fills the arrays, operator by operator of the folded model, for all copies in the full one."""
 
@@ -139,17 +154,11 @@ class _Table:
         self._add_inside(ops, choices, strategy)
 
     def _add_inside(self, ops: list[int], choices: OpChoices, strategy: int) -> None:
-        """Add what devices exchange inside an operator."""
-        chosen, factors = choices.strategies[strategy], choices.op.factors
-        if chosen[0] < 0 or not factors[chosen[0]].special:
-            return
-        assert factor_counts(chosen, self.found.mesh.shape), "a factor is split"
-        factor = factors[chosen[0]]
-        for which, sums in ((FORWARD, factor.forward_sums), (BACKWARD, factor.backward_sums)):
-            if sums:
-                sizes = np.array(sums, dtype=np.float64)
-                self._add(which, ops, float(self.found.mesh.seconds(0, ALL_REDUCE, sizes).sum()),
-                          float(self.found.mesh.seconds(0, ALL_REDUCE, HARDLY + 0 * sizes).sum()))
+        """Add what devices exchange inside an operator where a factor is split that needs it."""
+        for axis, which, sizes in inside_sums(choices, strategy, self.found.mesh.shape):
+            seconds, latency_s = (float(self.found.mesh.seconds(axis, ALL_REDUCE, items).sum())
+                                  for items in (sizes, HARDLY + 0 * sizes))
+            self._add(which, ops, seconds, latency_s)
 
     def _add(self, which: int, ops: Sequence[int], seconds: float, latency_s: float) -> None:
         self.latency[which, ops] += latency_s

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import numpy as np
@@ -91,8 +91,12 @@ def full_names(name: str, place: Place | None, graph: FoldedGraph, node: int, fo
         yield folded.full_name(run, MIDDLE, name, position)
 
 
-def sharded_plan(problem: Problem, found: ShardedModel, folded: FoldedModel) -> Plan:
-    """Return the plan of one stage on the mesh's devices; ``problem.graph`` is the full model's."""
+def sharded_plan(problem: Problem, found: ShardedModel, folded: FoldedModel,
+                 times: Mapping[str, float] | None = None) -> Plan:
+    """Return the plan of one stage on the mesh's devices; ``problem.graph`` is the full model's.
+
+    ``times`` are the stage's seconds by phase, collectives inside included (``tensor_costs.stage_times``).
+    """
     graph: Graph = problem.graph
     words = plan_words(found, folded)
     known = set(graph.op_names)
@@ -101,7 +105,8 @@ def sharded_plan(problem: Problem, found: ShardedModel, folded: FoldedModel) -> 
         raise PlanError(f"the model has no operator {missing[0]!r}, which its folded form has")
     devices = tuple(DeviceId(device) for device in found.mesh.devices)
     mesh = dict(zip(AXES[len(found.mesh.shape)], found.mesh.shape, strict=True))
-    spec = StageSpec(ops=np.arange(graph.num_ops), replicas=((devices, 1.0),), sharding=words, mesh=mesh)
+    spec = StageSpec(ops=np.arange(graph.num_ops), replicas=((devices, 1.0),), sharding=words, mesh=mesh,
+                     times=() if times is None else (times,))
     actions: list[Action] = [(0, "F", 0), (0, "B", 0)] if problem.is_training else [(0, "F", 0)]
     order = [list(actions) for _ in devices]
     plan = make_plan(problem, [spec], order, microbatches=1, by="shard", order_devices=devices)
