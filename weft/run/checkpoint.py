@@ -36,6 +36,7 @@ from weft.run.checkpoint_folder import (
 )
 from weft.run.optimizer_state import OptimizerState
 from weft.run.prepare import Prepared
+from weft.run.random_state import random_state, set_random_state
 from weft.run.shard_parameters import cut_region, held_regions, put_region
 from weft.run.tensor_file import DTYPES, Entry, TensorFile, TensorWriter, dtype_name, file_order
 from weft.run.transport import Transport
@@ -165,7 +166,7 @@ class Checkpoints:
                 claims[OPTIMIZER_FILE, name] = Claim(tensor=item.tensor, region=item.region, entry=entry)
         if self._uses_random():
             name = f"rank{self.transport.rank}"
-            claims[RANDOM_FILE, name] = _whole(name, _random_state(self.transport.device))
+            claims[RANDOM_FILE, name] = _whole(name, random_state(self.transport.device))
         return claims
 
     def _uses_random(self) -> bool:
@@ -224,7 +225,7 @@ class Checkpoints:
                 self._optimizer.load(path / OPTIMIZER_FILE, record)
             if record.plan == self._digest and self._uses_random():
                 with TensorFile(path / RANDOM_FILE) as file:
-                    _set_random_state(self.transport.device, file.read(f"rank{self.transport.rank}"))
+                    set_random_state(self.transport.device, file.read(f"rank{self.transport.rank}"))
         except InputError as found:
             problem = str(found)
         self._raise_first(problem, InputError)
@@ -358,15 +359,3 @@ class _Writing:
             self.problem = f"the checkpoint cannot be written: {problem}. The one before it is still there"
         except (TypeError, ValueError) as problem:
             self.problem = f"the checkpoint's record cannot be written, extra must be what JSON can say: {problem}"
-
-
-def _random_state(device: torch.device) -> Tensor:
-    state: Tensor = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return state
-
-
-def _set_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)

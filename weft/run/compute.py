@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 
 from weft.run.cells import Cell, Transfer
 from weft.run.overlap import EarlyExchanges
+from weft.run.random_state import random_state, set_random_state
 from weft.run.split_backward import WeightGradients
 from weft.run.stage import Forward, run_backward
 
@@ -120,7 +121,7 @@ def forgetful_forward(work: ForwardWork, *, device: torch.device, uses_random: b
     def action() -> None:
         work.begin()
         if uses_random:
-            work.cell.random_state = _random_state(device)
+            work.cell.random_state = random_state(device)
         with torch.no_grad():
             outputs = work.call(*work.arguments)
         work.cell.arguments = list(work.arguments)
@@ -139,24 +140,12 @@ def recompute(work: ForwardWork, *, device: torch.device) -> Action:
             work.connect(work.call(*work.arguments))
         else:
             with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                _set_random_state(device, cell.random_state)
+                set_random_state(device, cell.random_state)
                 work.connect(work.call(*work.arguments))
         for place, _ in work.dynamic:
             work.arguments[place] = None
 
     return action
-
-
-def _random_state(device: torch.device) -> Tensor:
-    state: Tensor = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return state
-
-
-def _set_random_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
