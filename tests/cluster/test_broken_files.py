@@ -94,7 +94,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("broken")
 
 
-@settings(SETTINGS, max_examples=500)
+@settings(SETTINGS, max_examples=250)
 @given(value=mutated(JSON_VALUES))
 def test_mutated_json(folder, value):
     path = folder / "c.json"
@@ -102,7 +102,7 @@ def test_mutated_json(folder, value):
     load_or_refuse(path)
 
 
-@settings(SETTINGS, max_examples=400)
+@settings(SETTINGS, max_examples=200)
 @given(value=mutated(JSON_VALUES + YAML_ONLY))
 def test_mutated_yaml(folder, value):
     path = folder / "c.yaml"
@@ -116,7 +116,7 @@ PIECES = st.sampled_from([
 ]) | st.binary(min_size=1, max_size=4)
 
 
-@settings(SETTINGS, max_examples=400)
+@settings(SETTINGS, max_examples=200)
 @given(data=st.data(), form=st.sampled_from(FORMS), name=st.sampled_from(["c.json", "c.yaml", "c", "c.json.gz"]))
 def test_mutated_bytes(folder, data, form, name):
     is_yaml = name == "c.yaml"

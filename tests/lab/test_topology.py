@@ -17,14 +17,10 @@ from benchmarks.lab.topology import (
     on_cores,
     read_topology,
 )
-from benchmarks.lab_runs import linear_parameters, model_spec, star, with_factors
+from benchmarks.lab_runs import star
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.profile import OpKey, OpTiming
 from weft.errors import ClusterError
-from weft.model.load import trace_model
-from weft.plan.plan import GradientExchange
-from weft.search.baselines import data_parallel
-from weft.search.problem import PlanOptions, Problem
 
 MEGABIT = 1e6 / 8
 
@@ -153,20 +149,3 @@ def test_profiles_of_hosts_become_their_mean():
     (entry,) = merge([{both: timing(1.0, 2.0), once: timing(1.0, 1.0)}, {both: timing(3.0, 4.0)}])
     assert entry[0] == both
     assert (entry[1].forward_s, entry[1].input_grad_s, entry[1].weight_grad_s, entry[1].repeats) == (2.0, None, 3.0, 18)
-
-
-def test_factors_are_for_linear_layers_only():
-    graph = trace_model(model_spec("vgg_like"), batch=4).graph
-    names = linear_parameters(graph)
-    assert names == [f"classifier.layers.{layer}.{part}" for layer in range(3) for part in ("weight", "bias")]
-    given = star(2, "1Gbit/s")
-    from weft.cost.costs import estimate_costs
-
-    plan = data_parallel(Problem(graph=graph, cluster=given, costs=estimate_costs(graph, given),
-                                 options=PlanOptions(batch=8)), 1)
-    changed = with_factors(plan, graph).gradients
-    by_method = {method: {name for item in changed if item.method == method for name in item.parameters}
-                 for method in ("all_reduce", "sufficient_factors")}
-    assert by_method["sufficient_factors"] == set(names)
-    assert all(name.startswith("features.") for name in by_method["all_reduce"])
-    assert isinstance(changed[0], GradientExchange)

@@ -268,7 +268,7 @@ def only_model_errors(value: Any) -> None:
     equal(parse_graph(json.loads(json.dumps(graph_to_json(graph))), name=graph.name), graph)
 
 
-@settings(max_examples=350, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=175, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_mutations_of_plain_files_raise_only_model_errors(data):
     only_model_errors(mutated(copy.deepcopy(PLAIN), data))

@@ -1,12 +1,15 @@
 """A few ranks that stay up and run one plan after another, because starting processes takes longer than most tests.
 
-As a program (``python -m tests.run.pool ...``) this imports and traces once and then becomes the ranks, by forking;
-``Pool`` starts and drives it. A job may ask for damage, which a test's control needs: it must make the verification fail.
+``Pool`` is what tests use. Behind all pools of a session is one process, the server (``python -m tests.run.pool``):
+it imports once, traces each model once, and becomes the ranks by forking. Ranks that lack a trace are replaced by new
+ones that have it. A job may ask for damage, which a test's control needs: it must make the verification fail.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import json
 import os
 import select
@@ -33,28 +36,14 @@ class Pool:
         self.count = 0
 
     def __enter__(self) -> Pool:
-        jobs, answers = [os.pipe() for _ in range(self.num_ranks)], [os.pipe() for _ in range(self.num_ranks)]
-        theirs = [*(job[0] for job in jobs), *(answer[1] for answer in answers)]
-        with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-            environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]),
-                           "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "tests.run.pool", self.mode, " ".join(self.models), str(listener.fileno()),
-                 *map(str, theirs)], cwd=ROOT, env=environment, pass_fds=[listener.fileno(), *theirs],
-                start_new_session=True)
-        for fd in theirs:
-            os.close(fd)
-        self.jobs = [os.fdopen(job[1], "w") for job in jobs]
-        self.answers = [os.fdopen(answer[0]) for answer in answers]
+        self.server = _Server.running()
+        self.server.tell({"do": "open", "pool": id(self), "num_ranks": self.num_ranks, "models": list(self.models),
+                          "mode": self.mode})
         return self
 
     def __exit__(self, *_: object) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        for stream in (*self.jobs, *self.answers):
-            with contextlib.suppress(BrokenPipeError):
-                stream.close()
+        with contextlib.suppress(OSError):
+            self.server.tell({"do": "close", "pool": id(self)})
 
     def run(self, plan: Any, model: str, *, damage: str = "", **options: Any) -> dict[str, Any]:
         """Return rank 0's result of running the plan; ``damage`` is one of those in ``_damage``."""
@@ -63,39 +52,159 @@ class Pool:
         self.count += 1
         path = self.folder / f"plan{self.count}.json"
         save_plan(plan, path)
-        job = {"plan": str(path), "model": model, "damage": damage, "options": {"verify": True, **options}}
-        for stream in self.jobs:
-            stream.write(json.dumps(job) + "\n")
-            stream.flush()
-        answers = [self._answer(stream) for stream in self.answers]
+        self.server.tell({"do": "run", "pool": id(self), "plan": str(path), "model": model, "damage": damage,
+                          "options": {"verify": True, **options}})
+        answers = self.server.answers()
         problems = [answer["error"] for answer in answers if "error" in answer]
         assert not problems, "\n".join(problems)
         return answers[0]
 
-    def _answer(self, stream: Any) -> dict[str, Any]:
-        ready, _, _ = select.select([stream], [], [], JOB_LIMIT_S)
-        assert ready, "a rank did not answer in time"
-        line = stream.readline()
-        assert line, "a rank has died"
+
+class _Server:
+    """The process behind the pools, as they see it."""
+
+    current: _Server | None = None
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+            self.process = subprocess.Popen([sys.executable, "-m", "tests.run.pool", str(theirs.fileno())], cwd=ROOT,
+                                            env=environment, pass_fds=[theirs.fileno()], start_new_session=True)
+        self.socket, self.lines = ours, ours.makefile("rw")
+
+    @classmethod
+    def running(cls) -> _Server:
+        """Return the server of this session, started if there is none."""
+        if cls.current is None:
+            cls.current = cls()
+            atexit.register(cls.end)
+        return cls.current
+
+    @classmethod
+    def end(cls) -> None:
+        """End the server and all ranks; it also ends by itself when this process does."""
+        server, cls.current = cls.current, None
+        if server is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.process.pid, signal.SIGKILL)
+            server.process.wait()
+            with contextlib.suppress(OSError):
+                server.lines.close()
+            server.socket.close()
+
+    def tell(self, message: dict[str, Any]) -> None:
+        self.lines.write(json.dumps(message) + "\n")
+        self.lines.flush()
+
+    def answers(self) -> list[dict[str, Any]]:
+        """Return what each rank has answered to the job."""
+        ready, _, _ = select.select([self.socket], [], [], JOB_LIMIT_S)
+        line = self.lines.readline() if ready else ""
+        if not line:
+            _Server.end()
+        assert ready, "the ranks did not answer in time"
+        assert line, "the server of the ranks has died"
         return json.loads(line)
 
 
-def _serve(mode: str, models: list[str], listen_fd: int, fds: list[int]) -> None:
-    """Trace what most tests need, and fork into the ranks."""
+class _Ranks:
+    """Processes forked from the server: they have its modules and traces."""
+
+    def __init__(self, num_ranks: int, tracers: dict[Any, Any], traces: set[Any]) -> None:
+        self.traces = frozenset(traces)
+        jobs, answers = [os.pipe() for _ in range(num_ranks)], [os.pipe() for _ in range(num_ranks)]
+        self.children: list[int] = []
+        gc.freeze()
+        with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listener.getsockname()[1]))
+            for rank in range(num_ranks):
+                self.children.append(os.fork())
+                if self.children[-1] == 0:
+                    mine = (jobs[rank][0], answers[rank][1])
+                    for fd in (fd for pair in (*jobs, *answers) for fd in pair if fd not in mine):
+                        os.close(fd)
+                    _serve_rank(rank, num_ranks, listener.fileno(), os.fdopen(mine[0]), os.fdopen(mine[1], "w"),
+                                tracers)
+                    os._exit(0)
+        for fd in (*(job[0] for job in jobs), *(answer[1] for answer in answers)):
+            os.close(fd)
+        self.jobs = [os.fdopen(job[1], "w") for job in jobs]
+        self.answers = [os.fdopen(answer[0]) for answer in answers]
+
+    def run(self, job: str) -> list[dict[str, Any]]:
+        with contextlib.suppress(BrokenPipeError):
+            for stream in self.jobs:
+                stream.write(job)
+                stream.flush()
+        lines = [stream.readline() for stream in self.answers]
+        return [json.loads(line) if line else {"error": f"rank {rank} has died"} for rank, line in enumerate(lines)]
+
+    def end(self) -> None:
+        for child in self.children:
+            os.kill(child, signal.SIGKILL)
+        for child in self.children:
+            os.waitpid(child, 0)
+        for stream in (*self.jobs, *self.answers):
+            with contextlib.suppress(BrokenPipeError):
+                stream.close()
+
+
+def _serve(control: socket.socket) -> None:
+    """Do what the pools ask for, until the test session has ended."""
+    import weft.run.worker  # noqa: F401 - so that ranks need not
+
     tracers: dict[tuple[str, str, str], Any] = {}
-    for model in models:
-        _tracer(tracers, model, mode, "float64").trace(2)
-    num_ranks = len(fds) // 2
-    children = []
-    for rank in range(num_ranks):
-        children.append(os.fork())
-        if children[-1] == 0:
-            _serve_rank(rank, num_ranks, listen_fd, os.fdopen(fds[rank]), os.fdopen(fds[num_ranks + rank], "w"), tracers)
-            os._exit(0)
-    for fd in fds:
-        os.close(fd)
-    for child in children:
-        os.waitpid(child, 0)
+    traces: set[Any] = set()
+    sizes: dict[int, int] = {}
+    ranks: dict[int, _Ranks] = {}
+    stream = control.makefile("rw")
+    for line in stream:
+        message = json.loads(line)
+        pool = message["pool"]
+        if message["do"] == "open":
+            sizes[pool] = message["num_ranks"]
+            for model in message["models"]:
+                _trace(tracers, traces, (model, message["mode"], "float64"), 2, batch_dims=False)
+        elif message["do"] == "run":
+            wanted = _trace_ahead(tracers, traces, message)
+            if pool in ranks and not wanted <= ranks[pool].traces:
+                ranks.pop(pool).end()
+            if pool not in ranks:
+                ranks[pool] = _Ranks(sizes[pool], tracers, traces)
+            answers = ranks[pool].run(line)
+            stream.write(json.dumps(answers) + "\n")
+            stream.flush()
+            if any("error" in answer for answer in answers):
+                ranks.pop(pool).end()
+        elif pool in ranks:
+            ranks.pop(pool).end()
+    for item in ranks.values():
+        item.end()
+
+
+def _trace_ahead(tracers: dict[Any, Any], traces: set[Any], job: dict[str, Any]) -> set[Any]:
+    """Return the traces that the ranks will ask for, after making them; what cannot be traced they shall report."""
+    from weft.errors import WeftError
+    from weft.plan.plan import load_plan, split_samples
+
+    plan = load_plan(job["plan"])
+    key = (job["model"], plan.model.mode, job["options"].get("dtype") or "float64")
+    divisions = {split_samples(plan.microbatch_size, tuple(replica.share for replica in stage.replicas))
+                 for stage in plan.stages}
+    numbers = sorted({number for division in divisions for number in division})
+    wanted = {(numbers[0], len(divisions) > 1), *((number, False) for number in numbers)}
+    with contextlib.suppress(WeftError):
+        for number, batch_dims in sorted(wanted, key=lambda item: (item[0], not item[1])):
+            _trace(tracers, traces, key, number, batch_dims=batch_dims)
+    return {(key, *item) for item in wanted} & traces
+
+
+def _trace(tracers: dict[Any, Any], traces: set[Any], key: tuple[str, str, str], number: int, *,
+           batch_dims: bool) -> None:
+    if (key, number, batch_dims) not in traces:
+        _tracer(tracers, *key).trace(number, batch_dims=batch_dims)
+        traces.add((key, number, batch_dims))
 
 
 def _serve_rank(rank: int, num_ranks: int, listen_fd: int, jobs: Any, answers: Any, tracers: dict[Any, Any]) -> None:
@@ -285,4 +394,4 @@ def _swap(executor: Any) -> None:
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1], sys.argv[2].split(), int(sys.argv[3]), [int(word) for word in sys.argv[4:]])
+    _serve(socket.socket(fileno=int(sys.argv[1])))

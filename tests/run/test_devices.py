@@ -74,13 +74,9 @@ def test_messages_pass_through_the_hosts_memory():
     assert target.flatten().tolist() == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.timeout(120)
-def test_a_run_with_a_device_for_each_rank_equals_one_process():
+def test_a_run_needs_a_device_for_each_rank():
+    """``test_launch`` runs with one for each."""
     graph = traced("tiny_gpt").graph
     plan = pipeline_plan(graph, [0, 1], greedy_order([0, 1], 2), microbatches=2)
-    options = RunOptions(dtype="float64", device="cpu,cpu", verify=True)
-    result = run_plan(plan, f"{models_file}:tiny_gpt", options=options)
-    assert result.verification is not None
-    assert result.verification.passed
     with pytest.raises(InputError, match="names 3 devices, but there are 2 ranks"):
         run_plan(plan, f"{models_file}:tiny_gpt", options=RunOptions(device="cpu,cpu,cpu"))

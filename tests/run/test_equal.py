@@ -84,6 +84,9 @@ CASES = {
         "no_all_reduce"),
     "tied embeddings": ("tied_gpt", lambda graph: pipeline_plan(
         graph, [0, 1, 2, 3], one_f_one_b(4, 4), microbatches=4), "no_all_reduce"),
+    "frozen parameters": ("frozen_gpt", lambda graph: replicated_plan(
+        graph, [[(0, 0.75), (1, 0.25)], [(2, 0.75), (3, 0.25)]], microbatches=2, batch=8, num_devices=4),
+        "no_all_reduce"),
     "split I and W": ("tiny_gpt", split_v_map, "lost_weight_gradient"),
     "split with skips": ("skip_net", lambda graph: pipeline_plan(
         graph, [0, 1, 2, 3], greedy_order([0, 1, 2, 3], 3, split=True), microbatches=3), "lost_weight_gradient"),

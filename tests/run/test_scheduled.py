@@ -21,7 +21,7 @@ TOLERANCE = 1e-10
 MICROBATCHES = 8
 
 
-SEARCHES: dict[str, Search] = {"search": schedule_search(time_limit=1.5), "greedy": greedy_search}
+SEARCHES: dict[str, Search] = {"search": schedule_search(time_limit=0.5), "greedy": greedy_search}
 """Weft's search, and a list schedule, which runs micro-batches in another order."""
 
 

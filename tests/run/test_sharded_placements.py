@@ -31,7 +31,7 @@ MODELS = {
     "m": GPT,
     "nn": "t5-base:layers=2,hidden=64,heads=4,ffn=128,vocab=4096,seq=16",
     "k": "flava:layers=2,joint_layers=1,hidden=64,heads=4,ffn=128,vocab=512,seq=8,image=32,classes=10"}
-SEARCHES: dict[str, Search] = {"search": schedule_search(time_limit=1.5), "greedy": greedy_search}
+SEARCHES: dict[str, Search] = {"search": schedule_search(time_limit=0.5), "greedy": greedy_search}
 
 
 @pytest.fixture(scope="module")

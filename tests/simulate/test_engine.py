@@ -39,7 +39,7 @@ def assert_equals_twin(graph: TaskGraph, simulator: Simulator, durations: np.nda
 
 
 @given(task_graphs())
-@settings(max_examples=600, deadline=None)
+@settings(max_examples=300, deadline=None)
 def test_equals_twin_on_small_graphs_with_ties(graph):
     assert_equals_twin(graph, Simulator(graph))
 

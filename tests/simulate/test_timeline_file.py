@@ -94,7 +94,7 @@ JUNK = st.one_of(st.none(), st.booleans(), st.integers(-3, 40), st.floats(), st.
 
 
 @given(st.data())
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_mutated_documents_load_or_raise_input_errors(data):
     document = copy.deepcopy(DOCUMENT)
     for _ in range(data.draw(st.integers(1, 3))):
