@@ -37,8 +37,6 @@ MODELS: Final = ("vgg_like", "perceptron")
 """Functions of ``benchmarks/models/fully_connected.py``."""
 BATCH: Final = 4
 """Samples on each host."""
-SLOW_BATCH: Final = 32
-"""The same where one port is slow; more, so that steps are not so short that the machine's noise counts."""
 RATE: Final = "200Mbit/s"
 HOSTS: Final = (2, 4)
 WITHIN: Final = 0.15
@@ -72,14 +70,14 @@ class Bench:
     store: ProfileStore
     options: Options
 
-    def problem(self, model: str, samples: int = BATCH) -> Problem:
-        """Return the model with costs that hold here, for so many samples on each device."""
+    def problem(self, model: str) -> Problem:
+        """Return the model with costs that hold here, for a batch with equal parts for all devices."""
         spec = model_spec(model)
-        profile_together(self.lab, spec, self.store, batch=samples)
-        graph = trace_model(spec, batch=samples, batch_dims=True).graph
+        profile_together(self.lab, spec, self.store, batch=BATCH)
+        graph = trace_model(spec, batch=BATCH, batch_dims=True).graph
         return Problem(graph=graph, cluster=self.cluster,
                        costs=estimate_costs(graph, self.cluster, profile=self.store),
-                       options=PlanOptions(batch=samples * self.cluster.num_devices, optimizer=Optimizer(kind="sgd")))
+                       options=PlanOptions(batch=BATCH * self.cluster.num_devices, optimizer=Optimizer(kind="sgd")))
 
     def run(self, plan: Plan, model: str, *, expected_s: float) -> RunResult:
         """Return the result of the plan in the laboratory; short steps are repeated more often."""
@@ -173,8 +171,7 @@ def slow_port(options: Options) -> Iterator[Row]:
         return
     with opened(star(4, "1Gbit/s", d="100Mbit/s"), options) as bench:
         for model in options.models:
-            problem = bench.problem(model, SLOW_BATCH)
-            what = f"{model}, 3 hosts at 1Gbit/s and one at 100Mbit/s, {SLOW_BATCH} samples on each"
+            problem, what = bench.problem(model), f"{model}, 3 hosts at 1Gbit/s and one at 100Mbit/s"
             row = _predicted(bench, data_parallel(problem, 1), problem, f"{what}, data parallel with all_reduce")
             yield row
             best = deploy(problem, DeployOptions(cpu_seconds=SEARCH_S), policy=load_policy())

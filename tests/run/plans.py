@@ -104,9 +104,10 @@ def opposite_plan(graph: Graph, num_devices: int, *, microbatches: int) -> Plan:
 
 
 def replicated_plan(graph: Graph, replicas: Sequence[Sequence[tuple[int, float]]], *, microbatches: int, batch: int,
-                    num_devices: int) -> Plan:
-    """Return stages in a chain, each with replicas given as (device, share), in GPipe order."""
-    parts = cut(graph, len(replicas)) if len(replicas) > 1 else [list(graph.op_names)]
+                    num_devices: int, parts: Sequence[Sequence[str]] | None = None) -> Plan:
+    """Return stages in a chain, each with replicas given as (device, share), in GPipe order; ``parts`` are their ops."""
+    if parts is None:
+        parts = cut(graph, len(replicas)) if len(replicas) > 1 else [list(graph.op_names)]
     stages = [Stage(name=f"s{index}", ops=tuple(part),
                     replicas=tuple(Replica(devices=(f"d{device}",), share=share) for device, share in items))
               for index, (part, items) in enumerate(zip(parts, replicas, strict=True))]

@@ -71,7 +71,17 @@ def mixed(graph: Graph) -> Plan:
         replace(rest, parameters=parts[2], method="hierarchical", groups=(("d3", "d0"), ("d1",), ("d2",)))))
 
 
+def cut_after_a_product(graph: Graph) -> Plan:
+    """Return two stages on the same devices, of which the second begins with what a linear operator gives."""
+    place = 1 + next(op for op, kind in enumerate(graph.op_kinds) if kind == "aten.linear" and op > graph.num_ops // 3)
+    both = [(0, 2 / 3), (1, 1 / 3)]
+    return replicated_plan(graph, [both, both], microbatches=2, batch=12, num_devices=4,
+                           parts=[graph.op_names[:place], graph.op_names[place:]])
+
+
 CASES = {
+    "factors, a product at the border": ("tiny_gpt", lambda graph: by_factors(cut_after_a_product(graph), graph),
+                                         "no_all_reduce"),
     "factors, uneven shares": ("tiny_gpt", lambda graph: by_factors(four_replicas(graph), graph), "even_weights"),
     "factors, biases apart": ("tiny_gpt", lambda graph: by_factors(four_replicas(graph), graph, biases=False),
                               "no_all_reduce"),

@@ -175,7 +175,7 @@ def collect_factors(module: StageModule, blocks: Mapping[int, FactorBlock], *, n
     known = {name: rows for block in blocks.values() for name, rows in block.rows.items()}
     renamed: dict[Node, Node] = {}
     for node, name in module.op_names.items():
-        if name in known:
+        if name in known and node.op == "call_function":  # not what comes from another stage under its name
             renamed[node] = _rewrite(module, node, name, known[name], num_microbatches)
     if not renamed:
         return module
