@@ -55,7 +55,7 @@ def deploy(
     from weft.search.deploy.policy import load_policy
     from weft.search.deploy.search import METHODS, DeployOptions
     from weft.search.deploy.search import deploy as search
-    from weft.search.deploy.splits import SPLITS_PART, load_splits
+    from weft.search.deploy.splits import load_splits
     from weft.search.problem import PlanOptions, Problem
 
     report = reporter(quiet)
@@ -68,11 +68,9 @@ def deploy(
     for warning in graph.warnings:
         report(f"note: {warning}")
     problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options)
-    begin = time.monotonic()
-    budget, first = (Budget(effort=float("inf"), deadline=None if time_limit is None else begin + part * time_limit)
-                     for part in (1.0, SPLITS_PART))
-    splits = load_splits(model, problem, lambda graph: load_costs(graph, target, profile, dtype), budget=first,
-                         report=report) if tensor and searching.method == "auto" else {}
+    budget = Budget(effort=float("inf"), deadline=None if time_limit is None else time.monotonic() + time_limit)
+    splits = load_splits(model, problem, lambda graph: load_costs(graph, target, profile, dtype), report=report,
+                         time_limit_s=time_limit) if tensor and searching.method == "auto" else {}
     found = search(problem, searching, splits=splits, policy=load_policy(weights), progress=report, budget=budget)
     if out is not None:
         save_plan(found.plan, out)

@@ -23,14 +23,13 @@ from weft.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from weft.model.graph import Graph
     from weft.model.named_ops import NamedOp
     from weft.plan.plan import Plan
     from weft.planner import Comparison
-    from weft.search.deploy.deployer import Splits
-    from weft.search.problem import PlanOptions, Problem
+    from weft.search.problem import PlanOptions
     from weft.simulate.timeline import Timeline
 
 DEPLOY_S: Final = 6.0
@@ -74,6 +73,7 @@ def plan(
     from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, save_plan
     from weft.planner import compare_strategies
     from weft.search.deploy.search import DeployOptions
+    from weft.search.deploy.splits import load_splits
     from weft.search.problem import PlanOptions, Problem
     from weft.show.facts import strategy_facts
     from weft.show.tables import print_comparison
@@ -92,7 +92,8 @@ def plan(
     problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options,
                       ops=ops)
     deployments = DeployOptions(cpu_seconds=DEPLOY_S, max_simulations=DEPLOY_SIMULATIONS, seed=seed) if deploy else None
-    splits = _splits(model, problem, profile, time_limit, report) if deploy else {}
+    splits = load_splits(model, problem, lambda graph: load_costs(graph, target, profile, dtype), report=report,
+                         time_limit_s=time_limit) if deploy else {}
     comparison = compare_strategies(problem, strategy, placements=placement or (), deployments=deployments,
                                     splits=splits, time_limit_s=time_limit, progress=report)
     best = comparison.best
@@ -119,19 +120,6 @@ def _load_operators(model: str, options: PlanOptions, dtype: str, *,
         return load_graph_for(model, mode=options.mode, batch=batch, dtype=dtype, batch_dims=batch_dims), None
     traced = trace_model(model, mode=options.mode, batch=batch, dtype=dtype, batch_dims=batch_dims)
     return traced.graph, named_ops(traced)
-
-
-def _splits(model: str, problem: Problem, profile: Path | None, time_limit: float | None,
-            report: Callable[[str], None]) -> Splits:
-    """Return how devices of a host may divide the model's operators."""
-    import time
-
-    from weft.search.budget import Budget
-    from weft.search.deploy.splits import SPLITS_PART, load_splits
-
-    deadline = None if time_limit is None else time.monotonic() + SPLITS_PART * time_limit
-    return load_splits(model, problem, lambda graph: load_costs(graph, problem.cluster, profile, problem.options.dtype),
-                       budget=Budget(effort=float("inf"), deadline=deadline), report=report)
 
 
 def simulate(

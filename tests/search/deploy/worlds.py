@@ -66,7 +66,7 @@ def even_splits(problem: Problem) -> dict[tuple[int, int], TensorCosts]:
         if len(group) > 1:
             part = 1.0 / len(group)
             splits[index, len(group)] = TensorCosts(
-                num_devices=len(group), part=np.full((2, graph.num_ops), part), latency_s=np.zeros((2, graph.num_ops)),
+                part=np.full((2, graph.num_ops), part), latency_s=np.zeros((2, graph.num_ops)),
                 s_per_sample=np.zeros((2, graph.num_ops)), held_part=np.full(graph.num_tensors, part),
                 saved_part=np.full(graph.num_ops, part), sharding=Sharding())
     return splits

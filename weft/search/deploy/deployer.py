@@ -313,6 +313,7 @@ class _LayoutColumns:
     static: F64
     """[groups]"""
     saved: F64
+    """[groups] part of what a group keeps for its backward."""
 
 
 def _pack_layouts(items: Sequence[_LayoutColumns], num_groups: int) -> Layouts:

@@ -48,8 +48,6 @@ FIRST_STEPS: Final = 40
 TREE_STEPS: Final = 150
 ANNEAL_STEPS: Final = 400
 """Simulations of a round; the tree gets fewer while it finds nothing better."""
-MAX_CHAINS: Final = 8
-"""So many of the best seeds are annealed."""
 PATIENCE: Final = 6
 """Rounds without a better deployment that end the search, where no limit is given."""
 
@@ -129,27 +127,24 @@ class _Race:
         """Return the simulations and the CPU seconds so far."""
         return self.num_simulations, self.seconds
 
-    def take_round(self, annealer: Annealer, steps: Sequence[tuple[int, float, Found]], what: str) -> bool:
+    def take_round(self, annealer: Annealer, steps: Sequence[tuple[int, float, Found]], what: str) -> None:
         """Keep what an annealing and the ``steps`` of a tree search beside it found, in the order of time."""
-        better = False
-        for *when, found in sorted((*annealer.progress, *steps), key=lambda item: item[0]):
-            better |= self.take(found, what, (int(when[0]), float(when[1])))
-        return better
+        for count, seconds, found in sorted((*annealer.progress, *steps), key=lambda item: item[0]):
+            self.take(found, what, (count, seconds))
 
-    def take(self, found: Found, what: str, when: tuple[int, float] | None = None) -> bool:
-        """Keep a deployment if it is among the best; return whether it is the best, found then or now."""
+    def take(self, found: Found, what: str, when: tuple[int, float] | None = None) -> None:
+        """Keep a deployment if it is among the best; it was found then, by ``clock``, or now."""
         key = found.deployer.microbatches, tuple(found.evaluation.layout_of.tolist())
         before = self.best.key if self.finalists else (np.inf, np.inf)
         self.finalists[key] = found
         if len(self.finalists) > NUM_FINALISTS:
             self.finalists.pop(max(self.finalists, key=lambda key: self.finalists[key].key))
         if found.key >= before:
-            return False
+            return
         self.history.append((*(when or self.clock()), found.evaluation.seconds))
         fits = "" if found.evaluation.fits else f", {format_bytes(found.evaluation.missing_bytes)} too large"
         self.progress(f"{what}: best {found.evaluation.seconds:.6g} s{fits}, bound {self.bound_s:.6g} s, "
                       f"{self.num_simulations} simulations")
-        return True
 
 
 def deploy(problem: Problem, options: DeployOptions | None = None, *, splits: Splits = NO_SPLITS,
@@ -230,7 +225,7 @@ def _run(race: _Race, problem: Problem, deployers: list[Deployer], policy: Polic
                 best[number] = min(best.get(number, found), found, key=lambda item: item.key)
                 if race.is_over:
                     return
-            starts = sorted([first, *best.values()], key=lambda found: found.key)[:MAX_CHAINS]
+            starts = sorted([first, *best.values()], key=lambda found: found.key)
             _auto_rounds(race, tree, starts, likely_actions(alike))
             if race.options.use_shares:
                 for found in sorted(race.finalists.values(), key=lambda found: found.key)[:NUM_POLISHED]:

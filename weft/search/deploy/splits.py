@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
@@ -22,20 +23,25 @@ SPLITS_PART: Final = 0.25
 """Part of a time limit that finding out how devices divide operators may take."""
 
 
-def load_splits(model: str, problem: Problem, costs_of: Callable[[Graph], Costs], *, budget: Budget,
+def load_splits(model: str, problem: Problem, costs_of: Callable[[Graph], Costs], *, time_limit_s: float | None,
                 report: Callable[[str], None]) -> Splits:
-    """Return how devices of a host may divide the model that is called so; nothing for one that is not PyTorch's."""
+    """Return how devices of a host may divide the model that is called so; nothing for one that is not PyTorch's.
+
+    ``time_limit_s`` is for the whole search, of which this takes a part.
+    """
     from weft.model.folded import trace_folded
     from weft.model.load import has_module
     from weft.model.source import ModelSource, resolve_model
 
     if next(teams_by_degree(problem.cluster.groups_by_host_and_kind()), None) is None or not has_module(model):
         return {}
+    deadline = None if time_limit_s is None else time.monotonic() + SPLITS_PART * time_limit_s
     report("searching how the devices of a host divide operators")
     try:
         source = resolve_model(model, batch=problem.graph.batch, dtype=problem.options.dtype)
         assert isinstance(source, ModelSource), "it has a module"
-        return find_splits(problem, trace_folded(source, batch=problem.graph.batch), costs_of, budget=budget)
+        return find_splits(problem, trace_folded(source, batch=problem.graph.batch), costs_of,
+                           budget=Budget(effort=float("inf"), deadline=deadline))
     except ModelError as miss:
         report(f"note: operators are not divided: {miss}")
         return {}

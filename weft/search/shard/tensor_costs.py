@@ -40,9 +40,8 @@ _OF_PASS: Final[tuple[tuple[Part, ...], ...]] = (("forward",), ("input_grad", "w
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TensorCosts:
-    """How so many equal devices divide a model; arrays are [forward and backward, operators of the full model]."""
+    """How equal devices divide a model; arrays are [forward and backward, operators of the full model]."""
 
-    num_devices: int
     part: F64
     latency_s: F64
     s_per_sample: F64
@@ -132,7 +131,7 @@ class _Table:
                 self._add_op(node, part.name, part.choices, strategy)
         self._add_edges()
         sharding = plan_words(self.found, self.folded)
-        return TensorCosts(num_devices=len(self.found.mesh.devices), part=self.part, latency_s=self.latency,
+        return TensorCosts(part=self.part, latency_s=self.latency,
                            s_per_sample=self.rate, held_part=self._held(sharding), saved_part=self.saved,
                            sharding=sharding)
 
