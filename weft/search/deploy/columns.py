@@ -107,3 +107,5 @@ class Outcome(NamedTuple):
     """[groups] when the last backward of the group's block ends."""
     starts: F64
     """[phase * M + micro-batch, slots of blocks], for the order of the plan."""
+    num_events: int
+    """Of the simulation; zero if it did not have to begin."""

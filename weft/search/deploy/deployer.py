@@ -34,6 +34,8 @@ Splits = Mapping[tuple[int, int], "TensorCosts"]
 """How devices divide operators, by device group and number of devices."""
 NO_SPLITS: Final[Splits] = MappingProxyType({})
 PASSES: Final[tuple[Phase, Phase]] = ("F", "B")
+_ROUNDING: Final = 1e-9
+"""Sums in another order may differ by such a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,8 @@ class Deployer:
         self._tables: Layouts | None = None
         self._runs: dict[tuple[int, int, int], list[int]] = {}
         self._known: dict[bytes, Evaluation] = {}
+        self._slower: dict[bytes, float] = {}
+        """Seconds that deployments are known to exceed; infinite for those that do not fit."""
         self.num_simulations = 0
         self.num_asked = 0
         """Evaluations asked for, remembered ones included."""
@@ -143,24 +147,51 @@ class Deployer:
             known = self._known[key] = self._simulate(layout_of)
         return known
 
-    def _simulate(self, layout_of: I64) -> Evaluation:
+    def evaluate_within(self, choice: Sequence[int], limit_s: float) -> Evaluation | None:
+        """Return how a deployment runs that fits the memory and takes no longer than ``limit_s``; None for others.
+
+        That costs no simulation where the work of a device, a link or the memory says no, and a part of one where the
+        limit is missed on the way.
+        """
+        self.num_asked += 1
+        limit_s *= 1 + _ROUNDING
+        layout_of = self.layouts_of(choice)
+        key = layout_of.tobytes()
+        known = self._known.get(key)
+        if known is None:
+            if self._slower.get(key, -1.0) >= limit_s or self._bound(layout_of) > limit_s:
+                return None
+            known = self._simulate(layout_of, must_fit=True, limit_s=limit_s)
+            if not np.isfinite(known.seconds):
+                self._slower[key] = limit_s if known.fits else np.inf
+                return None
+            self._known[key] = known
+        return known if known.fits and known.seconds <= limit_s else None
+
+    def bound(self, choice: Sequence[int]) -> float:
+        """Return the least seconds of a deployment by the work of its devices; no simulation is needed."""
+        return self._bound(self.layouts_of(choice))
+
+    def _bound(self, layout_of: I64) -> float:
+        from weft.search.deploy.bounds import least_seconds
+
+        return least_seconds(self.tables, layout_of, len(self.speeds), self.microbatches, self.problem.is_training)
+
+    def _simulate(self, layout_of: I64, *, must_fit: bool = False, limit_s: float = np.inf) -> Evaluation:
         from weft.search.deploy.kernel import run
 
         if self.splits and not (self._teams_agree(layout_of) and self._ties_agree(layout_of)):
             return self._impossible(layout_of)
         buckets = self.exchanges.buckets(layout_of.tolist(), self.layouts)
-        best: Evaluation | None = None
         for ahead in (2, 1) if self.microbatches > 1 else (1,):
             outcome = run(self.world, self.tables, buckets.columns, layout_of, self.microbatches, ahead,
-                          self.problem.is_training)
-            self.num_simulations += 1
+                          self.problem.is_training, must_fit or ahead > 1, limit_s)
+            self.num_simulations += outcome.num_events > 0
             missing = float(np.maximum(outcome.used - self.world.capacity, 0.0).sum())
-            best = Evaluation(seconds=float(outcome.seconds), missing_bytes=missing, outcome=outcome,
-                              layout_of=layout_of, ahead=ahead)
-            if best.fits:
+            if missing == 0:
                 break
-        assert best is not None
-        return best
+        return Evaluation(seconds=float(outcome.seconds), missing_bytes=missing, outcome=outcome, layout_of=layout_of,
+                          ahead=ahead)
 
     def _ties_agree(self, layout_of: I64) -> bool:
         """Return whether devices hold the same part of a parameter for all groups that read it."""
@@ -178,7 +209,7 @@ class Deployer:
         """Return what a deployment that no plan can say is worth: nothing."""
         nothing = np.zeros(len(self.world.capacity))
         outcome = Outcome(np.inf, nothing, nothing, np.zeros(self.world.num_resources), nothing,
-                          np.zeros(self.groups.num_groups), np.zeros((0, 0)))
+                          np.zeros(self.groups.num_groups), np.zeros((0, 0)), 0)
         return Evaluation(seconds=np.inf, missing_bytes=np.inf, outcome=outcome, layout_of=layout_of, ahead=1)
 
     # ---- layouts ----------------------------------------------------------------------------------------------------
@@ -194,6 +225,16 @@ class Deployer:
                 known = self._runs[key] = self._laid_out(first, last, self._stages(self.actions[action]))
             result += known
         return np.asarray(result, dtype=np.int64)
+
+    def spelled_out(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """Return the same deployment with stages of pipelines as actions of their own, where there are such."""
+        return tuple(self._action_of_layout.get(layout, action)
+                     for layout, action in zip(self.layouts_of(choice).tolist(), choice, strict=True))
+
+    @cached_property
+    def _action_of_layout(self) -> dict[int, int]:
+        stages = ((index, self._stages(action)) for index, action in enumerate(self.actions))
+        return {self.layout_id(layouts[0]): index for index, layouts in reversed(list(stages)) if len(layouts) == 1}
 
     @cached_property
     def layouts(self) -> list[Layout]:

@@ -21,7 +21,7 @@ from weft.model.graph import F64
 from weft.search.deploy.cases import training_case
 from weft.search.deploy.deployer import Deployer
 from weft.search.deploy.features import Features, Featurizer
-from weft.search.deploy.local import Annealer, uniform_choices
+from weft.search.deploy.local import Annealer
 from weft.search.deploy.op_groups import group_operators
 from weft.search.deploy.policy import NetworkPolicy
 from weft.search.deploy.search import microbatch_numbers
@@ -104,8 +104,8 @@ class _Expert:
 
     def search(self, policy: NetworkPolicy | None) -> None:
         """Collect good deployments, the best first."""
-        found = [*uniform_choices([self.deployer]), *staged_choices(self.deployer)]
-        self.good = sorted((item.choice for item in found), key=self.loss)[:_STARTS]
+        alike = [(action,) * self.num_groups for action in range(self.num_actions)]
+        self.good = sorted([*alike, *staged_choices(self.deployer)], key=self.loss)[:_STARTS]
         if policy is not None:
             self._follow(policy)
         for index, choice in enumerate(sorted(dict.fromkeys(self.good), key=self.loss)[:_ANNEALINGS]):

@@ -22,6 +22,7 @@ import numpy as np
 from weft.compiled import compiled
 from weft.model.graph import F64, I64, Bool
 from weft.search.deploy.blocks import make_blocks
+from weft.search.deploy.bounds import Bounds, find_bounds, sends_gradients
 from weft.search.deploy.columns import Blocks, Buckets, Layouts, Outcome, World
 
 _ENDED, _ARRIVED, _GRADIENTS = 0, 1, 2
@@ -52,17 +53,32 @@ class _State(NamedTuple):
     lowest: I64
     """[buckets, blocks] the first group of the block that is in the bucket, or -1."""
     bucket_waits: I64
+    left: F64
+    """[devices] seconds of all blocks that have not begun yet."""
+    after: F64
+    """[devices] least seconds after them."""
+    to_end: F64
+    """[2, slots] least seconds from the begin of the last micro-batch's forward or backward to the end."""
     counter: I64
-    """[2] events so far, tasks done."""
+    """[3] events so far, tasks done, whether the limit is sure to be missed."""
 
 
 @compiled
 def run(world: World, layouts: Layouts, buckets: Buckets, layout_of: I64, num_microbatches: int, ahead: int,
-        is_training: bool) -> Outcome:
-    """Return how a deployment runs; ``layout_of`` is the layout of each group. Infinite if it cannot end."""
+        is_training: bool, must_fit: bool, limit_s: float) -> Outcome:
+    """Return how a deployment runs; ``layout_of`` is the layout of each group. Infinite if it cannot end.
+
+    It ends as soon as it is clear that it takes longer than ``limit_s``, and does not even begin if it has to fit the
+    memory and does not: the seconds are infinite then, too.
+    """
     blocks = make_blocks(world, layouts, layout_of, num_microbatches, ahead)
     num_phases = 2 if is_training else 1
-    state = _begin(world, blocks, buckets, num_microbatches, num_phases)
+    used, step_s = _memory(world, layouts, blocks, is_training)
+    lowest = _lowest_groups(blocks, buckets)
+    bounds = find_bounds(world, blocks, buckets, lowest, step_s, num_microbatches, is_training)
+    state = _begin(world, blocks, lowest, num_microbatches, num_phases, bounds)
+    if bounds.seconds > limit_s or (must_fit and (used > world.capacity).any()):
+        return Outcome(np.inf, used, state.busy, state.link_busy, state.exchange_s, state.group_end, state.starts, 0)
     heap = [(0.0, 0, 0, 0)]
     heapq.heappop(heap)
     now = 0.0
@@ -71,8 +87,8 @@ def run(world: World, layouts: Layouts, buckets: Buckets, layout_of: I64, num_mi
             if state.is_touched[owner]:
                 state.is_touched[owner] = False
                 if state.is_idle[owner] and state.num_ready[owner]:
-                    _start_best(state, heap, layouts, blocks, owner, now, num_microbatches)
-        if len(heap) == 0:
+                    _start_best(state, heap, layouts, blocks, owner, now, num_microbatches, limit_s)
+        if len(heap) == 0 or state.counter[2]:
             break
         now, _, kind, item = heapq.heappop(heap)
         if kind == _ENDED:
@@ -80,19 +96,31 @@ def run(world: World, layouts: Layouts, buckets: Buckets, layout_of: I64, num_mi
         elif kind == _ARRIVED:
             _make_ready(state, blocks, item)
         else:
-            _exchange(state, buckets, item, now)
-    used, step_s = _memory(world, layouts, blocks, is_training)
+            _exchange(state, buckets, item, now, limit_s)
     seconds = 0.0
     for owner in range(len(state.is_idle)):
-        end = max(state.device_end[owner], state.exchange_free[owner])
-        seconds = max(seconds, end + (step_s[owner] if is_training else 0.0))
+        seconds = max(seconds, max(state.device_end[owner], state.exchange_free[owner]) + step_s[owner])
     if state.counter[1] < len(state.waiting):
         seconds = np.inf
-    return Outcome(seconds, used, state.busy, state.link_busy, state.exchange_s, state.group_end, state.starts)
+    return Outcome(seconds, used, state.busy, state.link_busy, state.exchange_s, state.group_end, state.starts,
+                   state.counter[0])
 
 
 @compiled
-def _begin(world: World, blocks: Blocks, buckets: Buckets, num_microbatches: int, num_phases: int) -> _State:
+def _lowest_groups(blocks: Blocks, buckets: Buckets) -> I64:
+    """Return [buckets, blocks]: the first group of the block that is in the bucket, or -1."""
+    lowest = np.full((len(buckets.seconds), len(blocks.layout)), -1)
+    for pair in range(len(buckets.of_group)):
+        bucket, group = buckets.of_group[pair]
+        block = blocks.of_group[group]
+        if lowest[bucket, block] < 0 or group < lowest[bucket, block]:
+            lowest[bucket, block] = group
+    return lowest
+
+
+@compiled
+def _begin(world: World, blocks: Blocks, lowest: I64, num_microbatches: int, num_phases: int,
+           bounds: Bounds) -> _State:
     num_devices, num_slots = len(world.capacity), len(blocks.device)
     num_tasks = num_phases * num_microbatches * num_slots
     waiting = np.zeros(num_tasks, dtype=np.int64)
@@ -106,22 +134,18 @@ def _begin(world: World, blocks: Blocks, buckets: Buckets, num_microbatches: int
                     backward += blocks.sizes[blocks.out_edges[place], 1] > 0
                 waiting[(num_microbatches + microbatch) * num_slots + slot] = backward
             waiting[microbatch * num_slots + slot] = waits
-    num_blocks, num_buckets = len(blocks.layout), len(buckets.seconds)
-    lowest, bucket_waits = np.full((num_buckets, num_blocks), -1), np.zeros(num_buckets, dtype=np.int64)
-    for pair in range(len(buckets.of_group)):
-        bucket, group = buckets.of_group[pair]
-        block = blocks.of_group[group]
-        if lowest[bucket, block] < 0:
-            bucket_waits[bucket] += blocks.base[block + 1] - blocks.base[block]
-        if lowest[bucket, block] < 0 or group < lowest[bucket, block]:
-            lowest[bucket, block] = group
+    bucket_waits = np.zeros(len(lowest), dtype=np.int64)
+    for bucket in range(len(lowest)):
+        for block in range(len(blocks.layout)):
+            if lowest[bucket, block] >= 0:
+                bucket_waits[bucket] += blocks.base[block + 1] - blocks.base[block]
     state = _State(
         waiting, np.empty((num_devices, num_tasks), dtype=np.int64), np.zeros(num_devices, dtype=np.int64),
         np.ones(num_devices, dtype=np.bool_), np.ones(num_devices, dtype=np.bool_), np.zeros(world.num_resources),
         np.zeros(world.num_resources), np.zeros(num_devices), np.zeros(num_devices), np.zeros(num_devices),
         np.zeros(num_devices), np.zeros(len(blocks.of_group)),
         np.full((num_phases * num_microbatches, num_slots), np.inf), np.zeros(len(blocks.edges)), lowest, bucket_waits,
-        np.zeros(2, dtype=np.int64))
+        bounds.work, bounds.after, bounds.to_end, np.zeros(3, dtype=np.int64))
     for task in range(num_tasks):
         if waiting[task] == 0:
             owner = blocks.device[task % num_slots]
@@ -138,7 +162,7 @@ def _push(state: _State, heap: Heap, when: float, kind: int, item: int) -> None:
 
 @compiled
 def _start_best(state: _State, heap: Heap, layouts: Layouts, blocks: Blocks, owner: int, now: float,
-                num_microbatches: int) -> None:
+                num_microbatches: int, limit_s: float) -> None:
     """Begin the ready task of the device that goes before all others."""
     num_slots = len(blocks.device)
     best, best_key = -1, 0
@@ -151,13 +175,18 @@ def _start_best(state: _State, heap: Heap, layouts: Layouts, blocks: Blocks, own
     state.num_ready[owner] -= 1
     state.ready[owner, best] = state.ready[owner, state.num_ready[owner]]
     row, slot = task // num_slots, task % num_slots
-    seconds = blocks.seconds[1 if row >= num_microbatches else 0, slot]
+    phase = 1 if row >= num_microbatches else 0
+    seconds = blocks.seconds[phase, slot]
+    is_last = row % num_microbatches == num_microbatches - 1
+    if now + max(state.left[owner] + state.after[owner], state.to_end[phase, slot] if is_last else 0.0) > limit_s:
+        state.counter[2] = 1
     state.starts[row, slot], state.is_idle[owner] = now, False
     state.busy[owner] += seconds
+    state.left[owner] -= seconds
     _push(state, heap, now + seconds, _ENDED, task)
     if row == 2 * num_microbatches - 1:
         block = blocks.of_slot[slot]
-        at_end = _sends_gradients(blocks, slot)
+        at_end = sends_gradients(blocks, slot)
         for bucket in range(len(state.bucket_waits)):
             if state.lowest[bucket, block] >= 0:
                 when = now
@@ -165,16 +194,6 @@ def _start_best(state: _State, heap: Heap, layouts: Layouts, blocks: Blocks, own
                 for group in range(first, blocks.first_group[block + 1]):
                     when += layouts.backward_s[blocks.layout[block], group, slot - blocks.base[block]]
                 _push(state, heap, when, _GRADIENTS, bucket)
-
-
-@compiled
-def _sends_gradients(blocks: Blocks, slot: int) -> bool:
-    """Return whether another device waits for gradients from this slot."""
-    for place in range(blocks.in_start[slot], blocks.in_start[slot + 1]):
-        edge = blocks.in_edges[place]
-        if blocks.sizes[edge, 1] > 0 and blocks.device[blocks.edges[edge, 0]] != blocks.device[slot]:
-            return True
-    return False
 
 
 @compiled
@@ -237,7 +256,7 @@ def _make_ready(state: _State, blocks: Blocks, task: int) -> None:
 
 
 @compiled
-def _exchange(state: _State, buckets: Buckets, bucket: int, now: float) -> None:
+def _exchange(state: _State, buckets: Buckets, bucket: int, now: float, limit_s: float) -> None:
     """Count one more device that is ready to exchange a bucket; with the last one it begins."""
     state.bucket_waits[bucket] -= 1
     if state.bucket_waits[bucket]:
@@ -249,6 +268,8 @@ def _exchange(state: _State, buckets: Buckets, bucket: int, now: float) -> None:
         member = buckets.members[place]
         state.exchange_free[member] = begin + buckets.seconds[bucket]
         state.exchange_s[member] += buckets.seconds[bucket]
+    if begin + buckets.seconds[bucket] > limit_s:
+        state.counter[2] = 1
 
 
 @compiled
@@ -266,5 +287,5 @@ def _memory(world: World, layouts: Layouts, blocks: Blocks, is_training: bool) -
             saved = world.saved_per_sample[group] * layouts.saved_part[layout, group]
             used[owner] += layouts.static[layout, group] + saved * samples * kept
             work[owner] = max(work[owner], world.work_per_sample[group] * samples)
-            step_s[owner] += layouts.step_s[layout, group, place]
+            step_s[owner] += layouts.step_s[layout, group, place] if is_training else 0.0
     return used + work, step_s

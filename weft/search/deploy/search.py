@@ -1,9 +1,10 @@
 """The search for a deployment: seeds, tree search with a learned prior, and local improvement, raced with each other.
 
-``auto`` first tries data parallelism, HEFT and some steps of the tree search; then every action for all groups alike,
-pipelines of replicated stages with the least bottleneck, the best actions two by two, each for a part of the groups;
-all for every number of micro-batches. Then it goes in rounds: on one core the tree search, in turns from nothing and
-from the best deployment so far, on the other annealing. A round is a fixed number of simulations on each, so the result
+``auto`` first tries data parallelism, HEFT and some steps of the tree search; then the best pipelines of stages by a
+dynamic program, every action for all groups alike, the best actions two by two, each for a part of the groups; all for
+every number of micro-batches. What cannot be better by its bounds is not simulated. Then it goes in rounds: on one core
+the tree search, in turns from nothing and from the best deployment so far, on the other annealing from the best seeds,
+of which half are dropped after each round until few are left. A round is a fixed number of steps on each, so the result
 is the same for the same seed unless a time limit ends the search. At the end the best few become plans, which are
 checked and simulated in full; the fastest that fits is the result. So it is never worse than data parallelism or HEFT.
 The other methods are parts of it, to compare with.
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
@@ -21,15 +22,22 @@ from typing import Final, Literal, get_args
 import numpy as np
 
 from weft.errors import InputError, NoFeasiblePlan
-from weft.model.graph import F64
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan, with_search
 from weft.search.budget import Budget, ended_by_ctrl_c
 from weft.search.deploy.deployer import NO_SPLITS, Deployer, Splits, make_world
-from weft.search.deploy.local import Annealer, earliest_finish, likely_actions, two_part_choices, uniform_choices
+from weft.search.deploy.local import Annealer
 from weft.search.deploy.op_groups import MAX_GROUPS, group_operators
 from weft.search.deploy.policy import Policy, UniformPolicy
 from weft.search.deploy.polish import polish
+from weft.search.deploy.seeds import (
+    Choice,
+    data_parallel_choices,
+    find_taste,
+    heft_choices,
+    two_part_choices,
+    uniform_choices,
+)
 from weft.search.deploy.stages import staged_choices
 from weft.search.deploy.to_plan import deployment_plan
 from weft.search.deploy.tree import Found, TreeSearch
@@ -45,11 +53,25 @@ NUM_FINALISTS: Final = 5
 NUM_POLISHED: Final = 2
 FIRST_STEPS: Final = 40
 """Simulations of the tree search before anything else: where the network knows the model's like, they are enough."""
-TREE_STEPS: Final = 150
+SLACK: Final = 1.3
+"""Seeds that are slower than the best by more than such a factor are of no use."""
+MAX_CHAINS: Final = 8
+"""Annealings at the beginning, from different seeds."""
+FAR_OFF: Final = 2.0
+"""A seed that is slower than the best by such a factor is not annealed."""
+HEAT_STEPS: Final = 800
+"""Steps of all annealings together, in a round that leaves the better half of them."""
+NUM_LEFT: Final = 3
+"""Once so few are left, one goes on in each round."""
 ANNEAL_STEPS: Final = 400
-"""Simulations of a round; the tree gets fewer while it finds nothing better."""
+HOT: Final = 0.02
+"""The temperature that annealings in ``auto`` begin with; seeds are good, so it is lower than in annealing alone."""
+TREE_STEPS: Final = 40
+"""Steps of the tree search in a round; fewer while it finds nothing better."""
 PATIENCE: Final = 6
 """Rounds without a better deployment that end the search, where no limit is given."""
+TREE_PATIENCE: Final = 900
+"""Steps of the tree search alone, where no limit is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,6 +120,8 @@ class _Race:
     bound_s: float
     begin: float = field(default_factory=time.process_time)
     finalists: dict[tuple[int, tuple[int, ...]], Found] = field(default_factory=dict)
+    starts: dict[int | str, Found] = field(default_factory=dict)
+    """The best seed for each number of micro-batches."""
     history: list[tuple[int, float, float]] = field(default_factory=list)
     deployers: list[Deployer] = field(default_factory=list)
 
@@ -127,9 +151,17 @@ class _Race:
         """Return the simulations and the CPU seconds so far."""
         return self.num_simulations, self.seconds
 
-    def take_round(self, annealer: Annealer, steps: Sequence[tuple[int, float, Found]], what: str) -> None:
-        """Keep what an annealing and the ``steps`` of a tree search beside it found, in the order of time."""
-        for count, seconds, found in sorted((*annealer.progress, *steps), key=lambda item: item[0]):
+    def keep(self, found: Found, what: str) -> None:
+        """Keep a deployment for the rounds to begin with if it is the best of its kind."""
+        for kind in (found.deployer.microbatches, what):
+            known = self.starts.setdefault(kind, found)
+            if found.key < known.key:
+                self.starts[kind] = found
+
+    def take_round(self, chains: Sequence[Annealer], steps: Sequence[tuple[int, float, Found]], what: str) -> None:
+        """Keep what annealings and the ``steps`` of a tree search beside them found, in the order of time."""
+        every = itertools.chain(steps, *(chain.progress for chain in chains))
+        for count, seconds, found in sorted(every, key=lambda item: item[0]):
             self.take(found, what, (count, seconds))
 
     def take(self, found: Found, what: str, when: tuple[int, float] | None = None) -> None:
@@ -192,57 +224,68 @@ def _run(race: _Race, problem: Problem, deployers: list[Deployer], policy: Polic
     race.take(first, "data parallel")
     match race.options.method:
         case "data-parallel":
-            _seed_data_parallel(race, deployers[1:])
+            _take_all(race, ((deployer, whole) for deployer in deployers[1:]), "data parallel")
         case "heft":
-            _seed_heft(race, deployers)
+            _take_all(race, heft_choices(deployers), "HEFT")
         case "tree":
             tree = TreeSearch(deployers, policy)
             while not race.is_over and (race.options.cpu_seconds or race.options.max_simulations
-                                        or deployers[0].num_asked < PATIENCE * TREE_STEPS):
+                                        or deployers[0].num_asked < TREE_PATIENCE):
                 race.take(tree.step(), "tree search")
         case "anneal":
             annealer = Annealer(deployers, first, seed=race.options.seed, clock=race.clock)
             for _ in _rounds(race):
                 annealer.run(ANNEAL_STEPS)
-                race.take_round(annealer, (), "annealing")
+                race.take_round([annealer], (), "annealing")
         case "auto":
             tree = TreeSearch(deployers, policy)
-            _seed_data_parallel(race, deployers[1:])
-            _seed_heft(race, deployers)
-            for _ in range(FIRST_STEPS):
-                if race.is_late:
-                    return
-                race.take(tree.step(), "tree search")
-            alike = uniform_choices(deployers)
-            staged = [found for deployer in deployers for found in staged_choices(deployer)]
-            seeds = itertools.chain(((found, "all groups alike") for found in alike),
-                                    ((found, "pipeline of stages") for found in staged),
-                                    ((found, "two parts") for found in two_part_choices(alike)))
-            best: dict[int, Found] = {}
-            for found, what in seeds:
-                race.take(found, what)
-                number = found.deployer.microbatches
-                best[number] = min(best.get(number, found), found, key=lambda item: item.key)
-                if race.is_over:
-                    return
-            starts = sorted([first, *best.values()], key=lambda found: found.key)
-            _auto_rounds(race, tree, starts, likely_actions(alike))
+            alike = _seed(race, tree, first)
+            if not race.is_over:
+                _auto_rounds(race, tree, alike)
             if race.options.use_shares:
                 for found in sorted(race.finalists.values(), key=lambda found: found.key)[:NUM_POLISHED]:
                     race.take(polish(found), "shares of devices")
 
 
-def _seed_data_parallel(race: _Race, deployers: Sequence[Deployer]) -> None:
-    for deployer in deployers:
-        whole = (0,) * deployer.groups.num_groups
-        race.take(Found(deployer=deployer, choice=whole, evaluation=deployer.evaluate(whole)), "data parallel")
+def _take_all(race: _Race, choices: Iterable[tuple[Deployer, Choice]], what: str) -> None:
+    for deployer, choice in choices:
+        race.take(Found(deployer=deployer, choice=choice, evaluation=deployer.evaluate(choice)), what)
 
 
-def _seed_heft(race: _Race, deployers: Sequence[Deployer]) -> None:
-    if any(action.kind == "single" for action in deployers[0].actions):
-        for deployer in deployers:
-            choice = earliest_finish(deployer)
-            race.take(Found(deployer=deployer, choice=choice, evaluation=deployer.evaluate(choice)), "HEFT")
+def _seed(race: _Race, tree: TreeSearch, first: Found) -> list[Found]:
+    """Try what the rounds may begin with; return what was simulated of all groups alike."""
+    deployers = tree.deployers
+    _attempt(race, data_parallel_choices(deployers), "data parallel", slack=1.0)
+    _attempt(race, heft_choices(deployers), "HEFT", slack=1.0)
+    for _ in range(FIRST_STEPS):
+        if race.is_late:
+            break
+        race.take(tree.step(), "tree search")
+    alike = [first]
+    if not race.is_over:
+        staged = ((deployer, choice) for deployer in deployers for choice in staged_choices(deployer))
+        _attempt(race, staged, "pipeline of stages", slack=SLACK)
+    if not race.is_over:
+        alike += _attempt(race, uniform_choices(deployers), "all groups alike", slack=SLACK)
+    if not race.is_over:
+        _attempt(race, two_part_choices(alike), "two parts", slack=SLACK)
+    return alike
+
+
+def _attempt(race: _Race, seeds: Iterable[tuple[Deployer, Choice]], what: str, *, slack: float) -> list[Found]:
+    """Return those of the seeds that take at most ``slack`` times as long as the best so far."""
+    result = []
+    for deployer, choice in seeds:
+        if race.is_late:
+            break
+        best = race.best.evaluation
+        limit_s = slack * best.seconds
+        evaluation = deployer.evaluate_within(choice, limit_s) if best.fits else deployer.evaluate(choice)
+        if evaluation is not None:
+            result.append(Found(deployer=deployer, choice=choice, evaluation=evaluation))
+            race.take(result[-1], what)
+            race.keep(result[-1], what)
+    return result
 
 
 def _rounds(race: _Race) -> Iterator[int]:
@@ -258,18 +301,16 @@ def _rounds(race: _Race) -> Iterator[int]:
             return
 
 
-def _auto_rounds(race: _Race, whole: TreeSearch, seeds: Sequence[Found], likely: F64) -> None:
+def _auto_rounds(race: _Race, whole: TreeSearch, alike: Sequence[Found]) -> None:
     deployers = whole.deployers
     twins = [deployer.twin() for deployer in deployers]
     race.deployers += twins
-    chains = [Annealer(twins, _moved(seed, twins), seed=race.options.seed + number, likely=likely, clock=race.clock)
-              for number, seed in enumerate(seeds)]
-    steps = TREE_STEPS
+    chains = _make_chains(race, twins, alike)
+    heats, steps = _heats(chains), TREE_STEPS
     with ThreadPoolExecutor(max_workers=1) as second_core:
         for number in _rounds(race):
-            chains.sort(key=lambda chain: chain.best.key)
-            chain = chains[_ruler(number) % len(chains)]
-            annealed = second_core.submit(chain.run, ANNEAL_STEPS)
+            heat = next(heats)
+            annealed = second_core.submit(_anneal, race, heat)
             tree = TreeSearch(deployers, whole.policy, start=_moved(race.best, deployers)) if number % 2 else whole
             known, found = race.best.key, []
             for _ in range(steps):
@@ -281,9 +322,51 @@ def _auto_rounds(race: _Race, whole: TreeSearch, seeds: Sequence[Found], likely:
                     break
             steps = TREE_STEPS if found else max(steps // 2, TREE_STEPS // 8)
             annealed.result()
-            race.take_round(chain, found, f"round {number + 1}")
+            race.take_round(heat.chains, found, f"round {number + 1}")
             if number % 4 == 3 and race.best.key < chains[0].best.key:
                 chains[0].current = chains[0].best = _moved(race.best, twins)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Heat:
+    """What is annealed in a round."""
+
+    chains: tuple[Annealer, ...]
+    num_steps: int
+    """Of each."""
+
+
+def _make_chains(race: _Race, deployers: Sequence[Deployer], alike: Sequence[Found]) -> list[Annealer]:
+    """Return annealings from the best seeds of each kind, the best first."""
+    taste = find_taste(race.deployers[: len(deployers)], alike)
+    starts = {(found.deployer.microbatches, found.choice): found for found in (*race.starts.values(), alike[0])}
+    order = sorted(starts.values(), key=lambda found: found.key)
+    limit = order[0].key[0], FAR_OFF * order[0].key[1]
+    return [Annealer(deployers, _moved(start, deployers), seed=race.options.seed + number, taste=taste,
+                     clock=race.clock)
+            for number, start in enumerate(order[:MAX_CHAINS]) if start.key <= limit]
+
+
+def _heats(chains: list[Annealer]) -> Iterator[_Heat]:
+    """Yield what to anneal, round by round: the better half goes on until few are left; these take turns then.
+
+    ``chains`` are sorted and thinned out on the way.
+    """
+    every = list(chains)
+    while len(chains) > NUM_LEFT:
+        yield _Heat(chains=tuple(chains), num_steps=HEAT_STEPS // len(chains))
+        chains.sort(key=lambda chain: chain.best.key)
+        del chains[(len(chains) + 1) // 2 :]
+    for number in itertools.count():
+        chains.sort(key=lambda chain: chain.best.key)
+        chain = chains[_ruler(number) % len(chains)]
+        chain.peers = [peer.best.choice for peer in every if peer is not chain]
+        yield _Heat(chains=(chain,), num_steps=ANNEAL_STEPS)
+
+
+def _anneal(race: _Race, heat: _Heat) -> None:
+    for chain in heat.chains:
+        chain.run(heat.num_steps, hot=HOT, is_late=lambda: race.is_late)
 
 
 def _moved(found: Found, deployers: Sequence[Deployer]) -> Found:

@@ -38,7 +38,8 @@ def load_splits(model: str, problem: Problem, costs_of: Callable[[Graph], Costs]
     deadline = None if time_limit_s is None else time.monotonic() + SPLITS_PART * time_limit_s
     report("searching how the devices of a host divide operators")
     try:
-        source = resolve_model(model, batch=problem.graph.batch, dtype=problem.options.dtype)
+        source = resolve_model(model, mode=problem.options.mode, batch=problem.graph.batch,
+                               dtype=problem.options.dtype)
         assert isinstance(source, ModelSource), "it has a module"
         return find_splits(problem, trace_folded(source, batch=problem.graph.batch), costs_of,
                            budget=Budget(effort=float("inf"), deadline=deadline))
@@ -88,5 +89,8 @@ def _distinct(cluster: Cluster, teams: Sequence[Sequence[DeviceId]]) -> list[tup
 
 
 def _like(cluster: Cluster, team: Sequence[DeviceId]) -> object:
-    routes = (cluster.route(first, second) for first in team for second in team if first != second)
-    return cluster.devices[team[0]].kind, tuple((route.bytes_per_s, route.latency_s) for route in routes)
+    """Return what teams of equal devices with equal links have in common; where links go counts inside the team."""
+    place = {cluster.devices[device].name: index for index, device in enumerate(team)}
+    links = tuple(tuple((place.get(link.target, -1), link.bytes_per_s, link.latency_s)
+                        for link in cluster.links_from(cluster.devices[device].name)) for device in team)
+    return cluster.devices[team[0]].kind, links

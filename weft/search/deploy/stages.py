@@ -1,107 +1,159 @@
-"""Pipelines of replicated stages as seeds: the best cuts of the model for sets of device groups, by dynamic program.
+"""Pipelines of stages as seeds: the best cuts of the model for parts of the cluster, by dynamic program.
 
-With ``n`` micro-batches, a stage of the groups ``i .. j`` on a set ``S`` of device groups takes, for each micro-batch,
+A stage of the groups ``i .. j`` has a *place*: one device, or all devices of some device groups side by side. With
+``n`` micro-batches it takes, for each of them,
 
     t(i, j, S) = sum of the groups' forward and backward on S's slowest device + exchange of their gradients / n
     c(i, S)    = bytes that cross at ``i``, there and back, at the slowest rate into S
 
-and a pipeline is as fast as its slowest part. ``best[D, j]``, the least bottleneck of the first ``j`` groups on the
-device groups ``D``, follows from all last stages:
+and the step about ``(n - 1) * the slowest t or c + sum of all t and c``: the pipeline has to fill and to drain. So for
+several limits of the slowest, the least sum is found. Devices of one group are all alike: what counts is how many of
+each group are in use. ``least[D, j]``, for the first ``j`` groups on ``D[g]`` devices of each device group, follows
+from all last stages that are within the limit:
 
-    best[D, j] = min over S in D, i < j of max(best[D - S, i], t(i, j, S), c(i, S))
+    least[D, j] = min over S in D, i < j of least[D - S, i] + t(i, j, S) + c(i, S)
 
-The simulation then judges the best pipeline for each ``D``.
+Where groups share a parameter, there are pipelines in which they are in one stage, too, so that its gradients need not
+be exchanged: the first of them has the work of all. The simulation then judges the best of all these.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
 
-from weft.model.graph import F64
+from weft.model.graph import F64, I64
 from weft.search.deploy.deployer import Deployer
-from weft.search.deploy.tree import Found
 
-MAX_DEVICE_GROUPS: Final = 5
-"""With more, sets of device groups are too many; other seeds have to do."""
+MAX_STATES: Final = 2000
+"""With more parts of the cluster, device groups are taken as a whole; with still more, other seeds have to do."""
+LIMITS: Final = (1.0, 1.1, 1.25, 1.5, 2.0)
+"""Times the least limit for which there is a pipeline."""
+NUM_BEST: Final = 8
+"""So many pipelines are tried for each number of micro-batches."""
+MUCH: Final = 4.0
+"""A group does not part from the next one if so many times more crosses after it than before it."""
 
 
-def staged_choices(deployer: Deployer) -> Iterator[Found]:
-    """Yield the pipeline with the least bottleneck for each set of device groups."""
-    num_device_groups = len(deployer.device_groups)
-    if not 1 < num_device_groups <= MAX_DEVICE_GROUPS:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Place:
+    """Where a stage can be."""
+
+    actions: tuple[int, ...]
+    """The action; for one device of a group, those of all its devices."""
+    taken: tuple[int, ...]
+    """[device groups] devices in use."""
+    is_whole: bool
+    """It takes all devices of its device groups."""
+
+
+def staged_choices(deployer: Deployer) -> Iterator[tuple[int, ...]]:
+    """Yield the best pipelines by estimate, the best first; where groups share parameters, first those together."""
+    sizes = [len(group) for group in deployer.device_groups]
+    places = _single_places(deployer) + _replicating_places(deployer)
+    digits = np.asarray([size + 1 for size in sizes], dtype=np.int64)
+    if np.prod(digits, dtype=np.float64) > MAX_STATES:
+        places, digits = [place for place in places if place.is_whole], np.full(len(sizes), 2)
+        places = [replace(place, taken=tuple(min(count, 1) for count in place.taken)) for place in places]
+    if len(places) < 2 or np.prod(digits, dtype=np.float64) > MAX_STATES:
         return
-    stages = _Stages(deployer)
-    for mask in range(1, 2**num_device_groups):
-        choice = stages.choice(mask)
-        if choice is not None:
-            yield Found(deployer=deployer, choice=choice, evaluation=deployer.evaluate(choice))
+    together = _together(deployer)
+    for moved in (together, {}) if together else ({},):
+        for choice in _best_pipelines(deployer, places, digits, moved):
+            yield tuple(choice[moved.get(group, group)] for group in range(len(choice)))
 
 
-class _Stages:
-    def __init__(self, deployer: Deployer) -> None:
-        self.deployer, self.num_groups = deployer, deployer.groups.num_groups
-        self.actions = _replicating(deployer)
-        self.best: dict[int, F64] = {0: np.where(np.arange(self.num_groups + 1) == 0, 0.0, np.inf)}
-        self.last: dict[int, list[tuple[int, int] | None]] = {}
-        self.times = {mask: self._times(action) for mask, action in self.actions.items()}
-        for mask in range(1, 2 ** len(deployer.device_groups)):
-            self._fill(mask)
-
-    def _times(self, action: int) -> F64:
-        """Return [i, j]: the bottleneck of a stage of the groups ``i .. j``; infinite where there is none."""
-        deployer = self.deployer
-        number = int(deployer.layouts_of([action] * self.num_groups)[0])
-        layout, tables = deployer.layouts[number], deployer.tables
-        seconds = (tables.forward_s[number] + tables.backward_s[number]).max(axis=1)
-        if len(layout.replicas) > 1:
-            seconds = seconds + deployer.exchanges.group_seconds(layout.devices) / deployer.microbatches
-        work = np.concatenate(([0.0], np.cumsum(seconds)))
-        inside = set(layout.devices)
-        outside = [device for device in deployer.problem.devices if device not in inside]
-        rate = deployer.world.s_per_byte[np.ix_(outside, layout.devices)].max() if outside else 0.0
-        crossing = deployer.crossing_bytes * deployer.size * 2 * rate
-        crossing[0] = 0.0
-        times = np.maximum(work[None, :] - work[:, None], crossing[:, None])
-        index = np.arange(self.num_groups + 1)
-        return np.where(index[:, None] < index[None, :], times, np.inf)
-
-    def _fill(self, mask: int) -> None:
-        best = np.full(self.num_groups + 1, np.inf)
-        last: list[tuple[int, int] | None] = [None] * (self.num_groups + 1)
-        part = mask
-        while part:
-            if part in self.actions:
-                total = np.maximum(self.best[mask & ~part][:, None], self.times[part])
-                first = np.argmin(total, axis=0)
-                value = total[first, np.arange(self.num_groups + 1)]
-                for stop in np.flatnonzero(value < best).tolist():
-                    best[stop], last[stop] = value[stop], (part, int(first[stop]))
-            part = (part - 1) & mask
-        self.best[mask], self.last[mask] = best, last
-
-    def choice(self, mask: int) -> tuple[int, ...] | None:
-        """Return the actions of the best pipeline on exactly these device groups."""
-        stop, left = self.num_groups, mask
-        runs: list[tuple[int, int]] = []
-        while left:
-            entry = self.last[left][stop]
-            if entry is None:
-                return None
-            part, first = entry
-            runs.append((self.actions[part], stop - first))
-            stop, left = first, left & ~part
-        return tuple(action for action, length in reversed(runs) for _ in range(length)) if stop == 0 else None
+def _together(deployer: Deployer) -> dict[int, int]:
+    """Return, for groups that share a parameter with an earlier one, and those that read much from them, the first."""
+    first: dict[int, int] = {}
+    crossing = deployer.crossing_bytes
+    for tensor in deployer.exchanges.tied:
+        homes = sorted(deployer.groups.home_of_parameter[tensor])
+        for home in homes[1:]:
+            stop = home + 1
+            while stop < deployer.groups.num_groups and crossing[stop] > MUCH * crossing[home]:
+                stop += 1
+            for group in range(home, stop):
+                first.setdefault(group, first.get(homes[0], homes[0]))
+    return first
 
 
-def _replicating(deployer: Deployer) -> dict[int, int]:
-    """Return, by set of device groups as bits, the action that has all its devices side by side, by speed if it may."""
-    found: dict[int, int] = {}
-    for index, action in enumerate(deployer.actions):
-        mask = sum(1 << group for group in action.device_groups)
-        alone = action.kind == "single" and len(deployer.device_groups[action.device_groups[0]]) == 1
-        if alone or (action.kind == "replicate" and (action.by_speed or mask not in found)):
-            found[mask] = index
-    return found
+def _best_pipelines(deployer: Deployer, places: Sequence[_Place], digits: I64,
+                    moved: Mapping[int, int]) -> list[tuple[int, ...]]:
+    from weft.search.deploy.stages_kernel import least_limit, least_sums
+
+    taken = np.asarray([place.taken for place in places], dtype=np.int64)
+    times = [_times(deployer, place, moved) for place in places]
+    work, crossing = np.stack([item[0] for item in times]), np.stack([item[1] for item in times])
+    limit = float(least_limit(digits, taken, work, crossing))
+    found: dict[tuple[int, ...], float] = {}
+    for factor in LIMITS:
+        sums, last = least_sums(digits, taken, work, crossing, limit * factor * (1 + 1e-9))
+        for state in np.argsort(sums, kind="stable")[: 4 * NUM_BEST].tolist():
+            if np.isfinite(sums[state]):
+                choice, slowest = _choice(places, taken, digits, last, work, crossing, state)
+                seconds = float(sums[state]) + (deployer.microbatches - 1) * slowest
+                found[choice] = min(found.get(choice, np.inf), seconds)
+    return sorted(found, key=lambda choice: (found[choice], choice))[:NUM_BEST]
+
+
+def _choice(places: Sequence[_Place], taken: I64, digits: I64, last: I64, work: F64, crossing: F64,
+            state: int) -> tuple[tuple[int, ...], float]:
+    """Return the actions of a pipeline and the time of its slowest stage; ``last`` are [states, groups + 1, 2]."""
+    stop, slowest = work.shape[1] - 1, 0.0
+    weights = np.concatenate(([1], np.cumprod(digits)[:-1]))
+    used, runs = [0] * len(places), list[tuple[int, int]]()
+    while stop:
+        place, first = last[state, stop].tolist()
+        slowest = max(slowest, float(work[place, stop] - work[place, first]), float(crossing[place, first]))
+        runs.append((places[place].actions[used[place]], stop - first))
+        used[place] += 1
+        state, stop = state - int(taken[place] @ weights), first
+    return tuple(action for action, length in reversed(runs) for _ in range(length)), slowest
+
+
+def _times(deployer: Deployer, place: _Place, moved: Mapping[int, int]) -> tuple[F64, F64]:
+    """Return the work of all groups before each, in a stage at this place, and the time of crossing to it there.
+
+    The work of groups in ``moved`` is that of another one.
+    """
+    number = int(deployer.layouts_of([place.actions[0]] * deployer.groups.num_groups)[0])
+    layout, tables = deployer.layouts[number], deployer.tables
+    seconds = (tables.forward_s[number] + tables.backward_s[number]).max(axis=1)
+    if len(layout.replicas) > 1:
+        seconds = seconds + deployer.exchanges.group_seconds(layout.devices) / deployer.microbatches
+    for group, target in moved.items():
+        seconds[target] += seconds[group]
+        seconds[group] = 0.0
+    inside = set(layout.devices)
+    outside = [device for device in deployer.problem.devices if device not in inside]
+    rate = deployer.world.s_per_byte[np.ix_(outside, layout.devices)].max() if outside else 0.0
+    crossing = deployer.crossing_bytes * deployer.size * 2 * rate
+    crossing[0] = 0.0
+    return np.concatenate(([0.0], np.cumsum(seconds))), crossing
+
+
+def _single_places(deployer: Deployer) -> list[_Place]:
+    """Return the places of one device, one for each device group whose devices all have actions."""
+    result = []
+    for group, members in enumerate(deployer.device_groups):
+        actions = tuple(index for index, action in enumerate(deployer.actions)
+                        if action.kind == "single" and action.device_groups == (group,))
+        if len(actions) == len(members):
+            result.append(_Place(actions=actions, taken=_taken(deployer, (group,), 1), is_whole=len(members) == 1))
+    return result
+
+
+def _replicating_places(deployer: Deployer) -> list[_Place]:
+    """Return the places of whole device groups, by speed where that differs."""
+    found = {action.device_groups: index for index, action in enumerate(deployer.actions)
+             if action.kind == "replicate"}  # by speed comes later
+    return [_Place(actions=(index,), taken=_taken(deployer, groups), is_whole=True) for groups, index in found.items()]
+
+
+def _taken(deployer: Deployer, groups: tuple[int, ...], count: int | None = None) -> tuple[int, ...]:
+    return tuple((count or len(members)) if group in groups else 0
+                 for group, members in enumerate(deployer.device_groups))
