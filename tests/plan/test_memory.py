@@ -75,14 +75,43 @@ class Recount:
             most = max(most, sum(self.storage(base) for base in before & after))
         return most
 
+    def touched(self, op: int) -> set[int]:
+        return {self.base(int(item)) for item in (*self.graph.op_inputs(op), *self.graph.op_outputs(op))}
+
     def forward_peak(self) -> int:
+        """Return the most that is live: until its last operator what is not saved, and to the end what is."""
         own = {self.base(tensor) for tensor in self.made} & self.made
-        came = {self.base(tensor) for tensor in self.inputs} - self.made
-        return round(self.peak(self.ops, own - self.saved) + sum(self.storage(base) for base in self.saved - came))
+        kept = self.saved - {self.base(tensor) for tensor in self.inputs} | self.saved & self.made
+        most = 0.0
+        for step in range(len(self.ops)):
+            before = set().union(*map(self.touched, self.ops[:step + 1]))
+            after = set().union(*map(self.touched, self.ops[step:]))
+            most = max(most, sum(map(self.storage, before & (own - kept) & after | before & kept)))
+        return round(most)
 
     def backward_work(self) -> int:
+        return round(self.peak(self.ops[::-1], self.wanted()))
+
+    def wanted(self) -> set[int]:
         touched = {int(item) for op in self.ops for item in (*self.graph.op_inputs(op), *self.graph.op_outputs(op))}
-        return round(self.peak(self.ops[::-1], {self.base(item) for item in touched if self.differentiable(item)}))
+        return {self.base(item) for item in touched if self.differentiable(item)}
+
+    def backward_rise(self, fresh: set[int]) -> int:
+        """Return the most above what is kept at first: gradients, less what is let go of, and new ones of parameters."""
+        ops = self.ops[::-1]
+        kept = self.saved - {self.base(tensor) for tensor in self.inputs} | self.saved & self.made
+        totals = []
+        for step in range(len(ops)):
+            done = set().union(*map(self.touched, ops[:step]))
+            now = done | self.touched(ops[step])
+            left = set().union(*map(self.touched, ops[step:]))
+            totals.append(sum(map(self.storage, now & left & self.wanted())) - sum(map(self.storage, kept - left))
+                          + sum(self.size(tensor) for tensor in fresh & now))
+        return round(max(totals))
+
+    def parameters(self) -> set[int]:
+        return {int(item) for op in self.ops for item in self.graph.op_inputs(op)
+                if self.graph.tensor_role[int(item)] == TensorRole.PARAMETER}
 
     def given_back(self) -> int:
         return round(sum(self.size(tensor) for tensor in self.inputs if self.differentiable(tensor)))
@@ -123,13 +152,22 @@ def member_of(program: Program, instance: int) -> Member:
 def _recount_rank(program: Program, meaning: Meaning, stages: dict[Member, Recount], rank: int) -> list[int]:
     last = _readers(program, meaning, rank)
     held: dict[tuple[object, ...], int] = {}
+    there: set[int] = set()
     result = []
     for position, (op, instance, microbatch, phase, channel, _) in enumerate(rows_of(program)[rank]):
-        during = 0
+        during, size = 0, program.graph.tensor_bytes
         if op == Op.RECV:
             held["arrived", channel, microbatch] = program.channels[channel].num_bytes
         if op == Op.COMPUTE:
-            during = _inside(program, stages, instance, Phase(phase))
+            fresh = _fresh(program, stages, instance, rank) if phase in (Phase.B, Phase.W) else set()
+            anywhere = set().union(*(_fresh(program, stages, instance, item)
+                                     for item in program.instances[instance].ranks)) if fresh - there else set()
+            during = _inside(program, stages, instance, Phase(phase), anywhere)
+            there |= fresh if phase == Phase.W else set()
+            during += sum(int(size[tensor]) for tensor in there)
+            there |= fresh
+        else:
+            during = sum(int(size[tensor]) for tensor in there)
         result.append(sum(held.values()) + during)
         if op == Op.COMPUTE:
             _after(program, stages, member_of(program, instance), microbatch, Phase(phase), held)
@@ -139,14 +177,21 @@ def _recount_rank(program: Program, meaning: Meaning, stages: dict[Member, Recou
     return result
 
 
-def _inside(program: Program, stages: dict[Member, Recount], instance: int, phase: Phase) -> int:
+def _fresh(program: Program, stages: dict[Member, Recount], instance: int, rank: int) -> set[int]:
+    """Return the parameters whose gradients have no place in an exchange of the rank."""
+    exchanged = {tensor for bucket in program.buckets if rank in bucket.ranks for tensor in bucket.parameters}
+    return stages[member_of(program, instance)].parameters() - exchanged
+
+
+def _inside(program: Program, stages: dict[Member, Recount], instance: int, phase: Phase, fresh: set[int]) -> int:
     item = program.instances[instance]
     stage = stages[item.stage, item.replica]
     if phase == Phase.F:
         cut = any(not program.channels[index].whole for index in item.forward_channels)
         return stage.forward_peak() + (round(sum(map(stage.size, stage.inputs))) if cut else 0)
-    again = program.plan.stages[item.stage].recompute
-    return 0 if phase == Phase.W else stage.backward_work() + (stage.forward_peak() if again else 0)
+    again = stage.forward_peak() if program.plan.stages[item.stage].recompute else 0
+    return {Phase.B: lambda: again + stage.backward_rise(fresh), Phase.I: lambda: again + stage.backward_work(),
+            Phase.W: lambda: 0}[phase]()
 
 
 def _after(program: Program, stages: dict[Member, Recount], member: Member, microbatch: int, phase: Phase,
@@ -184,13 +229,15 @@ def test_account_is_never_negative_and_returns_to_the_static_amount():
     for seed in range(120):
         rng = Random(seed)
         graph, cluster, plan = random_plan(rng, num_ops=10, num_devices=4, microbatches=3)
-        account = account_memory(check_plan(replace(plan, optimizer=Optimizer(kind="adamw")), graph, cluster))
+        program = check_plan(replace(plan, optimizer=Optimizer(kind="adamw")), graph, cluster)
+        account, static = account_memory(program), static_bytes(program)
+        assert account.gradients.min() >= 0
         assert account.activations.min() >= 0
         assert account.buffers.min() >= 0
         assert account.static.min() >= 0
         if plan.model.mode == "training":
             for rank in range(4):
-                assert account.held(rank)[-1:].tolist() in ([], [account.static[rank].sum()])
+                assert account.held(rank)[-1:].tolist() in ([], [static[rank].sum()])
 
 
 def test_chain_in_numbers():
@@ -218,9 +265,10 @@ def test_receives_of_a_stage_on_several_devices_end_on_their_own_rank():
     graph = chain_graph(2)
     plan = custom_plan(graph, [[0], [1]], [((("d2",), 1.0),), ((("d0", "d1"), 1.0),)], microbatches=1, size=1,
                        num_devices=4)
-    account = account_memory(lower(plan, graph))
+    program = lower(plan, graph)
+    account, static = account_memory(program), static_bytes(program)
     for rank in range(4):
-        assert account.held(rank)[-1:].tolist() in ([], [account.static[rank].sum()])
+        assert account.held(rank)[-1:].tolist() in ([], [static[rank].sum()])
 
 
 def test_what_one_stage_hands_to_another_on_its_rank_is_held_in_between():
@@ -239,11 +287,14 @@ def test_recomputation_keeps_the_inputs_only(recompute, kept):
     groups = [[0, 1, 2], [3, 4, 5]]
     plan = plan_of(graph, groups, order=gpipe(2, 4), devices=[0, 1], microbatches=4, recompute=recompute)
     program = lower(plan, graph)
-    rows = {program.label(index): int(account_memory(program).activations[index])
+    account = account_memory(program)
+    rows = {program.label(index): int(account.activations[index] + account.gradients[index])
             for index in range(program.num_instructions)}
     inside = 8 + 8 + 4  # y3, y4 and the loss
     assert rows["F s1 mb 3"] == 3 * kept + inside
-    assert rows["B s1 mb 0"] == 4 * kept + (8 + 8) + (inside if recompute else 0)
+    # The most is there in the second of three backwards: gradients of y4 and y3 and of two weights; the loss is gone.
+    assert rows["B s1 mb 0"] == 4 * kept + (8 + 8) + (4 + 4) - 4 + (inside if recompute else 0)
+    assert rows["B s1 mb 1"] == 3 * kept + max(8 + 4, 8 + 8 - 4) + 3 * 4 + (inside if recompute else 0)
 
 
 def figures(graph: Graph, ops: list[int], *, samples: int = 1, training: bool = True,

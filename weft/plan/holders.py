@@ -158,13 +158,16 @@ def exchange_sets(plan: Plan, graph: Graph) -> dict[int, tuple[tuple[str, ...], 
 
 def layout_problems(plan: Plan, graph: Graph) -> Iterator[str]:
     """Yield the parameters of which devices hold parts that overlap without being the same."""
+    known: dict[tuple[Region, ...], bool] = {}
     for tensor, held in parameter_holdings(plan, graph).items():
         name = graph.tensor_names[tensor]
         for device, items in held.items():
             if len({item.region for item in items}) > 1:
                 yield f"stages: {device!r} holds parameter {name!r} in two layouts: give its stages the same"
-        regions = list(dict.fromkeys(items[0].region for items in held.values()))
-        if any(_overlap(one, other) for index, one in enumerate(regions) for other in regions[:index]):
+        regions = tuple(dict.fromkeys(items[0].region for items in held.values()))
+        if regions not in known:
+            known[regions] = any(_overlap(one, other) for index, one in enumerate(regions) for other in regions[:index])
+        if known[regions]:
             yield (f"stages: parameter {name!r} is laid out differently over the replicas or stages that hold it, so "
                    "that parts overlap: give them the same layout and the same sizes of axes")
 

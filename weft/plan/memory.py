@@ -1,16 +1,18 @@
 """How many bytes each rank holds while each instruction runs, by category. It depends on the order alone, not on times.
 
-Static for a rank: parameters and buffers, their gradients, the optimizer's state, and room for exchanges (factors, or
-what a parameter server receives). Dynamic: a forward takes the
-tensors that its backward will need (``Graph.is_saved``) and keeps them until that backward ends; with a split backward,
-what the weight gradients need stays until ``W``; with recomputation only the stage's inputs stay, and the rest is taken
+Static for a rank: parameters and buffers, the optimizer's state, gradients that are exchanged, and room for exchanges
+(factors, or what a parameter server receives). Gradients that are not exchanged appear in a step's first backward of
+their stage. A forward takes the tensors that its backward will need (``Graph.is_saved``); a whole backward lets go of
+them on its way, a split one of all but what the weight gradients need, which stays until ``W``; with recomputation
+only the stage's inputs stay, and the rest is taken
 again for the backward. While a compute runs it also needs room for what is live inside it. Received tensors are held
 from the receive until the compute that reads them ends; outputs and gradients that a stage hands over, until the last
 instruction on the rank that reads or sends them.
 
 Sizes are the graph's, for an instance's samples. Not counted: the allocator's rounding, library workspaces, and the
 inputs and outputs of the model. A tensor that two stages on one rank both keep counts twice. A rank of a stage on
-several devices is charged for its part of the tensors that the stage shards, and for all others whole.
+several devices is charged for its parts of the tensors that the plan names (``weft.plan.local_tensors``), and for all
+others whole.
 """
 
 from __future__ import annotations
@@ -25,9 +27,9 @@ from weft.model.graph import I64, Graph, TensorRole
 from weft.plan.factors import block_size, bucket_rows
 from weft.plan.holders import parameter_parts
 from weft.plan.layout import stage_inputs
+from weft.plan.local_tensors import local_tensors
 from weft.plan.plan import Optimizer
 from weft.plan.program import Op, Phase, Program
-from weft.plan.sharding import part_held
 from weft.plan.stage_memory import StageMemory, stage_memory
 
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -43,6 +45,8 @@ class MemoryAccount:
 
     static: I64
     """[rank, category]: held all the time."""
+    gradients: I64
+    """Per instruction: bytes of parameters' gradients, besides those in ``static``, there while it runs."""
     activations: I64
     """Per instruction: bytes of activations held while it runs."""
     buffers: I64
@@ -52,13 +56,15 @@ class MemoryAccount:
     def held(self, rank: int) -> I64:
         """Return the total bytes that the rank holds during each of its instructions."""
         part = slice(int(self.rank_start[rank]), int(self.rank_start[rank + 1]))
-        return np.asarray(self.activations[part] + self.buffers[part] + self.static[rank].sum(), dtype=np.int64)
+        moving = self.gradients[part] + self.activations[part] + self.buffers[part]
+        return np.asarray(moving + self.static[rank].sum(), dtype=np.int64)
 
     def peak(self, rank: int) -> dict[str, int]:
         """Return the bytes by category at the instruction where the rank's total is largest."""
         result = {name: int(self.static[rank, index]) for index, name in enumerate(CATEGORIES)}
         if self.rank_start[rank + 1] > self.rank_start[rank]:
             at = int(self.rank_start[rank]) + int(np.argmax(self.held(rank)))
+            result["gradients"] += int(self.gradients[at])
             result["activations"] += int(self.activations[at])
             result["buffers"] += int(self.buffers[at])
         return result
@@ -72,8 +78,11 @@ def account_memory(program: Program) -> MemoryAccount:
     """Return what every rank holds during every instruction of the program."""
     places = _Places(program)
     memories = instance_memories(program)
+    fresh = _FreshGradients(program, places)
+    static = static_bytes(program)
+    static[:, CATEGORIES.index("gradients")] -= fresh.by_rank
     return MemoryAccount(
-        static=static_bytes(program), activations=_activation_bytes(program, memories),
+        static=static, gradients=fresh.held, activations=_activation_bytes(program, memories, fresh),
         buffers=_received_bytes(program, places) + _handed_over_bytes(program, places, memories),
         rank_start=program.rank_start)
 
@@ -96,33 +105,87 @@ class _Places:
         """[slot, microbatch] -> the B or I instruction."""
 
 
+class _FreshGradients:
+    """Gradients that no exchange holds room for: they are there from the first backward of a step that gives them."""
+
+    def __init__(self, program: Program, places: _Places) -> None:
+        self.by_rank = np.zeros(program.num_ranks, dtype=np.int64)
+        self.appear = np.zeros(program.num_instructions, dtype=np.int64)
+        """Bytes that appear in each instruction."""
+        if program.plan.model.mode == "training":
+            self._find(program, places)
+        total = np.cumsum(self.appear)
+        before = np.concatenate(([0], total))[program.rank_start[:-1]]
+        self.held: I64 = total - before[program.rank_of()] if len(total) else total
+
+    def _find(self, program: Program, places: _Places) -> None:
+        rank_of = {device: rank for rank, device in enumerate(program.plan.cluster.devices)}
+        parts, absent = parameter_parts(program.plan, program.graph), _Fresh(program)
+        found: dict[tuple[int, int], int] = {}
+        for (rank, index), slot in places.slots.items():
+            done = np.maximum(places.position[slot, Phase.B], places.position[slot, Phase.W])
+            for tensor in sorted(absent.on_rank(index, rank)) if (done >= 0).any() else ():
+                first = int(done[done >= 0].min())
+                found[rank, tensor] = min(first, found.get((rank, tensor), first))
+        for tensor, held in parts.items():
+            for device, part in held.items():
+                first = found.get((rank_of[device], tensor), -1)
+                if first >= 0:
+                    num_bytes = math.ceil(part * int(program.graph.tensor_bytes[tensor]))
+                    self.by_rank[rank_of[device]] += num_bytes
+                    self.appear[first] += num_bytes
+
+
+class _Fresh:
+    """The parameters of instances whose gradients are not exchanged, and so absent when a step begins."""
+
+    def __init__(self, program: Program) -> None:
+        buckets: list[list[int]] = [[] for _ in range(program.num_ranks)]
+        for index, bucket in enumerate(program.buckets):
+            for rank in bucket.ranks:
+                buckets[rank].append(index)
+        self._program, self._buckets = program, [tuple(items) for items in buckets]
+        self._held = [frozenset(_stage_tensors(program.graph, ops, TensorRole.PARAMETER)) for ops in program.stage_ops]
+        self._known: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}
+
+    def on_rank(self, instance: int, rank: int) -> frozenset[int]:
+        """Return those of an instance on one of its ranks."""
+        key = self._program.instances[instance].stage, self._buckets[rank]
+        if key not in self._known:
+            exchanged = (self._program.buckets[index].parameters for index in key[1])
+            self._known[key] = self._held[key[0]].difference(*exchanged)
+        return self._known[key]
+
+    def anywhere(self, instance: int) -> frozenset[int]:
+        """Return those of an instance on any of its ranks."""
+        sets = {self.on_rank(instance, rank) for rank in self._program.instances[instance].ranks}
+        return frozenset().union(*sets)
+
+
 def instance_memories(program: Program) -> list[StageMemory]:
     """Return what each instance takes on one of its ranks for one micro-batch."""
     inputs = [stage_inputs(program.graph, ops) for ops in program.stage_ops]
     crossing = np.unique(np.concatenate(inputs)) if inputs else np.zeros(0, dtype=np.int64)
-    training = program.plan.model.mode == "training"
-    known: dict[tuple[int, int, tuple[tuple[str, int], ...]], StageMemory] = {}
+    training, absent = program.plan.model.mode == "training", _Fresh(program)
+    known: dict[tuple[int, int, tuple[tuple[str, int], ...], frozenset[int]], StageMemory] = {}
     result = []
-    for item in program.instances:
-        stage = program.plan.stages[item.stage]
-        replica = stage.replicas[item.replica]
-        key = item.stage, item.num_samples, tuple(sorted(replica.mesh.items()))
+    for index, item in enumerate(program.instances):
+        stage, ops = program.plan.stages[item.stage], program.stage_ops[item.stage]
+        replica, fresh = stage.replicas[item.replica], absent.anywhere(index)
+        key = item.stage, item.num_samples, tuple(sorted(replica.mesh.items())), fresh
         if key not in known:
-            ids = [program.graph.tensor_index[name] for name in stage.sharding.tensors]
-            parts = {tensor: part_held(stage, replica, program.graph.tensor_names[tensor],
-                                       program.graph.tensor_shapes[tensor]) for tensor in ids}
             known[key] = stage_memory(
-                program.graph, program.stage_ops[item.stage], num_samples=item.num_samples, training=training,
-                crossing=crossing, parts=parts)
+                program.graph, ops, num_samples=item.num_samples, training=training, crossing=crossing, fresh=fresh,
+                local=local_tensors(program.graph, stage, replica, ops, crossing))
         result.append(known[key])
     return result
 
 
-def _activation_bytes(program: Program, memories: list[StageMemory]) -> I64:
+def _activation_bytes(program: Program, memories: list[StageMemory], fresh: _FreshGradients) -> I64:
     """Return per instruction what forwards have left for their backwards, and what is live inside it."""
     training = program.plan.model.mode == "training"
     change = np.zeros((max(1, len(memories)), len(Phase)), dtype=np.int64)
-    extra = np.zeros_like(change)
+    extra, first = np.zeros((2, *change.shape), dtype=np.int64)
     for index, (instance, memory) in enumerate(zip(program.instances, memories, strict=True)):
         recompute = program.plan.stages[instance.stage].recompute
         kept = memory.inputs if recompute else memory.saved
@@ -130,13 +193,18 @@ def _activation_bytes(program: Program, memories: list[StageMemory]) -> I64:
             change[index] = (kept, -kept, memory.saved_for_weights - kept, -memory.saved_for_weights)
         pieces = any(not program.channels[channel].whole for channel in instance.forward_channels)
         forward = memory.forward_peak + (memory.inputs if pieces else 0)
-        backward = memory.backward_work + (memory.forward_peak if recompute else 0)
-        extra[index] = (forward, backward, backward, 0)
+        again = memory.forward_peak if recompute else 0
+        extra[index] = (forward, memory.backward_rise + again, memory.backward_work + again, 0)
+        first[index, Phase.B] = memory.first_rise - memory.backward_rise
     is_compute = program.op == Op.COMPUTE
     chosen = program.instance[is_compute], program.phase[is_compute]
     lasting, during = np.zeros((2, program.num_instructions), dtype=np.int64)
     lasting[is_compute], during[is_compute] = change[chosen], extra[chosen]
-    return np.cumsum(lasting) - lasting + during
+    begins = np.flatnonzero(fresh.appear)  # the first backwards of a step
+    during[begins] += first[program.instance[begins], program.phase[begins]]
+    whole = begins[program.phase[begins] == Phase.B]
+    during[whole] -= fresh.appear[whole]
+    return np.asarray(np.maximum(np.cumsum(lasting) - lasting + during, 0), dtype=np.int64)  # parts are rounded
 
 
 def _received_bytes(program: Program, places: _Places) -> I64:
@@ -217,7 +285,7 @@ def static_bytes(program: Program) -> I64:
     buffers: list[set[int]] = [set() for _ in range(program.num_ranks)]
     for instance in program.instances:
         for rank in instance.ranks:
-            buffers[rank].update(_stage_buffers(graph, program.stage_ops[instance.stage]))
+            buffers[rank].update(_stage_tensors(graph, program.stage_ops[instance.stage], TensorRole.BUFFER))
     result[:, 0] += [int(graph.tensor_bytes[sorted(tensors)].sum()) for tensors in buffers]
     result[:, 4] += _exchange_bytes(program)
     return result
@@ -252,6 +320,6 @@ def _dtype_bytes(dtype: str) -> int:
     return {"float64": 8, "float16": 2, "bfloat16": 2}.get(dtype, 4)
 
 
-def _stage_buffers(graph: Graph, ops: I64) -> list[int]:
+def _stage_tensors(graph: Graph, ops: I64, role: TensorRole) -> list[int]:
     read = np.unique(np.concatenate([graph.op_inputs(int(op)) for op in ops]))
-    return [int(tensor) for tensor in read[graph.tensor_role[read] == TensorRole.BUFFER]]
+    return [int(tensor) for tensor in read[graph.tensor_role[read] == role]]

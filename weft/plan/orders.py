@@ -74,4 +74,8 @@ def forward_only(num_stages: int, num_microbatches: int) -> Order:
 
 def to_tokens(order: Order, stage_names: tuple[str, ...]) -> list[tuple[str, ...]]:
     """Return the order as plan actions, such as ``s0:F:2``."""
-    return [tuple(f"{stage_names[stage]}:{phase}:{index}" for stage, phase, index in actions) for actions in order]
+    known: dict[int, tuple[str, ...]] = {}
+    for actions in order:
+        if id(actions) not in known:  # many devices may share one list
+            known[id(actions)] = tuple(f"{stage_names[stage]}:{phase}:{index}" for stage, phase, index in actions)
+    return [known[id(actions)] for actions in order]

@@ -80,6 +80,9 @@ class Sharding:
     """For each axis a placement: of a parameter how it is stored, of another tensor how its readers find it. After a
     colon that of its gradient, if it is another: ``R:P`` is whole, and its gradients are sums that are to be taken
     (for a parameter, by an exchange at the end of the step)."""
+    made: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """For each axis the placement in which an operator gives a tensor, where that is a part and readers find it in
+    another. It follows from the operator's factors; said here, it is known without them what devices hold."""
 
     def __bool__(self) -> bool:
         return bool(self.ops or self.tensors)

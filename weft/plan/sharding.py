@@ -39,20 +39,19 @@ def parse_layout(words: Sequence[str]) -> TensorLayout:
 
 def format_layout(layout: TensorLayout) -> tuple[str, ...]:
     """Return the entry of ``Sharding.tensors`` for a layout."""
-    pairs = zip(layout.value, layout.gradient, strict=True)
-    return tuple(str(value) if gradient == _usual_gradient(value) else f"{value}:{gradient}"
-                 for value, gradient in pairs)
+    items = zip(layout.value, layout.gradient, usual_gradient(layout.value), strict=True)
+    return tuple(str(value) if gradient == usual else f"{value}:{gradient}" for value, gradient, usual in items)
 
 
 def _parse_word(word: str) -> tuple[Placement, Placement]:
     first, colon, second = word.partition(":")
     value = parse_placement(first)
-    return value, parse_placement(second) if colon else _usual_gradient(value)
+    return value, parse_placement(second) if colon else usual_gradient((value,))[0]
 
 
-def _usual_gradient(value: Placement) -> Placement:
-    """Return the placement of a gradient where nothing is said: like the value, and whole for a sum."""
-    return WHOLE if value == SUM else value
+def usual_gradient(value: Layout) -> Layout:
+    """Return the layout of a gradient where nothing is said: like the value, and whole for a sum."""
+    return tuple(WHOLE if item == SUM else item for item in value)
 
 
 def axis_sizes(replica: Replica) -> tuple[int, ...]:
@@ -94,15 +93,16 @@ def sharding_problems(stage: Stage, graph: Graph, path: str) -> Iterator[str]:
             yield f"{path}.sharding.ops: the stage has no operator {name!r}"
         elif len(words) != num_axes:
             yield f"{path}.sharding.ops.{name} has {len(words)} words for {num_axes} axes"
-    for name, words in stage.sharding.tensors.items():
-        here = f"{path}.sharding.tensors"
-        if name not in graph.tensor_index:
-            yield f"{here}: the model has no tensor {name!r}"
-        elif len(words) != num_axes:
-            yield f"{here}.{name} has {len(words)} words for {num_axes} axes"
-        else:
-            shape = graph.tensor_shapes[graph.tensor_index[name]]
-            yield from itertools.islice(_layout_problems(stage, words, shape, f"{here}.{name}"), 1)
+    for table in ("tensors", "made"):
+        here = f"{path}.sharding.{table}"
+        for name, words in getattr(stage.sharding, table).items():
+            if name not in graph.tensor_index:
+                yield f"{here}: the model has no tensor {name!r}"
+            elif len(words) != num_axes:
+                yield f"{here}.{name} has {len(words)} words for {num_axes} axes"
+            else:
+                shape = graph.tensor_shapes[graph.tensor_index[name]]
+                yield from itertools.islice(_layout_problems(stage, words, shape, f"{here}.{name}"), 1)
 
 
 def _layout_problems(stage: Stage, words: Sequence[str], shape: tuple[int, ...], here: str) -> Iterator[str]:

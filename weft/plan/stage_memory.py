@@ -2,18 +2,31 @@
 
 A tensor and its views share one *storage*, known by the tensor that is not a view. Storages that a stage reads from
 other stages are not counted inside its forward: they are held as received or handed-over tensors until it ends.
+
+On a device of a stage on several, sizes are those of its parts (``weft.plan.local_tensors``). What is read in another
+layout than it is made in is a storage of its own: with ``n`` tensors, tensor ``t`` as readers find it has the number
+``n + t``. The move between the two stands in the list of operators before the first that reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Final
 
 import numpy as np
 
 from weft.model.graph import F64, I64, NO_BATCH_DIM, Bool, Graph, TensorRole
 from weft.plan.layout import stage_inputs
+from weft.plan.local_tensors import LocalTensor
+
+BACKWARD_ROOM: Final = frozenset({"aten.cross_entropy_loss"})
+"""Operators of several steps whose backward has a tensor as large as the first one they read besides its gradient."""
+KEEPS_RESULT: Final = frozenset(f"aten.{name}" for name in (
+    "softmax", "_softmax", "log_softmax", "_log_softmax", "relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt",
+    "reciprocal", "scaled_dot_product_attention"))
+"""Operators whose backward needs what they gave, and not only what they and others read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,102 +48,213 @@ class StageMemory:
     forward_peak: int
     """Largest amount live inside the forward, saved tensors included, inputs not."""
     backward_work: int
-    """Largest amount of gradients live inside the backward."""
+    """Largest amount of gradients of activations live inside the backward."""
+    backward_rise: int
+    """The most that a whole backward takes above ``saved``, of which it lets go while it runs."""
+    first_rise: int
+    """The same where gradients of the parameters in ``fresh`` appear on the way; these gradients included."""
 
 
 def stage_memory(graph: Graph, ops: I64, *, num_samples: int, training: bool, crossing: I64,
-                 parts: Mapping[int, float] = MappingProxyType({})) -> StageMemory:
+                 local: Mapping[int, LocalTensor] = MappingProxyType({}), fresh: frozenset[int] = frozenset()
+                 ) -> StageMemory:
     """Return the memory figures of the stage with these operators; ``crossing`` are the tensors between stages.
 
-    ``parts`` are the parts of sharded tensors that one device of the stage holds.
+    ``local`` is what one device of the stage has of tensors that are not whole there. ``fresh`` are parameters whose
+    gradients are not there before the first backward.
     """
-    view = _StageView(graph, ops, num_samples, parts)
+    view = _StageView(graph, ops, num_samples, local)
     saved, for_weights = view.saved(training=training)
-    outputs = np.unique(view.root[crossing[view.is_made[crossing]]])
-    kept = np.zeros(graph.num_tensors, dtype=bool)
-    kept[saved] = True
-    inside = view.saved_inside(ops) * num_samples / graph.batch if training else 0.0
+    outputs = np.unique(view.root[view.as_read[crossing[view.is_made[crossing]]]])
+    kept = view.mask(saved)
+    inside = view.inside() if training else 0.0
     own_saved = saved[~view.is_from_outside[saved]]
     gradients = view.inputs[graph.needs_gradient[view.inputs]] if training else view.inputs[:0]
+    work, first = np.zeros((2, 1))
+    released = first
+    if training:
+        work, released, first = view.gradients_live(), view.released(own_saved), view.fresh(fresh)
     return StageMemory(
         saved=_whole(view.size[saved].sum() + inside), saved_for_weights=_whole(for_weights),
         inputs=_whole(view.sizes[view.inputs].sum()), outputs=_whole(view.size[outputs].sum()),
         saved_outputs=_whole(view.size[outputs[kept[outputs]]].sum()),
         input_gradients=_whole(view.sizes[gradients].sum()),
-        forward_peak=_whole(view.forward_peak(kept) + view.size[own_saved].sum() + inside),
-        backward_work=_whole(view.backward_work()) if training else 0)
+        forward_peak=_whole(view.forward_live(own_saved, training=training).max()),
+        backward_work=_whole(work.max()), backward_rise=_whole((work - released).max()),
+        first_rise=_whole((work - released + first).max()))
 
 
 def _whole(num_bytes: float) -> int:
     return round(float(num_bytes))
 
 
-class _StageView:
-    """The graph as one stage sees it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """An operator, or a move of a tensor to the layout in which it is read."""
 
-    def __init__(self, graph: Graph, ops: I64, num_samples: int, parts: Mapping[int, float]) -> None:
-        self.graph, self.root, self.parts = graph, graph.memory_root, parts
-        is_batched = graph.tensor_batch_dim != NO_BATCH_DIM
-        self.sizes: F64 = graph.tensor_bytes.astype(np.float64) * np.where(is_batched, num_samples / graph.batch, 1.0)
-        for tensor, part in parts.items():
-            self.sizes[tensor] *= part
-        self.ops = [(graph.op_inputs(op).tolist(), graph.op_outputs(op).tolist()) for op in ops.tolist()]
-        """(tensors read, tensors written) of each operator."""
-        self.is_made = self._mask([tensor for _, written in self.ops for tensor in written])
-        self.is_touched = self.is_made | self._mask([tensor for read, _ in self.ops for tensor in read])
+    read: list[int]
+    written: list[int]
+    inside: float = 0.0
+    """Bytes kept for the backward besides tensors."""
+    forward_room: float = 0.0
+    """Bytes needed besides tensors while it runs."""
+    backward_room: float = 0.0
+
+
+class _StageView:
+    """The graph as one device of a stage sees it."""
+
+    def __init__(self, graph: Graph, ops: I64, num_samples: int, local: Mapping[int, LocalTensor]) -> None:
+        self.graph, count, scale = graph, graph.num_tensors, num_samples / graph.batch
+        whole: F64 = graph.tensor_bytes.astype(np.float64)
+        whole[graph.tensor_batch_dim != NO_BATCH_DIM] *= scale
+        copied = [tensor for tensor, item in local.items() if item.is_copied]
+        self.sizes: F64 = np.concatenate((whole, whole)) if copied else whole.copy()
+        self.as_read: I64 = np.arange(count)
+        """The number under which each tensor is read."""
+        self.as_read[copied] += count
+        for tensor, item in local.items():
+            self.sizes[tensor] = whole[tensor] * item.made
+            self.sizes[self.as_read[tensor]] = whole[tensor] * item.read
+        self.root: I64 = graph.memory_root
+        self.is_saved: Bool = graph.is_saved
+        self.steps = [self._step(op, local, scale) for op in ops.tolist()]
+        if copied:
+            forgotten = [int(self.as_read[tensor]) for tensor in copied if not local[tensor].is_kept]
+            self._divide_storages(ops, copied, forgotten)
+        if local:
+            self._insert_moves(local, whole)
+        self.is_made = self.mask([tensor for step in self.steps for tensor in step.written])
+        self.is_touched = self.is_made | self.mask([tensor for step in self.steps for tensor in step.read])
         self.inputs = stage_inputs(graph, ops)
         outside = self.inputs[~self.is_made[self.root[self.inputs]]]
-        self.is_from_outside = self._mask(self.root[outside])
-        self.size = np.where((graph.tensor_role == TensorRole.ACTIVATION) & ~self.is_from_outside, self.sizes, 0.0)
+        self.is_from_outside = self.mask(self.root[outside])
+        is_activation = self._twice(graph.tensor_role == TensorRole.ACTIVATION)
+        self.size = np.where(is_activation & ~self.is_from_outside, self.sizes, 0.0)
         """By storage; zero for parameters, buffers and inputs of the model. What comes from outside is there once
         for each tensor that comes, not as the storage it was cut from."""
         np.add.at(self.size, self.root[outside], self.sizes[outside])
 
-    def _mask(self, tensors: list[int] | I64) -> Bool:
-        mask: Bool = np.zeros(self.graph.num_tensors, dtype=bool)
-        mask[tensors] = True
+    def _step(self, op: int, local: Mapping[int, LocalTensor], scale: float) -> _Step:
+        """Return an operator; it keeps inside the part of what it reads."""
+        graph, read = self.graph, self.as_read[self.graph.op_inputs(op)].tolist()
+        part = min((local[tensor].read for tensor in graph.op_inputs(op).tolist() if tensor in local), default=1.0)
+        return _Step(read=read, written=graph.op_outputs(op).tolist(),
+                     inside=float(graph.saved_inside_bytes[op]) * scale * part,
+                     backward_room=float(self.sizes[read[0]]) if graph.op_kinds[op] in BACKWARD_ROOM else 0.0)
+
+    def mask(self, numbers: list[int] | I64) -> Bool:
+        """Return true for these tensors or storages."""
+        mask: Bool = np.zeros(len(self.sizes), dtype=bool)
+        mask[numbers] = True
         return mask
 
-    def saved_inside(self, ops: I64) -> float:
-        """Return what operators keep inside for their backward, of the sharded ones the part of what they read."""
-        part = [min((self.parts.get(tensor, 1.0) for tensor in read), default=1.0) for read, _ in self.ops]
-        return float((self.graph.saved_inside_bytes[ops] * part).sum())
+    def _twice(self, values: Bool) -> Bool:
+        """Return the values of tensors also for those that are read in another layout."""
+        return np.concatenate((values, values)) if len(self.sizes) > len(values) else values
+
+    # ---- a device of several ----------------------------------------------------------------------------------------
+
+    def _divide_storages(self, ops: I64, copied: list[int], forgotten: list[int]) -> None:
+        """Let views of what is read in another layout be views of that, and find out which of the storages are kept."""
+        graph, family, count = self.graph, self.graph.memory_root, self.graph.num_tensors
+        self.root = np.concatenate((family, np.arange(count, 2 * count)))
+        divided = np.zeros(count, dtype=bool)
+        divided[family[copied]] = True
+        kept = self.mask(np.flatnonzero(graph.is_saved & ~divided))
+        for op, step in zip(ops.tolist(), self.steps, strict=True):
+            sources = {int(family[tensor % count]): int(self.root[tensor]) for tensor in step.read}
+            for tensor in step.written:
+                if graph.tensor_base[tensor] >= 0:
+                    self.root[tensor] = sources.get(int(family[tensor]), family[tensor])
+                elif graph.is_saved[tensor] and graph.op_kinds[op] in KEEPS_RESULT:
+                    kept[tensor] = True
+            if any(graph.tensor_base[tensor] < 0 for tensor in step.written):  # it is not only a view
+                kept[[root for source, root in sources.items() if graph.is_saved[source]]] = True
+        kept[forgotten] = False
+        self.is_saved = kept
+
+    def _insert_moves(self, local: Mapping[int, LocalTensor], whole: F64) -> None:
+        """Put each move before the first operator that reads what it brings, or at the end."""
+        made = {tensor for step in self.steps for tensor in step.written}
+        moves = {int(self.as_read[tensor]): _Step(
+            read=[tensor], written=[int(self.as_read[tensor])] if item.is_copied else [],
+            forward_room=item.forward_room * whole[tensor], backward_room=item.backward_room * whole[tensor])
+            for tensor, item in local.items()
+            if tensor in made and (item.is_copied or item.forward_room or item.backward_room)}
+        steps = []
+        for step in self.steps:
+            steps += [moves.pop(number) for number in dict.fromkeys(step.read) if number in moves]
+            steps.append(step)
+        self.steps = [*steps, *moves.values()]
+
+    # ---- totals -----------------------------------------------------------------------------------------------------
 
     def saved(self, *, training: bool) -> tuple[I64, float]:
         """Return the storages that are kept for the backward, and the bytes that the gradients of weights need."""
         if not training:
             return np.zeros(0, dtype=np.int64), 0.0
-        role = self.graph.tensor_role
-        with_weights = [(read, written) for read, written in self.ops
-                        if any(role[tensor] == TensorRole.PARAMETER for tensor in read)]
-        operands = self._saved_storages(self._mask([tensor for read, _ in with_weights for tensor in read]))
-        gradients = [tensor for _, written in with_weights for tensor in written]
+        role, count = self.graph.tensor_role, self.graph.num_tensors
+        with_weights = [step for step in self.steps
+                        if any(role[tensor % count] == TensorRole.PARAMETER for tensor in step.read)]
+        operands = self._saved_storages(self.mask([tensor for step in with_weights for tensor in step.read]))
+        gradients = [tensor for step in with_weights for tensor in step.written]
         return (self._saved_storages(self.is_touched),
                 float(self.size[operands].sum() + self.sizes[gradients].sum()))
 
     def _saved_storages(self, chosen: Bool) -> I64:
         storages = np.unique(self.root[chosen])
-        return np.asarray(storages[self.graph.is_saved[storages]], dtype=np.int64)
+        return np.asarray(storages[self.is_saved[storages]], dtype=np.int64)
 
-    def forward_peak(self, kept: Bool) -> float:
-        """Return the most that is live at once inside the forward beyond what is saved in the end."""
-        return self._peak(self.ops, self.is_made & ~kept)
+    def inside(self) -> float:
+        """Return what operators keep for their backward besides tensors."""
+        return sum(step.inside for step in self.steps)
 
-    def backward_work(self) -> float:
-        """Return the most that gradients of activations take at once, from the last operator to the first."""
-        wanted = self._mask(self.root[self.graph.needs_gradient & self.is_touched])
-        return self._peak(self.ops[::-1], wanted)
+    def forward_live(self, saved: I64, *, training: bool) -> F64:
+        """Return what is live in each step of the forward; of what is saved, that which is made up to then."""
+        kept = self.mask(saved)
+        change = np.asarray([step.inside * training for step in self.steps])
+        first, _, storages = self._spans(self.steps, kept)
+        np.add.at(change, first, self.size[storages])
+        rooms = [step.forward_room for step in self.steps]
+        return np.asarray(np.cumsum(change) + self._live(self.steps, self.is_made & ~kept) + rooms)
 
-    def _peak(self, ops: list[tuple[list[int], list[int]]], counted: Bool) -> float:
-        """Return the largest total of the storages that are live: from the first operator that has it to the last."""
-        steps = [np.unique(self.root[read + written]) for read, written in ops]
-        steps = [step[counted[step]] for step in steps]
-        last = {storage: position for position, step in enumerate(steps) for storage in step.tolist()}
-        live, peak = 0.0, 0.0
-        held: set[int] = set()
-        for position, step in enumerate(steps):
-            live += sum(self.size[storage] for storage in step.tolist() if storage not in held)
-            held.update(step.tolist())
-            peak = max(peak, live)
-            live -= sum(self.size[storage] for storage in step.tolist() if last[storage] == position)
-        return peak
+    # ---- the backward, from the last operator to the first ----------------------------------------------------------
+
+    def gradients_live(self) -> F64:
+        """Return what gradients of activations take while the backward of each operator runs."""
+        wanted = self.mask(self.root[self._twice(self.graph.needs_gradient) & self.is_touched])
+        return self._live(self.steps[::-1], wanted) + [step.backward_room for step in self.steps[::-1]]
+
+    def released(self, saved: I64) -> F64:
+        """Return what of these storages, and of what operators keep inside, is free when each backward begins."""
+        change = np.zeros(len(self.steps) + 1)
+        change[1:] = [step.inside for step in self.steps[::-1]]
+        _, last, storages = self._spans(self.steps[::-1], self.mask(saved))
+        np.add.at(change, last + 1, self.size[storages])
+        return np.cumsum(change)[:-1]
+
+    def fresh(self, parameters: frozenset[int]) -> F64:
+        """Return the bytes of these parameters' gradients that are there when each backward has run."""
+        change = np.zeros(len(self.steps))
+        first, _, storages = self._spans(self.steps[::-1], self.mask(sorted(parameters)))
+        np.add.at(change, first, self.sizes[storages])
+        return np.cumsum(change)
+
+    def _live(self, steps: Sequence[_Step], counted: Bool) -> F64:
+        """Return the total of storages that are live in each step: from the first that has it to the last."""
+        first, last, storages = self._spans(steps, counted)
+        change = np.zeros(len(steps) + 1)
+        np.add.at(change, first, self.size[storages])
+        np.add.at(change, last + 1, -self.size[storages])
+        return np.cumsum(change)[:-1]
+
+    def _spans(self, steps: Sequence[_Step], counted: Bool) -> tuple[I64, I64, I64]:
+        """Return the first and the last step that has each of the storages, and the storages."""
+        counts = [len(step.read) + len(step.written) for step in steps]
+        storage = self.root[[tensor for step in steps for tensor in (*step.read, *step.written)]]
+        position = np.repeat(np.arange(len(steps)), counts)[counted[storage]]
+        storage = storage[counted[storage]]
+        found, first = np.unique(storage, return_index=True)
+        _, from_end = np.unique(storage[::-1], return_index=True)
+        return position[first], position[::-1][from_end], found

@@ -13,7 +13,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
@@ -145,19 +145,19 @@ class Transport:
     def gathered(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Return the tensors of ``ranks``, which have one shape, one after the other along a new first dimension."""
         sent = self.on_wire(tensor.contiguous())
-        result = sent.new_empty((len(ranks), *sent.shape))
+        result = self._room((len(ranks), *sent.shape), sent.dtype)
         return self._collect(lambda group: group._allgather_base(result.view(-1), sent.view(-1)), result, ranks)
 
     def sum_scattered(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Return this rank's entry, along the first dimension, of the sum of the tensor over ``ranks``."""
         sent = self.on_wire(tensor.contiguous())
-        result = torch.empty_like(sent[0])
+        result = self._room(sent.shape[1:], sent.dtype)
         return self._collect(lambda group: group._reduce_scatter_base(result.view(-1), sent.view(-1)), result, ranks)
 
     def all_to_all(self, flat: Tensor, ranks: tuple[int, ...], *, sent: list[int], received: list[int]) -> Tensor:
         """Return what ``ranks`` have for this one; ``flat`` is what this one has for them, in pieces of these sizes."""
         given = self.on_wire(flat.contiguous())
-        result = given.new_empty(sum(received))
+        result = self._room((sum(received),), given.dtype)
         return self._collect(lambda group: group.alltoall_base(result, given, received, sent), result, ranks)
 
     def on_wire(self, tensor: Tensor) -> Tensor:
@@ -171,6 +171,12 @@ class Transport:
         except RuntimeError as problem:
             raise PeerLost(f"rank {self.rank} lost one of the ranks {ranks}: {problem}") from problem
         return result.to(self.device) if self.copies_to_host else result
+
+    def _room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return room for what a collective brings, where the backend can put it."""
+        if not self.copies_to_host:
+            return torch.empty(tuple(shape), dtype=dtype, device=self.device)
+        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.device.type == "cuda")
 
     def _host_copy(self, tensor: Tensor) -> Tensor:
         """Return room for the tensor in memory that the GPU copies from and to at full speed."""

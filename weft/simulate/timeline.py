@@ -169,6 +169,7 @@ class Timeline:
         part = slice(int(self.rank_start[rank]), int(self.rank_start[rank + 1]))
         begins = np.where(self.runs[part], self.start_s[part], self.issue_s[part])
         held = np.repeat(self.memory.static[rank][None, :], len(begins) + 1, axis=0)
+        held[1:, CATEGORIES.index("gradients")] += self.memory.gradients[part]
         held[1:, CATEGORIES.index("activations")] += self.memory.activations[part]
         held[1:, CATEGORIES.index("buffers")] += self.memory.buffers[part]
         times = np.concatenate(([0.0], begins))

@@ -53,6 +53,8 @@ class RankRecord:
     """Bytes of received tensors held while the instruction runs."""
     static: Mapping[str, int]
     """Bytes held all the time, by category."""
+    gradients: tuple[int, ...] = ()
+    """Bytes of gradients, besides those in ``static``, held while the instruction runs; none if it is empty."""
     summary: RankSummary | None = None
 
 
@@ -98,7 +100,8 @@ def _rank_record(timeline: Timeline, rank: int, summary: RankSummary) -> RankRec
         label=timeline.labels[part], start_s=tuple(timeline.start_s[part].tolist()),
         end_s=tuple(timeline.end_s[part].tolist()), source=tuple(SOURCES[code] for code in timeline.source[part]),
         activations=tuple(memory.activations[part].tolist()), buffers=tuple(memory.buffers[part].tolist()),
-        static=dict(zip(CATEGORIES, memory.static[rank].tolist(), strict=True)), summary=summary)
+        static=dict(zip(CATEGORIES, memory.static[rank].tolist(), strict=True)),
+        gradients=tuple(memory.gradients[part].tolist()), summary=summary)
 
 
 def parse_timeline(value: Any, program: Program | None = None, *, where: str = "timeline") -> Timeline:
@@ -118,7 +121,7 @@ def _rank_problems(record: TimelineRecord) -> Iterator[str]:
     if devices != record.cluster.devices:
         yield f"ranks are of devices {devices}, but cluster.devices is {record.cluster.devices}"
     for index, rank in enumerate(record.ranks):
-        lengths = {name: len(getattr(rank, name)) for name in _COLUMNS}
+        lengths = {name: len(getattr(rank, name)) for name in (*_COLUMNS, *(("gradients",) if rank.gradients else ()))}
         if len(set(lengths.values())) > 1:
             yield f"ranks[{index}]: the columns differ in length: {lengths}"
         for start, end in zip(rank.start_s, rank.end_s, strict=False):
@@ -127,7 +130,7 @@ def _rank_problems(record: TimelineRecord) -> Iterator[str]:
                 break
         if set(rank.static) != set(CATEGORIES):
             yield f"ranks[{index}].static must have {', '.join(CATEGORIES)}, not {', '.join(rank.static)}"
-        for amount in (*rank.static.values(), *rank.activations, *rank.buffers):
+        for amount in (*rank.static.values(), *rank.gradients, *rank.activations, *rank.buffers):
             if not 0 <= amount <= MAX_BYTES:
                 yield f"ranks[{index}]: {amount} bytes of memory: amounts must be zero or more, and sane"
                 break
@@ -177,6 +180,7 @@ def _to_timeline(record: TimelineRecord, program: Program | None) -> Timeline:
     static = [[rank.static[name] for name in CATEGORIES] for rank in ranks]
     memory = MemoryAccount(
         static=np.asarray(static, dtype=np.int64).reshape(len(ranks), len(CATEGORIES)),
+        gradients=np.asarray([item for rank in ranks for item in rank.gradients or [0] * len(rank.op)], dtype=np.int64),
         activations=np.asarray([item for rank in ranks for item in rank.activations], dtype=np.int64),
         buffers=np.asarray([item for rank in ranks for item in rank.buffers], dtype=np.int64), rank_start=rank_start)
     return Timeline(

@@ -58,9 +58,10 @@ class TensorCosts:
 
     def words(self, op_names: Sequence[str], tensor_names: Sequence[str]) -> Sharding:
         """Return the part of the words that is about these operators and tensors."""
-        ops, tensors = self.sharding.ops, self.sharding.tensors
+        ops, tensors, made = self.sharding.ops, self.sharding.tensors, self.sharding.made
         return Sharding(ops={name: ops[name] for name in op_names if name in ops},
-                        tensors={name: tensors[name] for name in tensor_names if name in tensors})
+                        tensors={name: tensors[name] for name in tensor_names if name in tensors},
+                        made={name: made[name] for name in tensor_names if name in made})
 
 
 def split_operators(folded: FoldedModel, graph: Graph, costs: Costs, groups: Sequence[Sequence[int]], *,

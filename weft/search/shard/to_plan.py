@@ -11,12 +11,12 @@ from weft.cluster.cluster import DeviceId
 from weft.errors import PlanError
 from weft.model.folded import FoldedModel
 from weft.model.graph import Graph
-from weft.model.tensor_layout import SUM, WHOLE
+from weft.model.tensor_layout import SUM, WHOLE, Layout
 from weft.plan.orders import Action
 from weft.plan.plan import Plan, Sharding, with_search
-from weft.plan.sharding import TensorLayout, format_layout
+from weft.plan.sharding import TensorLayout, format_layout, usual_gradient
 from weft.search.problem import Problem, StageSpec, make_plan
-from weft.search.shard.folded_graph import MIDDLE, FoldedGraph, Place
+from weft.search.shard.folded_graph import MIDDLE, Assembler, FoldedGraph, Place
 from weft.search.shard.model_search import ShardedModel
 from weft.search.shard.parts import ModelParts
 
@@ -27,9 +27,15 @@ AXES: Final = {1: ("tensor",), 2: ("data", "tensor"), 3: ("outer", "data", "tens
 def plan_words(found: ShardedModel, folded: FoldedModel) -> Sharding:
     """Return what every operator and tensor of the full model does, in the words of a plan."""
     ops: dict[str, tuple[str, ...]] = {}
+    assembler = Assembler(found.parts, folded)
+    parts, layouts, places = found.parts, found.parts.resharding.layouts, assembler.places
     tensors: dict[str, tuple[str, ...]] = {}
-    parts, layouts = found.parts, found.parts.resharding.layouts
-    places = dict(enumerate(_places(found, folded)))
+    made: dict[str, tuple[str, ...]] = {}
+    for name, layout, read in _activations(found, assembler):
+        if any(item.is_split for item in read.value):
+            tensors[name] = format_layout(read)
+        if layout != read.value and any(item.is_split for item in layout):
+            made[name] = tuple(map(str, layout))
     returned = _returned(parts, found)
     for node, (index, strategy) in enumerate(zip(found.graph.node_part, found.choice, strict=True)):
         part = parts.parts[index]
@@ -48,13 +54,35 @@ def plan_words(found: ShardedModel, folded: FoldedModel) -> Sharding:
         if any(word not in ("", "R") for word in words):
             for name in full_names(part.name, places[index], found.graph, node, folded):
                 table[name] = words
-    return Sharding(ops=ops, tensors=tensors)
+    return Sharding(ops=ops, tensors=tensors, made=made)
 
 
-def _places(found: ShardedModel, folded: FoldedModel) -> list[Place | None]:
-    from weft.search.shard.folded_graph import place_parts
+def _activations(found: ShardedModel, assembler: Assembler) -> Iterator[tuple[str, Layout, TensorLayout]]:
+    """Yield operators' results by name, how they are made, and how they are read.
 
-    return place_parts(found.parts, folded)
+    The runtime finds the same from the factors; said in the plan, what devices hold is known without them.
+    """
+    parts, graph, names = found.parts, found.graph, assembler.folded.traced.graph.tensor_names
+    layouts = parts.resharding.layouts
+    node_of = {key: node for node, key in enumerate(zip(graph.node_part, graph.node_variant, strict=True))}
+    wanted: dict[tuple[int, int, str], set[TensorLayout]] = {}
+    for edge in parts.edges:
+        if parts.parts[edge.giver].kind != "op":
+            continue
+        suffix = names[edge.tensor].removeprefix(parts.parts[edge.giver].name)  # such as ":1"
+        for source, target, weight in assembler.uses(edge, graph.counts, graph.is_woven):
+            if weight:
+                strategy = found.choice[node_of[target]]
+                value = layouts[edge.reads[strategy]]
+                gradient = usual_gradient(value) if edge.returns is None else layouts[edge.returns[strategy]]
+                wanted.setdefault((node_of[source], edge.output, suffix), set()).add(TensorLayout(value, gradient))
+    for (node, output, suffix), items in wanted.items():
+        read = items.pop()
+        if not items:  # else equal layers are read in unlike ways
+            part = graph.node_part[node]
+            made = layouts[parts.parts[part].values[output][found.choice[node]]]
+            for name in full_names(parts.parts[part].name, assembler.places[part], graph, node, assembler.folded):
+                yield name + suffix, made, read
 
 
 def _returned(parts: ModelParts, found: ShardedModel) -> list[set[int]]:

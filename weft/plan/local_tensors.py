@@ -1,0 +1,113 @@
+"""What one device of a sharded stage has of each tensor: the part that is made, the part that is read, and moves.
+
+An operator gives a tensor in one layout (``Sharding.made``), its readers find it in another (``Sharding.tensors``).
+Where that is not the same, the part that is read is memory of its own, and the exchange takes room while it goes on.
+Where nothing is said, an operator that is not split makes whole tensors, and one that is split a sum if readers find it
+whole. Tensors between stages are whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from weft.model.graph import I64, Graph
+from weft.model.tensor_layout import SUM, WHOLE, Layout, largest_part
+from weft.plan.plan import Replica, Stage
+from weft.plan.sharding import axis_sizes, parse_layout, whole_layout
+from weft.plan.strategies import SUMS
+
+LOSSES: Final = frozenset({"aten.nll_loss", "aten.nll_loss_nd"})
+"""Where classes are split, they take the true class out of what they read, and keep nothing of it."""
+CROSS_ENTROPY: Final = frozenset({"aten.cross_entropy_loss"})
+"""Where classes are split, it has differences from the maximum, and their exponentials, before it has the loss."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalTensor:
+    """Parts of a tensor on the device that has most of it."""
+
+    made: float = 1.0
+    """Of what its operator gives (or how a parameter is stored)."""
+    read: float = 1.0
+    """Of what its readers find."""
+    is_copied: bool = False
+    """These two are not the same memory."""
+    forward_room: float = 0.0
+    """What bringing it from the one to the other takes besides them."""
+    backward_room: float = 0.0
+    """The same for its gradient, on the way back."""
+    is_kept: bool = True
+    """The backward of its readers may need it."""
+
+
+def local_tensors(graph: Graph, stage: Stage, replica: Replica, ops: I64, crossing: I64) -> dict[int, LocalTensor]:
+    """Return what a device of the replica has of the stage's tensors; those that are not named are whole.
+
+    ``ops`` are the stage's operators, ``crossing`` the tensors between stages.
+    """
+    if not stage.sharding or len(replica.devices) == 1:
+        return {}
+    sizes, between = axis_sizes(replica), set(crossing.tolist())
+    result = {}
+    forgotten, scores = (_scores(graph, stage, ops, kinds) for kinds in (LOSSES, CROSS_ENTROPY))
+    for name in stage.sharding.tensors:
+        tensor = graph.tensor_index[name]
+        if graph.tensor_producer[tensor] < 0:
+            part = largest_part(graph.tensor_shapes[tensor], parse_layout(stage.sharding.tensors[name]).value, sizes)
+            result[tensor] = LocalTensor(made=part, read=part)
+    for op in ops.tolist():
+        words = stage.sharding.ops.get(graph.op_names[op], ())
+        for tensor in graph.op_outputs(op).tolist():
+            found = _made_and_read(stage, graph.tensor_names[tensor], words, len(sizes), tensor in between)
+            if found is not None:
+                item = _local(graph.tensor_shapes[tensor], *found, sizes, is_kept=tensor not in forgotten)
+                room = 2 * item.read if tensor in scores else 0.0
+                result[tensor] = replace(item, forward_room=max(item.forward_room, room))
+    return result
+
+
+def _scores(graph: Graph, stage: Stage, ops: I64, kinds: frozenset[str]) -> set[int]:
+    """Return what losses of these kinds read whose classes are split."""
+    return {int(graph.op_inputs(op)[0]) for op in ops.tolist() if graph.op_kinds[op] in kinds
+            and "classes" in stage.sharding.ops.get(graph.op_names[op], ())}
+
+
+def _made_and_read(stage: Stage, name: str, words: Sequence[str], num_axes: int,
+                   is_between: bool) -> tuple[Layout, Layout, Layout] | None:
+    """Return how a tensor is made, how it is read, and how its gradient comes from readers; None if all is whole."""
+    tensors: Mapping[str, Sequence[str]] = stage.sharding.tensors
+    whole = whole_layout(num_axes)
+    read = whole if is_between or name not in tensors else parse_layout(tensors[name])
+    if name in stage.sharding.made:
+        made = parse_layout(stage.sharding.made[name]).value
+    elif not stage.sharding.ops:  # nothing is said about operators
+        made = read.value
+    else:
+        split = [bool(word) and word != SUMS for word in words] if words else [False] * num_axes
+        made = tuple((own if own.is_split else SUM) if is_split else WHOLE
+                     for own, is_split in zip(read.value, split, strict=True))
+    if made == read.value == whole.value and read == whole:
+        return None
+    return made, read.value, read.gradient
+
+
+def _local(shape: Sequence[int], made: Layout, read: Layout, gradient: Layout, sizes: Sequence[int], *,
+           is_kept: bool) -> LocalTensor:
+    parts = {layout: largest_part(shape, layout, sizes) for layout in (made, read)}
+    is_copied = any(before != after and not (before == SUM and after == WHOLE)
+                    for before, after in zip(made, read, strict=True))
+    wanted = tuple(WHOLE if item == SUM else item for item in made)
+    return LocalTensor(made=parts[made], read=parts[read], is_copied=is_copied, is_kept=is_kept,
+                       forward_room=_room(made, read, parts[made], parts[read]),
+                       backward_room=_room(gradient, wanted, parts[read], parts[made]))
+
+
+def _room(before: Layout, after: Layout, given: float, found: float) -> float:
+    """Return what a change of layout takes besides the tensors before and after it, as ``weft.run.reshard`` does it."""
+    room = 0.0
+    for old, new in zip(before, after, strict=True):
+        if old not in (new, WHOLE):  # pieces to send and as they arrive; else parts as they arrive, or the sum's terms
+            room = max(room, 2 * given if new.is_split else found)
+    return room
