@@ -249,3 +249,17 @@ def test_columns_of_a_large_graph_are_cheap():
     costs = estimate_costs(graph, make_cluster((2, 2), kinds=(FAST, SLOW)))
     assert costs.forward_s.shape == (9000, 2)
     assert costs.stage_figure(np.arange(9000), 3, "B", 0.5).seconds > 0
+
+
+def test_gradients_of_parameters_are_added_up_once_for_their_first_reader():
+    from tests.worlds import linear_graph, plain_cluster
+
+    graph, cluster = linear_graph(8, 64, 32), plain_cluster(1)
+    terms = estimate_costs(graph, cluster).terms[0]
+    rate = 1e12 * op_classes()["elementwise"].on("gpu").memory
+    size = 4 * 64 * 32
+    assert terms["weight_grad"].sum_s[0] == pytest.approx(3 * size / rate)
+    assert not terms["forward"].sum_s.any()
+    assert not terms["input_grad"].sum_s.any()
+    both = [terms["weight_grad"].at(fraction)[0] for fraction in (0.5, 1.0)]
+    assert both[0] >= 3 * size / rate  # fewer samples do not make gradients smaller

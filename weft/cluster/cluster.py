@@ -137,6 +137,17 @@ class Cluster:
         """Return what the device's kind can do."""
         return self.kinds[self.devices[device].kind]
 
+    def links_from(self, name: str) -> tuple[Link, ...]:
+        """Return the links that begin at a device or switch."""
+        return self._links_by_source.get(name, ())
+
+    @cached_property
+    def _links_by_source(self) -> dict[str, tuple[Link, ...]]:
+        found: dict[str, list[Link]] = {}
+        for link in self.links:
+            found.setdefault(link.source, []).append(link)
+        return {name: tuple(links) for name, links in found.items()}
+
     def route(self, source: DeviceId, target: DeviceId) -> Route:
         """Return the best route: without relaying by other devices if possible, then fewest hops, then widest.
 

@@ -1,7 +1,9 @@
 """One column of the cost table: the times of all operators on one device kind (or one device), with their sources.
 
 Part of ``estimate_costs``: ``choose_columns`` says which columns there are, ``fill_column`` fills one, first by the
-roofline, then over it what was measured, then over that what the graph file gives.
+roofline, then over it what was measured, then over that what the graph file gives. Operators are measured alone, and
+the roofline counts what they themselves move; that each new gradient of a parameter is then added to the sum over
+micro-batches comes on top (``Terms.sum_s``).
 """
 
 from __future__ import annotations
@@ -107,6 +109,7 @@ def _put_measured(graph: Graph, work: Work, column: Column, profile: Profile, en
         return
     ratios = _backward_ratios(graph, entries.terms)
     measured_back = np.zeros(graph.num_ops, dtype=bool)
+    added_s = np.zeros(graph.num_ops) if entries.terms is None else entries.terms["weight_grad"].sum_s
     for op, traced in enumerate(op_dtypes(graph)):
         key = OpKey(column.kind.name, graph.op_kinds[op], op_signature(graph, op, traced), work.dtypes[op])
         timing = profile.timings.get(key)
@@ -118,7 +121,7 @@ def _put_measured(graph: Graph, work: Work, column: Column, profile: Profile, en
             continue
         if timing.input_grad_s is not None and timing.weight_grad_s is not None:
             entries.seconds["input_grad"][op] = timing.input_grad_s
-            entries.seconds["weight_grad"][op] = timing.weight_grad_s
+            entries.seconds["weight_grad"][op] = timing.weight_grad_s + added_s[op]
             entries.backward_source[op] = Source.MEASURED.code
             measured_back[op] = True
         else:

@@ -3,15 +3,16 @@
 For one operator on one device, with the efficiencies of its class (``op_classes``) and the share ``f`` of the traced
 batch:
 
-    time(f) = overhead + max(f * compute, fixed + f * moved)
+    time(f) = overhead + max(f * compute, fixed + f * moved) + sum
 
     compute = flops / (peak flop/s of the dtype * compute efficiency)
     fixed   = bytes that do not depend on the batch (parameters) / (memory bandwidth * memory efficiency)
     moved   = all other bytes / (memory bandwidth * memory efficiency)
+    sum     = of the gradient of parameters only: to add it to the sum over micro-batches, in a kernel of its own
 
 Views move nothing and cost nothing, not even overhead (their backward may: that of a split is a concatenation). An
 operator that does not depend on the batch has ``f = 1`` always. A gather reads what it writes, not its whole table.
-``Terms`` holds the four terms of all operators on one device kind for one part: forward, gradient of the inputs,
+``Terms`` holds these terms of all operators on one device kind for one part: forward, gradient of the inputs,
 gradient of the parameters.
 """
 
@@ -29,6 +30,8 @@ from weft.errors import ClusterError
 from weft.model.graph import F64, NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Bool, Graph, TensorRole
 
 Part = Literal["forward", "input_grad", "weight_grad"]
+_READ_READ_WRITE: Final = 3
+"""A sum in place reads both terms and writes one."""
 PARTS: Final[tuple[Part, ...]] = ("forward", "input_grad", "weight_grad")
 
 _FALLBACK: Final = {
@@ -93,13 +96,16 @@ class Terms:
     fixed_s: F64
     moved_s: F64
     overhead_s: F64
+    sum_s: F64
+    """To add new gradients of parameters to their sums over micro-batches."""
     scales: Bool
     """The operator's work grows with the batch."""
 
     def at(self, fraction: float) -> F64:
         """Return the seconds of every operator for this share of the traced batch."""
         share = np.where(self.scales, fraction, 1.0)
-        time_s: F64 = self.overhead_s + np.maximum(share * self.compute_s, self.fixed_s + share * self.moved_s)
+        work_s = np.maximum(share * self.compute_s, self.fixed_s + share * self.moved_s)
+        time_s: F64 = self.overhead_s + work_s + self.sum_s
         return time_s
 
     def ratio(self, fraction: float) -> F64:
@@ -119,6 +125,8 @@ class Work:
     flops: Mapping[Part, F64]
     fixed_bytes: Mapping[Part, F64]
     moved_bytes: Mapping[Part, F64]
+    gradient_bytes: F64
+    """Gradients of the trained parameters that each operator is the first to read."""
     scales: Bool
     is_view: Bool
 
@@ -145,8 +153,17 @@ def describe_work(graph: Graph, dtype: str | None = None) -> Work:
         flops={part: flops[part] for part in PARTS},
         fixed_bytes={part: fixed[part] * resize for part in PARTS},
         moved_bytes={part: (total[part] - fixed[part]) * resize for part in PARTS},
+        gradient_bytes=_gradient_bytes(graph) * resize,
         is_view=np.array([name == VIEW for name in classes], dtype=bool),
     )
+
+
+def _gradient_bytes(graph: Graph) -> F64:
+    tensors, places = np.unique(graph.inputs, return_index=True)
+    trained = (graph.tensor_role[tensors] == TensorRole.PARAMETER) & graph.needs_gradient[tensors]
+    readers = graph.consumer_op[places[trained]]
+    sizes = graph.tensor_bytes[tensors[trained]]
+    return np.bincount(readers, weights=sizes, minlength=graph.num_ops).astype(np.float64)
 
 
 def op_dtypes(graph: Graph) -> tuple[str, ...]:
@@ -198,8 +215,17 @@ def roofline_terms(work: Work, kind: DeviceKind, part: Part,
         fixed_s=work.fixed_bytes[part] / memory_rate,
         moved_s=work.moved_bytes[part] / memory_rate,
         overhead_s=np.where(is_free, 0.0, kind.overhead_s),
+        sum_s=sum_seconds(work, kind) if part == "weight_grad" else np.zeros(len(work.dtypes)),
         scales=work.scales & ~(work.is_view & is_empty),
     )
+
+
+def sum_seconds(work: Work, kind: DeviceKind) -> F64:
+    """Return the seconds that each operator's new gradients take to be added to the sums over micro-batches."""
+    if kind.memory_bytes_per_s is None:
+        return np.zeros(len(work.dtypes))
+    rate = kind.memory_bytes_per_s * op_classes()["elementwise"].on(kind.type).memory
+    return _READ_READ_WRITE * work.gradient_bytes / rate
 
 
 def _rates(work: Work, kind: DeviceKind, fitted: Mapping[str, Efficiency]) -> tuple[F64, F64]:

@@ -152,10 +152,11 @@ def op_seconds(choices: OpChoices, whole_s: dict[Part, float], terms: dict[Part,
             continue
         item = terms[part]
         compute, moved = float(item.compute_s[op]), float(item.fixed_s[op] + item.moved_s[op])
-        overhead = float(item.overhead_s[op])
-        whole = overhead + max(compute, moved)
+        overhead, sums = float(item.overhead_s[op]), float(item.sum_s[op])
+        whole = overhead + max(compute, moved) + sums
         if whole > 0:
-            total += whole_s[part] / whole * (overhead + np.maximum(compute * choices.work, moved * choices.moved))
+            total += whole_s[part] / whole * (overhead + np.maximum(compute * choices.work, moved * choices.moved)
+                                              + sums * choices.moved)
     return total
 
 

@@ -249,7 +249,8 @@ class PartBuilder:
             terms = costs.terms[column]
             key = (id(choices), column, *whole.values(), *(() if terms is None else (
                 float(values[op]) for part in PARTS for values in (
-                    terms[part].compute_s, terms[part].fixed_s, terms[part].moved_s, terms[part].overhead_s))))
+                    terms[part].compute_s, terms[part].fixed_s, terms[part].moved_s, terms[part].overhead_s,
+                    terms[part].sum_s))))
             if key not in self._seconds:
                 self._seconds[key] = op_seconds(choices, whole, None if terms is None else dict(terms), op)
             slowest = np.maximum(slowest, self._seconds[key])
