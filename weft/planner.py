@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from weft.errors import InputError, NoFeasiblePlan
@@ -18,6 +19,7 @@ from weft.plan.plan import Plan, with_search
 from weft.search.baselines import STRATEGIES, Strategy
 from weft.search.budget import Budget
 from weft.search.deploy.deployer import NO_SPLITS, Splits
+from weft.search.joint.search import LARGE, Tried, joint_search
 from weft.search.placements import PLACEMENTS
 from weft.search.problem import Problem, divisors
 from weft.search.scheduled import schedule_search, scheduled_plan
@@ -45,6 +47,10 @@ class Candidate:
     timeline: Timeline | None = None
     problem: NoFeasiblePlan | None = None
     """Why there is no plan: the nearest miss."""
+    predicted_s: float | None = None
+    """The step's time where it is not the timeline's, which then shows a part of a large cluster."""
+    tried: tuple[Tried, ...] = ()
+    """Everything that the strategy looked at, best first, with what it came to or why it lost."""
 
     @property
     def reason(self) -> str:
@@ -54,6 +60,8 @@ class Candidate:
     @property
     def step_time_s(self) -> float:
         """Return the predicted step time, infinite where there is no plan."""
+        if self.predicted_s is not None:
+            return self.predicted_s
         return self.timeline.step_time_s if self.timeline is not None else float("inf")
 
 
@@ -72,28 +80,35 @@ class Comparison:
 
 
 def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None, *, placements: Sequence[str] = (),
-                       deployments: DeployOptions | None = None, splits: Splits = NO_SPLITS,
+                       joint: bool = False, deployments: DeployOptions | None = None, splits: Splits = NO_SPLITS,
                        time_limit_s: float | None = None,
                        progress: Callable[[str], None] = lambda text: None) -> Comparison:
     """Return the best plan of each strategy; raise ``NoFeasiblePlan`` with the nearest miss if none fits.
 
-    For each of the ``placements`` a schedule is searched as well (``schedule-v`` and so on), and with ``deployments`` a
-    deployment of any kind (``deploy``), in which devices may divide operators as ``splits`` say. Once there is a plan,
-    no further strategy is begun after ``time_limit_s`` seconds, and Ctrl-C ends the search: what has been found until
-    then is returned.
+    For each of the ``placements`` a schedule is searched as well (``schedule-v`` and so on). With ``joint`` data,
+    tensor and pipeline parallelism are searched together, with ``deployments`` a deployment of any kind (``deploy``);
+    in both devices may divide operators as ``splits`` say. On a large cluster only the joint search is done. Once there
+    is a plan, no further strategy is begun after ``time_limit_s`` seconds, and Ctrl-C ends the search: what has been
+    found until then is returned.
     """
-    names = tuple(STRATEGIES) if strategies is None else tuple(strategies)
+    is_large = joint and problem.cluster.num_devices > LARGE
+    names = (() if is_large else tuple(STRATEGIES)) if strategies is None else tuple(strategies)
     unknown = [name for name in names if name not in STRATEGIES]
     if unknown:
         raise InputError(f"there is no strategy {unknown[0]!r}; choose from {', '.join(STRATEGIES)}")
     builders = {name: STRATEGIES[name] for name in names}
     builders |= _placement_builders(problem, placements, time_limit_s, progress)
-    if deployments is not None:
-        builders["deploy"] = _deploy_builder(deployments, splits, time_limit_s, progress)
     bound_s = problem.work_bound()
+    searches: dict[str, Callable[[], Candidate]] = {
+        name: partial(_best_of_strategy, problem, name, build, bound_s) for name, build in builders.items()}
+    if joint:
+        searches["joint"] = partial(_joint_candidate, problem, splits, bound_s, time_limit_s, progress)
+    if deployments is not None and not is_large:
+        build = _deploy_builder(deployments, splits, time_limit_s, progress)
+        searches["deploy"] = partial(_best_of_strategy, problem, "deploy", build, bound_s)
     candidates: list[Candidate] = []
     begin = time.monotonic()
-    for name, build in builders.items():
+    for name, search in searches.items():
         best_s = min((candidate.step_time_s for candidate in candidates), default=float("inf"))
         has_plan = best_s < float("inf")
         if has_plan and time_limit_s is not None and time.monotonic() - begin >= time_limit_s:
@@ -101,7 +116,7 @@ def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None
             break
         progress(f"{name}: best so far {best_s:.6g} s, bound {bound_s:.6g} s")
         try:
-            candidates.append(_best_of_strategy(problem, name, build, bound_s))
+            candidates.append(search())
         except KeyboardInterrupt:
             if not has_plan:
                 raise
@@ -161,6 +176,27 @@ def _deploy_builder(options: DeployOptions, splits: Splits, time_limit_s: float 
     return build
 
 
+def _joint_candidate(problem: Problem, splits: Splits, bound_s: float, time_limit_s: float | None,
+                     progress: Callable[[str], None]) -> Candidate:
+    """Return the best plan of the joint search, with everything it tried."""
+    deadline = None if time_limit_s is None else time.monotonic() + time_limit_s / 2
+    try:
+        found = joint_search(problem, splits, budget=Budget(effort=float("inf"), deadline=deadline), progress=progress)
+    except NoFeasiblePlan as miss:
+        return Candidate(strategy="joint", problem=miss)
+    plan = with_search(found.plan, step_time=found.step_time_s, bound=bound_s)
+    timeline = found.timeline
+    if timeline.step_time_s == found.step_time_s:
+        timeline = _of_plan(timeline, plan)
+    return Candidate(strategy="joint", plan=plan, timeline=timeline, predicted_s=found.step_time_s, tried=found.tried)
+
+
+def _of_plan(timeline: Timeline, plan: Plan) -> Timeline:
+    """Return the timeline as that of the plan, which has more about the search by now."""
+    assert timeline.program is not None, "it was simulated just now"
+    return replace(timeline, program=replace(timeline.program, plan=plan))
+
+
 def _best_of_strategy(problem: Problem, name: str, build: Strategy, bound_s: float) -> Candidate:
     best = Candidate(strategy=name)
     misses: list[NoFeasiblePlan] = []
@@ -173,10 +209,8 @@ def _best_of_strategy(problem: Problem, name: str, build: Strategy, bound_s: flo
             continue
         log.debug("%s with %d micro-batches: %.6g s", name, microbatches, timeline.step_time_s)
         if timeline.step_time_s < best.step_time_s:
-            assert timeline.program is not None, "it was simulated just now"
             plan = with_search(plan, step_time=timeline.step_time_s, bound=max(bound_s, plan.search.bound or 0.0))
-            timeline = replace(timeline, program=replace(timeline.program, plan=plan))
-            best = Candidate(strategy=name, plan=plan, timeline=timeline)
+            best = Candidate(strategy=name, plan=plan, timeline=_of_plan(timeline, plan))
     nearest = min(misses, key=_missing, default=None)
     return best if best.plan is not None else replace(best, problem=nearest)
 

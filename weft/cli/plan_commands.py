@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -23,30 +23,35 @@ from weft.cli.common import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
 
-    from weft.model.graph import Graph
-    from weft.model.named_ops import NamedOp
     from weft.plan.plan import Plan
     from weft.planner import Comparison
-    from weft.search.problem import PlanOptions
+    from weft.search.joint.search import Tried
     from weft.simulate.timeline import Timeline
 
-DEPLOY_S: Final = 6.0
-DEPLOY_SIMULATIONS: Final = 3000
-"""What a search for a deployment may take at most here; `weft deploy` has no such limits."""
 ModelOption = Annotated[str | None, typer.Option(
     "--model", help="The plan's model, where it is not from `weft models`.")]
 ClusterOption = Annotated[str | None, typer.Option(
     "--cluster", help="Another cluster than the one the plan describes.")]
 TraceOption = Annotated[Path | None, typer.Option("--trace", help="Write a Perfetto trace (.json.gz) here.")]
+TimelineOption = Annotated[list[Path] | None, typer.Option(help="A timeline of this plan, such as a run's.")]
 HtmlOption = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page with a Gantt chart here.")]
+
+BatchOption = Annotated[int | None, typer.Option(
+    help="Samples in one step, 32 if absent; in one request with --objective latency, 1 if absent.")]
+ModeOption = Annotated[str | None, typer.Option(
+    help="training or inference; if absent training, or what --objective needs.")]
+ObjectiveOption = Annotated[str, typer.Option(
+    help="throughput: the shortest step; latency: the time of one request, inference without micro-batches.")]
+TargetOption = Annotated[str | None, typer.Option(
+    help="Use the fewest devices that reach so many samples per second (500/s) or such a step (200ms).")]
+TriedOption = Annotated[bool, typer.Option("--tried", help="Also print what the joint search tried, and why it lost.")]
 
 
 def plan(
     model: ModelArgument,
     cluster: ClusterArgument,
-    batch: Annotated[int, typer.Option(help="Samples in one step.")] = 32,
+    batch: BatchOption = None,
     microbatches: Annotated[int | None, typer.Option(help="Parts of the batch; chosen if absent.")] = None,
     strategy: Annotated[list[str] | None, typer.Option(help="Try only this strategy (may be repeated).")] = None,
     placement: Annotated[list[str] | None, typer.Option(
@@ -54,12 +59,19 @@ def plan(
     deploy: Annotated[bool | None, typer.Option(
         help="Also search deployments of any kind, as `weft deploy` does; by default where several devices train and "
         "no strategy is given.")] = None,
-    mode: Annotated[str, typer.Option(help="training or inference.")] = "training",
+    joint: Annotated[bool | None, typer.Option(
+        help="Also search data, tensor and pipeline parallelism together; by default where there are several devices "
+        "and no strategy is given.")] = None,
+    mode: ModeOption = None,
+    objective: ObjectiveOption = "throughput",
+    target: TargetOption = None,
+    headroom: Annotated[str | None, typer.Option(help="Memory that every device keeps free: 10% or 4GiB.")] = None,
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
     optimizer: Annotated[str, typer.Option(help="none, sgd, adam or adamw.")] = "adamw",
     recompute: Annotated[bool, typer.Option(help="Keep only stage inputs between forward and backward.")] = False,
     profile: ProfileOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the best plan here.")] = None,
+    tried: TriedOption = False,
     html: HtmlOption = None,
     trace: TraceOption = None,
     seed: Annotated[int, typer.Option(help="Seed of all searches.")] = 0,
@@ -68,58 +80,42 @@ def plan(
     quiet: QuietOption = False,
 ) -> None:
     """Find the fastest way to run a model on a cluster, and compare the strategies."""
+    from weft.cli.plan_search import SearchOptions, search_plans
     from weft.cluster import read_cluster
     from weft.model.source import DTYPES
+    from weft.objectives import Objective, request_for
     from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, save_plan
-    from weft.planner import compare_strategies
-    from weft.search.deploy.search import DeployOptions
-    from weft.search.deploy.splits import load_splits
-    from weft.search.problem import PlanOptions, Problem
+    from weft.search.problem import PlanOptions
     from weft.show.facts import strategy_facts
     from weft.show.tables import print_comparison
+    from weft.show.tried import print_tried
 
     report = reporter(quiet)
-    options = PlanOptions(batch=batch, microbatches=microbatches, mode=choice("--mode", mode, get_args(Mode)),
+    asked = request_for(choice("--objective", objective, get_args(Objective)), batch=batch, microbatches=microbatches,
+                        mode=None if mode is None else choice("--mode", mode, get_args(Mode)))
+    options = PlanOptions(batch=asked.batch, microbatches=asked.microbatches, mode=asked.mode,
                           dtype=choice("--dtype", dtype, tuple(DTYPES)), recompute=recompute, seed=seed,
                           optimizer=Optimizer(kind=choice("--optimizer", optimizer, OPTIMIZERS)))
-    target = read_cluster(cluster)
-    report(f"tracing {model}")
-    if deploy is None:
-        deploy = options.mode == "training" and not strategy and target.num_devices > 1
-    graph, ops = _load_operators(model, options, dtype, with_factors=bool(placement), batch_dims=deploy)
-    for warning in graph.warnings:
-        report(f"note: {warning}")
-    problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options,
-                      ops=ops)
-    deployments = DeployOptions(cpu_seconds=DEPLOY_S, max_simulations=DEPLOY_SIMULATIONS, seed=seed) if deploy else None
-    splits = load_splits(model, problem, lambda graph: load_costs(graph, target, profile, dtype), report=report,
-                         time_limit_s=time_limit) if deploy else {}
-    comparison = compare_strategies(problem, strategy, placements=placement or (), deployments=deployments,
-                                    splits=splits, time_limit_s=time_limit, progress=report)
-    best = comparison.best
-    assert best.plan is not None, "compare_strategies raises otherwise"
+    search = SearchOptions(strategies=strategy or None, placements=tuple(placement or ()), deploy=deploy, joint=joint,
+                           time_limit_s=time_limit, target=target, headroom=headroom, profile=profile)
+    found = search_plans(model, read_cluster(cluster), options, search, report=report)
+    comparison, best = found.comparison, found.comparison.best
+    assert best.plan is not None, "the search raises otherwise"
     assert best.timeline is not None
     if out is not None:
         save_plan(best.plan, out)
         report(f"plan written to {out}")
     _write_pictures([best.timeline], comparison, html=html, trace=trace)
     if as_json:
-        print_json(comparison_json(comparison))
-    else:
-        print_comparison(strategy_facts(comparison))
-
-
-def _load_operators(model: str, options: PlanOptions, dtype: str, *,
-                    with_factors: bool, batch_dims: bool) -> tuple[Graph, Mapping[str, NamedOp] | None]:
-    """Return the model's graph and, where they are wanted and it has a module, its operators with their factors."""
-    from weft.model.load import has_module, load_graph_for, trace_model
-    from weft.model.named_ops import named_ops
-
-    batch = options.batch // options.microbatches if options.microbatches else None
-    if not with_factors or not has_module(model):
-        return load_graph_for(model, mode=options.mode, batch=batch, dtype=dtype, batch_dims=batch_dims), None
-    traced = trace_model(model, mode=options.mode, batch=batch, dtype=dtype, batch_dims=batch_dims)
-    return traced.graph, named_ops(traced)
+        reached = {} if found.devices is None else {"target": target, "devices": list(found.devices)}
+        print_json({**comparison_json(comparison), "objective": objective, **reached})
+        return
+    print_comparison(strategy_facts(comparison))
+    if found.devices is not None:
+        print(f"{target} is reached with {len(found.devices)} of {found.num_devices} devices: "
+              f"{', '.join(found.devices)}\n")
+    if tried:
+        print_tried(strategy_facts(comparison))
 
 
 def simulate(
@@ -135,7 +131,7 @@ def simulate(
     from weft.plan.plan import load_plan
     from weft.simulate.timeline_file import save_timeline
 
-    timeline = _predict(load_plan(plan), model, cluster, profile)
+    timeline = predict_plan(load_plan(plan), model, cluster, profile)
     if out is not None:
         save_timeline(timeline, out)
     _write_pictures([timeline], None, html=None, trace=trace)
@@ -152,7 +148,7 @@ def show(
     model: ModelOption = None,
     cluster: ClusterOption = None,
     profile: ProfileOption = None,
-    timeline: Annotated[list[Path] | None, typer.Option(help="A timeline of this plan, such as a run's.")] = None,
+    timeline: TimelineOption = None,
     html: HtmlOption = None,
     trace: Annotated[Path | None, typer.Option(
         "--trace", help="Write a Perfetto trace (.json.gz) here, with the prediction and all timelines side by "
@@ -170,7 +166,7 @@ def show(
         print_json(plan_to_json(item))
         if html is None and trace is None:
             return
-    predicted = _predict(item, model, cluster, profile)
+    predicted = predict_plan(item, model, cluster, profile)
     timelines = [predicted, *(load_timeline(path, program=predicted.program) for path in timeline or ())]
     if not as_json:
         print_plan(item, timelines, width=width)
@@ -192,7 +188,7 @@ def check(
         print(f"{plan}: ok, {program.num_ranks} ranks, {program.num_instructions} instructions")
 
 
-def _predict(plan: Plan, model: str | None, cluster: str | None, profile: Path | None) -> Timeline:
+def predict_plan(plan: Plan, model: str | None, cluster: str | None, profile: Path | None) -> Timeline:
     """Return the simulated timeline of a plan that passes all checks."""
     from weft.plan.check import check_plan
     from weft.simulate.predict import simulate as simulate_program
@@ -208,7 +204,8 @@ def _write_pictures(timelines: list[Timeline], comparison: Comparison | None, *,
         from weft.show.facts import strategy_facts
         from weft.show.html import write_report
 
-        write_report(html, timelines, comparison=strategy_facts(comparison) if comparison else None)
+        write_report(html, timelines, plan=comparison.best.plan if comparison else None,
+                     comparison=strategy_facts(comparison) if comparison else None)
     if trace is not None:
         from weft.simulate.perfetto import write_trace
 
@@ -229,7 +226,13 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
     best = comparison.best
     assert best.plan is not None
     return {"status": best.plan.search.status, "best": best.strategy, "step_time": best.step_time_s,
-            "bound": comparison.bound_s, "strategies": rows}
+            "bound": comparison.bound_s, "strategies": rows,
+            "tried": [_tried_row(item.strategy, entry) for item in comparison.candidates for entry in item.tried]}
+
+
+def _tried_row(strategy: str, entry: Tried) -> dict[str, Any]:
+    return {"strategy": strategy, "setting": entry.setting.describe(), "estimate": entry.estimate_s,
+            "step_time": entry.step_time_s, "reason": entry.reason}
 
 
 def timeline_json(timeline: Timeline) -> dict[str, Any]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from weft.cluster.cluster import DeviceId
 from weft.errors import NoFeasiblePlan
-from weft.model.graph import F64, I64, TensorRole
+from weft.model.graph import F64, I64, Graph, TensorRole
 from weft.plan.memory import optimizer_bytes
 from weft.plan.orders import Order, forward_only, gpipe, one_f_one_b
 from weft.plan.plan import Plan, split_samples
@@ -284,18 +284,8 @@ def state_bytes(problem: Problem) -> F64:
 
 def cut_seconds(problem: Problem, size: float, segment: Segment) -> F64:
     """Return, for a cut before each operator, the time of its transfers in one direction, on the slowest neighbours."""
-    graph, num_ops = problem.graph, len(segment.ops)
-    place = np.full(graph.num_ops + 1, -1, dtype=np.int64)
-    place[segment.ops] = np.arange(num_ops)
-    last = np.full(graph.num_tensors, -1, dtype=np.int64)
-    np.maximum.at(last, graph.inputs, place[graph.consumer_op])
-    made = place[graph.tensor_producer]
-    moved = np.flatnonzero((made >= 0) & (last > made))
-    moved = moved[~graph.is_constant[graph.tensor_producer[moved]]]
-    crossing = np.zeros(num_ops + 1)
-    np.add.at(crossing, made[moved] + 1, graph.tensor_bytes[moved])
-    np.add.at(crossing, last[moved] + 1, -graph.tensor_bytes[moved])
-    num_bytes = np.cumsum(crossing) * (size / graph.batch)
+    num_ops = len(segment.ops)
+    num_bytes = crossing_bytes(problem.graph, segment.ops) * (size / problem.graph.batch)
     pairs = [(a, b) for a, b in itertools.pairwise(segment.devices) if a != b]
     if not pairs:
         return np.zeros(num_ops + 1)
@@ -304,6 +294,22 @@ def cut_seconds(problem: Problem, size: float, segment: Segment) -> F64:
     seconds = np.where(num_bytes > 0, latency + num_bytes / rate, 0.0)
     seconds[[0, -1]] = 0.0
     return np.asarray(seconds, dtype=np.float64)
+
+
+def crossing_bytes(graph: Graph, ops: I64) -> F64:
+    """Return, for a cut before each of the operators and after the last, the bytes made before and read behind it."""
+    num_ops = len(ops)
+    place = np.full(graph.num_ops + 1, -1, dtype=np.int64)
+    place[ops] = np.arange(num_ops)
+    last = np.full(graph.num_tensors, -1, dtype=np.int64)
+    np.maximum.at(last, graph.inputs, place[graph.consumer_op])
+    made = place[graph.tensor_producer]
+    moved = np.flatnonzero((made >= 0) & (last > made))
+    moved = moved[~graph.is_constant[graph.tensor_producer[moved]]]
+    crossing = np.zeros(num_ops + 1)
+    np.add.at(crossing, made[moved] + 1, graph.tensor_bytes[moved])
+    np.add.at(crossing, last[moved] + 1, -graph.tensor_bytes[moved])
+    return np.asarray(np.cumsum(crossing), dtype=np.float64)
 
 
 STRATEGIES: Final[dict[str, Strategy]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -115,10 +116,12 @@ class Problem:
         """
         rates = np.zeros(self.graph.num_ops)
         idle = np.zeros(self.graph.num_ops, dtype=bool)
-        for device in self.devices:
+        first_of = {self.costs.column_of_device[device]: device for device in reversed(self.devices)}
+        counts = Counter(self.costs.column_of_device)
+        for column, device in first_of.items():
             seconds = self.op_seconds(device, self.options.batch)
             idle |= seconds <= 0
-            rates += 1.0 / np.where(seconds > 0, seconds, 1.0)
+            rates += counts[column] / np.where(seconds > 0, seconds, 1.0)
         return float(np.where(idle, 0.0, 1.0 / rates).sum())
 
 

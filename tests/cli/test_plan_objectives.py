@@ -1,0 +1,66 @@
+"""``weft plan`` with objectives: what it prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from weft.cli.main import main
+from weft.cluster import read_cluster
+from weft.plan.plan import load_plan
+
+MODEL, CLUSTER = "gpt2-tiny", "2 x A100-80GB"
+QUICK = ["--batch", "8", "--no-deploy", "-q"]
+
+
+def run_json(capsys, *arguments):
+    assert main(["plan", MODEL, CLUSTER, *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_latency_is_planned_for_one_request(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    result = run_json(capsys, "--objective", "latency", "-q", "-o", str(out))
+    plan = load_plan(out)
+    assert (plan.model.mode, plan.model.batch, plan.microbatches) == ("inference", 1, 1)
+    assert result["objective"] == "latency"
+    assert "joint" in [row["strategy"] for row in result["strategies"]], "operators may be divided in inference, too"
+    assert main(["check", str(out)]) == 0
+
+
+def test_a_target_uses_few_devices_of_the_whole_cluster(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    result = run_json(capsys, *QUICK, "--strategy", "single", "--target", "10s", "-o", str(out))
+    assert (result["target"], result["devices"]) == ("10s", ["a0"])
+    plan = load_plan(out)
+    assert plan.cluster.digest == read_cluster(CLUSTER).digest
+    assert len(plan.cluster.devices) == 2
+    assert main(["check", str(out)]) == 0
+
+
+def test_headroom_is_kept_free_and_the_plan_is_for_the_real_cluster(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    run_json(capsys, *QUICK, "--strategy", "1f1b", "--headroom", "79GB", "-o", str(out))
+    assert load_plan(out).cluster.digest == read_cluster(CLUSTER).digest
+    assert main(["check", str(out)]) == 0
+
+
+def test_what_was_tried_is_printed(capsys):
+    assert main(["plan", MODEL, CLUSTER, *QUICK, "--tried"]) == 0
+    text = capsys.readouterr().out
+    assert "Strategies" in text
+    assert "stages 2x1 (replicas x tensor)" in text
+    assert "the best" in text
+
+
+@pytest.mark.parametrize(("code", "arguments", "message"), [
+    (3, ["--strategy", "single", "--target", "1us"], "is not reached: the best plan for all 2 devices takes"),
+    (2, ["--target", "100"], "has no unit"), (2, ["--headroom", "90GiB"], "leaves no memory on 'a0'"),
+    (2, ["--objective", "cost"], "--objective must be one of throughput, latency"),
+    (2, ["--objective", "latency", "--mode", "training"], "which is inference"),
+    (2, ["--objective", "latency", "--microbatches", "4"], "plans one micro-batch, not 4"),
+    (3, ["--strategy", "single", "--headroom", "79.999GB"], "too little")])
+def test_what_it_refuses(capsys, code, arguments, message):
+    assert main(["plan", MODEL, CLUSTER, *QUICK, *arguments]) == code
+    assert message in capsys.readouterr().err

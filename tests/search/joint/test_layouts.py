@@ -1,0 +1,64 @@
+"""Layouts: which devices form the stages of a pipeline."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.search.deploy.worlds import cluster_of, host
+from weft.search.joint.layouts import degrees, layouts, teams_of
+
+MAX_STAGES = 16
+RATES = ("1GFLOP/s", "2GFLOP/s", "5GFLOP/s")
+hosts = st.lists(st.tuples(st.sampled_from((1, 2, 3, 4, 6, 8)), st.sampled_from(RATES)), min_size=1, max_size=4)
+
+
+def cluster_with(sizes):
+    return cluster_of(*(host(f"h{index}x", count, rate=rate) for index, (count, rate) in enumerate(sizes)))
+
+
+def all_layouts(cluster, degree):
+    rates = {name: float(name[1:].removesuffix("GFLOP/s")) for name in cluster.kinds}
+    return list(layouts(cluster, degree, [rates[device.kind] for device in cluster.devices], max_stages=MAX_STAGES))
+
+
+@given(hosts)
+@settings(max_examples=25, deadline=None)
+def test_devices_are_used_once_at_most_and_teams_stay_in_a_host_and_kind(sizes):
+    cluster = cluster_with(sizes)
+    for degree in degrees(cluster, (2, 4)):
+        found = all_layouts(cluster, degree)
+        assert len(found) == len({tuple(mesh.teams for mesh in layout) for layout in found})
+        for layout in found:
+            used = [device for mesh in layout for device in mesh.devices]
+            assert len(used) == len(set(used))
+            assert 1 <= len(layout) <= MAX_STAGES
+            for team in itertools.chain.from_iterable(mesh.teams for mesh in layout):
+                assert len(team) == degree
+                assert len({(cluster.devices[device].host, cluster.devices[device].kind) for device in team}) == 1
+
+
+def test_equal_devices_are_divided_in_every_way():
+    found = all_layouts(cluster_with([(8, RATES[0])]), 1)
+    assert sorted((len(layout), len(layout[0].teams)) for layout in found) == [(1, 8), (2, 4), (4, 2), (8, 1)]
+
+
+def test_slow_groups_may_be_left_out_and_groups_be_stages_of_their_own():
+    cluster = cluster_with([(2, RATES[0]), (4, RATES[2])])
+    found = {tuple(tuple(sorted(mesh.devices)) for mesh in layout) for layout in all_layouts(cluster, 2)}
+    assert ((2, 3, 4, 5),) in found, "only the fast host"
+    assert ((0, 1), (2, 3, 4, 5)) in found
+    assert ((2, 3, 4, 5), (0, 1)) in found
+    assert ((0, 1, 2, 3, 4, 5),) in found
+
+
+@pytest.mark.parametrize(("sizes", "expected"), [([8], [1, 2, 4, 8]), ([4, 8], [1, 2, 4]), ([4, 6], [1, 2]), ([3], [1])])
+def test_degrees_divide_every_group(sizes, expected):
+    assert degrees(cluster_with([(size, RATES[0]) for size in sizes]), (2, 4, 8, 2)) == expected
+
+
+def test_teams_are_consecutive():
+    assert teams_of((0, 1, 2, 3), 2) == ((0, 1), (2, 3))

@@ -1,0 +1,43 @@
+"""A joint plan executed: tensor, data and pipeline parallelism with recomputed segments equal one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.run.plans import source_of, traced
+from tests.run.pool import Pool
+from tests.search.deploy.worlds import cluster_of, host
+from weft.cost.costs import estimate_costs
+from weft.model.folded import trace_folded
+from weft.plan.check import check_plan
+from weft.plan.plan import Optimizer
+from weft.search.deploy.splits import find_splits
+from weft.search.joint.build import build_plan
+from weft.search.joint.chain import Chain
+from weft.search.joint.estimate import Estimator
+from weft.search.joint.setting import Setting, StageMesh
+from weft.search.problem import PlanOptions, Problem
+
+MODEL = "llama-tiny:layers=2"
+
+
+@pytest.mark.timeout(300)
+def test_teams_that_share_samples_before_a_team_that_takes_all(tmp_path):
+    graph = traced(MODEL, batch_dims=True).graph
+    cluster = cluster_of(host("a", 4), host("b", 2), inside="10GB/s", network="1GB/s", latency="10us")
+    problem = Problem(graph=graph, cluster=cluster, costs=estimate_costs(graph, cluster), options=PlanOptions(
+        batch=4, dtype="float64", optimizer=Optimizer(kind="none")))
+    folded = trace_folded(source_of(MODEL), batch=graph.batch, backward="rule")
+    splits = find_splits(problem, folded, lambda folded_graph: estimate_costs(folded_graph, cluster))
+    estimator = Estimator(Chain(problem, splits))
+    layout = StageMesh(((0, 1), (2, 3))), StageMesh(((4, 5),))
+    plan = build_plan(estimator, estimator(Setting(layout=layout, microbatches=2, recompute=True)))
+    check_plan(plan, graph, cluster)
+    assert len(plan.stages) > 2, "stages are recomputed in segments"
+    assert {len(stage.replicas) for stage in plan.stages} == {1, 2}
+    assert all(stage.sharding and stage.recompute for stage in plan.stages)
+    with Pool(6, tmp_path, models=()) as pool:
+        check = pool.run(plan, MODEL, dtype="float64")["verification"]
+    assert check["passed"], check
+    assert check["tolerance"] == 1e-10
+    assert check["num_gradients"] > 20

@@ -1,0 +1,361 @@
+"""How long a step takes with a setting, by prefix sums alone: cuts into stages that fit, and the time of the pipeline.
+
+With ``F_s`` and ``B_s`` the times of stage ``s`` for one micro-batch (of the slowest team; ``B`` with the second
+forward where it recomputes), ``D_d`` their sum over the stages of mesh ``d`` and ``v`` stages on each of ``p`` meshes,
+
+    step = m max(D, C) + (sum(D) - max(D)) / v + sum(2 c_s) + max over stages of (exchange that is not hidden + update)
+
+where ``c_s`` is the time of the transfers behind stage ``s`` and ``C`` the most that one mesh sends. Cuts make
+``max(D)`` as small as possible (bisection; each stage in turn takes as much as the trial time and its memory allow,
+which leaves least for the rest; then also with stages somewhat shorter where less is to be sent). The estimate ranks
+settings; plans made of the best are simulated.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from weft.cost.collectives import Collective
+from weft.cost.op_classes import op_classes
+from weft.errors import NoFeasiblePlan
+from weft.model.graph import F64
+from weft.plan.plan import split_samples
+from weft.search.joint.chain import Chain
+from weft.search.joint.path import pipeline_order, pipeline_seconds
+from weft.search.joint.setting import Setting, StageMesh, Team
+from weft.units import format_bytes
+
+HIDDEN: Final = 0.8
+"""The part of an exchange that may run beside the last backward."""
+PRECISION: Final = 1e-3
+MAX_EXCHANGE: Final = 64
+"""The cost of an exchange of more teams is taken from so many of them, with the steps that a ring of all has."""
+TYPICAL_BYTES: Final = 1e8
+SLACKS: Final = (0.0, 0.2)
+"""By how much of its time a stage may be shorter in order to send less; the best of the cuts is taken."""
+ABOUT_LEAST: Final = 1.1
+SEGMENT_COUNTS: Final = (1, 2, 4, 8, 16, 32, 64)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Estimate:
+    """Where a setting cuts the model, and how long a step is said to take."""
+
+    setting: Setting
+    cuts: tuple[int, ...]
+    """Places of the chain: stage ``i`` goes from ``cuts[i]`` to ``cuts[i + 1]``."""
+    step_time_s: float
+    pipeline_s: float
+    exchange_s: float
+    """Not hidden, with the update."""
+
+
+class Estimator:
+    """Estimates settings for one model and cluster; ``reserve`` is the part of every memory that is left free."""
+
+    def __init__(self, chain: Chain, *, reserve: float = 0.0) -> None:
+        self.chain, self.problem, self.reserve = chain, chain.problem, reserve
+        self._members: dict[tuple[StageMesh, int], tuple[tuple[Team, int], ...]] = {}
+        self._sorts_of: dict[StageMesh, frozenset[tuple[int, int, float]]] = {}
+        self._exchanges: dict[tuple[frozenset[tuple[int, int, float]], int, int], tuple[float, float]] = {}
+        self._shared: dict[tuple[StageMesh, StageMesh], int] = {}
+
+    def for_batch(self, batch: int) -> Estimator:
+        """Return an estimator for another batch; what is known of the model is shared."""
+        chain = copy.copy(self.chain)
+        chain.problem = replace(self.problem, options=replace(self.problem.options, batch=batch, microbatches=None))
+        return Estimator(chain, reserve=self.reserve)
+
+    def counts(self, mesh: StageMesh, size: int) -> tuple[int, ...] | None:
+        """Return the samples of each team by speed; None where one would have none."""
+        if size < len(mesh.teams):
+            return None
+        if len(self._sorts(mesh)) == 1:
+            speeds = (1.0,) * len(mesh.teams)
+        else:
+            speeds = tuple(1.0 / max(sum(float(column[-1]) for column in self.chain.passes(
+                team, max(1.0, size / len(mesh.teams)))), 1e-12) for team in mesh.teams)
+        counts = split_samples(size, speeds)
+        return counts if min(counts) > 0 else None
+
+    def members(self, mesh: StageMesh, size: int) -> tuple[tuple[Team, int], ...]:
+        """Return a team of each sort with its number of samples; none where a team would have no samples."""
+        key = mesh, size
+        if key not in self._members:
+            sorts = self._sorts(mesh)
+            if len(sorts) == 1:
+                even, more = divmod(size, len(mesh.teams))
+                counts = {even + (more > 0), even} if even else set()
+                self._members[key] = tuple((mesh.teams[0], count) for count in sorted(counts))
+            else:
+                table = {(*self.chain.figures_key(team), self.chain.capacity(team), count): (team, count)
+                         for team, count in zip(mesh.teams, self.counts(mesh, size) or (), strict=False)}
+                self._members[key] = tuple(table.values())
+        return self._members[key]
+
+    def _sorts(self, mesh: StageMesh) -> frozenset[tuple[int, int, float]]:
+        """Return what teams of the mesh differ in."""
+        if mesh not in self._sorts_of:
+            self._sorts_of[mesh] = frozenset((*self.chain.figures_key(team), self.chain.capacity(team))
+                                             for team in mesh.teams)
+        return self._sorts_of[mesh]
+
+    def bound(self, setting: Setting) -> float:
+        """Return seconds that no cuts for this setting can beat, as an even pipeline that sends nothing would take.
+
+        Infinite where a team would have no samples.
+        """
+        size = self.problem.options.batch // setting.microbatches
+        rate = 0.0
+        for mesh in setting.layout:
+            if not self.members(mesh, size):
+                return float("inf")
+            rate += 1.0 / max(float(self._times(mesh, size, recompute=setting.recompute)[-1]), 1e-12)
+        fill = (len(setting.layout) - 1) / setting.chunks
+        return (setting.microbatches + fill) / rate
+
+    def __call__(self, setting: Setting) -> Estimate:
+        """Return the estimate; raise ``NoFeasiblePlan`` where the model does not fit or cannot be cut so often."""
+        size, num_meshes = self.problem.options.batch // setting.microbatches, len(setting.layout)
+        num_stages = num_meshes * setting.chunks
+        if num_stages >= self.chain.num_places:
+            raise NoFeasiblePlan(f"the model has {self.chain.num_places - 1} pieces, too few for {num_stages} stages")
+        if not all(self.members(mesh, size) for mesh in setting.layout):
+            raise NoFeasiblePlan(f"a micro-batch of {size} has too few samples for all replicas")
+        need, have = self._least_bytes(setting, size)
+        if need > have:
+            raise self._too_large(setting, size)
+        times = [self._times(mesh, size, recompute=setting.recompute) for mesh in setting.layout] * setting.chunks
+        reach = [self._limits(setting, stage, size) for stage in range(num_stages)]
+        found = [cuts for slack in SLACKS for cuts in _best_cuts(times, reach, self.chain.crossing, slack)]
+        if not found:
+            raise self._too_large(setting, size)
+        return min((self._judge(setting, cuts, times, size) for cuts in found), key=lambda item: item.step_time_s)
+
+    def by_path(self, estimate: Estimate) -> Estimate:
+        """Return the estimate with the pipeline's time by its longest path."""
+        setting, cuts = estimate.setting, estimate.cuts
+        size = self.problem.options.batch // setting.microbatches
+        forward, backward, hops = [], [], []
+        for stage, (first, last) in enumerate(itertools.pairwise(cuts)):
+            mesh, after = (setting.layout[index % len(setting.layout)] for index in (stage, stage + 1))
+            ahead, whole = (self._times(mesh, size, recompute=setting.recompute, only_forward=flag)
+                            for flag in (True, False))
+            forward.append(float(ahead[last] - ahead[first]))
+            backward.append(float(whole[last] - whole[first]) - forward[-1])
+            hops.append(self._hop(mesh, after, self._bytes_at(mesh, after, last, size)))
+        order = pipeline_order(len(setting.layout), setting.chunks, setting.microbatches,
+                               training=self.problem.is_training)
+        pipeline_s = pipeline_seconds(forward, backward, hops, order)
+        return replace(estimate, pipeline_s=pipeline_s, step_time_s=pipeline_s + estimate.exchange_s)
+
+    def _times(self, mesh: StageMesh, size: int, *, recompute: bool, only_forward: bool = False) -> F64:
+        """Return the seconds of forward and backward up to each place on the slowest team."""
+        tables = []
+        for team, count in self.members(mesh, size):
+            forward, backward = self.chain.passes(team, count)
+            again = forward if recompute and self.problem.is_training else 0.0
+            tables.append(forward if only_forward else forward + backward + again)
+        return max(tables, key=lambda table: float(table[-1]))
+
+    def in_flight(self, setting: Setting, stage: int) -> float:
+        """Return for how many micro-batches a stage keeps activations at once."""
+        if not self.problem.is_training:
+            return 1.0
+        chunks, num_meshes = setting.chunks, len(setting.layout)
+        if chunks == 1:
+            return min(setting.microbatches, num_meshes - stage)
+        ahead = 2 * (num_meshes - stage % num_meshes - 1) + (chunks - 1) * num_meshes + 1
+        return min(setting.microbatches * chunks, ahead) / chunks
+
+    def _limits(self, setting: Setting, stage: int, size: int) -> Callable[[int], int]:
+        """Return a function from the place where the stage begins to the last at which it may end."""
+        mesh = setting.layout[stage % len(setting.layout)]
+        members = self.members(mesh, size)
+        known: dict[int, int] = {}
+
+        def last_place(begin: int) -> int:
+            if begin not in known:
+                known[begin] = min(self._reach(setting, stage, team, count, begin) for team, count in members)
+            return known[begin]
+
+        return last_place
+
+    def _reach(self, setting: Setting, stage: int, team: Team, count: int, begin: int) -> int:
+        capacity = self.chain.capacity(team) * (1 - self.reserve) / setting.chunks
+        if capacity == float("inf"):
+            return self.chain.num_places - 1
+        used = self.stage_bytes(setting, stage, team, count, begin)
+        return begin + int(np.searchsorted(used, capacity, side="right")) - 1
+
+    def stage_bytes(self, setting: Setting, stage: int, team: Team, count: int, begin: int) -> F64:
+        """Return what a stage from ``begin`` to each place from there on takes on a device; it only grows."""
+        held, flight = self.chain.held(team), self.in_flight(setting, stage)
+        mesh = setting.layout[stage % len(setting.layout)]
+        gradients = 1 if self.problem.is_training else 0
+        states = held.states / (len(mesh.teams) if setting.sharded_states else 1)
+        static = held.parameters * (1 + gradients) + states
+        kept = count * (held.saved[begin:] - held.saved[begin])
+        edge = count * self.chain.typical_crossing
+        if setting.recompute:
+            lengths = np.maximum(np.arange(len(kept)), 1.0)
+            parts = np.clip(np.sqrt(kept / max(flight * edge, 1.0)), 1.0, lengths)
+            kept = kept / parts + flight * parts * edge
+        else:
+            kept = flight * kept
+        room = (2 * count * self.chain.largest_output + 2 * edge) / setting.chunks
+        return np.asarray(static[begin:] - static[begin] + kept + room)
+
+    def _least_bytes(self, setting: Setting, size: int) -> tuple[float, float]:
+        """Return what all stages together hold at least, on a device of each, and what these devices have."""
+        need, have = 0.0, 0.0
+        for stage, mesh in enumerate(setting.layout):
+            team, count = self.members(mesh, size)[0]
+            held = self.chain.held(team)
+            states = float(held.states[-1]) / (len(mesh.teams) if setting.sharded_states else 1)
+            whole = float(held.parameters[-1]) * (1 + self.problem.is_training) + states
+            if not setting.recompute:
+                whole += self.in_flight(setting, stage) * count * float(held.saved[-1])
+            need += whole / len(setting.layout)
+            have += self.chain.capacity(team) * (1 - self.reserve)
+        return need, have
+
+    def _too_large(self, setting: Setting, size: int) -> NoFeasiblePlan:
+        """Return what is missing at least."""
+        need, have = self._least_bytes(setting, size)
+        missing = max(1, int(need - have))
+        short = f"{format_bytes(missing)} too little in all" if need > have else "too little where it is needed"
+        return NoFeasiblePlan(f"{setting.describe()}: the stages need {format_bytes(need)} or more on one device each "
+                              f"and have {format_bytes(have)}: {short}", missing_bytes=missing)
+
+    def _judge(self, setting: Setting, cuts: Sequence[int], times: Sequence[F64], size: int) -> Estimate:
+        num_meshes = len(setting.layout)
+        seconds = np.array([time[last] - time[first] for time, first, last in
+                            zip(times, cuts[:-1], cuts[1:], strict=True)])
+        loads = seconds.reshape(setting.chunks, num_meshes).sum(axis=0)
+        once, sent = self._transfers(setting, cuts, size)
+        period = max(float(loads.max()), sent)
+        pipeline_s = (setting.microbatches * period + (float(loads.sum()) - float(loads.max())) / setting.chunks
+                      + once * (2 if self.problem.is_training else 1))
+        exchange_s = max((self._exchange(setting, cuts, mesh, float(loads[mesh])) for mesh in range(num_meshes)),
+                         default=0.0) if self.problem.is_training else 0.0
+        return Estimate(setting=setting, cuts=tuple(cuts), step_time_s=pipeline_s + exchange_s, pipeline_s=pipeline_s,
+                        exchange_s=exchange_s)
+
+    def _transfers(self, setting: Setting, cuts: Sequence[int], size: int) -> tuple[float, float]:
+        """Return the seconds of one micro-batch's way over all cuts, and the largest load of a mesh's way out."""
+        total, sent = 0.0, np.zeros(len(setting.layout))
+        for stage, place in enumerate(cuts[1:-1]):
+            here = setting.layout[stage % len(setting.layout)]
+            there = setting.layout[(stage + 1) % len(setting.layout)]
+            seconds = self._hop(here, there, self._bytes_at(here, there, place, size))
+            total += seconds
+            sent[stage % len(setting.layout)] += seconds
+        return total, float(sent.max(initial=0.0))
+
+    def _bytes_at(self, here: StageMesh, there: StageMesh, place: int, size: int) -> float:
+        """Return the bytes of one message of a micro-batch over a place."""
+        return float(self.chain.crossing[place]) * size / min(len(here.teams), len(there.teams))
+
+    def _hop(self, here: StageMesh, there: StageMesh, num_bytes: float) -> float:
+        """Return the seconds of a message between two meshes, all devices of a host sending theirs at once."""
+        source, target = here.teams[-1][0], there.teams[0][0]
+        return self.problem.costs.transfer(num_bytes * self._at_once(here, there), source, target).seconds
+
+    def _at_once(self, here: StageMesh, there: StageMesh) -> int:
+        """Return how many messages between the meshes share a link."""
+        if len(here.devices) == 1:
+            return 1
+        key = here, there
+        if key not in self._shared:
+            cluster = self.problem.cluster
+            host = cluster.devices[here.teams[-1][0]].host
+            senders = [device for device in here.devices if cluster.devices[device].host == host]
+            receivers = itertools.cycle(there.devices)
+            counts = Counter(link for sender, receiver in zip(senders, receivers, strict=False) if sender != receiver
+                             for link in cluster.route(sender, receiver).links)
+            self._shared[key] = max(counts.values(), default=1)
+        return self._shared[key]
+
+    def _exchange(self, setting: Setting, cuts: Sequence[int], index: int, load_s: float) -> float:
+        """Return the seconds that the gradients' exchange adds on a mesh, and the update."""
+        mesh = setting.layout[index]
+        held = self.chain.held(mesh.teams[0])
+        stages = range(index, len(cuts) - 1, len(setting.layout))
+        parameters, states = (float(sum(table[cuts[stage + 1]] - table[cuts[stage]] for stage in stages))
+                              for table in (held.parameters, held.states))
+        states /= len(mesh.teams) if setting.sharded_states else 1
+        exchange_s = self._all_reduce(mesh, parameters)
+        return exchange_s - min(HIDDEN * exchange_s, load_s / 2) + self._update(mesh, 3 * parameters + 2 * states)
+
+    def _all_reduce(self, mesh: StageMesh, num_bytes: float) -> float:
+        count = len(mesh.teams)
+        if count < 2 or num_bytes <= 0:
+            return 0.0
+        key = self._sorts(mesh), count, len({self.problem.cluster.devices[team[0]].host
+                                             for team in mesh.teams[:MAX_EXCHANGE]})
+        if key not in self._exchanges:
+            some = [team[0] for team in mesh.teams[:MAX_EXCHANGE]]
+            cost = self.problem.costs.collective(Collective.ALL_REDUCE, TYPICAL_BYTES, some)
+            more = (count - 1) / (len(some) - 1)
+            self._exchanges[key] = cost.latency_s * more, cost.bandwidth_s / TYPICAL_BYTES * more * len(some) / count
+        latency_s, s_per_byte = self._exchanges[key]
+        return latency_s + num_bytes * s_per_byte
+
+    def _update(self, mesh: StageMesh, num_bytes: float) -> float:
+        kind = self.problem.cluster.kind_of(mesh.teams[0][0])
+        if kind.memory_bytes_per_s is None:
+            return 0.0
+        return num_bytes / (kind.memory_bytes_per_s * op_classes()["elementwise"].on(kind.type).memory)
+
+
+def _best_cuts(times: Sequence[F64], reach: Sequence[Callable[[int], int]], crossing: F64,
+               slack: float) -> list[list[int]]:
+    """Return the cuts with the shortest longest stage, and such with stages as even as may be; none if none fits."""
+    highest = max(float(table[-1]) for table in times)
+    best = _cuts_within(highest, times, reach, crossing, slack)
+    if best is None:
+        return []
+    lowest = 0.0
+    while highest - lowest > PRECISION * highest:
+        middle = (lowest + highest) / 2
+        cuts = _cuts_within(middle, times, reach, crossing, slack)
+        lowest, highest = (lowest, middle) if cuts is not None else (middle, highest)
+        best = best if cuts is None else cuts
+    even = _cuts_within(highest * (1 + slack), times, reach, crossing, slack, even=True)
+    return [best] if even is None else [best, even]
+
+
+def _cuts_within(limit_s: float, times: Sequence[F64], reach: Sequence[Callable[[int], int]], crossing: F64,
+                 slack: float, *, even: bool = False) -> list[int] | None:
+    """Return cuts in which no stage takes longer, or None.
+
+    Each stage is as long as may be (``even``: as near to an even part of what is left), or shorter by the part
+    ``slack`` of the time where less is to be sent then.
+    """
+    last_place = len(times[0]) - 1
+    cuts = [0]
+    for stage, (table, far) in enumerate(zip(times, reach, strict=True)):
+        begin = cuts[-1]
+        end = int(np.searchsorted(table, table[begin] + limit_s * (1 + 1e-12), side="right")) - 1
+        end = min(end, far(begin), last_place - (len(times) - 1 - stage))
+        if end <= begin:
+            return None
+        if even and stage < len(times) - 1:
+            wanted = table[begin] + (table[-1] - table[begin]) / (len(times) - stage)
+            near = int(np.searchsorted(table, wanted))
+            near -= near > 0 and wanted - table[near - 1] < table[min(near, last_place)] - wanted
+            end = max(begin + 1, min(end, near))
+        if slack and end < last_place:
+            first = max(begin + 1, int(np.searchsorted(table, table[end] - slack * limit_s)))
+            window = crossing[first : end + 1]
+            end = first + int(np.flatnonzero(window <= ABOUT_LEAST * window.min())[-1])
+        cuts.append(end)
+    return cuts if cuts[-1] == last_place else None
