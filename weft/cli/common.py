@@ -61,10 +61,11 @@ def load_costs(graph: Graph, cluster: Cluster, profile: Path | None, dtype: str 
     return estimate_costs(graph, cluster, profile=store, dtype=dtype)
 
 
-def graph_of_plan(plan: Plan, model: str | None) -> Graph:
+def graph_of_plan(plan: Plan, model: str | None, *, batch_dims: bool = False) -> Graph:
     """Return the graph that a plan is for: of the model given, or of the zoo model that the plan names.
 
-    A file that a plan names is never executed: such a model must be given on the command line.
+    A file that a plan names is never executed: such a model must be given on the command line. Dimensions of the batch
+    are found where the plan needs them, or where they are asked for.
     """
     spec = model or plan.model.name
     if model is None and not is_zoo_name(spec):
@@ -72,7 +73,7 @@ def graph_of_plan(plan: Plan, model: str | None) -> Graph:
     from weft.model.load import load_graph_for
 
     return load_graph_for(spec, mode=plan.model.mode, batch=plan.microbatch_size, dtype=plan.model.dtype,
-                          batch_dims=has_unaligned_replicas(plan))
+                          batch_dims=batch_dims or has_unaligned_replicas(plan))
 
 
 def cluster_of_plan(plan: Plan, cluster: str | None) -> Cluster:

@@ -14,6 +14,7 @@ from weft.cli import (
     cluster_commands,
     deploy_commands,
     diff_commands,
+    explain_commands,
     export_commands,
     model_commands,
     place_commands,
@@ -21,6 +22,7 @@ from weft.cli import (
     run_commands,
     schedule_commands,
     shard_commands,
+    view_commands,
 )
 from weft.errors import WeftError
 
@@ -33,8 +35,11 @@ app.command("profile")(model_commands.profile)
 app.command("plan")(plan_commands.plan)
 app.command("simulate")(plan_commands.simulate)
 app.command("show")(plan_commands.show)
+app.command("view")(view_commands.view)
 app.command("check")(plan_commands.check)
 app.command("diff")(diff_commands.diff)
+app.command("explain")(explain_commands.explain)
+app.command("fit")(explain_commands.fit)
 app.command("export")(export_commands.export)
 app.command("import-order")(export_commands.import_order)
 app.command("run")(run_commands.run)

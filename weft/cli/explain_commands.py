@@ -1,0 +1,298 @@
+"""``weft explain`` and ``weft fit``."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, get_args
+
+import typer
+
+from weft.cli.common import (
+    ClusterArgument,
+    JsonOption,
+    ModelArgument,
+    ProfileOption,
+    QuietOption,
+    choice,
+    cluster_of_plan,
+    graph_of_plan,
+    is_zoo_name,
+    load_costs,
+    print_json,
+    reporter,
+)
+from weft.errors import InputError, NoFeasiblePlan
+
+if TYPE_CHECKING:
+    from weft.explain.explanation import Explanation
+    from weft.explain.replan import Request
+    from weft.fit import Fit, Setting, Split
+    from weft.search.problem import PlanOptions, Problem
+
+TIME_LIMIT_S: Final = 60.0
+_DEFAULTS: Final = {"mode": "training", "dtype": "float32", "optimizer": "adamw"}
+BatchOption = Annotated[int | None, typer.Option(help="Samples in one step; 32 if absent.")]
+MicrobatchesOption = Annotated[int | None, typer.Option(help="Parts of the batch; chosen if absent.")]
+ModeOption = Annotated[str | None, typer.Option(help="training (default) or inference.")]
+DtypeOption = Annotated[str | None, typer.Option(help="float64, float32 (default), bfloat16 or float16.")]
+OptimizerOption = Annotated[str | None, typer.Option(help="none, sgd, adam or adamw (default).")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """What is asked of a plan on the command line; None where nothing is said."""
+
+    batch: int | None
+    microbatches: int | None
+    mode: str | None
+    dtype: str | None
+    optimizer: str | None
+    recompute: bool = False
+
+    def options(self) -> PlanOptions:
+        """Return the options, with defaults where nothing is said."""
+        from weft.model.source import DTYPES
+        from weft.plan.plan import OPTIMIZERS, Mode, Optimizer
+        from weft.search.problem import PlanOptions
+
+        kind = choice("--optimizer", self.optimizer or _DEFAULTS["optimizer"], OPTIMIZERS)
+        return PlanOptions(batch=32 if self.batch is None else self.batch, microbatches=self.microbatches,
+                           mode=choice("--mode", self.mode or _DEFAULTS["mode"], get_args(Mode)),
+                           dtype=choice("--dtype", self.dtype or _DEFAULTS["dtype"], tuple(DTYPES)),
+                           optimizer=Optimizer(kind=kind), recompute=self.recompute)
+
+    def flags(self) -> list[str]:
+        """Return what was said, in the words of the command line."""
+        result = [f"--batch {32 if self.batch is None else self.batch}"]
+        for name, default in _DEFAULTS.items():
+            value = getattr(self, name)
+            result += [f"--{name} {value}"] if value is not None and value != default else []
+        return result
+
+
+def explain(
+    plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan file; or a model, with CLUSTER after it.")],
+    on: Annotated[str | None, typer.Argument(
+        metavar="CLUSTER", help="With a model: a cluster file, or a text such as '4 x A100-80GB'.")] = None,
+    model: Annotated[str | None, typer.Option(
+        "--model", help="The plan's model, where it is not from `weft models`.")] = None,
+    cluster: Annotated[str | None, typer.Option(
+        "--cluster", help="Another cluster than the one the plan describes.")] = None,
+    batch: BatchOption = None,
+    microbatches: MicrobatchesOption = None,
+    mode: ModeOption = None,
+    dtype: DtypeOption = None,
+    optimizer: OptimizerOption = None,
+    recompute: Annotated[bool, typer.Option(help="Keep only stage inputs between forward and backward.")] = False,
+    profile: ProfileOption = None,
+    replan: Annotated[bool, typer.Option(help="Plan again: the second best, and what would help.")] = True,
+    time_limit: Annotated[float, typer.Option(help="Seconds for all planning, about.")] = TIME_LIMIT_S,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Say what bounds a plan's step, what devices wait for, the second best, and what would help.
+
+    With a MODEL and a CLUSTER: plan first. If nothing fits, find the smallest changes that make it possible.
+    """
+    if not (math.isfinite(time_limit) and time_limit > 0):
+        raise InputError(f"--time-limit must be a number of seconds above 0, not {time_limit}")
+    asked = _Asked(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, optimizer=optimizer,
+                   recompute=recompute)
+    report = reporter(quiet)
+    if on is None:
+        _refuse({"--batch": batch, "--microbatches": microbatches, "--mode": mode, "--dtype": dtype,
+                 "--optimizer": optimizer, "--recompute": recompute or None}, "is for a model with a CLUSTER after it")
+        if not Path(plan).exists() and is_zoo_name(plan):
+            raise InputError(f"{plan!r} is a model, so CLUSTER is missing: give a cluster file or a text such as "
+                             "'8 x H100-80GB' after it")
+        _explain_plan(Path(plan), model, cluster, profile, replans=replan, time_limit=time_limit, as_json=as_json,
+                      report=report)
+        return
+    _refuse({"--model": model, "--cluster": cluster}, "is for a plan file")
+    _explain_request(plan, on, asked, profile, replans=replan, time_limit=time_limit, as_json=as_json, report=report)
+
+
+def _refuse(given: dict[str, object], why: str) -> None:
+    named = [name for name, value in given.items() if value is not None]
+    if named:
+        raise InputError(f"{' and '.join(named)} {why}")
+
+
+def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: Path | None, *, replans: bool,
+                  time_limit: float, as_json: bool, report: Callable[[str], None]) -> None:
+    from weft.explain.explanation import explain as explain_plan
+    from weft.explain.replan import Request
+    from weft.plan.check import check_plan
+    from weft.plan.plan import load_plan
+    from weft.search.problem import PlanOptions
+    from weft.simulate.predict import simulate
+
+    item = load_plan(path)
+    target, spec = cluster_of_plan(item, cluster), model or item.model.name
+    report(f"tracing {spec}")
+    graph = graph_of_plan(item, model, batch_dims=replans)
+    options = PlanOptions(batch=item.model.batch, mode=item.model.mode, dtype=item.model.dtype,
+                          optimizer=item.optimizer, recompute=any(stage.recompute for stage in item.stages),
+                          seed=item.search.seed)
+    request = Request(model=spec, graph=graph, options=options,
+                      costs_of=lambda graph, on: load_costs(graph, on, profile, options.dtype))
+    timeline = simulate(check_plan(item, graph, target), request.costs_of(graph, target), target)
+    _show(explain_plan(item, request, target, timeline, replans=replans, deadline=time.monotonic() + time_limit,
+                       report=report), as_json=as_json)
+
+
+def _show(found: Explanation, *, as_json: bool) -> None:
+    from weft.show.explain_tables import explanation_json, print_explanation
+
+    if as_json:
+        print_json(explanation_json(found))
+    else:
+        print_explanation(found)
+
+
+def _explain_request(model: str, on: str, asked: _Asked, profile: Path | None, *, replans: bool, time_limit: float,
+                     as_json: bool, report: Callable[[str], None]) -> None:
+    """Plan, and explain the best plan; or say what would make a plan possible."""
+    from weft.cluster import read_cluster
+    from weft.explain.explanation import explain as explain_plan
+    from weft.explain.replan import replan
+
+    target = read_cluster(on)
+    request = _request(model, asked, profile, report)
+    deadline = time.monotonic() + time_limit
+    problem = request.problem(target)
+    try:
+        comparison = replan(problem, request, time_limit_s=time_limit / 3, report=report)
+    except NoFeasiblePlan as miss:
+        _relax(miss, problem, request, deadline=deadline, as_json=as_json, report=report)
+        return
+    best = comparison.best
+    assert best.plan is not None, "replan raises otherwise"
+    assert best.timeline is not None
+    if best.timeline.step_time_s != best.step_time_s:
+        report(f"note: on so many devices one replica stands for all; the whole step is {best.step_time_s:.6g} s")
+    _show(explain_plan(best.plan, request, target, best.timeline, replans=replans, comparison=comparison,
+                       deadline=deadline, report=report), as_json=as_json)
+
+
+def _relax(miss: NoFeasiblePlan, problem: Problem, request: Request, *, deadline: float, as_json: bool,
+           report: Callable[[str], None]) -> None:
+    """Print the smallest changes that help; raise ``miss`` if there are none."""
+    from weft.explain.relax import smallest_relaxation
+    from weft.show.explain_tables import print_relaxations, relaxations_json
+
+    report("nothing fits: searching the smallest changes that help")
+    found = smallest_relaxation(problem, request, deadline=deadline, report=report)
+    if not found:
+        raise miss
+    if as_json:
+        print_json(relaxations_json(str(miss), found))
+    else:
+        print_relaxations(str(miss), found)
+
+
+def _request(model: str, asked: _Asked, profile: Path | None, report: Callable[[str], None]) -> Request:
+    from weft.explain.replan import Request
+    from weft.model.graph import Graph
+    from weft.model.load import has_module, load_graph_for
+
+    options = asked.options()
+    batch = options.batch // options.microbatches if options.microbatches else None
+
+    def load(dtype: str) -> Graph:
+        return load_graph_for(model, mode=options.mode, batch=batch, dtype=dtype, batch_dims=True)
+
+    report(f"tracing {model}")
+    graph = load(options.dtype)
+    for warning in graph.warnings:
+        report(f"note: {warning}")
+    return Request(model=model, graph=graph, options=options, load=load if has_module(model) else None,
+                   costs_of=lambda graph, on: load_costs(graph, on, profile, None))
+
+
+def fit(
+    model: ModelArgument,
+    cluster: ClusterArgument,
+    batch: BatchOption = None,
+    microbatches: MicrobatchesOption = None,
+    mode: ModeOption = None,
+    dtype: DtypeOption = None,
+    optimizer: OptimizerOption = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan that is recommended here.")] = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+) -> None:
+    """Say whether a model fits on a cluster, how, with which margin on each device, and what to plan with.
+
+    Exit codes: 0 it fits, 3 it does not.
+    """
+    from weft.cluster import read_cluster
+    from weft.fit import fit as find_fit
+    from weft.show.explain_tables import fit_json, print_fit
+
+    asked = _Asked(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, optimizer=optimizer)
+    report = reporter(quiet)
+    target = read_cluster(cluster)
+    request = _request(model, asked, None, report)
+    problem = request.problem(target)
+    split = _splitter(model, problem, request)
+    found = find_fit(problem, split=split)
+    command = None if found.recommended is None else _command(model, cluster, asked, found.recommended.setting)
+    if out is not None and found.recommended is not None:
+        _write(out, problem, found, split, report)
+    if as_json:
+        print_json(fit_json(found, command))
+    else:
+        print_fit(found, command or "")
+    if found.recommended is None:
+        raise found.miss()
+
+
+def _splitter(model: str, problem: Problem, request: Request) -> Split:
+    from weft.fit import splitter
+    from weft.model.folded import FoldedModel, trace_folded
+    from weft.model.load import has_module
+    from weft.model.source import ModelSource, resolve_model
+    from weft.search.deploy.deployer import NO_SPLITS
+
+    if not has_module(model):
+        return lambda degree: NO_SPLITS
+
+    def fold() -> FoldedModel:
+        source = resolve_model(model, mode=problem.options.mode, batch=problem.graph.batch, dtype=problem.options.dtype)
+        assert isinstance(source, ModelSource), "it has a module"
+        return trace_folded(source, batch=problem.graph.batch)
+
+    return splitter(problem, fold, lambda graph: request.costs_of(graph, problem.cluster))
+
+
+def _command(model: str, cluster: str, asked: _Asked, setting: Setting) -> str:
+    """Return the command that makes a plan with the setting: `weft plan` where it has the options for it."""
+    from weft.search.baselines import STRATEGIES
+
+    words = [shlex.quote(model), shlex.quote(cluster), *asked.flags()]
+    if setting.strategy not in STRATEGIES or setting.sharded:
+        if asked.microbatches is not None:
+            words.append(f"--microbatches {asked.microbatches}")
+        return " ".join(["weft fit", *words, "--out plan.json"])
+    words += [f"--strategy {setting.strategy}", f"--microbatches {setting.microbatches}"]
+    return " ".join(["weft plan", *words, *["--recompute"] * setting.recompute, "--out plan.json"])
+
+
+def _write(out: Path, problem: Problem, found: Fit, split: Split, report: Callable[[str], None]) -> None:
+    """Write the plan that is recommended, after all checks."""
+    from weft.fit import plan_of
+    from weft.plan.check import check_plan
+    from weft.plan.plan import save_plan
+
+    assert found.recommended is not None
+    setting = found.recommended.setting
+    plan = plan_of(problem, setting, split(setting.degree) if setting.degree > 1 else {})
+    check_plan(plan, problem.graph, problem.cluster)
+    save_plan(plan, out)
+    report(f"plan written to {out}")

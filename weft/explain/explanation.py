@@ -1,0 +1,173 @@
+"""The explanation of a plan: what bounds its step, what devices wait for, the second best, and what would help."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from typing import Final
+
+from weft.cluster.cluster import Cluster
+from weft.errors import NoFeasiblePlan
+from weft.explain.path import CriticalPath, Kind, critical_path, link_rates, link_seconds
+from weft.explain.replan import Report, Request, replan
+from weft.explain.waits import DeviceWaits, device_waits
+from weft.explain.whatif import Change, what_would_help
+from weft.plan.plan import Plan
+from weft.planner import Candidate, Comparison
+from weft.search.problem import Problem
+from weft.simulate.timeline import Timeline
+from weft.simulate.traffic import link_bytes
+from weft.units import format_bytes, format_time
+
+WORDS: Final[dict[Kind, str]] = {
+    "compute": "computing", "optimizer": "the optimizer", "transfer": "sending tensors between stages",
+    "exchange": "exchanging gradients", "latency": "the latency of messages"}
+SAME: Final = 1e-9
+"""Step times that differ by less, relatively, are the same."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """What a device holds at its peak."""
+
+    device: str
+    peak_bytes: int
+    capacity_bytes: int | None
+    largest: str
+    """The category that takes most."""
+
+    @property
+    def used(self) -> float:
+        """Return the part of the capacity that is taken; 0 where there is no limit."""
+        return self.peak_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """Why a plan takes as long as it does, and what would change that."""
+
+    plan: Plan
+    timeline: Timeline
+    path: CriticalPath
+    waits: tuple[DeviceWaits, ...]
+    memory: tuple[MemoryUse, ...]
+    links: dict[str, float]
+    """Seconds that each link is busy with the step's bytes, the busiest first."""
+    comparison: Comparison | None = None
+    """What planning again for the same cluster came to; None if it was not tried."""
+    changes: tuple[Change, ...] = ()
+
+    @property
+    def busiest(self) -> DeviceWaits:
+        """Return the device that computes longest."""
+        return max(self.waits, key=lambda item: item.busy_s)
+
+    @property
+    def fullest(self) -> MemoryUse:
+        """Return the device whose memory is used most."""
+        return max(self.memory, key=lambda item: (item.used, item.peak_bytes))
+
+    @property
+    def faster(self) -> Candidate | None:
+        """Return the best of planning again, if it is faster than the plan."""
+        if self.comparison is None:
+            return None
+        best = self.comparison.best
+        return best if best.step_time_s < self.timeline.step_time_s * (1 - SAME) else None
+
+    @property
+    def second(self) -> Candidate | None:
+        """Return the fastest of the other strategies' plans that is another one and not faster than this one."""
+        if self.comparison is None:
+            return None
+        others = [item for item in self.comparison.candidates if item.plan is not None
+                  and item.strategy != self.plan.search.by and _shape(item.plan) != _shape(self.plan)
+                  and item.step_time_s >= self.timeline.step_time_s * (1 - SAME)]
+        return min(others, key=lambda item: item.step_time_s, default=None)
+
+
+def _shape(plan: Plan) -> object:
+    """Return who does what in a plan: equal for plans that differ only in who made them."""
+    stages = [(stage.ops, [(replica.devices, round(replica.share, 9)) for replica in stage.replicas], stage.sharding)
+              for stage in plan.stages]
+    return plan.microbatches, stages, plan.order, plan.gradients
+
+
+def explain(plan: Plan, request: Request, cluster: Cluster, timeline: Timeline, *, replans: bool = True,
+            comparison: Comparison | None = None, deadline: float | None = None,
+            report: Report = lambda text: None) -> Explanation:
+    """Return the explanation of a plan that was simulated; with ``replans`` also what planning again says.
+
+    ``comparison`` is what planning for the same cluster came to, where that is known. ``deadline`` is on
+    ``time.monotonic``'s clock and for all planning; Ctrl-C keeps what there is by then.
+    """
+    problem = request.problem(cluster)
+    assert timeline.program is not None
+    times = link_seconds(link_bytes(timeline.program, problem.costs, cluster), link_rates(cluster))
+    result = Explanation(
+        plan=plan, timeline=timeline, path=critical_path(timeline.program, problem.costs, cluster),
+        waits=device_waits(timeline), memory=_memory(cluster, timeline), comparison=comparison,
+        links=dict(sorted(times.items(), key=lambda item: (-item[1], item[0]))))
+    return _plan_again(result, problem, request, deadline, report) if replans else result
+
+
+def _plan_again(result: Explanation, problem: Problem, request: Request, deadline: float | None,
+                report: Report) -> Explanation:
+    """Return the explanation with the comparison of strategies and what would help."""
+    changes: list[Change] = []
+    try:
+        if result.comparison is None:
+            report("planning again for the same cluster")
+            limit_s = None if deadline is None else max(0.0, deadline - time.monotonic()) / 3
+            try:
+                result = replace(result, comparison=replan(problem, request, time_limit_s=limit_s, report=report))
+            except NoFeasiblePlan as miss:  # the plan at hand may be of a kind that is not searched
+                report(f"note: planning again found no plan: {miss}")
+        for change in what_would_help(request, problem.cluster, result.timeline, result.comparison, deadline=deadline,
+                                      report=report):
+            changes.append(change)
+    except KeyboardInterrupt:
+        report("interrupted: nothing further is planned")
+    return replace(result, changes=tuple(changes))
+
+
+def _memory(cluster: Cluster, timeline: Timeline) -> tuple[MemoryUse, ...]:
+    return tuple(MemoryUse(
+        device=item.device, peak_bytes=item.peak_bytes, largest=max(item.peak_memory, key=lambda key: (
+            item.peak_memory[key])),
+        capacity_bytes=cluster.devices[cluster.device_index[item.device]].memory_bytes)
+        for item in timeline.summary())
+
+
+def percent(part: float) -> str:
+    """Return a part as a whole percentage."""
+    return f"{100 * part:.0f} %"
+
+
+def sentence(explanation: Explanation) -> str:
+    """Return in one sentence what bounds the step.
+
+    Such as ``The step of 20.4 ms is bound by computing (91 %), most of it on a0 (71 %).`` Parts are of the critical
+    path.
+    """
+    path, whole = explanation.path, explanation.path.step_time_s or 1.0
+    kind = path.binding
+    most = next((share for share in path.shares if share.kind == kind), None)
+    part = percent(path.seconds_of(kind) / whole)
+    words = f"The step of {format_time(path.step_time_s)} is bound by {WORDS[kind]} ({part}"
+    if most is None:
+        return words + ")."
+    place = "over" if kind in ("transfer", "exchange", "latency") else "on"
+    if most.seconds >= path.seconds_of(kind) * (1 - SAME):
+        return f"{words} {place} {most.where})."
+    return f"{words}), most of it {place} {most.where} ({percent(most.seconds / whole)})."
+
+
+def memory_sentence(explanation: Explanation) -> str:
+    """Return in one sentence which memory is fullest."""
+    item = explanation.fullest
+    if item.capacity_bytes is None:
+        return f"{item.device} holds most: {format_bytes(item.peak_bytes)}, mainly {item.largest}; it has no limit."
+    left = format_bytes(item.capacity_bytes - item.peak_bytes)
+    return (f"{item.device} is fullest: {format_bytes(item.peak_bytes)} of {format_bytes(item.capacity_bytes)} "
+            f"({percent(item.used)}), mainly {item.largest}; {left} are left.")

@@ -1,0 +1,198 @@
+"""The critical path of a simulated step: from its end back to its begin, what each task had to wait for.
+
+A task starts when the last task that it waits for has ended, or when what it occupies (a link, a shared processing
+unit) is free. So from any task there is one before it that ends when it starts, back to the begin of the step:
+
+    a0  F0 F1 ------ B0 B1 step      the path here: F0 on a0, its transfer, F0 and B0 on a1, the way back, B0 ...
+    a1     F0 B0 F1 B1 step
+
+The path's seconds add up to the step. A transfer or exchange divides into what its busiest link needs for the bytes
+(``wire``), and the rest: latency of the rounds, or of waiting inside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final, Literal, get_args
+
+import numpy as np
+
+from weft.cluster.cluster import Cluster
+from weft.cost.costs import Costs
+from weft.model.graph import F64, I64
+from weft.plan.program import Op, Program
+from weft.simulate.tasks import TaskGraph
+from weft.simulate.timing import time_program
+from weft.simulate.traffic import link_bytes
+
+Kind = Literal["compute", "optimizer", "transfer", "exchange", "latency"]
+KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PathShare:
+    """What one kind of work at one place takes of the critical path."""
+
+    kind: Kind
+    """``transfer``: tensors between stages; ``exchange``: gradients; ``latency``: of both, beyond their bytes."""
+    where: str
+    """Devices for computing, a link for what is sent."""
+    seconds: float
+    num_tasks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CriticalPath:
+    """The tasks that make the step as long as it is, by kind and place."""
+
+    step_time_s: float
+    shares: tuple[PathShare, ...]
+    """The longest first; together the whole step."""
+
+    def seconds_of(self, kind: Kind) -> float:
+        """Return what this kind takes of the path."""
+        return sum(share.seconds for share in self.shares if share.kind == kind)
+
+    @property
+    def binding(self) -> Kind:
+        """Return the kind that takes most."""
+        return max(KINDS, key=self.seconds_of)
+
+
+def critical_path(program: Program, costs: Costs, cluster: Cluster) -> CriticalPath:
+    """Return what the simulated step of the program is made of."""
+    from weft.simulate.engine import Simulator
+
+    timed = time_program(program, costs, cluster)
+    simulator = Simulator(timed.graph)
+    step_time_s = simulator.run()
+    tasks = walk_back(timed.graph, simulator.starts, simulator.ends)
+    places = _Places(program, costs, cluster)
+    totals: dict[tuple[Kind, str], list[float]] = {}
+    for task in tasks:
+        seconds = float(simulator.ends[task] - simulator.starts[task])
+        for kind, where, part in places.divide(int(timed.wiring.leader[task]), seconds):
+            totals.setdefault((kind, where), []).append(part)
+    shares = [PathShare(kind=kind, where=where, seconds=sum(parts), num_tasks=len(parts))
+              for (kind, where), parts in totals.items()]
+    shares.sort(key=lambda share: (-share.seconds, share.kind, share.where))
+    return CriticalPath(step_time_s=step_time_s, shares=tuple(share for share in shares if share.seconds > 0))
+
+
+def walk_back(graph: TaskGraph, starts: F64, ends: F64) -> tuple[int, ...]:
+    """Return the tasks of a critical path, from the first to the last; each starts when the one before it ends.
+
+    Among several that end at the same time the one with the lowest number is taken.
+
+    >>> from weft.simulate.tasks import make_task_graph
+    >>> graph = make_task_graph([2.0, 1.0, 5.0], edges=[(0, 2), (1, 2)], holds=[], num_resources=0)
+    >>> walk_back(graph, np.array([0.0, 0.0, 2.0]), np.array([2.0, 1.0, 7.0]))
+    (0, 2)
+    """
+    if graph.num_tasks == 0:
+        return ()
+    before = _Before(graph)
+    path = [int(np.argmax(ends))]
+    seen = set(path)
+    while True:
+        task = path[-1]
+        found = _latest(before.waited_for(task), ends, seen)
+        if found is None or ends[found] < starts[task]:
+            holders = before.holders(task)
+            found = _latest(holders[ends[holders] <= starts[task]], ends, seen) if starts[task] > 0 else None
+        if found is None:
+            return tuple(reversed(path))
+        path.append(found)
+        seen.add(found)
+
+
+def _latest(tasks: I64, ends: F64, seen: set[int]) -> int | None:
+    """Return the task that ends last, of equal ones the first; None if there is none that is not ``seen``."""
+    kept = [task for task in tasks.tolist() if task not in seen]
+    return max(kept, key=lambda task: (ends[task], -task), default=None)
+
+
+class _Before:
+    """For each task those it waits for, and those that occupy what it needs."""
+
+    def __init__(self, graph: TaskGraph) -> None:
+        self.graph = graph
+        order = np.argsort(graph.successors, kind="stable")
+        self.sources = graph.edge_sources()[order]
+        self.start = np.searchsorted(graph.successors[order], np.arange(graph.num_tasks + 1))
+        owner = np.repeat(np.arange(graph.num_tasks), graph.num_held())
+        by_resource = np.argsort(graph.resources, kind="stable")
+        self.users = owner[by_resource]
+        self.resource_start = np.searchsorted(graph.resources[by_resource], np.arange(graph.num_resources + 1))
+
+    def waited_for(self, task: int) -> I64:
+        return self.sources[self.start[task] : self.start[task + 1]]
+
+    def holders(self, task: int) -> I64:
+        graph = self.graph
+        used = graph.resources[graph.resource_start[task] : graph.resource_start[task + 1]].tolist()
+        found = [self.users[self.resource_start[item] : self.resource_start[item + 1]] for item in used]
+        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+
+
+class _Places:
+    """Says for an instruction what kind of work it is, and where."""
+
+    def __init__(self, program: Program, costs: Costs, cluster: Cluster) -> None:
+        self.program, self.costs, self.cluster = program, costs, cluster
+        self.rates = link_rates(cluster)
+        self.known: dict[tuple[str, int], tuple[str, float]] = {}
+
+    def divide(self, instruction: int, seconds: float) -> Iterator[tuple[Kind, str, float]]:
+        """Yield (kind, place, seconds) of the parts of a task that lasts so long."""
+        item, names = self.program.instruction(instruction), self.program.rank_names
+        rank = int(np.searchsorted(self.program.rank_start, instruction, side="right")) - 1
+        match item.op:
+            case Op.COMPUTE:
+                ranks = self.program.instances[item.instance].ranks
+                yield "compute", " + ".join(names[rank] for rank in ranks), seconds
+            case Op.STEP:
+                yield "optimizer", names[rank], seconds
+            case Op.COLLECTIVE:
+                yield from self._sent("exchange", item.bucket, seconds)
+            case Op.SEND | Op.RECV:
+                yield from self._sent("transfer", item.channel, seconds)
+
+    def _sent(self, kind: Literal["transfer", "exchange"], index: int,
+              seconds: float) -> Iterator[tuple[Kind, str, float]]:
+        if (kind, index) not in self.known:
+            self.known[kind, index] = self._busiest(kind, index)
+        where, wire_s = self.known[kind, index]
+        yield kind, where, min(wire_s, seconds)
+        if seconds > wire_s:
+            yield "latency", where, seconds - wire_s
+
+    def _busiest(self, kind: str, index: int) -> tuple[str, float]:
+        """Return the link on which one message or exchange takes longest, and its seconds for the bytes alone."""
+        program = self.program
+        if kind == "transfer":
+            channel = program.channels[index]
+            alone = replace(program, channels=(replace(channel, microbatches=channel.microbatches[:1]),), buckets=())
+        else:
+            alone = replace(program, channels=(), buckets=(program.buckets[index],))
+        times = link_seconds(link_bytes(alone, self.costs, self.cluster), self.rates)
+        if not times:
+            ranks = (program.channels[index].source, program.channels[index].target) if kind == "transfer" else (
+                program.buckets[index].ranks)
+            return ">".join(program.rank_names[rank] for rank in ranks), float("inf")
+        where = max(times, key=lambda name: times[name])
+        return where, times[where]
+
+
+def link_rates(cluster: Cluster) -> dict[str, float]:
+    """Return the bandwidth of each link by the name that ``link_bytes`` gives it."""
+    rates: dict[str, float] = {}
+    for link in cluster.links:
+        rates.setdefault(link.shared if link.shared is not None else link.name, link.bytes_per_s)
+    return rates
+
+
+def link_seconds(num_bytes: dict[str, int], rates: dict[str, float]) -> dict[str, float]:
+    """Return how long each link is busy with its bytes, where its rate is known."""
+    return {name: amount / rates[name] for name, amount in num_bytes.items() if name in rates}

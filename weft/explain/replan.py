@@ -1,0 +1,138 @@
+"""Planning again: the one place where explanations call the planner."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
+
+from weft.cluster.cluster import Cluster
+from weft.cost.costs import Costs
+from weft.errors import ModelError, NoFeasiblePlan
+from weft.model.graph import Graph
+from weft.plan.lower import lower
+from weft.plan.memory import account_memory
+from weft.planner import Comparison, compare_strategies, microbatch_choices
+from weft.search.baselines import STRATEGIES
+from weft.search.budget import Budget
+from weft.search.deploy.deployer import NO_SPLITS, Splits
+from weft.search.problem import PlanOptions, Problem
+
+if TYPE_CHECKING:
+    from weft.model.folded import FoldedModel
+    from weft.plan.plan import Mode
+
+DEPLOY_S: Final = 6.0
+DEPLOY_SIMULATIONS: Final = 3000
+"""What a search for a deployment may take at most, as in `weft plan`."""
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A model to plan for any cluster, with what is needed to do so again."""
+
+    model: str | None = None
+    """As on the command line: how devices may divide its operators is found out. None where that is not wanted."""
+    graph: Graph
+    """Traced with batch dimensions, if deployments are to be searched."""
+    options: PlanOptions
+    costs_of: Callable[[Graph, Cluster], Costs]
+    load: Callable[[str], Graph] | None = None
+    """Traces the model again in another precision; None where that is not possible."""
+
+    def problem(self, cluster: Cluster) -> Problem:
+        """Return the problem of planning the model on a cluster."""
+        return Problem(graph=self.graph, cluster=cluster, costs=self.costs_of(self.graph, cluster),
+                       options=self.options)
+
+    def in_dtype(self, dtype: str) -> Request | None:
+        """Return the same request in another precision, or None."""
+        if self.load is None:
+            return None
+        return replace(self, graph=self.load(dtype), options=replace(self.options, dtype=dtype))
+
+
+def replan(problem: Problem, request: Request, *, strategies: Sequence[str] | None = None,
+           time_limit_s: float | None = None, report: Report = lambda text: None) -> Comparison:
+    """Return what every strategy comes to, as `weft plan` finds it; raise ``NoFeasiblePlan`` if none fits.
+
+    Of the plain strategies only some, if ``strategies`` are given.
+    """
+    from weft.search.deploy.search import DeployOptions
+
+    begin = time.monotonic()
+    several = problem.cluster.num_devices > 1
+    deployments = DeployOptions(cpu_seconds=DEPLOY_S, max_simulations=DEPLOY_SIMULATIONS, seed=problem.options.seed)
+    splits = find_splits(problem, request, time_limit_s=time_limit_s, report=report)
+    left = None if time_limit_s is None else max(0.0, time_limit_s - (time.monotonic() - begin))
+    return compare_strategies(problem, strategies, joint=several, splits=splits, time_limit_s=left, progress=report,
+                              deployments=deployments if several and problem.is_training else None)
+
+
+def find_splits(problem: Problem, request: Request, *, time_limit_s: float | None = None,
+                report: Report = lambda text: None) -> Splits:
+    """Return how the devices of a host may divide the model's operators, as ``load_splits``; it is traced once only."""
+    from weft.model.load import has_module
+    from weft.search.deploy import splits
+
+    options, graph = problem.options, problem.graph
+    if request.model is None or problem.cluster.num_devices < 2 or not has_module(request.model):
+        return NO_SPLITS
+    deadline = None if time_limit_s is None else time.monotonic() + splits.SPLITS_PART * time_limit_s
+    try:
+        folded = _folded(request.model, options.mode, graph.batch, options.dtype)
+        return splits.find_splits(problem, folded, lambda graph: request.costs_of(graph, problem.cluster),
+                                  budget=Budget(effort=float("inf"), deadline=deadline))
+    except ModelError as miss:
+        report(f"note: operators are not divided: {miss}")
+        return NO_SPLITS
+
+
+@lru_cache(maxsize=2)
+def _folded(model: str, mode: Mode, batch: int, dtype: str) -> FoldedModel:
+    from weft.model.folded import trace_folded
+    from weft.model.source import ModelSource, resolve_model
+
+    source = resolve_model(model, mode=mode, batch=batch, dtype=dtype)
+    assert isinstance(source, ModelSource), "it has a module"
+    return trace_folded(source, batch=batch)
+
+
+def fits_jointly(problem: Problem, splits: Splits = NO_SPLITS) -> bool:
+    """Return whether the search over data, tensor and pipeline parallelism together finds a plan."""
+    if problem.cluster.num_devices < 2:
+        return False
+    try:
+        return compare_strategies(problem, (), joint=True, splits=splits, time_limit_s=JOINT_S).best.plan is not None
+    except NoFeasiblePlan:
+        return False
+
+
+JOINT_S: Final = 4.0
+"""Seconds that one question whether something fits may take, about."""
+THRIFTY: Final = ("1f1b-balanced", "1f1b", "data-parallel-by-speed", "data-parallel", "gpipe", "single")
+"""Strategies, those first that are most likely to fit."""
+
+
+def least_missing(problem: Problem, strategies: Sequence[str] = THRIFTY, *, enough: float = 0.0) -> float:
+    """Return how much memory the plan that is nearest to fitting lacks on its fullest device; at most 0 if it fits.
+
+    Nothing is simulated. Once a plan lacks no more than ``enough``, no further one is tried.
+    """
+    least = float("inf")
+    for name in strategies:
+        for microbatches in reversed(microbatch_choices(problem, name)):
+            try:
+                program = lower(STRATEGIES[name](problem, microbatches), problem.graph)
+            except NoFeasiblePlan:
+                continue
+            account = account_memory(program)
+            capacities = [device.memory_bytes for device in problem.cluster.devices]
+            least = min(least, max((account.peak_bytes(rank) - capacity for rank, capacity in enumerate(capacities)
+                                    if capacity is not None), default=0.0))
+            if least <= enough:
+                return least
+    return least
