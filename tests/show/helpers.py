@@ -8,9 +8,12 @@ import numpy as np
 
 from tests.simulate.helpers import pipeline_world
 from tests.worlds import chain_graph, pipeline, plain_cluster, plan_of, with_gradients
+from weft.cluster.cluster import Cluster, Device, DeviceKind, Link
+from weft.cluster.cluster_file import parse_cluster, to_json
+from weft.cost.costs import estimate_costs
 from weft.plan.lower import lower
-from weft.plan.orders import gpipe, one_f_one_b
-from weft.plan.plan import Replica, Stage
+from weft.plan.orders import gpipe, one_f_one_b, to_tokens
+from weft.plan.plan import ClusterRef, ModelRef, Plan, Replica, Stage
 from weft.plan.program import Op, Phase, Program
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline, make_timeline
@@ -75,3 +78,33 @@ def many_microbatches(num_devices: int, num_microbatches: int) -> Timeline:
     """Return a timeline of a long 1F1B pipeline without simulating it."""
     graph, plan = pipeline("1f1b", num_devices, num_microbatches)
     return played(lower(plan, graph))
+
+
+def wide_timeline(num_hosts: int, per_host: int, num_microbatches: int, *, along_hosts: bool = False) -> Timeline:
+    """Return data parallelism over hosts with a 1F1B pipeline in each, or (along hosts) one stage for each host."""
+    cluster = parse_cluster({
+        "format": "weft.cluster", "version": 1, "name": "wide", "network": {"bandwidth": "100Gbit/s", "latency": "10us"},
+        "hosts": [{"name": "h", "count": num_hosts, "devices": f"{per_host} x A100-80GB", "intra": "nvlink3"}]})
+    names = [device.name for device in cluster.devices]
+    num_stages, num_replicas = (num_hosts, per_host) if along_hosts else (per_host, num_hosts)
+    grid = [[names[stage * per_host + replica] if along_hosts else names[replica * per_host + stage]
+             for replica in range(num_replicas)] for stage in range(num_stages)]
+    graph = chain_graph(2 * num_stages, batch=num_replicas, flops=1e12, activation_bytes=1 << 22, parameter_bytes=1 << 26)
+    stages = tuple(Stage(name=f"s{index}", ops=graph.op_names[2 * index: 2 * index + 2], replicas=tuple(
+        Replica(devices=(name,), share=1 / num_replicas) for name in row)) for index, row in enumerate(grid))
+    tokens = to_tokens(one_f_one_b(num_stages, num_microbatches), tuple(stage.name for stage in stages))
+    plan = Plan(
+        model=ModelRef(name="chain", digest=graph.digest, batch=num_microbatches * num_replicas), stages=stages,
+        cluster=ClusterRef(digest=cluster.digest, devices=tuple(names), description=to_json(cluster)),
+        microbatches=num_microbatches, order={name: tokens[index] for index, row in enumerate(grid) for name in row})
+    return simulate(lower(with_gradients(plan, graph), graph), estimate_costs(graph, cluster), cluster)
+
+
+def hostile_cluster() -> Cluster:
+    """Return the cluster of ``hostile_timeline`` with hostile hosts, kinds and switches, each device in its own host."""
+    kinds = {name: DeviceKind(name=name, flop_per_s={"float32": 1.0}, memory_bytes_per_s=1.0) for name in HOSTILE[:2]}
+    devices = tuple(Device(name=name, kind=kind, host=host, memory_bytes=None)
+                    for name, kind, host in zip(HOSTILE[4:], kinds, HOSTILE[2:4], strict=True))
+    links = tuple(Link(source=source, target=target, bytes_per_s=1e9, latency_s=0.0) for device in devices
+                  for source, target in ((device.name, HOSTILE[1]), (HOSTILE[1], device.name)))
+    return Cluster(name=HOSTILE[3], kinds=kinds, devices=devices, links=links)

@@ -7,7 +7,15 @@ import json
 import pytest
 
 from tests.show.browser import Browser, find_chromium
-from tests.show.helpers import HOSTILE, hostile_timeline, many_microbatches, simulated, stretched
+from tests.show.helpers import (
+    HOSTILE,
+    hostile_cluster,
+    hostile_timeline,
+    many_microbatches,
+    simulated,
+    stretched,
+    wide_timeline,
+)
 from weft.show.facts import StrategyFacts
 from weft.show.html import write_report
 
@@ -30,8 +38,10 @@ def pages(tmp_path_factory):
     folder = tmp_path_factory.mktemp("pages")
     timeline = simulated("1f1b", 2, 2, activation_bytes=1)
     write_report(folder / "both.html", [timeline, stretched(timeline, 1.25)], capacities={"d0": 40, "d1": 40})
-    write_report(folder / "hostile.html", [hostile_timeline()], comparison=[
+    write_report(folder / "hostile.html", [hostile_timeline()], cluster=hostile_cluster(), comparison=[
         StrategyFacts(strategy=HOSTILE[0], reason=HOSTILE[1])])
+    wide = wide_timeline(8, 8, 16)
+    write_report(folder / "wide.html", [wide, stretched(wide, 1.1)])
     write_report(folder / "many.html", [many_microbatches(64, 200)])
     return folder, timeline
 
@@ -221,4 +231,103 @@ def test_many_instructions_are_drawn_with_a_bounded_number_of_boxes(browser, pag
     browser.settle()
     assert browser.evaluate("document.getElementById('chart').scrollTop") > 1000
     assert state(browser)["drawn"] > 0
+    assert browser.complaints() == []
+
+
+TIP = "document.getElementById('tip').hidden ? '' : document.getElementById('tip').innerText"
+
+
+def test_every_section_is_drawn_without_a_request_or_a_complaint(browser, pages):
+    folder, _ = pages
+    browser.events.clear()
+    browser.open(folder / "wide.html")
+    titles = browser.evaluate("[...document.querySelectorAll('h2')].map(title => title.textContent)")
+    assert titles == ["Timeline", "Predicted against measured", "Cluster", "Stages", "Layers", "Devices", "Memory",
+                      "Communication by link", "Gradient exchanges", "About this plan"]
+    box = place(browser, "svg.cluster")
+    assert box["w"] > 300
+    assert box["h"] > 80
+    assert browser.evaluate("document.querySelectorAll('svg.memory').length") == 8
+    assert place(browser, "svg.memory path")["h"] > 5
+    assert browser.evaluate("document.querySelectorAll('#communication-by-link ~ .card tbody tr').length") > 1
+    assert browser.evaluate("[...document.querySelectorAll('nav a')].every(a => document.querySelector(a.hash) !== null)")
+    assert browser.requests() == [(folder / "wide.html").resolve().as_uri()]
+    assert browser.complaints() == []
+
+
+def test_alike_devices_share_a_row_that_says_how_many_they_are(browser, pages):
+    folder, _ = pages
+    browser.open(folder / "wide.html")
+    names = browser.evaluate("[...document.querySelectorAll('#table-device option')].map(o => o.textContent)")
+    assert names == [f"h{index} \u00d7 8" for index in range(8)]
+    browser.evaluate("document.getElementById('chart').scrollIntoView()")
+    browser.settle()
+    browser.mouse("mouseMoved", *spot(browser, 0.5))
+    text = browser.evaluate(TIP)
+    assert "Devices" in text
+    assert "h0, h8, h16" in text
+
+
+def test_the_repeating_part_is_marked_and_moves_with_the_zoom(browser, pages):
+    folder, _ = pages
+    browser.open(folder / "wide.html")
+    whole = state(browser)
+    left, right = spot(browser, 0)[0] - place(browser)["x"], spot(browser, 1)[0] - place(browser)["x"]
+    assert left < whole["periodFrom"] < whole["periodTo"] < right
+    assert "one period" in browser.evaluate("document.getElementById('legend').innerText")
+    browser.evaluate("document.getElementById('zoom-in').click()")
+    browser.settle()
+    zoomed = state(browser)
+    assert zoomed["periodTo"] - zoomed["periodFrom"] == pytest.approx((whole["periodTo"] - whole["periodFrom"]) / 0.6)
+
+
+def test_keys_go_from_box_to_box_and_from_device_to_device(browser, pages):
+    folder, timeline = pages
+    browser.open(folder / "both.html")
+    browser.evaluate("document.getElementById('chart').focus()")
+    browser.key("n")
+    assert "F s0 mb 0 (predicted)" in browser.evaluate(TIP)
+    browser.key("n")
+    assert "F s0 mb 1 (predicted)" in browser.evaluate(TIP)
+    browser.key("p")
+    assert "F s0 mb 0 (predicted)" in browser.evaluate(TIP)
+    browser.key("ArrowDown")
+    text = browser.evaluate(TIP)
+    assert "F s1 mb 0 (predicted)" in text
+    assert "d1" in text
+    for _ in range(6):
+        browser.key("+")
+    browser.key("n")
+    browser.key("n")
+    moved = state(browser)
+    index = timeline.labels.index("F s1 mb 1")
+    assert "F s1 mb 1 (predicted)" in browser.evaluate(TIP)
+    assert moved["from"] <= timeline.end_s[index]
+    assert moved["to"] >= timeline.start_s[index], "the view follows"
+    browser.key("Escape")
+    assert browser.evaluate(TIP) == ""
+    assert browser.complaints() == []
+
+
+def test_steps_can_be_drawn_equally_long_and_tell_the_same_times(browser, pages):
+    folder, timeline = pages
+    browser.open(folder / "both.html")
+    browser.evaluate("document.getElementById('chart').scrollIntoView()")
+    browser.settle()
+    last = int(timeline.end_s.argmax())
+    assert timeline.rank[last] == 0
+    middle = (timeline.start_s[last] + timeline.end_s[last]) / 2 / timeline.step_time_s
+    browser.mouse("mouseMoved", *spot(browser, middle))
+    assert timeline.labels[last] not in browser.evaluate(TIP), "the predicted step ends before"
+    browser.evaluate("document.getElementById('stretch').click()")
+    browser.settle()
+    browser.mouse("mouseMoved", *spot(browser, middle))
+    text = browser.evaluate(TIP)
+    assert f"{timeline.labels[last]} (predicted)" in text
+    assert f"{timeline.end_s[last]:g} s" in text
+    assert "(+25 %)" in text
+    browser.evaluate("document.getElementById('stretch').click()")
+    browser.settle()
+    browser.mouse("mouseMoved", *spot(browser, middle))
+    assert timeline.labels[last] not in browser.evaluate(TIP)
     assert browser.complaints() == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -16,7 +16,12 @@ from weft.show.names import short_modules
 from weft.simulate.timeline import Timeline
 
 if TYPE_CHECKING:
+    from weft.cluster.cluster import Cluster
     from weft.planner import Candidate, Comparison
+
+
+_NOTABLE: Final = 0.1
+"""Parts of a loss that are smaller than this part of it are not named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +134,18 @@ class DeviceFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TriedFacts:
+    """One setting that a strategy looked at."""
+
+    setting: str
+    estimate_s: float | None
+    step_time_s: float | None
+    """As simulated; None where the estimate was enough to leave it."""
+    reason: str
+    """Why it is not the best, where there is more to say than its time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StrategyFacts:
     """What one strategy came to; without a step time there is a reason instead."""
 
@@ -143,7 +160,11 @@ class StrategyFacts:
     bound_s: float | None = None
     status: str = "infeasible"
     reason: str = ""
-    """Why there is no plan."""
+    """Why there is no plan, or what else is to be said."""
+    parts: Mapping[str, float] | None = None
+    """Mean seconds of a device in a step that it computes, waits for communication, or waits for other devices."""
+    tried: tuple[TriedFacts, ...] = ()
+    """What the strategy looked at, where it says so, best first."""
 
 
 def relative(value: float | None, base: float | None) -> float | None:
@@ -263,14 +284,19 @@ def device_facts(timeline: Timeline, capacities: Mapping[str, int | None] | None
         for item in timeline.summary())
 
 
-def plan_capacities(plan: Plan) -> dict[str, int | None]:
-    """Return the memory of each device by the cluster that the plan describes; empty where it describes none."""
+def plan_cluster(plan: Plan) -> Cluster | None:
+    """Return the cluster that the plan describes, or None where it describes none."""
     if plan.cluster.description is None:
-        return {}
+        return None
     from weft.cluster.cluster_file import parse_cluster
 
-    cluster = parse_cluster(plan.cluster.description, where="the plan's cluster.description")
-    return {device.name: device.memory_bytes for device in cluster.devices}
+    return parse_cluster(plan.cluster.description, where="the plan's cluster.description")
+
+
+def plan_capacities(plan: Plan) -> dict[str, int | None]:
+    """Return the memory of each device by the cluster that the plan describes; empty where it describes none."""
+    cluster = plan_cluster(plan)
+    return {device.name: device.memory_bytes for device in cluster.devices} if cluster else {}
 
 
 def strategy_facts(comparison: Comparison) -> tuple[StrategyFacts, ...]:
@@ -283,9 +309,33 @@ def _strategy_row(candidate: Candidate, bound_s: float, is_chosen: bool) -> Stra
     plan, timeline = candidate.plan, candidate.timeline
     if plan is None or timeline is None:
         return StrategyFacts(strategy=candidate.strategy, reason=candidate.reason)
-    step_time_s = timeline.step_time_s
+    step_time_s = candidate.step_time_s
+    is_whole = step_time_s == timeline.step_time_s  # else the timeline shows a part of a large cluster
     return StrategyFacts(
         strategy=candidate.strategy, is_chosen=is_chosen, step_time_s=step_time_s,
         samples_per_s=plan.model.batch / step_time_s if step_time_s else None, microbatches=plan.microbatches,
-        peak_bytes={item.device: item.peak_bytes for item in timeline.summary()}, bubble=timeline.bubble,
-        bound_s=bound_s, status=plan.search.status)
+        peak_bytes={item.device: item.peak_bytes for item in timeline.summary()},
+        bubble=timeline.bubble if is_whole else None, bound_s=bound_s, status=plan.search.status,
+        reason=candidate.reason, parts=mean_parts(timeline) if is_whole else None,
+        tried=tuple(TriedFacts(setting=item.setting.describe(), estimate_s=item.estimate_s,
+                               step_time_s=item.step_time_s, reason=item.reason) for item in candidate.tried))
+
+
+def mean_parts(timeline: Timeline) -> dict[str, float]:
+    """Return the mean seconds of a device in each part of the step; they add up to the step."""
+    count = max(1, timeline.num_ranks)
+    return {"computing": float(timeline.busy_s.sum()) / count,
+            "exposed communication": float(timeline.exposed_s.sum()) / count,
+            "bubble": float(timeline.bubble_s.sum()) / count}
+
+
+def extra_parts(row: StrategyFacts, best: StrategyFacts) -> dict[str, float]:
+    """Return in which parts of the step a strategy spends more seconds of a device than the best one, most first.
+
+    Together with the parts in which it spends less they are the difference of the two steps.
+    """
+    if row.parts is None or best.parts is None or row.step_time_s is None or best.step_time_s is None:
+        return {}
+    more = {name: value - best.parts.get(name, 0.0) for name, value in row.parts.items()}
+    least = _NOTABLE * max(row.step_time_s - best.step_time_s, 0.0)
+    return {name: value for name, value in sorted(more.items(), key=lambda item: -item[1]) if value > least}

@@ -18,6 +18,8 @@ from typing import Any, Final
 
 _SCRIPTS: Final = ("report_draw.js", "report.js")
 _PLACEHOLDER: Final = re.compile(r"\{\{(\w+)\}\}")
+_HEADING: Final = re.compile(r'<h2 id="([a-z-]+)">([A-Za-z ]+)</h2>')
+_MIN_LINKS: Final = 4
 
 
 def render_page(values: Mapping[str, str], data: Any) -> str:
@@ -25,11 +27,12 @@ def render_page(values: Mapping[str, str], data: Any) -> str:
 
     The values are HTML: ``title``, ``mark`` (what sort of report), ``heading``, ``subtitle``, ``tiles``, ``sections``,
     ``footer``, and of the table of instructions ``last_column`` and, if it is not of micro-batches, ``second_column``.
+    ``before`` is what stands before the timeline, if anything does.
     """
     style, script = _read("report.css"), _script()
     return _fill(_read("report.html"), {
-        "second_column": "Micro-batch", **values, "policy": _policy(style, script), "style": style, "script": script,
-        "data": embed_json(data)})
+        "second_column": "Micro-batch", "before": "", **values, "navigation": _navigation(values["sections"]),
+        "policy": _policy(style, script), "style": style, "script": script, "data": embed_json(data)})
 
 
 def _read(name: str) -> str:
@@ -44,6 +47,15 @@ def _script() -> str:
 def _fill(template: str, values: Mapping[str, str]) -> str:
     """Return the template with each ``{{name}}`` replaced once; what is inserted is not searched again."""
     return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
+
+
+def _navigation(sections: str) -> str:
+    """Return links to the sections, where there are enough of them to look for one."""
+    found = _HEADING.findall(sections)
+    if len(found) < _MIN_LINKS:
+        return ""
+    items = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in (("timeline", "Timeline"), *found))
+    return f'<nav aria-label="Sections"><ul>{items}</ul></nav>'
 
 
 def _policy(style: str, script: str) -> str:
@@ -104,3 +116,16 @@ def share_bar(shares: Mapping[str, float]) -> str:
         parts.append(f'<rect class="{name}" x="{x:.2f}%" width="{100 * share:.2f}%" height="100%"/>')
         x += 100 * share
     return f'<svg class="parts" aria-hidden="true">{"".join(parts)}</svg>'
+
+
+def colour_key(names: Mapping[str, str]) -> str:
+    """Return what the colours of the style's classes mean."""
+    items = (f'<li><svg class="{name}" aria-hidden="true"><rect width="100%" height="100%"/></svg>{escape(text)}</li>'
+             for name, text in names.items())
+    return f'<ul class="key">{"".join(items)}</ul>'
+
+
+def definitions(items: Iterable[tuple[str, str]]) -> str:
+    """Return names and what they are, side by side in a box."""
+    parts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in items)
+    return f'<dl class="facts panel">{parts}</dl>'

@@ -39,10 +39,11 @@ function hover(clientX, clientY) {
 
 function instructionFacts(track, i) {
   const what = data.what[data.program.what[i]], microbatch = data.program.microbatch[i];
-  const { start, end } = track.timeline;
-  const row = data.devices[track.rank], facts = [[row.link ? "Link" : "Device", row.name]];
+  const { factor } = track.timeline, from = track.timeline.start[i] / factor, to = track.timeline.end[i] / factor;
+  const row = data.devices[track.rank];
+  const facts = [[row.link ? "Link" : row.alike ? "Devices" : "Device", row.alike || row.name]];
   if (microbatch >= 0) facts.push(["Micro-batch", String(microbatch)]);
-  facts.push(["Start", formatTime(start[i])], ["End", formatTime(end[i])], ["Duration", formatTime(end[i] - start[i])]);
+  facts.push(["Start", formatTime(from)], ["End", formatTime(to)], ["Duration", formatTime(to - from)]);
   if (data.program.part) facts.push(["Phase", data.parts[data.program.part[i]]]);
   if (data.program.after) facts.push(["Waited for", waitText(i)]);
   if (what.strong) facts.push(["Critical path", "yes"]);
@@ -50,7 +51,7 @@ function instructionFacts(track, i) {
   if (what.bytes !== null) facts.push(["Bytes", formatBytes(what.bytes)]);
   timelines.forEach((other, number) => {
     if (number === track.number) return;
-    facts.push([capital(other.title), compare(end[i] - start[i], other.end[i] - other.start[i])]);
+    facts.push([capital(other.title), compare(to - from, (other.end[i] - other.start[i]) / other.factor)]);
   });
   const title = microbatch < 0 ? what.label : what.label + " mb " + microbatch;
   return { title: timelines.length > 1 ? title + " (" + track.timeline.title + ")" : title, facts };
@@ -72,9 +73,10 @@ const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 function memoryFacts(track, time) {
   const { at, bytes, peak } = track.timeline.ranks[track.rank].memory, { name, capacity } = data.devices[track.rank];
   const k = firstAbove(at, time) - 1;
-  const facts = [["Time", formatTime(time)], ["Held", formatBytes(k >= 0 ? bytes[k] : 0)], ["Peak", formatBytes(peak)]];
+  const facts = [["Time", formatTime(time / track.timeline.factor)], ["Held", formatBytes(k >= 0 ? bytes[k] : 0)],
+                 ["Peak", formatBytes(peak)]];
   if (capacity) facts.push(["Capacity", formatBytes(capacity)], ["Peak of capacity", percent(peak / capacity)]);
-  return { title: "Memory of " + name, facts };
+  return { title: "Memory of " + (data.devices[track.rank].alike || name), facts };
 }
 
 function element(name, text, parent) {
@@ -172,9 +174,61 @@ for (const name of ["pointerup", "pointercancel"]) {
 }
 canvas.addEventListener("pointerleave", (event) => { if (event.pointerType === "mouse") endHover(); });
 canvas.addEventListener("dblclick", () => show(0, fullSpan));
-chart.addEventListener("scroll", () => { tip.hidden = true; requestDraw(); });
+chart.addEventListener("scroll", () => { if (view.pointer) tip.hidden = true; requestDraw(); });
+chart.addEventListener("blur", () => { if (!view.pointer) endHover(); });
+
+// ---- from instruction to instruction by keys
+
+let picked = null;
+
+// Shows the next compute instruction (or the one before) of the picked device, the same as pointing at it would.
+function step(direction) {
+  const track = pickedTrack();
+  if (track === null) return;
+  const { start, end, ranks } = track.timeline, items = ranks[track.rank].compute.flatMap((lane) => lane.items);
+  if (items.length === 0) return;
+  items.sort((a, b) => start[a] - start[b] || a - b);
+  const place = picked.index < 0 ? (direction > 0 ? -1 : items.length) : items.indexOf(picked.index);
+  picked.index = items[Math.min(Math.max(place + direction, 0), items.length - 1)];
+  const span = view.to - view.from;
+  if (start[picked.index] < view.from || end[picked.index] > view.to) {
+    show((start[picked.index] + end[picked.index] - span) / 2, (start[picked.index] + end[picked.index] + span) / 2);
+  }
+  showPicked();
+}
+
+// Picks the device below or above.
+function stepRow(direction) {
+  const rows = data.devices.map((_, rank) => rank).filter((rank) => !data.devices[rank].link);
+  const place = picked ? rows.indexOf(picked.rank) + direction : 0;
+  picked = { rank: rows[Math.min(Math.max(place, 0), rows.length - 1)], index: -1 };
+  const top = rowTop[picked.rank], bottom = rowTop[picked.rank + 1];
+  if (top - AXIS < chart.scrollTop) chart.scrollTop = top - AXIS;
+  if (bottom > chart.scrollTop + height) chart.scrollTop = bottom - height;
+  step(1);
+}
+
+function pickedTrack() {
+  if (picked === null) picked = { rank: Math.max(0, data.devices.findIndex((device) => !device.link)), index: -1 };
+  let found = null;
+  eachTrack((track) => {
+    if (found === null && track.rank === picked.rank && track.kind === "compute") found = track;
+  });
+  return found;
+}
+
+function showPicked() {
+  const track = pickedTrack();
+  if (track === null) return;
+  const { start, end } = track.timeline, box = canvas.getBoundingClientRect();
+  view.hover = { index: picked.index, rank: picked.rank, kind: "compute" };
+  const x = Math.min(Math.max(toX((start[picked.index] + end[picked.index]) / 2), gutter), width);
+  showTip(instructionFacts(track, picked.index), box.left + x, box.top + track.y + track.h);
+  requestFrame();
+}
 
 const KEYS = {
+  n: () => step(1), p: () => step(-1), ArrowDown: () => stepRow(1), ArrowUp: () => stepRow(-1),
   "+": () => zoom(0.7), "=": () => zoom(0.7), "-": () => zoom(1 / 0.7), "_": () => zoom(1 / 0.7),
   "0": () => show(0, fullSpan), ArrowLeft: () => pan(-0.15), ArrowRight: () => pan(0.15),
   Home: () => pan(-1e9), End: () => pan(1e9), Escape: endHover,
@@ -209,7 +263,17 @@ function setUpToggle(id, field) {
 }
 
 function setUpChoice() {
-  if (timelines.length < 2) return;
+  if (timelines.length < 2) {
+    $("stretch").parentElement.remove();
+    return;
+  }
+  $("stretch").onclick = () => {
+    const isStretched = $("stretch").getAttribute("aria-pressed") !== "true";
+    $("stretch").setAttribute("aria-pressed", String(isStretched));
+    stretchTimelines(isStretched);
+    endHover();
+    requestDraw();
+  };
   const options = timelines.map((timeline, number) => [capital(timeline.title), [number]]);
   options.unshift([timelines.length === 2 ? "Both" : "All", timelines.map((_, number) => number)]);
   const buttons = options.map(([text, shown], position) => {
@@ -284,7 +348,7 @@ const PAGE = 100;
 let page = 0;
 
 function setUpTable() {
-  data.devices.forEach((device, rank) => { element("option", device.name, $("table-device")).value = rank; });
+  data.devices.forEach((_, rank) => { element("option", titleOf(rank), $("table-device")).value = rank; });
   timelines.forEach((timeline, number) => {
     element("option", capital(timeline.title), $("table-timeline")).value = number;
   });
@@ -296,7 +360,7 @@ function setUpTable() {
 }
 
 function fillTable() {
-  const rank = Number($("table-device").value), { start, end } = timelines[Number($("table-timeline").value)];
+  const rank = Number($("table-device").value), { start, end, factor } = timelines[Number($("table-timeline").value)];
   const first = data.program.rank_start[rank], last = data.program.rank_start[rank + 1];
   const from = first + page * PAGE, to = Math.min(last, from + PAGE);
   const body = $("table-body");
@@ -306,8 +370,8 @@ function fillTable() {
     const row = element("tr", null, body);
     element("td", what.label, row);
     element("td", data.program.after ? waitText(i) : microbatch < 0 ? "" : String(microbatch), row);
-    for (const text of [formatTime(start[i]), formatTime(end[i]), formatTime(end[i] - start[i]),
-                        lastColumn(what, i)]) element("td", text, row).className = "n";
+    const times = [start[i], end[i], end[i] - start[i]].map((time) => formatTime(time / factor));
+    for (const text of [...times, lastColumn(what, i)]) element("td", text, row).className = "n";
   }
   $("table-range").textContent = last > first ? `${from - first + 1} to ${to - first} of ${last - first}` : "none";
   $("table-back").disabled = page === 0;
@@ -328,6 +392,7 @@ function restyle() {
 }
 
 $("chart-panel").hidden = false;
+if (data.left_out) $("left-out").textContent = data.left_out + " more devices are left out of the chart.";
 readTheme();
 setUpChoice();
 setUpToggle("show-communication", "communication");

@@ -40,9 +40,11 @@ const percent = (fraction) => Math.round(fraction * 100) + " %";
 
 const isCompute = data.what.map((what) => what.op === "compute" || what.op === "step");
 
-function readTimeline(item) {
-  const start = Float64Array.from(item.start, (value) => value * item.unit_s);
-  const end = Float64Array.from(item.duration, (value, index) => (item.start[index] + value) * item.unit_s);
+// Times are multiplied by the factor where they are drawn, and divided by it where they are written.
+function readTimeline(item, factor) {
+  const unit = item.unit_s * factor;
+  const start = Float64Array.from(item.start, (value) => value * unit);
+  const end = Float64Array.from(item.duration, (value, index) => (item.start[index] + value) * unit);
   const laneOf = new Uint8Array(start.length);
   const ranks = data.devices.map((_, rank) => {
     const compute = [], communication = [];
@@ -50,10 +52,11 @@ function readTimeline(item) {
       (isCompute[data.program.what[i]] ? compute : communication).push(i);
     }
     return { compute: makeLanes(compute, start, end, laneOf),
-             communication: makeLanes(communication, start, end, laneOf), memory: readMemory(item, rank) };
+             communication: makeLanes(communication, start, end, laneOf), memory: readMemory(item, rank, unit) };
   });
-  const steady = item.steady?.map((span) => span && span.map((value) => value * item.unit_s));
-  return { title: item.title, span: item.step_time_s, start, end, laneOf, ranks, busy: item.busy, steady };
+  const steady = item.steady?.map((span) => span && span.map((value) => value * unit));
+  const { title, busy } = item;
+  return { title, busy, factor, span: item.step_time_s * factor, start, end, laneOf, ranks, steady };
 }
 
 // Instructions that overlap in time go to different lanes, so that none hides another. Measured clocks may disagree by
@@ -76,12 +79,12 @@ function makeLanes(indices, start, end, laneOf) {
   return lanes;
 }
 
-function readMemory(item, rank) {
+function readMemory(item, rank, unit) {
   if (!item.memory) return null;
   const { at, bytes } = item.memory[rank];
   let peak = 0;
   for (const value of bytes) peak = Math.max(peak, value);
-  return { at: Float64Array.from(at, (value) => value * item.unit_s), bytes, peak };
+  return { at: Float64Array.from(at, (value) => value * unit), bytes, peak };
 }
 
 // Returns the first position whose value is greater than the limit, in an ascending list.
@@ -94,8 +97,14 @@ function firstAbove(values, limit) {
   return low;
 }
 
-const timelines = data.timelines.map(readTimeline);
-const fullSpan = Math.max(...timelines.map((timeline) => timeline.span)) || 1;
+const fullSpan = Math.max(...data.timelines.map((item) => item.step_time_s)) || 1;
+let timelines = data.timelines.map((item) => readTimeline(item, 1));
+
+// Draws all steps as long as the longest, so that their shapes can be compared; or each as long as it is.
+function stretchTimelines(isStretched) {
+  const factor = (item) => (isStretched && item.step_time_s ? fullSpan / item.step_time_s : 1);
+  timelines = data.timelines.map((item) => readTimeline(item, factor(item)));
+}
 
 // ---- colours: one hue for each micro-batch; backward is darker than forward
 
@@ -236,7 +245,8 @@ function draw() {
   const ticks = findTicks();
   drawGrid(ticks);
   clipped(gutter, AXIS, plotWidth(), height - AXIS, () => eachTrack(drawTrack));
-  if (data.period) clipped(gutter, 0, plotWidth(), height, drawPeriod);
+  const hasPeriod = data.period && view.shown.some((number) => timelines[number].steady || timelines.length === 1);
+  if (hasPeriod) clipped(gutter, 0, plotWidth(), height, drawPeriod);
   clipped(0, AXIS, width, height - AXIS, () => eachTrack(drawName));
   drawAxis(ticks);
   chart.dataset.drawn = drawn;
@@ -351,9 +361,15 @@ function drawName(track) {
     const y = Math.round(track.y - ROW_GAP / 2) - 0.5;
     line(0, y, width - 8, y, theme.line);
   }
-  if (track.position === 0) write(data.devices[track.rank].name, track.y + 9, "600 13px", theme.ink);
+  if (track.position === 0) write(titleOf(track.rank), track.y + 9, "600 13px", theme.ink);
   const text = view.shown.length === 1 ? busy : isNarrow ? title : title + ", " + busy;
   write(text, track.y + (track.position === 0 ? 25 : 10), "11px", theme.soft);
+}
+
+// Of many devices those that do the same share a row.
+function titleOf(rank) {
+  const { name, count } = data.devices[rank];
+  return count > 1 ? name + " \u00d7 " + count : name;
 }
 
 function write(text, y, font, colour) {
@@ -390,19 +406,33 @@ function tintPhases(track, left, right) {
   context.fillRect(to, track.y, Math.max(0, right - to), track.h);
 }
 
-// Of a schedule: one period of the steady part, framed from top to bottom.
+// One period of the steady part, framed: from top to bottom, or where several timelines are shown, in the rows of the
+// one that it was found in.
 function drawPeriod() {
-  const left = toX(data.period.from), right = toX(data.period.to);
+  const { factor } = timelines.find((timeline) => timeline.steady) || timelines[0];
+  const left = toX(data.period.from * factor), right = toX(data.period.to * factor);
   context.fillStyle = theme.accent;
   context.fillRect(left, AXIS - 3, right - left, 3);
-  context.globalAlpha = 0.1;
-  context.fillRect(left, AXIS, right - left, height - AXIS);
-  context.globalAlpha = 1;
-  context.setLineDash([5, 3]);
-  for (const x of [left, right]) line(Math.round(x) + 0.5, AXIS, Math.round(x) + 0.5, height, theme.accent);
-  context.setLineDash([]);
+  if (view.shown.length === 1) framePeriod(left, right, AXIS, height);
+  else {
+    const blocks = new Map();
+    eachTrack((track) => {
+      if (track.timeline.steady) blocks.set(track.rank, [track.top, track.y + track.h]);
+    });
+    for (const [top, bottom] of blocks.values()) framePeriod(left, right, Math.max(AXIS, top), bottom);
+  }
   chart.dataset.periodFrom = left;
   chart.dataset.periodTo = right;
+}
+
+function framePeriod(left, right, top, bottom) {
+  context.fillStyle = theme.accent;
+  context.globalAlpha = 0.1;
+  context.fillRect(left, top, right - left, bottom - top);
+  context.globalAlpha = 1;
+  context.setLineDash([5, 3]);
+  for (const x of [left, right]) line(Math.round(x) + 0.5, top, Math.round(x) + 0.5, bottom, theme.accent);
+  context.setLineDash([]);
 }
 
 // Instructions narrower than a pixel and a half are gathered pixel by pixel: the longest gives the colour, and the

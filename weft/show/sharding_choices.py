@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from weft.model.factors import NOT_SPLIT
 from weft.model.folded import FoldedModel
@@ -10,12 +10,8 @@ from weft.model.tensor_layout import WHOLE, Layout
 from weft.search.shard.folded_graph import MIDDLE, Assembler
 from weft.search.shard.model_search import ShardedModel
 from weft.search.shard.parts import Edge, ModelParts
-from weft.search.shard.roles import LINEAR_KINDS, Roles, find_roles
-
-ATTENTION: Final = ("aten.scaled_dot_product_attention", "aten.softmax", "aten._softmax")
-_WORDS: Final = {"heads": "heads", "kv": "heads", "group": "query heads", "vocab": "vocabulary", "classes": "classes",
-                 "images": "samples", "batch": "samples", "out": "output channels", "in": "input channels",
-                 "channels": "channels", "experts": "experts"}
+from weft.search.shard.roles import Roles, find_roles
+from weft.show.sharding_words import factor_word
 
 
 class Unit(NamedTuple):
@@ -104,14 +100,7 @@ class ShardingReader:
         if self.has_positions and factor == self.roles.positions.get(index):
             return "positions"
         name = part.choices.op.factors[factor].name
-        kind = self.kind_of[part.name]
-        if kind.startswith(LINEAR_KINDS):
-            return {"n": "column", "k": "row"}.get(name, "rows")
-        if kind.startswith("aten.embedding") and name == "d":
-            return "column"
-        if kind.startswith(ATTENTION[1:]) and name == "d1":
-            return "heads"
-        return _WORDS.get(name, f"dim {name[1:]}" if name[0] == "d" and name[1:].isdecimal() else name)
+        return factor_word(self.kind_of[part.name], name)
 
     def stored_words(self, index: int, chosen: int, used: Layout) -> tuple[str, ...]:
         """Return for each axis how a parameter is stored that is read in the layout ``used``."""

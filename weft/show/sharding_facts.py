@@ -18,7 +18,8 @@ from weft.model.tensor_layout import WHOLE
 from weft.search.shard.model_search import ShardedModel
 from weft.search.shard.parts import ModelPart
 from weft.search.shard.roles import LINEAR_KINDS
-from weft.show.sharding_choices import ATTENTION, ShardingReader, Unit
+from weft.show.sharding_choices import ShardingReader, Unit
+from weft.show.sharding_words import ATTENTION
 
 OUTSIDE: Final = "outside layers"
 Direction = Literal["forward", "backward", "weights", "gradients", "update"]
