@@ -28,7 +28,7 @@ import numpy as np
 
 from benchmarks.mps import multi_process_service
 from benchmarks.mps_slices import ROOT, Slices
-from weft.cluster.cluster import Cluster, Device, DeviceId, Link
+from weft.cluster.cluster import Cluster, Contention, Device, DeviceId, Link
 from weft.cluster.cluster_file import parse_cluster, save_cluster
 from weft.cost.collectives import Collective, scope_of
 from weft.cost.costs import Costs, estimate_costs
@@ -51,6 +51,8 @@ PASSES: Final = 2
 PAIR: Final = (2, 3)
 """The processes that split operators between them in some plans: two equal ones."""
 LINK_BYTES: Final = (256 << 10, 2 << 20, 12 << 20, 32 << 20)
+STAGE_BYTES: Final = (24 << 20, 64 << 20, 128 << 20)
+"""Sizes of collectives that a stage waits for: activations. Small messages are faster by the byte, and would mislead."""
 LOAD_BATCH: Final = 4
 REPEATS: Final = 5
 ROUNDS: Final = 6
@@ -183,7 +185,8 @@ class Bench:
                         for index, (kind, rates) in enumerate(zip(self.kinds, found, strict=True)))
         kinds = {name: replace(rates, name=name, source=f"{rates.source}, all parts at once")
                  for name, rates in zip(self.kinds, found, strict=True)}
-        bare = Cluster(name="slices", kinds=kinds, devices=devices)
+        # All messages of a process go through one thread of gloo's.
+        bare = Cluster(name="slices", kinds=kinds, devices=devices, contention=Contention.PORT)
         fits = self._measure_links(bare)
         for store in (self.alone, self.busy):
             store.put_comm_fits(fits)
@@ -195,14 +198,11 @@ class Bench:
         ranks = range(self.num_devices)
         answers = self.slices.ask_all({
             "do": "links", "groups": [group for size in ranks[2:] for group in itertools.combinations(ranks, size)]
-            + [tuple(ranks)], "together": [PAIR], "bytes": LINK_BYTES, "repeats": REPEATS, "model": model_spec(self.load),
-            "batch": LOAD_BATCH})
+            + [tuple(ranks)], "together": [PAIR], "bytes": LINK_BYTES, "stage_bytes": STAGE_BYTES, "repeats": REPEATS,
+            "model": model_spec(self.load), "batch": LOAD_BATCH})
         (self.folder / "links.json").write_text(json.dumps(answers))
-        points: dict[tuple[str, tuple[int, ...]], dict[int, float]] = {}
-        for name, group, size, seconds in (row for answer in answers for row in answer["found"]):
-            # What a stage waits for is told last and counts for its group.
-            points.setdefault((name, tuple(group)), {})[size] = seconds / 2 if name == Collective.P2P.value else seconds
-        fits = [fit_collective(Collective(name), list(rows.items()), num_devices=len(group), scope=scope_of(bare, group))
+        points = points_of(answers, "found") | points_of(answers, "waited")  # what a stage waits for counts for its group
+        fits = [fit_collective(Collective(name), rows, num_devices=len(group), scope=scope_of(bare, group))
                 for (name, group), rows in points.items()]
         for name in (Collective.P2P.value, Collective.ALL_REDUCE.value):
             rates = [1 / fit.s_per_byte / 1e9 for fit in fits if fit.collective == name]
@@ -253,6 +253,15 @@ class Bench:
         peaks = tuple(None if answer["peak_bytes"] is None else answer["peak_bytes"] - answer["held_before_bytes"]
                       for answer in answers)
         return Ran(result=load_result(folder), peak_bytes=peaks)
+
+
+def points_of(answers: Sequence[dict[str, Any]], what: str) -> dict[tuple[str, tuple[int, ...]], list[tuple[int, float]]]:
+    """Return (bytes, seconds) by collective and group."""
+    points: dict[tuple[str, tuple[int, ...]], list[tuple[int, float]]] = {}
+    for name, group, size, seconds in (row for answer in answers for row in answer[what]):
+        points.setdefault((name, tuple(group)), []).append(
+            (size, seconds / 2 if name == Collective.P2P.value else seconds))
+    return points
 
 
 def _links(cluster: Cluster, fits: Sequence[CommFit]) -> Iterator[Link]:

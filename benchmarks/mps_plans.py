@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -13,8 +13,6 @@ from benchmarks.mps_measure import PAIR, SHARES, Case
 from weft.cluster.cluster import DeviceId
 from weft.cost.mesh import Mesh
 from weft.model.folded import trace_folded
-from weft.plan.lower import lower
-from weft.plan.memory import instance_memories
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import Plan
 from weft.search.baselines import (
@@ -34,6 +32,7 @@ from weft.search.scheduled import find_schedule, schedule_search
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.named import named
 from weft.search.shard.roles import find_roles
+from weft.search.shard.tensor_costs import stage_times
 from weft.search.shard.to_plan import sharded_plan
 
 SCHEDULE_S: Final = 10.0
@@ -51,10 +50,6 @@ class Named:
     is_searched: bool = False
     is_whole_step: bool = True
     """It does the same step as the others, so that its time may be compared with theirs."""
-    predicted_s: float | None = None
-    """Where the simulator does not say it all: what the search for split operators says."""
-    predicted_bytes: Mapping[int, float] = field(default_factory=dict)
-    """The same for the peak memory of ranks: the account has tensors whole that only operators say are split."""
 
 
 def plan_makers(case: Case, batch: int, microbatches: int, pair_batch: int, *, search_s: float
@@ -114,7 +109,10 @@ def _layer_starts(problem: Problem) -> list[int]:
 
 
 def split_operators(case: Case, batch: int) -> Named:
-    """Return operators split between two equal devices as Megatron-LM does, the others idle."""
+    """Return operators split between two equal devices as Megatron-LM does, the others idle.
+
+    The plan has the times of its stage: operators as slow as one busy part beside makes them, and measured collectives.
+    """
     problem = case.problem(batch)
     folded = trace_folded(case.traced.source, batch=batch)
     others = [sum(SHARES[other] for other in range(len(SHARES)) if other != device) for device in range(len(SHARES))]
@@ -125,8 +123,5 @@ def split_operators(case: Case, batch: int) -> Named:
     search = MeshSearch(folded, costs, mesh, optimizer=problem.options.optimizer, limit_bytes=None,
                         budget=Budget(effort=float("inf")), splits_states=False)
     found = search.run(named("megatron", find_roles(search.parts, folded), 1))
-    plan = sharded_plan(problem, found, folded)
-    (memory,) = instance_memories(lower(plan, problem.graph))
-    return Named(name=f"operators split between two parts, {batch} samples", plan=plan, is_whole_step=False,
-                 predicted_s=found.seconds,
-                 predicted_bytes=dict.fromkeys(PAIR, found.held_bytes + memory.backward_work))
+    plan = sharded_plan(problem, found, folded, stage_times(found, folded, problem.graph, costs))
+    return Named(name=f"operators split between two parts, {batch} samples", plan=plan, is_whole_step=False)

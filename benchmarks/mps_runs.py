@@ -217,9 +217,9 @@ def plans(options: Options) -> Iterator[Row]:
 def _measure(bench: Bench, case: Case, named: Named, options: Options) -> tuple[Outcome, Row]:
     note(f"{case.name}, {named.name}")
     timeline = case.predict(named.plan)
-    predicted_s = named.predicted_s or timeline.step_time_s
+    predicted_s = timeline.step_time_s
     ran = bench.run(case, named.plan, steps=options.steps)
-    expected = [named.predicted_bytes.get(rank, timeline.memory.peak_bytes(rank)) for rank in range(timeline.num_ranks)]
+    expected = [timeline.memory.peak_bytes(rank) for rank in range(timeline.num_ranks)]
     errors = {rank: want / peak - 1 for rank, (want, peak) in enumerate(zip(expected, ran.peak_bytes, strict=True))
               if peak is not None and want > SMALL_BYTES}
     largest = max(errors, key=lambda rank: ran.peak_bytes[rank] or 0, default=0)

@@ -69,8 +69,9 @@ class Worker:
     def links(self, command: Command) -> Command:
         """Return [what, ranks, bytes, seconds] of messages and collectives that this rank is the first of.
 
-        Messages and exchanges of gradients are timed while all processes train a model on the side, since in a run
-        they go on beside computes; collectives of ``together``, for which a stage waits, with nothing else going on.
+        Messages and exchanges of gradients (``found``) are timed while all processes train a model on the side, since
+        in a run they go on beside computes; collectives of ``together``, for which a stage waits (``waited``), with
+        nothing else going on.
         """
         groups, together = ([tuple(ranks) for ranks in command[name]] for name in ("groups", "together"))
         self.transport.connect_groups(together, exchanges=groups)
@@ -81,11 +82,12 @@ class Worker:
                 ways = {"all_reduce": self._exchange, **({"p2p": self._message} if len(ranks) == 2 else {})}
                 found += [(name, ranks, size, self._median_s(way(ranks, size) if self.rank in ranks else None, repeats))
                           for name, way in ways.items() for size in sizes]
-        for ranks in together:
-            for name in ("all_reduce", "all_gather", "reduce_scatter"):
-                found += [(name, ranks, size, self._median_s(
-                    self._waiting(name, ranks, size) if self.rank in ranks else None, repeats)) for size in sizes]
-        return {"found": [row for row in found if row[1][0] == self.rank]}
+        waited = [(name, ranks, size, self._median_s(
+            self._waiting(name, ranks, size) if self.rank in ranks else None, repeats))
+            for ranks in together for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+            for size in command["stage_bytes"]]
+        return {name: [row for row in rows if row[1][0] == self.rank] for name, rows in
+                (("found", found), ("waited", waited))}
 
     def _message(self, pair: Sequence[int], size: int) -> Callable[[], object]:
         """Return what sends a tensor there and back; its time is that of two messages."""
@@ -114,7 +116,9 @@ class Worker:
         """Return a collective of so many bytes in all, as between the parts of a stage."""
         group, tensor = tuple(ranks), torch.zeros(size // 4, device=self.device)
         part, rows = tensor[: len(tensor) // len(group)], tensor.view(len(group), -1)
-        return {"all_reduce": lambda: self.transport.reduced(tensor, group),
+        pieces = [len(part)] * len(group)
+        return {"all_to_all": lambda: self.transport.all_to_all(tensor, group, sent=pieces, received=pieces),
+                "all_reduce": lambda: self.transport.reduced(tensor, group),
                 "all_gather": lambda: self.transport.gathered(part, group),
                 "reduce_scatter": lambda: self.transport.sum_scattered(rows, group)}[name]
 
