@@ -53,7 +53,7 @@ class Setting:
     microbatches: int
     recompute: bool = False
     sharded: bool = False
-    """Each device keeps a part of the optimizer's state. Plans say so and are predicted, but not run yet."""
+    """Each device keeps a part of the optimizer's state. They gather what each has updated."""
     degree: int = 1
     """Devices of a team that divides operators."""
     cuts: tuple[int, ...] = ()

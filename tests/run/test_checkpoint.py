@@ -7,6 +7,7 @@ import os
 import random
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from tests.run.plans import MODELS, pipeline_plan, replicated_plan, source_of, t
 from tests.run.sharded_plans import sharded_plan, sharding_of
 from weft.errors import InputError
 from weft.plan.orders import one_f_one_b
-from weft.plan.plan import save_plan
+from weft.plan.plan import Optimizer, save_plan
 from weft.run.checkpoint_folder import CheckpointRecord, NewCheckpoint, checkpoints_in, latest_checkpoint, read_record
 from weft.run.tensor_file import Entry, TensorFile, TensorWriter
 
@@ -46,6 +47,7 @@ def plans(tmp_path_factory) -> dict[str, str]:
         "pipeline": pipeline_plan(graph, [0, 1], one_f_one_b(2, 4), microbatches=4),
         "uneven shares": replicated_plan(graph, [[(0, 0.5), (1, 0.25), (2, 0.25)]], microbatches=2, batch=BATCH, num_devices=3),
         "split tensors": sharded_plan(MODEL, {"tensor": 3}, sharding_of(MODEL, (3,), [SPLIT]), microbatches=4, num_devices=3)}
+    found["divided states"] = replace(found["uneven shares"], optimizer=Optimizer(sharded=True))
     for name, plan in found.items():
         save_plan(plan, folder / f"{name}.json")
     return {name: str(folder / f"{name}.json") for name in found}
@@ -58,7 +60,7 @@ def expected() -> list[float]:
 
 def test_training_goes_on_under_other_plans(ranks, plans, expected, tmp_path):
     losses = {}
-    for steps, name in ((2, "pipeline"), (4, "uneven shares"), (5, "split tensors"), (6, "pipeline")):
+    for steps, name in ((2, "pipeline"), (4, "uneven shares"), (5, "divided states"), (6, "split tensors")):
         outcome = ranks.train(Job(plan=plans[name], folder=str(tmp_path), steps=steps, max_grad_norm=NORM))
         assert not any(outcome.codes), outcome
         losses |= outcome.losses

@@ -232,6 +232,24 @@ def test_training_goes_the_same_way(pool):
     assert gathered == pytest.approx(summed, rel=1e-10)
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("case", ["replicas", "factors", "tied weights in a pipeline of replicas"])
+def test_divided_states_change_the_same_parameters(pool, case):
+    model = "tied_gpt" if case.startswith("tied") else "tiny_gpt"
+    graph = traced(model, batch_dims=True).graph
+    plan = four_replicas(graph)
+    if case == "factors":
+        plan = by_factors(plan, graph)
+    elif model == "tied_gpt":
+        plan = replicated_plan(graph, [[(0, 0.5), (1, 0.5)], [(2, 0.25), (3, 0.75)]], microbatches=2, batch=16,
+                               num_devices=4)
+    plan = replace(plan, optimizer=Optimizer(kind="adamw", lr=0.05))
+    whole, divided = (pool.run(replace(plan, optimizer=replace(plan.optimizer, sharded=sharded)), model, verify=False,
+                               steps=4)["losses"] for sharded in (False, True))
+    assert abs(whole[3] - whole[0]) > 1e-2
+    assert divided == pytest.approx(whole, rel=1e-12)
+
+
 LIMITS = {"float64": 1e-12, "float32": 1e-6, "bfloat16": 1e-2}
 
 

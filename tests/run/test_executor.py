@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from tests.run.plans import greedy_order, pipeline_plan, replicated_plan, source_of, traced
+from tests.run.plans import greedy_order, pipeline_plan, replicated_plan, source_of
 from tests.worlds import with_gradients
 from weft.errors import PlanError, RunError
 from weft.model.source import ModelSource
 from weft.model.trace import trace
-from weft.plan.plan import Optimizer, Plan
+from weft.plan.plan import Plan
 from weft.run.executor import Executor, samples_of
 from weft.run.prepare import Tracer, lower_to_run, prepare_rank
 from weft.run.status import StatusLine
@@ -147,14 +147,6 @@ def test_frozen_parameters_and_second_outputs(transport):
                 assert executor.parameters.tensors[name].grad is None
             else:
                 torch.testing.assert_close(executor.parameters.gradient(name), parameter.grad, rtol=1e-10, atol=1e-14)
-
-
-def test_what_cannot_be_executed_yet_is_refused():
-    graph, tracer = traced("tiny_gpt").graph, Tracer(source_of("tiny_gpt"))
-    plan = pipeline_plan(graph, [0], [[(0, "F", 0), (0, "B", 0)]], microbatches=1, ops=[list(graph.op_names)])
-    sharded = replace(plan, optimizer=Optimizer(kind="adam", sharded=True))
-    with pytest.raises(RunError, match=r"optimizer\.sharded is not executable"):
-        lower_to_run(sharded, tracer)
 
 
 class Doubled(nn.Module):

@@ -162,7 +162,7 @@ def _recompute(problem: Problem, request: Request) -> Iterator[_Found]:
 def _sharded(problem: Problem, request: Request) -> Iterator[_Found]:
     optimizer = problem.options.optimizer
     if problem.is_training and not optimizer.sharded and optimizer.kind in ("adam", "adamw"):
-        yield _with(problem, request, "sharded", "the optimizer's state divided among devices (not run yet)", "",
+        yield _with(problem, request, "sharded", "the optimizer's state divided among devices", "",
                     optimizer=replace(optimizer, sharded=True))
 
 

@@ -36,6 +36,7 @@ from weft.run.overlap import Early, EarlyExchanges, leads_to_loss
 from weft.run.parameters import Parameters
 from weft.run.routes import Rows
 from weft.run.stage import Stage
+from weft.run.state_shares import StateShares
 from weft.run.transport import Transport
 from weft.run.wiring import Given, Key, Wiring
 
@@ -62,9 +63,10 @@ class Binder:
     """Makes the closures of one rank; see the module's docstring."""
 
     def __init__(self, program: Program, *, stages: Mapping[int, Stage], parameters: Parameters,
-                 optimizer: torch.optim.Optimizer | None, transport: Transport, starts: array[int],
-                 ends: array[int], factors: Mapping[int, FactorBlock]) -> None:
+                 optimizer: torch.optim.Optimizer | None, shares: StateShares, transport: Transport,
+                 starts: array[int], ends: array[int], factors: Mapping[int, FactorBlock]) -> None:
         self.program, self.stages, self.parameters, self.optimizer = program, stages, parameters, optimizer
+        self.shares = shares
         self.transport, self.starts, self.ends = transport, starts, ends
         self.factors, self.lane = factors, Lane(transport.device)
         self.products: list[Action] = []
@@ -266,14 +268,18 @@ class Binder:
 
     def _step(self, position: int) -> Action:
         optimizer, finish, starts, products = self.optimizer, self.bound.finish, self.starts, self.products
+        shares, updates = self.shares, self.program.plan.optimizer.kind != "none"
 
         def action() -> None:
             finish()  # an output may be a view of a parameter, so messages end before parameters change
             starts[position] = time.perf_counter_ns()
             for multiply in products:
                 multiply()
+            shares.take_gradients()
             if optimizer is not None:
                 optimizer.step()
+            if updates:
+                shares.spread()
 
         return action
 

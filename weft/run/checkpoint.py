@@ -38,6 +38,7 @@ from weft.run.optimizer_state import OptimizerState
 from weft.run.prepare import Prepared
 from weft.run.random_state import random_state, set_random_state
 from weft.run.shard_parameters import cut_region, held_regions, put_region
+from weft.run.state_shares import StateShares, rows_of_region
 from weft.run.tensor_file import DTYPES, Entry, TensorFile, TensorWriter, dtype_name, file_order
 from weft.run.transport import Transport
 
@@ -103,13 +104,16 @@ class Checkpoints:
     """Writes and reads the checkpoints of a run. Every rank has one; all ranks call each method together."""
 
     def __init__(self, prepared: Prepared, transport: Transport, *, plan: Plan, state: ModelState,
-                 optimizer: torch.optim.Optimizer | None) -> None:
+                 optimizer: torch.optim.Optimizer | None, shares: StateShares) -> None:
         """``plan`` is the one that was given, which the program's may differ from in small things."""
         self.program, self.prepared, self.transport, self.state = prepared.program, prepared, transport, state
         self._digest = plan_digest(plan)
         self._regions = held_regions(self.program, transport.rank)
+        shapes = self._shapes()
+        changed = self._regions | {name: rows_of_region(self._regions.get(name, ()), shapes[name], rows)
+                                   for name, rows in shares.rows.items()}
         self._optimizer = None if optimizer is None else OptimizerState(
-            optimizer, prepared.parameters.tensors, regions=self._regions, shapes=self._shapes())
+            optimizer, shares.tensors, regions=changed, shapes=shapes, divided=tuple(shares.rows))
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
         graph = self.program.graph

@@ -29,6 +29,7 @@ from weft.run.bind import Binder, Bound
 from weft.run.exchange_factors import FactorBlock
 from weft.run.parameters import Parameters, make_optimizer
 from weft.run.stage import Stage
+from weft.run.state_shares import StateShares
 from weft.run.status import Milestone, StatusLine
 from weft.run.transport import Transport
 from weft.run.wiring import Given
@@ -56,10 +57,12 @@ class Executor:
         self.program, self.transport, self.parameters, self.status = program, transport, parameters, status
         first, last = (int(value) for value in program.rank_start[transport.rank : transport.rank + 2])
         self._starts, self._ends = array("q", [0]) * (last - first), array("q", [0]) * (last - first)
-        trained = [tensor for tensor in parameters.tensors.values() if tensor.requires_grad]
+        self.shares = StateShares(program, parameters, transport)
+        trained = [tensor for tensor in self.shares.tensors.values() if tensor.requires_grad]
         self.optimizer = make_optimizer(trained, program.plan.optimizer)
         self.binder = Binder(program, stages=stages, parameters=parameters, optimizer=self.optimizer,
-                             transport=transport, starts=self._starts, ends=self._ends, factors=factors)
+                             shares=self.shares, transport=transport, starts=self._starts, ends=self._ends,
+                             factors=factors)
         self.bound: Bound = self.binder.bind()
         self._training = program.plan.model.mode == "training"
         status.name_instructions(partial(_labels, program))

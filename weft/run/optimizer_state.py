@@ -7,7 +7,7 @@ is taken as it is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,23 +37,33 @@ class OptimizerState:
     """The state of one rank's optimizer; see the module's docstring."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], *,
-                 regions: Mapping[str, Region], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """``regions`` are the parts of the parameters that the rank holds, ``shapes`` those of the whole ones."""
+                 regions: Mapping[str, Region], shapes: Mapping[str, tuple[int, ...]],
+                 divided: Collection[str] = ()) -> None:
+        """``parameters`` are what the optimizer changes, ``regions`` which parts of whole parameters with these
+        ``shapes`` that is; of those that are ``divided``, other ranks change other rows."""
         self.optimizer, self.kind = optimizer, type(optimizer).__name__
-        self._parameters, self._regions, self._shapes = parameters, regions, shapes
+        self._parameters, self._regions, self._shapes, self._divided = parameters, regions, shapes, divided
 
     def _state(self, name: str) -> dict[str, Any]:
+        if name not in self._parameters:  # another rank changes it
+            return {}
         state: dict[str, Any] = self.optimizer.state.get(self._parameters[name], {})
         return state
 
-    def tensors(self, names: Sequence[str]) -> dict[str, StateTensor]:
-        """Return the tensors of these parameters' state, as ``parameter.key``."""
+    def tensors(self, owned: Sequence[str]) -> dict[str, StateTensor]:
+        """Return the tensors of the state that this rank gives, as ``parameter.key``.
+
+        That is the state of the parameters it owns; of those that it changes only some rows of, these rows, and
+        whatever is not like them only where it owns the parameter.
+        """
         found = {}
-        for name in names:
-            local = self._parameters[name].shape
+        for name in [*owned, *(other for other in self._divided if other not in owned)]:
+            local = self._parameters[name].shape if name in self._parameters else None
             for key, value in self._state(name).items():
                 if isinstance(value, Tensor):
                     is_like = value.shape == local
+                    if not is_like and name not in owned:
+                        continue
                     found[f"{name}.{key}"] = StateTensor(
                         tensor=value, shape=self._shapes[name] if is_like else tuple(value.shape),
                         region=self._regions.get(name, ()) if is_like else ())

@@ -31,6 +31,7 @@ from weft.run.exchange import lane_groups
 from weft.run.mesh import mesh_groups
 from weft.run.prepare import Tracer, lower_to_run, prepare_rank
 from weft.run.replan import devices_left, plan_again, plan_for
+from weft.run.state_shares import share_groups
 from weft.run.trainer import Batch, MakeOptimizer, Trainer, without_optimizer
 from weft.run.transport import Transport, torchrun_store
 from weft.run.worker import check_world
@@ -77,7 +78,7 @@ def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: 
     tracer = Tracer(source)
     program = lower_to_run(without_optimizer(plan), tracer)
     transport.connect_groups(mesh_groups(program.plan), exchanges=(bucket.ranks for bucket in program.buckets),
-                             lanes=lane_groups(program))
+                             lanes=(*lane_groups(program), *share_groups(program)))
     prepared = prepare_rank(program, tracer, transport, seed=seed)
     return Trainer(plan, prepared, transport, state=model_state(model, program, rank=rank, seed=seed),
                    examples=source.inputs(plan.model.batch), optimizer=optimizer, max_grad_norm=max_grad_norm)

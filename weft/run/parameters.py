@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from weft.errors import RunError
 from weft.plan.plan import Optimizer
 
 
@@ -55,8 +54,6 @@ class Parameters:
 
 def make_optimizer(tensors: Sequence[torch.nn.Parameter], settings: Optimizer) -> torch.optim.Optimizer | None:
     """Return the optimizer that the plan asks for, for these parameters, or None."""
-    if settings.sharded:
-        raise RunError("optimizer.sharded is not executable yet: set it to false")
     if settings.kind == "none" or not tensors:
         return None
     kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}

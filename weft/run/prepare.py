@@ -76,7 +76,6 @@ def lower_to_run(plan: Plan, tracer: Tracer) -> Program:
     graph = _bound_graph(plan, traced.graph, tracer.source)
     program = lower(replace(plan, model=replace(plan.model, digest=graph.digest)), graph)
     check_program(program)
-    _require_executable(program)
     return program
 
 
@@ -181,9 +180,3 @@ def _require_same(graph: Graph, other: Graph) -> None:
         differing = sorted(mine ^ theirs) or ["their order"]
         raise RunError(f"the model traced for {graph.batch} and for {other.batch} samples has different operators "
                        f"({', '.join(differing[:3])}): give all replicas the same share")
-
-
-def _require_executable(program: Program) -> None:
-    """Raise ``RunError`` for what a plan can say and the runtime cannot do yet."""
-    if program.plan.optimizer.sharded:
-        raise RunError("optimizer.sharded is not executable yet: set it to false")

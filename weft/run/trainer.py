@@ -62,14 +62,16 @@ class Trainer(torch.nn.Module):
         self._evaluator: Executor | None = None
         self.optimizer = self._make_optimizer(optimizer)
         """Of this rank's parameters; None where the plan has none and none was given."""
-        self._checkpoints = Checkpoints(prepared, transport, plan=plan, state=state, optimizer=self.optimizer)
+        self._checkpoints = Checkpoints(prepared, transport, plan=plan, state=state, optimizer=self.optimizer,
+                                         shares=self.executor.shares)
         self._owned = [self._tensors[name] for name in self._checkpoints.owned()]
         self._saved: Path | None = None
 
     def _make_optimizer(self, make: MakeOptimizer | None) -> torch.optim.Optimizer | None:
         """Return the optimizer of what this rank trains; where that is nothing, of an empty parameter."""
         reached = _reached(self._prepared.program.graph)
-        trained = [tensor for name, tensor in self._tensors.items() if tensor.requires_grad and name in reached]
+        trained = [tensor for name, tensor in self.executor.shares.tensors.items()
+                   if tensor.requires_grad and name in reached]
         trained = trained or [torch.nn.Parameter(torch.zeros(0, device=self.transport.device))]
         if make is None:
             return make_optimizer(trained, self.plan.optimizer)
@@ -100,7 +102,9 @@ class Trainer(torch.nn.Module):
         if self._max_grad_norm is not None:
             self._clip(self._max_grad_norm)
         if self.optimizer is not None:
+            self.executor.shares.take_gradients()
             self.optimizer.step()
+            self.executor.shares.spread()
         self.num_steps += 1
         return loss
 

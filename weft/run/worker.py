@@ -21,6 +21,7 @@ from weft.run.mesh import mesh_groups
 from weft.run.parameters import Parameters
 from weft.run.prepare import Tracer, lower_to_run, prepare_rank
 from weft.run.result import RunOptions, RunResult
+from weft.run.state_shares import share_groups
 from weft.run.status import Milestone, StatusLine
 from weft.run.transport import Transport
 
@@ -54,7 +55,7 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
     program = lower_to_run(plan, tracer)
     status.set(Milestone.LOADING)
     transport.connect_groups(mesh_groups(program.plan), exchanges=(bucket.ranks for bucket in program.buckets),
-                             lanes=lane_groups(program))
+                             lanes=(*lane_groups(program), *share_groups(program)))
     prepared = prepare_rank(program, tracer, transport, seed=options.seed)
     executor = Executor(program, stages=prepared.stages, parameters=prepared.parameters, transport=transport,
                         status=status, factors=prepared.factors)
@@ -66,7 +67,7 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
     if options.checkpoint is not None:
         state = model_state(tracer.source.build(), program, rank=transport.rank, seed=options.seed)
         saving = _Saving(options, Checkpoints(prepared, transport, plan=plan, state=state,
-                                              optimizer=executor.optimizer))
+                                              optimizer=executor.optimizer, shares=executor.shares))
     measured = _run_steps(executor, options, transport, status, saving)
     status.set(Milestone.COLLECTING)
     result = collect(program, measured, transport)

@@ -29,6 +29,7 @@ from weft.cost.costs import Costs
 from weft.cost.figure import ZERO, Figure, combine
 from weft.model.graph import I64
 from weft.plan.factors import block_size, bucket_rows, num_rows
+from weft.plan.holders import parameter_copies, parameter_parts
 from weft.plan.program import Bucket, Phase, Program
 
 
@@ -97,6 +98,22 @@ def _factors_figure(program: Program, costs: Costs, members: Sequence[DeviceId],
         _collective(costs, Collective.ALL_GATHER, len(members) * largest * width, members),
         _collective(costs, Collective.ALL_REDUCE, shared, members) if factors.shared else ZERO,
         max(products, key=lambda figure: figure.seconds)])
+
+
+def share_figure(program: Program, costs: Costs, devices: Sequence[DeviceId], rank: int) -> Figure:
+    """Return the time in which ranks that divide the optimizer's states bring each other what they have changed."""
+    if not program.plan.optimizer.sharded:
+        return ZERO
+    name, graph = program.rank_names[rank], program.graph
+    rank_of = {device: index for index, device in enumerate(program.rank_names)}
+    parts = parameter_parts(program.plan, graph)
+    total: defaultdict[tuple[str, ...], float] = defaultdict(float)
+    for tensor, copies in parameter_copies(program.plan, graph).items():
+        for item in copies:
+            if name in item.devices and len(item.devices) > 1:
+                total[item.devices] += parts[tensor][name] * float(graph.tensor_bytes[tensor])
+    return combine(_collective(costs, Collective.ALL_GATHER, num_bytes, [devices[rank_of[item]] for item in group])
+                   for group, num_bytes in total.items())
 
 
 def products_figure(program: Program, costs: Costs, device: DeviceId, rank: int) -> Figure:

@@ -38,7 +38,13 @@ from weft.model.graph import F64, I64
 from weft.plan.memory import static_bytes
 from weft.plan.overlap import last_before
 from weft.plan.program import U8, Channel, Op, Phase, Program
-from weft.simulate.exchange_time import exchange_figure, factored_ops, products_figure, without_products
+from weft.simulate.exchange_time import (
+    exchange_figure,
+    factored_ops,
+    products_figure,
+    share_figure,
+    without_products,
+)
 from weft.simulate.finality import final_times
 from weft.simulate.tasks import TaskGraph, make_task_graph
 from weft.simulate.wiring import Wiring, expand, wire
@@ -121,7 +127,8 @@ def _durations(
         static = static_bytes(program)
         fill(Op.STEP, program.rank_of(),
              lambda rank: combine([products_figure(program, costs, devices[rank], rank),
-                                   _step_figure(costs.cluster, devices[rank], static[rank])]))
+                                   _step_figure(costs.cluster, devices[rank], static[rank]),
+                                   share_figure(program, costs, devices, rank)]))
     return seconds, source
 
 

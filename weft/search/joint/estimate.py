@@ -293,7 +293,9 @@ class Estimator:
                               for table in (held.parameters, held.states))
         states /= len(mesh.teams) if setting.sharded_states else 1
         exchange_s = self._all_reduce(mesh, parameters)
-        return exchange_s - min(HIDDEN * exchange_s, load_s / 2) + self._update(mesh, 3 * parameters + 2 * states)
+        spread_s = exchange_s / 2 if setting.sharded_states else 0.0  # what each has updated is gathered by all
+        hidden_s = min(HIDDEN * exchange_s, load_s / 2)
+        return spread_s + exchange_s - hidden_s + self._update(mesh, 3 * parameters + 2 * states)
 
     def _all_reduce(self, mesh: StageMesh, num_bytes: float) -> float:
         count = len(mesh.teams)
