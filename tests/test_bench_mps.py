@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from benchmarks.mps_measure import busy_weights
+from benchmarks.mps_measure import busy_weights, points_of
 from benchmarks.mps_runs import Options, plans, shares
 from weft.plan.program import Op
 
@@ -41,3 +41,11 @@ def test_sections_are_skipped_in_words_where_there_is_no_gpu(monkeypatch: pytest
         (row,) = section(Options())
         assert (row.figure, row.ok) == ("skipped", None)
         assert "GPU" in row.reference
+
+
+def test_messages_count_half_of_there_and_back_and_what_stages_wait_for_counts_for_its_group() -> None:
+    answers = [{"found": [["p2p", [0, 1], 1024, 0.004], ["all_reduce", [0, 1], 1024, 0.003]],
+                "waited": [["all_reduce", [0, 1], 4096, 0.005]]}]
+    found, waited = points_of(answers, "found"), points_of(answers, "waited")
+    assert found["p2p", (0, 1)] == [(1024, 0.002)]
+    assert (found | waited)["all_reduce", (0, 1)] == [(4096, 0.005)]
