@@ -26,7 +26,7 @@ from weft.plan.exchanges import with_sufficient_factors
 from weft.plan.plan import Optimizer, Plan
 from weft.planner import evaluate
 from weft.run.result import RunOptions, RunResult
-from weft.search.baselines import data_parallel
+from weft.search.baselines import data_parallel, gpipe_equal
 from weft.search.deploy.policy import load_policy
 from weft.search.deploy.search import DeployOptions, deploy
 from weft.search.problem import PlanOptions, Problem
@@ -81,17 +81,20 @@ class Bench:
                        options=PlanOptions(batch=BATCH * self.cluster.num_devices, optimizer=Optimizer(kind="sgd")))
 
     def rehearsed(self, model: str) -> Problem:
-        """Return the same with operators as slow as a run of another plan shows: data parallel, exchanging factors.
+        """Return the same with operators as slow as runs of two other plans show.
 
-        Its ranks' CPU time against their predicted busy time tells what computing and messages cost each other where
-        more processes than cores run, which operators measured without messages do not show.
+        These are data parallel, exchanging factors, and a pipeline over all devices. The CPU time of their ranks against
+        the predicted busy time tells what computing and messages cost each other where more processes than cores run,
+        which operators measured without messages do not show.
         """
         problem = self.problem(model)
-        plan = with_sufficient_factors(data_parallel(problem, 1), problem.graph)
-        timeline = evaluate(plan, problem)
-        result = self.run(plan, model, expected_s=timeline.step_time_s)
-        cpu_s = sum(result.cpu_s) / len(result.step_times_s)
-        return slowed(problem, cpu_s / sum(rank.busy_s for rank in timeline.summary()))
+        cpu_s, busy_s = 0.0, 0.0
+        for plan in (with_sufficient_factors(data_parallel(problem, 1), problem.graph), gpipe_equal(problem, 1)):
+            timeline = evaluate(plan, problem)
+            result = self.run(plan, model, expected_s=timeline.step_time_s)
+            cpu_s += sum(result.cpu_s) / len(result.step_times_s)
+            busy_s += sum(rank.busy_s for rank in timeline.summary())
+        return slowed(problem, cpu_s / busy_s)
 
     def run(self, plan: Plan, model: str, *, expected_s: float) -> RunResult:
         """Return the result of the plan in the laboratory; short steps are repeated more often."""

@@ -82,7 +82,7 @@ def measure_links(lab: Lab) -> LinkReport:
             kind.value: _sizes(slowest / step_counts(kind, Algorithm.RING, len(hosts)).s_per_byte, COLLECTIVE_S)[1:]
             for kind in COLLECTIVES},
         "repeats": REPEATS, "seconds": TIMEOUT_S})
-    pairs = tuple(_pair_rate(hosts, pair, nominal[pair], found["messages"]) for pair in ordered)
+    pairs = tuple(_pair_rate(hosts, pair, nominal[pair], found["messages"], found["waits"]) for pair in ordered)
     scope = scope_of(lab.cluster, devices)
     fits = tuple(fit_collective(Collective(name), points, num_devices=len(hosts), scope=scope)
                  for name, points in found["collectives"].items())
@@ -110,12 +110,16 @@ def _measure(lab: Lab, spec: Mapping[str, Any]) -> Any:
 
 
 def _pair_rate(hosts: Sequence[Host], pair: tuple[int, int], nominal: float,
-               messages: Sequence[tuple[int, int, int, float]]) -> PairRate:
-    """Return the fitted rate of one direction; half a round trip of one byte is the answer's part of every time."""
+               messages: Sequence[tuple[int, int, int, float]], waits: Sequence[tuple[int, int, float]]) -> PairRate:
+    """Return the fitted rate of one direction; half a round trip of one byte is the answer's part of every time.
+
+    The latency is what a message of one byte takes while other hosts compute.
+    """
     own = [(size, seconds) for source, target, size, seconds in messages if (source, target) == pair]
     answer_s = min(seconds for size, seconds in own if size == 1) / 2
     fit = fit_transfer([(size, max(seconds - answer_s, 1e-9)) for size, seconds in own], scope="pair")
-    return PairRate(source=hosts[pair[0]].name, target=hosts[pair[1]].name, latency_s=fit.latency_s,
+    wait_s = next(seconds for source, target, seconds in waits if (source, target) == pair) / 2
+    return PairRate(source=hosts[pair[0]].name, target=hosts[pair[1]].name, latency_s=max(fit.latency_s, wait_s),
                     bytes_per_s=1 / fit.s_per_byte, nominal_bytes_per_s=nominal)
 
 

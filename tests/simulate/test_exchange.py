@@ -7,8 +7,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.worlds import linear_graph, plain_cluster, with_gradients
+from tests.worlds import chain_graph, linear_graph, plain_cluster, with_gradients
 from weft.cluster.cluster import Cluster, Contention, Link
+from weft.cluster.cluster_file import parse_cluster
+from weft.cost.collectives import Collective, CollectiveModel
 from weft.cost.costs import Costs, estimate_costs
 from weft.model.graph import Graph
 from weft.plan.lower import lower
@@ -156,3 +158,51 @@ def test_factors_and_servers_take_memory():
     block = 10 * 96 * 4
     assert (factors - plain).sum(axis=1).tolist() == [block + 2 * 4 * block] * 4
     assert (server - plain).sum(axis=1).tolist() == [0, 3 * 64 * 32 * 4, 0, 0]
+
+
+# ---- exchanges over one link ----------------------------------------------------------------------------------------
+
+
+def two_hosts(*, network: str, intra: str = "nvlink3") -> Cluster:
+    """Return two hosts of two GPUs each, with one network card for each host."""
+    return parse_cluster({"format": "weft.cluster", "version": 1, "name": "two hosts",
+                          "hosts": [{"name": name, "devices": ["A100-40GB"] * 2, "intra": intra} for name in "ab"],
+                          "network": {"bandwidth": network, "latency": "0us"}})
+
+
+def step_of_two_stages(cluster: Cluster, graph: Graph, pairs: tuple[tuple[str, str], tuple[str, str]]) -> float:
+    """Return the step with an operator on each pair of devices, two samples for each of these."""
+    names = tuple(device.name for device in cluster.devices)
+    stages = tuple(Stage(name=f"s{index}", ops=(graph.op_names[index],), replicas=tuple(
+        Replica(devices=(device,), share=0.5) for device in pair)) for index, pair in enumerate(pairs))
+    order = {device: tuple(f"s{index}:{phase}:0" for phase in "FB") for index, pair in enumerate(pairs)
+             for device in pair}
+    plan = with_gradients(Plan(
+        model=ModelRef(name="chain", digest=graph.digest, batch=graph.batch),
+        cluster=ClusterRef(digest=cluster.digest, devices=names), microbatches=1, stages=stages, order=order,
+        optimizer=Optimizer(kind="none")), graph)
+    return simulate(lower(plan, graph), estimate_costs(graph, cluster), cluster).step_time_s
+
+
+def test_exchanges_over_one_network_card_come_one_after_the_other():
+    graph = chain_graph(2, batch=4, parameter_bytes=4096 * 4096 * 4, flops=0.0)
+    cluster = two_hosts(network="10Gbit/s")
+    num_bytes = 4096 * 4096 * 4
+    across = step_of_two_stages(cluster, graph, (("a0", "b0"), ("a1", "b1")))
+    inside = step_of_two_stages(cluster, graph, (("a0", "a1"), ("b0", "b1")))
+    assert across == pytest.approx(2 * num_bytes / 1.25e9, rel=0.02)
+    assert inside < across / 20
+    alone = replace(cluster, contention=Contention.NONE)
+    assert step_of_two_stages(alone, graph, (("a0", "b0"), ("a1", "b1"))) == pytest.approx(across / 2, rel=0.02)
+
+
+def test_only_what_is_busy_most_of_the_time_is_in_the_way():
+    cluster = two_hosts(network="10Gbit/s")
+    model = CollectiveModel(cluster)
+    card = {cluster.link_resources[index] for index, link in enumerate(cluster.links)
+            if "network" in (link.source, link.target)}
+    assert set(model.limits(Collective.ALL_REDUCE, 1e8, (0, 2))) == card
+    assert not card & set(model.limits(Collective.ALL_REDUCE, 1e8, (0, 1)))
+    assert model.limits(Collective.ALL_REDUCE, 1e8, (0,)) == ()
+    ports = replace(cluster, contention=Contention.PORT)
+    assert CollectiveModel(ports).limits(Collective.ALL_REDUCE, 1e8, (0, 2)) == ()

@@ -33,14 +33,18 @@ leader per host, and the others have no hierarchical form.
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Final
 
 from weft.cluster.cluster import Cluster, Contention, DeviceId
 from weft.cost.figure import Source
 from weft.errors import ClusterError, InputError
+
+MOSTLY: Final = 0.5
+"""What is busy for more than this part of a collective's time is taken to be so all the time."""
 
 
 class Collective(enum.Enum):
@@ -218,6 +222,7 @@ class CollectiveModel:
         self._cluster = cluster
         self._lines: dict[tuple[Collective, Algorithm, tuple[int, ...]], Line | None] = {}
         self._candidates: dict[tuple[Collective, tuple[int, ...]], tuple[tuple[Line, str], ...]] = {}
+        self._limits: dict[tuple[Collective, Algorithm, tuple[int, ...]], tuple[int, ...]] = {}
 
     def cost(self, collective: Collective, num_bytes: float, devices: Sequence[int],
              algorithm: Algorithm | None = None) -> CommCost:
@@ -259,6 +264,29 @@ class CollectiveModel:
                      for entries in zip(*by_group, strict=True)]
             found.append(Line(sum(part.latency_s for part in parts), sum(part.s_per_byte for part in parts)))
         return tuple(found)
+
+    def limits(self, collective: Collective, num_bytes: float, devices: Sequence[int]) -> tuple[int, ...]:
+        """Return the cluster's resources that are busy most of the time of the collective by its cheapest algorithm.
+
+        Others may use what is left of the rest, so that collectives hold each other up only on these.
+        """
+        if len(devices) < 2 or self._cluster.contention is not Contention.LINK:
+            return ()
+        group = tuple(devices)
+        algorithm = Algorithm(self.cost(collective, num_bytes, group).algorithm)
+        known = self._limits.get((collective, algorithm, group))
+        if known is None:
+            busy: defaultdict[int, float] = defaultdict(float)
+            rounds = self.rounds(collective, algorithm, group)
+            for entry in rounds:
+                for resource, s_per_byte in self._loads(entry, group).items():
+                    busy[resource] += entry.share * s_per_byte
+            line = self._line(collective, algorithm, group)
+            assert line is not None, "it is the cheapest"
+            known = tuple(sorted(resource for resource, s_per_byte in busy.items()
+                                 if s_per_byte > MOSTLY * line.s_per_byte))
+            self._limits[collective, algorithm, group] = known
+        return known
 
     def _all_lines(self, collective: Collective, group: tuple[int, ...]) -> tuple[tuple[Line, str], ...]:
         self._check(collective, group)
@@ -319,11 +347,19 @@ class CollectiveModel:
         routes = [cluster.route(DeviceId(group[i]), DeviceId(group[j])) for i, j in entry.pairs]
         latency_s = max(route.latency_s for route in routes)
         if cluster.contention is Contention.LINK:
-            medium = cluster.link_resources
-            load = Counter(resource for route in routes
-                           for resource in dict.fromkeys(medium[link] for link in route.links))
-            slowest = min(cluster.links[link].bytes_per_s / load[medium[link]] for route in routes
-                          for link in route.links)
+            s_per_byte = max(self._loads(entry, group).values(), default=0.0)
         else:
-            slowest = min(route.bytes_per_s for route in routes)
-        return Line(entry.steps * latency_s, entry.share / slowest)
+            s_per_byte = 1 / min(route.bytes_per_s for route in routes)
+        return Line(entry.steps * latency_s, entry.share * s_per_byte)
+
+    def _loads(self, entry: Round, group: tuple[int, ...]) -> dict[int, float]:
+        """Return the seconds for which one byte of each pair keeps every resource of the cluster busy."""
+        cluster, medium = self._cluster, self._cluster.link_resources
+        loads: dict[int, float] = {}
+        routes = [cluster.route(DeviceId(group[i]), DeviceId(group[j])) for i, j in entry.pairs]
+        counts = Counter(resource for route in routes
+                         for resource in dict.fromkeys(medium[link] for link in route.links))
+        for link in dict.fromkeys(link for route in routes for link in route.links):
+            resource = medium[link]
+            loads[resource] = max(loads.get(resource, 0.0), counts[resource] / cluster.links[link].bytes_per_s)
+        return loads

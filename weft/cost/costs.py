@@ -74,6 +74,13 @@ class Costs:
         code = int(codes[column][ops].min(initial=_ZERO_CODE))
         return Figure(float(seconds[column][ops].sum()), SOURCES[code])
 
+    def product_figure(self, ops: npt.NDArray[np.int64], device: int, fraction: float = 1.0) -> Figure:
+        """Return the time of the weight gradients of ``ops`` where they are written, not added to sums."""
+        whole = self.stage_figure(ops, device, "W", fraction)
+        terms = self.terms[self.column_of_device[device]]
+        added_s = 0.0 if terms is None else float(terms["weight_grad"].sum_s[ops].sum())
+        return Figure(max(0.0, whole.seconds - added_s), whole.source)
+
     def op_seconds(self, phase: Phase, fraction: float = 1.0) -> F64:
         """Return the seconds of all operators, [operators, columns], for this share of the traced batch."""
         return self._phase_table(phase, fraction)[0].T
@@ -149,6 +156,10 @@ class Costs:
             if fit is not None and (chosen is None or chosen.value == fit.algorithm):
                 return _fitted(fit, collective, num_bytes, len(devices))
         return self._collectives.cost(collective, num_bytes, devices, chosen)
+
+    def collective_limits(self, kind: Collective, num_bytes: float, devices: Sequence[int]) -> tuple[int, ...]:
+        """Return the cluster's resources on which such a collective and others hold each other up."""
+        return self._collectives.limits(kind, num_bytes, devices)
 
 
 def _fitted(fit: CommFit, collective: Collective, num_bytes: float, size: int) -> CommCost:

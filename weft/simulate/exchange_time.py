@@ -18,7 +18,7 @@ O) / B`` and the products: without these and latencies they are equal at ``R = 2
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import numpy as np
@@ -52,6 +52,28 @@ def exchange_figure(program: Program, costs: Costs, devices: Sequence[DeviceId],
                             _together(costs, bucket.num_bytes, [(server, other) for other in others])])
         case "sufficient_factors":
             return _factors_figure(program, costs, members, bucket)
+
+
+def exchange_resources(costs: Costs, devices: Sequence[DeviceId], bucket: Bucket) -> tuple[int, ...]:
+    """Return the cluster's resources on which the bucket's exchange and others hold each other up.
+
+    They are those that are busy most of the time of what it does between hosts or with its server.
+    """
+    members = [devices[rank] for rank in bucket.ranks]
+    match bucket.method:
+        case "all_reduce":
+            return costs.collective_limits(Collective.ALL_REDUCE, bucket.num_bytes, members)
+        case "hierarchical":
+            first_ones = [devices[group[0]] for group in bucket.groups]
+            return costs.collective_limits(Collective.ALL_REDUCE, bucket.num_bytes, first_ones)
+        case "parameter_server":
+            assert bucket.server is not None, "the plan was checked"
+            server = devices[bucket.server]
+            pairs = [pair for other in members if other != server for pair in ((other, server), (server, other))]
+            counts = Counter(resource for pair in pairs for resource in costs.cluster.transfer_resources(*pair))
+            return tuple(sorted(item for item, count in counts.items() if count == max(counts.values())))
+        case "sufficient_factors":
+            return costs.collective_limits(Collective.ALL_GATHER, bucket.num_bytes, members)
 
 
 def _collective(costs: Costs, kind: Collective, num_bytes: float, devices: Sequence[DeviceId]) -> Figure:
@@ -123,12 +145,15 @@ def products_figure(program: Program, costs: Costs, device: DeviceId, rank: int)
 
 
 def _products_figure(program: Program, costs: Costs, device: DeviceId, bucket: Bucket) -> Figure:
-    """Return the time to multiply all rows on a device: weight gradients, for that share of the traced batch."""
+    """Return the time to multiply all rows on a device: weight gradients, for that share of the traced batch.
+
+    They are formed once for all micro-batches, so that nothing is added up.
+    """
     graph, rows = program.graph, bucket_rows(program, bucket)
     by_fraction: defaultdict[float, list[int]] = defaultdict(list)
     for use, counts in zip(bucket.factors.uses, zip(*rows.values(), strict=True), strict=True):
         by_fraction[sum(counts) / num_rows(graph, use.op, graph.batch)].append(use.op)
-    return combine(costs.stage_figure(np.asarray(ops, dtype=np.int64), device, "W", fraction)
+    return combine(costs.product_figure(np.asarray(ops, dtype=np.int64), device, fraction)
                    for fraction, ops in by_fraction.items())
 
 

@@ -7,7 +7,8 @@ Following the semantics in ``weft.plan.program``:
 - Devices that share a processing unit compute one at a time, in the order in which their computes are ready.
 - A send and its receive are one transfer. It is ready when the compute before it is done on both sides, and occupies
   what the cluster says. The computes that need it wait for it.
-- A collective is ready when the compute before it is done on all members; those of a rank follow each other in order.
+- A collective is ready when the compute before it is done on all members; those of a rank follow each other in order,
+  and so do those that need the same link for most of their time (a host's network card), as they become ready.
   The optimizer step waits for the collectives before it.
 - A collective that is issued inside a backward is ready when the part of it is done that makes its gradients final:
   the operators from the last to the first that reads one of its parameters, in this order. Where devices share a
@@ -40,6 +41,7 @@ from weft.plan.overlap import last_before
 from weft.plan.program import U8, Channel, Op, Phase, Program
 from weft.simulate.exchange_time import (
     exchange_figure,
+    exchange_resources,
     factored_ops,
     products_figure,
     share_figure,
@@ -72,6 +74,7 @@ def time_program(program: Program, costs: Costs, cluster: Cluster) -> TimedProgr
     seconds, source = _durations(program, costs, devices, wiring.leader)
     _cut_backwards(program, costs, devices, wiring, seconds)
     resources = np.concatenate([_transfer_resources(program, cluster, devices, wiring.leader),
+                                _exchange_resources(program, costs, devices, wiring.leader),
                                 _unit_resources(program, cluster, devices, wiring)])
     names, held = np.unique(resources[:, 1], return_inverse=True)
     graph = make_task_graph(
@@ -236,13 +239,21 @@ def _transfer_resources(program: Program, cluster: Cluster, devices: tuple[Devic
     return np.stack([transfers[owner], resources[position]], axis=1)
 
 
+def _exchange_resources(program: Program, costs: Costs, devices: tuple[DeviceId, ...], leader: I64) -> I64:
+    """Return rows (task, resource) for exchanges of gradients; what they occupy is counted apart from transfers."""
+    first = costs.cluster.num_resources
+    rows = [(task, first + resource) for task in np.flatnonzero(program.op[leader] == Op.COLLECTIVE).tolist()
+            for resource in exchange_resources(costs, devices, program.buckets[program.bucket[leader[task]]])]
+    return np.asarray(rows, dtype=np.int64).reshape(-1, 2)
+
+
 def _unit_resources(program: Program, cluster: Cluster, devices: tuple[DeviceId, ...], wiring: Wiring) -> I64:
     """Return rows (task, resource) for computes and steps on devices that share a processing unit."""
     units = [cluster.devices[device].unit for device in devices]
     known = {unit: index for index, unit in enumerate(dict.fromkeys(unit for unit in units if unit is not None))}
     if not known:
         return np.zeros((0, 2), dtype=np.int64)
-    first = cluster.num_resources
+    first = 2 * cluster.num_resources
     resource = np.asarray([-1 if unit is None else first + known[unit] for unit in units], dtype=np.int64)
     computes = np.flatnonzero(np.isin(program.op, (Op.COMPUTE, Op.STEP)))  # each one task: see ``time_program``
     rows = np.stack([wiring.task[computes], resource[program.rank_of()[computes]]], axis=1)

@@ -57,7 +57,7 @@ def test_a_plan_takes_as_long_as_its_deployment_was_estimated(model, microbatche
         plan = deployment_plan(deployer, found, by="test")
         problem = deployer.problem
         timeline = simulate(check_plan(plan, problem.graph, problem.cluster), problem.costs, problem.cluster)
-        assert timeline.step_time_s == pytest.approx(found.seconds, rel=0.03)
+        assert timeline.step_time_s == pytest.approx(found.seconds, rel=0.04)
         assert all(stage.sharding for stage in plan.stages)
 
 

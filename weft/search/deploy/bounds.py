@@ -67,7 +67,8 @@ def find_bounds(world: World, blocks: Blocks, buckets: Buckets, lowest: I64, ste
         to_end[1, slot] = (blocks.seconds[1, slot] if is_training else 0.0) + tail[slot]
     _fill_forward(world, blocks, to_end)
     work, first, after = np.zeros(num_devices), np.full(num_devices, np.inf), np.full(num_devices, np.inf)
-    seconds = max(_link_load(world, blocks, num_microbatches, is_training), _exchange_load(buckets, step_s))
+    seconds = max(_link_load(world, blocks, num_microbatches, is_training),
+                  _exchange_load(buckets, step_s, world.num_resources))
     for slot in range(num_slots):
         owner = blocks.device[slot]
         work[owner] += num_microbatches * (blocks.seconds[0, slot] + (blocks.seconds[1, slot] if is_training else 0.0))
@@ -124,9 +125,10 @@ def _sent(world: World, blocks: Blocks, edge: int, phase: int) -> float:
 
 
 @compiled
-def _exchange_load(buckets: Buckets, step_s: F64) -> float:
-    """Return the longest that a device is busy with exchanges and with the optimizer after them."""
-    load = step_s.copy()
+def _exchange_load(buckets: Buckets, step_s: F64, num_resources: int) -> float:
+    """Return the longest that a device or link is busy with exchanges, and the device with the optimizer after them."""
+    load = np.zeros(len(step_s) + num_resources)
+    load[:len(step_s)] = step_s
     for bucket in range(len(buckets.seconds)):
         for place in range(buckets.member_start[bucket], buckets.member_start[bucket + 1]):
             load[buckets.members[place]] += buckets.seconds[bucket]

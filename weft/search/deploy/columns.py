@@ -58,7 +58,7 @@ class Buckets(NamedTuple):
     seconds: F64
     member_start: I64
     members: I64
-    """Devices."""
+    """What is occupied: devices, and as ``num_devices + resource`` the resources on which exchanges meet."""
     of_group: I64
     """[pairs, 2] rows (bucket, group)."""
 

@@ -8,6 +8,7 @@ it. A parameter that several groups read (tied embeddings) is exchanged by itsel
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -43,6 +44,8 @@ class Bucket:
     seconds: float
     is_divided: bool = False
     """Devices hold parts of these parameters: there is an exchange for each part, all at once."""
+    resources: tuple[int, ...] = ()
+    """The cluster's, on which this exchange and others hold each other up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,7 +155,7 @@ class Exchanges:
             if len(devices) > 1:
                 items.append(self._bucket((tensor,), homes, devices, float(self.sizes[tensor]),
                                           is_divided=any(layout.is_divided for layout in own)))
-        return BucketList(items=tuple(items), columns=_columns(items))
+        return BucketList(items=tuple(items), columns=_columns(items, self.problem.cluster.num_devices))
 
     def _of_block(self, number: int, layout: Layout, first: int, last: int) -> tuple[Bucket, ...]:
         """Return the exchanges of the groups from ``first`` up to ``last``, which have one layout, last ones first."""
@@ -177,12 +180,15 @@ class Exchanges:
                 reduced = tuple(itertools.chain.from_iterable(item.reduced for item in items))
                 if reduced:
                     yield self._bucket(reduced, tuple(groups), devices, sum(item.reduced_bytes for item in items),
-                                       among=first_ones, is_divided=layout.is_divided)
+                                       among=_positions(layout), is_divided=layout.is_divided)
                 gathered = tuple(itertools.chain.from_iterable(item.gathered for item in items))
                 if gathered:
-                    seconds = self._seconds(Collective.ALL_GATHER, sum(item.gathered_bytes for item in items), devices)
+                    size = sum(item.gathered_bytes for item in items)
                     yield Bucket(parameters=gathered, groups=tuple(groups), devices=devices,
-                                 method="sufficient_factors", seconds=seconds + sum(item.compute_s for item in items))
+                                 method="sufficient_factors",
+                                 seconds=self._seconds(Collective.ALL_GATHER, size, devices)
+                                 + sum(item.compute_s for item in items),
+                                 resources=self.problem.costs.collective_limits(Collective.ALL_GATHER, size, devices))
                 groups, size = [], 0.0
 
     def _parts(self, layout: Layout) -> list[_Part | None]:
@@ -229,10 +235,17 @@ class Exchanges:
         return known
 
     def _bucket(self, tensors: tuple[int, ...], groups: tuple[int, ...], devices: tuple[DeviceId, ...],
-                num_bytes: float, *, among: tuple[DeviceId, ...] = (), is_divided: bool = False) -> Bucket:
-        """Return the all-reduce of so many bytes ``among`` some devices; by default all of them."""
+                num_bytes: float, *, among: Sequence[tuple[DeviceId, ...]] = (), is_divided: bool = False) -> Bucket:
+        """Return the all-reduces of so many bytes ``among`` each of some groups of devices; by default all of them.
+
+        Groups that need the same link for most of the time come one after the other.
+        """
+        meet: Counter[int] = Counter()
+        for group in among or (devices,):
+            meet.update(self.problem.costs.collective_limits(Collective.ALL_REDUCE, num_bytes, group))
+        seconds = max(self._seconds(Collective.ALL_REDUCE, num_bytes, group) for group in among or (devices,))
         return Bucket(parameters=tensors, groups=groups, devices=devices, method="all_reduce", is_divided=is_divided,
-                      seconds=self._seconds(Collective.ALL_REDUCE, num_bytes, among or devices))
+                      resources=tuple(sorted(meet)), seconds=seconds * max(meet.values(), default=1))
 
     def _seconds(self, collective: Collective, num_bytes: float, devices: tuple[DeviceId, ...]) -> float:
         key = collective, num_bytes, devices
@@ -242,9 +255,16 @@ class Exchanges:
         return known
 
 
-def _columns(items: Sequence[Bucket]) -> Buckets:
-    members = [device for item in items for device in item.devices]
-    start = np.concatenate(([0], np.cumsum([len(item.devices) for item in items]))).astype(np.int64)
+def _positions(layout: Layout) -> list[tuple[DeviceId, ...]]:
+    """Return, for each place in a team, the devices of all teams that have this place."""
+    return [tuple(team[place % len(team)] for team, _ in layout.replicas)
+            for place in range(max(len(team) for team, _ in layout.replicas))]
+
+
+def _columns(items: Sequence[Bucket], num_devices: int) -> Buckets:
+    held = [[*item.devices, *(num_devices + resource for resource in item.resources)] for item in items]
+    members = list(itertools.chain.from_iterable(held))
+    start = np.concatenate(([0], np.cumsum([len(item) for item in held]))).astype(np.int64)
     pairs: I64 = np.asarray([(index, group) for index, item in enumerate(items) for group in item.groups],
                             dtype=np.int64).reshape(-1, 2)
     seconds: F64 = np.asarray([item.seconds for item in items], dtype=np.float64)

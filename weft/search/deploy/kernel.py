@@ -43,6 +43,7 @@ class _State(NamedTuple):
     link_free: F64
     link_busy: F64
     exchange_free: F64
+    """[devices + resources], as in ``Buckets.members``; ``exchange_s`` likewise."""
     exchange_s: F64
     busy: F64
     device_end: F64
@@ -78,7 +79,8 @@ def run(world: World, layouts: Layouts, buckets: Buckets, layout_of: I64, num_mi
     bounds = find_bounds(world, blocks, buckets, lowest, step_s, num_microbatches, is_training)
     state = _begin(world, blocks, lowest, num_microbatches, num_phases, bounds)
     if bounds.seconds > limit_s or (must_fit and (used > world.capacity).any()):
-        return Outcome(np.inf, used, state.busy, state.link_busy, state.exchange_s, state.group_end, state.starts, 0)
+        return Outcome(np.inf, used, state.busy, state.link_busy, state.exchange_s[:len(used)], state.group_end,
+                       state.starts, 0)
     heap = [(0.0, 0, 0, 0)]
     heapq.heappop(heap)
     now = 0.0
@@ -102,8 +104,8 @@ def run(world: World, layouts: Layouts, buckets: Buckets, layout_of: I64, num_mi
         seconds = max(seconds, max(state.device_end[owner], state.exchange_free[owner]) + step_s[owner])
     if state.counter[1] < len(state.waiting):
         seconds = np.inf
-    return Outcome(seconds, used, state.busy, state.link_busy, state.exchange_s, state.group_end, state.starts,
-                   state.counter[0])
+    return Outcome(seconds, used, state.busy, state.link_busy, state.exchange_s[:len(used)], state.group_end,
+                   state.starts, state.counter[0])
 
 
 @compiled
@@ -142,7 +144,8 @@ def _begin(world: World, blocks: Blocks, lowest: I64, num_microbatches: int, num
     state = _State(
         waiting, np.empty((num_devices, num_tasks), dtype=np.int64), np.zeros(num_devices, dtype=np.int64),
         np.ones(num_devices, dtype=np.bool_), np.ones(num_devices, dtype=np.bool_), np.zeros(world.num_resources),
-        np.zeros(world.num_resources), np.zeros(num_devices), np.zeros(num_devices), np.zeros(num_devices),
+        np.zeros(world.num_resources), np.zeros(num_devices + world.num_resources),
+        np.zeros(num_devices + world.num_resources), np.zeros(num_devices),
         np.zeros(num_devices), np.zeros(len(blocks.of_group)),
         np.full((num_phases * num_microbatches, num_slots), np.inf), np.zeros(len(blocks.edges)), lowest, bucket_waits,
         bounds.work, bounds.after, bounds.to_end, np.zeros(3, dtype=np.int64))

@@ -66,6 +66,7 @@ class Estimator:
         self._sorts_of: dict[StageMesh, frozenset[tuple[int, int, float]]] = {}
         self._exchanges: dict[tuple[frozenset[tuple[int, int, float]], int, int], tuple[float, float]] = {}
         self._shared: dict[tuple[StageMesh, StageMesh], int] = {}
+        self._ways: dict[StageMesh, dict[str, tuple[int, ...]]] = {}
 
     def for_batch(self, batch: int) -> Estimator:
         """Return an estimator for another batch; what is known of the model is shared."""
@@ -292,7 +293,7 @@ class Estimator:
         parameters, states = (float(sum(table[cuts[stage + 1]] - table[cuts[stage]] for stage in stages))
                               for table in (held.parameters, held.states))
         states /= len(mesh.teams) if setting.sharded_states else 1
-        exchange_s = self._all_reduce(mesh, parameters)
+        exchange_s = self._all_reduce(mesh, parameters) * self._crowd(setting.layout, mesh)
         spread_s = exchange_s / 2 if setting.sharded_states else 0.0  # what each has updated is gathered by all
         hidden_s = min(HIDDEN * exchange_s, load_s / 2)
         return spread_s + exchange_s - hidden_s + self._update(mesh, 3 * parameters + 2 * states)
@@ -310,6 +311,31 @@ class Estimator:
             self._exchanges[key] = cost.latency_s * more, cost.bandwidth_s / TYPICAL_BYTES * more * len(some) / count
         latency_s, s_per_byte = self._exchanges[key]
         return latency_s + num_bytes * s_per_byte
+
+    def _crowd(self, layout: Sequence[StageMesh], mesh: StageMesh) -> int:
+        """Return how many exchanges need the link that limits those of the mesh: one comes after the other there."""
+        host = self.problem.cluster.devices[mesh.teams[0][0]].host
+        own = self._ways_out(mesh).get(host, ())
+        if not own:
+            return 1
+        counts = Counter(resource for other in layout for resource in self._ways_out(other).get(host, ()))
+        return max(counts[resource] for resource in own)
+
+    def _ways_out(self, mesh: StageMesh) -> dict[str, tuple[int, ...]]:
+        """Return by host what limits exchanges of the mesh with other hosts, once for each place in its teams."""
+        if mesh not in self._ways:
+            devices, found = self.problem.cluster.devices, dict[str, list[int]]()
+            for place in range(min(map(len, mesh.teams))):
+                first_on: dict[str, int] = {}
+                for team in mesh.teams:
+                    first_on.setdefault(devices[team[place]].host, team[place])
+                for host, device in first_on.items():
+                    other = next((item for name, item in first_on.items() if name != host), None)
+                    if other is not None:
+                        found.setdefault(host, []).extend(self.problem.costs.collective_limits(
+                            Collective.ALL_REDUCE, TYPICAL_BYTES, (device, other)))
+            self._ways[mesh] = {host: tuple(resources) for host, resources in found.items()}
+        return self._ways[mesh]
 
     def _update(self, mesh: StageMesh, num_bytes: float) -> float:
         kind = self.problem.cluster.kind_of(mesh.teams[0][0])
