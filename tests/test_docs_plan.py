@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.test_readme import ROOT, check_page
-from weft.search.joint.search import LARGE
+from weft.search.joint.finalists import LARGE
 from weft.show.tried import MAX_ROWS
 
 PAGE = ROOT / "docs" / "plan.md"

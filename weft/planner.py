@@ -19,10 +19,11 @@ from weft.plan.plan import Plan, with_search
 from weft.search.baselines import STRATEGIES, Strategy
 from weft.search.budget import Budget
 from weft.search.deploy.deployer import NO_SPLITS, Splits
-from weft.search.joint.search import LARGE, Tried, joint_search
+from weft.search.joint.finalists import LARGE, Tried
+from weft.search.joint.search import joint_search
 from weft.search.placements import PLACEMENTS
 from weft.search.problem import Problem, divisors
-from weft.search.scheduled import schedule_search, scheduled_plan
+from weft.search.scheduled import reschedule, schedule_search, scheduled_plan
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 from weft.units import format_bytes
@@ -105,7 +106,7 @@ def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None
         searches["joint"] = partial(_joint_candidate, problem, splits, bound_s, time_limit_s, progress)
     if deployments is not None and not is_large:
         build = _deploy_builder(deployments, splits, time_limit_s, progress)
-        searches["deploy"] = partial(_best_of_strategy, problem, "deploy", build, bound_s)
+        searches["deploy"] = partial(_deploy_candidate, problem, build, bound_s, time_limit_s)
     candidates: list[Candidate] = []
     begin = time.monotonic()
     for name, search in searches.items():
@@ -174,6 +175,20 @@ def _deploy_builder(options: DeployOptions, splits: Splits, time_limit_s: float 
                       budget=Budget(effort=float("inf"), deadline=deadline)).plan
 
     return build
+
+
+def _deploy_candidate(problem: Problem, build: Strategy, bound_s: float, time_limit_s: float | None) -> Candidate:
+    """Return the best deployment; the order of one that is a pipeline is searched once more."""
+    found = _best_of_strategy(problem, "deploy", build, bound_s)
+    if found.plan is None or found.timeline is None:
+        return found
+    budget = Budget(effort=float("inf"),
+                    deadline=None if time_limit_s is None else time.monotonic() + time_limit_s / 4)
+    better = reschedule(found.plan, found.timeline, problem, below_s=found.step_time_s, budget=budget)
+    if better is None:
+        return found
+    plan = with_search(better[0], step_time=better[1].step_time_s, bound=found.plan.search.bound or bound_s)
+    return replace(found, plan=plan, timeline=_of_plan(better[1], plan))
 
 
 def _joint_candidate(problem: Problem, splits: Splits, bound_s: float, time_limit_s: float | None,

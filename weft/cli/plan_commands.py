@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from weft.plan.plan import Plan
     from weft.planner import Comparison
-    from weft.search.joint.search import Tried
+    from weft.search.joint.finalists import Tried
     from weft.simulate.timeline import Timeline
 
 ModelOption = Annotated[str | None, typer.Option(

@@ -12,23 +12,29 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from weft.errors import NoFeasiblePlan
+from weft.errors import InputError, NoFeasiblePlan
 from weft.plan.check import check_plan
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
 from weft.plan.plan import Plan, SearchInfo
+from weft.search.budget import Budget
 from weft.search.placements import PLACEMENTS
 from weft.search.problem import Problem
 from weft.search.schedule.from_plan import PlanProblem, problem_of_plan, with_schedule
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.result import ScheduleResult
 from weft.simulate.predict import simulate
+from weft.simulate.timeline import Timeline
 
 Search = Callable[[ScheduleProblem, int], ScheduleResult]
 """From a problem and a number of micro-batches to the best schedule found."""
 
 MAX_ATTEMPTS: Final = 4
 """So many searches with less and less memory, before as much is kept free as could ever be needed."""
+MAX_BLOCKS: Final = 4096
+"""Stages times micro-batches up to which the order of a plan is searched again."""
+RESCHEDULE_EFFORT: Final = 1.5
+"""About so many CPU seconds for that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,13 +46,14 @@ class Scheduled:
     result: ScheduleResult
 
 
-def schedule_search(*, time_limit: float | None = None, seed: int = 0,
+def schedule_search(*, time_limit: float | None = None, effort: float | None = None, seed: int = 0,
                     progress: Callable[[str], None] = lambda text: None) -> Search:
     """Return Weft's schedule search with these settings."""
     def search(problem: ScheduleProblem, microbatches: int) -> ScheduleResult:
         from weft.search.schedule.search import schedule
 
-        return schedule(problem, microbatches=microbatches, time_limit=time_limit, seed=seed, progress=progress)
+        return schedule(problem, microbatches=microbatches, time_limit=time_limit, effort=effort, seed=seed,
+                        progress=progress)
     return search
 
 
@@ -71,6 +78,29 @@ def scheduled_plan(problem: Problem, placement: str, microbatches: int, search: 
     if best is None:
         raise misses[0]
     return best[1]
+
+
+def reschedule(plan: Plan, timeline: Timeline, problem: Problem, *, below_s: float,
+               budget: Budget) -> tuple[Plan, Timeline] | None:
+    """Return the plan with a searched order of its actions, if that makes its step shorter than ``below_s``.
+
+    No order makes a device do less than in ``timeline``, the plan's: where one does too much already, or the plan is no
+    pipeline of a training step, or has too many actions, nothing is searched. Backwards are split where memory allows.
+    """
+    is_pipeline = len({stage.replicas[0].devices for stage in plan.stages}) > 1
+    if (not problem.is_training or not is_pipeline or plan.microbatches < 2 or budget.is_spent
+            or len(plan.stages) * plan.microbatches > MAX_BLOCKS or float(timeline.busy_s.max()) >= below_s):
+        return None
+    search = schedule_search(time_limit=budget.seconds_left, effort=RESCHEDULE_EFFORT, seed=problem.options.seed)
+    for split_backward in (True, False):
+        try:
+            found = find_schedule(plan, problem, search, split_backward=split_backward)
+            program = check_plan(found.plan, problem.graph, problem.cluster)
+        except (NoFeasiblePlan, InputError):
+            continue
+        other = simulate(program, problem.costs, problem.cluster)
+        return (found.plan, other) if other.step_time_s < below_s else None
+    return None
 
 
 def find_schedule(plan: Plan, problem: Problem, search: Search, *, split_backward: bool) -> Scheduled:

@@ -42,6 +42,8 @@ class Setting:
     """Of every segment of a stage only the inputs are kept; its forward runs again before its backward."""
     sharded_states: bool = False
     """Teams of a stage divide the optimizer's state among them."""
+    searched_order: bool = False
+    """What each device does in which order was searched for this placement; else it is 1F1B, interleaved for chunks."""
 
     @property
     def num_devices(self) -> int:
@@ -55,4 +57,4 @@ class Setting:
         return "".join((
             f"stages {same} (replicas x tensor)", f", {self.chunks} chunks" if self.chunks > 1 else "",
             f", {self.microbatches} micro-batches", ", recompute" if self.recompute else "",
-            ", sharded states" if self.sharded_states else ""))
+            ", sharded states" if self.sharded_states else "", ", searched order" if self.searched_order else ""))

@@ -57,12 +57,14 @@ MAX_GREEDY: Final = 20_000
 """Greedy rules are tried up to so many tasks of all micro-batches."""
 
 
-def schedule(problem: ScheduleProblem, *, microbatches: int, time_limit: float | None = None, seed: int = 0,
+def schedule(problem: ScheduleProblem, *, microbatches: int, time_limit: float | None = None,
+             effort: float | None = None, seed: int = 0,
              progress: Callable[[str], None] = lambda text: None) -> ScheduleResult:
     """Return the best checked schedule of so many micro-batches, with its bound.
 
-    ``time_limit`` is in seconds. Ctrl-C ends the search with the best schedule so far. Raises ``NoFeasiblePlan`` if
-    memory admits no schedule.
+    ``time_limit`` is in seconds. ``effort`` is about how many CPU seconds the search takes at most, by deterministic
+    count; unless given, as many as the limit, or without one as the problem's size suggests. Ctrl-C ends the search
+    with the best schedule so far. Raises ``NoFeasiblePlan`` if memory admits no schedule.
     """
     if microbatches < 1:
         raise InputError(f"the number of micro-batches must be 1 or more, not {microbatches}")
@@ -73,7 +75,7 @@ def schedule(problem: ScheduleProblem, *, microbatches: int, time_limit: float |
         raise InputError(f"the time limit must be more than 0 seconds, not {time_limit}")
     begin = time.process_time()
     seconds = _default_seconds(problem) if time_limit is None else time_limit
-    budget = Budget(effort=seconds, report=progress,
+    budget = Budget(effort=seconds if effort is None else effort, report=progress,
                     deadline=None if time_limit is None else time.monotonic() + time_limit)
     search = _Search(problem, microbatches, budget, seed)
     search.run()

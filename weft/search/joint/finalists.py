@@ -1,0 +1,144 @@
+"""Finalists of the joint search: their plans, checked and simulated, and what the best of them may still gain.
+
+    estimate -> plan, check, simulation
+    simulated -> a searched order for those whose devices have the least to do -> sharded states for the best
+
+The order of a pipeline is 1F1B at first. Then it is searched for this placement (``weft.search.scheduled``), with split
+backwards where memory allows, also for finalists that were not the best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from weft.errors import NoFeasiblePlan, PlanError
+from weft.plan.check import check_memory, check_plan, check_program
+from weft.plan.lower import lower
+from weft.plan.memory import CATEGORIES, account_memory
+from weft.plan.plan import Plan
+from weft.plan.structure import require_structure
+from weft.search.budget import Budget
+from weft.search.joint.build import build_plan
+from weft.search.joint.estimate import Estimate, Estimator
+from weft.search.joint.setting import Setting, StageMesh
+from weft.search.problem import Problem
+from weft.search.scheduled import reschedule
+from weft.simulate.predict import simulate
+from weft.simulate.timeline import Timeline
+
+LARGE: Final = 128
+"""On more devices than this not all of them are simulated, where a stage's replicas are alike."""
+RESCHEDULED: Final = 2
+"""The order of so many finalists is searched at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A setting and what came of it."""
+
+    setting: Setting
+    estimate_s: float | None = None
+    step_time_s: float | None = None
+    """As simulated, of a finalist."""
+    reason: str = ""
+    """Why it is not the best."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointResult:
+    """The best plan and everything tried."""
+
+    plan: Plan
+    setting: Setting
+    step_time_s: float
+    timeline: Timeline
+    """As simulated; of a large cluster that of one of the equal replicas, with fewer micro-batches."""
+    tried: tuple[Tried, ...] = ()
+
+
+def evaluate(estimator: Estimator, estimate: Estimate) -> JointResult:
+    """Return the plan with its predicted time; raise ``NoFeasiblePlan`` if it does not fit."""
+    problem, setting = estimator.problem, estimate.setting
+    replicas = _equal_replicas(estimator, setting)
+    if problem.cluster.num_devices > LARGE and replicas is not None:
+        timeline = _one_replica(estimator, estimate, replicas)
+        return JointResult(plan=build_plan(estimator, estimate), setting=setting, step_time_s=estimate.step_time_s,
+                           timeline=timeline)
+    plan = build_plan(estimator, estimate)
+    timeline = simulate(check_plan(plan, problem.graph, problem.cluster), problem.costs, problem.cluster)
+    return JointResult(plan=plan, setting=setting, step_time_s=timeline.step_time_s, timeline=timeline)
+
+
+def _equal_replicas(estimator: Estimator, setting: Setting) -> int | None:
+    """Return how many replicas every stage has, where they are alike and have equal samples; else None."""
+    size = estimator.problem.options.batch // setting.microbatches
+    sorts = [estimator.members(mesh, size) for mesh in setting.layout]
+    alike = {(len(mesh.teams), *estimator.chain.figures_key(members[0][0]), members[0][1])
+             for mesh, members in zip(setting.layout, sorts, strict=True)}
+    return len(setting.layout[0].teams) if len(alike) == 1 and all(len(members) == 1 for members in sorts) else None
+
+
+def _one_replica(estimator: Estimator, estimate: Estimate, num_replicas: int) -> Timeline:
+    """Return the simulated timeline of the first replica alone, checked, with as many micro-batches as fill it."""
+    setting = estimate.setting
+    count = min(setting.microbatches, 2 * len(setting.layout))
+    narrow = replace(setting, layout=tuple(StageMesh(mesh.teams[:1]) for mesh in setting.layout), microbatches=count)
+    size = estimator.problem.options.batch // setting.microbatches // num_replicas
+    alone = estimator.for_batch(size * count)
+    plan = build_plan(alone, replace(estimate, setting=narrow))
+    problem = alone.problem
+    require_structure(plan, problem.graph, problem.cluster)
+    program = lower(plan, problem.graph)
+    check_program(program)
+    account = account_memory(program)
+    if setting.sharded_states:  # alone, the replica has all of them
+        static = account.static.copy()
+        static[:, CATEGORIES.index("optimizer")] //= num_replicas
+        account = replace(account, static=static)
+    check_memory(program, problem.cluster, account)
+    return simulate(program, problem.costs, problem.cluster)
+
+
+def refine(problem: Problem, simulated: Sequence[JointResult], budget: Budget,
+           progress: Callable[[str], None]) -> tuple[JointResult, list[Tried]]:
+    """Return the best of the plans after what can be made of them, and what was tried for that, the best first."""
+    best = min(simulated, key=lambda item: item.step_time_s)
+    tried: list[Tried] = []
+    if problem.cluster.num_devices > LARGE:
+        return best, tried
+    for item in sorted(simulated, key=lambda item: float(item.timeline.busy_s.max()))[:RESCHEDULED]:
+        found = reschedule(item.plan, item.timeline, problem, below_s=best.step_time_s, budget=budget)
+        if found is not None:
+            best = JointResult(plan=found[0], setting=replace(item.setting, searched_order=True),
+                               step_time_s=found[1].step_time_s, timeline=found[1])
+            _note(best, tried, progress)
+    divided = None if budget.is_spent else _with_divided_states(best, problem)
+    if divided is not None and divided.step_time_s < best.step_time_s:
+        best = divided
+        _note(best, tried, progress)
+    return best, tried
+
+
+def _note(found: JointResult, tried: list[Tried], progress: Callable[[str], None]) -> None:
+    tried.insert(0, Tried(setting=found.setting, step_time_s=found.step_time_s))
+    progress(f"joint: {found.setting.describe()}: {found.step_time_s:.6g} s simulated")
+
+
+def _with_divided_states(found: JointResult, problem: Problem) -> JointResult | None:
+    """Return the same with the optimizer's states divided among replicas, though memory does not need it.
+
+    Each updates less then, which may save more than gathering what was updated takes. None where that is not possible.
+    """
+    setting, optimizer = found.setting, found.plan.optimizer
+    replicated = any(len(mesh.teams) > 1 for mesh in setting.layout)
+    if setting.sharded_states or not replicated or not problem.is_training:
+        return None
+    plan = replace(found.plan, optimizer=replace(optimizer, sharded=True))
+    try:
+        timeline = simulate(check_plan(plan, problem.graph, problem.cluster), problem.costs, problem.cluster)
+    except (NoFeasiblePlan, PlanError):
+        return None
+    return JointResult(plan=plan, setting=replace(setting, sharded_states=True), step_time_s=timeline.step_time_s,
+                       timeline=timeline)
