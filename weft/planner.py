@@ -223,6 +223,8 @@ def _best_of_strategy(problem: Problem, name: str, build: Strategy, bound_s: flo
             misses.append(miss)
             continue
         log.debug("%s with %d micro-batches: %.6g s", name, microbatches, timeline.step_time_s)
+        if timeline.step_time_s >= best.step_time_s and name in STRATEGIES:
+            break  # farther from what suits the strategy it does not get better
         if timeline.step_time_s < best.step_time_s:
             plan = with_search(plan, step_time=timeline.step_time_s, bound=max(bound_s, plan.search.bound or 0.0))
             best = Candidate(strategy=name, plan=plan, timeline=_of_plan(timeline, plan))
@@ -236,7 +238,7 @@ def evaluate(plan: Plan, problem: Problem) -> Timeline:
 
 
 def microbatch_choices(problem: Problem, strategy: str) -> list[int]:
-    """Return the numbers of micro-batches to try: the user's, or a few divisors of the batch that suit the strategy.
+    """Return the numbers of micro-batches to try: the user's, or a few divisors of the batch, what suits best first.
 
     Pipelines want several micro-batches per stage, up to eight; plain strategies want few large ones.
     """
@@ -249,4 +251,4 @@ def microbatch_choices(problem: Problem, strategy: str) -> list[int]:
         return every[:MAX_MICROBATCH_CHOICES]
     num_devices = len(problem.devices)
     wanted = [number for number in every if number <= 8 * num_devices]
-    return wanted[-MAX_MICROBATCH_CHOICES:]
+    return wanted[-MAX_MICROBATCH_CHOICES:][::-1]

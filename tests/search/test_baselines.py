@@ -173,7 +173,7 @@ def test_options_are_checked():
 def test_microbatch_choices_are_the_users_or_divisors():
     assert microbatch_choices(problem_of(microbatches=8), "1f1b") == [8]
     assert microbatch_choices(problem_of(batch=24), "single") == [1, 2, 3, 4, 6]
-    assert microbatch_choices(problem_of(batch=96), "1f1b") == [8, 12, 16, 24, 32]
+    assert microbatch_choices(problem_of(batch=96), "1f1b") == [32, 24, 16, 12, 8]
 
 
 def test_a_time_limit_keeps_what_was_found():

@@ -124,7 +124,7 @@ def least_missing(problem: Problem, strategies: Sequence[str] = THRIFTY, *, enou
     """
     least = float("inf")
     for name in strategies:
-        for microbatches in reversed(microbatch_choices(problem, name)):
+        for microbatches in sorted(microbatch_choices(problem, name), reverse=True):
             try:
                 program = lower(STRATEGIES[name](problem, microbatches), problem.graph)
             except NoFeasiblePlan:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from weft.search.deploy.deployer import Splits
 from weft.search.joint.setting import Team
 from weft.search.problem import TENSOR_AXIS, Problem
 from weft.search.shard.tensor_costs import TensorCosts
+
+LEAST: Final = 0.1
+"""So large a part of the places has least to be sent over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,6 +159,11 @@ class Chain:
     def typical_crossing(self) -> float:
         """Return the bytes that go over a typical place, for one sample."""
         return float(np.median(self.crossing))
+
+    @cached_property
+    def least_crossing(self) -> float:
+        """Return about what crosses the places where least does, as between layers: segments end there."""
+        return float(np.quantile(self.crossing, LEAST))
 
     @cached_property
     def largest_output(self) -> float:

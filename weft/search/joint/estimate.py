@@ -206,9 +206,10 @@ class Estimator:
         kept = count * (held.saved[begin:] - held.saved[begin])
         edge = count * self.chain.typical_crossing
         if setting.recompute:
-            lengths = np.maximum(np.arange(len(kept)), 1.0)
-            parts = np.clip(np.sqrt(kept / max(flight * edge, 1.0)), 1.0, lengths)
-            kept = kept / parts + flight * parts * edge
+            lengths, border = np.maximum(np.arange(len(kept)), 1.0), count * self.chain.least_crossing
+            parts = np.clip(np.sqrt(kept / max(flight * border, 1.0)), 1.0, lengths)
+            pieces = count * np.maximum.accumulate(np.diff(held.saved[begin:], prepend=held.saved[begin]))
+            kept = np.maximum(kept / parts, pieces) + flight * parts * border
         else:
             kept = flight * kept
         room = (2 * count * self.chain.largest_output + 2 * edge) / setting.chunks

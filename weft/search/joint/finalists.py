@@ -1,7 +1,7 @@
 """Finalists of the joint search: their plans, checked and simulated, and what the best of them may still gain.
 
     estimate -> plan, check, simulation
-    simulated -> a searched order for those whose devices have the least to do -> sharded states for the best
+    simulated -> a searched order for the best and those whose devices have the least to do -> sharded states
 
 The order of a pipeline is 1F1B at first. Then it is searched for this placement (``weft.search.scheduled``), with split
 backwards where memory allows, also for finalists that were not the best.
@@ -108,21 +108,23 @@ def refine(problem: Problem, simulated: Sequence[JointResult], budget: Budget,
     tried: list[Tried] = []
     if problem.cluster.num_devices > LARGE:
         return best, tried
-    for item in sorted(simulated, key=lambda item: float(item.timeline.busy_s.max()))[:RESCHEDULED]:
+    others = sorted((item for item in simulated if item is not best),
+                    key=lambda item: float(item.timeline.busy_s.max()))
+    for item in [best, *others][:RESCHEDULED]:
         found = reschedule(item.plan, item.timeline, problem, below_s=best.step_time_s, budget=budget)
         if found is not None:
             best = JointResult(plan=found[0], setting=replace(item.setting, searched_order=True),
                                step_time_s=found[1].step_time_s, timeline=found[1])
-            _note(best, tried, progress)
+            _note(best, item, tried, progress)
     divided = None if budget.is_spent else _with_divided_states(best, problem)
     if divided is not None and divided.step_time_s < best.step_time_s:
+        _note(divided, best, tried, progress)
         best = divided
-        _note(best, tried, progress)
     return best, tried
 
 
-def _note(found: JointResult, tried: list[Tried], progress: Callable[[str], None]) -> None:
-    tried.insert(0, Tried(setting=found.setting, step_time_s=found.step_time_s))
+def _note(found: JointResult, before: JointResult, tried: list[Tried], progress: Callable[[str], None]) -> None:
+    tried.insert(0, Tried(setting=found.setting, estimate_s=before.step_time_s, step_time_s=found.step_time_s))
     progress(f"joint: {found.setting.describe()}: {found.step_time_s:.6g} s simulated")
 
 
