@@ -21,7 +21,7 @@ from weft.search.deploy.search import DeployOptions
 from weft.search.deploy.splits import load_splits
 from weft.search.problem import PlanOptions, Problem
 
-DEPLOY_S: Final = 4.0
+DEPLOY_S: Final = 3.0
 DEPLOY_SIMULATIONS: Final = 3000
 """What a search for a deployment may take at most here; `weft deploy` has no such limits."""
 Report = Callable[[str], None]

@@ -33,7 +33,7 @@ MAX_ATTEMPTS: Final = 4
 """So many searches with less and less memory, before as much is kept free as could ever be needed."""
 MAX_BLOCKS: Final = 4096
 """Stages times micro-batches up to which the order of a plan is searched again."""
-RESCHEDULE_EFFORT: Final = 1.5
+RESCHEDULE_EFFORT: Final = 1.0
 """About so many CPU seconds for that."""
 
 
