@@ -150,9 +150,11 @@ def test_ctrl_c_while_the_solver_runs():
         problem = shape("nn", 4, memory=5)
         problem = replace(problem, blocks=tuple(replace(block, time=block.time * (1 + index % 7 / 30))
                                                 for index, block in enumerate(problem.blocks)))
+        timers = []
         def progress(line):
-            if line.startswith("all at once") or line.startswith("completion"):
-                threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)).start()
+            if not timers and (line.startswith("all at once") or line.startswith("completion")):
+                timers.append(threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT)))
+                timers[0].start()  # one alone: a second Ctrl-C ends a process as usual
         result = schedule(problem, microbatches=16, progress=progress)
         print(result.is_interrupted, result.makespan > 0)
     """)
