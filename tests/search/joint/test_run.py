@@ -1,4 +1,4 @@
-"""A joint plan executed: tensor, data and pipeline parallelism with recomputed segments equal one process."""
+"""Joint plans executed: tensor, data and pipeline parallelism, recomputed or reordered, equal one process."""
 
 from __future__ import annotations
 
@@ -11,18 +11,22 @@ from weft.cost.costs import estimate_costs
 from weft.model.folded import trace_folded
 from weft.plan.check import check_plan
 from weft.plan.plan import Optimizer
+from weft.search.budget import Budget
 from weft.search.deploy.splits import find_splits
 from weft.search.joint.build import build_plan
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimator
+from weft.search.joint.finalists import evaluate
 from weft.search.joint.setting import Setting, StageMesh
 from weft.search.problem import PlanOptions, Problem
+from weft.search.scheduled import reschedule
 
 MODEL = "llama-tiny:layers=2"
 
 
 @pytest.mark.timeout(300)
 def test_teams_that_share_samples_before_a_team_that_takes_all(tmp_path):
+    """Once recomputed in segments, once with a searched order of split backwards."""
     graph = traced(MODEL, batch_dims=True).graph
     cluster = cluster_of(host("a", 4), host("b", 2), inside="10GB/s", network="1GB/s", latency="10us")
     problem = Problem(graph=graph, cluster=cluster, costs=estimate_costs(graph, cluster), options=PlanOptions(
@@ -36,8 +40,16 @@ def test_teams_that_share_samples_before_a_team_that_takes_all(tmp_path):
     assert len(plan.stages) > 2, "stages are recomputed in segments"
     assert {len(stage.replicas) for stage in plan.stages} == {1, 2}
     assert all(stage.sharding and stage.recompute for stage in plan.stages)
+    kept = Setting(layout=layout, microbatches=2)
+    before = evaluate(estimator, estimator(kept))
+    found = reschedule(before.plan, before.timeline, problem, below_s=1.1 * before.step_time_s,
+                       budget=Budget(effort=float("inf")))
+    assert found is not None
+    searched = found[0]
+    assert any(":W:" in action for actions in searched.order.values() for action in actions), "backwards are split"
     with Pool(6, tmp_path, models=()) as pool:
-        check = pool.run(plan, MODEL, dtype="float64")["verification"]
-    assert check["passed"], check
-    assert check["tolerance"] == 1e-10
-    assert check["num_gradients"] > 20
+        checks = [pool.run(item, MODEL, dtype="float64")["verification"] for item in (plan, searched)]
+    for check in checks:
+        assert check["passed"], check
+        assert check["tolerance"] == 1e-10
+        assert check["num_gradients"] > 20
