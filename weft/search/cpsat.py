@@ -111,10 +111,13 @@ def _run(solver: cp_model.CpSolver, model: cp_model.CpModel, budget: Budget, sto
         except BaseException as error:  # it belongs to the thread that waits
             code.set_exception(error)
 
-    threading.Thread(target=work, daemon=True).start()
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
     while True:
         try:
-            return code.result(0.1)  # not thread.join(): interrupted, it takes the thread for ended
+            result = code.result(0.1)  # not thread.join(): interrupted, it takes the thread for ended
+            thread.join(1.0)  # it has nothing more to do; one that ends while Python shuts down aborts the process
+            return result
         except TimeoutError:
             if budget.is_interrupted:
                 solver.stop_search()
