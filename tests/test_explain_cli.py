@@ -14,7 +14,7 @@ MODEL = "gpt2-tiny:layers=2"
 SMALL = """format: weft.cluster
 version: 1
 kinds:
-  small: {memory: 300KiB, memory_bandwidth: 900GB/s, flops: {float32: 19TFLOP/s}, overhead: 5us}
+  small: {memory: 400KiB, memory_bandwidth: 900GB/s, flops: {float32: 19TFLOP/s}, overhead: 5us}
 hosts:
   - {name: a, devices: "2 x small", intra: pcie4}
 """

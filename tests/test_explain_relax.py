@@ -114,10 +114,9 @@ def test_recomputation_where_activations_are_kept(without_joint):
 
 
 def test_states_in_pieces_where_they_are_what_is_too_much(without_joint):
-    problem = problem_of(100_000_000, parameter_bytes=4_000_000, activation_bytes=400, batch=16, microbatches=1)
-    one_stage = replace(problem, graph=chain_graph(1, batch=4, parameter_bytes=4_000_000))
-    one_stage = replace(one_stage, cluster=plain_cluster(2, memory_bytes=13_000_000),
-                        costs=estimate_costs(one_stage.graph, one_stage.cluster))
+    graph, cluster = chain_graph(1, batch=4, parameter_bytes=4_000_000), plain_cluster(4, memory_bytes=15_000_000)
+    one_stage = Problem(graph=graph, cluster=cluster, costs=estimate_costs(graph, cluster),
+                        options=PlanOptions(batch=16, microbatches=1))
     assert {item.kind for item in smallest_relaxation(one_stage)} >= {"sharded", "memory"}
 
 

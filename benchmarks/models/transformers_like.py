@@ -135,9 +135,14 @@ def _loss(logits: Tensor, labels: Tensor) -> Tensor:
 def _made(build: Callable[[], nn.Module], batch: int, length: int, seed: int) -> Made:
     with torch.device("meta"):
         module = build()
+    return module, token_pairs(batch, length, seed)
+
+
+def token_pairs(batch: int, length: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Return random tokens and labels."""
     made = torch.Generator().manual_seed(seed)
     tokens, labels = (torch.randint(VOCABULARY, (batch, length), generator=made) for _ in range(2))
-    return module, (tokens, labels)
+    return tokens, labels
 
 
 def wide_gpt(batch: int = 8, seed: int = 0) -> Made:

@@ -35,9 +35,11 @@ def random_graph(rng: Random, num_ops: int, *, batch: int = 1) -> Graph:
         choice = rng.random()
         weights.append(None if choice < 0.2 else rng.choice(shared) if shared and choice < 0.35 else op)
     numbers = tuple(op for op in range(num_ops - 1) if rng.random() < 0.08)
-    return dag_graph(reads, weights=weights, unbatched=tuple(unbatched), whole_numbers=numbers, batch=batch,
+    graph = dag_graph(reads, weights=weights, unbatched=tuple(unbatched), whole_numbers=numbers, batch=batch,
                      not_saved=tuple(op for op in range(num_ops) if rng.random() < 0.2),
                      sizes=[batch * rng.randint(1, 50) for _ in range(num_ops)])
+    kinds = ("aten.linear", "aten.add", "aten.relu", "aten.embedding", "aten.mul", "aten.layer_norm")
+    return replace(graph, op_kinds=tuple(kinds[(5 * op + num_ops) % len(kinds)] for op in range(num_ops)))
 
 
 def random_stages(rng: Random, graph: Graph, devices: tuple[str, ...], *, prefix: str, num_stages: int, size: int,

@@ -56,14 +56,48 @@ class Recount:
     def total(self, bases: set[int]) -> int:
         return round(sum(self.storage(base) for base in bases))
 
-    def kept_for_weights(self) -> int:
-        operands, gradients = set(), 0.0
-        for op in self.ops:
-            read = [int(tensor) for tensor in self.graph.op_inputs(op)]
-            if any(self.graph.tensor_role[tensor] == TensorRole.PARAMETER for tensor in read):
-                operands |= {self.base(tensor) for tensor in read} & self.saved
-                gradients += sum(self.size(int(tensor)) for tensor in self.graph.op_outputs(op))
-        return round(sum(self.storage(base) for base in operands) + gradients)
+    def waits(self, op: int) -> bool:
+        """Return whether the gradients of an operator's parameters can be computed later."""
+        return bool(self.weights(op)) and self.graph.op_kinds[op] in ("aten.linear", "aten.embedding", "aten.layer_norm")
+
+    def weights(self, op: int) -> set[int]:
+        return {int(item) for item in self.graph.op_inputs(op)
+                if self.graph.tensor_role[item] == TensorRole.PARAMETER and self.differentiable(int(item))}
+
+    def needs(self, op: int) -> set[int]:
+        """Return the storages that an operator's backward needs: what it read, and what relu wrote."""
+        wrote = [int(item) for item in self.graph.op_outputs(op)] if self.graph.op_kinds[op] == "aten.relu" else []
+        return {self.base(int(item)) for item in (*self.graph.op_inputs(op), *wrote)}
+
+    def gradient_of(self, tensor: int) -> int:
+        """Return the tensor whose gradient is handed on as that of this one: by an addition that alone reads it."""
+        readers = [op for op in range(self.graph.num_ops) for item in self.graph.op_inputs(op) if int(item) == tensor]
+        if len(readers) == 1 and self.graph.op_kinds[readers[0]] == "aten.add":
+            (written,) = (int(item) for item in self.graph.op_outputs(readers[0]))
+            if self.graph.tensor_bytes[written] == self.graph.tensor_bytes[tensor]:
+                return self.gradient_of(written)
+        return tensor
+
+    def operands(self) -> set[int]:
+        read = {self.base(int(item)) for op in self.ops if self.waits(op) for item in self.graph.op_inputs(op)}
+        return self.saved & (read | {self.base(tensor) for tensor in self.inputs} - self.made)
+
+    def deferred(self, ops: list[int], arriving: set[int]) -> float:
+        """Return the gradients that operators leave for later, those that arrived aside, each memory once."""
+        found: dict[int, float] = {}
+        for op in ops:
+            for tensor in (int(item) for item in self.graph.op_outputs(op)) if self.waits(op) else ():
+                root = self.gradient_of(tensor)
+                if root not in {self.gradient_of(item) for item in arriving}:
+                    found.setdefault(root, self.size(tensor))
+        return sum(found.values())
+
+    def kept_for_weights(self, arriving: set[int]) -> int:
+        return round(sum(self.storage(base) for base in self.operands()) + self.deferred(self.ops[::-1], arriving))
+
+    def weights_room(self) -> int:
+        return round(max((sum(map(self.size, self.weights(op))) for op in self.ops
+                          if self.waits(op) and self.graph.op_kinds[op] != "aten.linear"), default=0.0))
 
     def peak(self, ops: list[int], wanted: set[int]) -> float:
         """Return the most that the wanted storages take while each lives from its first operator to its last."""
@@ -89,25 +123,37 @@ class Recount:
             most = max(most, sum(map(self.storage, before & (own - kept) & after | before & kept)))
         return round(most)
 
-    def backward_work(self) -> int:
-        return round(self.peak(self.ops[::-1], self.wanted()))
-
     def wanted(self) -> set[int]:
         touched = {int(item) for op in self.ops for item in (*self.graph.op_inputs(op), *self.graph.op_outputs(op))}
         return {self.base(item) for item in touched if self.differentiable(item)}
 
-    def backward_rise(self, fresh: set[int]) -> int:
-        """Return the most above what is kept at first: gradients, less what is let go of, and new ones of parameters."""
+    def rise(self, *, let_go: set[int], fresh: set[int] = frozenset(), split: set[int] | None = None) -> int:
+        """Return the most above what is kept at first, in the backward of any operator.
+
+        Gradients, less what is let go of, new ones of parameters, and those that are added to their sums; ``split``:
+        where those of weights are left for later, which gradients arrive.
+        """
         ops = self.ops[::-1]
-        kept = self.saved - {self.base(tensor) for tensor in self.inputs} | self.saved & self.made
         totals = []
-        for step in range(len(ops)):
-            done = set().union(*map(self.touched, ops[:step]))
-            now = done | self.touched(ops[step])
+        for step, op in enumerate(ops):
+            done, now = set().union(*map(self.touched, ops[:step])), set().union(*map(self.touched, ops[:step + 1]))
             left = set().union(*map(self.touched, ops[step:]))
-            totals.append(sum(map(self.storage, now & left & self.wanted())) - sum(map(self.storage, kept - left))
+            needed = set().union(*map(self.needs, ops[step:]))
+            unread = {base for base in let_go if not any(base in self.needs(item) for item in ops)}
+            gone = {base for base in let_go if (base not in left if base in unread else base not in needed)}
+            assert gone <= done | set().union(*map(self.needs, ops[:step]))
+            totals.append(sum(map(self.storage, now & left & self.wanted())) - sum(map(self.storage, gone))
                           + sum(self.size(tensor) for tensor in fresh & now))
+            if split is None:
+                totals[-1] += sum(self.size(tensor) for tensor in self.weights(op) - fresh)
+            else:
+                totals[-1] += self.deferred(ops[:step], split)
+                totals[-1] += 0 if self.waits(op) else sum(map(self.size, self.weights(op)))
         return round(max(totals))
+
+    def own(self) -> set[int]:
+        """Return the storages that are kept besides what came."""
+        return self.saved - {self.base(tensor) for tensor in self.inputs} | self.saved & self.made
 
     def parameters(self) -> set[int]:
         return {int(item) for op in self.ops for item in self.graph.op_inputs(op)
@@ -127,22 +173,40 @@ def recount(program: Program) -> list[list[int]]:
 def _readers(program: Program, meaning: Meaning, rank: int) -> dict[tuple[object, ...], int]:
     """Return the last position on the rank at which each thing that waits is read."""
     last: dict[tuple[object, ...], int] = {}
-    for position, (op, instance, microbatch, phase, channel_id, _) in enumerate(rows_of(program)[rank]):
+    rows = rows_of(program)[rank]
+    for position, (op, instance, microbatch, phase, channel_id, _) in enumerate(rows):
         if op == Op.SEND:
             channel = program.channels[channel_id]
             kind = "output" if channel.kind == "activation" else "gradient"
-            last[kind, member_of(program, channel.producer), microbatch] = position
+            key = kind, member_of(program, channel.producer), microbatch
+            last[key] = max(last.get(key, -1), _waited_for(program, rows, position))
         elif op == Op.COMPUTE and phase != Phase.W:
             member = member_of(program, instance)
             needed = meaning.feeds(member, microbatch) if phase == Phase.F else meaning.gradients(member, microbatch)
             for _, other in needed:
                 if rank in meaning.ranks[other]:
-                    last["output" if phase == Phase.F else "gradient", other, microbatch] = position
-            kind = "activation" if phase == Phase.F else "gradient"
+                    key = "output" if phase == Phase.F else "gradient", other, microbatch
+                    last[key] = max(last.get(key, -1), position)
+        if op == Op.COMPUTE:
             for index, channel in enumerate(program.channels):
-                if channel.kind == kind and channel.target == rank and instance in channel.consumers:
+                if channel.target == rank and instance in channel.consumers:
                     last["arrived", index, microbatch] = position
+                    if phase == Phase.F and channel.kind == "activation":
+                        last["arriving", index, microbatch] = position
     return last
+
+
+def _waited_for(program: Program, rows: list[tuple[int, ...]], position: int) -> int:
+    """Return the last position during which what a send has sent is held."""
+    _, _, microbatch, _, channel_id, _ = rows[position]
+    channel = program.channels[channel_id]
+    if channel.kind == "activation":
+        for place, (op, instance, other, phase, _, _) in enumerate(rows):
+            if op == Op.COMPUTE and (instance, other) == (channel.producer, microbatch) and phase in (Phase.B, Phase.I):
+                return max(position, place - 1)
+    later = [place for place, row in enumerate(rows) if row[0] == Op.SEND and row[4] == channel_id and place > position]
+    end = len(rows) - (2 if rows[-1][0] == Op.STEP else 1)
+    return later[1] if len(later) > 1 else max(position, end)
 
 
 def member_of(program: Program, instance: int) -> Member:
@@ -157,12 +221,12 @@ def _recount_rank(program: Program, meaning: Meaning, stages: dict[Member, Recou
     for position, (op, instance, microbatch, phase, channel, _) in enumerate(rows_of(program)[rank]):
         during, size = 0, program.graph.tensor_bytes
         if op == Op.RECV:
-            held["arrived", channel, microbatch] = program.channels[channel].num_bytes
+            _receive(program, channel, microbatch, held)
         if op == Op.COMPUTE:
             fresh = _fresh(program, stages, instance, rank) if phase in (Phase.B, Phase.W) else set()
             anywhere = set().union(*(_fresh(program, stages, instance, item)
                                      for item in program.instances[instance].ranks)) if fresh - there else set()
-            during = _inside(program, stages, instance, Phase(phase), anywhere)
+            during = _inside(program, meaning, stages, instance, Phase(phase), anywhere)
             there |= fresh if phase == Phase.W else set()
             during += sum(int(size[tensor]) for tensor in there)
             there |= fresh
@@ -170,11 +234,27 @@ def _recount_rank(program: Program, meaning: Meaning, stages: dict[Member, Recou
             during = sum(int(size[tensor]) for tensor in there)
         result.append(sum(held.values()) + during)
         if op == Op.COMPUTE:
-            _after(program, stages, member_of(program, instance), microbatch, Phase(phase), held)
+            _after(program, meaning, stages, instance, microbatch, Phase(phase), held)
         for key in [key for key in held if key[0] != "kept" and last.get(key, -1) <= position]:
             del held[key]
     assert not held, f"rank {rank} never lets go of {held}"
     return result
+
+
+def _receive(program: Program, index: int, microbatch: int, held: dict[tuple[object, ...], int]) -> None:
+    """Note what arrives: until its forward what counts as kept from then on, until the last compute the rest."""
+    channel, graph = program.channels[index], program.graph
+    again = any(program.plan.stages[program.instances[item].stage].recompute for item in channel.consumers)
+    total = sum(int(graph.tensor_bytes[tensor]) for tensor in channel.tensors)
+    lost = sum(int(graph.tensor_bytes[tensor]) for tensor in channel.tensors if not graph.is_saved[tensor])
+    if channel.kind == "gradient":
+        rest = channel.num_bytes
+    elif program.plan.model.mode != "training" or again:
+        rest = 0
+    else:
+        rest = round(channel.num_bytes * lost / total)
+    held["arrived", index, microbatch] = rest
+    held["arriving", index, microbatch] = channel.num_bytes - rest
 
 
 def _fresh(program: Program, stages: dict[Member, Recount], instance: int, rank: int) -> set[int]:
@@ -183,19 +263,42 @@ def _fresh(program: Program, stages: dict[Member, Recount], instance: int, rank:
     return stages[member_of(program, instance)].parameters() - exchanged
 
 
-def _inside(program: Program, stages: dict[Member, Recount], instance: int, phase: Phase, fresh: set[int]) -> int:
+def _arriving(program: Program, meaning: Meaning, instance: int) -> set[int]:
+    """Return the tensors whose gradient is one whole message; nothing if another stage of the rank gives some, too."""
+    item = program.instances[instance]
+    others = [other for other in meaning.members() if instance_reads(meaning, other, member_of(program, instance))]
+    if any(set(meaning.ranks[other]) & set(item.ranks) for other in others):
+        return set()
+    channels = [channel for channel in program.channels if channel.kind == "gradient" and instance in channel.consumers]
+    if not all(channel.whole for channel in channels):
+        return set()
+    found = [(channel.target, tensor) for channel in channels for tensor in channel.tensors]
+    return {tensor for rank, tensor in found if found.count((rank, tensor)) == 1}
+
+
+def instance_reads(meaning: Meaning, reader: Member, maker: Member) -> bool:
+    return any(other == maker for microbatch in meaning.microbatches[reader[0]]
+               for _, other in meaning.feeds(reader, microbatch))
+
+
+def _inside(program: Program, meaning: Meaning, stages: dict[Member, Recount], instance: int, phase: Phase,
+            fresh: set[int]) -> int:
     item = program.instances[instance]
     stage = stages[item.stage, item.replica]
     if phase == Phase.F:
         cut = any(not program.channels[index].whole for index in item.forward_channels)
         return stage.forward_peak() + (round(sum(map(stage.size, stage.inputs))) if cut else 0)
     again = stage.forward_peak() if program.plan.stages[item.stage].recompute else 0
-    return {Phase.B: lambda: again + stage.backward_rise(fresh), Phase.I: lambda: again + stage.backward_work(),
-            Phase.W: lambda: 0}[phase]()
+    if phase == Phase.W:
+        return stage.weights_room()
+    if phase == Phase.B:
+        return again + stage.rise(let_go=stage.own(), fresh=fresh)
+    return again + stage.rise(let_go=stage.own() - stage.operands(), split=_arriving(program, meaning, instance))
 
 
-def _after(program: Program, stages: dict[Member, Recount], member: Member, microbatch: int, phase: Phase,
-           held: dict[tuple[object, ...], int]) -> None:
+def _after(program: Program, meaning: Meaning, stages: dict[Member, Recount], instance: int, microbatch: int,
+           phase: Phase, held: dict[tuple[object, ...], int]) -> None:
+    member = member_of(program, instance)
     stage, again = stages[member], program.plan.stages[member[0]].recompute
     if phase == Phase.F:
         keeps = stage.training and not again
@@ -205,7 +308,7 @@ def _after(program: Program, stages: dict[Member, Recount], member: Member, micr
             held["kept", member, microbatch] = round(sum(map(stage.size, stage.inputs))) if again else stage.total(
                 stage.saved)
     elif phase == Phase.I:
-        held["kept", member, microbatch] = stage.kept_for_weights()
+        held["kept", member, microbatch] = stage.kept_for_weights(_arriving(program, meaning, instance))
     else:
         del held["kept", member, microbatch]
     if phase in (Phase.B, Phase.I):
@@ -292,9 +395,10 @@ def test_recomputation_keeps_the_inputs_only(recompute, kept):
             for index in range(program.num_instructions)}
     inside = 8 + 8 + 4  # y3, y4 and the loss
     assert rows["F s1 mb 3"] == 3 * kept + inside
-    # The most is there in the second of three backwards: gradients of y4 and y3 and of two weights; the loss is gone.
-    assert rows["B s1 mb 0"] == 4 * kept + (8 + 8) + (4 + 4) - 4 + (inside if recompute else 0)
-    assert rows["B s1 mb 1"] == 3 * kept + max(8 + 4, 8 + 8 - 4) + 3 * 4 + (inside if recompute else 0)
+    # The most is there in the first of three backwards: gradients of the loss, of y4 and of a weight; then y4 can go.
+    assert rows["B s1 mb 0"] == 4 * kept + (4 + 8) + 4 + (inside if recompute else 0)
+    # Later all weights have their sums, and what is new is there beside them until it is added.
+    assert rows["B s1 mb 1"] == 3 * kept + (4 + 8) + 4 + 3 * 4 + (inside if recompute else 0)
 
 
 def figures(graph: Graph, ops: list[int], *, samples: int = 1, training: bool = True,
@@ -405,4 +509,4 @@ def test_in_flight_microbatches_of_1f1b_show_in_the_peak():
     account = account_memory(lower(plan, graph))
     for rank in range(1, 5):
         most = account.activations[account.rank_start[rank]:account.rank_start[rank + 1]].max()
-        assert most == (6 - rank) * (8 + 8) + (8 + 8)  # what each keeps, and the gradients of one
+        assert most == (6 - rank) * (8 + 8) + (8 + 8) + 4  # what each keeps, the gradients of one, and its weight's

@@ -19,6 +19,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Final, Literal
 
 import numpy as np
@@ -31,12 +32,13 @@ from weft.cost.figure import SOURCES, ZERO, Figure, Source
 from weft.cost.profile import CommFit, ProfileStore
 from weft.cost.roofline import Part, Terms, describe_work, dtype_name, is_float, peak_notes
 from weft.errors import InputError
-from weft.model.graph import F64, Graph
+from weft.model.graph import F64, Bool, Graph
+from weft.model.weight_gradients import ops_that_can_wait
 
 Phase = Literal["F", "B", "I", "W"]
-"""Forward; backward, which is I and W together; gradient of the inputs; gradient of the parameters."""
-_PARTS: Final[Mapping[str, tuple[Part, ...]]] = {
-    "F": ("forward",), "B": ("input_grad", "weight_grad"), "I": ("input_grad",), "W": ("weight_grad",)}
+"""Forward; backward, which is I and W together; its first part, with the gradients of the inputs; its second part, with
+those gradients of parameters that can wait."""
+_PHASES: Final = ("F", "B", "I", "W")
 _ZERO_CODE: Final = ZERO.source.code
 _MAX_TABLES: Final = 256
 
@@ -66,6 +68,8 @@ class Costs:
     comm_fits: Mapping[tuple[str, str], CommFit] = field(default_factory=dict, repr=False)
     terms: tuple[Mapping[Part, Terms] | None, ...] = field(repr=False)
     """The roofline's terms by column; None where the kind gives no rates."""
+    can_wait: Bool = field(repr=False)
+    """By operator: where a backward is split, the gradients of its parameters are computed in the second part."""
 
     def stage_figure(self, ops: npt.NDArray[np.int64], device: int, phase: Phase, fraction: float = 1.0) -> Figure:
         """Return the time of ``ops`` on ``device`` for this share of the traced batch, with the weakest source."""
@@ -91,16 +95,23 @@ class Costs:
         if known is None:
             if not fraction > 0 or not math.isfinite(fraction):
                 raise InputError(f"the share of the batch must be more than zero and finite, not {fraction!r}")
-            if phase not in _PARTS:
+            if phase not in _PHASES:
                 raise InputError(f"the phase must be one of F, B, I, W, not {phase!r}")
-            parts = [self._part_seconds(part, fraction) for part in _PARTS[phase]]
-            seconds = np.ascontiguousarray(sum(parts[1:], start=parts[0]).T)
+            seconds = np.ascontiguousarray(self._phase_seconds(phase, fraction).T)
             codes = (self.source if phase == "F" else self.backward_source).T
             known = seconds, np.where(seconds > 0, codes, np.uint8(_ZERO_CODE))
             if len(self._tables) >= _MAX_TABLES:
                 self._tables.clear()
             self._tables[phase, fraction] = known
         return known
+
+    def _phase_seconds(self, phase: Phase, fraction: float) -> F64:
+        if phase == "F":
+            return self._part_seconds("forward", fraction)
+        weights, waits = self._part_seconds("weight_grad", fraction), self.can_wait[:, None]
+        if phase == "W":
+            return np.where(waits, weights, 0.0)
+        return self._part_seconds("input_grad", fraction) + (weights if phase == "B" else np.where(waits, 0.0, weights))
 
     def _part_seconds(self, part: Part, fraction: float) -> F64:
         whole: F64 = {"forward": self.forward_s, "input_grad": self.input_grad_s,
@@ -214,8 +225,16 @@ def estimate_costs(graph: Graph, cluster: Cluster, *, profile: ProfileStore | No
         transfer_times=() if graph.given is None else graph.given.transfer_times,
         tensor_bytes=graph.tensor_bytes,
         comm_fits={} if profile is None else profile.comm_fits(),
-        terms=tuple(entries.terms for entries in filled),
+        terms=tuple(entries.terms for entries in filled), can_wait=ops_that_can_wait(graph),
     )
+
+
+def load_costs(graph: Graph, cluster: Cluster, profile: Path | None, dtype: str | None) -> Costs:
+    """Return the costs of the graph on the cluster, with measured times where the profile store has them."""
+    if profile is not None and not profile.exists():
+        raise InputError(f"no profile store {str(profile)!r}: make one with `weft profile MODEL --store {profile}`")
+    store = ProfileStore(profile) if profile is not None else None
+    return estimate_costs(graph, cluster, profile=store, dtype=dtype)
 
 
 def _missing_notes(store: ProfileStore | None, profiles: Mapping[str, Profile]) -> tuple[str, ...]:

@@ -34,6 +34,7 @@ UNKNOWN_BATCH_DIM = -2
 """In ``Graph.tensor_batch_dim``: the tracer did not look."""
 NO_BATCH_DIM = -1
 """In ``Graph.tensor_batch_dim``: the tensor's shape does not depend on the batch size."""
+_ADDITIONS = frozenset({"aten.add", "aten.add_", "prims.add"})
 
 
 class TensorRole(enum.IntEnum):
@@ -206,6 +207,24 @@ class Graph:
         root: I64 = np.arange(self.num_tensors, dtype=np.int64)
         for tensor in np.flatnonzero(self.tensor_base >= 0):
             root[tensor] = root[self.tensor_base[tensor]]
+        return root
+
+    @cached_property
+    def gradient_root(self) -> I64:
+        """Return for each tensor the one whose gradient is the same memory: itself, or what an addition makes of it.
+
+        The backward of an addition, and of a view, hands its gradient on as it is. A tensor that is read twice gets a
+        new one, the sum of two.
+        """
+        root: I64 = np.arange(self.num_tensors, dtype=np.int64)
+        num_readers = np.bincount(self.inputs, minlength=self.num_tensors)
+        for op in range(self.num_ops - 1, -1, -1):
+            outputs = self.op_outputs(op)
+            if len(outputs) != 1 or not (self.op_kinds[op] in _ADDITIONS or self.tensor_base[outputs[0]] >= 0):
+                continue
+            for tensor in self.op_inputs(op):
+                if num_readers[tensor] == 1 and self.tensor_bytes[tensor] == self.tensor_bytes[outputs[0]]:
+                    root[tensor] = root[outputs[0]]
         return root
 
     @property

@@ -5,9 +5,11 @@ Static for a rank: parameters and buffers, the optimizer's state, gradients that
 their stage. A forward takes the tensors that its backward will need (``Graph.is_saved``); a whole backward lets go of
 them on its way, a split one of all but what the weight gradients need, which stays until ``W``; with recomputation
 only the stage's inputs stay, and the rest is taken
-again for the backward. While a compute runs it also needs room for what is live inside it. Received tensors are held
-from the receive until the compute that reads them ends; outputs and gradients that a stage hands over, until the last
-instruction on the rank that reads or sends them.
+again for the backward. While a compute runs it also needs room for what is live inside it, a parameter's gradient until
+it is added to the sum over micro-batches included. What arrives lies in a buffer from its receive until the last
+compute of the stages that read it; outputs and gradients that a stage hands over, until the last instruction on the
+rank that reads them or that waits for their way out: the backward for what its forward has sent, a later send of the
+same channel for the rest (``SEND_WINDOW``).
 
 Sizes are the graph's, for an instance's samples. Not counted: the allocator's rounding, library workspaces, and the
 inputs and outputs of the model. A tensor that two stages on one rank both keep counts twice. A rank of a stage on
@@ -18,8 +20,9 @@ others whole.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -29,11 +32,19 @@ from weft.plan.holders import parameter_parts
 from weft.plan.layout import stage_inputs
 from weft.plan.local_tensors import local_tensors
 from weft.plan.plan import Optimizer
-from weft.plan.program import Op, Phase, Program
+from weft.plan.program import Channel, Op, Phase, Program
 from weft.plan.stage_memory import StageMemory, stage_memory
 
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "buffers")
 """``buffers`` are tensors that wait between stages: received, or to be read or sent on their own rank."""
+
+SEND_WINDOW: Final = 2
+"""Of a channel's messages that no compute waits for, so many may be under way: the next one waits for the oldest."""
+
+_SCATTERING: Final = frozenset(f"aten.{name}" for name in (
+    "transpose", "permute", "t", "expand", "slice", "select", "split", "split_with_sizes", "chunk", "unbind",
+    "scaled_dot_product_attention"))
+"""Operators whose results do not lie in one piece, as a rule."""
 
 _STATE_BYTES: Final = {"none": 0, "sgd": 0, "adam": 2, "adamw": 2}
 """Optimizer states per parameter element, each in the parameter's precision but at least 4 bytes."""
@@ -103,6 +114,8 @@ class _Places:
         self.position[slot, program.phase[computes], program.microbatch[computes]] = computes
         self.backward = np.maximum(self.position[:, Phase.B], self.position[:, Phase.I])
         """[slot, microbatch] -> the B or I instruction."""
+        self.last = self.position.max(axis=1)
+        """[slot, microbatch] -> the last compute."""
 
 
 class _FreshGradients:
@@ -167,18 +180,30 @@ def instance_memories(program: Program) -> list[StageMemory]:
     inputs = [stage_inputs(program.graph, ops) for ops in program.stage_ops]
     crossing = np.unique(np.concatenate(inputs)) if inputs else np.zeros(0, dtype=np.int64)
     training, absent = program.plan.model.mode == "training", _Fresh(program)
-    known: dict[tuple[int, int, tuple[tuple[str, int], ...], frozenset[int]], StageMemory] = {}
+    known: dict[tuple[Any, ...], StageMemory] = {}
     result = []
     for index, item in enumerate(program.instances):
         stage, ops = program.plan.stages[item.stage], program.stage_ops[item.stage]
         replica, fresh = stage.replicas[item.replica], absent.anywhere(index)
-        key = item.stage, item.num_samples, tuple(sorted(replica.mesh.items())), fresh
+        arriving = _arriving_gradients(program, index)
+        key = item.stage, item.num_samples, tuple(sorted(replica.mesh.items())), fresh, arriving
         if key not in known:
             known[key] = stage_memory(
                 program.graph, ops, num_samples=item.num_samples, training=training, crossing=crossing, fresh=fresh,
-                local=local_tensors(program.graph, stage, replica, ops, crossing))
+                arriving=arriving, local=local_tensors(program.graph, stage, replica, ops, crossing))
         result.append(known[key])
     return result
+
+
+def _arriving_gradients(program: Program, index: int) -> frozenset[int]:
+    """Return the tensors of an instance whose gradient is what one message brings; of others it is a sum."""
+    item = program.instances[index]
+    if any(set(item.ranks) & set(program.instances[other].ranks) for other in item.consumers):
+        return frozenset()
+    channels = [program.channels[channel] for channel in item.gradient_channels]
+    counts = Counter((channel.target, tensor) for channel in channels for tensor in channel.tensors)
+    return frozenset(tensor for (_, tensor), count in counts.items() if count == 1) if all(
+        channel.whole for channel in channels) else frozenset()
 
 
 def _activation_bytes(program: Program, memories: list[StageMemory], fresh: _FreshGradients) -> I64:
@@ -194,7 +219,7 @@ def _activation_bytes(program: Program, memories: list[StageMemory], fresh: _Fre
         pieces = any(not program.channels[channel].whole for channel in instance.forward_channels)
         forward = memory.forward_peak + (memory.inputs if pieces else 0)
         again = memory.forward_peak if recompute else 0
-        extra[index] = (forward, memory.backward_rise + again, memory.backward_work + again, 0)
+        extra[index] = (forward, memory.backward_rise + again, memory.split_rise + again, memory.weights_room)
         first[index, Phase.B] = memory.first_rise - memory.backward_rise
     is_compute = program.op == Op.COMPUTE
     chosen = program.instance[is_compute], program.phase[is_compute]
@@ -208,21 +233,37 @@ def _activation_bytes(program: Program, memories: list[StageMemory], fresh: _Fre
 
 
 def _received_bytes(program: Program, places: _Places) -> I64:
-    """Return the bytes of received tensors held during each instruction."""
+    """Return the bytes of received tensors held during each instruction, besides those that count as kept.
+
+    They lie in buffers until the last compute that may need them. What of it a backward needs counts there as kept.
+    """
     rows = np.flatnonzero(program.op == Op.RECV)
     if len(rows) == 0:
         return np.zeros(program.num_instructions, dtype=np.int64)
     channels, microbatches = program.channel[rows], program.microbatch[rows]
     is_gradient = np.asarray([channel.kind == "gradient" for channel in program.channels])[channels]
-    until = rows.copy()
+    until, forward = rows.copy(), rows.copy()
     for depth in range(max(len(channel.consumers) for channel in program.channels)):
         slot = np.asarray([places.slots[channel.target, channel.consumers[min(depth, len(channel.consumers) - 1)]]
                            for channel in program.channels])[channels]
-        read = np.where(is_gradient, places.backward[slot, microbatches],
-                        places.position[slot, Phase.F, microbatches])
-        until = np.maximum(until, read)
+        forward = np.maximum(forward, places.position[slot, Phase.F, microbatches])
+        until = np.maximum(until, places.last[slot, microbatches])
     sizes = np.asarray([channel.num_bytes for channel in program.channels], dtype=np.int64)[channels]
-    return _held(program, rows, until, sizes)
+    passing = np.asarray([passing_bytes(program, channel) for channel in program.channels], dtype=np.int64)[channels]
+    first = np.where(is_gradient, until, forward)
+    return _held(program, rows, first, sizes) + _held(program, first + 1, np.maximum(until, first), passing)
+
+
+def passing_bytes(program: Program, channel: Channel) -> int:
+    """Return what of a channel's message nobody keeps for a backward, though its buffer stays until then."""
+    if channel.kind == "gradient" or program.plan.model.mode != "training":
+        return 0
+    if any(program.plan.stages[program.instances[item].stage].recompute for item in channel.consumers):
+        return 0
+    graph, tensors = program.graph, np.asarray(channel.tensors, dtype=np.int64)
+    sizes = graph.tensor_bytes[tensors]
+    kept = graph.is_saved[graph.memory_root[tensors]]
+    return round(channel.num_bytes * float(sizes[~kept].sum()) / max(1, int(sizes.sum())))
 
 
 def _handed_over_bytes(program: Program, places: _Places, memories: list[StageMemory]) -> I64:
@@ -239,11 +280,12 @@ def _handed_over_bytes(program: Program, places: _Places, memories: list[StageMe
     sender = np.asarray([places.slots[item.source, item.producer] for item in program.channels], dtype=np.int64)
     is_gradient = np.asarray([item.kind == "gradient" for item in program.channels], dtype=bool)
     sends = np.flatnonzero(program.op == Op.SEND)
-    for until, rows in ((output_until, sends[~is_gradient[program.channel[sends]]]),
-                        (gradient_until, sends[is_gradient[program.channel[sends]]])):
-        np.maximum.at(until, (sender[program.channel[rows]], program.microbatch[rows]), rows)
-    outputs = np.asarray([unsaved_outputs(program, item.stage, memory)
-                          for item, memory in zip(program.instances, memories, strict=True)], dtype=np.int64)
+    for until, waits, rows in ((output_until, backward, sends[~is_gradient[program.channel[sends]]]),
+                               (gradient_until, np.full_like(backward, -1),
+                                sends[is_gradient[program.channel[sends]]])):
+        which = sender[program.channel[rows]], program.microbatch[rows]
+        np.maximum.at(until, which, _sent_until(program, rows, waits[which]))
+    outputs = handed_outputs(program, memories)
     gradients = np.asarray([memory.input_gradients for memory in memories], dtype=np.int64)
     total = np.zeros(program.num_instructions, dtype=np.int64)
     for start, until, sizes in ((forward, output_until, outputs), (backward, gradient_until, gradients)):
@@ -253,10 +295,61 @@ def _handed_over_bytes(program: Program, places: _Places, memories: list[StageMe
     return total
 
 
-def unsaved_outputs(program: Program, stage: int, memory: StageMemory) -> int:
-    """Return the bytes that other stages read and that the stage's own backward does not keep."""
-    keeps_all = program.plan.model.mode == "training" and not program.plan.stages[stage].recompute
-    return memory.outputs - memory.saved_outputs if keeps_all else memory.outputs
+def _copied_to_send(program: Program) -> I64:
+    """Return for each instance the bytes of outputs that are copied because messages want them in one piece."""
+    graph = program.graph
+    copied: dict[tuple[int, int], float] = {}
+    for channel in program.channels:
+        for tensor in channel.tensors if channel.kind == "activation" else ():
+            if _is_scattered(graph, tensor):
+                part = graph.tensor_bytes[tensor] / graph.tensor_bytes[list(channel.tensors)].sum()
+                copied[channel.producer, tensor] = channel.num_bytes * part
+    result = np.zeros(len(program.instances))
+    for (index, _), num_bytes in copied.items():
+        result[index] += num_bytes
+    return np.asarray(result.round(), dtype=np.int64)
+
+
+def _is_scattered(graph: Graph, tensor: int) -> bool:
+    """Return whether the tensor does not lie in one piece: what makes it leaves it so, or it is a view of such."""
+    while graph.tensor_producer[tensor] >= 0:
+        op = int(graph.tensor_producer[tensor])
+        if graph.op_kinds[op] in _SCATTERING:
+            return True
+        if graph.tensor_base[tensor] < 0:
+            return False
+        tensor = int(graph.op_inputs(op)[0])
+    return False
+
+
+def _sent_until(program: Program, sends: I64, waits: I64) -> I64:
+    """Return the last instruction during which each send is held.
+
+    The one in ``waits`` begins by waiting for it; else a later send of its channel does so, when it is issued itself,
+    and for the last ones of a channel the end of the step.
+    """
+    if len(sends) == 0:
+        return sends
+    ends: I64 = program.rank_start[1:] - 1
+    until: I64 = (ends - (program.op[ends] == Op.STEP))[program.rank_of()[sends]]
+    order = np.lexsort((sends, program.channel[sends]))
+    later = order[SEND_WINDOW:]
+    same = program.channel[sends[order[:-SEND_WINDOW]]] == program.channel[sends[later]]
+    until[order[:-SEND_WINDOW][same]] = sends[later[same]]
+    return np.maximum(np.where(waits >= 0, waits - 1, until), sends)
+
+
+def handed_outputs(program: Program, memories: list[StageMemory]) -> I64:
+    """Return for each instance the bytes that other stages read and that its own backward does not keep.
+
+    Copies that messages need of what lies scattered count, too.
+    """
+    training = program.plan.model.mode == "training"
+    result = _copied_to_send(program)
+    for index, (item, memory) in enumerate(zip(program.instances, memories, strict=True)):
+        keeps_all = training and not program.plan.stages[item.stage].recompute
+        result[index] += memory.outputs - memory.saved_outputs if keeps_all else memory.outputs
+    return result
 
 
 def _held(program: Program, first: I64, last: I64, sizes: I64) -> I64:

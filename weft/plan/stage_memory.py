@@ -11,21 +11,23 @@ layout than it is made in is a storage of its own: with ``n`` tensors, tensor ``
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
 import numpy as np
 
 from weft.model.graph import F64, I64, NO_BATCH_DIM, Bool, Graph, TensorRole
+from weft.model.weight_gradients import MADE_FIRST, can_wait
 from weft.plan.layout import stage_inputs
 from weft.plan.local_tensors import LocalTensor
 
 BACKWARD_ROOM: Final = frozenset({"aten.cross_entropy_loss"})
 """Operators of several steps whose backward has a tensor as large as the first one they read besides its gradient."""
 KEEPS_RESULT: Final = frozenset(f"aten.{name}" for name in (
-    "softmax", "_softmax", "log_softmax", "_log_softmax", "relu", "tanh", "sigmoid", "exp", "sqrt", "rsqrt",
-    "reciprocal", "scaled_dot_product_attention"))
+    "softmax", "_softmax", "log_softmax", "_log_softmax", "relu", "tanh", "sigmoid", "exp", "expm1", "sqrt", "rsqrt",
+    "reciprocal", "tan", "elu", "celu", "selu", "cumprod", "logsumexp", "std", "norm", "linalg_vector_norm", "amax",
+    "amin", "scaled_dot_product_attention"))
 """Operators whose backward needs what they gave, and not only what they and others read."""
 
 
@@ -48,44 +50,61 @@ class StageMemory:
     forward_peak: int
     """Largest amount live inside the forward, saved tensors included, inputs not."""
     backward_work: int
-    """Largest amount of gradients of activations live inside the backward."""
+    """Largest amount of gradients live inside the backward, a parameter's until it is added to its sum."""
     backward_rise: int
     """The most that a whole backward takes above ``saved``, of which it lets go while it runs."""
     first_rise: int
     """The same where gradients of the parameters in ``fresh`` appear on the way; these gradients included."""
+    split_rise: int
+    """The same for the first part of a split backward, which keeps what the second needs."""
+    weights_room: int
+    """What the second part needs besides ``saved_for_weights``: the largest gradient that is made, then added."""
 
 
 def stage_memory(graph: Graph, ops: I64, *, num_samples: int, training: bool, crossing: I64,
-                 local: Mapping[int, LocalTensor] = MappingProxyType({}), fresh: frozenset[int] = frozenset()
-                 ) -> StageMemory:
+                 local: Mapping[int, LocalTensor] = MappingProxyType({}), fresh: frozenset[int] = frozenset(),
+                 arriving: frozenset[int] = frozenset()) -> StageMemory:
     """Return the memory figures of the stage with these operators; ``crossing`` are the tensors between stages.
 
     ``local`` is what one device of the stage has of tensors that are not whole there. ``fresh`` are parameters whose
-    gradients are not there before the first backward.
+    gradients are not there before the first backward, ``arriving`` the tensors whose gradients other ranks send.
     """
     view = _StageView(graph, ops, num_samples, local)
-    saved, for_weights = view.saved(training=training)
+    saved = view.saved(training=training)
     outputs = np.unique(view.root[view.as_read[crossing[view.is_made[crossing]]]])
     kept = view.mask(saved)
     inside = view.inside() if training else 0.0
     own_saved = saved[~view.is_from_outside[saved]]
     gradients = view.inputs[graph.needs_gradient[view.inputs]] if training else view.inputs[:0]
     work, first = np.zeros((2, 1))
-    released = first
+    rise, split = first, _Split()
     if training:
-        work, released, first = view.gradients_live(), view.released(own_saved), view.fresh(fresh)
+        live = view.gradients_live()
+        work, above = live + view.weights_room(), live - view.released(own_saved)
+        rise, first = above + view.weights_room(), above + view.fresh(fresh) + view.weights_room(without=fresh)
+        split = view.split(own_saved, live, arriving)
     return StageMemory(
-        saved=_whole(view.size[saved].sum() + inside), saved_for_weights=_whole(for_weights),
+        saved=_whole(view.size[saved].sum() + inside), saved_for_weights=_whole(split.kept),
         inputs=_whole(view.sizes[view.inputs].sum()), outputs=_whole(view.size[outputs].sum()),
         saved_outputs=_whole(view.size[outputs[kept[outputs]]].sum()),
         input_gradients=_whole(view.sizes[gradients].sum()),
         forward_peak=_whole(view.forward_live(own_saved, training=training).max()),
-        backward_work=_whole(work.max()), backward_rise=_whole((work - released).max()),
-        first_rise=_whole((work - released + first).max()))
+        backward_work=_whole(work.max()), backward_rise=_whole(rise.max()), first_rise=_whole(first.max()),
+        split_rise=_whole(split.rise), weights_room=_whole(split.room))
 
 
 def _whole(num_bytes: float) -> int:
     return round(float(num_bytes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Split:
+    """What a backward in two parts takes."""
+
+    kept: float = 0.0
+    """Between the two: operands, and gradients of results, of operators whose weights can wait."""
+    rise: float = 0.0
+    room: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +113,14 @@ class _Step:
 
     read: list[int]
     written: list[int]
+    weights: tuple[int, ...] = ()
+    """Parameters among what it reads."""
+    can_wait: bool = False
+    """Their gradients can be computed later."""
+    keeps_result: bool = False
+    """Its backward needs what it wrote."""
+    made_first: bool = False
+    """Later, they are made first and added then."""
     inside: float = 0.0
     """Bytes kept for the backward besides tensors."""
     forward_room: float = 0.0
@@ -139,9 +166,14 @@ class _StageView:
         """Return an operator; it keeps inside the part of what it reads."""
         graph, read = self.graph, self.as_read[self.graph.op_inputs(op)].tolist()
         part = min((local[tensor].read for tensor in graph.op_inputs(op).tolist() if tensor in local), default=1.0)
-        return _Step(read=read, written=graph.op_outputs(op).tolist(),
+        weights = tuple(int(tensor) for tensor in graph.op_inputs(op)
+                        if graph.tensor_role[tensor] == TensorRole.PARAMETER and graph.needs_gradient[tensor])
+        kind = graph.op_kinds[op]
+        return _Step(read=read, written=graph.op_outputs(op).tolist(), weights=weights,
+                     can_wait=bool(weights) and can_wait(kind), made_first=kind in MADE_FIRST,
+                     keeps_result=kind in KEEPS_RESULT or not kind.startswith("aten."),
                      inside=float(graph.saved_inside_bytes[op]) * scale * part,
-                     backward_room=float(self.sizes[read[0]]) if graph.op_kinds[op] in BACKWARD_ROOM else 0.0)
+                     backward_room=float(self.sizes[read[0]]) if kind in BACKWARD_ROOM else 0.0)
 
     def mask(self, numbers: list[int] | I64) -> Bool:
         """Return true for these tensors or storages."""
@@ -190,17 +222,35 @@ class _StageView:
 
     # ---- totals -----------------------------------------------------------------------------------------------------
 
-    def saved(self, *, training: bool) -> tuple[I64, float]:
-        """Return the storages that are kept for the backward, and the bytes that the gradients of weights need."""
-        if not training:
-            return np.zeros(0, dtype=np.int64), 0.0
-        role, count = self.graph.tensor_role, self.graph.num_tensors
-        with_weights = [step for step in self.steps
-                        if any(role[tensor % count] == TensorRole.PARAMETER for tensor in step.read)]
-        operands = self._saved_storages(self.mask([tensor for step in with_weights for tensor in step.read]))
-        gradients = [tensor for step in with_weights for tensor in step.written]
-        return (self._saved_storages(self.is_touched),
-                float(self.size[operands].sum() + self.sizes[gradients].sum()))
+    def saved(self, *, training: bool) -> I64:
+        """Return the storages that are kept for the backward."""
+        return self._saved_storages(self.is_touched) if training else np.zeros(0, dtype=np.int64)
+
+    def split(self, saved: I64, live: F64, arriving: frozenset[int]) -> _Split:
+        """Return what a backward in two parts takes; ``saved`` are storages of its own, ``live`` gradients in it.
+
+        What came from outside stays in its buffer until the second part has run. So does a gradient that another rank
+        sent, which is counted there.
+        """
+        waiting = [step for step in self.steps if step.can_wait]
+        operands = self._saved_storages(self.mask([tensor for step in waiting for tensor in step.read])
+                                        | self.is_from_outside)
+        root, count = self.graph.gradient_root, self.graph.num_tensors
+        counted = {int(root[tensor]) for tensor in arriving}
+        kept, gradients = np.zeros((2, len(self.steps) + 1))
+        for place, step in enumerate(self.steps[::-1]):
+            kept[place + 1] = step.inside if not step.can_wait else 0.0
+            for tensor in step.written if step.can_wait else ():
+                if int(root[tensor % count]) not in counted:
+                    counted.add(int(root[tensor % count]))
+                    gradients[place + 1] += self.sizes[tensor]
+        last, storages = self._needed_until(np.setdiff1d(saved, operands))
+        np.add.at(kept, last + 1, self.size[storages])
+        rise = live - np.cumsum(kept)[:-1] + np.cumsum(gradients)[:-1] + self.weights_room(waiting=False)
+        inside = sum(step.inside for step in waiting)
+        return _Split(kept=float(self.size[operands].sum() + gradients.sum()) + inside, rise=float(rise.max()),
+                      room=float(max((self.sizes[list(step.weights)].sum() for step in waiting if step.made_first),
+                                     default=0.0)))
 
     def _saved_storages(self, chosen: Bool) -> I64:
         storages = np.unique(self.root[chosen])
@@ -230,9 +280,26 @@ class _StageView:
         """Return what of these storages, and of what operators keep inside, is free when each backward begins."""
         change = np.zeros(len(self.steps) + 1)
         change[1:] = [step.inside for step in self.steps[::-1]]
-        _, last, storages = self._spans(self.steps[::-1], self.mask(saved))
+        last, storages = self._needed_until(saved)
         np.add.at(change, last + 1, self.size[storages])
         return np.cumsum(change)[:-1]
+
+    def _needed_until(self, saved: I64) -> tuple[I64, I64]:
+        """Return the last backward that needs each of these storages: of a reader, or of what wrote and needs it."""
+        steps = [replace(step, written=step.written if step.keeps_result else []) for step in self.steps[::-1]]
+        _, last, storages = self._spans(steps, self.mask(saved))
+        found = dict(zip(storages.tolist(), last.tolist(), strict=True))
+        made = self._spans(self.steps[::-1], self.mask(saved))  # what nobody reads, at the latest where it was made
+        ends = [found.get(storage, end) for storage, end in zip(made[2].tolist(), made[1].tolist(), strict=True)]
+        return np.asarray(ends, dtype=np.int64), made[2]
+
+    def weights_room(self, *, without: frozenset[int] = frozenset(), waiting: bool = True) -> F64:
+        """Return what gradients of each operator's parameters take until they are added to their sums.
+
+        Not of those ``without`` sums, and not of those that are computed later unless ``waiting``.
+        """
+        return np.asarray([sum(float(self.sizes[tensor]) for tensor in step.weights if tensor not in without)
+                           if waiting or not step.can_wait else 0.0 for step in self.steps[::-1]])
 
     def fresh(self, parameters: frozenset[int]) -> F64:
         """Return the bytes of these parameters' gradients that are there when each backward has run."""

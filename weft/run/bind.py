@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.plan.memory import SEND_WINDOW
 from weft.plan.overlap import inside_backward
 from weft.plan.program import Channel, Instruction, Op, Phase, Program
 from weft.run.cells import Cell, Transfer
@@ -40,8 +41,6 @@ from weft.run.state_shares import StateShares
 from weft.run.transport import Transport
 from weft.run.wiring import Given, Key, Wiring
 
-SEND_WINDOW = 2
-"""A message that nothing else waits for is waited for when this many later ones have left on its channel."""
 _MAX_TAG = 1 << 28
 
 

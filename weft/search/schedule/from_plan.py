@@ -7,12 +7,12 @@ micro-batch of the problem is one micro-batch of each:
 
     plan, 4 micro-batches: s0 s1 for 0, 2; s2 s3 for 1, 3        problem: s0:F s1:F ... s2:F s3:F ..., 2 micro-batches
 
-Memory is in bytes by the account of ``weft.plan.memory``: ``F`` takes what the stage keeps for its backward, ``B``
-releases it, ``I`` releases what the gradients of weights do not need, ``W`` the rest. A device's limit is its capacity
-less what is there all the time (parameters, gradients, optimizer state), less the most that any of its blocks needs
-while it runs beyond what it keeps, less the tensors that wait between stages. How many of those wait depends on the
-schedule. ``num_waiting`` says how many of each kind are provided for: with None as many as there can be, so that
-every schedule within the limits passes ``check_memory``; with a number, the plan must be checked.
+Memory is in bytes by the account of ``weft.plan.memory``: ``F`` takes what the stage keeps for its backward and what is
+sent until that begins, ``B`` releases it, ``I`` releases what the gradients of weights do not need, ``W`` the rest. A
+device's limit is its capacity less what is there all the time (parameters, gradients, optimizer state), less the most
+that any of its blocks needs while it runs beyond what it keeps, less the tensors that wait between stages. How many of
+those wait depends on the schedule. ``num_waiting`` says how many of each kind are provided for: with None as many as
+there can be, so that every schedule within the limits passes ``check_memory``; with a number, the plan must be checked.
 
 Transfers take the times of ``costs``. A problem's transfer occupies one link, so the busiest resource on its way is
 named. Where messages on a link can never meet, because blocks of one device send them and each block is longer than
@@ -32,7 +32,7 @@ from weft.cost.costs import Phase as CostPhase
 from weft.errors import InputError, NoFeasiblePlan
 from weft.model.graph import Graph
 from weft.plan.lower import lower
-from weft.plan.memory import instance_memories, static_bytes, unsaved_outputs
+from weft.plan.memory import SEND_WINDOW, handed_outputs, instance_memories, passing_bytes, static_bytes
 from weft.plan.plan import Plan
 from weft.plan.program import Channel, Program
 from weft.plan.stage_memory import StageMemory
@@ -125,7 +125,8 @@ class _Builder:
         self.instances_of = [[index for index, item in enumerate(program.instances) if item.stage == stage]
                              for stage in range(len(program.plan.stages))]
         memories = instance_memories(program)
-        self.memory = [_StageBytes.of(program, items, memories) for items in self.instances_of]
+        handed = handed_outputs(program, memories).tolist()
+        self.memory = [_StageBytes.of(program, items, memories, handed) for items in self.instances_of]
         self.static = static_bytes(program).sum(axis=1)
 
     def build(self, num_waiting: int | None, reserve: Mapping[str, float]) -> PlanProblem:
@@ -209,6 +210,8 @@ class _Builder:
             if channel.target == rank:
                 owner = channel.producer if channel.kind == "activation" else channel.consumers[0]
                 total += channel.num_bytes * self._num_waiting(self.program.instances[owner].stage, num_waiting)
+            if channel.source == rank and (channel.kind == "gradient" or len(self.phases) == 1):
+                total += channel.num_bytes * min(SEND_WINDOW, len(channel.microbatches))
         for stage in self._stages_on(rank):
             for index in self.instances_of[stage]:
                 instance, memory = self.program.instances[index], self.memory[stage]
@@ -282,37 +285,46 @@ class _StageBytes:
 
     change: Mapping[str, int]
     """By phase: added to what is held, when it has run."""
-    forward_work: int
-    backward_work: int
+    rises: Mapping[str, int]
     """What the phases need while they run, beyond what was there before."""
     handed_outputs: int
-    """Outputs that are not kept for the backward, until they are sent or read."""
+    """Outputs that are not kept for the backward, until they are read on the same device."""
     input_gradients: int
 
     @classmethod
-    def of(cls, program: Program, instances: list[int], memories: list[StageMemory]) -> _StageBytes:
-        """Return the largest figures of the stage's instances."""
+    def of(cls, program: Program, instances: list[int], memories: list[StageMemory], handed: list[int]) -> _StageBytes:
+        """Return the largest figures of the stage's instances; ``handed`` are the outputs of each that wait."""
         stage = program.plan.stages[program.instances[instances[0]].stage]
         training = program.plan.model.mode == "training"
-        own = [memories[index] for index in instances]
-        pieces = any(not program.channels[channel].whole for index in instances
-                     for channel in program.instances[index].forward_channels)
-        kept = max(item.inputs if stage.recompute else item.saved for item in own) if training else 0
-        for_weights = max(item.saved_for_weights for item in own) if training else 0
-        handed = max(unsaved_outputs(program, program.instances[instances[0]].stage, item) for item in own)
+        own, items = [memories[index] for index in instances], [program.instances[index] for index in instances]
+        arriving = [[program.channels[channel] for channel in item.forward_channels] for item in items]
+        pieces = any(not channel.whole for channels in arriving for channel in channels)
+        outputs = max(handed[index] for index in instances)
+        kept = for_weights = sent = passing = buffers = 0
+        if training:
+            kept = max(item.inputs if stage.recompute else item.saved for item in own)
+            for_weights = max(item.saved_for_weights for item in own)
+            is_sent = any(item.producer in instances and item.kind == "activation" for item in program.channels)
+            sent = outputs if is_sent else 0
+            passing = max(sum(passing_bytes(program, channel) for channel in channels) for channels in arriving)
+            buffers = max(sum(program.channels[channel].num_bytes for channel in item.gradient_channels)
+                          for item in items)
         again = max(item.forward_peak for item in own) if stage.recompute else 0
         return cls(
-            change={"F": kept, "B": -kept, "I": for_weights - kept, "W": -for_weights},
-            forward_work=max(item.forward_peak + (item.inputs if pieces else 0) for item in own),
-            backward_work=again + max(item.backward_work for item in own),
-            handed_outputs=handed, input_gradients=max(item.input_gradients for item in own))
+            change={"F": kept + sent + passing, "B": -kept - sent - passing, "I": for_weights + buffers - kept - sent,
+                    "W": -for_weights - buffers - passing},
+            rises={"F": max(item.forward_peak + (item.inputs if pieces else 0) for item in own),
+                   "B": again + max(item.backward_rise for item in own),
+                   "I": again + max(item.split_rise for item in own), "W": max(item.weights_room for item in own)},
+            handed_outputs=outputs - sent, input_gradients=max(item.input_gradients for item in own))
 
     def work(self, phases: tuple[CostPhase, ...]) -> int:
         """Return the most that any phase needs while it runs, beyond what the problem counts when it starts."""
-        extra = [self.handed_outputs, self.forward_work - self.change["F"]]
+        extra = [self.handed_outputs]
         for phase in phases:
+            extra.append(self.rises[phase] - max(0, self.change[phase]))
             if phase in ("B", "I"):
-                extra += [self.input_gradients, self.backward_work - max(0, self.change[phase])]
+                extra.append(self.input_gradients)
         return max(extra)
 
 
