@@ -11,7 +11,8 @@ from weft.errors import InputError, RunError
 from weft.run.__main__ import own_device
 from weft.run.launch import run_plan
 from weft.run.result import RunOptions, rank_devices, share_environment
-from weft.run.transport import Transport
+from weft.run.staging import Staging
+from weft.run.transport import PeerLost, Transport
 
 
 def test_one_device_for_all_or_one_for_each():
@@ -61,17 +62,54 @@ class Wire:
 def test_messages_pass_through_the_hosts_memory():
     transport = object.__new__(Transport)
     wire = Wire()
-    transport.rank, transport.device, transport._backend, transport.copies_to_host = 0, torch.device("cpu"), wire, True
+    transport.rank, transport.device, transport._backend = 0, torch.device("cpu"), wire
+    transport.staging = Staging(transport.device)
     value = torch.arange(6.0).view(2, 3)
     work = transport.send(value, 1, 7)
-    value.zero_()  # the device may go on: the copy is under way
-    assert wire.sent[7].data_ptr() != value.data_ptr()
     work.wait()
+    assert wire.sent[7].data_ptr() != value.data_ptr()
+    value.zero_()
     target = torch.full((2, 3), -1.0)
     arrival = transport.receive(target, 1, 7)
     assert target.eq(-1).all()
     arrival.wait()
     assert target.flatten().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_copies_are_sent_in_the_order_in_which_they_were_asked_for():
+    started: list[int] = []
+    staging = Staging(torch.device("cpu"))
+    works = [staging.send(torch.full((2,), float(number)), lambda copy: started.append(int(copy[0])) or Wire())
+             for number in range(50)]
+    for work in works:
+        work.wait()
+    assert started == list(range(50))
+
+
+def test_what_a_collective_leaves_in_the_copy_is_brought_back():
+    class Sum(Wire):
+        def __init__(self, copy: torch.Tensor) -> None:
+            self.copy = copy
+
+        def wait(self) -> None:
+            self.copy.mul_(2)
+
+    value = torch.ones(3)
+    work = Staging(torch.device("cpu")).send(value, Sum, brings_back=True)
+    work.wait()
+    assert value.tolist() == [2, 2, 2]
+
+
+def test_a_lost_rank_is_named_by_who_waits_for_the_message():
+    class Gone(Wire):
+        def send(self, tensors, target, tag):
+            raise RuntimeError("connection closed")
+
+    transport = object.__new__(Transport)
+    transport.rank, transport._backend, transport.staging = 0, Gone(), Staging(torch.device("cpu"))
+    work = transport.send(torch.ones(2), 1, 7)
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1: connection closed"):
+        work.wait()
 
 
 def test_a_run_needs_a_device_for_each_rank():

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from weft.run.split_backward import Deferred
-from weft.run.transport import PeerLost, Work
+from weft.run.staging import Work
+from weft.run.transport import PeerLost
 
 
 class Cell:

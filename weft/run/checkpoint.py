@@ -266,6 +266,8 @@ class Checkpoints:
                     raise InputError(f"{source[path]!r} has the shape {shapes[source[path]]} in {where} but {expected} "
                                      "in the model")
                 tensor.copy_(read(source[path], self._regions.get(path, ())))
+        if self._optimizer is not None:
+            self._optimizer.refresh()
 
 
 def _whole(name: str, tensor: Tensor) -> Claim:

@@ -19,7 +19,8 @@ from weft.plan.program import Bucket, Program
 from weft.run.exchange_factors import FactorBlock, FactorExchange
 from weft.run.exchange_group import Lane
 from weft.run.parameters import Parameters
-from weft.run.transport import Transport, Work
+from weft.run.staging import Work
+from weft.run.transport import Transport
 
 Start = Callable[[], Sequence[Work]]
 

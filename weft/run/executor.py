@@ -27,7 +27,8 @@ from weft.model.graph import F64
 from weft.plan.program import Op, Program
 from weft.run.bind import Binder, Bound
 from weft.run.exchange_factors import FactorBlock
-from weft.run.parameters import Parameters, make_optimizer
+from weft.run.optimizers import make_optimizer
+from weft.run.parameters import Parameters
 from weft.run.stage import Stage
 from weft.run.state_shares import StateShares
 from weft.run.status import Milestone, StatusLine

@@ -18,6 +18,7 @@ from torch import Tensor
 from weft.errors import InputError
 from weft.plan.sharding import Region
 from weft.run.checkpoint_folder import CheckpointRecord
+from weft.run.optimizers import MasterWeights, refresh_masters
 from weft.run.tensor_file import TensorFile
 
 log = logging.getLogger(__name__)
@@ -41,7 +42,8 @@ class OptimizerState:
                  divided: Collection[str] = ()) -> None:
         """``parameters`` are what the optimizer changes, ``regions`` which parts of whole parameters with these
         ``shapes`` that is; of those that are ``divided``, other ranks change other rows."""
-        self.optimizer, self.kind = optimizer, type(optimizer).__name__
+        self.optimizer = optimizer
+        self.kind: str = optimizer.description if isinstance(optimizer, MasterWeights) else type(optimizer).__name__
         self._parameters, self._regions, self._shapes, self._divided = parameters, regions, shapes, divided
 
     def _state(self, name: str) -> dict[str, Any]:
@@ -80,6 +82,10 @@ class OptimizerState:
                       if isinstance(value, int | float | bool | str | tuple | None)
                       or (isinstance(value, Tensor) and value.numel() == 1)}
                      for group in self.optimizer.param_groups)
+
+    def refresh(self) -> None:
+        """Note that the parameters were changed by somebody else."""
+        refresh_masters(self.optimizer)
 
     def load(self, path: Path, record: CheckpointRecord) -> None:
         """Take the state of this rank's parameters from a checkpoint's file."""

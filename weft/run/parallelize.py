@@ -32,7 +32,7 @@ from weft.run.mesh import mesh_groups
 from weft.run.prepare import Tracer, lower_to_run, prepare_rank
 from weft.run.replan import devices_left, plan_again, plan_for
 from weft.run.state_shares import share_groups
-from weft.run.trainer import Batch, MakeOptimizer, Trainer, without_optimizer
+from weft.run.trainer import NEEDS_WHOLE, Batch, MakeOptimizer, Trainer, without_optimizer
 from weft.run.transport import Transport, torchrun_store
 from weft.run.worker import check_world
 
@@ -72,7 +72,7 @@ def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: 
     source = source_of_module(model, example_inputs, batch)
     plan = _shared_plan(transport, lambda: _find_plan(
         source, cluster_or_plan, batch=batch, microbatches=microbatches, devices=devices, seed=seed,
-        num_ranks=num_ranks, optimizer=_optimizer_kind(optimizer)))
+        num_ranks=num_ranks, optimizer=_optimizer_kind(optimizer), whole=_needs_whole(optimizer)))
     check_world(plan, num_ranks)
     _check_same(model, transport)
     tracer = Tracer(source)
@@ -156,7 +156,7 @@ def _shared_plan(transport: Transport, find: Callable[[], Plan]) -> Plan:
 
 def _find_plan(source: ModelSource, given: Plan | Cluster | str | PathLike[str], *, batch: int | None,
                microbatches: int | None, devices: Sequence[str] | None, seed: int, num_ranks: int,
-               optimizer: OptimizerKind | None) -> Plan:
+               optimizer: OptimizerKind | None, whole: bool) -> Plan:
     """Return the plan that was given, or one for the cluster, or for what is left of it."""
     item = _read(given) if isinstance(given, str | PathLike) else given
     if isinstance(item, Plan):
@@ -166,7 +166,7 @@ def _find_plan(source: ModelSource, given: Plan | Cluster | str | PathLike[str],
             raise InputError(f"batch is {batch}, but the plan is for {item.model.batch} samples: leave it out")
         if optimizer is not None and devices is not None:
             item = replace(item, optimizer=replace(item.optimizer, kind=optimizer))
-        return item if devices is None else plan_again(item, source, devices)
+        return item if devices is None else plan_again(item, source, devices, whole_parameters=whole)
     cluster = item if devices is None else devices_left(item, devices)
     if cluster.num_devices != num_ranks:
         raise InputError(f"the cluster has {cluster.num_devices} devices but there are {num_ranks} processes: start as "
@@ -174,7 +174,7 @@ def _find_plan(source: ModelSource, given: Plan | Cluster | str | PathLike[str],
     from weft.search.problem import PlanOptions
 
     options = PlanOptions(batch=source.batch, microbatches=microbatches, seed=seed, dtype=_dtype_of(source),
-                          optimizer=Optimizer(kind=optimizer or "adamw"))
+                          optimizer=Optimizer(kind=optimizer or "adamw"), whole_parameters=whole)
     return plan_for(source, cluster, options)
 
 
@@ -205,7 +205,17 @@ def _optimizer_kind(make: MakeOptimizer | None) -> OptimizerKind | None:
     """Return the kind of optimizer whose memory is like that of what the user's function makes."""
     if make is None:
         return None
-    made = make([torch.nn.Parameter(torch.zeros(1))])
+    made = _example(make)
     if isinstance(made, torch.optim.SGD) and not made.defaults.get("momentum"):
         return "sgd"
     return "adamw" if isinstance(made, torch.optim.AdamW) else "adam"
+
+
+def _needs_whole(make: MakeOptimizer | None) -> bool:
+    """Return whether the user's optimizer looks at parameters as a whole."""
+    return make is not None and type(_example(make)).__name__ in NEEDS_WHOLE
+
+
+def _example(make: MakeOptimizer) -> object:
+    """Return the user's optimizer for a parameter that is a matrix, as some of them take no other."""
+    return make([torch.nn.Parameter(torch.zeros(2, 2))])

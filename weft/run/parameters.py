@@ -1,4 +1,4 @@
-"""The parameters that one rank holds, their gradients, and the optimizer that changes them.
+"""The parameters that one rank holds, and their gradients.
 
 A parameter that several stages of the rank use is one tensor. The gradients of a bucket lie side by side in one flat
 tensor per dtype, and each ``parameter.grad`` is a view of it, so the exchange needs no copy. Gradients are sums over
@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
-
-from weft.plan.plan import Optimizer
 
 
 class Parameters:
@@ -50,11 +48,3 @@ class Parameters:
         """Return the gradient of a parameter; zero where the loss does not depend on it."""
         parameter = self.tensors[name]
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-
-
-def make_optimizer(tensors: Sequence[torch.nn.Parameter], settings: Optimizer) -> torch.optim.Optimizer | None:
-    """Return the optimizer that the plan asks for, for these parameters, or None."""
-    if settings.kind == "none" or not tensors:
-        return None
-    kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
-    return kinds[settings.kind](tensors, lr=settings.lr)

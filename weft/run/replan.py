@@ -20,26 +20,22 @@ if TYPE_CHECKING:
 
 def plan_for(source: ModelSource, cluster: Cluster, options: PlanOptions) -> Plan:
     """Return the best plan that the planner finds for the model on the cluster."""
-    from weft.cost.costs import estimate_costs
-    from weft.model.trace import trace
-    from weft.planner import compare_strategies
-    from weft.search.problem import Problem
+    from weft.planning import SearchOptions, search_plans
 
-    batch = options.batch // options.microbatches if options.microbatches else None
-    graph = trace(source, batch=batch).graph
-    costs = estimate_costs(graph, cluster, dtype=options.dtype)
-    best = compare_strategies(Problem(graph=graph, cluster=cluster, costs=costs, options=options)).best
-    assert best.plan is not None, "compare_strategies raises otherwise"
+    best = search_plans(source, cluster, options, SearchOptions()).comparison.best
+    assert best.plan is not None, "the search raises otherwise"
     return best.plan
 
 
-def plan_again(plan: Plan, source: ModelSource, devices: Sequence[str]) -> Plan:
-    """Return a new plan for the same step on those devices of the old plan's cluster that are left."""
+def plan_again(plan: Plan, source: ModelSource, devices: Sequence[str], *, whole_parameters: bool = False) -> Plan:
+    """Return a new plan for the same step on those devices of the old plan's cluster that are left.
+
+    What only saves memory, states in pieces and recomputation, is done again where it is needed.
+    """
     from weft.search.problem import PlanOptions
 
     options = PlanOptions(batch=plan.model.batch, mode=plan.model.mode, dtype=plan.model.dtype, seed=plan.search.seed,
-                          optimizer=replace(plan.optimizer, sharded=False),
-                          recompute=any(stage.recompute for stage in plan.stages))
+                          optimizer=replace(plan.optimizer, sharded=False), whole_parameters=whole_parameters)
     return plan_for(source, devices_left(cluster_of(plan), devices), options)
 
 

@@ -24,8 +24,8 @@ from weft.plan.plan import Optimizer, Plan
 from weft.run.checkpoint import Checkpoints, ModelState
 from weft.run.checkpoint_folder import CheckpointRecord
 from weft.run.executor import Executor
+from weft.run.optimizers import make_optimizer
 from weft.run.overlap import leads_to_loss
-from weft.run.parameters import make_optimizer
 from weft.run.prepare import Prepared
 from weft.run.status import StatusLine
 from weft.run.transport import Transport

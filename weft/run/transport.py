@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,30 +24,11 @@ from torch import Tensor
 
 from weft.errors import RunError
 from weft.run.exchange_group import ExchangeGroup
+from weft.run.staging import OnHost, Staging, Work
 
 
 class PeerLost(RunError):  # noqa: N818 - it says what happened
     """A message or collective failed: most likely another rank is gone, and the fault lies there."""
-
-
-class Work(Protocol):
-    """A transfer or collective under way."""
-
-    def wait(self) -> Any:
-        """Return when it is done (on a GPU: when later kernels will see its result)."""
-
-
-class _OnHost:
-    """A transfer of a tensor's copy in the host's memory; what arrives goes to the tensor when it is waited for."""
-
-    def __init__(self, work: Work, copy: Tensor, target: Tensor | None = None) -> None:
-        self._work, self._copy, self._target = work, copy, target
-
-    def wait(self) -> None:
-        """Return when it is done and, for an arrival, on the device."""
-        self._work.wait()
-        if self._target is not None:
-            self._target.copy_(self._copy)
 
 
 class Transport:
@@ -61,7 +42,8 @@ class Transport:
         connected to the other ranks before, those connections are used.
         """
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
-        self.copies_to_host = by_host and device.type != "cpu"
+        self.staging = Staging(device) if by_host and device.type != "cpu" else None
+        """Where messages pass through the host's memory."""
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not by_host else "gloo"
         self._is_adopted = dist.is_initialized()
         try:
@@ -108,30 +90,34 @@ class Transport:
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Work:
         """Start sending a contiguous tensor; it must stay as it is until the work is done."""
-        sent = self._host_copy(tensor).copy_(tensor) if self.copies_to_host else tensor
-        try:
-            work: Work = self._backend.send([sent], target, tag)
-        except RuntimeError as problem:
-            raise PeerLost(f"rank {self.rank} lost rank {target}: {problem}") from problem
-        return _OnHost(work, sent) if self.copies_to_host else work
+        def start(sent: Tensor) -> Work:
+            try:
+                work: Work = self._backend.send([sent], target, tag)
+            except RuntimeError as problem:
+                raise PeerLost(f"rank {self.rank} lost rank {target}: {problem}") from problem
+            return work
+
+        return start(tensor) if self.staging is None else self.staging.send(tensor, start)
 
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Start receiving into a contiguous tensor."""
-        received = self._host_copy(tensor) if self.copies_to_host else tensor
+        received = tensor if self.staging is None else self.staging.room(tensor.shape, tensor.dtype)
         try:
             work: Work = self._backend.recv([received], source, tag)
         except RuntimeError as problem:
             raise PeerLost(f"rank {self.rank} lost rank {source}: {problem}") from problem
-        return _OnHost(work, received, tensor) if self.copies_to_host else work
+        return work if received is tensor else OnHost(work, received, tensor)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
         """Start replacing the tensor by its sum over ``ranks``."""
-        summed = self._host_copy(tensor).copy_(tensor) if self.copies_to_host else tensor
-        try:
-            work: Work = self._exchange_groups[ranks].allreduce([summed])
-        except RuntimeError as problem:
-            raise PeerLost(f"rank {self.rank} lost one of the ranks {ranks}: {problem}") from problem
-        return _OnHost(work, summed, tensor) if self.copies_to_host else work
+        def start(summed: Tensor) -> Work:
+            try:
+                work: Work = self._exchange_groups[ranks].allreduce([summed])
+            except RuntimeError as problem:
+                raise PeerLost(f"rank {self.rank} lost one of the ranks {ranks}: {problem}") from problem
+            return work
+
+        return start(tensor) if self.staging is None else self.staging.send(tensor, start, brings_back=True)
 
     # ---- collectives that wait: between the parts of a stage that several ranks compute together --------------------
 
@@ -162,7 +148,7 @@ class Transport:
 
     def on_wire(self, tensor: Tensor) -> Tensor:
         """Return the tensor where the backend can take it: itself, or a copy in the host's memory."""
-        return self._host_copy(tensor).copy_(tensor) if self.copies_to_host else tensor
+        return tensor if self.staging is None else self.staging.copy(tensor)
 
     def _collect(self, start: Callable[[Any], Work], result: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Return the result of a collective, on the rank's device, when it is done."""
@@ -170,17 +156,13 @@ class Transport:
             start(self._groups[ranks]).wait()
         except RuntimeError as problem:
             raise PeerLost(f"rank {self.rank} lost one of the ranks {ranks}: {problem}") from problem
-        return result.to(self.device) if self.copies_to_host else result
+        return result if self.staging is None else result.to(self.device)
 
     def _room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return room for what a collective brings, where the backend can put it."""
-        if not self.copies_to_host:
+        if self.staging is None:
             return torch.empty(tuple(shape), dtype=dtype, device=self.device)
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self.device.type == "cuda")
-
-    def _host_copy(self, tensor: Tensor) -> Tensor:
-        """Return room for the tensor in memory that the GPU copies from and to at full speed."""
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.device.type == "cuda")
+        return self.staging.room(shape, dtype)
 
     def barrier(self) -> None:
         """Return when all ranks have come here."""
