@@ -31,12 +31,16 @@ LEAST: Final = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """Bytes of one device, as prefix sums at the places."""
+    """Bytes of one device: prefix sums at the places, and the most of any operator between one place and the next."""
 
     parameters: F64
     states: F64
     saved: F64
     """For one sample."""
+    most_made: F64
+    """What the operator that makes most makes, for one sample: room while computing."""
+    most_parameters: F64
+    """The parameters of the operator that has most: room for new gradients until they are added to their sums."""
 
 
 class Chain:
@@ -101,8 +105,16 @@ class Chain:
             np.bincount(first, weights=values * part[self._parameter_ids], minlength=graph.num_ops).astype(np.float64)
             for values in (sizes, states))
         saved = kept if problem.is_training else np.zeros(graph.num_ops)
+        own = (graph.tensor_producer >= 0) & (graph.tensor_base < 0)
+        made: F64 = np.bincount(graph.tensor_producer[own], weights=(graph.tensor_bytes * part)[own] / graph.batch,
+                                minlength=graph.num_ops).astype(np.float64)
         return Held(parameters=prefix_sums(parameters)[self.places], states=prefix_sums(optimizer)[self.places],
-                    saved=prefix_sums(saved)[self.places])
+                    saved=prefix_sums(saved)[self.places], most_made=self._most(made),
+                    most_parameters=self._most(parameters))
+
+    def _most(self, by_op: F64) -> F64:
+        """Return the largest value between each place and the next."""
+        return np.asarray(np.maximum.reduceat(by_op, self.places[:-1]), dtype=np.float64)
 
     @cached_property
     def _parameter_ids(self) -> I64:
@@ -164,13 +176,6 @@ class Chain:
     def least_crossing(self) -> float:
         """Return about what crosses the places where least does, as between layers: segments end there."""
         return float(np.quantile(self.crossing, LEAST))
-
-    @cached_property
-    def largest_output(self) -> float:
-        """Return the bytes of the largest tensor that an operator makes, for one sample: room while computing."""
-        graph = self.problem.graph
-        made = graph.tensor_bytes[(graph.tensor_producer >= 0) & (graph.tensor_base < 0)]
-        return float(made.max(initial=0)) / graph.batch
 
     def capacity(self, team: Team) -> float:
         """Return the memory of the team's smallest device."""

@@ -55,6 +55,8 @@ class Estimate:
     pipeline_s: float
     exchange_s: float
     """Not hidden, with the update."""
+    free: tuple[float, ...] = ()
+    """Bytes that were left free on each mesh, besides the reserve of the estimator; none if it is empty."""
 
 
 class Estimator:
@@ -122,8 +124,11 @@ class Estimator:
         fill = (len(setting.layout) - 1) / setting.chunks
         return (setting.microbatches + fill) / rate
 
-    def __call__(self, setting: Setting) -> Estimate:
-        """Return the estimate; raise ``NoFeasiblePlan`` where the model does not fit or cannot be cut so often."""
+    def __call__(self, setting: Setting, *, free: tuple[float, ...] = ()) -> Estimate:
+        """Return the estimate; raise ``NoFeasiblePlan`` where the model does not fit or cannot be cut so often.
+
+        ``free`` is what to leave free on the devices of each mesh, in bytes.
+        """
         size, num_meshes = self.problem.options.batch // setting.microbatches, len(setting.layout)
         num_stages = num_meshes * setting.chunks
         if num_stages >= self.chain.num_places:
@@ -134,11 +139,13 @@ class Estimator:
         if need > have:
             raise self._too_large(setting, size)
         times = [self._times(mesh, size, recompute=setting.recompute) for mesh in setting.layout] * setting.chunks
-        reach = [self._limits(setting, stage, size) for stage in range(num_stages)]
+        reach = [self._limits(setting, stage, size, free[stage % num_meshes] if free else 0.0)
+                 for stage in range(num_stages)]
         found = [cuts for slack in SLACKS for cuts in _best_cuts(times, reach, self.chain.crossing, slack)]
         if not found:
             raise self._too_large(setting, size)
-        return min((self._judge(setting, cuts, times, size) for cuts in found), key=lambda item: item.step_time_s)
+        best = min((self._judge(setting, cuts, times, size) for cuts in found), key=lambda item: item.step_time_s)
+        return replace(best, free=free)
 
     def by_path(self, estimate: Estimate) -> Estimate:
         """Return the estimate with the pipeline's time by its longest path."""
@@ -176,7 +183,7 @@ class Estimator:
         ahead = 2 * (num_meshes - stage % num_meshes - 1) + (chunks - 1) * num_meshes + 1
         return min(setting.microbatches * chunks, ahead) / chunks
 
-    def _limits(self, setting: Setting, stage: int, size: int) -> Callable[[int], int]:
+    def _limits(self, setting: Setting, stage: int, size: int, free: float) -> Callable[[int], int]:
         """Return a function from the place where the stage begins to the last at which it may end."""
         mesh = setting.layout[stage % len(setting.layout)]
         members = self.members(mesh, size)
@@ -184,13 +191,13 @@ class Estimator:
 
         def last_place(begin: int) -> int:
             if begin not in known:
-                known[begin] = min(self._reach(setting, stage, team, count, begin) for team, count in members)
+                known[begin] = min(self._reach(setting, stage, team, count, begin, free) for team, count in members)
             return known[begin]
 
         return last_place
 
-    def _reach(self, setting: Setting, stage: int, team: Team, count: int, begin: int) -> int:
-        capacity = self.chain.capacity(team) * (1 - self.reserve) / setting.chunks
+    def _reach(self, setting: Setting, stage: int, team: Team, count: int, begin: int, free: float) -> int:
+        capacity = (self.chain.capacity(team) * (1 - self.reserve) - free) / setting.chunks
         if capacity == float("inf"):
             return self.chain.num_places - 1
         used = self.stage_bytes(setting, stage, team, count, begin)
@@ -212,7 +219,9 @@ class Estimator:
             kept = np.maximum(kept / parts, pieces) + flight * parts * border
         else:
             kept = flight * kept
-        room = (2 * count * self.chain.largest_output + 2 * edge) / setting.chunks
+        made, new = (np.concatenate(([0.0], np.maximum.accumulate(most[begin:])))
+                     for most in (held.most_made, held.most_parameters))
+        room = (2 * count * made + gradients * new + 2 * edge) / setting.chunks
         return np.asarray(static[begin:] - static[begin] + kept + room)
 
     def _least_bytes(self, setting: Setting, size: int) -> tuple[float, float]:

@@ -135,7 +135,7 @@ def _with_divided_states(found: JointResult, problem: Problem) -> JointResult | 
     """
     setting, optimizer = found.setting, found.plan.optimizer
     replicated = any(len(mesh.teams) > 1 for mesh in setting.layout)
-    if setting.sharded_states or not replicated or not problem.is_training:
+    if setting.sharded_states or not replicated or not problem.is_training or problem.options.whole_parameters:
         return None
     plan = replace(found.plan, optimizer=replace(optimizer, sharded=True))
     try:

@@ -37,6 +37,10 @@ MAX_ACTIONS: Final = 60_000
 """Finalists with so many forwards in all are enough, if there is a plan."""
 HOPE: Final = 0.15
 """By so much of the memory an estimate may be too high: what would fit then is made, and checked exactly."""
+REFITS: Final = 4
+"""So often a finalist that does not fit is cut anew, with more left free where it was too little."""
+MORE: Final = 1.05
+"""As many times what was missing."""
 RESERVES: Final = (0.0, 0.1, 0.25)
 """Parts of the memory that estimates leave free, the next one where none of the finalists fits."""
 
@@ -127,9 +131,10 @@ def _estimate_cheapest(estimator: Estimator, plain: Setting, best: float, failed
     """Return the estimate with the least done to save memory that fits, or None where it cannot be good or fit."""
     replicated = any(len(mesh.teams) > 1 for mesh in plain.layout)
     training, asked = estimator.problem.is_training, estimator.problem.options
+    may_divide = training and replicated and not asked.whole_parameters
     reason, setting = "", plain
     for recompute, sharded in itertools.product((False, True) if training else (False,),
-                                                (False, True) if training and replicated else (False,)):
+                                                (False, True) if may_divide else (False,)):
         if (asked.recompute and not recompute and training) or (asked.optimizer.sharded and replicated and not sharded):
             continue
         setting = replace(plain, recompute=recompute, sharded_states=sharded)
@@ -159,7 +164,7 @@ def _simulate_best(estimator: Estimator, ranked: list[Estimate], tried: list[Tri
             break
         actions += _num_actions(estimate)
         try:
-            found = evaluate(estimator, estimate)
+            found = _evaluate_refitted(estimator, estimate)
         except (NoFeasiblePlan, PlanError) as problem:
             miss = problem if isinstance(problem, NoFeasiblePlan) else NoFeasiblePlan(str(problem))
             misses.append(miss)
@@ -178,6 +183,22 @@ def _simulate_best(estimator: Estimator, ranked: list[Estimate], tried: list[Tri
     best, refined = refine(estimator.problem, simulated, budget, progress)
     rest = [results.get(item.setting) or Tried(setting=item.setting, estimate_s=item.step_time_s) for item in ranked]
     return replace(best, tried=(*refined, *rest, *tried))
+
+
+def _evaluate_refitted(estimator: Estimator, estimate: Estimate) -> JointResult:
+    """Return the plan with its predicted time; where a device has too little by the exact account, with other cuts."""
+    for attempt in range(REFITS + 1):
+        try:
+            return evaluate(estimator, estimate)
+        except NoFeasiblePlan as miss:
+            full = [place for place, mesh in enumerate(estimate.setting.layout)
+                    if miss.device in {estimator.problem.cluster.devices[device].name for device in mesh.devices}]
+            if attempt == REFITS or not full or not miss.missing_bytes:
+                raise
+            free = list(estimate.free or (0.0,) * len(estimate.setting.layout))
+            free[full[0]] += MORE * miss.missing_bytes
+            estimate = estimator(estimate.setting, free=tuple(free))
+    raise AssertionError("the last attempt returns or raises")
 
 
 def _finalists(estimator: Estimator, ranked: list[Estimate]) -> list[Estimate]:
