@@ -25,6 +25,7 @@ from weft.search.baselines import (
 from weft.search.budget import Budget
 from weft.search.deploy.policy import load_policy
 from weft.search.deploy.search import DeployOptions, deploy
+from weft.search.joint.search import joint_search
 from weft.search.problem import Problem, StageSpec, make_plan
 from weft.search.schedule.from_plan import problem_of_plan, with_schedule
 from weft.search.schedule.named import named_schedule
@@ -35,6 +36,7 @@ from weft.search.shard.roles import find_roles
 from weft.search.shard.tensor_costs import stage_times
 from weft.search.shard.to_plan import sharded_plan
 
+HAS_SOLVER: Final = importlib.util.find_spec("ortools") is not None
 SCHEDULE_S: Final = 10.0
 """Time limit of a search for a schedule."""
 
@@ -65,12 +67,14 @@ def plan_makers(case: Case, batch: int, microbatches: int, pair_batch: int, *, s
     yield lambda: Named(name="two pipelines side by side", plan=mixed(problem, microbatches, ((0, 2), (1, 3))))
     yield lambda: Named(name="weft deploy", is_searched=True, plan=deploy(
         problem, DeployOptions(cpu_seconds=search_s), policy=load_policy()).plan)
+    if HAS_SOLVER:  # orders are searched for its best plans
+        yield lambda: Named(name="joint search", is_searched=True, plan=joint_search(problem).plan)
     yield lambda: split_operators(case, pair_batch)
 
 
 def _scheduled(problem: Problem, placed: Plan) -> Named:
     """Return the placement with a searched schedule, or where there is no solver with that of ZB-H1."""
-    if importlib.util.find_spec("ortools") is not None:
+    if HAS_SOLVER:
         found = find_schedule(placed, problem, schedule_search(time_limit=SCHEDULE_S), split_backward=True)
         return Named(name="searched schedule, balanced stages", plan=found.plan)
     asked = problem_of_plan(placed, problem.graph, problem.costs, problem.cluster, split_backward=True)

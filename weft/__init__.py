@@ -1,11 +1,8 @@
 """Weft plans how a neural network runs across many devices, predicts how fast that is, and runs it that way.
 
-    graph = weft.load_graph_for("gpt2", mode="training", batch=8)
-    cluster = weft.read_cluster("4 x A100-80GB")
-    costs = weft.estimate_costs(graph, cluster)
-    problem = weft.Problem(graph=graph, cluster=cluster, costs=costs, options=weft.PlanOptions(batch=64))
-    best = weft.compare_strategies(problem).best
-    weft.save_plan(best.plan, "plan.json")
+    found = weft.make_plan("gpt2", "4 x A100-80GB", batch=64)
+    print(found.best.strategy, found.best.step_time_s)
+    weft.save_plan(found.best.plan, "plan.json")
 
 Names are imported when first used, so that ``import weft`` stays cheap.
 """
@@ -24,6 +21,7 @@ if TYPE_CHECKING:
     from weft.plan.lower import lower
     from weft.plan.plan import load_plan, save_plan
     from weft.planner import compare_strategies
+    from weft.planning import make_plan
     from weft.run.launch import run_plan
     from weft.run.parallelize import parallelize
     from weft.search.place.problem import problem_from_graph
@@ -35,15 +33,15 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "PlanOptions", "Problem", "WeftError", "check_plan", "compare_strategies", "estimate_costs", "load_graph_for",
-    "load_plan", "load_problem", "lower", "parallelize", "place", "problem_from_graph", "read_cluster", "run_plan",
-    "save_plan", "schedule",
+    "load_plan", "load_problem", "lower", "make_plan", "parallelize", "place", "problem_from_graph", "read_cluster",
+    "run_plan", "save_plan", "schedule",
 ]
 
 _HOME = {
     "PlanOptions": "weft.search.problem", "Problem": "weft.search.problem", "WeftError": "weft.errors",
     "check_plan": "weft.plan.check", "compare_strategies": "weft.planner", "estimate_costs": "weft.cost.costs",
     "load_graph_for": "weft.model.load", "load_plan": "weft.plan.plan",
-    "load_problem": "weft.search.schedule.problem_file", "lower": "weft.plan.lower",
+    "load_problem": "weft.search.schedule.problem_file", "lower": "weft.plan.lower", "make_plan": "weft.planning",
     "parallelize": "weft.run.parallelize", "place": "weft.search.place.search",
     "problem_from_graph": "weft.search.place.problem",
     "read_cluster": "weft.cluster.cluster_file", "run_plan": "weft.run.launch", "save_plan": "weft.plan.plan",

@@ -14,7 +14,6 @@ from weft.errors import InputError
 
 if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
-    from weft.cost.costs import Costs
     from weft.model.graph import Graph
     from weft.plan.plan import Plan
 
@@ -48,17 +47,6 @@ def choice(option: str, text: str, allowed: tuple[str, ...]) -> Any:
     if text not in allowed:
         raise InputError(f"{option} must be one of {', '.join(allowed)}, not {text!r}")
     return text
-
-
-def load_costs(graph: Graph, cluster: Cluster, profile: Path | None, dtype: str | None) -> Costs:
-    """Return the costs of the graph on the cluster, with measured times where the profile store has them."""
-    from weft.cost.costs import estimate_costs
-    from weft.cost.profile import ProfileStore
-
-    if profile is not None and not profile.exists():
-        raise InputError(f"no profile store {str(profile)!r}: make one with `weft profile MODEL --store {profile}`")
-    store = ProfileStore(profile) if profile is not None else None
-    return estimate_costs(graph, cluster, profile=store, dtype=dtype)
 
 
 def graph_of_plan(plan: Plan, model: str | None, *, batch_dims: bool = False) -> Graph:

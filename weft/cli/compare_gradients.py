@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from weft.cli.common import cluster_of_plan, graph_of_plan, load_costs, print_json
+from weft.cli.common import cluster_of_plan, graph_of_plan, print_json
 from weft.errors import RunError
 from weft.units import format_time
 
@@ -33,6 +33,7 @@ def compare(plan: Plan, model: str, *, options: RunOptions, threads: int, keep: 
 
 def _predicted(plan: Plan, model: str, profile: Path | None) -> float | None:
     """Return the simulated time of a step, or None where the plan does not describe its cluster."""
+    from weft.cost.costs import load_costs
     from weft.plan.lower import lower
     from weft.simulate.predict import simulate
 

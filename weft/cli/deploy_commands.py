@@ -16,7 +16,6 @@ from weft.cli.common import (
     ProfileOption,
     QuietOption,
     choice,
-    load_costs,
     print_json,
     reporter,
 )
@@ -48,6 +47,7 @@ def deploy(
 ) -> None:
     """Lay the training of a model over any cluster: which devices run and share which part, how gradients travel."""
     from weft.cluster import read_cluster
+    from weft.cost.costs import load_costs
     from weft.model.load import load_graph_for
     from weft.model.source import DTYPES
     from weft.plan.plan import OPTIMIZERS, Optimizer, plan_to_json, save_plan

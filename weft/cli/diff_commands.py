@@ -13,7 +13,6 @@ from weft.cli.common import (
     cluster_of_plan,
     graph_of_plan,
     has_unaligned_replicas,
-    load_costs,
     print_json,
 )
 
@@ -66,6 +65,7 @@ def _load_graphs(one: Plan, other: Plan, model: str | None) -> tuple[Graph, Grap
 
 def _predict(plan: Plan, graph: Graph, cluster: str | None, profile: Path | None) -> Predicted:
     """Return what the simulator says about a plan that passes all checks."""
+    from weft.cost.costs import load_costs
     from weft.plan.check import check_plan
     from weft.show.diff_tables import Predicted
     from weft.simulate.predict import simulate

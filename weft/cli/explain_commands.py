@@ -22,7 +22,6 @@ from weft.cli.common import (
     cluster_of_plan,
     graph_of_plan,
     is_zoo_name,
-    load_costs,
     print_json,
     reporter,
 )
@@ -125,6 +124,7 @@ def _refuse(given: dict[str, object], why: str) -> None:
 
 def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: Path | None, *, replans: bool,
                   time_limit: float, as_json: bool, report: Callable[[str], None]) -> None:
+    from weft.cost.costs import load_costs
     from weft.explain.explanation import explain as explain_plan
     from weft.explain.replan import Request
     from weft.plan.check import check_plan
@@ -197,6 +197,7 @@ def _relax(miss: NoFeasiblePlan, problem: Problem, request: Request, *, deadline
 
 
 def _request(model: str, asked: _Asked, profile: Path | None, report: Callable[[str], None]) -> Request:
+    from weft.cost.costs import load_costs
     from weft.explain.replan import Request
     from weft.model.graph import Graph
     from weft.model.load import has_module, load_graph_for

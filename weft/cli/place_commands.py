@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.common import JsonOption, ProfileOption, QuietOption, choice, load_costs, print_json, reporter
+from weft.cli.common import JsonOption, ProfileOption, QuietOption, choice, print_json, reporter
 from weft.errors import InputError
 
 if TYPE_CHECKING:
@@ -131,6 +131,7 @@ def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str 
                  batch: int | None, dtype: str | None, plan: Path | None) -> None:
     from weft.cli.place_plan import fused_groups, write_plan
     from weft.cluster import read_cluster
+    from weft.cost.costs import load_costs
     from weft.search.place.problem import problem_from_graph
     from weft.show.place_tables import PlaceView
 

@@ -17,7 +17,6 @@ from weft.cli.common import (
     choice,
     cluster_of_plan,
     graph_of_plan,
-    load_costs,
     print_json,
     reporter,
 )
@@ -80,11 +79,11 @@ def plan(
     quiet: QuietOption = False,
 ) -> None:
     """Find the fastest way to run a model on a cluster, and compare the strategies."""
-    from weft.cli.plan_search import SearchOptions, search_plans
     from weft.cluster import read_cluster
     from weft.model.source import DTYPES
     from weft.objectives import Objective, request_for
     from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, save_plan
+    from weft.planning import SearchOptions, search_plans
     from weft.search.problem import PlanOptions
     from weft.show.facts import strategy_facts
     from weft.show.tables import print_comparison
@@ -190,6 +189,7 @@ def check(
 
 def predict_plan(plan: Plan, model: str | None, cluster: str | None, profile: Path | None) -> Timeline:
     """Return the simulated timeline of a plan that passes all checks."""
+    from weft.cost.costs import load_costs
     from weft.plan.check import check_plan
     from weft.simulate.predict import simulate as simulate_program
 

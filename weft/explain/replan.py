@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from weft.model.folded import FoldedModel
     from weft.plan.plan import Mode
 
-DEPLOY_S: Final = 6.0
-DEPLOY_SIMULATIONS: Final = 3000
-"""What a search for a deployment may take at most, as in `weft plan`."""
 Report = Callable[[str], None]
 
 
@@ -61,11 +58,12 @@ def replan(problem: Problem, request: Request, *, strategies: Sequence[str] | No
 
     Of the plain strategies only some, if ``strategies`` are given.
     """
+    from weft.planning import DEPLOY_SIMULATIONS
     from weft.search.deploy.search import DeployOptions
 
     begin = time.monotonic()
     several = problem.cluster.num_devices > 1
-    deployments = DeployOptions(cpu_seconds=DEPLOY_S, max_simulations=DEPLOY_SIMULATIONS, seed=problem.options.seed)
+    deployments = DeployOptions(max_simulations=DEPLOY_SIMULATIONS, seed=problem.options.seed)
     splits = find_splits(problem, request, time_limit_s=time_limit_s, report=report)
     left = None if time_limit_s is None else max(0.0, time_limit_s - (time.monotonic() - begin))
     return compare_strategies(problem, strategies, joint=several, splits=splits, time_limit_s=left, progress=report,

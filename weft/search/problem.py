@@ -52,6 +52,8 @@ class PlanOptions:
     recompute: bool = False
     """Keep only stage inputs between forward and backward."""
     seed: int = 0
+    whole_parameters: bool = False
+    """Who changes a parameter has all of it, as some optimizers need: neither operators nor states are divided."""
 
     def __post_init__(self) -> None:
         if self.batch < 1:

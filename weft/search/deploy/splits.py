@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from weft.cost.costs import Costs
     from weft.model.folded import FoldedModel
     from weft.model.graph import Graph
+    from weft.model.source import ModelSource
     from weft.search.problem import Problem
     from weft.search.shard.tensor_costs import TensorCosts
 
@@ -23,9 +24,9 @@ SPLITS_PART: Final = 0.25
 """Part of a time limit that finding out how devices divide operators may take."""
 
 
-def load_splits(model: str, problem: Problem, costs_of: Callable[[Graph], Costs], *, time_limit_s: float | None,
-                report: Callable[[str], None]) -> Splits:
-    """Return how devices of a host may divide the model that is called so; nothing for one that is not PyTorch's.
+def load_splits(model: str | ModelSource, problem: Problem, costs_of: Callable[[Graph], Costs], *,
+                time_limit_s: float | None, report: Callable[[str], None]) -> Splits:
+    """Return how devices of a host may divide the model, or that which is called so; nothing if it is not PyTorch's.
 
     ``time_limit_s`` is for the whole search, of which this takes a part.
     """
@@ -38,8 +39,8 @@ def load_splits(model: str, problem: Problem, costs_of: Callable[[Graph], Costs]
     deadline = None if time_limit_s is None else time.monotonic() + SPLITS_PART * time_limit_s
     report("searching how the devices of a host divide operators")
     try:
-        source = resolve_model(model, mode=problem.options.mode, batch=problem.graph.batch,
-                               dtype=problem.options.dtype)
+        source = model if not isinstance(model, str) else resolve_model(
+            model, mode=problem.options.mode, batch=problem.graph.batch, dtype=problem.options.dtype)
         assert isinstance(source, ModelSource), "it has a module"
         return find_splits(problem, trace_folded(source, batch=problem.graph.batch), costs_of,
                            budget=Budget(effort=float("inf"), deadline=deadline))

@@ -1,4 +1,10 @@
-"""The search behind ``weft plan``: everything between the arguments and the comparison of plans."""
+"""From a model and a cluster to the best plans: what ``weft plan``, ``make_plan`` and ``weft.parallelize`` share.
+
+    model, cluster -> graph, costs -> how the devices of a host may divide operators -> comparison of plans
+
+    found = weft.make_plan("gpt2", "4 x A100-80GB", batch=64)
+    weft.save_plan(found.best.plan, "plan.json")
+"""
 
 from __future__ import annotations
 
@@ -6,24 +12,27 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from weft.cli.common import load_costs
 from weft.cluster.cluster import Cluster
-from weft.cost.costs import Costs
+from weft.cluster.cluster_file import read_cluster
+from weft.cost.costs import Costs, load_costs
 from weft.model.graph import Graph
 from weft.model.load import has_module, load_graph_for, trace_model
 from weft.model.named_ops import NamedOp, named_ops
 from weft.objectives import bind_to_cluster, fewest_devices, parse_target, with_headroom
+from weft.plan.plan import Mode, Optimizer, OptimizerKind
 from weft.planner import Comparison, compare_strategies
 from weft.search.deploy.deployer import Splits
 from weft.search.deploy.search import DeployOptions
 from weft.search.deploy.splits import load_splits
 from weft.search.problem import PlanOptions, Problem
 
-DEPLOY_S: Final = 3.0
+if TYPE_CHECKING:
+    from weft.model.source import ModelSource
+
 DEPLOY_SIMULATIONS: Final = 3000
-"""What a search for a deployment may take at most here; `weft deploy` has no such limits."""
+"""Deployments that a search for one may look at here; `weft deploy` has no such limit."""
 Report = Callable[[str], None]
 
 
@@ -55,13 +64,27 @@ class Found:
     """The fewest that reach the target, where there is one."""
 
 
-def search_plans(model: str, cluster: Cluster, options: PlanOptions, search: SearchOptions, *,
+def make_plan(model: str | ModelSource, cluster: str | Cluster, *, batch: int = 32, microbatches: int | None = None,
+              mode: Mode = "training", dtype: str = "float32", optimizer: OptimizerKind = "adamw", seed: int = 0,
+              time_limit_s: float | None = None, report: Report = lambda text: None) -> Comparison:
+    """Return the best plan for a step of ``batch`` samples, and all others that were tried, as ``weft plan`` finds it.
+
+    ``model`` and ``cluster`` are what the command line takes, or a model's source and a cluster. Raise
+    ``NoFeasiblePlan`` if nothing fits.
+    """
+    options = PlanOptions(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, seed=seed,
+                          optimizer=Optimizer(kind=optimizer))
+    target = read_cluster(cluster) if isinstance(cluster, str) else cluster
+    return search_plans(model, target, options, SearchOptions(time_limit_s=time_limit_s), report=report).comparison
+
+
+def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOptions, search: SearchOptions, *,
                  report: Report = lambda text: None) -> Found:
     """Return the best plans for the cluster; raise ``NoFeasiblePlan`` if none fits, or the target is not reached."""
     wanted = None if search.target is None else parse_target(search.target, batch=options.batch)
     narrow = cluster if search.headroom is None else with_headroom(cluster, search.headroom)
     search = _settled(search, options, cluster.num_devices)
-    report(f"tracing {model}")
+    report(f"tracing {model if isinstance(model, str) else model.name}")
     graph, ops = _load_operators(model, options, with_factors=bool(search.placements),
                                  batch_dims=bool(search.deploy or search.joint))
     for warning in graph.warnings:
@@ -73,7 +96,8 @@ def search_plans(model: str, cluster: Cluster, options: PlanOptions, search: Sea
     whole = Problem(graph=graph, cluster=cluster, costs=costs_of(graph, cluster), options=options, ops=ops)
     problem = whole if narrow is cluster else replace(whole, cluster=narrow, costs=costs_of(graph, narrow))
     splits = load_splits(model, problem, lambda graph: costs_of(graph, narrow), report=report,
-                         time_limit_s=search.time_limit_s) if search.deploy or search.joint else {}
+                         time_limit_s=search.time_limit_s
+                         ) if (search.deploy or search.joint) and not options.whole_parameters else {}
     devices: tuple[str, ...] | None = None
     if wanted is None:
         comparison = _compare(search, report, problem, splits)
@@ -95,13 +119,13 @@ def _settled(search: SearchOptions, options: PlanOptions, num_devices: int) -> S
 
 def _compare(search: SearchOptions, report: Report, problem: Problem, splits: Splits) -> Comparison:
     several = problem.cluster.num_devices > 1 or bool(search.strategies)
-    deployments = DeployOptions(cpu_seconds=DEPLOY_S, max_simulations=DEPLOY_SIMULATIONS, seed=problem.options.seed)
+    deployments = DeployOptions(max_simulations=DEPLOY_SIMULATIONS, seed=problem.options.seed)
     return compare_strategies(problem, search.strategies, placements=search.placements, splits=splits,
                               joint=bool(search.joint) and several, time_limit_s=search.time_limit_s,
                               deployments=deployments if search.deploy and several else None, progress=report)
 
 
-def _load_operators(model: str, options: PlanOptions, *, with_factors: bool,
+def _load_operators(model: str | ModelSource, options: PlanOptions, *, with_factors: bool,
                     batch_dims: bool) -> tuple[Graph, Mapping[str, NamedOp] | None]:
     """Return the model's graph and, where they are wanted and it has a module, its operators with their factors."""
     batch = options.batch // options.microbatches if options.microbatches else None
