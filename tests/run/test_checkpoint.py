@@ -20,7 +20,14 @@ from tests.run.sharded_plans import sharded_plan, sharding_of
 from weft.errors import InputError
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import Optimizer, save_plan
-from weft.run.checkpoint_folder import CheckpointRecord, NewCheckpoint, checkpoints_in, latest_checkpoint, read_record
+from weft.run.checkpoint_folder import (
+    RECORD_FILE,
+    CheckpointRecord,
+    NewCheckpoint,
+    checkpoints_in,
+    latest_checkpoint,
+    read_record,
+)
 from weft.run.tensor_file import Entry, TensorFile, TensorWriter
 
 pytestmark = pytest.mark.timeout(120)
@@ -84,7 +91,7 @@ def test_a_rank_killed_while_it_writes_loses_no_checkpoint(ranks, plans, expecte
     outcome = ranks.train(Job(plan=plans["pipeline"], folder=str(folder), steps=3, kill=(0, chosen + 1), max_grad_norm=NORM))
     assert outcome.codes[0] == -signal.SIGKILL
     assert outcome.saved == [1]
-    assert [path.name for path in folder.iterdir() if path.name.startswith(".")] == [".writing-step-00000002"]
+    assert [path.name[:-9] for path in folder.iterdir() if path.name.startswith(".")] == [".writing-step-00000002"]
     latest = latest_checkpoint(folder)
     assert latest is not None
     assert read_record(latest).step == 1
@@ -107,13 +114,26 @@ def test_the_latest_complete_checkpoint_counts(tmp_path):
     assert latest_checkpoint(tmp_path / "none") is None
     for step in (1, 2, 100_000_000):
         write(tmp_path, step)
-    NewCheckpoint(tmp_path, 100_000_001).write_record(CheckpointRecord(step=1, model="m", plan="p"))
+    left = tmp_path / ".writing-step-100000001-abc"
+    left.mkdir()
+    (left / RECORD_FILE).write_text("{")
     latest = latest_checkpoint(tmp_path)
     assert latest is not None
     assert read_record(latest).extra == {"epoch": 100_000_000}
     assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000002", "step-100000000"]
     write(tmp_path, 100_000_002, keep=None)
     assert len(os.listdir(tmp_path)) == 3, "the unfinished one is gone"
+
+
+def test_what_another_run_is_writing_is_left_to_it(tmp_path):
+    first, second = NewCheckpoint(tmp_path, 3), NewCheckpoint(tmp_path, 3)
+    for new in (first, second):
+        new.write_record(CheckpointRecord(step=3, model="m", plan="p"))
+    first.finish(2)
+    with pytest.raises(InputError, match=r"another run has written .*step-00000003' meanwhile: give each run a folder"):
+        second.finish(2)
+    second.drop()
+    assert os.listdir(tmp_path) == ["step-00000003"]
 
 
 def test_a_folder_of_another_run_is_refused(tmp_path):

@@ -136,6 +136,57 @@ def test_random_numbers_go_on_under_the_same_plan(tmp_path):
         trainer.eval_loss(mixed_batch(0))
 
 
+def test_a_checkpoint_that_has_lost_something_changes_nothing(tmp_path):
+    trainer = weft.parallelize(Mixed(), mixed_batch(0), CLUSTER, optimizer=momentum)
+    trainer.step(mixed_batch(0))
+    path = trainer.save_checkpoint(tmp_path)
+    trainer.step(mixed_batch(1))
+    before = trainer.state_dict()
+    whole = (path / "optimizer.safetensors").read_bytes()
+    (path / "optimizer.safetensors").unlink()
+    with pytest.raises(InputError, match=r"optimizer.safetensors' has 0 tensors where 5 were written.*optimizer=False"):
+        trainer.load_checkpoint(tmp_path)
+    (path / "optimizer.safetensors").write_bytes(whole[:-8])
+    with pytest.raises(InputError, match=r"optimizer\.safetensors"):
+        trainer.load_checkpoint(tmp_path)
+    assert all(torch.equal(value, before[name]) for name, value in trainer.state_dict().items())
+    (path / "optimizer.safetensors").write_bytes(whole)
+    trainer.load_checkpoint(tmp_path)
+    assert not all(torch.equal(value, before[name]) for name, value in trainer.state_dict().items())
+    trainer.load_state_dict({"last.bias": torch.ones(2), "strange": torch.ones(1)}, strict=False)
+    assert trainer.state_dict()["last.bias"].tolist() == [1, 1]
+
+
+def test_learning_rate_schedules_go_on(tmp_path):
+    trainer = weft.parallelize(Mixed(), mixed_batch(0), CLUSTER, optimizer=momentum)
+    torch.optim.lr_scheduler.StepLR(trainer.optimizer, 1, gamma=0.5)
+    trainer.save_checkpoint(tmp_path)
+    other = weft.parallelize(Mixed(), mixed_batch(0), trainer.plan, optimizer=momentum)
+    other.load_checkpoint(tmp_path)
+    schedule = torch.optim.lr_scheduler.StepLR(other.optimizer, 1, gamma=0.5, last_epoch=1)
+    assert schedule.base_lrs == [0.1]
+
+
+class Strange(torch.optim.SGD):
+    """Keeps something that is no tensor."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].update(past=[1, 2], count=3)
+
+
+def test_optimizer_state_that_no_file_can_hold_is_told(tmp_path, caplog):
+    trainer = weft.parallelize(Mixed(), mixed_batch(0), CLUSTER, optimizer=lambda ps: Strange(ps, lr=0.1))
+    trainer.step(mixed_batch(0))
+    with caplog.at_level(logging.WARNING):
+        trainer.save_checkpoint(tmp_path)
+    assert "the optimizer's state has past, which is neither a tensor nor a number" in caplog.text
+    record = json.loads((tmp_path / "step-00000001" / "checkpoint.json").read_text())
+    assert record["numbers"]["last.bias.count"] == 3
+
+
 def test_the_model_is_let_go(tmp_path):
     model = Mixed()
     known = weakref.ref(model)
@@ -151,6 +202,7 @@ def test_what_does_not_fit_is_refused(tmp_path, caplog):
     trainer = weft.parallelize(Mixed(), mixed_batch(0), CLUSTER, optimizer=momentum)
     for call, message in (
             (lambda: trainer.step(mixed_batch(0)[0]), r"the batch has 1 tensors, but the model takes 2 \(x, y\)"),
+            (lambda: trainer.step({"x": mixed_batch(0)[0]}), r"is a dictionary: give its tensors in the order .* \(x, y\)"),
             (lambda: trainer.step([item[:4] for item in mixed_batch(0)]), r"'x' in the batch is torch.float32 of \(4, 5\)"),
             (lambda: trainer.load_checkpoint(tmp_path), "there is no checkpoint in"),
             (lambda: trainer.eval(), "cannot change to eval mode"),
@@ -181,6 +233,7 @@ def test_what_does_not_fit_is_refused(tmp_path, caplog):
     ({"cluster_or_plan": "2 x cpu", "devices": ["b7"]}, ClusterError, "has no device 'b7': it has a0, a1"),
     ({"cluster_or_plan": "none.json"}, ClusterError, "none.json"),
     ({"example_inputs": ()}, ModelError, "example_inputs must be a tensor or a tuple of tensors"),
+    ({"optimizer": torch.optim.LBFGS}, InputError, "LBFGS evaluates the loss several times"),
     ({"optimizer": lambda ps: None}, InputError, "must be a function that returns a torch.optim.Optimizer"),
 ])
 def test_arguments_that_are_wrong(change, kind, message):
@@ -243,7 +296,8 @@ def test_a_lost_device_is_planned_around(tmp_path, capsys, monkeypatch):
 def test_options_that_belong_together(tmp_path, capsys):
     path = tmp_path / "plan.json"
     save_plan(pipeline_plan(traced("tiny_gpt").graph, [0, 1], one_f_one_b(2, 2), microbatches=2), path)
-    for options, message in ((["--replan"], "give --checkpoint DIR as well"), (["--resume"], "give checkpoint as well"),
+    for options, message in ((["--resume", "--checkpoint", "x", "--verify"], "a resumed run begins elsewhere"),
+                             (["--replan"], "give --checkpoint DIR as well"), (["--resume"], "give checkpoint as well"),
                              (["--checkpoint", "x", "--checkpoint-every", "0"], "checkpoint_every must be 1 or more"),
                              (["--devices", "d0"], "does not describe its cluster")):
         assert main(["run", str(path), f"{MODELS}:tiny_gpt", *options]) == 2

@@ -10,6 +10,7 @@ from torch.nn import functional
 from weft.model.source import ModelSource
 from weft.model.trace import state_of, trace
 from weft.run.partition import build_stage, model_graph
+from weft.run.random_state import RankRandom
 from weft.run.stage import Stage
 
 
@@ -64,7 +65,8 @@ def test_two_parts_give_the_whole_backward(kind):
     traced = trace(source, backward="rule")
     loss = traced.graph.tensor_names[traced.graph.outputs[0]]
     stage = Stage(build_stage(model_graph(traced), traced.graph.op_names, [loss], values=state_of(module),
-                              device=torch.device("cpu")), split=True)
+                              device=torch.device("cpu")), split=True,
+                  random=RankRandom(torch.device("cpu"), seed=0, rank=0, num_ranks=1))
     arguments = [dict(zip(traced.program.inputs, inputs, strict=True))[name] for name in stage.module.inputs]
     x = inputs[0].requires_grad_()
     module(*inputs).backward()
@@ -95,7 +97,8 @@ def test_weight_gradients_wait_for_w():
     traced = trace(source, backward="rule")
     loss = traced.graph.tensor_names[traced.graph.outputs[0]]
     stage = Stage(build_stage(model_graph(traced), traced.graph.op_names, [loss], values=state_of(module),
-                              device=torch.device("cpu")), split=True)
+                              device=torch.device("cpu")), split=True,
+                  random=RankRandom(torch.device("cpu"), seed=0, rank=0, num_ranks=1))
     stage.split_forward(inputs[0])[0].backward()
     assert module.linear.weight.grad is None
     assert module.linear.bias.grad is None

@@ -68,6 +68,9 @@ def run(
         raise InputError("--profile is for the predictions of --compare-gradients: give both, or see `weft simulate`")
     if replan and checkpoint is None:
         raise InputError("--replan goes on from a checkpoint: give --checkpoint DIR as well")
+    if verify and (replan or resume):
+        raise InputError("--verify compares the first step from the initial parameters, but a resumed run begins "
+                         "elsewhere: leave out --verify, or --replan and --resume")
     tell = reporter(quiet)
     if devices is not None:
         item, options = _plan_left(item, model, options, devices.split(","), tell)

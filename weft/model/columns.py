@@ -26,6 +26,7 @@ from weft.model.capture import Capture, source_line
 from weft.model.flops import operator_name
 from weft.model.graph import UNKNOWN_BATCH_DIM, Graph, TensorRole
 from weft.model.probe import GradClass, OpCost, Probe
+from weft.model.randomness import is_random
 
 Backward = Literal["joint", "rule", "none"]
 
@@ -151,8 +152,8 @@ class _Builder:
         inputs = [self.ids[argument.name] for argument in node.all_input_nodes]
         cost = self.probe.cost(node, [self.tensors[index].grad for index in inputs])
         kind = str(getattr(node.target, "overloadpacket", node.target))
-        is_random = _is_random(node)
-        if is_random:
+        draws = is_random(node)
+        if draws:
             self._warn(f"operator {kind} draws random numbers: a run on many devices draws others than one device does")
         if "derivative" in cost.problem and self.backward == "joint":
             raise ModelError(f"operator {kind} ({source_line(node)}) has no derivative, so the model cannot be trained "
@@ -167,7 +168,7 @@ class _Builder:
         self.op_of_node[node.name] = len(self.ops)
         self.ops.append(_Op(
             name=name, kind=kind, module=module, source=source_line(node), cost=cost, inputs=inputs,
-            nodes=[node.name], is_constant=not is_random and all(self.tensors[index].is_constant for index in inputs)))
+            nodes=[node.name], is_constant=not draws and all(self.tensors[index].is_constant for index in inputs)))
         if isinstance(node.meta["val"], torch.Tensor):
             self._add_output(node, len(self.ops) - 1, 0, name)
 
@@ -315,17 +316,6 @@ class _Builder:
             shown = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
             self._warn(f"{len(unused)} parameters are never used and left out of the graph: {shown}")
 
-
-def _is_random(node: fx.Node) -> bool:
-    """Return whether the operator draws random numbers, with the settings it has."""
-    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
-        return False
-    names = [argument.name for argument in node.target._schema.arguments]
-    settings = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    probability = next((settings[key] for key in ("dropout_p", "dropout", "p") if key in settings), None)
-    switched_off = settings.get("train") is False
-    takes_probability = any(key in names for key in ("dropout_p", "dropout"))
-    return not (switched_off or probability == 0 or (probability is None and takes_probability))
 
 
 def _op_columns(ops: list[_Op]) -> dict[str, Any]:

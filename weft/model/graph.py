@@ -34,6 +34,8 @@ UNKNOWN_BATCH_DIM = -2
 """In ``Graph.tensor_batch_dim``: the tracer did not look."""
 NO_BATCH_DIM = -1
 """In ``Graph.tensor_batch_dim``: the tensor's shape does not depend on the batch size."""
+DETACH = "aten.detach"
+"""The operator that hands a tensor on and its gradient not back."""
 _ADDITIONS = frozenset({"aten.add", "aten.add_", "prims.add"})
 
 
@@ -191,12 +193,15 @@ class Graph:
 
     @cached_property
     def needs_gradient(self) -> Bool:
-        """Return which tensors need a gradient in training: floating-point ones that depend on a parameter."""
+        """Return which tensors need a gradient in training: floating-point ones that depend on a parameter.
+
+        What is detached does not.
+        """
         is_float = np.asarray([dtype == "" or dtype.startswith(("float", "bfloat", "complex"))
                                for dtype in self.tensor_dtypes], dtype=bool)
         needs: Bool = (self.tensor_role == TensorRole.PARAMETER) & is_float
         for op in range(self.num_ops):
-            if needs[self.op_inputs(op)].any():
+            if self.op_kinds[op] != DETACH and needs[self.op_inputs(op)].any():
                 produced = self.op_outputs(op)
                 needs[produced] = is_float[produced]
         return needs
@@ -231,6 +236,16 @@ class Graph:
     def parameter_bytes(self) -> int:
         """Return the bytes of all parameters, shared ones counted once."""
         return int(self.tensor_bytes[self.parameters].sum())
+
+    @property
+    def parameter_dtype(self) -> str:
+        """Return the floating-point type that most parameters have; float32 where there are none."""
+        sizes: dict[str, int] = {}
+        for tensor in self.parameters.tolist():
+            name = self.tensor_dtypes[tensor]
+            if name.startswith(("float", "bfloat")):
+                sizes[name] = sizes.get(name, 0) + int(self.tensor_bytes[tensor])
+        return max(sizes, key=lambda name: sizes[name], default="float32")
 
     @cached_property
     def digest(self) -> str:

@@ -111,9 +111,9 @@ def _factor(op: OpFactors, word: str, name: str) -> int:
 def _in_blocks(op: OpFactors, index: int, count: str, name: str) -> OpFactors:
     """Return the operator with a factor taken as so many blocks, of which a part is to be taken from each."""
     factor = op.factors[index]
+    if any(item.name == f"{factor.name}/" for item in op.factors):
+        return op  # along another axis it was taken so already
     if factor.special or not count.isdecimal() or int(count) < 1 or factor.size % int(count):
         why = "it is looked up or summed by its order" if factor.special else f"its size is {factor.size}"
         raise PlanError(f"sharding.ops.{name}: {factor.name!r} cannot be split in {count!r} equal blocks: {why}")
-    if any(item.name == f"{factor.name}/" for item in op.factors):
-        return op
     return in_blocks(op, index, int(count))

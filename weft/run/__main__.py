@@ -103,6 +103,9 @@ def report(result: RunResult, *, as_json: bool) -> int:
             print(f"{'equal to' if check.passed else 'DIFFERENT FROM'} one process: loss error {check.loss_error:.1e}, "
                   f"largest gradient error {check.gradient_error:.1e} {check.worst} over {check.num_gradients} "
                   f"gradients (tolerance {check.tolerance:.0e})")
+            if check.draws_random and not check.passed:
+                print("The model draws random numbers, as dropout does, and under another plan it draws others: "
+                      "compare it in evaluation mode or with dropout 0.")
     return 0 if check is None or check.passed else RunError.exit_code
 
 
@@ -148,7 +151,7 @@ class _Rank:
         if self.folder is not None:
             store = open_store(listen_fd=self.args.listen_fd, timeout_s=options.timeout_s)
         else:
-            store = torchrun_store(options.timeout_s)
+            store = torchrun_store(options.timeout_s, rank=self.rank)
         transport = Transport(rank=self.rank, num_ranks=self.num_ranks, device=device, timeout_s=options.timeout_s,
                               store=store, by_host="," in options.device)
         if self.folder is None:

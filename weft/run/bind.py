@@ -129,7 +129,7 @@ class Binder:
         if not self.training:
             return inference_forward(work)
         if self.program.plan.stages[item.stage].recompute:
-            return forgetful_forward(work, device=self.transport.device, uses_random=stage.module.uses_random)
+            return forgetful_forward(work, random=stage.random if stage.module.uses_random else None)
         return forward(work)
 
     def _report(self, key: Key) -> Callable[[tuple[Tensor, ...]], None] | None:
@@ -149,15 +149,15 @@ class Binder:
 
     def _backward(self, position: int, key: Key) -> Action:
         instance, microbatch = key
-        item, wiring = self.program.instances[instance], self.wiring
+        item, wiring, stage = self.program.instances[instance], self.wiring, self.stages[instance]
         recomputes = self.program.plan.stages[item.stage].recompute
         readers = wiring.readers.gradients
         return backward(BackwardWork(
             position=position, starts=self.starts, cell=wiring.cells[key],
             arrivals=[*self._arrivals(item.gradient_channels, microbatch), *self.sent.get(key, ())],
             gradients=[wiring.gradient(key, place) for place in wiring.root_places(key)],
-            prepare=recompute(self.forwards[key], device=self.transport.device) if recomputes else None,
-            queue=self.stages[instance].queue if key in self.split else None, keep=key in readers,
+            prepare=recompute(self.forwards[key], random=stage.random if stage.module.uses_random else None)
+            if recomputes else None, queue=stage.queue if key in self.split else None, keep=key in readers,
             used_up=[wiring.cells[consumer, microbatch] for consumer in item.consumers
                      if readers[consumer, microbatch] == position and (consumer, microbatch) in wiring.cells],
             early=self._early(position, instance)))

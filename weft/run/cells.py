@@ -23,7 +23,7 @@ from weft.run.transport import PeerLost
 class Cell:
     """What one micro-batch keeps in one instance."""
 
-    __slots__ = ("arguments", "deferred", "edges", "gradients", "leaves", "outputs", "random_state")
+    __slots__ = ("arguments", "deferred", "edges", "gradients", "leaves", "outputs", "random_states")
 
     def __init__(self) -> None:
         self.arguments: list[Any] = []
@@ -32,7 +32,7 @@ class Cell:
         self.leaves: list[Tensor] = []
         self.gradients: list[Tensor | None] = []
         self.deferred: list[Deferred] = []
-        self.random_state: Tensor | None = None
+        self.random_states: dict[str, Tensor] = {}
 
 
 class Transfer:

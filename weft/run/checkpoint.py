@@ -11,7 +11,8 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,12 @@ from weft.run.checkpoint_folder import (
     RECORD_FILE,
     CheckpointRecord,
     NewCheckpoint,
+    check_tensors,
     latest_checkpoint,
     read_record,
 )
 from weft.run.optimizer_state import OptimizerState
 from weft.run.prepare import Prepared
-from weft.run.random_state import random_state, set_random_state
 from weft.run.shard_parameters import cut_region, held_regions, put_region
 from weft.run.state_shares import StateShares, rows_of_region
 from weft.run.tensor_file import DTYPES, Entry, TensorFile, TensorWriter, dtype_name, file_order
@@ -57,6 +58,8 @@ class Claim:
     """Of the whole tensor."""
     region: Region = ()
     """Which part this is; empty for all of it."""
+    is_initial: bool = False
+    """The value that the module began with: it counts where no rank has changed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +132,7 @@ class Checkpoints:
         layout = self._gather_layout(claims, {} if optimizer is None else optimizer.numbers(self.owned()))
         record = CheckpointRecord(
             step=step, model=self.program.graph.name, plan=self._digest, numbers=layout.numbers, extra=extra or {},
+            tensors={file: len(entries) for file, entries in layout.entries().items()},
             optimizer=None if optimizer is None else optimizer.kind,
             groups=() if optimizer is None else optimizer.groups())
         writing = _Writing(folder, record, layout) if self.transport.rank == 0 else None
@@ -162,23 +166,22 @@ class Checkpoints:
                                 entry=Entry(dtype=dtype_name(tensor, name), shape=shapes[name]))
         changed = {name for stage in self.prepared.stages.values() for name in stage.module.updated_buffers}
         found |= {name: _whole(name, self.prepared.buffers[name]) for name in sorted(changed)}
-        found |= {name: _whole(name, tensor) for name, tensor in self.state.rest.items() if name not in found}
+        found |= {name: replace(_whole(name, tensor), is_initial=True)
+                  for name, tensor in self.state.rest.items() if name not in found}
         claims = {(MODEL_FILE, name): found[path] for name, path in self.state.names.items() if path in found}
         if self._optimizer is not None:
             for name, item in self._optimizer.tensors(owned).items():
                 entry = Entry(dtype=dtype_name(item.tensor, name), shape=item.shape)
                 claims[OPTIMIZER_FILE, name] = Claim(tensor=item.tensor, region=item.region, entry=entry)
-        if self._uses_random():
-            name = f"rank{self.transport.rank}"
-            claims[RANDOM_FILE, name] = _whole(name, random_state(self.transport.device))
+        if self.prepared.random.is_used:
+            claims |= {(RANDOM_FILE, name): _whole(name, state)
+                       for name, state in self.prepared.random.states(self.transport.rank).items()}
         return claims
-
-    def _uses_random(self) -> bool:
-        return any(stage.module.uses_random for stage in self.prepared.stages.values())
 
     def _gather_layout(self, claims: Mapping[Key, Claim], numbers: Mapping[str, Any]) -> _Layout:
         """Return, the same on all ranks, which tensors there are and who gives which parts of them."""
-        rows = [[*key, claim.entry.dtype, claim.entry.shape, claim.region] for key, claim in claims.items()]
+        rows = [[*key, claim.entry.dtype, claim.entry.shape, claim.region, claim.is_initial]
+                for key, claim in claims.items()]
         records = self.transport.gather_records({"rows": rows, "numbers": numbers})
         return _Layout(**self.transport.share_record(None if records is None else _merge(records)))
 
@@ -219,55 +222,90 @@ class Checkpoints:
         return None if found is None else Path(found)
 
     def load(self, path: Path, *, with_optimizer: bool = True) -> CheckpointRecord:
-        """Take parameters, buffers and optimizer state from a checkpoint; return what it says about itself."""
-        problem, record = "", None
-        try:
-            record = read_record(path)
-            with TensorFile(path / MODEL_FILE) as file:
-                self._load_model({name: entry.shape for name, entry in file.entries.items()}, file.read, str(path))
-            if with_optimizer and self._optimizer is not None:
-                self._optimizer.load(path / OPTIMIZER_FILE, record)
-            if record.plan == self._digest and self._uses_random():
-                with TensorFile(path / RANDOM_FILE) as file:
-                    set_random_state(self.transport.device, file.read(f"rank{self.transport.rank}"))
-        except InputError as found:
-            problem = str(found)
-        self._raise_first(problem, InputError)
+        """Take parameters, buffers and optimizer state from a checkpoint; return what it says about itself.
+
+        All of it is looked at on all ranks first: if anything is wrong, nothing is changed.
+        """
+        problem, record, changes = "", None, list[Callable[[], None]]()
+        with ExitStack() as files:
+            try:
+                record = read_record(path)
+                changes = self._changes(path, record, files, with_optimizer=with_optimizer)
+            except InputError as found:
+                problem = str(found)
+            self._raise_first(problem, InputError)
+            for change in changes:
+                change()
         assert record is not None, "else there was a problem"
         return record
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+    def _changes(self, path: Path, record: CheckpointRecord, files: ExitStack, *,
+                 with_optimizer: bool) -> list[Callable[[], None]]:
+        """Return what takes over a checkpoint's content; raise ``InputError`` if something is wrong with it."""
+        wanted = [MODEL_FILE, *((OPTIMIZER_FILE,) if with_optimizer and self._optimizer is not None else ()),
+                  *((RANDOM_FILE,) if record.plan == self._digest and self.prepared.random.is_used else ())]
+        found = {name: files.enter_context(TensorFile(path / name)) for name in wanted
+                 if name != OPTIMIZER_FILE or (path / name).exists()}  # one without state has no file
+        for name, file in found.items():
+            check_tensors(record, path / name, len(file.entries))
+        if OPTIMIZER_FILE in wanted and OPTIMIZER_FILE not in found:
+            check_tensors(record, path / OPTIMIZER_FILE, 0)
+        model = found[MODEL_FILE]
+        changes = [self._model_change({name: entry.shape for name, entry in model.entries.items()}, model.read,
+                                      str(path))]
+        if OPTIMIZER_FILE in wanted:
+            assert self._optimizer is not None, "it is wanted"
+            changes.append(self._optimizer.change(found.get(OPTIMIZER_FILE), record))
+        if RANDOM_FILE in wanted:
+            changes.append(self.prepared.random.change(found[RANDOM_FILE], self.transport.rank))
+        return changes
+
+    def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take parameters and buffers from a whole state dict, which every rank must have."""
-        problem = ""
+        problem, change = "", None
         try:
-            self._load_model({name: tuple(tensor.shape) for name, tensor in state.items()},
-                             lambda name, region=(): cut_region(state[name], region), "the state dict")
+            change = self._model_change({name: tuple(tensor.shape) for name, tensor in state.items()},
+                                        lambda name, region=(): cut_region(state[name], region), "the state dict",
+                                        strict=strict)
         except InputError as found:
             problem = str(found)
         self._raise_first(problem, InputError)
+        assert change is not None, "else there was a problem"
+        change()
 
-    def _load_model(self, shapes: Mapping[str, tuple[int, ...]], read: Callable[..., Tensor], where: str) -> None:
-        """Copy this rank's parameters, buffers and other values; ``read(name, region)`` returns a part of a tensor."""
+    def _model_change(self, shapes: Mapping[str, tuple[int, ...]], read: Callable[..., Tensor], where: str, *,
+                      strict: bool = True) -> Callable[[], None]:
+        """Return what takes over this rank's parameters, buffers and other values.
+
+        ``read(name, region)`` returns a part of a tensor. Unless ``strict``, names may be missing or unknown.
+        """
         names = self.state.names
         source = {names[name]: name for name in reversed(names) if name in shapes}
         missing = [name for name, path in names.items() if path not in source]
         strange = [name for name in shapes if name not in names]
-        if missing or strange:
+        if strict and (missing or strange):
             raise InputError(f"{where} is for another model: it lacks {', '.join(missing[:3]) or 'nothing'}, and has "
                              f"{', '.join(strange[:3]) or 'nothing'} that the model has not")
-        own: dict[str, Tensor] = {**self.state.rest, **self.prepared.buffers, **self.prepared.parameters.tensors}
-        whole = self._shapes()
-        with torch.no_grad():
-            for path, tensor in own.items():
-                if path not in source:
-                    continue  # a constant of the forward, or a buffer that is not saved
-                expected = whole.get(path, tuple(tensor.shape))
-                if shapes[source[path]] != expected:
-                    raise InputError(f"{source[path]!r} has the shape {shapes[source[path]]} in {where} but {expected} "
-                                     "in the model")
-                tensor.copy_(read(source[path], self._regions.get(path, ())))
-        if self._optimizer is not None:
-            self._optimizer.refresh()
+        own: list[tuple[str, Tensor]] = [*self.state.rest.items(), *self.prepared.buffers.items(),
+                                         *self.prepared.parameters.tensors.items()]
+        whole, values = self._shapes(), list[tuple[Tensor, str, Region]]()
+        for path, tensor in own:
+            if path not in source:
+                continue  # a constant of the forward, or a buffer that is not saved
+            expected = whole.get(path, tuple(tensor.shape))
+            if shapes[source[path]] != expected:
+                raise InputError(f"{source[path]!r} has the shape {shapes[source[path]]} in {where} but {expected} "
+                                 "in the model")
+            values.append((tensor, source[path], self._regions.get(path, ())))
+
+        def change() -> None:
+            with torch.no_grad():
+                for tensor, name, region in values:
+                    tensor.copy_(read(name, region))
+            if self._optimizer is not None:
+                self._optimizer.refresh()
+
+        return change
 
 
 def _whole(name: str, tensor: Tensor) -> Claim:
@@ -300,15 +338,19 @@ class _Layout:
 
 
 def _merge(records: list[Any]) -> dict[str, Any]:
-    """Return rows and numbers of all ranks together: a whole tensor comes from the first rank that claims it."""
+    """Return rows and numbers of all ranks together: a whole tensor comes from the first rank that claims it.
+
+    Initial values come after all others.
+    """
     found: dict[str, dict[str, list[Any]]] = {}
     numbers: dict[str, Any] = {}
-    for rank, record in enumerate(records):
+    for record in records:
         numbers = {**record["numbers"], **numbers}
-        for file, name, dtype, shape, region in record["rows"]:
-            row = found.setdefault(file, {}).setdefault(name, [file, name, dtype, shape, []])
-            if region or not row[-1]:
-                row[-1].append([rank, region])
+    claims = [(is_initial, rank, row) for rank, record in enumerate(records) for *row, is_initial in record["rows"]]
+    for _, rank, (file, name, dtype, shape, region) in sorted(claims, key=lambda claim: claim[0]):
+        row = found.setdefault(file, {}).setdefault(name, [file, name, dtype, shape, []])
+        if region or not row[-1]:
+            row[-1].append([rank, region])
     rows = []
     for file in sorted(found):
         entries = {name: Entry(dtype=row[2], shape=tuple(row[3])) for name, row in found[file].items()}
@@ -326,6 +368,7 @@ class _Writing:
 
     def __init__(self, folder: Path, record: CheckpointRecord, layout: _Layout) -> None:
         self.problem, self._entries = "", layout.entries()
+        self._new: NewCheckpoint | None = None
         self._writer: TensorWriter | None = None
         self._guard(self._begin, folder, record)
 
@@ -339,6 +382,7 @@ class _Writing:
             self._guard(self._add, key[0], whole)
 
     def _add(self, file: str, whole: Tensor) -> None:
+        assert self._new is not None, "there was no problem"
         if self._writer is None or self._writer.path.name != file:
             self._close()
             self._writer = TensorWriter(self._new.path / file, self._entries[file])
@@ -352,7 +396,7 @@ class _Writing:
         """Close the files and give the checkpoint its name."""
         if not self.problem:
             self._guard(self._close)
-        if not self.problem:
+        if self._new is not None and not self.problem:
             self._guard(self._new.finish, keep)
 
     def _guard(self, action: Callable[..., Any], *arguments: Any) -> None:
@@ -365,3 +409,5 @@ class _Writing:
             self.problem = f"the checkpoint cannot be written: {problem}. The one before it is still there"
         except (TypeError, ValueError) as problem:
             self.problem = f"the checkpoint's record cannot be written, extra must be what JSON can say: {problem}"
+        if self.problem and self._new is not None:
+            self._new.drop()

@@ -5,15 +5,19 @@
 
 A checkpoint is written under a name that begins with a dot and renamed when all of it is on the disk; an old one is
 renamed before it is deleted. So whatever is named ``step-...`` is whole, at any moment at which a process may be
-killed, and what a killed process has left behind is removed when the next checkpoint is written.
+killed, and what a killed process has left behind is removed when the next checkpoint is written. Names under which
+something is written are the writer's own, and it holds a lock there while it lives: two runs in one folder do not
+touch each other's files, and the second to write a step is refused.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +55,8 @@ class CheckpointRecord:
     """State of the optimizer that is no tensor, as ``parameter.key``."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What the training script has put in."""
+    tensors: Mapping[str, int] = field(default_factory=dict)
+    """How many tensors each file has; empty in checkpoints of before that was written down."""
 
 
 def read_record(path: Path) -> CheckpointRecord:
@@ -58,6 +64,14 @@ def read_record(path: Path) -> CheckpointRecord:
     file = path / RECORD_FILE
     body = check_header(load_json(file), format_name=FORMAT, version=VERSION, where=str(file), error=InputError)
     return decode(CheckpointRecord, body, where=str(file))
+
+
+def check_tensors(record: CheckpointRecord, path: Path, number: int) -> None:
+    """Raise ``InputError`` unless a file has as many tensors as the checkpoint had when it was written."""
+    wanted = record.tensors.get(path.name, 0) if record.tensors else number
+    if wanted != number:
+        raise InputError(f"{str(path)!r} has {number} tensors where {wanted} were written: part of the checkpoint is "
+                         "lost. Use an earlier one, or load with optimizer=False if only the optimizer's file is gone")
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
@@ -92,10 +106,11 @@ class NewCheckpoint:
             raise InputError(f"{str(folder)!r} has {later[-1]} already, and this is {self.final.name}: resume from it, "
                              "or use another folder")
         for left in folder.iterdir():
-            if left.name.startswith((_WRITING, _REMOVING)):
-                shutil.rmtree(left)
-        self.path = folder / f"{_WRITING}{self.final.name}"
-        self.path.mkdir()
+            if left.name.startswith((_WRITING, _REMOVING)) and _is_abandoned(left):
+                shutil.rmtree(left, ignore_errors=True)
+        self.path = Path(tempfile.mkdtemp(prefix=f"{_WRITING}{self.final.name}-", dir=folder))
+        self.path.chmod(0o755)
+        self._lock = _locked(self.path)
 
     def write_record(self, record: CheckpointRecord) -> None:
         """Write what is known beside the tensors."""
@@ -108,13 +123,52 @@ class NewCheckpoint:
     def finish(self, keep: int | None) -> Path:
         """Give the checkpoint its name, and remove all but the ``keep`` latest; return where it is."""
         _sync_folder(self.path)
-        os.rename(self.path, self.final)
+        try:
+            os.rename(self.path, self.final)
+        except OSError as problem:
+            if not self.final.exists():
+                raise
+            raise InputError(f"another run has written {str(self.final)!r} meanwhile: give each run a folder of its "
+                             "own") from problem
+        self._unlock()
         _sync_folder(self.folder)
         for old in checkpoints_in(self.folder)[: -keep if keep else 0]:
-            gone = self.folder / f"{_REMOVING}{old.name}"
-            os.rename(old, gone)
+            gone = Path(tempfile.mkdtemp(prefix=f"{_REMOVING}{old.name}-", dir=self.folder))
+            os.rename(old, gone / old.name)
             shutil.rmtree(gone)
         return self.final
+
+    def drop(self) -> None:
+        """Remove what was written."""
+        self._unlock()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _locked(path: Path) -> int | None:
+    """Return an open handle of the folder that has its lock while it is open; None if there are no locks here."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        return None
+    return handle
+
+
+def _is_abandoned(path: Path) -> bool:
+    """Return whether nobody writes there any more."""
+    try:
+        handle = _locked(path)
+    except FileNotFoundError:
+        return False
+    if handle is not None:
+        os.close(handle)
+    return handle is not None
 
 
 def _sync_folder(path: Path) -> None:

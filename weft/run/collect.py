@@ -185,22 +185,34 @@ def _gather_outputs(program: Program, prepared: Prepared, results: list[tuple[in
     graph = program.graph
     own = {(instance, microbatch, name): value for instance, microbatch, values in results
            for name, value in zip(prepared.stages[instance].module.outputs, values, strict=False)}
-    found: dict[int, list[tuple[int, Tensor]]] = {}
+    found: dict[int, list[tuple[int, int, Tensor]]] = {}
     for position, tensor in enumerate(graph.outputs):
         for index, instance in enumerate(program.instances):
             if int(graph.tensor_producer[tensor]) not in program.stage_ops[instance.stage]:
                 continue
-            # The first dimension of an output is the batch; the graph may be for another number of samples.
-            first, *rest = graph.tensor_shapes[tensor]
-            shape = (first // graph.batch * instance.num_samples, *rest)
+            shape = _output_shape(graph, tensor, instance.num_samples)
             for microbatch in instance.microbatches:
                 mine = own.get((index, microbatch, graph.tensor_names[tensor]))
                 data = transport.gather_tensor(_flat(mine), source=instance.ranks[0])
                 if data is not None and transport.rank == 0:
                     sample = microbatch * program.plan.microbatch_size + instance.samples[0]
-                    found.setdefault(position, []).append((sample, data.view(_dtype_of(graph, tensor)).view(shape)))
-    return {position: torch.cat([value for _, value in sorted(parts, key=lambda part: part[0])])
-            for position, parts in found.items()}
+                    found.setdefault(position, []).append(
+                        (sample, instance.num_samples, data.view(_dtype_of(graph, tensor)).view(shape)))
+    return {position: _put_together(sorted(parts, key=lambda part: part[0])) for position, parts in found.items()}
+
+
+def _output_shape(graph: Graph, tensor: int, num_samples: int) -> tuple[int, ...]:
+    """Return the shape of an output for so many samples: its first dimension is the batch, unless it is a number."""
+    shape = graph.tensor_shapes[tensor]
+    return (shape[0] // graph.batch * num_samples, *shape[1:]) if shape else ()
+
+
+def _put_together(parts: list[tuple[int, int, Tensor]]) -> Tensor:
+    """Return an output of the whole batch from those of (first sample, number of samples); numbers are means."""
+    if parts[0][2].dim():
+        return torch.cat([value for _, _, value in parts])
+    total = sum(count for _, count, _ in parts)
+    return sum((value * (count / total) for _, count, value in parts), torch.zeros((), dtype=parts[0][2].dtype))
 
 
 def _flat(tensor: Tensor | None) -> Tensor | None:

@@ -20,7 +20,7 @@ from torch.autograd.graph import GradientEdge
 
 from weft.run.cells import Cell, Transfer
 from weft.run.overlap import EarlyExchanges
-from weft.run.random_state import random_state, set_random_state
+from weft.run.random_state import RankRandom
 from weft.run.split_backward import WeightGradients
 from weft.run.stage import Forward, run_backward
 
@@ -115,13 +115,16 @@ def inference_forward(work: ForwardWork) -> Action:
     return action
 
 
-def forgetful_forward(work: ForwardWork, *, device: torch.device, uses_random: bool) -> Action:
-    """Return the forward of a stage that recomputes: it keeps its arguments only (and the random state it met)."""
+def forgetful_forward(work: ForwardWork, *, random: RankRandom | None) -> Action:
+    """Return the forward of a stage that recomputes: it keeps its arguments only.
+
+    Where it draws from ``random``, it keeps the states that it met as well.
+    """
 
     def action() -> None:
         work.begin()
-        if uses_random:
-            work.cell.random_state = random_state(device)
+        if random is not None:
+            work.cell.random_states = random.snapshot()
         with torch.no_grad():
             outputs = work.call(*work.arguments)
         work.cell.arguments = list(work.arguments)
@@ -130,17 +133,16 @@ def forgetful_forward(work: ForwardWork, *, device: torch.device, uses_random: b
     return action
 
 
-def recompute(work: ForwardWork, *, device: torch.device) -> Action:
-    """Return what a backward does first in a stage that recomputes."""
+def recompute(work: ForwardWork, *, random: RankRandom | None) -> Action:
+    """Return what a backward does first in a stage that recomputes: it draws the same numbers again."""
 
     def action() -> None:
         cell = work.cell
         work.arguments[:], cell.arguments = cell.arguments, []
-        if cell.random_state is None:
+        if random is None:
             work.connect(work.call(*work.arguments))
         else:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-                set_random_state(device, cell.random_state)
+            with random.replaying(cell.random_states):
                 work.connect(work.call(*work.arguments))
         for place, _ in work.dynamic:
             work.arguments[place] = None

@@ -28,6 +28,7 @@ from weft.plan.program import Op, Program
 from weft.run.bind import Binder, Bound
 from weft.run.exchange_factors import FactorBlock
 from weft.run.optimizers import make_optimizer
+from weft.run.overlap import with_gradient
 from weft.run.parameters import Parameters
 from weft.run.stage import Stage
 from weft.run.state_shares import StateShares
@@ -59,7 +60,8 @@ class Executor:
         first, last = (int(value) for value in program.rank_start[transport.rank : transport.rank + 2])
         self._starts, self._ends = array("q", [0]) * (last - first), array("q", [0]) * (last - first)
         self.shares = StateShares(program, parameters, transport)
-        trained = [tensor for tensor in self.shares.tensors.values() if tensor.requires_grad]
+        reached = with_gradient(program.graph)
+        trained = [tensor for name, tensor in self.shares.tensors.items() if tensor.requires_grad and name in reached]
         self.optimizer = make_optimizer(trained, program.plan.optimizer)
         self.binder = Binder(program, stages=stages, parameters=parameters, optimizer=self.optimizer,
                              shares=self.shares, transport=transport, starts=self._starts, ends=self._ends,

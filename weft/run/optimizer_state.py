@@ -7,9 +7,8 @@ is taken as it is.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ class OptimizerState:
         self.optimizer = optimizer
         self.kind: str = optimizer.description if isinstance(optimizer, MasterWeights) else type(optimizer).__name__
         self._parameters, self._regions, self._shapes, self._divided = parameters, regions, shapes, divided
+        self._has_warned = False
 
     def _state(self, name: str) -> dict[str, Any]:
         if name not in self._parameters:  # another rank changes it
@@ -72,9 +72,16 @@ class OptimizerState:
         return found
 
     def numbers(self, names: Sequence[str]) -> dict[str, Any]:
-        """Return what of these parameters' state is no tensor, as ``parameter.key``."""
-        return {f"{name}.{key}": value for name in names for key, value in self._state(name).items()
-                if isinstance(value, int | float | bool)}
+        """Return what of these parameters' state is a number or nothing, as ``parameter.key``."""
+        others = {(name, key): value for name in names for key, value in self._state(name).items()
+                  if not isinstance(value, Tensor)}
+        left_out = sorted({key for (_, key), value in others.items()
+                           if not isinstance(value, int | float | bool | str | None)})
+        if left_out and not self._has_warned:
+            self._has_warned = True
+            log.warning("the optimizer's state has %s, which is neither a tensor nor a number: it is left out of "
+                        "checkpoints", ", ".join(left_out))
+        return {f"{name}.{key}": value for (name, key), value in others.items() if key not in left_out}
 
     def groups(self) -> tuple[dict[str, Any], ...]:
         """Return the options of the parameter groups that JSON can say."""
@@ -87,36 +94,44 @@ class OptimizerState:
         """Note that the parameters were changed by somebody else."""
         refresh_masters(self.optimizer)
 
-    def load(self, path: Path, record: CheckpointRecord) -> None:
-        """Take the state of this rank's parameters from a checkpoint's file."""
+    def change(self, file: TensorFile | None, record: CheckpointRecord) -> Callable[[], None]:
+        """Return what takes over the state of this rank's parameters; None stands for the file of one without state.
+
+        Raise ``InputError`` if it is not that of such an optimizer.
+        """
         if record.optimizer != self.kind:
             raise InputError(f"the checkpoint was written with {record.optimizer or 'no optimizer'}, but the optimizer "
                              f"is {self.kind}: use the same, or load with optimizer=False to begin with new state")
-        state = self._read(path, record)
-        packed = self.optimizer.state_dict()
-        names = {id(tensor): name for name, tensor in self._parameters.items()}
-        for group, saved in zip(self.optimizer.param_groups, packed["param_groups"], strict=True):
-            for tensor, index in zip(group["params"], saved["params"], strict=True):
-                name = names.get(id(tensor))
-                if name in state:
-                    packed["state"][index] = state[name]
-        self._set_groups(packed["param_groups"], record.groups)
-        self.optimizer.load_state_dict(packed)
+        if not all(isinstance(group, Mapping) for group in record.groups):
+            raise InputError("the checkpoint's options of parameter groups are damaged: they must be objects")
 
-    def _read(self, path: Path, record: CheckpointRecord) -> dict[str, dict[str, Any]]:
+        def change() -> None:
+            state = self._read(file, record)
+            packed = self.optimizer.state_dict()
+            names = {id(tensor): name for name, tensor in self._parameters.items()}
+            for group, saved in zip(self.optimizer.param_groups, packed["param_groups"], strict=True):
+                for tensor, index in zip(group["params"], saved["params"], strict=True):
+                    name = names.get(id(tensor))
+                    if name in state:
+                        packed["state"][index] = state[name]
+            self._set_groups(packed["param_groups"], record.groups)
+            self.optimizer.load_state_dict(packed)
+
+        return change
+
+    def _read(self, file: TensorFile | None, record: CheckpointRecord) -> dict[str, dict[str, Any]]:
         """Return the state of this rank's parameters by name and key, its parts only."""
         found: dict[str, dict[str, Any]] = {}
         for entry, value in record.numbers.items():
             name, _, key = entry.rpartition(".")
             found.setdefault(name, {})[key] = value
-        if not path.exists():  # an optimizer without state, or one that has not stepped yet, writes none
+        if file is None:
             return found
-        with TensorFile(path) as file:
-            for entry, item in file.entries.items():
-                name, _, key = entry.rpartition(".")
-                if name in self._parameters:
-                    region = self._regions.get(name, ()) if item.shape == self._shapes[name] else ()
-                    found.setdefault(name, {})[key] = file.read(entry, region)
+        for entry, item in file.entries.items():
+            name, _, key = entry.rpartition(".")
+            if name in self._parameters:
+                region = self._regions.get(name, ()) if item.shape == self._shapes[name] else ()
+                found.setdefault(name, {})[key] = file.read(entry, region)
         return found
 
     def _set_groups(self, groups: list[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
@@ -129,5 +144,5 @@ class OptimizerState:
                 before = group.get(key)
                 if isinstance(before, Tensor):
                     group[key] = torch.full_like(before, value)
-                elif key in group:
+                elif key != "params":  # what only schedulers know, such as initial_lr, included
                     group[key] = tuple(value) if isinstance(before, tuple) else value

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from weft.model.graph import Bool, Graph
+from weft.model.graph import DETACH, Bool, Graph
 from weft.run.cells import Transfer
 
 
@@ -115,13 +115,20 @@ class EarlyExchanges:
 
 
 def leads_to_loss(graph: Graph) -> Bool:
-    """Return which operators the loss depends on: others leave no gradients."""
+    """Return which operators the loss sends gradients to: others leave none, and nothing goes through a detach."""
     leads = np.zeros(graph.num_ops, dtype=np.bool_)
     producers = graph.tensor_producer.tolist()
     todo = [producers[tensor] for tensor in graph.outputs[:1]]
     while todo:
         op = todo.pop()
-        if op >= 0 and not leads[op]:
+        if op >= 0 and not leads[op] and graph.op_kinds[op] != DETACH:
             leads[op] = True
             todo.extend(producers[tensor] for tensor in graph.op_inputs(op).tolist())
     return leads
+
+
+def with_gradient(graph: Graph) -> set[str]:
+    """Return the parameters that the loss sends gradients to: on one device, others have none and never change."""
+    leads = leads_to_loss(graph)
+    read = {tensor for op in range(graph.num_ops) if leads[op] for tensor in graph.op_inputs(op).tolist()}
+    return {graph.tensor_names[tensor] for tensor in graph.parameters.tolist() if tensor in read}

@@ -27,11 +27,8 @@ from weft.model.zoo import Mode
 from weft.plan.plan import Optimizer, OptimizerKind, Plan, load_plan, parse_plan, plan_to_json
 from weft.run.__main__ import own_device
 from weft.run.checkpoint import model_state
-from weft.run.exchange import lane_groups
-from weft.run.mesh import mesh_groups
-from weft.run.prepare import Tracer, lower_to_run, prepare_rank
+from weft.run.prepare import Tracer, connect_ranks, lower_to_run, prepare_rank
 from weft.run.replan import devices_left, plan_again, plan_for
-from weft.run.state_shares import share_groups
 from weft.run.trainer import NEEDS_WHOLE, Batch, MakeOptimizer, Trainer, without_optimizer
 from weft.run.transport import Transport, torchrun_store
 from weft.run.worker import check_world
@@ -39,8 +36,8 @@ from weft.run.worker import check_world
 if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
 
-NUM_COMPARED = 256
-"""So many entries of each parameter are compared between ranks before training."""
+NUM_HASHED = 4096
+"""Bytes of each parameter and buffer whose order counts when ranks compare their models."""
 
 
 def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: Plan | Cluster | str | PathLike[str], *,
@@ -63,12 +60,15 @@ def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: 
     The trainer keeps nothing of ``model``: its memory is free once the script has let go of it.
     """
     rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    store = None
     if dist.is_initialized():
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    else:
+        store = torchrun_store(timeout_s, rank=rank) if "MASTER_ADDR" in os.environ else dist.HashStore()
     where = device or _usual_device()
     transport = Transport(
         rank=rank, num_ranks=num_ranks, device=own_device(where, rank=rank, num_ranks=num_ranks), timeout_s=timeout_s,
-        store=torchrun_store(timeout_s) if "MASTER_ADDR" in os.environ else dist.HashStore(), by_host="," in where)
+        store=store, by_host="," in where)
     source = source_of_module(model, example_inputs, batch)
     plan = _shared_plan(transport, lambda: _find_plan(
         source, cluster_or_plan, batch=batch, microbatches=microbatches, devices=devices, seed=seed,
@@ -77,9 +77,9 @@ def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: 
     _check_same(model, transport)
     tracer = Tracer(source)
     program = lower_to_run(without_optimizer(plan), tracer)
-    transport.connect_groups(mesh_groups(program.plan), exchanges=(bucket.ranks for bucket in program.buckets),
-                             lanes=(*lane_groups(program), *share_groups(program)))
-    prepared = prepare_rank(program, tracer, transport, seed=seed)
+    connect_ranks(program, tracer, transport)
+    prepared = prepare_rank(program, tracer, transport, seed=seed,
+                            random_seed=transport.share_record(torch.initial_seed()))
     return Trainer(plan, prepared, transport, state=model_state(model, program, rank=rank, seed=seed),
                    examples=source.inputs(plan.model.batch), optimizer=optimizer, max_grad_norm=max_grad_norm)
 
@@ -120,18 +120,24 @@ def source_of_module(model: torch.nn.Module, example_inputs: Batch, batch: int |
 
 
 def _check_same(model: torch.nn.Module, transport: Transport) -> None:
-    """Raise ``RunError`` on all ranks unless they have built the model with the same parameters."""
-    digests = {name: hashlib.sha256(_first_bytes(tensor)).hexdigest()[:8]
-               for name, tensor in model.named_parameters() if not tensor.is_meta}
+    """Raise ``RunError`` on all ranks unless they have built the model with the same parameters and buffers."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    digests = {name: _digest(tensor) + str(tensor.requires_grad) for name, tensor in tensors if not tensor.is_meta}
     expected = transport.share_record(digests)
-    differing = [name for name, digest in expected.items() if digests.get(name) != digest]
-    if transport.total(float(len(differing) + abs(len(digests) - len(expected)))):
-        raise RunError(f"the ranks have built models with different parameters ({', '.join(differing[:1])}): call "
+    differing = [name for name in (*expected, *digests) if digests.get(name) != expected.get(name)]
+    records = transport.gather_records(differing[:1]) or []
+    first = transport.share_record(next((name for record in records for name in record), None))
+    if first is not None:
+        raise RunError(f"the ranks have built different models: {first!r} is not the same on all of them. Call "
                        "torch.manual_seed with the same seed on all ranks before building the model")
 
 
-def _first_bytes(tensor: Tensor) -> bytes:
-    return bytes(tensor.detach().reshape(-1)[:NUM_COMPARED].cpu().contiguous().view(torch.uint8).numpy())
+def _digest(tensor: Tensor) -> str:
+    """Return what differs for tensors that differ: of the first entries a hash, of all a sum, which is quick."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    words = data[: data.numel() // 8 * 8].view(torch.int64)
+    total = int(words.sum()) + int(data[words.numel() * 8 :].sum())
+    return hashlib.sha256(bytes(data[:NUM_HASHED].cpu().numpy()) + str(total).encode()).hexdigest()[:16]
 
 
 # ---- the plan -------------------------------------------------------------------------------------------------------

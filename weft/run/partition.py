@@ -25,6 +25,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Interpreter, Node
 
 from weft.errors import ModelError
+from weft.model.randomness import is_random
 from weft.model.trace import TracedModel
 
 
@@ -185,7 +186,7 @@ class _Builder:
                 self._value(needed)
             new = self.graph.node_copy(node, lambda item: self.copied[item])
             self.copied[node] = new
-            self.uses_random |= torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+            self.uses_random |= is_random(node)
         return self.copied[node]
 
     def _copy_placeholder(self, node: Node) -> Node:

@@ -23,14 +23,18 @@ from weft.plan.lower import lower
 from weft.plan.plan import Plan, split_samples
 from weft.plan.program import Op, Phase, Program
 from weft.plan.sharding import Region, axis_sizes
+from weft.run.buffer_shares import BufferShares, buffer_groups
+from weft.run.exchange import lane_groups
 from weft.run.exchange_factors import FactorBlock, check_rows, collect_factors, make_blocks
-from weft.run.mesh import DeviceMesh, axis_weights
+from weft.run.mesh import DeviceMesh, axis_weights, mesh_groups
 from weft.run.parameters import Parameters
 from weft.run.partition import ModelGraph, StageModule, build_stage, model_graph, stage_tensors
+from weft.run.random_state import RankRandom
 from weft.run.routes import Routes
 from weft.run.shard_parameters import cut_region, held_regions, parameter_layouts
 from weft.run.shard_stage import shard_stage
 from weft.run.stage import Stage
+from weft.run.state_shares import share_groups
 from weft.run.transport import Transport
 
 
@@ -67,6 +71,8 @@ class Prepared:
     """Tensor names of the model's inputs, in the order of ``source.inputs``."""
     takes_statistics: bool
     """The forward changes buffers: what it gives for a batch is not what it gives for its parts (batch norm)."""
+    buffer_shares: BufferShares
+    random: RankRandom
 
 
 def lower_to_run(plan: Plan, tracer: Tracer) -> Program:
@@ -79,8 +85,19 @@ def lower_to_run(plan: Plan, tracer: Tracer) -> Program:
     return program
 
 
-def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed: int) -> Prepared:
-    """Return what a rank executes, with its parameters, or its parts of them, at their initial values."""
+def connect_ranks(program: Program, tracer: Tracer, transport: Transport) -> None:
+    """Make the groups of ranks that the program needs; all ranks call this together."""
+    updates = tracer.trace(program.graph.batch).program.buffer_updates
+    transport.connect_groups(mesh_groups(program.plan), exchanges=(bucket.ranks for bucket in program.buckets),
+                             lanes=(*lane_groups(program), *share_groups(program), *buffer_groups(program, updates)))
+
+
+def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed: int,
+                 random_seed: int | None = None) -> Prepared:
+    """Return what a rank executes, with its parameters, or its parts of them, at their initial values.
+
+    ``random_seed``, the same on all ranks, is for what the model draws (default: ``seed``).
+    """
     rank, device = transport.rank, transport.device
     own = [index for index, item in enumerate(program.instances) if rank in item.ranks]
     sizes = {program.instances[index].num_samples for index in own} or {program.graph.batch}
@@ -92,6 +109,8 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
     values = _Values(tracer.source, first, device=device, seed=seed, regions=held_regions(program, rank))
     split = set(program.instance[(program.op == Op.COMPUTE) & (program.phase == Phase.I)].tolist())
     routes, factors = Routes(program, rank), make_blocks(program, rank, device)
+    random = RankRandom(device, seed=seed if random_seed is None else random_seed, rank=rank,
+                        num_ranks=transport.num_ranks)
     stages = {}
     for index in own:
         item = program.instances[index]
@@ -100,16 +119,18 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
             stage = program.plan.stages[item.stage]
             replica = stage.replicas[item.replica]
             mesh = DeviceMesh(transport, item.ranks, axis_sizes(replica), axis_weights(program.plan, replica))
-            module = shard_stage(module, stage.sharding, mesh, parameters=parameter_layouts(program, index, rank))
+            module = shard_stage(module, stage.sharding, mesh, parameters=parameter_layouts(program, index, rank),
+                                 random=random)
         module = collect_factors(module, factors, num_microbatches=len(item.microbatches))
-        stages[index] = Stage(module, split=index in split, mesh=mesh)
+        stages[index] = Stage(module, split=index in split, mesh=mesh, random=random)
     check_rows(factors)
-    names = program.graph.tensor_names
+    names, updates = program.graph.tensor_names, first.program.buffer_updates
     buckets = [tuple(names[tensor] for tensor in bucket.parameters) if rank in bucket.ranks else ()
                for bucket in program.buckets]
     return Prepared(program=program, stages=stages, parameters=Parameters(values.parameters, buckets),
                     buffers=values.buffers, factors=factors, input_names=first.program.inputs,
-                    takes_statistics=bool(first.program.buffer_updates))
+                    takes_statistics=bool(updates), random=random,
+                    buffer_shares=BufferShares(program, updates, values.buffers, transport))
 
 
 def _stage_module(program: Program, graph: ModelGraph, routes: Routes, stage: int, values: _Values,
@@ -141,7 +162,7 @@ class _Values:
             given = self._parameters[name]
             value = (initial_value(name, given.shape, given.dtype, self._seed) if given.is_meta else given.detach())
             value = cut_region(value, self._regions.get(name, ())).to(self._device, copy=not given.is_meta)
-            needs_gradient = given.requires_grad and given.is_floating_point()
+            needs_gradient = given.requires_grad and (given.is_floating_point() or given.is_complex())
             self.parameters[name] = torch.nn.Parameter(value, requires_grad=needs_gradient)
         return self.parameters[name]
 

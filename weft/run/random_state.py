@@ -1,9 +1,30 @@
-"""The state of a device's random numbers."""
+"""The random numbers that a rank's stages draw, for dropout and the like.
+
+A process alone uses its own generator, as the plain module would. With several ranks, stages draw from *streams* that
+Weft seeds: what the script does with the generators of its processes, such as making the same batch on all of them,
+neither depends on the model nor disturbs it. Ranks that run the same part of an operator have the same stream, since
+they must draw the same numbers; all others have streams of their own, so that replicas and stages do not draw alike:
+
+    stage on one device                         a stream for each rank
+    operator that a team runs whole             a stream for the team
+    operator that a team divides along axes     a stream for those with the same coordinates on these axes
+"""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Final
+
 import torch
 from torch import Tensor
+
+from weft.errors import InputError
+from weft.run.tensor_file import TensorFile
+
+ALONE: Final = "alone"
+"""The stream of a process alone: its own generator."""
 
 
 def random_state(device: torch.device) -> Tensor:
@@ -18,3 +39,77 @@ def set_random_state(device: torch.device, state: Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
     else:
         torch.set_rng_state(state)
+
+
+class RankRandom:
+    """The streams of one rank; see the module's docstring."""
+
+    def __init__(self, device: torch.device, *, seed: int, rank: int, num_ranks: int) -> None:
+        self._device, self._seed, self._is_alone = device, seed, num_ranks == 1
+        self.own: Final = f"rank{rank}"
+        """The stream of this rank."""
+        self._streams: dict[str, Tensor] = {}
+
+    @property
+    def is_used(self) -> bool:
+        """Return whether some operator of the rank draws random numbers."""
+        return bool(self._streams)
+
+    def drawing(self, call: Callable[..., Any], stream: str) -> Callable[..., Any]:
+        """Return the function with its random numbers drawn from the stream of that name."""
+        if self._is_alone:
+            self._streams[ALONE] = torch.empty(0, dtype=torch.uint8)
+            return call
+        if stream not in self._streams:
+            digest = hashlib.sha256(f"{self._seed}/{stream}".encode()).digest()
+            generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:7], "little"))
+            self._streams[stream] = generator.get_state()
+
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            outside = random_state(self._device)
+            set_random_state(self._device, self._streams[stream])
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._streams[stream] = random_state(self._device)
+                set_random_state(self._device, outside)
+
+        return draw
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Return the states of all streams."""
+        return {ALONE: random_state(self._device)} if self._is_alone else dict(self._streams)
+
+    def restore(self, states: Mapping[str, Tensor]) -> None:
+        """Let all streams go on from these states."""
+        if self._is_alone:
+            set_random_state(self._device, states[ALONE])
+        else:
+            self._streams.update(states)
+
+    @contextmanager
+    def replaying(self, states: Mapping[str, Tensor]) -> Iterator[None]:
+        """Draw again what was drawn after the snapshot; the streams go on afterwards as if nothing had been."""
+        now = self.snapshot()
+        self.restore(states)
+        try:
+            yield
+        finally:
+            self.restore(now)
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def states(self, rank: int) -> dict[str, Tensor]:
+        """Return what a checkpoint keeps for a rank, by name."""
+        return {f"rank{rank}.{stream}": state for stream, state in self.snapshot().items()}
+
+    def change(self, file: TensorFile, rank: int) -> Callable[[], None]:
+        """Return what goes on from the states in a checkpoint's file; raise ``InputError`` if they are not there."""
+        found = {}
+        for name, state in self.states(rank).items():
+            entry = file.entries.get(name)
+            if entry is None or entry.shape != tuple(state.shape):
+                raise InputError(f"{str(file.path)!r} has no state of random numbers {name!r} as this run has it: it "
+                                 "was written on another kind of device, or by another version")
+            found[name.partition(".")[2]] = file.read(name)
+        return lambda: self.restore(found)

@@ -93,6 +93,8 @@ class Verification:
     num_gradients: int
     """Gradients that were compared; one for each rank that holds the parameter."""
     reference_loss: float
+    draws_random: bool = False
+    """The model draws random numbers: under another plan it draws others, so that results differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,24 +27,27 @@ from torch.fx.node import map_arg
 
 from weft.model.factors import NOT_SPLIT, factors_of
 from weft.model.local_ops import LocalCall, is_special, plain_call, run_local
+from weft.model.randomness import is_random
 from weft.model.tensor_layout import SUM, WHOLE, Layout, Placement, local_shape
 from weft.plan.plan import Sharding
 from weft.plan.sharding import TensorLayout, parse_layout, whole_layout
 from weft.plan.strategies import SplitOp, parse_strategy
 from weft.run.mesh import DeviceMesh
 from weft.run.partition import StageModule
+from weft.run.random_state import RankRandom
 from weft.run.reshard import Change, Reshard
 
 
-def shard_stage(stage: StageModule, sharding: Sharding, mesh: DeviceMesh, *,
-                parameters: Mapping[str, TensorLayout]) -> StageModule:
+def shard_stage(stage: StageModule, sharding: Sharding, mesh: DeviceMesh, *, parameters: Mapping[str, TensorLayout],
+                random: RankRandom) -> StageModule:
     """Return the stage as one device of a replica runs it.
 
     ``parameters`` says how the parameters lie that the stage was built with, which are the device's parts already;
-    those not named are whole. Raise ``PlanError`` if an operator cannot be split as the plan says.
+    those not named are whole. Operators draw random numbers from the streams of ``random``. Raise ``PlanError`` if an
+    operator cannot be split as the plan says.
     """
     layouts = _Layouts(stage, sharding, mesh, parameters)
-    builder = _Builder(stage, layouts, mesh)
+    builder = _Builder(stage, layouts, mesh, random)
     graph = builder.build()
     attributes = {str(node.target): getattr(stage.module, str(node.target))
                   for node in stage.module.graph.nodes if node.op == "get_attr"}
@@ -80,7 +83,7 @@ class _Layouts:
 
     def _needs_gradient(self, node: Node) -> bool:
         value = node.meta.get("val")
-        if isinstance(value, Tensor) and not value.is_floating_point():
+        if isinstance(value, Tensor) and not (value.is_floating_point() or value.is_complex()):
             return False
         if node.op == "get_attr":
             return bool(getattr(self.stage.module, str(node.target)).requires_grad)
@@ -136,8 +139,8 @@ def _agreed(items: Sequence[Placement], otherwise: Placement) -> Placement:
 class _Builder:
     """Writes the graph of one device."""
 
-    def __init__(self, stage: StageModule, layouts: _Layouts, mesh: DeviceMesh) -> None:
-        self.stage, self.layouts, self.mesh = stage, layouts, mesh
+    def __init__(self, stage: StageModule, layouts: _Layouts, mesh: DeviceMesh, random: RankRandom) -> None:
+        self.stage, self.layouts, self.mesh, self.random = stage, layouts, mesh, random
         self.graph = Graph()
         self.local: dict[Node, Node] = {}
         self.changed: dict[tuple[Node, TensorLayout], Node] = {}
@@ -149,13 +152,21 @@ class _Builder:
                 self.graph.output(map_arg(node.args[0], lambda item: self._read(item, self.layouts.whole)))
             elif node.target is operator.getitem:
                 self.local[node] = self._noted(node, self.graph.node_copy(node, lambda item: self.local[item]))
-            elif node in self.layouts.splits:
-                self.local[node] = self._noted(node, self._split(node, self.layouts.splits[node]))
             else:
-                self.local[node] = self._noted(
-                    node, self.graph.node_copy(node, lambda item: self._read(item, self.layouts.whole)))
+                found = self.layouts.splits.get(node)
+                new = self._split(node, found) if found is not None else self.graph.node_copy(
+                    node, lambda item: self._read(item, self.layouts.whole))
+                if node.op == "call_function" and is_random(node):
+                    new.target = self.random.drawing(new.target, self._stream(() if found is None else found.strategy))
+                self.local[node] = self._noted(node, new)
         self.graph.eliminate_dead_code()
         return self.graph
+
+    def _stream(self, strategy: Sequence[int]) -> str:
+        """Return the stream of the devices that run the same part of an operator as this one."""
+        places = [f"{axis}={self.mesh.coordinates[axis]}" for axis, choice in enumerate(strategy)
+                  if choice != NOT_SPLIT]
+        return ",".join(["team" + "-".join(map(str, self.mesh.ranks)), *places])
 
     def _noted(self, node: Node, new: Node) -> Node:
         """Return the new node with the shape that its value has on this device."""

@@ -16,6 +16,7 @@ from torch.fx import GraphModule
 
 from weft.run.mesh import DeviceMesh
 from weft.run.partition import StageModule, attribute_name
+from weft.run.random_state import RankRandom
 from weft.run.split_backward import WeightGradients, split_weight_gradients
 
 Forward = Callable[..., tuple[Tensor, ...]]
@@ -24,16 +25,22 @@ Forward = Callable[..., tuple[Tensor, ...]]
 class Stage:
     """The callables of one stage: ``forward`` for ``B``, ``split_forward`` for ``I`` and ``W``."""
 
-    def __init__(self, module: StageModule, *, split: bool, mesh: DeviceMesh | None = None) -> None:
-        self.module, self.mesh = module, mesh
+    def __init__(self, module: StageModule, *, split: bool, random: RankRandom, mesh: DeviceMesh | None = None) -> None:
+        self.module, self.mesh, self.random = module, mesh, random
         """The mesh is that of a stage on several devices, with the number of its collectives."""
         self.updates = [(len(module.outputs) + number, self.buffer(name))
                         for number, name in enumerate(module.updated_buffers)]
-        self.forward = _direct_call(module.module)
+        self.forward = self._with_stream(_direct_call(module.module))
         self.queue = WeightGradients()
         self.split_forward: Forward | None = None
         if split:
-            self.split_forward = _direct_call(split_weight_gradients(module.module, self.queue))
+            self.split_forward = self._with_stream(_direct_call(split_weight_gradients(module.module, self.queue)))
+
+    def _with_stream(self, forward: Forward) -> Forward:
+        """Return the forward with random numbers of the rank's own; on several devices its operators see to that."""
+        if not self.module.uses_random or self.mesh is not None:
+            return forward
+        return self.random.drawing(forward, self.random.own)
 
     def buffer(self, name: str) -> Tensor:
         """Return a buffer by its name in the model."""

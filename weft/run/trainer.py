@@ -18,14 +18,13 @@ import torch
 from torch import Tensor
 
 from weft.errors import InputError, RunError
-from weft.model.graph import Graph
 from weft.plan.lower import lower
 from weft.plan.plan import Optimizer, Plan
 from weft.run.checkpoint import Checkpoints, ModelState
 from weft.run.checkpoint_folder import CheckpointRecord
 from weft.run.executor import Executor
 from weft.run.optimizers import make_optimizer
-from weft.run.overlap import leads_to_loss
+from weft.run.overlap import with_gradient
 from weft.run.prepare import Prepared
 from weft.run.status import StatusLine
 from weft.run.transport import Transport
@@ -69,10 +68,10 @@ class Trainer(torch.nn.Module):
 
     def _make_optimizer(self, make: MakeOptimizer | None) -> torch.optim.Optimizer | None:
         """Return the optimizer of what this rank trains; where that is nothing, of an empty parameter."""
-        reached = _reached(self._prepared.program.graph)
+        reached = with_gradient(self._prepared.program.graph)
         trained = [tensor for name, tensor in self.executor.shares.tensors.items()
                    if tensor.requires_grad and name in reached]
-        trained = trained or [torch.nn.Parameter(torch.zeros(0, device=self.transport.device))]
+        trained = trained or [torch.nn.Parameter(torch.zeros(0, 2, device=self.transport.device))]
         if make is None:
             return make_optimizer(trained, self.plan.optimizer)
         made = make(trained)
@@ -82,10 +81,14 @@ class Trainer(torch.nn.Module):
                              f"{type(made).__name__}")
         shapes = {name: self._prepared.program.graph.tensor_shapes[self._prepared.program.graph.tensor_index[name]]
                   for name in self._tensors}
-        parts = [name for name, tensor in self._tensors.items() if tuple(tensor.shape) != shapes[name]]
+        parts = [name for name, tensor in self.executor.shares.tensors.items() if tuple(tensor.shape) != shapes[name]]
         if parts and type(made).__name__ in NEEDS_WHOLE:
-            raise RunError(f"{type(made).__name__} needs whole parameters, but this plan splits {parts[0]!r} and "
-                           f"{len(parts) - 1} more: use an elementwise optimizer, such as AdamW, or another plan")
+            raise RunError(f"{type(made).__name__} needs whole parameters, but this plan divides {parts[0]!r} and "
+                           f"{len(parts) - 1} more, or their state: use an elementwise optimizer, such as AdamW, or "
+                           "another plan")
+        if isinstance(made, torch.optim.LBFGS):
+            raise InputError("LBFGS evaluates the loss several times in a step, which trainers do not: use another "
+                             "optimizer")
         return made
 
     # ---- steps ------------------------------------------------------------------------------------------------------
@@ -98,6 +101,7 @@ class Trainer(torch.nn.Module):
         """
         self.executor.load(self._inputs(batch))
         self.executor.step(self.num_steps)
+        self._prepared.buffer_shares.spread()
         loss = self.transport.total(self.executor.take_loss())
         if self._max_grad_norm is not None:
             self._clip(self._max_grad_norm)
@@ -109,6 +113,9 @@ class Trainer(torch.nn.Module):
         return loss
 
     def _inputs(self, batch: Batch) -> dict[str, Tensor]:
+        if isinstance(batch, Mapping):
+            raise InputError("the batch is a dictionary: give its tensors in the order in which the model's forward "
+                             f"takes them ({', '.join(name for name, _, _ in self._expected)})")
         given = [batch] if isinstance(batch, Tensor) else list(batch)
         if len(given) != len(self._expected):
             raise InputError(f"the batch has {len(given)} tensors, but the model takes {len(self._expected)} "
@@ -209,7 +216,7 @@ class Trainer(torch.nn.Module):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
         """Take the parts of a whole state dict that this rank holds; every rank is given the same."""
-        self._checkpoints.load_state_dict(state_dict)
+        self._checkpoints.load_state_dict(state_dict, strict=strict)
 
     def named_parameters(self, prefix: str = "", recurse: bool = True,
                          remove_duplicate: bool = True) -> Iterator[tuple[str, torch.nn.Parameter]]:
@@ -240,13 +247,6 @@ class Trainer(torch.nn.Module):
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
-
-
-def _reached(graph: Graph) -> set[str]:
-    """Return the parameters that the loss depends on: on one device, others have no gradient and never change."""
-    leads = leads_to_loss(graph)
-    read = {tensor for op in range(graph.num_ops) if leads[op] for tensor in graph.op_inputs(op).tolist()}
-    return {graph.tensor_names[tensor] for tensor in graph.parameters.tolist() if tensor in read}
 
 
 def without_optimizer(plan: Plan) -> Plan:

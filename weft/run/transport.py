@@ -46,6 +46,8 @@ class Transport:
         """Where messages pass through the host's memory."""
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" and not by_host else "gloo"
         self._is_adopted = dist.is_initialized()
+        if store is not None:  # a store may serve several transports of a process, one after the other
+            store = dist.PrefixStore(f"weft-{store.add(f'weft-transports-{rank}', 1)}", store)
         try:
             if not self._is_adopted:
                 dist.init_process_group(backend, store=store, rank=rank, world_size=num_ranks,
@@ -279,11 +281,14 @@ class Transport:
             dist.destroy_process_group()
 
 
-def open_store(*, listen_fd: int | None, timeout_s: float) -> Any:
-    """Return the store at ``MASTER_ADDR:MASTER_PORT``, served by this process if it is given the listening socket."""
+def open_store(*, listen_fd: int | None, timeout_s: float, serve: bool = False) -> Any:
+    """Return the store at ``MASTER_ADDR:MASTER_PORT``.
+
+    This process serves it if it is given the listening socket, or is to make one.
+    """
     try:
         store = dist.TCPStore(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=listen_fd is not None,
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=serve or listen_fd is not None,
             timeout=timedelta(seconds=timeout_s), master_listen_fd=listen_fd, wait_for_workers=False)
     except (RuntimeError, ValueError, KeyError) as problem:
         raise PeerLost(f"no store at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: "
@@ -295,11 +300,20 @@ def open_store(*, listen_fd: int | None, timeout_s: float) -> Any:
     return store if attempt is None or not is_one_host else dist.PrefixStore(f"weft-attempt-{attempt}", store)
 
 
-def torchrun_store(timeout_s: float) -> Any:
-    """Return the store that ``torchrun`` serves, of this attempt; None where this rank was started otherwise."""
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        return None
-    return open_store(listen_fd=None, timeout_s=timeout_s)
+def torchrun_store(timeout_s: float, *, rank: int) -> Any:
+    """Return the store that ``torchrun`` serves, of this attempt; else one that rank 0 serves while its process lives.
+
+    With a store for each connection instead, a rank could meet the one that another is about to close.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return open_store(listen_fd=None, timeout_s=timeout_s)
+    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if address not in _own_stores:
+        _own_stores[address] = open_store(listen_fd=None, timeout_s=timeout_s, serve=rank == 0)
+    return _own_stores[address]
+
+
+_own_stores: dict[str, Any] = {}
 
 
 def _machine_number() -> int:

@@ -15,13 +15,10 @@ from weft.model.source import ModelSource, resolve_model
 from weft.plan.plan import Plan
 from weft.run.checkpoint import Checkpoints, model_state
 from weft.run.collect import Measured, collect, inspect
-from weft.run.exchange import lane_groups
 from weft.run.executor import Executor
-from weft.run.mesh import mesh_groups
 from weft.run.parameters import Parameters
-from weft.run.prepare import Tracer, lower_to_run, prepare_rank
+from weft.run.prepare import Prepared, Tracer, connect_ranks, lower_to_run, prepare_rank
 from weft.run.result import RunOptions, RunResult
-from weft.run.state_shares import share_groups
 from weft.run.status import Milestone, StatusLine
 from weft.run.transport import Transport
 
@@ -54,8 +51,7 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
     status.set(Milestone.TRACING)
     program = lower_to_run(plan, tracer)
     status.set(Milestone.LOADING)
-    transport.connect_groups(mesh_groups(program.plan), exchanges=(bucket.ranks for bucket in program.buckets),
-                             lanes=(*lane_groups(program), *share_groups(program)))
+    connect_ranks(program, tracer, transport)
     prepared = prepare_rank(program, tracer, transport, seed=options.seed)
     executor = Executor(program, stages=prepared.stages, parameters=prepared.parameters, transport=transport,
                         status=status, factors=prepared.factors)
@@ -68,15 +64,17 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
         state = model_state(tracer.source.build(), program, rank=transport.rank, seed=options.seed)
         saving = _Saving(options, Checkpoints(prepared, transport, plan=plan, state=state,
                                               optimizer=executor.optimizer, shares=executor.shares))
-    measured = _run_steps(executor, options, transport, status, saving)
+    measured = _run_steps(executor, prepared, options, status, saving)
     status.set(Milestone.COLLECTING)
     result = collect(program, measured, transport)
     if options.verify or options.gradients:
         inspected = inspect(program, prepared, measured, options, source=tracer.source, transport=transport,
                             status=status)
+        draws = transport.total(float(prepared.random.is_used)) > 0
         if result is not None:
-            result = replace(result, verification=inspected.verification, gradients=inspected.gradients,
-                             gradient_spread=inspected.gradient_spread)
+            check = inspected.verification
+            result = replace(result, verification=None if check is None else replace(check, draws_random=draws),
+                             gradients=inspected.gradients, gradient_spread=inspected.gradient_spread)
     status.set(Milestone.DONE)
     return result
 
@@ -110,9 +108,9 @@ class _Saving:
             self._checkpoints.save(self._folder, step=num_steps)
 
 
-def _run_steps(executor: Executor, options: RunOptions, transport: Transport, status: StatusLine,
+def _run_steps(executor: Executor, prepared: Prepared, options: RunOptions, status: StatusLine,
                saving: _Saving | None) -> Measured:
-    measured = Measured()
+    measured, transport = Measured(), executor.transport
     first = 0 if saving is None else saving.first_step()
     status.set(Milestone.WAITING)
     offset = transport.clock_offset_s()
@@ -121,6 +119,7 @@ def _run_steps(executor: Executor, options: RunOptions, transport: Transport, st
         transport.barrier()  # a prediction begins with all ranks at once, so a measured step does too
         cpu_start = time.process_time()
         executor.step(number)
+        prepared.buffer_shares.spread()
         cpu_s = time.process_time() - cpu_start
         measured.losses.append(executor.take_loss())
         results = executor.take_results()

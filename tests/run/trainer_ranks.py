@@ -1,0 +1,178 @@
+"""Two ranks that train small models with ``weft.parallelize``: ``python -m tests.run.trainer_ranks FOLDER``.
+
+Each function of ``CHECKS`` runs on both ranks; what it returns goes into ``FOLDER/rankN.json``, for ``test_trainers.py``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+import weft
+from tests.run.plans import cut, pipeline_plan, replicated_plan
+from weft.model.named_ops import named_ops
+from weft.model.trace import TracedModel, trace
+from weft.plan.orders import one_f_one_b
+from weft.plan.plan import Optimizer, Plan, Replica, Stage
+from weft.run.parallelize import source_of_module
+from weft.run.trainer import Trainer
+from weft.search.spread import with_stored_parameters
+
+WIDTH, BATCH = 32, 8
+RANK = int(os.environ.get("RANK", "0"))
+
+
+class Normed(nn.Module):
+    """A batch norm after a linear layer, so that it lies in the second half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.second(self.first(x).relu())).pow(2).sum(1).mean()
+
+
+class Masked(nn.Module):
+    """The gradient of each weight counts in how many samples dropout has kept it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.dropout(x * self.weight, 0.5).sum(1).mean()
+
+
+class Detached(nn.Module):
+    """One weight that only a detached value depends on, and a complex one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.used, self.aside = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.turn = nn.Parameter(torch.ones(WIDTH, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.used(x) * self.aside(x).detach() * (self.turn * 1j).abs()).pow(2).sum(1).mean()
+
+
+def inputs(seed: int = 0) -> torch.Tensor:
+    return torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def traced(model: nn.Module) -> TracedModel:
+    return trace(source_of_module(model, inputs()[:2]), batch=2, backward="rule")
+
+
+def two_replicas(model: nn.Module, *, sharded: bool = False) -> Plan:
+    plan = replicated_plan(traced(model).graph, [[(0, 0.5), (1, 0.5)]], microbatches=1, batch=BATCH, num_devices=2)
+    return replace(plan, optimizer=Optimizer(sharded=sharded))
+
+
+def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1.0)
+
+
+def weights(trainer: Trainer) -> dict[str, list[float]]:
+    return {name: torch.view_as_real(tensor.detach()).flatten().tolist() if tensor.is_complex()
+            else tensor.detach().flatten().tolist() for name, tensor in trainer.named_parameters()}
+
+
+def saved_statistics(folder: Path) -> dict[str, Any]:
+    graph = traced(Normed()).graph
+    plan = pipeline_plan(graph, [0, 1], one_f_one_b(2, 4), microbatches=4, ops=cut(graph, 2))
+    with weft.parallelize(Normed(), inputs(), plan, optimizer=sgd) as trainer:
+        trainer.step(inputs())
+        state = load_file(trainer.save_checkpoint(folder / "statistics") / "model.safetensors")
+    return {"batches": int(state["norm.num_batches_tracked"]), "mean": float(state["norm.running_mean"].abs().sum())}
+
+
+def shared_statistics(folder: Path) -> list[float]:
+    with weft.parallelize(Normed(), inputs(), two_replicas(Normed()), optimizer=sgd) as trainer:
+        trainer.step(inputs())
+        return trainer._prepared.buffers["norm.running_mean"].tolist()
+
+
+def masks(folder: Path) -> list[list[float]]:
+    """Steps with the process's generator set anew each time; the last two are the second and third once more."""
+    found = []
+    with weft.parallelize(Masked(), inputs(), two_replicas(Masked()), optimizer=sgd) as trainer:
+        def step() -> None:
+            before = torch.tensor(weights(trainer)["weight"])
+            torch.manual_seed(7)
+            trainer.step(torch.ones(BATCH, WIDTH))
+            found.append(((before - torch.tensor(weights(trainer)["weight"])) * BATCH / 2).round().tolist())
+
+        step()
+        trainer.save_checkpoint(folder / "masks")
+        step()
+        step()
+        trainer.load_checkpoint(folder / "masks")
+        step()
+        step()
+    return found
+
+
+def team_masks(folder: Path) -> dict[str, Any]:
+    """A team whose first device has another state of its process's generator than the second."""
+    model = Masked()
+    found = traced(model)
+    ops, sizes = named_ops(found), (2,)
+    shapes = {found.graph.tensor_names[tensor]: found.graph.tensor_shapes[tensor] for tensor in found.graph.parameters}
+    sharding = with_stored_parameters({name: ("",) for name, op in ops.items() if op.factors is not None}, ops, shapes, sizes)
+    stage = Stage(name="s0", ops=found.graph.op_names, replicas=(Replica(devices=("d0", "d1"), mesh={"tensor": 2}),),
+                  sharding=sharding)
+    plan = replace(two_replicas(model), stages=(stage,), gradients=(), order=dict.fromkeys(("d0", "d1"), ("s0:F:0", "s0:B:0")))
+    with weft.parallelize(model, inputs(), plan, optimizer=sgd) as trainer:
+        torch.manual_seed(RANK)
+        return {"loss": trainer.step(torch.ones(BATCH, WIDTH)), **weights(trainer)}
+
+
+def decayed(folder: Path) -> dict[str, Any]:
+    with weft.parallelize(Detached(), inputs(), two_replicas(Detached()),
+                          optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1, weight_decay=0.5)) as trainer:
+        trainer.step(inputs())
+        return weights(trainer)
+
+
+def whole_needed(folder: Path) -> str:
+    return message(lambda: weft.parallelize(Normed(), inputs(), two_replicas(Normed(), sharded=True),
+                                            optimizer=torch.optim.Adafactor))
+
+
+def different_models(folder: Path) -> str:
+    model = Normed()
+    with torch.no_grad():
+        model.second.weight[-1, -1] += RANK
+    return message(lambda: weft.parallelize(model, inputs(), two_replicas(Normed()), optimizer=sgd))
+
+
+def message(call: Any) -> str:
+    try:
+        call()
+    except weft.WeftError as problem:
+        return str(problem)
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+    return ""
+
+
+CHECKS = (saved_statistics, shared_statistics, masks, team_masks, decayed, whole_needed, different_models)
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[1])
+    found = {check.__name__: check(folder) for check in CHECKS}
+    (folder / f"rank{RANK}.json").write_text(json.dumps(found))
