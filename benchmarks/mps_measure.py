@@ -34,6 +34,7 @@ from weft.cost.collectives import Collective, scope_of
 from weft.cost.costs import Costs, estimate_costs
 from weft.cost.fit import fit_collective
 from weft.cost.profile import CommFit, ProfileStore
+from weft.cost.roofline import PARTS
 from weft.model.graph import F64, Graph
 from weft.model.load import trace_model
 from weft.model.trace import TracedModel
@@ -54,6 +55,8 @@ LINK_BYTES: Final = (256 << 10, 2 << 20, 12 << 20, 32 << 20)
 STAGE_BYTES: Final = (24 << 20, 64 << 20, 128 << 20)
 """Sizes of collectives that a stage waits for: activations. Small messages are faster by the byte, and would mislead."""
 LOAD_BATCH: Final = 4
+MORE: Final = 4
+"""Models are profiled for so many times the samples of a micro-batch too: larger kernels are faster by the sample."""
 REPEATS: Final = 5
 ROUNDS: Final = 6
 """Of prediction and what it says about who is busy when."""
@@ -102,9 +105,11 @@ class Case:
         def between(low: F64, high: F64) -> F64:
             return np.asarray(low + by_column * (high - low), dtype=np.float64)
 
+        others = tuple(replace(high, seconds={part: between(low.seconds[part], high.seconds[part]) for part in PARTS})
+                       for low, high in zip(alone.measured_at, busy.measured_at, strict=True))
         return replace(busy, forward_s=between(alone.forward_s, busy.forward_s),
                        input_grad_s=between(alone.input_grad_s, busy.input_grad_s),
-                       weight_grad_s=between(alone.weight_grad_s, busy.weight_grad_s))
+                       weight_grad_s=between(alone.weight_grad_s, busy.weight_grad_s), measured_at=others)
 
     def _bounds(self, graph: Graph) -> tuple[Costs, Costs]:
         key = id(graph)
@@ -210,10 +215,11 @@ class Bench:
         return fits
 
     def case(self, name: str, *, batch: int) -> Case:
-        """Return the model, traced and profiled for ``batch`` samples, alone and among busy parts."""
+        """Return the model traced for ``batch`` samples, and profiled for these and more, alone and among busy parts."""
         cluster, spec = self.cluster, model_spec(name)
-        self._profile(spec, batch, self.alone, together=False)
-        self._profile(spec, batch, self.busy, together=True)
+        for size in (batch, MORE * batch):
+            self._profile(spec, size, self.alone, together=False)
+            self._profile(spec, size, self.busy, together=True)
         traced = trace_model(spec, batch=batch, batch_dims=True)
         return Case(name=name, traced=traced, cluster=cluster, alone=self.alone, busy=self.busy)
 

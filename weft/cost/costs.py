@@ -29,6 +29,7 @@ from weft.cluster.cluster import Cluster
 from weft.cost.collectives import Algorithm, Collective, CollectiveModel, CommCost, scope_of, step_counts
 from weft.cost.entries import U8, Profile, choose_columns, fill_column
 from weft.cost.figure import SOURCES, ZERO, Figure, Source
+from weft.cost.other_batches import MeasuredAt, fill_from_others, interpolated, other_batches
 from weft.cost.profile import CommFit, ProfileStore
 from weft.cost.roofline import Part, Terms, describe_work, dtype_name, is_float, peak_notes
 from weft.errors import InputError
@@ -68,6 +69,8 @@ class Costs:
     comm_fits: Mapping[tuple[str, str], CommFit] = field(default_factory=dict, repr=False)
     terms: tuple[Mapping[Part, Terms] | None, ...] = field(repr=False)
     """The roofline's terms by column; None where the kind gives no rates."""
+    measured_at: tuple[MeasuredAt, ...] = field(default=(), repr=False)
+    """What was measured for other numbers of samples, smallest first."""
     can_wait: Bool = field(repr=False)
     """By operator: where a backward is split, the gradients of its parameters are computed in the second part."""
 
@@ -118,10 +121,17 @@ class Costs:
                       "weight_grad": self.weight_grad_s}[part]
         if fraction == 1.0:
             return whole
-        ratios = [np.full(len(whole), fraction) if by_part is None else by_part[part].ratio(fraction)
-                  for by_part in self.terms]
-        scaled: F64 = whole * np.stack(ratios, axis=1)
-        return scaled
+        ratio_at = {at: self._ratios(part, at) for at in (fraction, 1.0, *(item.fraction for item in self.measured_at))}
+        points = [(1.0, whole)]
+        for item in self.measured_at:
+            estimated = whole * ratio_at[item.fraction]
+            points.append((item.fraction, np.where(np.isnan(item.seconds[part]), estimated, item.seconds[part])))
+        return interpolated(fraction, sorted(points, key=lambda point: point[0]), ratio_at)
+
+    def _ratios(self, part: Part, fraction: float) -> F64:
+        """Return by [operator, column] what the roofline says about a fraction of the batch, relative to all of it."""
+        return np.stack([np.full(len(self.forward_s), fraction) if by_part is None else by_part[part].ratio(fraction)
+                         for by_part in self.terms], axis=1)
 
     @cached_property
     def _tables(self) -> dict[tuple[Phase, float], tuple[F64, U8]]:
@@ -212,6 +222,9 @@ def estimate_costs(graph: Graph, cluster: Cluster, *, profile: ProfileStore | No
     columns, column_of_device = choose_columns(graph, cluster)
     profiles = {column.kind.name: _read_profile(profile, column.kind.name) for column in columns}
     filled = [fill_column(graph, work, column, profiles[column.kind.name]) for column in columns]
+    others = other_batches(graph, columns, profiles, dtype)
+    for index, entries in enumerate(filled):
+        fill_from_others(entries, others, index)
 
     def table(part: Part) -> F64:
         return np.stack([entries.seconds[part] for entries in filled], axis=1)
@@ -225,7 +238,7 @@ def estimate_costs(graph: Graph, cluster: Cluster, *, profile: ProfileStore | No
         transfer_times=() if graph.given is None else graph.given.transfer_times,
         tensor_bytes=graph.tensor_bytes,
         comm_fits={} if profile is None else profile.comm_fits(),
-        terms=tuple(entries.terms for entries in filled), can_wait=ops_that_can_wait(graph),
+        terms=tuple(entries.terms for entries in filled), measured_at=others, can_wait=ops_that_can_wait(graph),
     )
 
 

@@ -100,15 +100,21 @@ class CommFit:
     """Median relative error of the fitted times."""
 
 
-def op_signature(graph: Graph, op: int, dtype: str) -> str:
-    """Return the operator's signature, where ``dtype`` is what it computes in as traced."""
+def op_signature(graph: Graph, op: int, dtype: str, batch: int | None = None) -> str:
+    """Return the operator's signature, where ``dtype`` is what it computes in as traced.
+
+    With ``batch`` it is that for so many samples, as far as the graph knows its batch dimensions.
+    """
     sides = (graph.op_inputs(op), graph.op_outputs(op))
-    return " -> ".join(" ".join(_tensor_text(graph, int(tensor), dtype) for tensor in side) for side in sides)
+    return " -> ".join(" ".join(_tensor_text(graph, int(tensor), dtype, batch) for tensor in side) for side in sides)
 
 
-def _tensor_text(graph: Graph, tensor: int, dtype: str) -> str:
-    own = graph.tensor_dtypes[tensor]
-    shape = ",".join(map(str, graph.tensor_shapes[tensor]))
+def _tensor_text(graph: Graph, tensor: int, dtype: str, batch: int | None) -> str:
+    own, sizes = graph.tensor_dtypes[tensor], list(graph.tensor_shapes[tensor])
+    dim = -1 if batch is None else int(graph.tensor_batch_dim[tensor])
+    if batch is not None and dim >= 0:
+        sizes[dim] = sizes[dim] * batch // graph.batch
+    shape = ",".join(map(str, sizes))
     return f"[{shape}]" if own == dtype else f"{own}[{shape}]"
 
 
