@@ -18,6 +18,7 @@ from weft.model.graph import F64, I64, Graph, TensorRole
 from weft.plan.memory import optimizer_bytes
 from weft.plan.orders import Order, forward_only, gpipe, one_f_one_b
 from weft.plan.plan import Plan, split_samples
+from weft.search.fair import fair_samples
 from weft.search.problem import Problem, StageSpec, block_of, make_plan
 from weft.units import format_bytes
 
@@ -70,20 +71,18 @@ def _holds_parameters(problem: Problem, device: DeviceId) -> bool:
 
 def data_parallel(problem: Problem, microbatches: int) -> Plan:
     """Return the plan that copies the model to every device and divides each micro-batch evenly."""
-    return _replicated(problem, microbatches, [1.0] * len(problem.devices), by="data-parallel")
+    even = split_samples(problem.options.batch // microbatches, (1.0,) * len(problem.devices))
+    return _replicated(problem, microbatches, even, by="data-parallel")
 
 
 def data_parallel_by_speed(problem: Problem, microbatches: int) -> Plan:
-    """Return the same with shares in proportion to each device's speed, in whole samples."""
-    size = problem.options.batch / microbatches
-    speeds = [1.0 / max(problem.op_seconds(device, size / len(problem.devices)).sum(), 1e-12)
-              for device in problem.devices]
-    return _replicated(problem, microbatches, speeds, by="data-parallel-by-speed")
+    """Return the same with shares by speed, in whole samples, so that all devices end at about the same time."""
+    counts = fair_samples(problem.options.batch // microbatches, len(problem.devices), problem.device_seconds)
+    return _replicated(problem, microbatches, counts, by="data-parallel-by-speed")
 
 
-def _replicated(problem: Problem, microbatches: int, weights: Sequence[float], *, by: str) -> Plan:
+def _replicated(problem: Problem, microbatches: int, counts: Sequence[int], *, by: str) -> Plan:
     size = problem.options.batch // microbatches
-    counts = split_samples(size, tuple(weights))
     used = [(device, count) for device, count in zip(problem.devices, counts, strict=True) if count]
     if len(used) < 2:
         raise NoFeasiblePlan(f"data parallelism needs 2 or more samples in each micro-batch, not {size}: "

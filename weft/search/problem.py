@@ -110,18 +110,26 @@ class Problem:
         again = forward if self.options.recompute else 0.0
         return np.asarray(forward + again + self.costs.op_seconds("B", fraction)[:, column], dtype=np.float64)
 
+    def device_seconds(self, device: int, num_samples: float) -> float:
+        """Return the time of the whole model on the device, for that many samples at once."""
+        return float(self.op_seconds(DeviceId(device), num_samples).sum())
+
     def work_bound(self) -> float:
         """Return seconds that no plan for this step can beat: all devices busy all the time, nothing sent.
 
         An operator's work on the whole batch, divided over all devices at their own speeds, takes at least
-        ``1 / sum(1 / t_d)``; overheads and parameter reads are counted once, so smaller pieces only take longer.
+        ``1 / sum(1 / t_d)``; overheads and parameter reads are counted once, so smaller pieces only take longer. Where
+        operators were measured at several sizes, the size that is best by the sample counts.
         """
+        batch = self.options.batch
+        measured = [1.0, *(item.fraction for item in self.costs.measured_at)] if self.costs.measured_at else []
+        sizes = [batch, *(size for size in (item * self.graph.batch for item in measured) if size < batch)]
         rates = np.zeros(self.graph.num_ops)
         idle = np.zeros(self.graph.num_ops, dtype=bool)
         first_of = {self.costs.column_of_device[device]: device for device in reversed(self.devices)}
         counts = Counter(self.costs.column_of_device)
         for column, device in first_of.items():
-            seconds = self.op_seconds(device, self.options.batch)
+            seconds = np.minimum.reduce([self.op_seconds(device, size) * (batch / size) for size in sizes])
             idle |= seconds <= 0
             rates += counts[column] / np.where(seconds > 0, seconds, 1.0)
         return float(np.where(idle, 0.0, 1.0 / rates).sum())

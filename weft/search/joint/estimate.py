@@ -27,6 +27,7 @@ from weft.cost.op_classes import op_classes
 from weft.errors import NoFeasiblePlan
 from weft.model.graph import F64
 from weft.plan.plan import split_samples
+from weft.search.fair import fair_samples
 from weft.search.joint.chain import Chain
 from weft.search.joint.path import pipeline_order, pipeline_seconds
 from weft.search.joint.setting import Setting, StageMesh, Team
@@ -81,11 +82,10 @@ class Estimator:
         if size < len(mesh.teams):
             return None
         if len(self._sorts(mesh)) == 1:
-            speeds = (1.0,) * len(mesh.teams)
+            counts = split_samples(size, (1.0,) * len(mesh.teams))
         else:
-            speeds = tuple(1.0 / max(sum(float(column[-1]) for column in self.chain.passes(
-                team, max(1.0, size / len(mesh.teams)))), 1e-12) for team in mesh.teams)
-        counts = split_samples(size, speeds)
+            counts = fair_samples(size, len(mesh.teams), lambda member, samples: sum(
+                float(column[-1]) for column in self.chain.passes(mesh.teams[member], samples)))
         return counts if min(counts) > 0 else None
 
     def members(self, mesh: StageMesh, size: int) -> tuple[tuple[Team, int], ...]:
