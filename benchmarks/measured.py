@@ -14,9 +14,10 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 import numpy as np
@@ -57,26 +58,34 @@ class Summary:
     mean_memory_error: float | None
     rank_correlation: float | None
     """Spearman's, of predicted and real times."""
+    skipped: dict[str, str]
+    """Rows that could not be predicted, and why."""
 
 
-def compare(file: MeasuredFile) -> list[Comparison]:
-    """Return every row of the file, predicted and real."""
-    result = []
+def compare(file: MeasuredFile) -> tuple[list[Comparison], dict[str, str]]:
+    """Return every row of the file that can be predicted, predicted and real, and why the others cannot."""
+    result, skipped = [], dict(file.skipped)
     for row in file.rows:
-        found = predict(file, row)
+        try:
+            found = predict(file, row)
+        except InputError as problem:
+            skipped[row.name] = str(problem)
+            continue
         result.append(Comparison(
             name=row.name, predicted_iteration_s=found.seconds, real_iteration_s=row.real_iteration_s,
             time_error=_error(found.seconds, row.real_iteration_s), predicted_peak_bytes=round(found.peak_bytes),
             real_peak_bytes=None if row.real_peak_bytes is None else round(row.real_peak_bytes),
             memory_error=_error(found.peak_bytes, row.real_peak_bytes), pipeline_s=found.pipeline_s,
             gradients_s=found.gradients_s, update_s=found.update_s))
-    return result
+    if not result:
+        raise InputError(f"no row can be predicted. {next(iter(skipped))}: {next(iter(skipped.values()))}")
+    return result, skipped
 
 
-def summarize(rows: Sequence[Comparison]) -> Summary:
+def summarize(rows: Sequence[Comparison], skipped: Mapping[str, str] = MappingProxyType({})) -> Summary:
     """Return mean errors, without their signs, and the rank correlation of the times."""
     timed = [(row.predicted_iteration_s, row.real_iteration_s) for row in rows if row.real_iteration_s is not None]
-    return Summary(rows=len(rows), mean_time_error=_mean([row.time_error for row in rows]),
+    return Summary(rows=len(rows), skipped=dict(skipped), mean_time_error=_mean([row.time_error for row in rows]),
                    mean_memory_error=_mean([row.memory_error for row in rows]),
                    rank_correlation=rank_correlation([one for one, _ in timed], [other for _, other in timed]))
 
@@ -141,11 +150,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if args.file is None and not DEFAULT.exists():
             raise InputError(f"the default, ../shared/data/measured/{DEFAULT.name}, is not beside this repository: "
                              "name a FILE")
-        rows = compare(load_measured(args.file or DEFAULT))
+        rows, skipped = compare(load_measured(args.file or DEFAULT))
     except WeftError as problem:
         print(f"error: {problem}", file=sys.stderr)
         return problem.exit_code
-    summary = summarize(rows)
+    summary = summarize(rows, skipped)
+    for name, why in skipped.items():
+        print(f"note: {printable(name)} is left out: {printable(why)}", file=sys.stderr)
     if args.json:
         print(json.dumps({"rows": [asdict(row) for row in rows], "summary": asdict(summary)}, indent=1))
     else:

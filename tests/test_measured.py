@@ -1,6 +1,7 @@
 """Predicted against measured training plans (benchmarks/measured.py), on small files made here."""
 
 import copy
+import itertools
 import json
 import math
 import random
@@ -158,7 +159,55 @@ def test_link_rates_stay_between_the_bounds_of_their_fit():
     fit = ((-0.2, 3.0, 10.0), 20 * GB)
     assert link_rate(fit, 2**20) == 10 * GB
     assert link_rate(fit, 64 * MB) == 20 * GB
-    assert link_rate(fit, 1.0) == link_rate(fit, 0.0) == pytest.approx(0.02 * GB)
+    assert link_rate(((-1.0, 8.0, 0.0), 100 * GB), 2**14 * MB) == pytest.approx(16 * GB), "past the top it does not fall"
+    assert link_rate(((0.5, 0.0, 1.0), 100 * GB), 1.0) <= 1 * GB
+
+
+def test_smaller_messages_never_take_longer():
+    """A parabola that is negative below a few hundred kB."""
+    for fit in (((-0.2, 3.0, 10.0), 20 * GB), ((-0.0858, 1.8, 6.2), 23 * GB), ((0.3, 1.0, 2.0), 50 * GB)):
+        sizes = [2**power for power in range(38)]
+        seconds = [size / link_rate(fit, size) for size in sizes]
+        assert all(one <= other * (1 + 1e-9) for one, other in itertools.pairwise(seconds)), fit
+
+
+def test_rows_for_which_something_is_missing_are_left_out(tmp_path, capsys):
+    good, bad, apart = (row(([0], [(gpu, tensor)]), name=name) for gpu, tensor, name in
+                        (("fast", 1, "good"), ("fast", 64, "bad"), ("slow", 1, "apart")))
+    apart["stages"] += row(([1], [("fast", 1)]))["stages"]
+    del good["name"]
+    raw = content(good, bad, apart)
+    raw["inter_node"] = None
+    raw["intra_node"]["slow"] = {"2": [[0, 0, 0], 0]}
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps(raw))
+    assert main([str(path), "--json"]) == 0
+    captured = capsys.readouterr()
+    result = json.loads(captured.out)
+    assert [item["name"] for item in result["rows"]] == ["row 0"]
+    assert list(result["summary"]["skipped"]) == ["bad", "apart"]
+    assert "bad is left out" in captured.err
+
+
+def test_micro_batches_between_profiled_ones_are_interpolated():
+    raw = content(row(([0], [("fast", 1)]), micro_batch=3, batch=3))
+    raw["profile"]["fast"] = {size: {"1": {"0": times}} for size, times in
+                              (("1", [1.0, 2.0, 7.0]), ("2", [1.5, 3.0, 7.0]), ("4", [2.5, 5.0, 7.0]))}
+    file = load_raw(raw)
+    replica = file.rows[0].stages[0].replicas[0]
+    assert file.layer_times(replica, 3, 0) == (2.0, 4.0, 7.0)
+    assert file.layer_times(replica, 8, 0) == (4.5, 9.0, 7.0)
+    assert file.layer_times(replica, 2, 0) == (1.5, 3.0, 7.0)
+    raw["profile"]["fast"] = {"4": {"1": {"0": [2.0, 4.0]}}}
+    assert load_raw(raw).layer_times(replica, 2, 0) == (1.0, 2.0, 0.0)
+
+
+def test_sizes_may_be_numbers_of_floats():
+    raw = content(row(([0], [("fast", 1)])))
+    raw["sizes"]["1"]["0"] = {"params_floats": 10, "act_mem_floats": 20, "act_output_floats": 30}
+    file = load_raw(raw)
+    found = file.layer_sizes(file.rows[0].stages[0].replicas[0], 0)
+    assert (found.params_bytes, found.act_mem_bytes, found.act_output_bytes) == (40, 80, 120)
 
 
 def test_rank_correlation_shares_the_ranks_of_equal_values():
@@ -205,9 +254,9 @@ def _broken(change):
 
 
 BROKEN = {
-    "no micro-batch": (lambda raw: raw["rows"][0].update(micro_batch=3, global_batch=6),
-                       "rows[0] (plan): stage 0: profile of fast has no micro-batch 3 (it has 1, 2)"),
-    "no tensor degree": (lambda raw: raw["profile"]["fast"]["1"].pop("2"), "has no tensor degree 2 for micro-batch 1"),
+    "no tensor degree": (lambda raw: raw["profile"]["fast"]["1"].pop("2"),
+                         "rows[0] (plan): stage 0: profile of fast has no tensor degree 2 (it has 1)"),
+    "no micro-batches": (lambda raw: raw["profile"]["fast"].update({"x": {}}), "whole numbers from 1 on, not by 'x'"),
     "no sizes": (lambda raw: raw["sizes"].pop("2"), "sizes has no tensor degree 2 (it has 1)"),
     "no layer": (lambda raw: raw["rows"][0]["stages"][1].update(layers=[99]), "has no layer 99"),
     "no kind": (lambda raw: raw["gpus"].pop("slow"), "gpus has no kind 'slow'"),
@@ -221,7 +270,9 @@ BROKEN = {
     "field missing": (lambda raw: raw.pop("profile"), "profile is missing"),
     "wrong type": (lambda raw: raw["rows"][0].update(micro_batch="1"), "rows[0].micro_batch must be a whole number"),
     "wrong fit": (lambda raw: raw["inter_node"].update({"fast>slow": [1, 2]}), "fast>slow[0] must be a list"),
-    "negative time": (lambda raw: raw["profile"]["slow"]["1"]["1"].update({"0": [1, -1, 0]}), "negative time"),
+    "negative time": (lambda raw: raw["profile"]["slow"]["1"]["1"].update({"0": [1, -1, 0]}), "times from 0 to 1e+09 s"),
+    "huge time": (lambda raw: raw["profile"]["slow"]["1"]["1"].update({"0": [1, 1e308, 0]}), "times from 0 to 1e+09 s"),
+    "huge size": (lambda raw: raw["sizes"]["1"]["0"].update(params_bytes=1e308), "sizes from 0 to 1e+18 bytes"),
     "real time": (lambda raw: raw["rows"][0].update(real_iteration_s=0), "real_iteration_s must be above 0"),
     "huge": (lambda raw: raw["rows"][0].update(global_batch=10**9), "more than 1000000 in all"),
 }
