@@ -24,7 +24,7 @@ from weft.search.deploy.search import DeployOptions, deploy
 from weft.search.joint.build import build_plan
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
-from weft.search.joint.layouts import degrees, teams_of
+from weft.search.joint.layouts import teams_of
 from weft.search.joint.setting import Layout, Setting, StageMesh, Team
 from weft.search.problem import Problem, divisors
 
@@ -99,7 +99,9 @@ def _zero(estimator: Estimator) -> Iterator[Estimate]:
 
 def _megatron(estimator: Estimator, splits: Splits) -> Iterator[Estimate]:
     groups = estimator.problem.cluster.groups_by_host_and_kind()
-    for degree in degrees(estimator.problem.cluster, (degree for _, degree in splits)):
+    for degree in sorted({1, *(degree for _, degree in splits)}):
+        if any(len(group) % degree for group in groups):
+            continue
         teams = [team for group in groups for team in teams_of(group, degree)]
         for recompute in (False, True):
             yield from _fewest_stages(estimator, teams, recompute=recompute)

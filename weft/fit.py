@@ -328,7 +328,7 @@ class _Fitter:
         smallest = min((device.memory_bytes for device in self.devices if device.memory_bytes is not None), default=0)
         for degree, members in teams_by_degree(groups):
             num_teams = len(self.devices) // degree
-            if len(members) < len(groups) or self.choices[0] * num_teams > self.problem.options.batch:
+            if any(len(group) % degree for group in groups) or self.choices[0] * num_teams > self.problem.options.batch:
                 continue
             if state_bytes(self.problem).sum() > degree * smallest > 0:
                 continue  # even its parts would be too large

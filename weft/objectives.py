@@ -275,6 +275,6 @@ def splits_of_part(cluster: Cluster, splits: Splits, part: Cluster) -> Splits:
     for index, group in enumerate(groups):
         origin = whole[part.devices[group[0]].host, part.devices[group[0]].kind]
         for degree in degrees:
-            if (origin, degree) in splits and len(group) % degree == 0:
+            if (origin, degree) in splits and len(group) >= degree:
                 found[index, degree] = splits[origin, degree]
     return found

@@ -91,9 +91,9 @@ def test_devices_hold_less_where_they_divide_operators():
     assert divided.outcome.used.max() < 0.7 * whole.outcome.used.max()
 
 
-def test_degrees_are_powers_of_two_that_divide_a_group():
+def test_degrees_are_powers_of_two_for_which_a_group_has_devices():
     groups = problem_of(cluster_of(host("a", 4), host("b", 2), host("c", 3), host("d", 1))).cluster
-    assert list(teams_by_degree(groups.groups_by_host_and_kind())) == [(2, [0, 1]), (4, [0])]
+    assert list(teams_by_degree(groups.groups_by_host_and_kind())) == [(2, [0, 1, 2]), (4, [0])]
 
 
 def test_without_hosts_of_several_devices_nothing_is_divided():
@@ -110,3 +110,27 @@ def test_the_plan_of_a_sharding_takes_as_long_as_the_search_says(shape):
     graph = trace(folded.traced.source, batch_dims=True).graph
     timeline = simulate(check_plan(plan, graph, cluster), estimate_costs(graph, cluster), cluster)
     assert timeline.step_time_s == pytest.approx(plan.search.step_time, rel=0.1)
+
+
+@pytest.mark.parametrize("mode", ["training", "inference"])
+def test_samples_are_not_divided_so_that_one_of_them_takes_no_less_than_it_can(mode):
+    """Devices that divided samples would look four times as fast with one sample, which cannot be divided."""
+    source, cluster = source_of(GPT, mode=mode), cluster_of(host("a", 4), inside="1GB/s")
+    seconds = {}
+    for batch in (1, 8):
+        graph = trace(source, batch=batch, backward="rule" if mode == "training" else "none", batch_dims=True).graph
+        folded = trace_folded(source, batch=batch)
+        costs, whole = estimate_costs(folded.traced.graph, cluster), estimate_costs(graph, cluster)
+        (split,) = split_operators(folded, graph, costs, [(0, 1, 2, 3)], is_size_known=batch == 1)
+        seconds[batch] = sum(split.seconds(which, whole.op_seconds(phase, 1 / batch)[:, 0], 1).sum()
+                             for which, phase in enumerate(("F", "B") if mode == "training" else ("F",)))
+    assert seconds[8] >= 0.97 * seconds[1]
+
+
+def test_results_are_brought_whole_to_all_devices():
+    source, cluster = source_of(GPT, mode="inference"), cluster_of(host("a", 4), inside="1GB/s")
+    folded = trace_folded(source, batch=1)
+    plan = search_plan(folded, cluster, shape=(4,), optimizer=Optimizer(kind="none"))
+    graph = trace(folded.traced.source, batch_dims=True).graph
+    timeline = simulate(check_plan(plan, graph, cluster), estimate_costs(graph, cluster), cluster)
+    assert timeline.step_time_s >= 0.999 * plan.search.step_time

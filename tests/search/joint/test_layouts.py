@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.search.deploy.worlds import cluster_of, host
-from weft.search.joint.layouts import degrees, layouts, teams_of
+from weft.errors import InputError
+from weft.search.joint.layouts import even_layout, layouts, teams_of
 
 MAX_STAGES = 16
 RATES = ("1GFLOP/s", "2GFLOP/s", "5GFLOP/s")
@@ -20,16 +21,16 @@ def cluster_with(sizes):
     return cluster_of(*(host(f"h{index}x", count, rate=rate) for index, (count, rate) in enumerate(sizes)))
 
 
-def all_layouts(cluster, degree):
+def all_layouts(cluster, degree, batch=2520):
     rates = {name: float(name[1:].removesuffix("GFLOP/s")) for name in cluster.kinds}
-    return list(layouts(cluster, degree, [rates[device.kind] for device in cluster.devices], max_stages=MAX_STAGES))
+    return list(layouts(cluster, degree, lambda team: rates[cluster.devices[team[0]].kind], batch=batch, max_stages=MAX_STAGES))
 
 
 @given(hosts)
 @settings(max_examples=25, deadline=None)
 def test_devices_are_used_once_at_most_and_teams_stay_in_a_host_and_kind(sizes):
     cluster = cluster_with(sizes)
-    for degree in degrees(cluster, (2, 4)):
+    for degree in (1, 2, 4):
         found = all_layouts(cluster, degree)
         assert len(found) == len({tuple(mesh.teams for mesh in layout) for layout in found})
         for layout in found:
@@ -55,9 +56,29 @@ def test_slow_groups_may_be_left_out_and_groups_be_stages_of_their_own():
     assert ((0, 1, 2, 3, 4, 5),) in found
 
 
-@pytest.mark.parametrize(("sizes", "expected"), [([8], [1, 2, 4, 8]), ([4, 8], [1, 2, 4]), ([4, 6], [1, 2]), ([3], [1])])
-def test_degrees_divide_every_group(sizes, expected):
-    assert degrees(cluster_with([(size, RATES[0]) for size in sizes]), (2, 4, 8, 2)) == expected
+def test_devices_that_make_up_no_team_stay_idle():
+    cluster = cluster_with([(5, RATES[0]), (1, RATES[2]), (2, RATES[1])])
+    found = {tuple(tuple(sorted(mesh.devices)) for mesh in layout) for layout in all_layouts(cluster, 2)}
+    assert ((0, 1, 2, 3, 6, 7),) in found
+    assert ((6, 7),) in found, "the fastest host that has a team"
+    assert not any(4 in devices or 5 in devices for layout in found for devices in layout)
+    assert all_layouts(cluster, 8) == []
+
+
+def test_fewer_devices_are_tried_where_their_number_suits_better():
+    seven = {(len(layout), len(layout[0].teams)) for layout in all_layouts(cluster_with([(7, RATES[0])]), 1, batch=6)}
+    assert seven == {(1, 7), (7, 1), (1, 6), (2, 3), (3, 2), (6, 1), (1, 4), (2, 2), (4, 1)}
+
+
+def test_with_many_hosts_the_fastest_ones_alone_are_tried():
+    cluster = cluster_with([(2, RATES[index % 3]) for index in range(8)])
+    found = {tuple(sorted(device for mesh in layout for device in mesh.devices)) for layout in all_layouts(cluster, 2)}
+    assert (4, 5, 10, 11) in found, "both of the fastest kind"
+
+
+def test_large_even_layouts_have_no_idle_devices():
+    with pytest.raises(InputError, match="5 devices cannot be divided into 1 stages of teams of 2"):
+        even_layout(cluster_with([(5, RATES[0])]), 2, 1)
 
 
 def test_teams_are_consecutive():

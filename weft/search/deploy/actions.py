@@ -73,7 +73,7 @@ def list_actions(groups: Sequence[Sequence[DeviceId]], speeds: Sequence[float], 
         if len(subset) > 1 and any(len(groups[group]) > 1 for group in subset):
             add("pipeline groups")
         for degree in degrees:
-            if all((group, degree) in teams for group in subset):
+            if all((group, degree) in teams and len(groups[group]) % degree == 0 for group in subset):
                 add("tensor", degree=degree)
     for index, group in enumerate(groups):
         few = sum(len(group) for group in groups) <= MAX_SINGLE

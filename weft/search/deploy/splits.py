@@ -65,7 +65,7 @@ def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph
         firsts = _distinct(problem.cluster, [groups[group][:degree] for group in members])
         try:
             tables = split_operators(folded, problem.graph, costs, list(dict.fromkeys(firsts)), budget=budget,
-                                     optimizer=problem.options.optimizer)
+                                     optimizer=problem.options.optimizer, is_size_known=is_size_known(problem))
         except (NoFeasiblePlan, ModelError):
             break  # no time left, or nothing to divide: the search goes on without
         known = dict(zip(dict.fromkeys(firsts), tables, strict=True))
@@ -73,11 +73,17 @@ def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph
     return found
 
 
+def is_size_known(problem: Problem) -> bool:
+    """Return whether micro-batches have just as many samples as the graph."""
+    number = problem.options.microbatches
+    return number is not None and problem.options.batch == number * problem.graph.batch
+
+
 def teams_by_degree(groups: Sequence[Sequence[DeviceId]]) -> Iterator[tuple[int, list[int]]]:
-    """Yield each degree with the device groups that it divides evenly."""
+    """Yield each degree with the device groups that have a team of so many."""
     degree = 2
     while degree <= MAX_DEGREE:
-        members = [index for index, group in enumerate(groups) if len(group) >= degree and len(group) % degree == 0]
+        members = [index for index, group in enumerate(groups) if len(group) >= degree]
         if members:
             yield degree, members
         degree *= 2

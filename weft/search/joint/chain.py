@@ -12,7 +12,6 @@ from typing import Final
 
 import numpy as np
 
-from weft.cluster.cluster import DeviceId
 from weft.model.graph import F64, I64, TensorRole
 from weft.plan.layout import stage_inputs
 from weft.plan.local_tensors import local_tensors
@@ -182,7 +181,7 @@ class Chain:
         sizes = [self.problem.cluster.devices[device].memory_bytes for device in team]
         return min((float(size) for size in sizes if size is not None), default=float("inf"))
 
-    def speed(self, device: DeviceId) -> float:
-        """Return samples per second of the whole model on one device."""
+    def speed(self, team: Team) -> float:
+        """Return samples per second of the whole model on a team."""
         return self.problem.graph.batch / max(float(sum(column[-1] for column in self.passes(
-            (device,), float(self.problem.graph.batch)))), 1e-12)
+            team, float(self.problem.graph.batch)))), 1e-12)

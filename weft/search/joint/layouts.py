@@ -2,15 +2,18 @@
 
 Two families, for each tensor degree ``t`` (teams of ``t`` devices of one host and kind):
 
-- *even*: all teams in order, divided into ``p`` equal runs, one for each stage;
+- *even*: all teams in order, divided into ``p`` equal runs, one for each stage; and the same for fewer teams, where
+  their number suits the batch better;
 - *grouped*, where devices differ: device groups (one host, one kind) in one of a few orders; each stage takes a run of
   groups, or a group is divided into several stages. Slow groups may be left out.
+
+Devices that make up no whole team stay idle.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
 from weft.cluster.cluster import Cluster, DeviceId
@@ -19,21 +22,25 @@ from weft.search.joint.setting import Layout, StageMesh, Team
 from weft.search.problem import divisors
 
 MAX_GROUPS: Final = 6
-"""With more device groups than this, runs of groups are not enumerated."""
+"""With more device groups than this, only some runs of groups are looked at."""
 MAX_STAGES_IN_GROUP: Final = 8
+MAX_FEWER: Final = 64
+"""With more teams than this, all of them are used."""
+Speed = Callable[[Team], float]
+"""Samples per second of the whole model on a team."""
 
 
-def degrees(cluster: Cluster, known: Iterable[int]) -> list[int]:
-    """Return the tensor degrees to try: 1, and those of ``known`` that divide every host's devices of a kind."""
-    sizes = [len(group) for group in cluster.groups_by_host_and_kind()]
-    return [1, *(degree for degree in sorted(set(known)) if all(size % degree == 0 for size in sizes))]
+def layouts(cluster: Cluster, degree: int, speed: Speed, *, batch: int, max_stages: int,
+            teams: Collection[tuple[int, int]] | None = None) -> Iterator[Layout]:
+    """Yield layouts with teams of ``degree`` devices, each once.
 
-
-def layouts(cluster: Cluster, degree: int, speed: Sequence[float], *, max_stages: int) -> Iterator[Layout]:
-    """Yield layouts with teams of ``degree`` devices, each once; ``speed`` is that of each device."""
-    groups = cluster.groups_by_host_and_kind()
+    ``teams`` are (device group, degree) for all groups that may divide operators; None for all.
+    """
+    groups = [teams_of(group, degree) for index, group in enumerate(cluster.groups_by_host_and_kind())
+              if len(group) >= degree and (degree == 1 or teams is None or (index, degree) in teams)]
     seen: set[tuple[frozenset[Team], ...]] = set()
-    for layout in itertools.chain(_even(groups, degree, max_stages), _grouped(groups, degree, speed, max_stages)):
+    for layout in itertools.chain(_even(groups, max_stages), _fewer(groups, speed, batch, max_stages),
+                                  _grouped(groups, speed, max_stages)):
         key = tuple(frozenset(mesh.teams) for mesh in layout)
         if key not in seen:
             seen.add(key)
@@ -42,43 +49,58 @@ def layouts(cluster: Cluster, degree: int, speed: Sequence[float], *, max_stages
 
 def even_layout(cluster: Cluster, degree: int, num_stages: int) -> Layout:
     """Return all devices in teams of ``degree``, divided into equal stages; raise ``InputError`` if they cannot be."""
-    found = (layout for layout in _even(cluster.groups_by_host_and_kind(), degree, num_stages)
+    groups = cluster.groups_by_host_and_kind()
+    found = (layout for layout in _even([teams_of(group, degree) for group in groups], num_stages)
              if len(layout) == num_stages)
     layout = next(found, None)
-    if layout is None:
+    if layout is None or any(len(group) % degree for group in groups):
         raise InputError(f"{cluster.num_devices} devices cannot be divided into {num_stages} stages of teams of "
                          f"{degree}: choose degrees whose product divides their number")
     return layout
 
 
 def teams_of(devices: Sequence[DeviceId], degree: int) -> tuple[Team, ...]:
-    """Return consecutive devices in teams."""
-    return tuple(tuple(devices[first : first + degree]) for first in range(0, len(devices), degree))
+    """Return consecutive devices in teams, as many as there are whole ones."""
+    return tuple(tuple(devices[first : first + degree]) for first in range(0, len(devices) - degree + 1, degree))
 
 
-def _even(groups: Sequence[Sequence[DeviceId]], degree: int, max_stages: int) -> Iterator[Layout]:
-    teams = [team for group in groups for team in teams_of(group, degree)]
-    for stages in divisors(len(teams)):
+def _even(groups: Sequence[Sequence[Team]], max_stages: int) -> Iterator[Layout]:
+    teams = [team for group in groups for team in group]
+    for stages in divisors(len(teams)) if teams else ():
         if stages <= max_stages:
             width = len(teams) // stages
             yield tuple(StageMesh(tuple(teams[first : first + width])) for first in range(0, len(teams), width))
 
 
-def _grouped(groups: Sequence[Sequence[DeviceId]], degree: int, speed: Sequence[float],
-             max_stages: int) -> Iterator[Layout]:
-    """Yield runs of groups as stages, for the groups that remain when the slowest are left out."""
-    if not 1 < len(groups) <= MAX_GROUPS:
+def _fewer(groups: Sequence[Sequence[Team]], speed: Speed, batch: int, max_stages: int) -> Iterator[Layout]:
+    """Yield even layouts of the fastest teams, as many as are a power of two or share the batch evenly."""
+    total = sum(map(len, groups))
+    if not 1 < total <= MAX_FEWER:
         return
-    by_speed = sorted(groups, key=lambda group: -sum(speed[device] for device in group))
-    by_device = sorted(groups, key=lambda group: -speed[group[0]])
-    for count in range(len(groups), 0, -1):
+    counts = {1 << (total.bit_length() - 1), max(count for count in range(1, total + 1) if batch % count == 0)}
+    ordered = sorted(groups, key=lambda group: -speed(group[0]))
+    for count in sorted(counts - {total}, reverse=True):
+        yield from _even([[team for group in ordered for team in group][:count]], max_stages)
+
+
+def _grouped(groups: Sequence[Sequence[Team]], speed: Speed, max_stages: int) -> Iterator[Layout]:
+    """Yield runs of groups as stages, for the groups that remain when the slowest are left out."""
+    if len(groups) < 2:
+        return
+    by_speed = sorted(groups, key=lambda group: -speed(group[0]) * len(group))
+    by_device = sorted(groups, key=lambda group: -speed(group[0]))
+    few = len(groups) <= MAX_GROUPS
+    counts = range(len(groups), 0, -1) if few else [1 << power for power in range(len(groups).bit_length())][::-1]
+    for count in counts:
         for order in (groups if count == len(groups) else by_device[:count], by_device[:count], by_speed[:count],
                       by_device[:count][::-1]):
-            for cut in itertools.product((False, True), repeat=count - 1):
-                yield from _divided(_runs(order, cut), degree, max_stages)
+            cuts = itertools.product((False, True), repeat=count - 1) if few else (
+                (False,) * (count - 1), (True,) * (count - 1))
+            for cut in cuts:
+                yield from _divided(_runs(order, cut), max_stages)
 
 
-def _runs(order: Sequence[Sequence[DeviceId]], cut: Sequence[bool]) -> list[list[Sequence[DeviceId]]]:
+def _runs(order: Sequence[Sequence[Team]], cut: Sequence[bool]) -> list[list[Sequence[Team]]]:
     runs = [[order[0]]]
     for group, begins in zip(order[1:], cut, strict=True):
         if begins:
@@ -88,17 +110,18 @@ def _runs(order: Sequence[Sequence[DeviceId]], cut: Sequence[bool]) -> list[list
     return runs
 
 
-def _divided(runs: Sequence[Sequence[Sequence[DeviceId]]], degree: int, max_stages: int) -> Iterator[Layout]:
+def _divided(runs: Sequence[Sequence[Sequence[Team]]], max_stages: int) -> Iterator[Layout]:
     """Yield the runs as stages: one for each, or those of a single group divided into equal parts, all or none."""
-    whole = tuple(StageMesh(tuple(team for group in run for team in teams_of(group, degree))) for run in runs)
-    yield whole
+    whole = tuple(StageMesh(tuple(team for group in run for team in group)) for run in runs)
+    if len(whole) <= max_stages:
+        yield whole
     for parts in range(2, MAX_STAGES_IN_GROUP + 1):
         pieces = [piece for run, mesh in zip(runs, whole, strict=True) for piece in _pieces(run, mesh, parts)]
         if len(pieces) > len(whole) and len(pieces) <= max_stages:
             yield tuple(pieces)
 
 
-def _pieces(run: Sequence[Sequence[DeviceId]], mesh: StageMesh, parts: int) -> list[StageMesh]:
+def _pieces(run: Sequence[Sequence[Team]], mesh: StageMesh, parts: int) -> list[StageMesh]:
     count = len(mesh.teams)
     parts = min(parts, count)
     if len(run) > 1 or count % parts:

@@ -20,7 +20,7 @@ from weft.search.deploy.deployer import NO_SPLITS, Splits
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.finalists import LARGE, JointResult, Tried, evaluate, refine
-from weft.search.joint.layouts import degrees, layouts
+from weft.search.joint.layouts import layouts
 from weft.search.joint.setting import Layout, Setting
 from weft.search.problem import Problem, divisors
 
@@ -104,10 +104,10 @@ def _is_worth_hoping(estimator: Estimator) -> bool:
 def _candidates(estimator: Estimator) -> Iterator[Setting]:
     """Yield the settings to estimate, without what only saves memory."""
     problem, chain = estimator.problem, estimator.chain
-    speed = [chain.speed(device) for device in problem.devices]
     max_stages = min(MAX_STAGES, chain.num_places - 1)
-    for degree in degrees(problem.cluster, (degree for _, degree in chain.splits)):
-        for layout in layouts(problem.cluster, degree, speed, max_stages=max_stages):
+    for degree in sorted({1, *(degree for _, degree in chain.splits)}):
+        for layout in layouts(problem.cluster, degree, chain.speed, batch=problem.options.batch, max_stages=max_stages,
+                              teams=chain.splits):
             for microbatches, chunks in _microbatches(problem, layout):
                 yield Setting(layout=layout, microbatches=microbatches, chunks=chunks)
 

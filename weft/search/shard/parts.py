@@ -14,9 +14,9 @@ bytes. An *edge* is a tensor that one part gives and another reads:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch import fx
@@ -92,6 +92,15 @@ class Edge:
     tensor: int
 
 
+class Result(NamedTuple):
+    """A tensor that the model gives."""
+
+    tensor: int
+    giver: int
+    """The part that makes it."""
+    output: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelParts:
     """All parts and edges of a traced model on a mesh."""
@@ -103,6 +112,15 @@ class ModelParts:
     part_of_op: dict[str, int]
     without_rule: dict[str, str]
     """Operators that no rule describes, by kind: where one of them is in the source."""
+    results: tuple[Result, ...] = ()
+    """What the model gives, which all devices are to have whole."""
+
+    def result_seconds(self, result: Result, num_bytes: float) -> F64:
+        """Return by strategy of its giver the time to bring a result of so many bytes whole to all devices."""
+        values = self.parts[result.giver].values[result.output]
+        whole = np.array([self.resharding.number((WHOLE,) * len(self.resharding.mesh.shape))])
+        shape = self.traced.graph.tensor_shapes[result.tensor]
+        return np.asarray(self.resharding.matrix(values, whole, num_bytes, shape)[:, 0], dtype=np.float64)
 
     def shape_of(self, edge: Edge) -> tuple[int, ...]:
         """Return the shape of an edge's tensor."""
@@ -167,8 +185,14 @@ class PartBuilder:
         for tensor, items in readings.items():
             self.pause()
             self._connect(tensor, items, givers)
-        return ModelParts(traced=self.traced, resharding=self.resharding, parts=tuple(self.parts),
-                          edges=tuple(self.edges), part_of_op=self.part_of_op, without_rule=self.without_rule)
+        results = tuple(Result(tensor, *givers[tensor]) for tensor in graph.outputs if tensor in givers)
+        found = ModelParts(traced=self.traced, resharding=self.resharding, parts=tuple(self.parts), results=results,
+                           edges=tuple(self.edges), part_of_op=self.part_of_op, without_rule=self.without_rule)
+        for result in results:
+            extra = found.result_seconds(result, float(graph.tensor_bytes[result.tensor]))
+            self.parts[result.giver] = _with(self.parts[result.giver],
+                                             seconds=self.parts[result.giver].seconds + extra)
+        return replace(found, parts=tuple(self.parts))
 
     def _trained(self) -> Bools:
         """Return which tensors need a gradient: those that depend on a parameter that is trained, not frozen."""
@@ -214,7 +238,6 @@ class PartBuilder:
             tensor = self.tensor_of.get(item.name)
             if tensor is not None:
                 givers[tensor] = (part, position)
-        self._add_results(part, givers)
 
     def _find_factors(self, ops: Sequence[tuple[int, str]]) -> None:
         """Note each operator's factors, and which of them readers want in blocks; readers come first."""
@@ -268,17 +291,6 @@ class PartBuilder:
                 if which in passes:
                     seconds[place] += mesh.seconds(axis, ALL_REDUCE, sizes).sum()
         return seconds
-
-    def _add_results(self, part: int, givers: dict[int, tuple[int, int]]) -> None:
-        """Add the time to bring results of the model, if this operator gives some, whole to all devices."""
-        for tensor in self.graph.outputs:
-            if givers.get(tensor, (-1, 0))[0] == part:
-                item = self.parts[part]
-                values = item.values[givers[tensor][1]]
-                whole = np.array([self.resharding.number((WHOLE,) * len(self.resharding.mesh.shape))])
-                extra = self.resharding.matrix(values, whole, float(self.graph.tensor_bytes[tensor]),
-                                               self.graph.tensor_shapes[tensor])[:, 0]
-                self.parts[part] = _with(item, seconds=item.seconds + extra)
 
     # ---- tensors ----------------------------------------------------------------------------------------------------
 

@@ -1,17 +1,19 @@
 """What every operator of a model takes where equal devices divide it among them: tensor parallelism, as searched.
 
-``split_operators`` finds the best way in which no gradient of a parameter is a sum over the devices (samples are not
-divided; that is what replicas are for), and says for each operator of the full model:
+``split_operators`` finds the best way in which no gradient of a parameter is a sum over the devices and no samples are
+divided (that is what replicas are for, and a step may have fewer samples than devices), and says for each operator of
+the full model:
 
     seconds for n samples = seconds of the whole operator for n samples * part + latency_s + n * s_per_sample
 
-where ``part`` is how much shorter it is on one of the devices, and the rest is what they exchange before and after it.
+where ``part`` is how much shorter it is on one of the devices, and the rest is what they exchange before and after it,
+and what it takes to start it, which is the same for a part as for the whole.
 Collectives count for the operator that reads what they bring.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -21,7 +23,7 @@ from weft.cost.costs import Costs, Phase
 from weft.cost.mesh import Mesh
 from weft.cost.roofline import PARTS, Part
 from weft.model.folded import FoldedModel
-from weft.model.graph import F64, Graph
+from weft.model.graph import F64, I64, Graph
 from weft.model.layout_steps import ALL_REDUCE
 from weft.model.tensor_layout import SUM, largest_part
 from weft.plan.plan import Optimizer, Sharding
@@ -65,29 +67,65 @@ class TensorCosts:
 
 
 def split_operators(folded: FoldedModel, graph: Graph, costs: Costs, groups: Sequence[Sequence[int]], *,
-                    optimizer: Optimizer | None = None, budget: Budget | None = None) -> list[TensorCosts]:
+                    optimizer: Optimizer | None = None, budget: Budget | None = None,
+                    is_size_known: bool = False) -> list[TensorCosts]:
     """Return how the devices of each group divide the operators of ``graph``, the full model of ``folded``.
 
     The groups have the same size and divide the model in the same way, the best for the first of them. ``costs`` are
-    those of the folded model.
+    those of the folded model. ``is_size_known``: steps have just as many samples as the graph, so that what is inside
+    each of them may be divided where samples and positions are one dimension.
     """
     searches = [MeshSearch(folded, costs, Mesh(costs.cluster, group, (len(group),), comm_fits=costs.comm_fits),
                            optimizer=optimizer or Optimizer(), limit_bytes=None, splits_states=False,
                            budget=budget or Budget(effort=float("inf"))) for group in groups]
-    best = searches[0].run(_without_sums)
+    dims = _batch_dims(folded.traced.graph, graph)
+
+    def allowed(parts: ModelParts, index: int) -> Bools | None:
+        return _allowed(parts, index, dims, graph.batch if is_size_known else None)
+
+    best = searches[0].run(allowed)
     return [_Table(replace(best, parts=search.parts), folded, graph, costs, search.assembler).make()
             for search in searches]
 
 
-def _without_sums(parts: ModelParts, index: int) -> Bools | None:
-    """Allow the strategies of an operator in which every parameter's gradient is there without adding up."""
-    if parts.parts[index].kind != "op":
+def _batch_dims(folded: Graph, graph: Graph) -> dict[int, int]:
+    """Return for tensors of the folded model the dimension that grows with the batch, where that is known."""
+    found = {}
+    for tensor, name in enumerate(folded.tensor_names):
+        dim = int(graph.tensor_batch_dim[graph.tensor_index[name]]) if name in graph.tensor_index else -1
+        if dim >= 0:
+            found[tensor] = dim
+    return found
+
+
+def _allowed(parts: ModelParts, index: int, dims: Mapping[int, int], batch: int | None) -> Bools | None:
+    """Allow the strategies that divide no samples and add up no gradients of parameters.
+
+    ``dims`` are batch dimensions by tensor; with a ``batch`` what is inside each sample may be divided.
+    """
+    part, layouts = parts.parts[index], parts.resharding.layouts
+    if part.kind == "parameter":
         return None
-    allowed = np.ones(len(parts.parts[index].seconds), dtype=np.bool_)
+    allowed = np.ones(len(part.seconds), dtype=np.bool_)
+
+    def keep_whole(tensor: int, numbers: I64) -> None:
+        dim = dims.get(tensor)
+        if dim is not None:
+            bad = [any(item.dim == dim and (batch is None or item.blocks % batch > 0) for item in layout)
+                   for layout in layouts]
+            allowed[:] &= ~np.array(bad, dtype=np.bool_)[numbers]
+
     for edge in parts.edges:
-        if edge.reader == index and edge.is_parameter and edge.returns is not None:
-            layouts = parts.resharding.layouts
+        if edge.giver == index:
+            keep_whole(edge.tensor, part.values[edge.output])
+        if edge.reader != index:
+            continue
+        keep_whole(edge.tensor, edge.reads)
+        if part.kind == "op" and edge.is_parameter and edge.returns is not None:
             allowed &= np.array([SUM not in layouts[number] for number in edge.returns.tolist()])
+    for result in parts.results:
+        if result.giver == index:
+            keep_whole(result.tensor, part.values[result.output])
     return allowed
 
 
@@ -131,6 +169,7 @@ class _Table:
             if part.choices is not None:
                 self._add_op(node, part.name, part.choices, strategy)
         self._add_edges()
+        self._add_results()
         sharding = plan_words(self.found, self.folded)
         return TensorCosts(part=self.part, latency_s=self.latency,
                            s_per_sample=self.rate, held_part=self._held(sharding), saved_part=self.saved,
@@ -148,8 +187,12 @@ class _Table:
             wanted: dict[Part, float] = {part: whole[part] if part in own else 0.0 for part in PARTS}
             total = sum(wanted.values())
             if total > 0:
-                seconds = op_seconds(choices, wanted, None if terms is None else dict(terms), op)[strategy]
-                self.part[which, ops] = seconds / total
+                seconds = float(op_seconds(choices, wanted, None if terms is None else dict(terms), op)[strategy])
+                fixed_s = 0.0 if terms is None else sum(float(terms[part].overhead_s[op]) for part in own)
+                fixed_s = fixed_s if fixed_s < min(total, seconds) else 0.0
+                part = (seconds - fixed_s) / (total - fixed_s)
+                self.part[which, ops] = part
+                self.latency[which, ops] += fixed_s * (1 - part)
         self.saved[ops] = choices.work[strategy]
         self._add_inside(ops, choices, strategy)
 
@@ -181,6 +224,16 @@ class _Table:
                     seconds, latency_s = (weight / len(ops) * self._moved(which, edge, giver, reader, size)
                                           for size in (edge.num_bytes, HARDLY))
                     self._add(which, ops, seconds, latency_s)
+
+    def _add_results(self) -> None:
+        """Add what brings the model's results whole to all devices."""
+        for result in self.parts.results:
+            size = float(self.folded.traced.graph.tensor_bytes[result.tensor])
+            for node, index in enumerate(self.found.graph.node_part):
+                if index == result.giver and self.ops_of[node]:
+                    seconds, latency_s = (float(self.parts.result_seconds(result, num_bytes)[self.found.choice[node]])
+                                          for num_bytes in (size, HARDLY))
+                    self._add(FORWARD, self.ops_of[node], seconds, latency_s)
 
     def _moved(self, which: int, edge: Edge, giver: int, reader: int, num_bytes: float) -> float:
         """Return the seconds to bring an edge's value to its reader, or the gradient back, if it has so many bytes."""
