@@ -15,6 +15,7 @@ from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster, Device, DeviceKind, Link
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
+from weft.errors import NoFeasiblePlan
 from weft.explain.changes import both_ways, tier_of, with_bandwidth, with_memory, with_more_devices
 from weft.explain.explanation import Explanation, explain, sentence
 from weft.explain.path import critical_path, walk_back
@@ -23,8 +24,9 @@ from weft.explain.waits import GRADIENTS, device_waits
 from weft.explain.whatif import memory_binds
 from weft.plan.lower import lower
 from weft.plan.orders import one_f_one_b
-from weft.planner import compare_strategies
+from weft.planner import Candidate, Comparison, compare_strategies
 from weft.search.problem import PlanOptions, Problem
+from weft.show.explain_tables import changes_table, comparison_lines
 from weft.simulate.engine import Simulator
 from weft.simulate.predict import simulate
 from weft.simulate.tasks import make_task_graph
@@ -231,6 +233,61 @@ def test_ctrl_c_keeps_the_explanation(monkeypatch):
     assert found.changes == ()
     assert found.path.shares
     assert "interrupted: nothing further is planned" in notes
+
+
+def test_ctrl_c_inside_the_planner_ends_all_planning(monkeypatch):
+    found, notes = planned_again(monkeypatch, lambda problem, request, **limits: replace(
+        compare_strategies(problem, ["1f1b"]), is_interrupted=True))
+    assert found.comparison is not None
+    assert found.changes == ()
+    assert "interrupted: nothing further is planned" in notes
+
+
+def test_the_plan_as_it_is_counts_on_a_better_cluster(monkeypatch):
+    """Nothing is planned for other clusters, but twice the bandwidth helps the plan at hand."""
+    first: list[Comparison] = []
+
+    def plan(problem, request, **limits):
+        if first:
+            raise NoFeasiblePlan("no strategy gives a plan:\n  - single: 3 B too little\nThe nearest: too little")
+        first.append(compare_strategies(problem, ["1f1b"]))
+        return first[0]
+
+    found, _ = planned_again(monkeypatch, plan)
+    by_name = {item.name.partition(" of ")[0].partition(" on ")[0]: item for item in found.changes}
+    more = next(item for name, item in by_name.items() if name.startswith("one more"))
+    assert (more.gain, more.step_time_s) == (0.0, found.comparison.best.step_time_s)
+    assert more.note == "no other plan was found: The nearest: too little"
+    wider = by_name["twice the bandwidth"]
+    assert wider.gain > 0
+    assert wider.strategy == ""
+    assert "the plan as it is" in {row[3] for row in changes_table(found).rows}
+
+
+def test_plans_found_for_a_change_count_for_the_cluster_as_it_is(monkeypatch):
+    """The first search was cut: what a longer one finds is no gain of the change."""
+    def plan(problem, request, **limits):
+        return compare_strategies(problem, ["single"] if limits.get("strategies") else ["1f1b"])
+
+    found, _ = planned_again(monkeypatch, plan)
+    wider = next(item for item in found.changes if item.name.startswith("twice the bandwidth"))
+    assert wider.before_s < found.comparison.best.step_time_s
+    assert wider.gain == 0.0, "one device sends nothing"
+    assert any("on the cluster as it is" in line for line in comparison_lines(found))
+
+
+def test_second_best_is_another_plan_than_this_one():
+    program, costs, cluster = pipeline_world("1f1b", 2, 4, activation_bytes=5)
+    plan = replace(program.plan, search=replace(program.plan.search, by="deploy auto"))
+    timeline = simulate(program, costs, cluster)
+    same = Candidate(strategy="deploy", plan=plan, timeline=timeline)
+    renamed = Candidate(strategy="other", timeline=timeline, plan=replace(
+        plan, stages=tuple(replace(stage, name=f"x{stage.name}") for stage in plan.stages),
+        order={device: tuple(f"x{action}" for action in actions) for device, actions in plan.order.items()}))
+    request = Request(graph=program.graph, options=PlanOptions(batch=4), costs_of=lambda graph, on: estimate_costs(graph, on))
+    found = explain(plan, request, cluster, timeline, replans=False,
+                    comparison=Comparison(candidates=(same, renamed), bound_s=0.0))
+    assert found.second is None
 
 
 def test_changes_that_are_not_reached_are_listed(monkeypatch):

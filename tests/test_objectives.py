@@ -55,7 +55,7 @@ def test_headroom_is_a_part_or_an_amount():
     assert with_headroom(cluster, "0%").digest == cluster.digest
     with pytest.raises(InputError, match=r"leaves no memory on 'b0', which has .*: give less, or a percentage"):
         with_headroom(cluster, "0.6GB")
-    with pytest.raises(InputError, match="leaves no memory: give less than 100%"):
+    with pytest.raises(InputError, match="must be at least 0% and less than 100%"):
         with_headroom(cluster, "100%")
     with pytest.raises(InputError, match="cannot read size"):
         with_headroom(cluster, "much")

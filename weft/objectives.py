@@ -35,7 +35,7 @@ REQUEST: Final = 1
 """Samples in a step, and in a request, where the user says nothing."""
 _SLACK: Final = 1 + 1e-9
 _RATE: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?(?:[eE][+-]?[0-9]+)?)\s*/\s*s\s*")
-_PERCENT: Final = re.compile(r"\s*([0-9]+(?:\.[0-9]*)?)\s*%\s*")
+_PERCENT: Final = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]*)?)\s*%\s*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +90,12 @@ def parse_target(text: str, *, batch: int) -> Target:
 def with_headroom(cluster: Cluster, text: str) -> Cluster:
     """Return the cluster with less memory on every device: ``'10%'`` of it, or ``'4GiB'``, stay free."""
     percent = _PERCENT.fullmatch(text)
-    if percent is not None and not float(percent[1]) < 100:
-        raise InputError(f"--headroom {text!r} leaves no memory: give less than 100%")
-    extra = None if percent is not None else parse_bytes(text)
+    if percent is not None and not 0 <= float(percent[1]) < 100:
+        raise InputError(f"--headroom {text!r} must be at least 0% and less than 100%")
+    try:
+        extra = None if percent is not None else parse_bytes(text)
+    except InputError as problem:
+        raise InputError(f"--headroom is a size such as 4GiB or a percentage such as 10%: {problem}") from problem
     devices = []
     for device in cluster.devices:
         size = device.memory_bytes
@@ -110,6 +113,16 @@ def with_headroom(cluster: Cluster, text: str) -> Cluster:
 def bind_to_cluster(comparison: Comparison, problem: Problem) -> Comparison:
     """Return the comparison with plans for the problem's cluster, which has the devices of the one planned for."""
     return replace(comparison, candidates=tuple(_bind(item, problem) for item in comparison.candidates))
+
+
+def with_bound(comparison: Comparison, bound_s: float) -> Comparison:
+    """Return the comparison with another bound, in all its plans too."""
+    def change(item: Candidate) -> Candidate:
+        if item.plan is None:
+            return item
+        return replace(item, plan=replace(item.plan, search=replace(item.plan.search, bound=bound_s)))
+
+    return replace(comparison, bound_s=bound_s, candidates=tuple(map(change, comparison.candidates)))
 
 
 def _bind(candidate: Candidate, problem: Problem) -> Candidate:
@@ -146,7 +159,7 @@ class Reached:
     """The fewest devices that reach a target."""
 
     comparison: Comparison
-    """For the whole cluster; its bound is that of the devices used."""
+    """For the whole cluster, as is its bound."""
     devices: tuple[str, ...]
     attempts: tuple[Attempt, ...]
     """In the order in which they were made."""
@@ -171,7 +184,8 @@ def fewest_devices(problem: Problem, target: Target, search: Search, *, splits: 
     found = trials.plan(order[:count])
     assert found is not None, "it was planned above"
     names = tuple(problem.cluster.devices[device].name for device in sorted(order[:count]))
-    return Reached(comparison=bind_to_cluster(found, problem), devices=names, attempts=tuple(trials.attempts.values()))
+    comparison = with_bound(bind_to_cluster(found, problem), problem.work_bound())
+    return Reached(comparison=comparison, devices=names, attempts=tuple(trials.attempts.values()))
 
 
 def _first_true(count: int, is_true: Callable[[int], bool]) -> int:

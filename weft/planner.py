@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MAX_MICROBATCH_CHOICES = 5
-"""So many numbers of micro-batches are tried for each strategy where the user gives none."""
+"""So many numbers of micro-batches are tried for each strategy where the user gives none, and more if none fits."""
 MIN_SCHEDULE_TIME_S = 0.1
 """So long a search for a schedule may take at least, where the time limit is divided among many."""
 
@@ -73,6 +73,10 @@ class Comparison:
     candidates: tuple[Candidate, ...]
     bound_s: float
     """No plan for this step on this cluster can be faster, by the cost model."""
+    is_complete: bool = True
+    """Nothing was left out because of the time limit or Ctrl-C."""
+    is_interrupted: bool = False
+    """Ctrl-C has ended the search."""
 
     @property
     def best(self) -> Candidate:
@@ -108,6 +112,7 @@ def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None
         build = _deploy_builder(deployments, splits, time_limit_s, progress)
         searches["deploy"] = partial(_deploy_candidate, problem, build, bound_s, time_limit_s)
     candidates: list[Candidate] = []
+    is_interrupted = False
     begin = time.monotonic()
     for name, search in searches.items():
         best_s = min((candidate.step_time_s for candidate in candidates), default=float("inf"))
@@ -115,15 +120,18 @@ def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None
         if has_plan and time_limit_s is not None and time.monotonic() - begin >= time_limit_s:
             progress(f"time limit: {name} and what follows are not tried")
             break
-        progress(f"{name}: best so far {best_s:.6g} s, bound {bound_s:.6g} s")
+        progress(f"{name}: {f'best so far {best_s:.6g} s' if has_plan else 'no plan yet'}, bound {bound_s:.6g} s")
         try:
             candidates.append(search())
         except KeyboardInterrupt:
             if not has_plan:
                 raise
             progress(f"interrupted: {name} and what follows are not tried")
+            is_interrupted = True
             break
-    comparison = Comparison(candidates=tuple(candidates), bound_s=bound_s)
+    is_cut = time_limit_s is not None and time.monotonic() - begin >= time_limit_s
+    comparison = Comparison(candidates=tuple(candidates), bound_s=bound_s, is_interrupted=is_interrupted,
+                            is_complete=len(candidates) == len(searches) and not is_cut)
     if comparison.best.plan is None:
         raise _nothing_fits(problem, candidates)
     return comparison
@@ -215,7 +223,9 @@ def _of_plan(timeline: Timeline, plan: Plan) -> Timeline:
 def _best_of_strategy(problem: Problem, name: str, build: Strategy, bound_s: float) -> Candidate:
     best = Candidate(strategy=name)
     misses: list[NoFeasiblePlan] = []
-    for microbatches in microbatch_choices(problem, name):
+    for number, microbatches in enumerate(microbatch_choices(problem, name)):
+        if number >= MAX_MICROBATCH_CHOICES and best.plan is not None:
+            break
         try:
             plan = build(problem, microbatches)
             timeline = evaluate(plan, problem)
@@ -238,9 +248,10 @@ def evaluate(plan: Plan, problem: Problem) -> Timeline:
 
 
 def microbatch_choices(problem: Problem, strategy: str) -> list[int]:
-    """Return the numbers of micro-batches to try: the user's, or a few divisors of the batch, what suits best first.
+    """Return the numbers of micro-batches to try: the user's, or divisors of the batch, what suits best first.
 
-    Pipelines want several micro-batches per stage, up to eight; plain strategies want few large ones.
+    Pipelines want several micro-batches per stage, up to eight; plain strategies want few large ones. What follows
+    saves memory, and is only of use where nothing before it fits.
     """
     if problem.options.microbatches is not None:
         return [problem.options.microbatches]
@@ -248,7 +259,7 @@ def microbatch_choices(problem: Problem, strategy: str) -> list[int]:
     if strategy == "deploy":
         return every[:1]
     if strategy == "single" or strategy.startswith("data-parallel"):
-        return every[:MAX_MICROBATCH_CHOICES]
-    num_devices = len(problem.devices)
-    wanted = [number for number in every if number <= 8 * num_devices]
-    return wanted[-MAX_MICROBATCH_CHOICES:][::-1]
+        return every
+    most = 8 * len(problem.devices)
+    wanted = [number for number in every if number <= most][-MAX_MICROBATCH_CHOICES:][::-1]
+    return wanted if strategy not in STRATEGIES else [*wanted, *(number for number in every if number > most)]

@@ -140,6 +140,9 @@ def format_bytes(num_bytes: float) -> str:
 
 def format_time(time_s: float) -> str:
     """Return ``time_s`` for people: ``'3.15 ms'``."""
+    for unit, scale in (("days", 86400.0), ("h", 3600.0)):
+        if abs(time_s) >= 2 * scale:
+            return f"{time_s / scale:.4g} {unit}"
     for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if abs(time_s) >= scale or unit == "us":
             return f"{time_s / scale:.4g} {unit}"

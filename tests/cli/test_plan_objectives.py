@@ -64,3 +64,33 @@ def test_what_was_tried_is_printed(capsys):
 def test_what_it_refuses(capsys, code, arguments, message):
     assert main(["plan", MODEL, CLUSTER, *QUICK, *arguments]) == code
     assert message in capsys.readouterr().err
+
+
+def test_the_bound_of_a_target_is_that_of_the_whole_cluster(tmp_path, capsys):
+    out = tmp_path / "plan.json"
+    run_json(capsys, *QUICK, "--target", "10s", "-o", str(out))
+    alone = run_json(capsys, *QUICK)
+    assert load_plan(out).search.bound == pytest.approx(alone["bound"])
+
+
+def test_no_input_is_written_over(tmp_path, capsys):
+    cluster, plan, page = tmp_path / "cluster.yaml", tmp_path / "plan.json", tmp_path / "page.html"
+    cluster.write_text('format: weft.cluster\nversion: 1\nhosts: [{name: a, devices: "1 x A100-80GB"}]\n')
+    before = cluster.read_text()
+    for arguments, message in (
+            (["plan", MODEL, str(cluster), "-o", str(cluster)], "is an input as well, which would be lost"),
+            (["plan", MODEL, CLUSTER, "-o", str(plan), "--html", str(plan)], "is that of --out as well"),
+            (["plan", MODEL, CLUSTER, "-o", str(tmp_path)], "it is a folder"),
+            (["plan", MODEL, CLUSTER, "--time-limit", "0"], "--time-limit must be a number of seconds above 0"),
+            (["plan", MODEL, CLUSTER, "--time-limit", "nan"], "--time-limit must be a number of seconds above 0"),
+            (["plan", MODEL, CLUSTER, "--headroom=-5%"], "must be at least 0% and less than 100%"),
+            (["plan", MODEL, CLUSTER, "--headroom", "much"], "--headroom is a size such as 4GiB or a percentage")):
+        assert main(arguments) == 2
+        assert message in capsys.readouterr().err
+    assert cluster.read_text() == before
+    assert not plan.exists()
+    assert main(["plan", MODEL, str(cluster), *QUICK, "-o", str(plan)]) == 0
+    kept = plan.read_text()
+    assert main(["show", str(plan), "--html", str(plan)]) == 2
+    assert plan.read_text() == kept
+    assert main(["show", str(plan), "--html", str(page)]) == 0

@@ -172,8 +172,16 @@ def test_options_are_checked():
 
 def test_microbatch_choices_are_the_users_or_divisors():
     assert microbatch_choices(problem_of(microbatches=8), "1f1b") == [8]
-    assert microbatch_choices(problem_of(batch=24), "single") == [1, 2, 3, 4, 6]
-    assert microbatch_choices(problem_of(batch=96), "1f1b") == [32, 24, 16, 12, 8]
+    assert microbatch_choices(problem_of(batch=24), "single") == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert microbatch_choices(problem_of(batch=96), "1f1b") == [32, 24, 16, 12, 8, 48, 96]
+
+
+def test_more_micro_batches_are_tried_where_memory_needs_them():
+    problem = problem_of(batch=96)
+    few, many = (evaluate(STRATEGIES["single"](problem, number), problem).memory.peak_bytes(3) for number in (48, 96))
+    devices = tuple(replace(device, memory_bytes=(few + many) // 2) for device in problem.cluster.devices)
+    tight = replace(problem, cluster=replace(problem.cluster, devices=devices))
+    assert compare_strategies(tight, ["single"]).best.plan.microbatches == 96
 
 
 def test_a_time_limit_keeps_what_was_found():

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,6 +49,27 @@ def choice(option: str, text: str, allowed: tuple[str, ...]) -> Any:
     if text not in allowed:
         raise InputError(f"{option} must be one of {', '.join(allowed)}, not {text!r}")
     return text
+
+
+def check_time_limit(time_limit: float | None) -> None:
+    """Raise ``InputError`` unless the limit is a number of seconds, or there is none."""
+    if time_limit is not None and not (math.isfinite(time_limit) and time_limit > 0):
+        raise InputError(f"--time-limit must be a number of seconds above 0, not {time_limit}")
+
+
+def check_outputs(outputs: Mapping[str, Path | None], inputs: Sequence[str | Path | None] = ()) -> None:
+    """Raise ``InputError`` where a file to be written, by option, is a folder, an input, or written twice."""
+    taken = {os.path.realpath(item): "an input" for item in inputs if item is not None and os.path.isfile(item)}
+    for option, path in outputs.items():
+        if path is None:
+            continue
+        if path.is_dir():
+            raise InputError(f"cannot write {str(path)!r}: it is a folder")
+        place = os.path.realpath(path)
+        if place in taken:
+            raise InputError(f"{option} {str(path)!r} is {taken[place]} as well, which would be lost: give it another "
+                             "name")
+        taken[place] = f"that of {option}"
 
 
 def graph_of_plan(plan: Plan, model: str | None, *, batch_dims: bool = False) -> Graph:

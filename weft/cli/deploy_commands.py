@@ -15,6 +15,8 @@ from weft.cli.common import (
     ModelArgument,
     ProfileOption,
     QuietOption,
+    check_outputs,
+    check_time_limit,
     choice,
     print_json,
     reporter,
@@ -59,6 +61,8 @@ def deploy(
     from weft.search.problem import PlanOptions, Problem
 
     report = reporter(quiet)
+    check_time_limit(time_limit)
+    check_outputs({"--out": out}, (model.partition(":")[0], cluster, profile, weights))
     options = PlanOptions(batch=batch, microbatches=microbatches, dtype=choice("--dtype", dtype, tuple(DTYPES)),
                           optimizer=Optimizer(kind=choice("--optimizer", optimizer, OPTIMIZERS)), seed=seed)
     searching = DeployOptions(method=choice("--method", method, METHODS), seed=seed, use_factors=factors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shlex
 import time
 from collections.abc import Callable
@@ -18,6 +17,8 @@ from weft.cli.common import (
     ModelArgument,
     ProfileOption,
     QuietOption,
+    check_outputs,
+    check_time_limit,
     choice,
     cluster_of_plan,
     graph_of_plan,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from weft.explain.explanation import Explanation
     from weft.explain.replan import Request
     from weft.fit import Fit, Setting, Split
+    from weft.plan.plan import Plan
     from weft.search.problem import PlanOptions, Problem
 
 TIME_LIMIT_S: Final = 60.0
@@ -98,8 +100,7 @@ def explain(
 
     With a MODEL and a CLUSTER: plan first. If nothing fits, find the smallest changes that make it possible.
     """
-    if not (math.isfinite(time_limit) and time_limit > 0):
-        raise InputError(f"--time-limit must be a number of seconds above 0, not {time_limit}")
+    check_time_limit(time_limit)
     asked = _Asked(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, optimizer=optimizer,
                    recompute=recompute)
     report = reporter(quiet)
@@ -138,12 +139,17 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
     graph = graph_of_plan(item, model, batch_dims=replans)
     options = PlanOptions(batch=item.model.batch, mode=item.model.mode, dtype=item.model.dtype,
                           optimizer=item.optimizer, recompute=any(stage.recompute for stage in item.stages),
-                          seed=item.search.seed)
+                          seed=item.search.seed, microbatches=_of_latency(item))
     request = Request(model=spec, graph=graph, options=options,
                       costs_of=lambda graph, on: load_costs(graph, on, profile, options.dtype))
     timeline = simulate(check_plan(item, graph, target), request.costs_of(graph, target), target)
     _show(explain_plan(item, request, target, timeline, replans=replans, deadline=time.monotonic() + time_limit,
                        report=report), as_json=as_json)
+
+
+def _of_latency(plan: Plan) -> int | None:
+    """Return 1 where a plan seems to be for the time of one request: then others are to have one micro-batch too."""
+    return 1 if plan.model.mode == "inference" and plan.microbatches == 1 else None
 
 
 def _show(found: Explanation, *, as_json: bool) -> None:
@@ -238,6 +244,7 @@ def fit(
 
     asked = _Asked(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, optimizer=optimizer)
     report = reporter(quiet)
+    check_outputs({"--out": out}, (model.partition(":")[0], cluster))
     target = read_cluster(cluster)
     request = _request(model, asked, None, report)
     problem = request.problem(target)

@@ -29,7 +29,7 @@ from weft.errors import WeftError
 app = typer.Typer(
     name="weft", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Plans how a neural network runs across many devices, predicts how fast that is, and runs it that way.",
-    epilog="Exit codes: 0 ok, 1 plans differ (diff), 2 bad input, 3 no plan fits, 4 a run failed.")
+    epilog="Exit codes: 0 ok, 1 plans differ (diff), 2 bad input, 3 no plan fits, 4 a run failed, 130 interrupted.")
 app.command("models")(model_commands.models)
 app.command("profile")(model_commands.profile)
 app.command("plan")(plan_commands.plan)

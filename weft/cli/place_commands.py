@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import json
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.common import JsonOption, ProfileOption, QuietOption, choice, print_json, reporter
+from weft.cli.common import (
+    JsonOption,
+    ProfileOption,
+    QuietOption,
+    check_outputs,
+    check_time_limit,
+    choice,
+    print_json,
+    reporter,
+)
 from weft.errors import InputError
 
 if TYPE_CHECKING:
@@ -87,7 +96,7 @@ def place(
         objective=choice("--objective", objective, OBJECTIVES), method=method, contiguous=contiguous,
         time_limit=time_limit, seed=seed, compare=compare, out=out, html=html, svg=svg, width=width, as_json=as_json,
         report=reporter(quiet))
-    _check_options(options, plan)
+    _check_options(options, plan, (graph.partition(":")[0], cluster, profile))
     if format_ == "dnn-partitioning":
         _refuse_given(format_, {"CLUSTER": cluster, "--fusion": fusion, "--profile": profile, "--batch": batch,
                                 "--dtype": dtype, "--plan": plan, "--compare": compare or None,
@@ -100,21 +109,18 @@ def place(
     _place_graph(graph, cluster, options, fusion=fusion, profile=profile, batch=batch, dtype=dtype, plan=plan)
 
 
-def _check_options(options: PlaceOptions, plan: Path | None) -> None:
+def _check_options(options: PlaceOptions, plan: Path | None, inputs: Sequence[str | Path | None]) -> None:
     """Refuse before the search what could only fail after it."""
     if options.contiguous and options.objective == "latency":
         raise InputError("--contiguous is for --objective throughput: the lowest latency needs no contiguous parts")
-    if options.time_limit is not None and not (math.isfinite(options.time_limit) and options.time_limit > 0):
-        raise InputError(f"--time-limit must be a number of seconds above 0, not {options.time_limit}")
+    check_time_limit(options.time_limit)
     if options.width is not None and options.width < 1:
         raise InputError(f"--width must be at least 1, not {options.width}")
     if options.method != "auto":
         from weft.search.place.methods import METHODS
 
         choice("--method", options.method, ("auto", *METHODS))
-    for path in (options.out, options.html, options.svg, plan):
-        if path is not None and path.is_dir():
-            raise InputError(f"cannot write {str(path)!r}: it is a folder")
+    check_outputs({"--out": options.out, "--html": options.html, "--svg": options.svg, "--plan": plan}, inputs)
 
 
 def _refuse_given(format_: str, given: dict[str, object]) -> None:

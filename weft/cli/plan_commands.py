@@ -14,6 +14,8 @@ from weft.cli.common import (
     PlanArgument,
     ProfileOption,
     QuietOption,
+    check_outputs,
+    check_time_limit,
     choice,
     cluster_of_plan,
     graph_of_plan,
@@ -90,6 +92,8 @@ def plan(
     from weft.show.tried import print_tried
 
     report = reporter(quiet)
+    check_time_limit(time_limit)
+    check_outputs({"--out": out, "--html": html, "--trace": trace}, (model.partition(":")[0], cluster, profile))
     asked = request_for(choice("--objective", objective, get_args(Objective)), batch=batch, microbatches=microbatches,
                         mode=None if mode is None else choice("--mode", mode, get_args(Mode)))
     options = PlanOptions(batch=asked.batch, microbatches=asked.microbatches, mode=asked.mode,
@@ -130,6 +134,7 @@ def simulate(
     from weft.plan.plan import load_plan
     from weft.simulate.timeline_file import save_timeline
 
+    check_outputs({"--out": out, "--trace": trace}, (plan, cluster, profile))
     timeline = predict_plan(load_plan(plan), model, cluster, profile)
     if out is not None:
         save_timeline(timeline, out)
@@ -160,6 +165,7 @@ def show(
     from weft.show.tables import print_plan
     from weft.simulate.timeline_file import load_timeline
 
+    check_outputs({"--html": html, "--trace": trace}, (plan, cluster, profile, *(timeline or ())))
     item = load_plan(plan)
     if as_json:
         print_json(plan_to_json(item))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.common import JsonOption, QuietOption, print_json, reporter
+from weft.cli.common import JsonOption, QuietOption, check_outputs, check_time_limit, print_json, reporter
 from weft.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,7 +34,8 @@ def schedule(
     from weft.search.schedule.problem_file import load_problem
     from weft.search.schedule.search import schedule as search
 
-    _check_options(microbatches, time_limit, width, (html, svg, out))
+    _check_options(microbatches, time_limit, width)
+    check_outputs({"--html": html, "--svg": svg, "--out": out}, (problem,))
     item = load_problem(problem)
     report = reporter(quiet)
     result = search(item, microbatches=microbatches, time_limit=time_limit, seed=seed, progress=report)
@@ -55,18 +55,13 @@ def schedule(
         print_schedule(result, compared, width=width)
 
 
-def _check_options(microbatches: int, time_limit: float | None, width: int | None,
-                   outputs: tuple[Path | None, ...]) -> None:
+def _check_options(microbatches: int, time_limit: float | None, width: int | None) -> None:
     """Refuse before the search what could only fail after it."""
     if microbatches < 1:
         raise InputError(f"--microbatches must be at least 1, not {microbatches}")
-    if time_limit is not None and not (math.isfinite(time_limit) and time_limit > 0):
-        raise InputError(f"--time-limit must be a number of seconds above 0, not {time_limit}")
+    check_time_limit(time_limit)
     if width is not None and width < 1:
         raise InputError(f"--width must be at least 1, not {width}")
-    for path in outputs:
-        if path is not None and path.is_dir():
-            raise InputError(f"cannot write {str(path)!r}: it is a folder")
 
 
 def _compare(problem: ScheduleProblem, result: ScheduleResult) -> list[ScheduleFacts]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.common import JsonOption, QuietOption, is_zoo_name, print_json, reporter
+from weft.cli.common import JsonOption, QuietOption, check_time_limit, is_zoo_name, print_json, reporter
 from weft.errors import InputError
 
 if TYPE_CHECKING:
@@ -45,8 +44,7 @@ def shard(
 ) -> None:
     """Split a model's tensors over devices for the fastest step; or solve a strategy graph of the contest's kind."""
     begin = time.monotonic()
-    if time_limit is not None and not (math.isfinite(time_limit) and time_limit > 0):
-        raise InputError(f"--time-limit must be a number of seconds above 0, not {time_limit}")
+    check_time_limit(time_limit)
     if seed < 0:
         raise InputError(f"--seed must not be negative, not {seed}")
     if cluster is not None:

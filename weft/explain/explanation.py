@@ -11,7 +11,7 @@ from weft.errors import NoFeasiblePlan
 from weft.explain.path import CriticalPath, Kind, critical_path, link_rates, link_seconds
 from weft.explain.replan import Report, Request, replan
 from weft.explain.waits import DeviceWaits, device_waits
-from weft.explain.whatif import Change, what_would_help
+from weft.explain.whatif import Change, settled, what_would_help
 from weft.plan.plan import Plan
 from weft.planner import Candidate, Comparison
 from weft.search.problem import Problem
@@ -76,12 +76,24 @@ class Explanation:
         return best if best.step_time_s < self.timeline.step_time_s * (1 - SAME) else None
 
     @property
+    def faster_elsewhere_s(self) -> float | None:
+        """Return the step of a plan that was found for a change, if it is the best for the cluster as it is too."""
+        known = [self.timeline.step_time_s, *([self.faster.step_time_s] if self.faster is not None else [])]
+        found = min((item.before_s for item in self.changes if item.before_s is not None), default=float("inf"))
+        return found if found < min(known) * (1 - SAME) else None
+
+    @property
+    def has_teams(self) -> bool:
+        """Return whether devices divide operators, so that their collectives count as computing."""
+        return any(len(replica.devices) > 1 for stage in self.plan.stages for replica in stage.replicas)
+
+    @property
     def second(self) -> Candidate | None:
         """Return the fastest of the other strategies' plans that is another one and not faster than this one."""
         if self.comparison is None:
             return None
         others = [item for item in self.comparison.candidates if item.plan is not None
-                  and item.strategy != self.plan.search.by and _shape(item.plan) != _shape(self.plan)
+                  and item.strategy != self.plan.search.by.partition(" ")[0] and _shape(item.plan) != _shape(self.plan)
                   and item.step_time_s >= self.timeline.step_time_s * (1 - SAME)]
         return min(others, key=lambda item: item.step_time_s, default=None)
 
@@ -90,7 +102,10 @@ def _shape(plan: Plan) -> object:
     """Return who does what in a plan: equal for plans that differ only in who made them."""
     stages = [(stage.ops, [(replica.devices, round(replica.share, 9)) for replica in stage.replicas], stage.sharding)
               for stage in plan.stages]
-    return plan.microbatches, stages, plan.order, plan.gradients
+    number = {stage.name: str(index) for index, stage in enumerate(plan.stages)}
+    order = {device: [(number.get(action.partition(":")[0]), action.partition(":")[2]) for action in actions]
+             for device, actions in plan.order.items()}
+    return plan.microbatches, stages, order
 
 
 def explain(plan: Plan, request: Request, cluster: Cluster, timeline: Timeline, *, replans: bool = True,
@@ -121,6 +136,8 @@ def _plan_again(result: Explanation, problem: Problem, request: Request, deadlin
             limit_s = None if deadline is None else max(0.0, deadline - time.monotonic()) / 3
             try:
                 result = replace(result, comparison=replan(problem, request, time_limit_s=limit_s, report=report))
+                if result.comparison is not None and result.comparison.is_interrupted:
+                    raise KeyboardInterrupt
             except NoFeasiblePlan as miss:  # the plan at hand may be of a kind that is not searched
                 report(f"note: planning again found no plan: {miss}")
         for change in what_would_help(request, problem.cluster, result.timeline, result.comparison, deadline=deadline,
@@ -128,7 +145,7 @@ def _plan_again(result: Explanation, problem: Problem, request: Request, deadlin
             changes.append(change)
     except KeyboardInterrupt:
         report("interrupted: nothing further is planned")
-    return replace(result, changes=tuple(changes))
+    return replace(result, changes=settled(changes))
 
 
 def _memory(cluster: Cluster, timeline: Timeline) -> tuple[MemoryUse, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -13,6 +13,7 @@ from weft.explain.changes import both_ways, tier_of, with_bandwidth, with_memory
 from weft.explain.path import link_rates, link_seconds
 from weft.explain.replan import Report, Request, replan
 from weft.planner import Candidate, Comparison
+from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 from weft.simulate.traffic import link_bytes
 from weft.units import format_bytes
@@ -33,9 +34,11 @@ class Change:
     step_time_s: float | None = None
     """Of the best plan found; never more than before, since the old plan still runs."""
     strategy: str = ""
-    """Of that plan; empty if nothing better than before was found."""
+    """Of that plan; empty if none better than the one before was found, which may be faster there itself."""
     gain: float | None = None
     """The part of the step that is saved."""
+    before_s: float | None = None
+    """The best step known without the change, once this was planned."""
     note: str = ""
     """Why it was not planned, or not to the end."""
 
@@ -58,16 +61,66 @@ def what_would_help(request: Request, cluster: Cluster, timeline: Timeline, comp
     ``timeline`` is the plan's. ``comparison`` is what planning again for the same cluster came to: gains are against
     the faster of both.
     """
-    before_s = timeline.step_time_s
-    if comparison is not None:
-        before_s = min(before_s, comparison.best.step_time_s)
+    known = _Known(request, cluster, timeline, comparison)
     trials = [_one_more(cluster, timeline), *_bandwidths(request, cluster, timeline),
               _more_memory(request, cluster, timeline, comparison)]
     for number, trial in enumerate(trials):
-        yield _try(trial, request, before_s, deadline=deadline, num_left=len(trials) - number, report=report)
+        yield _try(trial, request, known, deadline=deadline, num_left=len(trials) - number, report=report)
 
 
-def _try(trial: _Trial, request: Request, before_s: float, *, deadline: float | None, num_left: int,
+def settled(changes: Sequence[Change]) -> tuple[Change, ...]:
+    """Return the changes with gains against the best that is known without any of them.
+
+    A plan found for another cluster may be the best for this one too: then it is the search that gains, not the change.
+    """
+    before_s = min((item.before_s for item in changes if item.before_s is not None), default=0.0)
+    return tuple(item if item.step_time_s is None else replace(
+        item, before_s=before_s, step_time_s=min(item.step_time_s, before_s),
+        gain=max(0.0, 1 - item.step_time_s / before_s),
+        strategy=item.strategy if item.step_time_s < before_s else "") for item in changes)
+
+
+class _Known:
+    """The plans for the cluster as it is, to be timed on others."""
+
+    def __init__(self, request: Request, cluster: Cluster, timeline: Timeline, comparison: Comparison | None) -> None:
+        self.request, self.cluster, self.before_s = request, cluster, timeline.step_time_s
+        self.timelines = [timeline]
+        if comparison is not None:
+            self.before_s = min(self.before_s, comparison.best.step_time_s)
+            best = comparison.best.timeline
+            if best is not None and best.step_time_s == comparison.best.step_time_s:
+                self.timelines.append(best)
+
+    def seconds_on(self, cluster: Cluster) -> float:
+        """Return what the best of the plans takes on another cluster; never more than before, as changes do no harm."""
+        if len(cluster.devices) != len(self.cluster.devices):
+            return self.before_s
+        return min([self.before_s, *(self._timed(item, cluster) for item in self.timelines)])
+
+    def add(self, found: Candidate, planned_for: Cluster) -> None:
+        """Note what a plan for another cluster takes on this one, where it runs here as well."""
+        same = len(planned_for.devices) == len(self.cluster.devices) and all(
+            one.memory_bytes == other.memory_bytes
+            for one, other in zip(planned_for.devices, self.cluster.devices, strict=True))
+        timeline = found.timeline
+        if same and timeline is not None and timeline.step_time_s == found.step_time_s and not _has_times(timeline):
+            self.before_s = min(self.before_s, self._timed(timeline, self.cluster))
+
+    def _timed(self, timeline: Timeline, cluster: Cluster) -> float:
+        assert timeline.program is not None
+        costs = self.request.costs_of(self.request.graph, cluster)
+        return simulate(timeline.program, costs, cluster).step_time_s
+
+
+def _has_times(timeline: Timeline) -> bool:
+    """Return whether the plan has times of teams, which are those of the cluster it was made for."""
+    assert timeline.program is not None
+    return any(replica.times and len(replica.devices) > 1 for stage in timeline.program.plan.stages
+               for replica in stage.replicas)
+
+
+def _try(trial: _Trial, request: Request, known: _Known, *, deadline: float | None, num_left: int,
          report: Report) -> Change:
     left = None if deadline is None else deadline - time.monotonic()
     if trial.make is None:
@@ -77,22 +130,26 @@ def _try(trial: _Trial, request: Request, before_s: float, *, deadline: float | 
     report(f"planning with {trial.name}")
     requests = [without_recomputation(request), request] if trial.drops_recomputation else [request]
     limit_s = None if left is None else left / num_left / len(requests)
-    candidates, misses = list[Candidate](), list[WeftError]()
-    begin = time.monotonic()
+    cluster, candidates, note, is_complete = trial.make(), list[Candidate](), "", True
     for item in requests:
         try:
-            candidates.append(replan(item.problem(trial.make()), item, strategies=PLAIN, time_limit_s=limit_s,
-                                     report=report).best)
+            comparison = replan(item.problem(cluster), item, strategies=PLAIN, time_limit_s=limit_s, report=report)
         except WeftError as miss:
-            misses.append(miss)
-    if not candidates:
-        return Change(name=trial.name, note=f"cannot be planned: {misses[-1]}")
-    found = min(candidates, key=lambda candidate: candidate.step_time_s)
-    step_time_s = min(found.step_time_s, before_s)
-    is_cut = limit_s is not None and time.monotonic() - begin >= limit_s * len(requests)
-    return Change(name=trial.name, step_time_s=step_time_s, gain=1 - step_time_s / before_s,
-                  strategy=found.strategy if found.step_time_s < before_s else "",
-                  note="the time limit ended the search: with more time it may gain more" if is_cut else "")
+            note = f"no other plan was found: {str(miss).splitlines()[-1]}"
+            continue
+        if comparison.is_interrupted:
+            raise KeyboardInterrupt
+        candidates.append(comparison.best)
+        is_complete &= comparison.is_complete
+    kept_s = known.seconds_on(cluster)
+    found = min(candidates, key=lambda candidate: candidate.step_time_s, default=None)
+    if found is not None:
+        known.add(found, cluster)
+        note = "" if is_complete else "the time limit ended the search: more time may find more"
+    step_time_s = min(kept_s, float("inf") if found is None else found.step_time_s)
+    return Change(name=trial.name, step_time_s=step_time_s, gain=max(0.0, 1 - step_time_s / known.before_s), note=note,
+                  strategy=found.strategy if found is not None and found.step_time_s < kept_s else "",
+                  before_s=known.before_s)
 
 
 def _one_more(cluster: Cluster, timeline: Timeline) -> _Trial:

@@ -84,6 +84,8 @@ def data_parallel_by_speed(problem: Problem, microbatches: int) -> Plan:
 def _replicated(problem: Problem, microbatches: int, counts: Sequence[int], *, by: str) -> Plan:
     size = problem.options.batch // microbatches
     used = [(device, count) for device, count in zip(problem.devices, counts, strict=True) if count]
+    if len(problem.devices) < 2:
+        raise NoFeasiblePlan("data parallelism needs 2 or more devices; the cluster has 1")
     if len(used) < 2:
         raise NoFeasiblePlan(f"data parallelism needs 2 or more samples in each micro-batch, not {size}: "
                              "use a larger batch or fewer micro-batches")

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import IO, Any, Final
 
-from weft.explain.explanation import Explanation, memory_sentence, sentence
+from weft.explain.explanation import SAME, Explanation, memory_sentence, sentence
 from weft.explain.relax import Relaxation
 from weft.fit import Fit, FitCandidate, Use, describe
 from weft.planner import Candidate
@@ -36,6 +36,9 @@ def print_explanation(item: Explanation, file: IO[str] | None = None, width: int
     busy = percent(item.busiest.busy_s / (item.path.step_time_s or 1.0))
     print(printable(f"{item.busiest.device} is busiest: it computes for {busy} of the step."), file=file)
     print(printable(memory_sentence(item)), file=file)
+    if item.has_teams:
+        print("Devices divide operators: what they exchange for that counts as computing, and not for the links.",
+              file=file)
     idle = sum(not row.busy_s for row in item.waits)
     if idle:
         print(f"{idle} of {len(item.waits)} devices have no work.", file=file)
@@ -107,6 +110,8 @@ def links_table(item: Explanation) -> TextTable:
 def comparison_lines(item: Explanation) -> list[str]:
     """Return sentences about faster and second best plans."""
     lines, step_s = [], item.timeline.step_time_s
+    if item.comparison is not None and not item.comparison.is_complete:
+        lines.append("Planning again was ended early: gains below may be those of searching longer.")
     if item.faster is not None:
         faster_s = item.faster.step_time_s
         lines.append(f"Planning again found a faster plan: {item.faster.strategy}, {format_time(faster_s)} "
@@ -114,6 +119,9 @@ def comparison_lines(item: Explanation) -> list[str]:
     if item.second is not None:
         lines.append(f"Second best is {item.second.strategy}: {format_time(item.second.step_time_s)}, it loses "
                      f"{percent(item.second.step_time_s / step_s - 1)}{_why(item, item.second)}.")
+    if item.faster_elsewhere_s is not None:
+        lines.append(f"A plan found for one of the changes below takes {format_time(item.faster_elsewhere_s)} on the "
+                     "cluster as it is: gains are against that one. Plan with more time.")
     return lines
 
 
@@ -133,7 +141,8 @@ def _why(item: Explanation, other: Candidate) -> str:
 def changes_table(item: Explanation) -> TextTable:
     """Return what would help."""
     rows = tuple((row.name, seconds(row.step_time_s), percent(row.gain),
-                  row.strategy or ("no better plan" if row.gain is not None else UNKNOWN)) for row in item.changes)
+                  row.strategy or (UNKNOWN if row.gain is None else "the plan as it is" if row.gain > SAME
+                                   else "no better plan")) for row in item.changes)
     return TextTable(title="What would help (planned again)", header=("change", "step", "saves", "strategy"), rows=rows,
                      numeric=frozenset({1, 2}),
                      notes=tuple(f"{row.name}: {row.note}" for row in item.changes if row.note))
