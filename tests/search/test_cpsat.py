@@ -149,3 +149,11 @@ def test_ctrl_c_marks_the_budget_and_a_second_one_raises():
         assert budget.is_spent
         signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_large_neighbourhood_search_with_nothing_left_is_not_begun():
+    """With hardly any deterministic time it may go round for ever."""
+    budget = Budget(effort=1.0)
+    found = solve(ruler(7), budget, effort=1e-4, lns=True)
+    assert (found.status, found.has_values) == ("unknown", False)
+    assert budget.effort < 1.0

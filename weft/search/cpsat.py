@@ -23,6 +23,8 @@ SECONDS_PER_UNIT: Final = (1.6, 3.0, 3.0)
 """CPU seconds that one unit of deterministic time takes, about, by how much goes into the linear relaxation."""
 SECONDS_PER_LNS_UNIT: Final = 6.0
 """The same for large neighbourhood search, most of whose time is not counted."""
+LEAST_LNS_UNITS: Final = 0.02
+"""With less, large neighbourhood search may go round without counting anything, and never end."""
 SECONDS_PER_CONSTRAINT: Final = 1e-4
 """CPU seconds before a search begins, which are not counted either."""
 
@@ -66,7 +68,11 @@ def solve(model: cp_model.CpModel, budget: Budget, *, effort: float, seed: int =
     parameters.catch_sigint_signal = False
     unit = seconds_per_unit or (SECONDS_PER_LNS_UNIT if lns else SECONDS_PER_UNIT[linearization])
     overhead = SECONDS_PER_CONSTRAINT * len(model.proto.constraints)
-    parameters.max_deterministic_time = max(1e-3, (min(effort, budget.effort) - overhead) / unit)
+    units = (min(effort, budget.effort) - overhead) / unit
+    if lns and units < LEAST_LNS_UNITS:
+        budget.effort -= overhead
+        return Solution(status="unknown", solver=solver)
+    parameters.max_deterministic_time = max(1e-3, units)
     parameters.num_workers = 1
     parameters.linearization_level = linearization
     if lns:
