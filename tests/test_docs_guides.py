@@ -75,13 +75,13 @@ def test_the_page_on_costs_has_the_table_of_efficiencies():
 
 def test_the_page_on_the_joint_search_has_the_numbers_of_the_code():
     text = " ".join((DOCS / "joint.md").read_text().split())
-    for sentence in (f"at most {search.MAX_STAGES} |", f"up to {layouts.MAX_GROUPS} device groups",
+    for sentence in (f"at most {search.MAX_STAGES}. Likewise", f"up to {layouts.MAX_GROUPS} device groups",
                      f"divided into up to {layouts.MAX_STAGES_IN_GROUP} stages",
                      f"at most {search.MAX_MICROBATCHES_PER_STAGE} for each stage",
                      f"up to {estimate.SLACKS[-1]:.0%} shorter".replace("%", " %"),
                      f"Up to {estimate.HIDDEN:.0%} of a gradient".replace("%", " %"),
                      f"{search.WORSE - 1:.0%} above the best".replace("%", " %"),
-                     f"leave {search.RESERVES[1]:.0%}, then {search.RESERVES[2]:.0%}".replace("%", " %"),
+                     f"leave {search.RESERVES[2]:.0%}, then {search.RESERVES[3]:.0%}".replace("%", " %"),
                      f"On more than {search.LARGE} devices"):
         assert sentence in text, sentence
     assert search.CHUNKS == (1, 2, 4), "the page says one, two or four"

@@ -184,3 +184,23 @@ def test_nothing_fits_is_an_exit_code_with_the_nearest_miss(capsys, tmp_path):
     assert result["command"] is None
     assert result["nearest"]["strategy"] == "pipeline"
     assert "too little" in captured.err
+
+
+def test_where_nothing_simple_fits_the_joint_search_is_asked(tiny, monkeypatch, tmp_path, capsys):
+    """Only one device is tried before it here; the search then finds what the simple ways would have found."""
+    from weft import fit as module
+
+    monkeypatch.setattr(module._Fitter, "candidates", lambda fitter: iter([fitter._single()]))
+    problem = problem_on(tiny, with_capacity(read_cluster("4 x A100-80GB"), 3_000_000))
+    found = fit(problem)
+    assert found.recommended is not None
+    assert found.recommended.setting.strategy == "joint"
+    plan = found.recommended.plan
+    check_plan(plan, problem.graph, problem.cluster)
+    assert [use.peak_bytes for use in found.recommended.uses] == [peak for peak in peaks_of(plan, problem) if peak]
+    cluster = tmp_path / "small.yaml"
+    cluster.write_text("format: weft.cluster\nversion: 1\nkinds: {small: {memory: 3MB, memory_bandwidth: 900GB/s, "
+                       "flops: {float32: 19TFLOP/s}}}\nhosts: [{name: a, devices: '4 x small', intra: pcie4}]\n")
+    assert main(["fit", "gpt2-tiny", str(cluster), "--batch", "16", "-q", "-o", str(tmp_path / "plan.json")]) == 0
+    assert capsys.readouterr().out.rstrip().endswith(f"weft plan gpt2-tiny {cluster} --batch 16 --out plan.json")
+    assert main(["check", str(tmp_path / "plan.json")]) == 0

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.search.joint.worlds import equal_problem, mixed_problem, tensor_world, with_memory
 from weft import planner
 from weft.cli.plan_commands import comparison_json
+from weft.cluster import read_cluster
+from weft.cost.costs import estimate_costs
 from weft.errors import NoFeasiblePlan
+from weft.model.load import load_graph_for
 from weft.plan.check import check_plan
 from weft.planner import compare_strategies
 from weft.search.baselines import STRATEGIES
 from weft.search.joint import search
+from weft.search.problem import PlanOptions, Problem
 
 
 def test_it_is_the_last_of_the_strategies_and_never_behind_even_data_parallelism():
@@ -65,3 +71,16 @@ def test_a_time_limit_of_nothing_leaves_it_out():
     comparison = compare_strategies(mixed_problem(), joint=True, time_limit_s=0.0, progress=lines.append)
     assert [item.strategy for item in comparison.candidates] == ["single"]
     assert lines[-1].startswith("time limit: ")
+
+
+def test_less_memory_never_gives_a_faster_plan():
+    """Plans that fit by the estimate and not by the account once hid those that fit: none with 3 MB, one with 2 MB."""
+    graph = load_graph_for("gpt2-tiny", batch_dims=True)
+    cluster = read_cluster("4 x A100-80GB")
+    times = []
+    for size in (4_000_000, 3_000_000, 2_500_000, 2_000_000):
+        devices = tuple(replace(device, memory_bytes=size) for device in cluster.devices)
+        small = replace(cluster, devices=devices)
+        problem = Problem(graph=graph, cluster=small, costs=estimate_costs(graph, small), options=PlanOptions(batch=16))
+        times.append(search.joint_search(problem).step_time_s)
+    assert times == sorted(times)

@@ -7,6 +7,8 @@ For each strategy the largest micro-batches that fit are found:
     pipeline        one stage on each device, cut so that the fullest is as empty as possible
     tensor          teams of 2, 4, ... devices of a host divide every operator
 
+Where none of these fits, the joint search looks for a plan (``weft.search.joint``), for a few seconds.
+
 Memory is that of ``weft.plan.memory``, of plans reduced to what decides it (``weft.explain.reduced``). Times are rough:
 all devices busy, nothing waits for messages but gradients at the end. They only say which of several to recommend.
 """
@@ -34,7 +36,7 @@ from weft.search.deploy.splits import teams_by_degree
 from weft.search.problem import Problem, divisors
 from weft.units import format_bytes
 
-Name = Literal["single", "data-parallel", "data-parallel-by-speed", "tensor", "pipeline", "1f1b-balanced"]
+Name = Literal["single", "data-parallel", "data-parallel-by-speed", "tensor", "pipeline", "1f1b-balanced", "joint"]
 Split = Callable[[int], Splits]
 """Returns how teams of so many devices divide operators; nothing where they cannot."""
 MANY_OPS: Final = 3000
@@ -43,6 +45,8 @@ MANY_DEVICES: Final = 16
 """The account of pipelines takes long on more devices."""
 MICROBATCHES_PER_STAGE: Final = 4
 """So many micro-batches for each stage keep the bubble of a pipeline small."""
+JOINT_S: Final = 4.0
+"""Seconds that the joint search may take, about, where nothing simple fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +88,8 @@ class FitCandidate:
     """Of the devices that have work, in their order."""
     rough_s: float
     """The step, roughly."""
+    plan: Plan | None = None
+    """Where it was made for this."""
 
     @property
     def fullest(self) -> Use:
@@ -133,6 +139,8 @@ def fit(problem: Problem, *, split: Split = lambda degree: NO_SPLITS) -> Fit:
     """Return which strategies fit, and which of them to take; ``split`` says how teams of a size divide operators."""
     fitter = _Fitter(problem, split)
     candidates = list(fitter.candidates())
+    if not any(item.fits for item in candidates):
+        candidates += fitter.joint()
     fitting = [item for item in candidates if item.fits]
     if not fitting:
         return Fit(candidates=tuple(candidates), recommended=None)
@@ -152,8 +160,9 @@ def splitter(problem: Problem, fold: Callable[[], FoldedModel], costs_of: Callab
     def split(degree: int) -> Splits:
         from weft.search.shard.tensor_costs import split_operators
 
-        firsts = [group[:degree] for group in cluster.groups_by_host_and_kind()]
-        teams = {alike(team): team for team in reversed(firsts)}
+        firsts = {index: group[:degree] for index, group in enumerate(cluster.groups_by_host_and_kind())
+                  if len(group) >= degree}
+        teams = {alike(team): team for team in reversed(firsts.values())}
         try:
             folded = fold()
             tables = split_operators(folded, problem.graph, costs_of(folded.traced.graph), list(teams.values()),
@@ -161,7 +170,7 @@ def splitter(problem: Problem, fold: Callable[[], FoldedModel], costs_of: Callab
         except (NoFeasiblePlan, ModelError):
             return NO_SPLITS
         known = dict(zip(teams, tables, strict=True))
-        return {(index, degree): known[alike(team)] for index, team in enumerate(firsts)}
+        return {(index, degree): known[alike(team)] for index, team in firsts.items()}
 
     return split
 
@@ -248,6 +257,25 @@ class _Fitter:
             yield plain
         if self.problem.is_training and not fits:
             yield self._pipeline(again=True)
+
+    def joint(self) -> Iterator[FitCandidate]:
+        """Yield the best plan of the joint search, if it finds one."""
+        from weft.planner import compare_strategies
+
+        if len(self.devices) < 2:
+            return
+        groups = self.problem.cluster.groups_by_host_and_kind()
+        splits = {key: value for degree, _ in teams_by_degree(groups) for key, value in self.split(degree).items()}
+        try:
+            best = compare_strategies(self.problem, (), joint=True, splits=splits, time_limit_s=JOINT_S).best
+        except NoFeasiblePlan:
+            return
+        assert best.plan is not None, "the search raises otherwise"
+        account = account_memory(lower(best.plan, self.problem.graph))
+        setting = Setting(strategy="joint", microbatches=best.plan.microbatches, sharded=best.plan.optimizer.sharded,
+                          recompute=any(stage.recompute for stage in best.plan.stages))
+        yield FitCandidate(setting=setting, rough_s=best.step_time_s, plan=best.plan,
+                           uses=self._uses([account.peak_bytes(rank) for rank in range(len(self.devices))]))
 
     def as_planned(self, candidate: FitCandidate) -> FitCandidate:
         """Return a pipeline as `weft plan` cuts it, if that fits; all else as it is."""

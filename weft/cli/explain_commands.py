@@ -284,6 +284,9 @@ def _command(model: str, cluster: str, asked: _Asked, setting: Setting) -> str:
     from weft.search.baselines import STRATEGIES
 
     words = [shlex.quote(model), shlex.quote(cluster), *asked.flags()]
+    if setting.strategy == "joint":
+        words += [f"--microbatches {asked.microbatches}"] if asked.microbatches is not None else []
+        return " ".join(["weft plan", *words, "--out plan.json"])
     if setting.strategy not in STRATEGIES or setting.sharded:
         if asked.microbatches is not None:
             words.append(f"--microbatches {asked.microbatches}")
@@ -300,7 +303,7 @@ def _write(out: Path, problem: Problem, found: Fit, split: Split, report: Callab
 
     assert found.recommended is not None
     setting = found.recommended.setting
-    plan = plan_of(problem, setting, split(setting.degree) if setting.degree > 1 else {})
+    plan = found.recommended.plan or plan_of(problem, setting, split(setting.degree) if setting.degree > 1 else {})
     check_plan(plan, problem.graph, problem.cluster)
     save_plan(plan, out)
     report(f"plan written to {out}")

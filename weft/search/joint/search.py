@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -41,8 +41,10 @@ REFITS: Final = 4
 """So often a finalist that does not fit is cut anew, with more left free where it was too little."""
 MORE: Final = 1.05
 """As many times what was missing."""
-RESERVES: Final = (0.0, 0.1, 0.25)
-"""Parts of the memory that estimates leave free, the next one where none of the finalists fits."""
+LAST_HOPE: Final = 0.3
+"""The same where nothing else fits."""
+RESERVES: Final = (0.0, 0.0, 0.1, 0.25, 0.25)
+"""Parts of the memory that estimates leave free, the next one where none of the finalists fits, which are left out."""
 
 
 def joint_search(problem: Problem, splits: Splits = NO_SPLITS, *, budget: Budget | None = None,
@@ -51,30 +53,63 @@ def joint_search(problem: Problem, splits: Splits = NO_SPLITS, *, budget: Budget
     budget = budget or Budget(effort=float("inf"))
     chain = Chain(problem, splits)
     miss: NoFeasiblePlan | None = None
+    settings, missed = list(_candidates(chain)), set[Setting]()
     for reserve in RESERVES:
         estimator = Estimator(chain, reserve=reserve)
-        ranked, tried = rank_settings(estimator, budget=budget, progress=progress)
+        ranked, tried = rank_settings(estimator, budget=budget, progress=progress, settings=settings,
+                                      without=missed)
         try:
-            return _simulate_best(estimator, ranked, tried, budget, progress)
+            return _simulate_best(estimator, ranked, tried, budget, progress, missed)
         except NoFeasiblePlan as problem_found:
             if miss is None or (problem_found.missing_bytes or 0) < (miss.missing_bytes or 0):
                 miss = problem_found
             if not ranked:
                 break
     assert miss is not None, "there is one reserve at least"
-    raise miss
+    estimator = Estimator(chain, reserve=-LAST_HOPE)
+    ranked = _thriftiest(estimator, settings)
+    if not ranked or budget.is_spent:
+        raise miss
+    progress("joint: nothing fits yet, trying what needs least memory")
+    try:
+        return _simulate_best(estimator, ranked, [], budget, progress, missed)
+    except NoFeasiblePlan:
+        raise miss from None
 
 
-def rank_settings(estimator: Estimator, *, budget: Budget,
-                  progress: Callable[[str], None]) -> tuple[list[Estimate], list[Tried]]:
-    """Return estimates, best first, and what was tried without one."""
+def _thriftiest(estimator: Estimator, settings: Sequence[Setting]) -> list[Estimate]:
+    """Return for every layout what needs least memory, best first: small micro-batches and all that saves memory."""
+    most: dict[Layout, Setting] = {}
+    for setting in settings:
+        if setting.chunks == 1 and setting.microbatches >= most.get(setting.layout, setting).microbatches:
+            most[setting.layout] = setting
+    asked, training = estimator.problem.options, estimator.problem.is_training
+    found = []
+    for layout, setting in most.items():
+        divides = training and any(len(mesh.teams) > 1 for mesh in layout) and not asked.whole_parameters
+        try:
+            found.append(estimator(replace(setting, recompute=training, sharded_states=divides)))
+        except NoFeasiblePlan:
+            continue
+    return sorted(found, key=lambda item: item.step_time_s)
+
+
+def rank_settings(estimator: Estimator, *, budget: Budget, progress: Callable[[str], None],
+                  settings: Sequence[Setting] | None = None,
+                  without: Collection[Setting] = ()) -> tuple[list[Estimate], list[Tried]]:
+    """Return estimates, best first, and what was tried without one.
+
+    ``settings`` are those to look at (all if absent), without what only saves memory. Those in ``without`` are left
+    out.
+    """
+    settings = list(_candidates(estimator.chain)) if settings is None else settings
     found: list[Estimate] = []
     failed: list[Tried] = []
     best = float("inf")
     begin = time.monotonic()
     hopeful = Estimator(estimator.chain, reserve=-HOPE) if _is_worth_hoping(estimator) else None
     candidates = sorted(((estimator.bound(setting), number, setting)
-                         for number, setting in enumerate(_candidates(estimator))), key=lambda item: item[:2])
+                         for number, setting in enumerate(settings)), key=lambda item: item[:2])
     for number, (bound, _, setting) in enumerate(candidates):
         if found and budget.is_spent:
             progress(f"joint: out of time after {number} settings")
@@ -83,8 +118,8 @@ def rank_settings(estimator: Estimator, *, budget: Budget,
             failed += [Tried(setting=item, reason=f"cannot be faster than {least:.6g} s")
                        for least, _, item in candidates[number:] if least < float("inf")]
             break
-        estimate = _estimate_cheapest(estimator, setting, best, failed)
-        hoped = _estimate_cheapest(hopeful, setting, best, []) if hopeful is not None else None
+        estimate = _estimate_cheapest(estimator, setting, best, failed, without)
+        hoped = _estimate_cheapest(hopeful, setting, best, [], without) if hopeful is not None else None
         if hoped is not None and hoped.step_time_s < (float("inf") if estimate is None else estimate.step_time_s):
             found.append(hoped)
         if estimate is not None:
@@ -101,9 +136,9 @@ def _is_worth_hoping(estimator: Estimator) -> bool:
     return estimator.reserve == 0 and estimator.problem.cluster.num_devices <= LARGE
 
 
-def _candidates(estimator: Estimator) -> Iterator[Setting]:
+def _candidates(chain: Chain) -> Iterator[Setting]:
     """Yield the settings to estimate, without what only saves memory."""
-    problem, chain = estimator.problem, estimator.chain
+    problem = chain.problem
     max_stages = min(MAX_STAGES, chain.num_places - 1)
     for degree in sorted({1, *(degree for _, degree in chain.splits)}):
         for layout in layouts(problem.cluster, degree, chain.speed, batch=problem.options.batch, max_stages=max_stages,
@@ -127,7 +162,8 @@ def _microbatches(problem: Problem, layout: Layout) -> Iterator[tuple[int, int]]
                 yield count, chunks
 
 
-def _estimate_cheapest(estimator: Estimator, plain: Setting, best: float, failed: list[Tried]) -> Estimate | None:
+def _estimate_cheapest(estimator: Estimator, plain: Setting, best: float, failed: list[Tried],
+                       without: Collection[Setting]) -> Estimate | None:
     """Return the estimate with the least done to save memory that fits, or None where it cannot be good or fit."""
     replicated = any(len(mesh.teams) > 1 for mesh in plain.layout)
     training, asked = estimator.problem.is_training, estimator.problem.options
@@ -138,6 +174,8 @@ def _estimate_cheapest(estimator: Estimator, plain: Setting, best: float, failed
         if (asked.recompute and not recompute and training) or (asked.optimizer.sharded and replicated and not sharded):
             continue
         setting = replace(plain, recompute=recompute, sharded_states=sharded)
+        if setting in without:
+            continue
         bound = estimator.bound(setting)
         if bound > WORSE * best:
             reason = f"cannot be faster than {bound:.6g} s"
@@ -151,8 +189,11 @@ def _estimate_cheapest(estimator: Estimator, plain: Setting, best: float, failed
 
 
 def _simulate_best(estimator: Estimator, ranked: list[Estimate], tried: list[Tried], budget: Budget,
-                   progress: Callable[[str], None]) -> JointResult:
-    """Return the best of the finalists, simulated, or by their longest paths where there are too many devices."""
+                   progress: Callable[[str], None], missed: set[Setting]) -> JointResult:
+    """Return the best of the finalists, simulated, or by their longest paths where there are too many devices.
+
+    Those that do not fit are added to ``missed``.
+    """
     simulated: list[JointResult] = []
     misses: list[NoFeasiblePlan] = []
     results: dict[Setting, Tried] = {}
@@ -168,6 +209,7 @@ def _simulate_best(estimator: Estimator, ranked: list[Estimate], tried: list[Tri
         except (NoFeasiblePlan, PlanError) as problem:
             miss = problem if isinstance(problem, NoFeasiblePlan) else NoFeasiblePlan(str(problem))
             misses.append(miss)
+            missed.add(setting)
             results[setting] = Tried(setting=setting, estimate_s=estimate.step_time_s, reason=str(miss))
             if len(misses) > ATTEMPTS:
                 break
