@@ -29,7 +29,7 @@ from weft.model.folded import FoldedModel
 from weft.model.graph import Graph
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
-from weft.plan.plan import Plan, split_samples
+from weft.plan.plan import Plan, Stage, split_samples
 from weft.search.baselines import STRATEGIES, state_bytes
 from weft.search.deploy.deployer import NO_SPLITS, Splits
 from weft.search.deploy.splits import teams_by_degree
@@ -93,8 +93,8 @@ class FitCandidate:
 
     @property
     def fullest(self) -> Use:
-        """Return the device with the least left."""
-        return min(self.uses, key=lambda use: use.margin_bytes)
+        """Return the device with the least part of its memory left."""
+        return min(self.uses, key=lambda use: use.margin_bytes / (use.capacity_bytes or 1))
 
     @property
     def fits(self) -> bool:
@@ -283,12 +283,22 @@ class _Fitter:
             return candidate
         setting = replace(candidate.setting, strategy="1f1b-balanced", cuts=())
         try:
-            account = account_memory(lower(plan_of(self.problem, setting), self.problem.graph))
+            plan = plan_of(self.problem, setting)
+            account = account_memory(lower(plan, self.problem.graph))
         except NoFeasiblePlan:
             return candidate
         peaks = [account.peak_bytes(rank) for rank in range(len(self.devices))]
-        found = replace(candidate, setting=setting, uses=self._uses(peaks))
+        number = setting.microbatches
+        rough_s = (number + len(plan.stages) - 1) * max(self._stage_s(plan, stage, setting) for stage in plan.stages)
+        found = replace(candidate, setting=setting, uses=self._uses(peaks), rough_s=rough_s)
         return found if found.fits else candidate
+
+    def _stage_s(self, plan: Plan, stage: Stage, setting: Setting) -> float:
+        """Return the seconds of a stage on its device, for one micro-batch."""
+        graph, problem = self.problem.graph, self.reduced[setting.recompute].problem
+        device = problem.cluster.device_index[stage.replicas[0].devices[0]]
+        seconds = problem.op_seconds(device, plan.model.batch / plan.microbatches)
+        return float(seconds[[graph.op_index[name] for name in stage.ops]].sum())
 
     def _uses(self, peaks: Sequence[int]) -> tuple[Use, ...]:
         """Return what each device holds; those with nothing are left out."""
