@@ -168,3 +168,11 @@ def test_a_failed_write_loses_nothing(capsys, tmp_path):
     folder.mkdir()
     assert "cannot write" in fails(capsys, 2, "plan", MODEL, CLUSTER, "--batch", "8", "-q", "--strategy", "single", "-o", folder)
     assert [*tmp_path.iterdir()] == [folder]
+
+
+def test_ctrl_c_before_there_is_a_plan_is_said(capsys, monkeypatch):
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("weft.planning.search_plans", interrupted)
+    assert "weft: interrupted" in fails(capsys, 130, "plan", MODEL, CLUSTER)

@@ -156,6 +156,22 @@ def test_ranks_end_with_their_launcher(data_parallel, tmp_path, how):
         launcher.communicate()
 
 
+def test_a_run_that_is_told_to_end_leaves_nothing_behind(data_parallel, tmp_path):
+    save_plan(data_parallel, tmp_path / "plan.json")
+    launcher = subprocess.Popen([sys.executable, "-m", "weft.cli.main", "run", str(tmp_path / "plan.json"), MODEL, "--steps", "100000"],
+                                cwd=ROOT, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)})
+    try:
+        children = _wait_for(lambda: _children_of(launcher.pid, 2), 60)
+        assert list(tmp_path.glob("weft-run-*"))
+        launcher.terminate()
+        assert launcher.wait(timeout=END_LIMIT_S) == 128 + signal.SIGTERM
+        _wait_for(lambda: not any(Path(f"/proc/{child}").exists() for child in children), END_LIMIT_S)
+        assert not list(tmp_path.glob("weft-run-*"))
+    finally:
+        launcher.kill()
+        launcher.communicate()
+
+
 def _children_of(pid: int, count: int) -> list[int]:
     found = [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return found if len(found) == count else []

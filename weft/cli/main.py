@@ -6,6 +6,7 @@ stdout, everything else to stderr. Nothing heavy is imported before a command ne
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import typer
@@ -25,6 +26,8 @@ from weft.cli import (
     view_commands,
 )
 from weft.errors import WeftError
+
+INTERRUPTED = 130
 
 app = typer.Typer(
     name="weft", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -61,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         return problem.exit_code
     except (typer.Abort, KeyboardInterrupt):
         print("weft: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         sys.stderr.close()
         return 0
@@ -70,11 +73,19 @@ def main(arguments: list[str] | None = None) -> int:
             problem.show()
             return 2
         raise
+    if result == INTERRUPTED:  # Typer's word for Ctrl-C
+        print("weft: interrupted", file=sys.stderr)
     return result if isinstance(result, int) else 0
+
+
+def _end(number: int, _: object) -> None:
+    """End as by an error, so that processes and temporary files go as well."""
+    raise SystemExit(128 + number)
 
 
 def entry() -> None:
     """Run the command line and exit with its code."""
+    signal.signal(signal.SIGTERM, _end)
     sys.exit(main())
 
 
