@@ -157,3 +157,19 @@ def test_large_neighbourhood_search_with_nothing_left_is_not_begun():
     found = solve(ruler(7), budget, effort=1e-4, lns=True)
     assert (found.status, found.has_values) == ("unknown", False)
     assert budget.effort < 1.0
+
+
+def test_ctrl_c_while_the_solver_is_started_does_not_leave_it_behind(monkeypatch):
+    """A solver that goes on while Python shuts down aborts the process."""
+    started = threading.Thread.start
+
+    def interrupted(thread):
+        started(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    budget = Budget(effort=1e6)
+    before = threading.active_count()
+    solve(ruler(12), budget, effort=1e6)
+    assert budget.is_interrupted
+    assert threading.active_count() == before

@@ -118,7 +118,15 @@ def _run(solver: cp_model.CpSolver, model: cp_model.CpModel, budget: Budget, sto
             code.set_exception(error)
 
     thread = threading.Thread(target=work, daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except KeyboardInterrupt:  # it may run all the same, and must not outlive this call
+        budget.is_interrupted = True
+        deadline = time.monotonic() + 1.0
+        while thread.ident is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if thread.ident is None:
+            return int(cp_model.UNKNOWN)
     while True:
         try:
             result = code.result(0.1)  # not thread.join(): interrupted, it takes the thread for ended
