@@ -85,11 +85,11 @@ def _fewer(groups: Sequence[Sequence[Team]], speed: Speed, batch: int, max_stage
 
 def _grouped(groups: Sequence[Sequence[Team]], speed: Speed, max_stages: int) -> Iterator[Layout]:
     """Yield runs of groups as stages, for the groups that remain when the slowest are left out."""
-    if len(groups) < 2:
+    few = len(groups) <= MAX_GROUPS
+    if len(groups) < 2 or not (few or sum(map(len, groups)) <= MAX_FEWER):
         return
     by_speed = sorted(groups, key=lambda group: -speed(group[0]) * len(group))
     by_device = sorted(groups, key=lambda group: -speed(group[0]))
-    few = len(groups) <= MAX_GROUPS
     counts = range(len(groups), 0, -1) if few else [1 << power for power in range(len(groups).bit_length())][::-1]
     for count in counts:
         for order in (groups if count == len(groups) else by_device[:count], by_device[:count], by_speed[:count],
