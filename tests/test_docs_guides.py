@@ -81,7 +81,7 @@ def test_the_page_on_the_joint_search_has_the_numbers_of_the_code():
                      f"up to {estimate.SLACKS[-1]:.0%} shorter".replace("%", " %"),
                      f"Up to {estimate.HIDDEN:.0%} of a gradient".replace("%", " %"),
                      f"{search.WORSE - 1:.0%} above the best".replace("%", " %"),
-                     f"leave {search.RESERVES[2]:.0%}, then {search.RESERVES[3]:.0%}".replace("%", " %"),
+                     f"leave {search.RESERVES[1]:.0%}, then {search.RESERVES[2]:.0%}".replace("%", " %"),
                      f"On more than {search.LARGE} devices"):
         assert sentence in text, sentence
     assert search.CHUNKS == (1, 2, 4), "the page says one, two or four"

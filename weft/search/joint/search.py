@@ -43,8 +43,9 @@ MORE: Final = 1.05
 """As many times what was missing."""
 LAST_HOPE: Final = 0.3
 """The same where nothing else fits."""
-RESERVES: Final = (0.0, 0.0, 0.1, 0.25, 0.25)
-"""Parts of the memory that estimates leave free, the next one where none of the finalists fits, which are left out."""
+RESERVES: Final = (0.0, 0.1, 0.25, 0.25, 0.25)
+"""Parts of the memory that estimates leave free, the next one where none of the finalists fits; where it is the same
+again, without those finalists."""
 
 
 def joint_search(problem: Problem, splits: Splits = NO_SPLITS, *, budget: Budget | None = None,
@@ -53,13 +54,12 @@ def joint_search(problem: Problem, splits: Splits = NO_SPLITS, *, budget: Budget
     budget = budget or Budget(effort=float("inf"))
     chain = Chain(problem, splits)
     miss: NoFeasiblePlan | None = None
-    settings, missed = list(_candidates(chain)), set[Setting]()
+    settings, missed = list(_candidates(chain)), dict[float, set[Setting]]()
     for reserve in RESERVES:
-        estimator = Estimator(chain, reserve=reserve)
-        ranked, tried = rank_settings(estimator, budget=budget, progress=progress, settings=settings,
-                                      without=missed)
+        estimator, without = Estimator(chain, reserve=reserve), missed.setdefault(reserve, set())
+        ranked, tried = rank_settings(estimator, budget=budget, progress=progress, settings=settings, without=without)
         try:
-            return _simulate_best(estimator, ranked, tried, budget, progress, missed)
+            return _simulate_best(estimator, ranked, tried, budget, progress, without)
         except NoFeasiblePlan as problem_found:
             if miss is None or (problem_found.missing_bytes or 0) < (miss.missing_bytes or 0):
                 miss = problem_found
@@ -72,7 +72,7 @@ def joint_search(problem: Problem, splits: Splits = NO_SPLITS, *, budget: Budget
         raise miss
     progress("joint: nothing fits yet, trying what needs least memory")
     try:
-        return _simulate_best(estimator, ranked, [], budget, progress, missed)
+        return _simulate_best(estimator, ranked, [], budget, progress, set())
     except NoFeasiblePlan:
         raise miss from None
 
