@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Iterator
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -184,13 +184,22 @@ def _delays(plan: Plan, layout: Layout) -> dict[tuple[int, int, bool], float]:
     It is known where the plan describes its cluster, and only moves receives to where they are due: a description that
     cannot be read, or has no way between two devices, is refused by those who need it.
     """
-    from weft.cluster.cluster_file import parse_cluster
-
+    description = plan.cluster.description
     try:
-        cluster = parse_cluster(plan.cluster.description, where="cluster.description")
-        return _delays_on(cluster, plan, layout)
+        known = _descriptions.get(id(description))
+        if known is None or known[0] is not description:
+            from weft.cluster.cluster_file import parse_cluster
+
+            known = description, parse_cluster(description, where="cluster.description")
+            _descriptions.clear()
+            _descriptions[id(description)] = known
+        return _delays_on(known[1], plan, layout)
     except ClusterError:
         return {}
+
+
+_descriptions: dict[int, tuple[Any, Cluster]] = {}
+"""The cluster read last, by its description, which is the same object in all plans of a search."""
 
 
 def _delays_on(cluster: Cluster, plan: Plan, layout: Layout) -> dict[tuple[int, int, bool], float]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -153,12 +153,22 @@ def make_plan(problem: Problem, specs: Sequence[StageSpec], order: Order, *, mic
     plan = Plan(
         model=ModelRef(name=problem.graph.name, digest=problem.graph.digest, mode=options.mode, batch=options.batch,
                        dtype=options.dtype),
-        cluster=ClusterRef(digest=problem.cluster.digest, description=to_json(problem.cluster),
+        cluster=ClusterRef(digest=problem.cluster.digest, description=_description(problem.cluster),
                            devices=tuple(device.name for device in problem.cluster.devices)),
         microbatches=microbatches, stages=stages,
         order={problem.cluster.devices[device].name: actions for device, actions in zip(devices, tokens, strict=True)},
         optimizer=options.optimizer, search=SearchInfo(by=by, seed=options.seed))
     return cut_gradients(add_gradients(plan, problem.graph), problem.graph, problem.costs)
+
+
+def _description(cluster: Cluster) -> dict[str, Any]:
+    """Return the cluster as a plan describes it; the same object as for the plan before, if the cluster is the same."""
+    if not _described or _described[0][0] is not cluster:
+        _described[:] = [(cluster, to_json(cluster))]
+    return _described[0][1]
+
+
+_described: list[tuple[Cluster, dict[str, Any]]] = []
 
 
 def _make_stage(problem: Problem, name: str, spec: StageSpec, microbatch_size: int) -> Stage:

@@ -212,13 +212,14 @@ class Estimator:
         static = held.parameters * (1 + gradients) + states
         kept = count * (held.saved[begin:] - held.saved[begin])
         edge = count * self.chain.typical_crossing
+        received = count * float(self.chain.crossing[begin]) * gradients  # whole on all devices, for the backward
         if setting.recompute:
             lengths, border = np.maximum(np.arange(len(kept)), 1.0), count * self.chain.least_crossing
             parts = np.clip(np.sqrt(kept / max(flight * border, 1.0)), 1.0, lengths)
             pieces = count * np.maximum.accumulate(np.diff(held.saved[begin:], prepend=held.saved[begin]))
-            kept = np.maximum(kept / parts, pieces) + flight * parts * border
+            kept = np.maximum(kept / parts, pieces) + flight * (parts * border + max(0.0, received - border))
         else:
-            kept = flight * kept
+            kept = flight * (kept + received)
         made, new = (np.concatenate(([0.0], np.maximum.accumulate(most[begin:])))
                      for most in (held.most_made, held.most_parameters))
         room = (2 * count * made + gradients * new + 2 * edge) / setting.chunks

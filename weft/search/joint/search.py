@@ -34,13 +34,16 @@ ATTEMPTS: Final = 14
 WORSE: Final = 1.15
 """Settings whose bound is this much above the best estimate are not looked at."""
 MAX_ACTIONS: Final = 60_000
-"""Finalists with so many forwards in all are enough, if there is a plan."""
+FEW_FINALISTS: Final = 3
+"""After so many forwards in all, so many finalists are enough."""
 HOPE: Final = 0.15
 """By so much of the memory an estimate may be too high: what would fit then is made, and checked exactly."""
 REFITS: Final = 4
 """So often a finalist that does not fit is cut anew, with more left free where it was too little."""
 MORE: Final = 1.05
 """As many times what was missing."""
+LEAST_MORE: Final = 0.01
+"""And so much of the memory; where that was not enough, twice what was left free so far: cuts must change."""
 LAST_HOPE: Final = 0.3
 """The same where nothing else fits."""
 RESERVES: Final = (0.0, 0.1, 0.25, 0.25, 0.25)
@@ -200,7 +203,8 @@ def _simulate_best(estimator: Estimator, ranked: list[Estimate], tried: list[Tri
     actions = 0
     for estimate in _finalists(estimator, ranked):
         setting = estimate.setting
-        enough = len(simulated) >= FINALISTS or len(results) >= ATTEMPTS or actions > MAX_ACTIONS
+        enough = (len(simulated) >= FINALISTS or len(results) >= ATTEMPTS
+                  or (actions > MAX_ACTIONS and len(simulated) >= FEW_FINALISTS))
         if simulated and (enough or budget.is_spent):
             break
         actions += _num_actions(estimate)
@@ -228,18 +232,22 @@ def _simulate_best(estimator: Estimator, ranked: list[Estimate], tried: list[Tri
 
 
 def _evaluate_refitted(estimator: Estimator, estimate: Estimate) -> JointResult:
-    """Return the plan with its predicted time; where a device has too little by the exact account, with other cuts."""
+    """Return the plan with its predicted time; where devices have too little by the exact account, with other cuts."""
+    cluster, before = estimator.problem.cluster, float("inf")
     for attempt in range(REFITS + 1):
         try:
             return evaluate(estimator, estimate)
         except NoFeasiblePlan as miss:
-            full = [place for place, mesh in enumerate(estimate.setting.layout)
-                    if miss.device in {estimator.problem.cluster.devices[device].name for device in mesh.devices}]
-            if attempt == REFITS or not full or not miss.missing_bytes:
+            missing = [max((miss.shortages.get(cluster.devices[device].name, 0) for device in mesh.devices), default=0)
+                       for mesh in estimate.setting.layout]
+            if attempt == REFITS or not any(missing) or sum(missing) > before:
                 raise
-            free = list(estimate.free or (0.0,) * len(estimate.setting.layout))
-            free[full[0]] += MORE * miss.missing_bytes
-            estimate = estimator(estimate.setting, free=tuple(free))
+            before = sum(missing)
+            free = estimate.free or (0.0,) * len(missing)
+            rooms = [estimator.chain.capacity(mesh.teams[0]) for mesh in estimate.setting.layout]
+            estimate = estimator(estimate.setting, free=tuple(
+                2 * old + MORE * more + LEAST_MORE * room if more else old
+                for old, more, room in zip(free, missing, rooms, strict=True)))
     raise AssertionError("the last attempt returns or raises")
 
 
