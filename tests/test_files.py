@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import gzip
+import json
 import os
 import re
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 import weft.files
 from weft.errors import ClusterError, InputError, ModelError, NoFeasiblePlan, PlanError, RunError, WeftError, printable
 from weft.files import check_header, decode, encode, load_json, parse_json, read_bytes, write_atomic
+from weft.json_limits import JsonLimits, excess
 
 
 class Colour(enum.Enum):
@@ -166,7 +168,7 @@ def test_header_that_does_not_fit(value, sentence):
 @pytest.mark.parametrize(("text", "sentence"), [
     ('{"a": 1, "a": 2}', "the key 'a' is there twice"), ('{"a": NaN}', "NaN is not a JSON number"),
     ("[-Infinity]", "-Infinity is not a JSON number"), ("[1,", "f is not valid JSON"), (b"\xff\xfe\xfd", "f is not valid"),
-    ("[" * 100_000, "f is not valid JSON"), ("1" * 5000, "f is not valid JSON"), (b"", "f is not valid JSON"),
+    ("[" * 100_000, "f is nested more than 100 deep"), ("1" * 5000, "f is not valid JSON"), (b"", "f is not valid JSON"),
     (b'{"a": "\xed\xa0\x80"}', "f is not valid JSON"),
 ])
 def test_text_that_is_not_json(text, sentence):
@@ -283,3 +285,52 @@ def test_messages_show_what_a_terminal_would_obey():
     assert str(error) == "name '\\x1b[2J\\ud800\\u202e' is\n\twrong"
     assert error.problems == ("\\x07", "plain")
     assert printable("Gr\u00f6\u00dfe 3 \u00b5s, \u6a21\u578b") == "Gr\u00f6\u00dfe 3 \u00b5s, \u6a21\u578b"
+
+
+@pytest.mark.parametrize(("text", "sentence"), [
+    ("[" + "[]," * 2_600_000 + "[]]", "has more than 5,000,000 values"),
+    ("[" + "{}," * 2_600_000 + "{}]", "has more than 5,000,000 values"),
+    ("[" + "0," * 5_100_000 + "0]", "has more than 5,000,000 values"),
+    ('{"a":[' + '{"":0},' * 2_600_000 + '0]}', "has more than 5,000,000 values"),
+    ("[" * 101 + "]" * 101, "is nested more than 100 deep"),
+    ('[{"a":' * 60 + "1" + "}]" * 60, "is nested more than 100 deep"),
+    (" " * 100_000_001, "is larger than 100000000 bytes"),
+], ids=["lists", "objects", "numbers", "keys", "deep", "mixed", "blanks"])
+@pytest.mark.parametrize("name", ["bomb.json.gz"])
+def test_a_small_file_of_many_values_is_refused_before_it_is_parsed(tmp_path, monkeypatch, name, text, sentence):
+    (tmp_path / name).write_bytes(gzip.compress(text.encode(), compresslevel=1))
+    monkeypatch.setattr(weft.files.json, "loads", lambda *_args, **_options: pytest.fail("it was parsed"))
+    with pytest.raises(PlanError, match=sentence):
+        load_json(tmp_path / name, error=PlanError)
+
+
+@given(st.recursive(st.one_of(st.text('[]{},"\\ab\n'), st.integers(), st.none()),
+                    lambda inner: st.one_of(st.lists(inner, max_size=4),
+                                            st.dictionaries(st.text('[]{},:"\\k'), inner, max_size=4)), max_leaves=30))
+@settings(max_examples=200, deadline=None)
+def test_values_and_depth_are_counted_as_the_parser_finds_them(value):
+    def depth_of(item: object) -> int:
+        if isinstance(item, list | dict):
+            return 1 + max(map(depth_of, item.values() if isinstance(item, dict) else item), default=0)
+        return 0
+
+    def lists_in(item: object) -> int:
+        if isinstance(item, list | dict):
+            return 1 + sum(map(lists_in, item.values() if isinstance(item, dict) else item))
+        return 0
+
+    text = json.dumps(value, ensure_ascii=False).encode()
+    depth, lists = depth_of(value), lists_in(value)
+    assert excess(text, JsonLimits(depth=depth, lists=lists)) is None
+    assert depth == 0 or "deep" in excess(text, JsonLimits(depth=depth - 1))
+    assert lists == 0 or "lists" in excess(text, JsonLimits(lists=lists - 1))
+
+
+def test_a_value_with_a_million_faults_is_described_in_short():
+    with pytest.raises(InputError, match=r"leaves\[0\] must be an object, not 0; .*; \.\.\. and more$") as caught:
+        decode(Tree, {"name": "t", "leaves": [0] * 1_000_000}, where="f")
+    assert len(str(caught.value)) < 2000
+    with pytest.raises(InputError, match="name is text of 100001 characters, more than 100000"):
+        decode(Tree, {"name": "x" * 100_001}, where="f")
+    with pytest.raises(InputError, match=r"either\[0\] must be|either must be"):
+        decode(Tree, {"name": "t", "either": ["\x01" * 1_000_000]}, where="f")

@@ -7,22 +7,26 @@ standard library is needed, so that the runtime can read plans on machines that 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
+import gc
 import gzip
 import json
 import math
 import os
+import shutil
 import tempfile
 import types
 import typing
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Literal, TypeVar, get_args, get_origin
+from typing import Any, Final, Literal, TypeGuard, TypeVar, get_args, get_origin
 
 from weft.errors import InputError
+from weft.json_limits import LIMITS, JsonLimits, excess
 
 T = TypeVar("T")
 
@@ -30,32 +34,55 @@ MAX_FILE_BYTES: Final = 1 << 30
 """Larger files are refused unread (compressed files: by their unpacked size)."""
 MAX_PROBLEMS: Final = 20
 """At most this many problems are listed in one message."""
+_ENOUGH: Final = 1_000
+"""After so many problems no more are looked for."""
 MAX_DEPTH: Final = 50
 """Values without a type of their own may be nested this deep."""
+MAX_TEXT: Final = 100_000
+"""No text in a file may have more characters."""
+LEAST_ROOM_BYTES: Final = 1 << 16
+"""A disk with less room than this counts as full before anything is written."""
 
 
-def read_bytes(path: str | os.PathLike[str], *, error: type[InputError] = InputError) -> bytes:
-    """Return the content of ``path``, unpacked if its name ends in ``.gz``."""
+def read_bytes(path: str | os.PathLike[str], *, error: type[InputError] = InputError,
+               limit: int | None = None) -> bytes:
+    """Return the content of ``path``, unpacked if its name ends in ``.gz``; at most ``limit`` bytes are unpacked."""
     file = Path(path)
+    limit = MAX_FILE_BYTES if limit is None else min(limit, MAX_FILE_BYTES)
     try:
         with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as stream:
-            data = stream.read(MAX_FILE_BYTES + 1)
+            data = stream.read(limit + 1)
     except FileNotFoundError as problem:
         raise error(f"no file {str(path)!r}: check the path") from problem
     except (OSError, EOFError, ValueError, zlib.error) as problem:
         raise error(f"cannot read {str(path)!r}: {problem}") from problem
-    if len(data) > MAX_FILE_BYTES:
-        raise error(f"{str(path)!r} is larger than {MAX_FILE_BYTES} bytes: not read")
+    if len(data) > limit:
+        raise error(f"{str(path)!r} is larger than {limit} bytes: not read")
     return data
 
 
-def parse_json(data: bytes | str, *, where: str, error: type[InputError] = InputError) -> Any:
-    """Return the JSON value in ``data``; duplicate keys, NaN and damaged text are refused."""
+def parse_json(data: bytes | str, *, where: str, error: type[InputError] = InputError,
+               limits: JsonLimits = LIMITS) -> Any:
+    """Return the JSON value in ``data``; duplicate keys, NaN, damaged text and what is beyond ``limits`` are refused.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()  # every object lives, so looking for dead ones takes as long again
     try:
         text = data if isinstance(data, str) else data.decode(json.detect_encoding(data))
+        too_much = excess(data if _is_utf8(data) else text.encode("utf-8", "surrogatepass"), limits)
+        if too_much is not None:
+            raise error(f"{where} {too_much}, which is beyond what such files have: not read")
+        del data
         return json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except (ValueError, RecursionError) as problem:
         raise error(f"{where} is not valid JSON: {problem}") from problem
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _is_utf8(data: bytes | str) -> TypeGuard[bytes]:
+    return isinstance(data, bytes) and json.detect_encoding(data).startswith("utf-8")
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -73,9 +100,11 @@ def _no_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def load_json(path: str | os.PathLike[str], *, error: type[InputError] = InputError) -> Any:
+def load_json(path: str | os.PathLike[str], *, error: type[InputError] = InputError,
+              limits: JsonLimits = LIMITS) -> Any:
     """Return the JSON value in the file ``path`` (``.json`` or ``.json.gz``)."""
-    return parse_json(read_bytes(path, error=error), where=str(path), error=error)
+    return parse_json(read_bytes(path, error=error, limit=limits.num_bytes), where=str(path), error=error,
+                      limits=limits)
 
 
 def check_header(value: Any, *, format_name: str, version: int, where: str, error: type[InputError]) -> dict[str, Any]:
@@ -93,20 +122,28 @@ def check_header(value: Any, *, format_name: str, version: int, where: str, erro
 def decode(target: type[T], value: Any, *, where: str, error: type[InputError] = InputError) -> T:
     """Return ``value`` as a ``target``; raise ``error`` with the path of every field that does not fit."""
     problems: list[str] = []
-    result = _decode(target, value, "", problems)
+    result = None
+    with contextlib.suppress(_EnoughProblems):
+        result = _decode(target, value, "", problems)
     if problems:
         shown = problems[:MAX_PROBLEMS]
         if len(problems) > MAX_PROBLEMS:
-            shown.append(f"... and {len(problems) - MAX_PROBLEMS} more")
+            shown.append(f"... and {len(problems) - MAX_PROBLEMS} more" if len(problems) <= _ENOUGH else "... and more")
         raise error(f"{where}: " + "; ".join(shown))
     return typing.cast(T, result)
 
 
+class _EnoughProblems(Exception):  # noqa: N818 - it only leads out of the value
+    """So many problems were found that looking for more would only take time and memory."""
+
+
 def _decode(target: Any, value: Any, path: str, problems: list[str]) -> Any:
+    if len(problems) > _ENOUGH:
+        raise _EnoughProblems
     here = path or "the file"
     origin = get_origin(target)
     if target is Any:
-        return _decode_plain(value, path, problems)
+        return value if _is_plain(value) else _decode_plain(value, path, problems)
     if origin in (types.UnionType, typing.Union):
         return _decode_union(target, value, path, problems)
     if origin is Literal:
@@ -135,7 +172,8 @@ def _decode_union(target: Any, value: Any, path: str, problems: list[str]) -> An
         if option is type(None):
             continue
         trial: list[str] = []
-        result = _decode(option, value, path, trial)
+        with contextlib.suppress(_EnoughProblems):
+            result = _decode(option, value, path, trial)
         if not trial:
             return result
         best = trial if best is None or len(trial) > len(best) else best
@@ -143,8 +181,24 @@ def _decode_union(target: Any, value: Any, path: str, problems: list[str]) -> An
     return None
 
 
+def _is_plain(value: Any, depth: int = 0) -> bool:
+    """Return whether ``_decode_plain`` has nothing to say; many times faster, since no path is written down."""
+    kind = type(value)
+    if depth > MAX_DEPTH:
+        return False
+    if kind is list or kind is dict:
+        return all(_is_plain(item, depth + 1) for item in (value.values() if kind is dict else value))
+    if kind is str:
+        return len(value) <= MAX_TEXT
+    if kind is int:
+        return bool(-(2**63) <= value < 2**63)
+    return value is None or kind is bool or (kind is float and math.isfinite(value))
+
+
 def _decode_plain(value: Any, path: str, problems: list[str], depth: int = 0) -> Any:
     """Return a value of no particular type as it is, if JSON can say it."""
+    if len(problems) > _ENOUGH:
+        raise _EnoughProblems
     if depth > MAX_DEPTH:
         problems.append(f"{path or 'the file'} is nested more than {MAX_DEPTH} deep")
     elif isinstance(value, dict):
@@ -153,9 +207,9 @@ def _decode_plain(value: Any, path: str, problems: list[str], depth: int = 0) ->
     elif isinstance(value, list | tuple):
         for index, item in enumerate(value):
             _decode_plain(item, f"{path}[{index}]", problems, depth + 1)
-    elif isinstance(value, int | float) and not isinstance(value, bool):
+    elif isinstance(value, int | float | str) and not isinstance(value, bool):
         return _decode_scalar(type(value), value, path or "the file", problems)
-    elif value is not None and not isinstance(value, str | bool):
+    elif value is not None and not isinstance(value, bool):
         problems.append(f"{path or 'the file'} must be a plain value, not {_describe(value)}")
     return value
 
@@ -176,10 +230,10 @@ def _decode_record(target: Any, value: Any, path: str, problems: list[str]) -> A
     hints = _type_hints(target)
     fields = {_key_of(field): field for field in dataclasses.fields(target)}
     before = len(problems)
-    for name in value:
-        if name not in fields:
-            known = ", ".join(sorted(fields))
-            problems.append(f"{_join(path, name)} is not a known field (known: {known})")
+    for name in (name for name in value if name not in fields):
+        problems.append(f"{_join(path, name)} is not a known field (known: {', '.join(sorted(fields))})")
+        if len(problems) > _ENOUGH:
+            raise _EnoughProblems
     arguments = {}
     for name, field in fields.items():
         if name in value:
@@ -244,6 +298,9 @@ def _decode_scalar(target: Any, value: Any, here: str, problems: list[str]) -> A
     if target is int and isinstance(value, int) and not -(2**63) <= value < 2**63:
         problems.append(f"{here} must be a whole number of at most 64 bits, not {_describe(value)}")
         return None
+    if target is str and isinstance(value, str) and len(value) > MAX_TEXT:
+        problems.append(f"{here} is text of {len(value)} characters, more than {MAX_TEXT}")
+        return None
     if isinstance(value, target) and (target is bool or not isinstance(value, bool)):
         return value
     names = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
@@ -263,7 +320,7 @@ def _describe(value: Any) -> str:
         return "a list"
     if isinstance(value, int) and abs(value) >= 10**40:
         return "a number of more than 40 digits"
-    text = repr(value)
+    text = repr(value[:60] if isinstance(value, str) else value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -283,25 +340,96 @@ def encode(value: Any) -> Any:
 def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
     """Write ``data`` to ``path`` through a temporary name, so that a failure leaves the old file whole.
 
-    A name that ends in ``.gz`` is compressed, always to the same bytes.
+    A name that ends in ``.gz`` is compressed, always to the same bytes. A link stays one, and a device or pipe is
+    written to as it is.
     """
-    file = Path(path)
     raw = data.encode() if isinstance(data, str) else data
-    if file.suffix == ".gz":
+    if Path(path).suffix == ".gz":
         raw = gzip.compress(raw, mtime=0)
+    made: list[Path] = []
+    temporary: str | None = None
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file = Path(os.path.realpath(path))
+        if _is_special(file) or str(path).startswith("/dev/"):  # /dev/stdout may lead to a file that is open
+            file.write_bytes(raw)
+            return
+        made = make_folder(file.parent)
         handle, temporary = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name[:100]}.")
-    except (OSError, ValueError) as problem:
-        raise InputError(f"cannot write {str(path)!r}: {problem}") from problem
-    try:
         with os.fdopen(handle, "wb") as stream:
             stream.write(raw)
         os.chmod(temporary, 0o644)
         os.replace(temporary, file)
-    except OSError as problem:
-        Path(temporary).unlink(missing_ok=True)
-        raise InputError(f"cannot write {str(path)!r}: {problem}") from problem
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+    except BaseException as problem:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        remove_empty(made)
+        if isinstance(problem, OSError | ValueError):
+            raise InputError(f"cannot write {str(path)!r}: {_reason(problem)}") from problem
         raise
+
+
+def _is_special(file: Path) -> bool:
+    """Return whether a path is a device, a pipe or the like."""
+    return file.exists() and not file.is_file() and not file.is_dir()
+
+
+def _reason(problem: Exception) -> str:
+    """Return what went wrong, without the temporary name that it happened to."""
+    return problem.strerror or str(problem) if isinstance(problem, OSError) else str(problem)
+
+
+def make_folder(folder: Path) -> list[Path]:
+    """Make a folder with those above it; return the ones that were not there, the innermost first."""
+    missing = [item for item in (folder, *folder.parents) if not item.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def remove_empty(folders: Sequence[Path]) -> None:
+    """Remove those of the folders that are empty."""
+    for folder in folders:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+
+
+@contextlib.contextmanager
+def written_together(folder: Path, names: Sequence[str]) -> Iterator[Path]:
+    """Give a new folder for files that come into ``folder`` when all of them are written; after a failure none does.
+
+    Files of these names that were there go. The last of the names comes last, so what has it is whole.
+    """
+    made: list[Path] = []
+    fresh: Path | None = None
+    try:
+        made = make_folder(folder)
+        fresh = Path(tempfile.mkdtemp(prefix=".writing-", dir=folder))
+        yield fresh
+        for name in reversed(names):
+            (folder / name).unlink(missing_ok=True)
+        for name in names:
+            if (fresh / name).exists():
+                os.replace(fresh / name, folder / name)
+    except (OSError, InputError) as problem:
+        why = _reason(problem) if fresh is None else _reason(problem).replace(str(fresh), str(folder))
+        raise InputError(why if isinstance(problem, InputError) else f"cannot write {str(folder)!r}: {why}"
+                         ) from problem
+    finally:
+        if fresh is not None:
+            shutil.rmtree(fresh, ignore_errors=True)
+        remove_empty(made)
+
+
+def check_output(path: Path, *, is_folder: bool = False) -> None:
+    """Raise ``InputError`` unless a file, or files in a folder, could be written there now."""
+    try:
+        if path.exists() and path.is_dir() != is_folder:
+            raise InputError(f"cannot write {str(path)!r}: it is a {'file' if is_folder else 'folder'}")
+        if _is_special(path):
+            return
+        above = next(item for item in ([path] if is_folder else []) + list(path.absolute().parents) if item.exists())
+        if not above.is_dir():
+            raise InputError(f"cannot write {str(path)!r}: {str(above)!r} is a file, not a folder")
+        with tempfile.TemporaryFile(dir=above) as stream:
+            stream.write(b"\0" * LEAST_ROOM_BYTES)
+    except (OSError, ValueError) as problem:
+        raise InputError(f"cannot write {str(path)!r}: {_reason(problem)}") from problem

@@ -234,7 +234,7 @@ BAD = {
     "unit where an object stands": (changed(long_form, "links", 0, "bandwidth", to={"a": 1}),
                                     "links[0].bandwidth: "),
     "endless unit": (changed(long_form, "links", 0, "bandwidth", to="1" + " " * 10**6 + "x\n"),
-                     "links[0].bandwidth: "),
+                     "links[0].bandwidth is text of 1000003 characters, more than 100000"),
     # rates
     "zero bandwidth": (changed(short_form, "network", "bandwidth", to=0),
                        "network.bandwidth: bandwidth 0 must be more"),
@@ -361,7 +361,7 @@ def test_a_value_that_holds_itself_is_refused():
 @pytest.mark.parametrize(("name", "content", "message"), [
     ("a.json", b'{"format": "weft.cluster", "format": 1}', "the key 'format' is there twice"),
     ("a.json", b'{"version": NaN}', "NaN is not a JSON number"),
-    ("a.json", b"[" * 100_000, "is not valid JSON"),
+    ("a.json", b"[" * 100_000, "is nested more than 100 deep"),
     ("a.json", b"\xff\xfe\xff", "is not valid JSON"),
     ("a.json", b"1" * 5000, "is not valid JSON"),
     ("a.json.gz", b"not compressed", "cannot read"),

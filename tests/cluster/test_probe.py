@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
@@ -44,7 +45,7 @@ def test_a_link_measurement_that_hangs_is_ended(monkeypatch, tmp_path, caplog):
         return started[-1]
 
     monkeypatch.setattr(link_probe, "_start", start)
-    monkeypatch.setattr(link_probe.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     begin = time.monotonic()
     devices = parse_cluster({"format": "weft.cluster", "version": 1, "hosts": [{"name": "a", "devices": "2 x cpu"}]})
     links = probe._local_links(devices.devices, "a", 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -168,3 +169,76 @@ def test_a_kind_that_the_store_does_not_know_is_noted(store):
     costs = estimate_costs(make_graph(1), make_cluster((1,)), profile=store)
     assert costs.notes == ("the profile store has no times for device kind 'fast' (it has: cpu): "
                            "costs there are estimates",)
+
+
+ENDLESS = "WITH RECURSIVE r(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM r) SELECT {} FROM r"
+COLUMNS = ("'cpu' AS device_kind, 'mm' AS op_kind, x AS signature, 'f' AS dtype, 1.0 AS forward_s, NULL AS input_grad_s, "
+           "NULL AS weight_grad_s, 0.0 AS spread, 1 AS repeats, 1 AS threads, '' AS torch_version, '' AS recorded_at")
+
+
+@pytest.mark.parametrize("statements", [
+    ("DROP TABLE op_times", f"CREATE VIEW op_times AS {ENDLESS.format(COLUMNS)}"),
+    (f"CREATE TRIGGER t AFTER INSERT ON op_times BEGIN DELETE FROM op_times WHERE 1 IN ({ENDLESS.format('x')}); END",),
+    ("CREATE VIEW extra AS SELECT 1",),
+    ("CREATE INDEX i ON op_times (abs(forward_s))",),
+    ("ALTER TABLE op_times ADD COLUMN more REAL",),
+    ("ALTER TABLE op_times ADD COLUMN length INTEGER GENERATED ALWAYS AS (length(signature)) VIRTUAL",),
+    ("CREATE VIRTUAL TABLE words USING fts5(a)",),
+    ("DROP TABLE comm_fits",),
+    ("ALTER TABLE class_fits RENAME TO gone", "CREATE TABLE class_fits (device_kind TEXT, op_class TEXT, compute REAL, "
+     "memory REAL, num_points INTEGER, error REAL CHECK (error < 2), PRIMARY KEY (device_kind, op_class)) WITHOUT ROWID"),
+], ids=["view", "trigger", "another view", "expression", "column", "generated", "virtual", "missing", "check"])
+def test_a_store_with_more_than_plain_tables_runs_no_sql(store, statements):
+    store.put_timings([(KEY, TIMING)])
+    with sqlite3.connect(store.path) as connection:
+        for statement in statements:
+            connection.execute(statement)
+    connection.close()
+    before = store.path.read_bytes()
+    for use in (lambda: store.timings("cpu"), store.device_kinds, store.comm_fits,
+                lambda: store.put_timings([(KEY, TIMING)])):
+        with pytest.raises(InputError, match=r"is not a usable profile store: it has (the|no) "):
+            use()
+    assert store.path.read_bytes() == before
+
+
+def test_a_store_whose_pages_are_linked_to_endless_rows_ends(store):
+    store.put_timings([(KEY._replace(signature=f"[{index}]" * 20), TIMING) for index in range(400)])
+    data = bytearray(store.path.read_bytes())
+    size = int.from_bytes(data[16:18], "big")
+    for page in range(size, len(data), size):
+        if data[page] in (2, 5):  # inner pages: all their children become the last one
+            cells, start = int.from_bytes(data[page + 3:page + 5], "big"), page + 12
+            offsets = [int.from_bytes(data[start + 2 * cell:start + 2 * cell + 2], "big") for cell in range(cells)]
+            for offset in offsets:
+                data[page + offset:page + offset + 4] = data[page + 8:page + 12]
+    store.path.write_bytes(data)
+    with pytest.raises(InputError, match="is not a usable profile store"):
+        store.timings("cpu")
+
+
+def test_statements_end_after_some_work(store):
+    store.put_timings([(KEY, TIMING)])
+    with pytest.raises(InputError, match="takes more work than any store of its size"):
+        store._read(ENDLESS.format("x") + " WHERE x < 0", ())
+
+
+def test_a_store_with_a_log_or_a_foreign_journal_is_refused(store):
+    store.put_timings([(KEY, TIMING)])
+    before = store.path.read_bytes()
+    Path(f"{store.path}-journal").write_bytes(bytes(600) + b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7")
+    with pytest.raises(InputError, match="the journal beside it belongs to several files"):
+        store.timings("cpu")
+    Path(f"{store.path}-journal").unlink()
+    store.path.write_bytes(before[:18] + b"\x02\x02" + before[20:])
+    with pytest.raises(InputError, match="write-ahead log"):
+        store.timings("cpu")
+
+
+def test_keys_that_are_no_text_are_refused(store):
+    store.put_timings([(KEY, TIMING)])
+    with sqlite3.connect(store.path) as connection:
+        connection.execute("UPDATE op_times SET device_kind = x'ff00'")
+    connection.close()
+    with pytest.raises(InputError, match="a device_kind is no text"):
+        store.device_kinds()

@@ -202,3 +202,13 @@ def test_damaged_files_raise_only_model_errors(exported, tmp_path_factory, data)
     path.write_bytes(bytes(content))
     with contextlib.suppress(ModelError):
         check_graph(load_onnx(path))
+
+
+def test_a_size_that_no_model_has_is_refused(tmp_path):
+    graph = helper.make_graph(
+        [helper.make_node("Relu", ["x"], ["y"])], "huge", [helper.make_tensor_value_info("x", TensorProto.FLOAT, [2**40, 2**40])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, None)])
+    path = tmp_path / "huge.onnx"
+    path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
+    with pytest.raises(ModelError, match=r"tensor 'x' has the shape .* elements in all"):
+        load_onnx(path)

@@ -13,7 +13,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weft.errors import ClusterError
+from weft.scratch import scratch_folder
 
 LARGE_BYTES: Final = 8 << 20
 NUM_LARGE: Final = 12
@@ -38,8 +38,8 @@ class LinkRate:
 def measure_link(*, time_limit_s: float) -> LinkRate:
     """Return the measured rate between two local processes; raise ``ClusterError`` if that fails or takes longer."""
     deadline = time.monotonic() + time_limit_s
-    with tempfile.TemporaryDirectory(prefix="weft-probe-") as folder, contextlib.ExitStack() as stack:
-        processes = [_start(rank, Path(folder), time_limit_s) for rank in range(2)]
+    with scratch_folder("weft-probe-") as folder, contextlib.ExitStack() as stack:
+        processes = [_start(rank, folder, time_limit_s) for rank in range(2)]
         for process in processes:
             stack.callback(_end, process)
         while None in (codes := [process.poll() for process in processes]) and not any(codes):
@@ -48,7 +48,7 @@ def measure_link(*, time_limit_s: float) -> LinkRate:
             time.sleep(0.02)
         for rank, code in enumerate(codes):
             if code:
-                said = (Path(folder) / f"stderr{rank}").read_text(errors="replace").strip().splitlines()
+                said = (folder / f"stderr{rank}").read_text(errors="replace").strip().splitlines()
                 raise ClusterError(f"the link measurement failed in rank {rank} (exit code {code}): "
                                    f"{said[-1][:300] if said else 'no message'}")
         return _read_result(processes[0].communicate()[0])

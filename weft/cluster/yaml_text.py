@@ -16,8 +16,10 @@ from weft.errors import ClusterError
 
 MAX_TEXT: Final = 4 << 20
 """Longer YAML texts are refused, because PyYAML is slow; JSON has no such limit."""
-MAX_NODES: Final = 500_000
+MAX_NODES: Final = 250_000
 """Limit on values in a file, aliases counted as often as they are used."""
+_MAX_SHOWN_TEXT: Final = 200_000
+"""Faults of longer texts are told by line and column alone: showing the place takes the slow parser."""
 _TAG: Final = "tag:yaml.org,2002:"
 _SCALARS: Final = (
     ("bool", r"true|false", "tf"),
@@ -37,11 +39,13 @@ def parse_yaml(text: bytes | str, *, where: str) -> Any:
     except ImportError as problem:
         raise ClusterError(f"reading {where} needs PyYAML: run 'pip install PyYAML', or write it as JSON") from problem
     try:
-        return _load(text, fast=hasattr(yaml, "CSafeLoader"))
-    except (yaml.YAMLError, RecursionError, ValueError, OverflowError):
-        pass  # once more by the slow parser, whose messages show the place
-    try:
-        return _load(text, fast=False)
+        if hasattr(yaml, "CSafeLoader"):
+            try:
+                return _load(text, fast=True)
+            except (yaml.YAMLError, RecursionError, ValueError, OverflowError):
+                if len(text) > _MAX_SHOWN_TEXT:
+                    raise
+        return _load(text, fast=False)  # once more, since its messages show the place
     except yaml.YAMLError as problem:
         raise ClusterError(f"{where} is not valid YAML: {_one_line(problem)}") from problem
     except RecursionError as problem:

@@ -117,8 +117,11 @@ class _Contraction:
             tensor_batch_dim=graph.tensor_batch_dim[kept], outputs=tuple(int(new_id[t]) for t in graph.outputs),
             tied=graph.tied, batch=graph.batch, has_backward=graph.has_backward, backward_source=graph.backward_source,
             given=contract_given(graph, members, kept.tolist(), self.free), warnings=graph.warnings,
+            asks_recompute=graph.asks_recompute,
             sources=tuple(graph.sources[op] for op in mains) if graph.sources else (),
             saved_inside_bytes=self._sum(graph.saved_inside_bytes) + self._saved_inside(),
+            forward_room_bytes=self._largest(graph.forward_room_bytes),
+            backward_room_bytes=self._largest(graph.backward_room_bytes),
             **{column: self._sum(getattr(graph, column)) for column in _SUMMED})
 
     def _kinds(self) -> tuple[str, ...]:
@@ -129,6 +132,9 @@ class _Contraction:
         inside = self.groups.of_op >= 0
         return np.bincount(self.groups.of_op[inside], weights=column[inside],
                            minlength=self.groups.num_groups).astype(np.float64)
+
+    def _largest(self, column: F64) -> F64:
+        return np.asarray([column[list(ops)].max() for ops in self.members], dtype=np.float64)
 
     def _saved_inside(self) -> F64:
         """Return the bytes of tensors kept for the backward pass that are not tensors of the coarse graph."""

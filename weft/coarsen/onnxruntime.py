@@ -14,7 +14,6 @@ tensors. ONNX Runtime reads the weights, so the file with all its data must be t
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from weft.coarsen.groups import Groups, number_groups
 from weft.coarsen.kernels import choose_kernels
 from weft.errors import InputError
 from weft.model.graph import Graph
+from weft.scratch import scratch_folder
 
 
 def fuse_by_onnxruntime(graph: Graph, path: str | os.PathLike[str]) -> Groups:
@@ -57,8 +57,8 @@ def _optimised_nodes(path: Path) -> list[list[str]]:
     onnx, runtime = _packages()
     if not path.is_file():
         raise InputError(f"there is no ONNX file {str(path)!r}: check the path")
-    with tempfile.TemporaryDirectory(prefix="weft-") as folder:
-        target = Path(folder) / "optimised.onnx"
+    with scratch_folder("weft-onnx-") as folder:
+        target = folder / "optimised.onnx"
         options = runtime.SessionOptions()
         options.graph_optimization_level = runtime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
         options.optimized_model_filepath = str(target)

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,6 @@ from weft.model.weight_gradients import ops_that_can_wait
 Phase = Literal["F", "B", "I", "W"]
 """Forward; backward, which is I and W together; its first part, with the gradients of the inputs; its second part, with
 those gradients of parameters that can wait."""
-_PHASES: Final = ("F", "B", "I", "W")
 _ZERO_CODE: Final = ZERO.source.code
 _MAX_TABLES: Final = 256
 
@@ -98,7 +97,7 @@ class Costs:
         if known is None:
             if not fraction > 0 or not math.isfinite(fraction):
                 raise InputError(f"the share of the batch must be more than zero and finite, not {fraction!r}")
-            if phase not in _PHASES:
+            if phase not in get_args(Phase):
                 raise InputError(f"the phase must be one of F, B, I, W, not {phase!r}")
             seconds = np.ascontiguousarray(self._phase_seconds(phase, fraction).T)
             codes = (self.source if phase == "F" else self.backward_source).T
@@ -121,6 +120,8 @@ class Costs:
                       "weight_grad": self.weight_grad_s}[part]
         if fraction == 1.0:
             return whole
+        if not self.measured_at:
+            return np.asarray(whole * self._ratios(part, fraction), dtype=np.float64)
         ratio_at = {at: self._ratios(part, at) for at in (fraction, 1.0, *(item.fraction for item in self.measured_at))}
         points = [(1.0, whole)]
         for item in self.measured_at:

@@ -22,28 +22,28 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
+from weft.cost.store_file import StoreProblem, check_mode, check_tables, fetch, open_store
 from weft.errors import InputError
 from weft.model.graph import Graph
 
 SCHEMA_VERSION: Final = 1
 _APPLICATION_ID: Final = 0x57454654
 _MAGIC: Final = b"SQLite format 3\x00"
-_BUSY_S: Final = 30.0
 
-_SCHEMA: Final = (
-    """CREATE TABLE IF NOT EXISTS op_times (
+_SCHEMA: Final = {
+    "op_times": """CREATE TABLE IF NOT EXISTS op_times (
         device_kind TEXT NOT NULL, op_kind TEXT NOT NULL, signature TEXT NOT NULL, dtype TEXT NOT NULL,
         forward_s REAL NOT NULL, input_grad_s REAL, weight_grad_s REAL, spread REAL NOT NULL, repeats INTEGER NOT NULL,
         threads INTEGER NOT NULL, torch_version TEXT NOT NULL, recorded_at TEXT NOT NULL,
         PRIMARY KEY (device_kind, op_kind, signature, dtype))""",
-    """CREATE TABLE IF NOT EXISTS class_fits (
+    "class_fits": """CREATE TABLE IF NOT EXISTS class_fits (
         device_kind TEXT NOT NULL, op_class TEXT NOT NULL, compute REAL NOT NULL, memory REAL NOT NULL,
         num_points INTEGER NOT NULL, error REAL NOT NULL, PRIMARY KEY (device_kind, op_class))""",
-    """CREATE TABLE IF NOT EXISTS comm_fits (
+    "comm_fits": """CREATE TABLE IF NOT EXISTS comm_fits (
         collective TEXT NOT NULL, scope TEXT NOT NULL, algorithm TEXT NOT NULL, latency_s REAL NOT NULL,
         s_per_byte REAL NOT NULL, num_points INTEGER NOT NULL, error REAL NOT NULL,
         PRIMARY KEY (collective, scope))""",
-)
+}
 
 
 class OpKey(NamedTuple):
@@ -135,11 +135,14 @@ class ProfileStore:
         names = [field.name for field in fields(OpTiming)]
         rows = self._read(f"SELECT {', '.join(OpKey._fields)}, {', '.join(names)} FROM op_times"
                           " WHERE device_kind = ? ORDER BY 1, 2, 3, 4", (device_kind,))
-        return {OpKey(*row[:4]): self._record(OpTiming, dict(zip(names, row[4:], strict=True))) for row in rows}
+        return {self._key(row[:4]): self._record(OpTiming, dict(zip(names, row[4:], strict=True))) for row in rows}
 
     def device_kinds(self) -> tuple[str, ...]:
         """Return the device kinds that operators were measured on."""
-        return tuple(row[0] for row in self._read("SELECT DISTINCT device_kind FROM op_times ORDER BY 1", ()))
+        rows = self._read("SELECT DISTINCT device_kind FROM op_times ORDER BY 1", ())
+        if not all(isinstance(row[0], str) for row in rows):
+            raise self._broken("a device_kind is no text")
+        return tuple(row[0] for row in rows)
 
     def put_timings(self, timings: Iterable[tuple[OpKey, OpTiming]]) -> None:
         """Add measured operators in one transaction; an existing entry is replaced."""
@@ -167,6 +170,11 @@ class ProfileStore:
         """Add fitted link parameters in one transaction; existing ones are replaced."""
         self._write("comm_fits", [field.name for field in fields(CommFit)], [astuple(fit) for fit in fits])
 
+    def _key(self, row: tuple[Any, ...]) -> OpKey:
+        if not all(isinstance(item, str) for item in row):
+            raise self._broken("a key of op_times is no text")
+        return OpKey(*row)
+
     def _record(self, target: type[T], values: dict[str, Any]) -> T:
         for field in fields(target):  # type: ignore[arg-type]
             value = values[field.name]
@@ -189,7 +197,7 @@ class ProfileStore:
         if self._is_new():
             return []
         with self._connect(write=False) as connection:
-            return connection.execute(query, arguments).fetchall()
+            return fetch(connection, self.path, query, arguments)
 
     def _write(self, table: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
         is_new = self._is_new()
@@ -199,7 +207,7 @@ class ProfileStore:
             if is_new:
                 connection.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
                 connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
-                for statement in _SCHEMA:
+                for statement in _SCHEMA.values():
                     connection.execute(statement)
             connection.executemany(f"INSERT OR REPLACE INTO {table} ({', '.join(columns)}) VALUES ({marks})", rows)
             connection.execute("COMMIT")
@@ -207,23 +215,27 @@ class ProfileStore:
     @contextmanager
     def _connect(self, *, write: bool) -> Iterator[sqlite3.Connection]:
         """Yield a connection to the checked file; sqlite's errors become ``InputError``."""
-        if not self._is_new():
+        is_new = self._is_new()
+        if not is_new:
             self._check_header()
         try:
             if write:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-            # Readers open it for writing too where they may: after a crash the first one must roll back the journal.
-            mode = "rwc" if write else ("rw" if os.access(self.path, os.W_OK) else "ro")
-            connection = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode={mode}", uri=True, timeout=_BUSY_S,
-                                         isolation_level=None)
+            connection = open_store(self.path, write=write)
         except (OSError, sqlite3.Error) as problem:
             raise InputError(f"cannot open the profile store {str(self.path)!r}: {problem}") from problem
         try:
+            if not is_new:
+                check_tables(connection, _SCHEMA)
             yield connection
+        except StoreProblem as problem:
+            raise self._broken(str(problem)) from problem
         except sqlite3.OperationalError as problem:
+            if str(problem) == "interrupted":
+                raise self._broken("reading it takes more work than any store of its size") from problem
             raise InputError(f"the profile store {str(self.path)!r} cannot be used: {problem}. Check that the folder "
                              "is writable and no other process holds the file") from problem
-        except sqlite3.DatabaseError as problem:
+        except (sqlite3.DatabaseError, UnicodeDecodeError) as problem:  # sqlite's own words may quote broken text
             raise self._broken(str(problem)) from problem
         finally:
             connection.close()
@@ -242,6 +254,10 @@ class ProfileStore:
             raise self._broken("it is a sqlite file of another program")
         if version != SCHEMA_VERSION:
             raise self._broken(f"its version is {version}, this Weft reads {SCHEMA_VERSION}")
+        try:
+            check_mode(header, self.path)
+        except StoreProblem as problem:
+            raise self._broken(str(problem)) from problem
 
     def _broken(self, why: str) -> InputError:
         return InputError(f"{str(self.path)!r} is not a usable profile store: {why}. It was left as it is; name "

@@ -14,6 +14,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
@@ -44,6 +45,8 @@ _SIZES: Final[Mapping[str, float]] = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "float8e4m3fn": 1, "float8e5m2": 1, "int8": 1, "uint8": 1,
     "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "bool": 1, "complex64": 8,
     "complex128": 16, "int4": 0.5, "uint4": 0.5}
+_MAX_ELEMENTS: Final = 1 << 50
+"""Larger tensors are refused: a petabyte is none of a model."""
 _NAMES: Final[Mapping[str, str]] = {"float": "float32", "double": "float64"}
 """ONNX's own names of dtypes that have others here."""
 
@@ -151,7 +154,7 @@ class _Tensor:
 
     @property
     def num_bytes(self) -> int:
-        return math.ceil(math.prod(self.shape) * _SIZES.get(self.dtype, 4))
+        return math.ceil(math.prod(self.shape) * Fraction(_SIZES.get(self.dtype, 4)))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -204,6 +207,9 @@ class _Reader:
              is_constant: bool = False) -> None:
         if name in self.ids:
             raise ModelError(f"{self.where}: tensor {name!r} is made twice: the file is not a valid ONNX model")
+        if min(shape, default=0) < 0 or math.prod(max(size, 1) for size in shape) > _MAX_ELEMENTS:
+            raise ModelError(f"{self.where}: tensor {name!r} has the shape {list(shape)}: sizes are zero or more, "
+                             f"and there are at most {_MAX_ELEMENTS:g} elements in all")
         self.ids[name] = len(self.tensors)
         self.tensors.append(_Tensor(name=name, shape=shape, dtype=dtype, role=role, producer=producer, base=base,
                                     is_constant=is_constant))
@@ -256,7 +262,7 @@ class _Reader:
         rule: Any = _RULES.get(node.op_type, _per_element)
         try:
             return float(rule(node.op_type, inputs, outputs, settings))
-        except (IndexError, TypeError, KeyError) as problem:
+        except (IndexError, TypeError, KeyError, OverflowError, ZeroDivisionError) as problem:
             raise ModelError(f"{self.where}: node {node.name!r} ({node.op_type}) has other inputs than the operator "
                              "takes: the file is not a valid ONNX model") from problem
 

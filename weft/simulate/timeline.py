@@ -25,6 +25,7 @@ from weft.plan.program import U8, Op, Program
 from weft.simulate.wiring import Wiring, wire
 
 Kind = Literal["predicted", "measured"]
+MemorySource = Literal["account", "measured"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,9 @@ class Timeline:
     stored_labels: tuple[str, ...] | None = None
     """Labels from a file; see ``labels``."""
     stored_memory: MemoryAccount | None = None
-    """Memory from a file; see ``memory``."""
+    """Memory from a file, or as a run has measured it; see ``memory``."""
+    memory_source: MemorySource = "account"
+    """Whether ``memory`` is what the account says or what was measured."""
 
     @property
     def num_ranks(self) -> int:

@@ -24,7 +24,7 @@ from weft.plan.overlap import last_before
 from weft.plan.plan import ClusterRef, ModelRef
 from weft.plan.program import Op, Program
 from weft.plan.structure import raise_problems
-from weft.simulate.timeline import Kind, RankSummary, Timeline
+from weft.simulate.timeline import Kind, MemorySource, RankSummary, Timeline
 
 FORMAT: Final = "weft.timeline"
 VERSION: Final = 1
@@ -69,6 +69,8 @@ class TimelineRecord:
     ranks: tuple[RankRecord, ...]
     pairs: tuple[tuple[int, int], ...]
     needs: tuple[tuple[int, int], ...]
+    memory_source: MemorySource = "account"
+    """Whether amounts of memory are the account's or measured."""
 
 
 def save_timeline(timeline: Timeline, path: str | PathLike[str]) -> None:
@@ -88,7 +90,8 @@ def timeline_to_json(timeline: Timeline) -> dict[str, Any]:
         kind=timeline.kind, model=timeline.model, cluster=timeline.cluster, step_time_s=timeline.step_time_s,
         ranks=tuple(_rank_record(timeline, rank, summary) for rank, summary in enumerate(timeline.summary())),
         pairs=tuple(zip(sends.tolist(), timeline.partner[sends].tolist(), strict=True)),
-        needs=tuple((waiting, arriving) for waiting, arriving in timeline.needs.tolist()))
+        needs=tuple((waiting, arriving) for waiting, arriving in timeline.needs.tolist()),
+        memory_source=timeline.memory_source)
     return {"format": FORMAT, "version": VERSION, **encode(record)}
 
 
@@ -191,7 +194,8 @@ def _to_timeline(record: TimelineRecord, program: Program | None) -> Timeline:
         previous=last_before(rank_start, np.isin(op, (Op.COMPUTE, Op.STEP))), partner=partner,
         needs=needs[np.argsort(needs[:, 0], kind="stable")], program=program,
         stored_labels=tuple(label for rank in ranks for label in rank.label),
-        stored_memory=memory if program is None else None)
+        stored_memory=memory if program is None or record.memory_source == "measured" else None,
+        memory_source=record.memory_source)
 
 
 def _rows(pairs: tuple[tuple[int, int], ...]) -> I64:
