@@ -63,6 +63,8 @@ SAMPLES: Mapping[str, Callable[..., Arguments]] = {
     # products
     "mm.default": lambda a, b, c, d: call(rand(a, b), rand(b, c)),
     "addmm.default": lambda a, b, c, d: call(rand(c), rand(a, b), rand(b, c)),
+    "_grouped_mm.default": lambda a, b, c, d: call(
+        rand(4 * a, 64).bfloat16(), rand(a, 64, 64).bfloat16(), 4 * torch.arange(1, a + 1, dtype=torch.int32)),
     "bmm.default": lambda a, b, c, d: call(rand(a, b, c), rand(a, c, d)),
     "baddbmm.default": lambda a, b, c, d: call(rand(a, b, d), rand(a, b, c), rand(a, c, d)),
     "dot.default": lambda a, b, c, d: call(rand(a), rand(a)),

@@ -297,3 +297,9 @@ def test_stack_adds_a_whole_dimension():
 
 def test_an_empty_list_of_another_rank_is_not_split():
     assert factors_of(call_node(aten.cat.default, ([tensor(0), tensor(4, 3)], 0), {})[0]) is None
+
+
+def test_repeat_interleave_with_its_size_written_down_keeps_that_dimension_whole() -> None:
+    x = torch.randn(4, 6, 8, dtype=torch.float64)
+    checked = check_call(aten.repeat_interleave.self_int, x, 2, 1, output_size=12)
+    assert checked.split == {"d0", "d2"}

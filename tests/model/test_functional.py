@@ -10,7 +10,7 @@ from tests.model.helpers import assert_equals_eager, source_of
 from weft.errors import ModelError
 from weft.model import capture as capture_module
 from weft.model.functional import changes_memory
-from weft.model.trace import trace
+from weft.model.trace import run_program, state_of, trace
 
 
 class Base(nn.Module):
@@ -123,8 +123,53 @@ def test_traced_graph_is_functional_and_equals_the_module(make):
 
 
 def test_autocast_becomes_casts():
-    traced = trace(source_of(lambda: Narrows().float(), (6,), batch=4))
+    source = source_of(Narrows, (6,), batch=4).with_dtype("float32")
+    traced = trace(source)
     assert "bfloat16" in traced.graph.tensor_dtypes
+    assert torch.equal(run_program(traced.program, state_of(source.build()), source.inputs())[0], source.build()(*source.inputs()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_that_is_on_while_tracing_is_part_of_the_model(dtype):
+    source = source_of(Normal, (6,), batch=4).with_dtype("float32")
+    module = source.build()
+    with torch.autocast("cpu", dtype=dtype, cache_enabled=False):
+        traced, expected = trace(source), module(*source.inputs())
+        assert "forward" not in module.__dict__
+    expected.backward()
+    other = source.build()
+    found = run_program(traced.program, state_of(other), source.inputs())[0]
+    found.backward()
+    assert torch.equal(found, expected)
+    assert not torch.equal(found, source.build()(*source.inputs()))
+    for name, parameter in module.named_parameters():
+        assert torch.equal(other.get_parameter(name).grad, parameter.grad), name
+
+
+class Normal(Base):
+    def forward(self, x):
+        return torch.softmax(self.layer(nn.functional.layer_norm(self.layer(x), (6,))), 1)[:, 0].mean()
+
+
+def test_autocast_for_a_gpu_is_refused_around_a_trace_and_noted_inside(monkeypatch):
+    graph = torch.fx.Graph()  # what a machine with a GPU gives: elsewhere PyTorch switches such a block off
+    graph.call_function(capture_module._AUTOCAST, ("cuda", torch.bfloat16, True, None, None))
+    graph.output(())
+    note, = capture_module._autocast_notes(torch.fx.GraphModule({}, graph))
+    assert "switches autocast on for cuda, which is left out" in note
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda kind: kind == "cuda")
+    with pytest.raises(ModelError, match=r"torch.autocast is on for cuda float16, and its casts cannot be traced"):
+        trace(source_of(Normal, (6,), batch=4))
+
+
+class Mixes(Base):
+    def forward(self, x):
+        return self.layer(x.float()).square().mean()
+
+
+def test_products_of_two_precisions_are_refused_with_the_line():
+    with pytest.raises(ModelError, match=r"aten.linear.default \(.*test_functional.py:\d+\) multiplies float32 and float64"):
+        trace(source_of(Mixes, (6,), batch=4))
 
 
 @pytest.mark.parametrize("make", [InPlaceChain, ViewReadBefore, CountsCalls, NormalisedByStatistics])

@@ -9,7 +9,9 @@ that a model of 70 billion parameters needs no memory, and the module is as it w
   ``run_decompositions`` would drop the block and gradients would flow where they must not;
 * an operator that changes memory must become one that does not, also through views: ``weft.model.functional`` does
   so where it is simple, and ``run_decompositions({})``, which traces all over again, where it is not;
-* a custom ``autograd.Function`` is traced through its forward and loses its own backward: refused for training.
+* a custom ``autograd.Function`` is traced through its forward and loses its own backward: refused for training
+  (``weft.model.custom_functions``);
+* gradient checkpointing (``torch.utils.checkpoint``) leaves no trace in a graph: it is noted that it was asked for.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import FrameType
 from typing import Any, Final
@@ -36,8 +38,11 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft.errors import ModelError
 from weft.model.chains import Chain, ChainMismatch, find_chains, reduce_chains, standing_in
+from weft.model.checkpointing import checkpoints_noted
+from weft.model.custom_functions import refused_functions
 from weft.model.fold import FoldMismatch, check_unchanging, expand, folded
 from weft.model.functional import changed_tensors, changes_memory, is_mutable, make_functional, owner_of
+from weft.model.mixed_products import find_mixed_product, mixed_product_error
 
 aten = torch.ops.aten
 
@@ -47,6 +52,9 @@ _REMOVED: Final = ("aten._assert_tensor_metadata", "aten._assert_async", "aten._
                    "aten.sym_constrain_range")
 _CHATTY: Final = ("torch._subclasses.fake_tensor", "torch.export", "torch.export._trace",
                   "torch.fx.experimental.symbolic_shapes")
+_EVAL_MODE_HELPS: Final = (
+    "In eval mode (no dropout, no layer drop, statistics of batch norm as stored) the model can be traced: to train it "
+    "so, write path/to/file.py:function:in_eval_mode, or call model.eval() before weft.parallelize")
 _SAME_AS_INPUT: Final = (aten.lift_fresh_copy.default, aten.alias.default)
 
 
@@ -69,18 +77,45 @@ class Capture:
     """Node name of the new value, by path of each buffer that the forward pass changes."""
     tied: tuple[tuple[str, ...], ...]
     """Paths that share one parameter or buffer."""
+    asks_recompute: bool = False
+    """The forward calls ``torch.utils.checkpoint``: parts of it are to be computed again in the backward pass."""
+    notes: tuple[str, ...] = ()
+    """What the user should know."""
 
 
 def capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *, training: bool, fold: bool = True) -> Capture:
     """Return the functional graph of ``module`` called with ``inputs``; ``ModelError`` if it cannot be traced."""
+    try:
+        return _capture(module, inputs, training=training, fold=fold)
+    except ModelError as problem:
+        if module.training and _is_traceable_in_eval_mode(module, inputs, training=training):
+            raise ModelError(f"{problem}. {_EVAL_MODE_HELPS}") from problem
+        raise
+
+
+def _is_traceable_in_eval_mode(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *, training: bool) -> bool:
+    """Return whether the module can be traced in eval mode; it is as it was afterwards."""
+    modes = {child: child.training for child in module.modules()}
+    module.eval()
+    try:
+        _capture(module, inputs, training=training, fold=True)
+    except ModelError:
+        return False
+    finally:
+        for child, mode in modes.items():
+            child.training = mode
+    return True
+
+
+def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *, training: bool, fold: bool) -> Capture:
     tied = tied_names(module)
-    with fake_parameters(module) as mode, _forward_as_written(training):
+    with fake_parameters(module) as mode, _forward_as_written(training), checkpoints_noted() as noted:
         fake_inputs = tuple(_fake(mode, tensor) for tensor in inputs)
         if fold:
             with suppress(FoldMismatch), folded(module) as folding:
                 if folding.sets:
-                    return _captured(module, fake_inputs, tied)
-        return _captured(module, fake_inputs, tied)
+                    return replace(_captured(module, fake_inputs, tied), asks_recompute=bool(noted))
+        return replace(_captured(module, fake_inputs, tied), asks_recompute=bool(noted))
 
 
 def capture_chains(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *,
@@ -94,9 +129,11 @@ def capture_chains(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *,
     chains = find_chains(module)
     while chains:
         try:
-            with standing_in(module, chains), fake_parameters(module) as mode, _forward_as_written(training):
+            with (standing_in(module, chains), fake_parameters(module) as mode, _forward_as_written(training),
+                  checkpoints_noted() as noted):
                 fakes = tuple(_fake(mode, tensor) for tensor in inputs)
-                return _captured(module, fakes, tied, partial(reduce_chains, chains=chains)), tuple(chains)
+                found = _captured(module, fakes, tied, partial(reduce_chains, chains=chains))
+                return replace(found, asks_recompute=bool(noted)), tuple(chains)
         except ChainMismatch as problem:
             wrong = problem.chain
             chains = [Chain(paths=chain.paths, period=chain.period) for chain in chains if chain is not wrong]
@@ -145,15 +182,6 @@ def fake_parameters(module: torch.nn.Module) -> Iterator[FakeTensorMode]:
 @contextmanager
 def _forward_as_written(training: bool) -> Iterator[None]:
     """Keep PyTorch from taking shortcuts while tracing, and refuse what a trace would get wrong."""
-    function = torch.autograd.Function
-    apply = function.__dict__["apply"]
-
-    def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
-        place = _own_line(traceback.extract_stack())
-        raise ModelError(f"the model calls the custom autograd function {cls.__name__} at {place}, whose own backward "
-                         "pass a traced graph cannot keep. Write it with differentiable operators, or plan for "
-                         "inference")
-
     with ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
@@ -166,8 +194,7 @@ def _forward_as_written(training: bool) -> Iterator[None]:
             stack.callback(setattr, logger, "disabled", logger.disabled)
             logger.disabled = True
         if training:
-            function.apply = classmethod(refuse)
-            stack.callback(setattr, function, "apply", apply)
+            stack.enter_context(refused_functions(_own_line))
         yield
 
 
@@ -179,13 +206,22 @@ def _captured(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], tied: t
     try:
         with _without_code(), _forward_frames_only():
             program = torch.export.export(module, inputs, strict=False)
+        notes = _autocast_notes(program.graph_module)
         inline_blocks(program.graph_module)
         program, updates = _functional(program)
     except (FoldMismatch, ModelError):
         raise
     except Exception as problem:
         raise ModelError(_why_untraceable(problem)) from problem
-    return _described(program, updates, tied, write_out)
+    return replace(_described(program, updates, tied, write_out), notes=notes)
+
+
+def _autocast_notes(root: fx.GraphModule) -> tuple[str, ...]:
+    """Return what is lost of ``autocast`` blocks: those for a GPU do nothing on the CPU tensors of a trace."""
+    kinds = {str(node.args[0]) for module in root.modules() if isinstance(module, fx.GraphModule)
+             for node in module.graph.nodes if node.target is _AUTOCAST and node.args[2]} - {"cpu"}
+    return tuple(f"the forward switches autocast on for {kind}, which is left out: write the casts into the forward, "
+                 "or convert the model" for kind in sorted(kinds))
 
 
 @contextmanager
@@ -330,7 +366,7 @@ def _inline(root: fx.GraphModule, call: fx.Node, getter: fx.Node, arguments: tup
 
 def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not value.is_floating_point():
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
         return node
     result = graph.call_function(aten.detach.default, (node,))
     result.meta = dict(node.meta)
@@ -377,12 +413,15 @@ def _described(program: Any, updates: dict[str, fx.Node], tied: tuple[tuple[str,
                 raise ModelError(f"the model uses {spec.arg.name!r} of a kind that cannot be planned: {spec.kind}")
     for node in graph.nodes:
         _annotate(node)
-        _check_sizes(node)
     outputs = _outputs(program)
     graph.output_node().args = ((*updates.values(), *outputs),)
     write_out(graph, {**parameters, **buffers})
-    simplify(graph)
+    simplify(graph)  # before sizes are looked at: values that only checks use are gone then
+    for node in graph.nodes:
+        _check_sizes(node)
     _free_of_strides(graph)
+    if (mixed := find_mixed_product(graph)) is not None:
+        raise mixed_product_error(mixed, _at(mixed))
     results = [node.name for node in graph.output_node().args[0]]
     return Capture(
         graph=graph, parameters=parameters, buffers=buffers, constants=constants, inputs=tuple(inputs),

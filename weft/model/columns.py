@@ -138,7 +138,7 @@ class _Builder:
             self.ids[node.name] = self.stored[path]
             return
         if node.name in capture.parameters:
-            wanted = value.requires_grad and value.is_floating_point()
+            wanted = value.requires_grad and _has_gradient(value)
             self._add_tensor(node, capture.parameters[node.name], value, TensorRole.PARAMETER,
                              grad=GradClass.WEIGHT if wanted else GradClass.NONE)
         else:
@@ -155,7 +155,7 @@ class _Builder:
         draws = is_random(node)
         if draws:
             self._warn(f"operator {kind} draws random numbers: a run on many devices draws others than one device does")
-        if "derivative" in cost.problem and self.backward == "joint":
+        if self.backward == "joint" and any(text in cost.problem for text in ("derivative", "no autograd formula")):
             raise ModelError(f"operator {kind} ({source_line(node)}) has no derivative, so the model cannot be trained "
                              "as it is: write it with other operators")
         if kind == "aten._native_batch_norm_legit_functional":
@@ -198,7 +198,7 @@ class _Builder:
         if self.backward == "joint":
             needed = position < len(op.cost.needs_grad) and op.cost.needs_grad[position]
         else:
-            needed = value.is_floating_point() and any(classes) and op.kind != "aten.detach"
+            needed = _has_gradient(value) and any(classes) and op.kind != "aten.detach"
         if not needed:
             return GradClass.NONE
         from_weights = all(self.tensors[index].is_constant or self.tensors[index].grad is GradClass.WEIGHT
@@ -240,7 +240,8 @@ class _Builder:
         for index, op in enumerate(self.ops):
             if index not in needed or not any(self.tensors[tensor].grad for tensor in op.outputs.values()):
                 op.cost = replace(op.cost, input_grad_flops=0.0, input_grad_bytes=0.0, weight_grad_flops=0.0,
-                                  weight_grad_bytes=0.0, saved_inputs=(), saved_outputs=(), saved_inside_bytes=0.0)
+                                  weight_grad_bytes=0.0, saved_inputs=(), saved_outputs=(), saved_inside_bytes=0.0,
+                                  backward_room_bytes=0.0)
                 continue
             if self.backward == "rule":
                 op.cost = self._cost_by_rule(op)
@@ -287,7 +288,7 @@ class _Builder:
         num_bytes = op.cost.bytes_read + op.cost.bytes_written
         has_input, has_weight = GradClass.ACTIVATION in classes, GradClass.WEIGHT in classes
         kept = tuple(position for position, index in enumerate(op.inputs)
-                     if self.tensors[index].value.is_floating_point())
+                     if _has_gradient(self.tensors[index].value))
         return replace(
             op.cost, input_grad_flops=op.cost.flops * has_input, input_grad_bytes=num_bytes * has_input,
             weight_grad_flops=op.cost.flops * has_weight, weight_grad_bytes=num_bytes * has_weight,
@@ -299,9 +300,12 @@ class _Builder:
         """Return all columns."""
         ops, tensors = self.ops, self.tensors
         self._warn_unused()
+        for note in self.capture.notes:
+            self._warn(note)
         starts = np.cumsum([0] + [len(op.inputs) for op in ops])
         graph = Graph(
             name=name, batch=batch, outputs=outputs, tied=self.capture.tied, warnings=tuple(self.warnings),
+            asks_recompute=self.capture.asks_recompute and self.backward != "none",
             has_backward=self.backward != "none", backward_source=self.backward,
             sources=tuple(op.source for op in ops), **_op_columns(ops), **_tensor_columns(tensors),
             input_start=starts.astype(np.int64),
@@ -333,6 +337,8 @@ def _op_columns(ops: list[_Op]) -> dict[str, Any]:
         "weight_grad_flops": column([op.cost.weight_grad_flops + op.sum_weight[0] for op in ops]),
         "weight_grad_bytes": column([op.cost.weight_grad_bytes + op.sum_weight[1] for op in ops]),
         "saved_inside_bytes": column([op.cost.saved_inside_bytes for op in ops]),
+        "forward_room_bytes": column([op.cost.forward_room_bytes for op in ops]),
+        "backward_room_bytes": column([op.cost.backward_room_bytes for op in ops]),
         "is_constant": np.array([op.is_constant for op in ops], dtype=np.bool_),
     }
 
@@ -352,3 +358,8 @@ def _tensor_columns(tensors: list[_Tensor]) -> dict[str, Any]:
         "is_saved": np.array([tensor.is_saved for tensor in tensors], dtype=np.bool_),
         "tensor_batch_dim": np.full(len(tensors), UNKNOWN_BATCH_DIM, dtype=np.int64),
     }
+
+
+def _has_gradient(value: torch.Tensor) -> bool:
+    """Return whether a tensor is of a kind that can have a gradient."""
+    return bool(value.is_floating_point() or value.is_complex())

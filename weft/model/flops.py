@@ -58,6 +58,10 @@ def count_flops(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], resu
     if formula is not None:
         return float(formula(*args, **kwargs, out_val=result))
     name = operator_name(target)
+    if name == "_grouped_mm":  # each row (each column, if only the left has groups) meets the matrix of one group
+        left, right = args[:2]
+        groups = left.shape[0] if left.ndim > right.ndim else 1
+        return float(2 * left.numel() * right.shape[-1] / groups)
     if name in _POOLS:
         window = args[_POOLS[name]]
         return float(min(tensor.numel() for tensor in _tensors((args[0], result))) * math.prod(window))

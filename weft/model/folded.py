@@ -23,6 +23,7 @@ from typing import Literal
 from torch import fx
 
 from weft.errors import ModelError
+from weft.model.autocast import current_autocast, within
 from weft.model.capture import Capture, capture_chains
 from weft.model.chains import MIN_COPIES, Chain, is_inside
 from weft.model.collector import collector_paused
@@ -99,8 +100,9 @@ def trace_folded(source: ModelSource, *, batch: int | None = None, mode: Mode | 
     training = source.mode == "training"
     kind: Backward = "none" if not training else "joint" if backward == "auto" else backward
     size = source.batch if batch is None else batch
-    with collector_paused():
-        found, chains = capture_chains(source.build(), source.inputs(size, 0), training=training)
+    module, inputs = source.build(), source.inputs(size, 0)
+    with collector_paused(), within(module, current_autocast()):
+        found, chains = capture_chains(module, inputs, training=training)
         whole = [chain for chain in chains if chain.num_copies - chain.first >= MIN_COPIES]
         columns = make_columns(found, name=source.name, batch=size, training=training, backward=kind,
                                more_reads=_more_reads(found, whole))

@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -36,6 +37,8 @@ NO_BATCH_DIM = -1
 """In ``Graph.tensor_batch_dim``: the tensor's shape does not depend on the batch size."""
 DETACH = "aten.detach"
 """The operator that hands a tensor on and its gradient not back."""
+_OPTIONAL_COLUMNS = ("saved_inside_bytes", "forward_room_bytes", "backward_room_bytes")
+"""Columns of operators that are zero where an importer does not know them."""
 _ADDITIONS = frozenset({"aten.add", "aten.add_", "prims.add"})
 
 
@@ -128,14 +131,21 @@ class Graph:
     """Costs written in a graph file, or None."""
     warnings: tuple[str, ...] = ()
     """What the importer wants the user to know."""
+    asks_recompute: bool = False
+    """The model asks for gradient checkpointing: plans should recompute."""
     sources: tuple[str, ...] = field(default=(), repr=False)
     """Source line of each operator (``file.py:12``), or empty."""
     saved_inside_bytes: F64 = field(default_factory=lambda: np.zeros(0), repr=False)
     """Bytes that an operator keeps for its backward pass beyond the tensors marked in ``is_saved``."""
+    forward_room_bytes: F64 = field(default_factory=lambda: np.zeros(0), repr=False)
+    """Bytes that an operator takes while it runs, beyond what it reads, gives and keeps."""
+    backward_room_bytes: F64 = field(default_factory=lambda: np.zeros(0), repr=False)
+    """The same for its backward: beyond what was kept, and the gradients it is given and gives."""
 
     def __post_init__(self) -> None:
-        if len(self.saved_inside_bytes) == 0:
-            object.__setattr__(self, "saved_inside_bytes", np.zeros(len(self.op_names)))
+        for column in _OPTIONAL_COLUMNS:
+            if len(getattr(self, column)) == 0:
+                object.__setattr__(self, column, np.zeros(len(self.op_names)))
 
     @property
     def num_ops(self) -> int:
@@ -248,6 +258,38 @@ class Graph:
         return max(sizes, key=lambda name: sizes[name], default="float32")
 
     @cached_property
+    def parameter_texts(self) -> Mapping[str, str]:
+        """Return dtype and shape of each parameter by name: ``float32 64x32``."""
+        return {self.tensor_names[item]: _text(self.tensor_dtypes[item], self.tensor_shapes[item])
+                for item in self.parameters.tolist()}
+
+    @cached_property
+    def input_texts(self) -> Mapping[str, str]:
+        """Return the same of each input of the model, without the first dimension if that is the samples."""
+        found = {}
+        for item in np.flatnonzero(self.tensor_role == TensorRole.INPUT).tolist():
+            shape = self.tensor_shapes[item]
+            found[self.tensor_names[item]] = _text(self.tensor_dtypes[item], shape[int(shape[:1] == (self.batch,)):])
+        return found
+
+    @cached_property
+    def sample_work(self) -> tuple[F64, F64]:
+        """Return, by operator, the operations and the bytes written for one sample, of those that depend on an input.
+
+        So they are the same for every batch size. Floating-point numbers count as 4 bytes, whatever they are.
+        """
+        depends: Bool = self.tensor_role == TensorRole.INPUT
+        works = np.zeros(self.num_ops, dtype=bool)
+        for op in range(self.num_ops):
+            if depends[self.op_inputs(op)].any():
+                works[op] = depends[self.op_outputs(op)] = True
+        written = np.zeros(self.num_ops)
+        for tensor in np.flatnonzero(depends & (self.tensor_producer >= 0) & (self.tensor_base < 0)).tolist():
+            size = 4 if self.tensor_dtypes[tensor].startswith(("float", "bfloat")) else 1
+            written[self.tensor_producer[tensor]] += size * math.prod(self.tensor_shapes[tensor])
+        return np.where(works, self.flops, 0.0) / self.batch, written / self.batch
+
+    @cached_property
     def digest(self) -> str:
         """Return what identifies the model: names, kinds and wiring of operators, and the parameters' shapes.
 
@@ -265,6 +307,10 @@ class Graph:
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _text(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {'x'.join(map(str, shape)) or 'number'}"
+
+
 def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
@@ -278,7 +324,7 @@ def check_graph(graph: Graph) -> None:
 
 
 _OP_COLUMNS = ("op_kinds", "op_modules", "flops", "bytes_read", "bytes_written", "input_grad_flops",
-               "input_grad_bytes", "weight_grad_flops", "weight_grad_bytes", "is_constant", "saved_inside_bytes")
+               "input_grad_bytes", "weight_grad_flops", "weight_grad_bytes", "is_constant", *_OPTIONAL_COLUMNS)
 _TENSOR_COLUMNS = ("tensor_shapes", "tensor_dtypes", "tensor_role", "tensor_producer", "tensor_bytes", "tensor_base",
                    "is_saved", "tensor_batch_dim")
 
@@ -320,7 +366,7 @@ def _reference_problems(graph: Graph) -> list[str]:
 def _value_problems(graph: Graph) -> list[str]:
     problems = []
     for column in ("flops", "bytes_read", "bytes_written", "input_grad_flops", "input_grad_bytes", "weight_grad_flops",
-                   "weight_grad_bytes", "saved_inside_bytes", "tensor_bytes"):
+                   "weight_grad_bytes", *_OPTIONAL_COLUMNS, "tensor_bytes"):
         values = getattr(graph, column)
         bad = np.flatnonzero(~np.isfinite(values) | (values < 0))
         names = graph.tensor_names if column == "tensor_bytes" else graph.op_names

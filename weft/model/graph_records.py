@@ -41,6 +41,8 @@ class OpRecord:
     weight_grad_flops: float = 0.0
     weight_grad_bytes: float = 0.0
     saved_inside_bytes: float = 0.0
+    forward_room_bytes: float = 0.0
+    backward_room_bytes: float = 0.0
     constant: bool = False
     source: str = ""
 
@@ -153,7 +155,8 @@ def _read_quickly(content: Mapping[str, Any]) -> GraphRecord | None:
 
 
 OP_NUMBERS: Final = ("memory", "flops", "bytes_read", "bytes_written", "input_grad_flops", "input_grad_bytes",
-                      "weight_grad_flops", "weight_grad_bytes", "saved_inside_bytes")
+                      "weight_grad_flops", "weight_grad_bytes", "saved_inside_bytes", "forward_room_bytes",
+                      "backward_room_bytes")
 
 
 def _op_problems(record: GraphRecord) -> list[str]:

@@ -11,6 +11,8 @@ autograd really keeps, and a model of 5,000 operators, 60 of them distinct, is c
   parameters are wanted as well.
 * attention is costed by formula as the fused kernel that every device has: scores are neither written nor kept, the
   backward pass computes them again.
+* the grouped products of experts are costed by formula, since their loop over experts needs values: each row meets one
+  expert's matrix, and all experts' matrices are read once.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from weft.model.flops import attention_backward_flops, attention_flops, count_flops
+from weft.model.live_storages import LiveStorages
 
+_GROUPED: Final = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
 _ATTENTION: Final = torch.ops.aten.scaled_dot_product_attention.default
 
 
@@ -60,6 +64,10 @@ class OpCost:
     """Outputs that autograd keeps."""
     saved_inside_bytes: float = 0.0
     """Bytes that autograd keeps beyond those."""
+    forward_room_bytes: float = 0.0
+    """Bytes that it takes while it runs, beyond what it reads, gives and keeps."""
+    backward_room_bytes: float = 0.0
+    """The same for its backward: beyond what was kept, and the gradients it is given and gives."""
     problem: str = ""
     """Why the operator could not be run, where it could not."""
 
@@ -107,8 +115,10 @@ def _measure(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradClass, ...
              position: dict[fx.Node, int]) -> OpCost:
     if node.target is _ATTENTION:
         return _attention_cost(node, specs, grads, position)
-    tensors = [torch.empty_strided(shape, stride, dtype=dtype, device="meta",
-                                   requires_grad=grad is not GradClass.NONE and dtype.is_floating_point)
+    if str(getattr(node.target, "overloadpacket", "")) in _GROUPED and [len(spec[0]) for spec in specs[:2]] == [2, 3]:
+        return _grouped_cost(specs, grads)
+    tensors = [torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=grad is not GradClass.NONE
+                                   and (dtype.is_floating_point or dtype.is_complex))
                for (shape, stride, dtype), grad in zip(specs, grads, strict=True)]
     args = _on_meta(node.args, tensors, position)
     kwargs = _on_meta(node.kwargs, tensors, position)
@@ -132,14 +142,18 @@ def _on_meta(value: Any, tensors: list[torch.Tensor], position: dict[fx.Node, in
 
 
 class _Meter(TorchDispatchMode):
-    """Counts the operations and bytes of every elementary operator that runs under it."""
+    """Counts the operations and bytes of every elementary operator that runs under it, and what is live."""
 
     def __init__(self) -> None:
         super().__init__()
         self.flops = self.bytes_read = self.bytes_written = 0.0
+        self.live = LiveStorages(device="meta")
+        self.room = 0
+        """Bytes that a backward takes beyond the gradients that it gives."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        self.live.made(result, (args, kwargs))
         inputs, outputs = _flat((args, kwargs)), _flat(result)
         owners = {_storage(tensor) for tensor in inputs}
         if func._schema.is_mutable or not outputs or any(_storage(tensor) not in owners for tensor in outputs):
@@ -158,6 +172,7 @@ def _run(call: Callable[[], Any], tensors: list[torch.Tensor], grads: tuple[Grad
     owners = {_storage(tensor): index for index, tensor in reversed(list(enumerate(tensors)))}
     view_of = tuple(owners.get(_storage(tensor), -1) for tensor in outputs)
     inside, saved_inputs, saved_outputs = _sort_kept(kept, tensors, outputs)
+    room = forward.live.peak() - forward.live.now()  # outputs and what is kept are there still
     both, inputs_only = _backward(outputs, tensors, grads)
     return OpCost(
         flops=forward.flops, bytes_read=forward.bytes_read, bytes_written=forward.bytes_written,
@@ -166,7 +181,8 @@ def _run(call: Callable[[], Any], tensors: list[torch.Tensor], grads: tuple[Grad
         weight_grad_bytes=max(0.0, both.bytes_read + both.bytes_written
                               - inputs_only.bytes_read - inputs_only.bytes_written),
         view_of=view_of, needs_grad=tuple(tensor.requires_grad for tensor in outputs),
-        saved_inputs=saved_inputs, saved_outputs=saved_outputs, saved_inside_bytes=inside)
+        saved_inputs=saved_inputs, saved_outputs=saved_outputs, saved_inside_bytes=inside,
+        forward_room_bytes=float(room), backward_room_bytes=float(max(both.room, inputs_only.room)))
 
 
 def _keeper(kept: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -181,7 +197,7 @@ def _sort_kept(kept: list[torch.Tensor], tensors: list[torch.Tensor],
     """Return the bytes kept inside the operator, and the positions of the arguments and outputs that are kept."""
     places = {_storage(tensor): ("out", index) for index, tensor in enumerate(outputs)}
     places |= {_storage(tensor): ("in", index) for index, tensor in enumerate(tensors)}
-    inside = {_storage(tensor): touched_bytes(tensor) for tensor in kept if _storage(tensor) not in places}
+    inside = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in kept if _storage(tensor) not in places}
     found = {places[_storage(tensor)] for tensor in kept if _storage(tensor) in places}
     return (float(sum(inside.values())), tuple(sorted(index for kind, index in found if kind == "in")),
             tuple(sorted(index for kind, index in found if kind == "out")))
@@ -198,7 +214,9 @@ def _backward(outputs: list[torch.Tensor], tensors: list[torch.Tensor],
                   if tensor.requires_grad and grad is not unwanted]
         with _Meter() as meter:
             if sources and wanted:
-                torch.autograd.grad(sources, wanted, gradients, retain_graph=True, allow_unused=True)
+                given = torch.autograd.grad(sources, wanted, gradients, retain_graph=True, allow_unused=True)
+                meter.room = meter.live.peak() - meter.live.now()
+                del given
         meters.append(meter)
     return meters[0], meters[1]
 
@@ -247,6 +265,24 @@ def _attention_cost(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradCla
         saved_inside_bytes=4.0 * math.prod(query[:-1]) if has_grad else 0.0)  # log-sum-exp of each row, float32
 
 
+def _grouped_cost(specs: tuple[Spec, ...], grads: tuple[GradClass, ...]) -> OpCost:
+    """Return the cost of rows, sorted by group, times one matrix for each group; the third argument has no gradient."""
+    (num_rows, inner), (*_, outer) = specs[0][0], specs[1][0]
+    itemsize = specs[0][2].itemsize
+    rows, weights, result = (size * itemsize for size in (num_rows * inner, math.prod(specs[1][0]), num_rows * outer))
+    flops = 2.0 * num_rows * inner * outer
+    gradients = [(grads[0], flops, result + weights + rows), (grads[1], flops, result + rows + weights)]
+    of_inputs = [item for item in gradients if item[0] is GradClass.ACTIVATION]
+    of_weights = [item for item in gradients if item[0] is GradClass.WEIGHT]
+    has_grad = bool(of_inputs or of_weights)
+    return OpCost(
+        flops=flops, bytes_read=float(rows + weights), bytes_written=float(result), view_of=(-1,),
+        input_grad_flops=sum(item[1] for item in of_inputs), weight_grad_flops=sum(item[1] for item in of_weights),
+        input_grad_bytes=float(sum(item[2] for item in of_inputs)),
+        weight_grad_bytes=float(sum(item[2] for item in of_weights)),
+        needs_grad=(has_grad,), saved_inputs=(0, 1) if has_grad else ())
+
+
 def _by_rule(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradClass, ...], problem: str) -> OpCost:
     """Return a cost from sizes alone: one operation per element, and as much backward as forward."""
     outputs = _flat(node.meta["val"])
@@ -254,7 +290,7 @@ def _by_rule(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradClass, ...
     written = float(sum(touched_bytes(tensor) for tensor in outputs))
     flops = float(max((math.prod(shape) for shape, *_ in specs), default=0))
     has_grad = GradClass.ACTIVATION in grads, GradClass.WEIGHT in grads
-    float_outputs = tuple(tensor.is_floating_point() and any(has_grad) for tensor in outputs)
+    float_outputs = tuple((tensor.is_floating_point() or tensor.is_complex()) and any(has_grad) for tensor in outputs)
     return OpCost(
         flops=flops, bytes_read=read, bytes_written=written, view_of=(-1,) * len(outputs), needs_grad=float_outputs,
         input_grad_flops=flops * has_grad[0], input_grad_bytes=(read + written) * has_grad[0],

@@ -4,6 +4,7 @@
 rank of a run builds its own) and make inputs for it, or into a ``Graph`` where the file has no module behind it:
 
     path/to/file.py:function    the function returns (module, example_inputs); it may take batch, seed and mode
+    path/to/file.py:function:in_eval_mode   the same; even for training the module is put in eval mode
     gpt2:layers=4,seq=128       a name from ``weft.model.zoo``, with sizes changed
     model.onnx                  an ONNX file, as a Graph
     graph.json, graph.json.gz   a graph file, as a Graph
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Callable, Mapping
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
 DTYPES: Final = {"float64": "float64", "fp64": "float64", "float32": "float32", "fp32": "float32",
                  "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
 """How dtypes may be written."""
+_IN_EVAL_MODE: Final = "in_eval_mode"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +58,14 @@ class ModelSource:
     in_eval_mode: bool = False
     """Even for training the module is put in eval mode."""
     dtype: str | None = None
-    """Floating-point parameters, buffers and inputs are converted to it; None leaves them as they are."""
+    """Floating-point parameters, buffers and inputs are converted to it; None leaves them as they are. Complex ones
+    get its precision, single precision at least."""
 
     def build(self) -> torch.nn.Module:
         """Return the module, in train or eval mode; zoo models have their parameters on the meta device."""
         module = self.builder(self.mode)
         module.train(self.mode == "training" and not self.in_eval_mode)
-        return module if self.dtype is None else module.to(self._torch_dtype())
+        return module if self.dtype is None else _converted(module, self._torch_dtype())
 
     def inputs(self, batch: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
         """Return inputs of ``batch`` samples (default: the source's own), the same for the same seed."""
@@ -72,7 +76,7 @@ class ModelSource:
         if self.dtype is None:
             return tensors
         dtype = self._torch_dtype()
-        return tuple(tensor.to(dtype) if tensor.is_floating_point() else tensor for tensor in tensors)
+        return tuple(_as_dtype(tensor, dtype) for tensor in tensors)
 
     def with_mode(self, mode: Mode) -> ModelSource:
         """Return this source for training or for inference."""
@@ -90,6 +94,19 @@ class ModelSource:
         dtype = getattr(torch, str(self.dtype))
         assert isinstance(dtype, torch.dtype)
         return dtype
+
+
+def _converted(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Return the module in another precision; unlike ``module.to`` it leaves complex numbers complex."""
+    return module._apply(lambda tensor: _as_dtype(tensor, dtype))
+
+
+def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    import torch
+
+    if tensor.is_complex():
+        return tensor.to(torch.complex128 if dtype == torch.float64 else torch.complex64)
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def resolve_model(spec: str, *, batch: int | None = None, mode: Mode = "training", dtype: str | None = None,
@@ -175,15 +192,25 @@ class _UserFunction:
 
 
 def _from_file(spec: str, batch: int | None, mode: Mode) -> ModelSource:
-    path, colon, name = spec.rpartition(":")
-    if not colon or not path.lower().endswith(".py"):
-        raise ModelError(f"{spec!r}: say which function builds the model, as in {spec.rstrip(':')}:function")
+    path, name, in_eval_mode = _parts_of(spec)
     call = _load_function(spec, path, name)
     _, tensors = call(batch=batch, seed=0, mode=mode)
     own = tensors[0].shape[0] if tensors[0].ndim else 1
     return ModelSource(
-        name=name, spec=spec, batch=batch or int(own), mode=mode,
+        name=name, spec=spec, batch=batch or int(own), mode=mode, in_eval_mode=in_eval_mode,
         builder=lambda mode: call(batch=batch, seed=0, mode=mode)[0], sampler=call.inputs)
+
+
+def _parts_of(spec: str) -> tuple[str, str, bool]:
+    """Return the file, the function, and whether the module is put in eval mode."""
+    place = spec.lower().rindex(".py") + len(".py")
+    path, rest = spec[:place], spec[place:]
+    if not re.fullmatch(r":[^:]+(:[^:]*)?", rest):
+        raise ModelError(f"{spec!r}: say which function builds the model, as in {path}:function")
+    name, colon, option = rest[1:].partition(":")
+    if colon and option != _IN_EVAL_MODE:
+        raise ModelError(f"{spec!r}: {option!r} is no option of a function: there is {_IN_EVAL_MODE} alone")
+    return path, name, bool(colon)
 
 
 def _load_function(spec: str, path: str, name: str) -> _UserFunction:

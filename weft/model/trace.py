@@ -43,6 +43,7 @@ import torch
 from torch import fx
 
 from weft.errors import ModelError
+from weft.model.autocast import current_autocast, within
 from weft.model.capture import Capture, capture
 from weft.model.collector import collector_paused
 from weft.model.columns import Backward, Columns, make_columns
@@ -87,8 +88,8 @@ def trace(source: ModelSource, *, batch: int | None = None, mode: Mode | None = 
     ``mode`` overrides the source's. ``batch_dims`` traces once more at another batch size to find the dimension of
     each tensor that grows with it. ``backward`` says where backward costs come from: ``auto`` and ``joint`` run every
     distinct operator forward and backward on meta tensors, ``rule`` doubles the forward (``weft.model.columns``),
-    ``none`` leaves them out; inference has none. ``fold=False`` traces every layer, even equal ones. ``ModelError`` if
-    the model cannot be traced, with the operator and the line.
+    ``none`` leaves them out; inference has none. An autocast that is on is part of the model. ``fold=False`` traces
+    every layer, even equal ones. ``ModelError`` if the model cannot be traced, with the operator and the line.
     """
     source = source if mode is None else source.with_mode(mode)
     kind: Backward = "none" if source.mode == "inference" else "joint" if backward == "auto" else backward
@@ -106,7 +107,7 @@ def _traced(source: ModelSource, batch: int, backward: Backward, fold: bool) -> 
     module = source.build()
     inputs = source.inputs(batch, 0)
     training = source.mode == "training"
-    with collector_paused():
+    with collector_paused(), within(module, current_autocast()):
         found = capture(module, inputs, training=training, fold=fold)
         return found, make_columns(found, name=source.name, batch=batch, training=training, backward=backward)
 

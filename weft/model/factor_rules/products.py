@@ -2,6 +2,7 @@
 
     linear  (b... k, n k, n) -> (b... n)        addmm  (m n, m k, k n) -> (m n)
     matmul  (b... m k, b... k n) -> (b... m n)  embedding  (vocab d, t...) -> (t... d)
+    grouped (m k, e k n, e) -> (m n)            neither rows nor experts can be split: offsets say which meet
 
 Where a bias is added to the product, ``k`` is special: only the first of its parts adds the bias, so that the sum of
 all has it once. The vocabulary is special too: a device looks up the tokens that it has, for others it gives zeros.
@@ -74,6 +75,17 @@ def matmul(node: fx.Node) -> OpFactors | None:
     k = [call.factor("k", left_shape[-1])]
     inputs = [(left, aligned(left_shape[:-2], batch) + m + k), (right, aligned(right_shape[:-2], batch) + k + n)]
     return call.done(inputs, [batch + m + n], linear=linear_in((left,), (right,)))
+
+
+@rule("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+def grouped(node: fx.Node) -> OpFactors | None:
+    """Return the factors of rows, sorted by expert, times one matrix for each expert."""
+    call = Call(node)
+    left, right = node.args[:2]
+    if call.args.get("bias") is not None or (len(shape_of(left)), len(shape_of(right))) != (2, 3):
+        return None
+    n, k = call.factor("n", shape_of(right)[-1]), call.factor("k", shape_of(left)[-1])
+    return call.done([(left, [(), k]), (right, [(), k, n])], [[(), n]], linear=linear_in((left,), (right,)))
 
 
 @rule("aten.embedding.default")

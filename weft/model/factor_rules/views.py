@@ -117,12 +117,22 @@ def _repeat(node: Any) -> OpFactors | None:
 @rule("aten.repeat_interleave.self_int")
 def _repeat_interleave(node: Any) -> OpFactors | None:
     call = Call(node)
+    if call.args.get("output_size") is not None:  # the size is written down: that dimension stays whole
+        return _repeat_to_size(call)
     before = call.plain(shape_of(call.args["self"]))
     copies = call.factor("copies", call.args["repeats"], special=True)
     if call.args["dim"] is None:
         return _moved(call, before, [(*(factor for dim in before for factor in dim), *copies)])
     at = nonnegative(call.args["dim"], len(before))
     return _moved(call, before, [dim + copies if place == at else dim for place, dim in enumerate(before)])
+
+
+def _repeat_to_size(call: Call) -> OpFactors | None:
+    if call.args["dim"] is None:
+        return None
+    shape = shape_of(call.args["self"])
+    dims = call.plain(shape, but=[nonnegative(call.args["dim"], len(shape))])
+    return _moved(call, dims, dims)
 
 
 # ---- dimensions that are cut, shifted or padded ---------------------------------------------------------------------
