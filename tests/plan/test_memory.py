@@ -249,6 +249,8 @@ def _receive(program: Program, index: int, microbatch: int, held: dict[tuple[obj
     lost = sum(int(graph.tensor_bytes[tensor]) for tensor in channel.tensors if not graph.is_saved[tensor])
     if channel.kind == "gradient":
         rest = channel.num_bytes
+    elif not channel.whole and program.plan.model.mode == "training":
+        rest = channel.num_bytes  # pieces are kept beside what they are put together to
     elif program.plan.model.mode != "training" or again:
         rest = 0
     else:

@@ -73,7 +73,8 @@ TWO = (Replica(devices=("d0",), share=0.5), Replica(devices=("d1",), share=0.5))
 BROKEN: dict[str, tuple[Callable[[Plan], Plan], list[str]]] = {
     "another model": (change("model", digest="x"), [
         f"model.digest is 'x' but the model 'chain' has {GRAPH.digest!r}: the plan was made for another model (or "
-        "another version of it); plan again"]),
+        "another version of it); plan again. What differs: its operators have the plan's names, so their wiring or the "
+        "shapes of its parameters differ"]),
     "another cluster": (change("cluster", digest="y"), [
         f"cluster.digest is 'y' but the cluster 'plain' has {CLUSTER.digest!r}: the plan was made for another "
         "cluster; plan again"]),

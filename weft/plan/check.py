@@ -18,6 +18,7 @@ import numpy as np
 from weft.cluster.cluster import Cluster
 from weft.errors import NoFeasiblePlan
 from weft.model.graph import Graph
+from weft.plan.binding import bind_plan
 from weft.plan.lower import lower
 from weft.plan.memory import MemoryAccount, account_memory
 from weft.plan.plan import Plan
@@ -32,8 +33,9 @@ _Key = tuple[str, int, int, int]
 
 def check_plan(plan: Plan, graph: Graph, cluster: Cluster) -> Program:
     """Return the plan's program after all checks; raise ``PlanError``, or ``NoFeasiblePlan`` if memory is exceeded."""
-    require_structure(plan, graph, cluster)
-    program = lower(plan, graph)
+    bound = bind_plan(plan, graph)
+    require_structure(bound, graph, cluster)
+    program = lower(bound, graph)
     check_program(program)
     check_memory(program, cluster)
     return program

@@ -18,6 +18,7 @@ import numpy as np
 from weft.cluster.cluster import Cluster, DeviceId
 from weft.errors import ClusterError
 from weft.model.graph import Graph
+from weft.plan.binding import bind_plan
 from weft.plan.layout import Layout, build_layout
 from weft.plan.plan import Plan
 from weft.plan.program import Op, Phase, Program
@@ -32,6 +33,7 @@ def lower(plan: Plan, graph: Graph) -> Program:
 
     The result depends on the plan and the graph alone, so what is simulated is what runs.
     """
+    plan = bind_plan(plan, graph)
     require_structure(plan, graph)
     layout = build_layout(plan, graph)
     player = _Player(plan, graph, layout)
@@ -184,22 +186,19 @@ def _delays(plan: Plan, layout: Layout) -> dict[tuple[int, int, bool], float]:
     It is known where the plan describes its cluster, and only moves receives to where they are due: a description that
     cannot be read, or has no way between two devices, is refused by those who need it.
     """
+    from weft.cluster.cluster_file import parse_cluster
+
     description = plan.cluster.description
     try:
-        known = _descriptions.get(id(description))
-        if known is None or known[0] is not description:
-            from weft.cluster.cluster_file import parse_cluster
-
-            known = description, parse_cluster(description, where="cluster.description")
-            _descriptions.clear()
-            _descriptions[id(description)] = known
-        return _delays_on(known[1], plan, layout)
+        if not _read_last or _read_last[0][0] is not description:
+            _read_last[:] = [(description, parse_cluster(description, where="cluster.description"))]
+        return _delays_on(_read_last[0][1], plan, layout)
     except ClusterError:
         return {}
 
 
-_descriptions: dict[int, tuple[Any, Cluster]] = {}
-"""The cluster read last, by its description, which is the same object in all plans of a search."""
+_read_last: list[tuple[Any, Cluster]] = []
+"""A description, which is the same object in all plans of a search, and its cluster: large ones take long to read."""
 
 
 def _delays_on(cluster: Cluster, plan: Plan, layout: Layout) -> dict[tuple[int, int, bool], float]:

@@ -43,7 +43,7 @@ SEND_WINDOW: Final = 2
 
 _SCATTERING: Final = frozenset(f"aten.{name}" for name in (
     "transpose", "permute", "t", "expand", "slice", "select", "split", "split_with_sizes", "chunk", "unbind",
-    "scaled_dot_product_attention"))
+    "scaled_dot_product_attention", "conj", "_conj"))
 """Operators whose results do not lie in one piece, as a rule."""
 
 _STATE_BYTES: Final = {"none": 0, "sgd": 0, "adam": 2, "adamw": 2}
@@ -255,9 +255,14 @@ def _received_bytes(program: Program, places: _Places) -> I64:
 
 
 def passing_bytes(program: Program, channel: Channel) -> int:
-    """Return what of a channel's message nobody keeps for a backward, though its buffer stays until then."""
+    """Return what of a channel's message nobody keeps for a backward, though its buffer stays until then.
+
+    Pieces are put together in another buffer, which is what the backward needs: they are there besides it.
+    """
     if channel.kind == "gradient" or program.plan.model.mode != "training":
         return 0
+    if not channel.whole:
+        return channel.num_bytes
     if any(program.plan.stages[program.instances[item].stage].recompute for item in channel.consumers):
         return 0
     graph, tensors = program.graph, np.asarray(channel.tensors, dtype=np.int64)
@@ -296,12 +301,15 @@ def _handed_over_bytes(program: Program, places: _Places, memories: list[StageMe
 
 
 def _copied_to_send(program: Program) -> I64:
-    """Return for each instance the bytes of outputs that are copied because messages want them in one piece."""
+    """Return for each instance the bytes of outputs that are copied to be sent.
+
+    Messages want them in one piece, and views of what a stage has received are copied before its buffer is used again.
+    """
     graph = program.graph
     copied: dict[tuple[int, int], float] = {}
     for channel in program.channels:
         for tensor in channel.tensors if channel.kind == "activation" else ():
-            if _is_scattered(graph, tensor):
+            if _is_scattered(graph, tensor) or _is_received(program, channel.producer, tensor):
                 part = graph.tensor_bytes[tensor] / graph.tensor_bytes[list(channel.tensors)].sum()
                 copied[channel.producer, tensor] = channel.num_bytes * part
     result = np.zeros(len(program.instances))
@@ -320,6 +328,13 @@ def _is_scattered(graph: Graph, tensor: int) -> bool:
             return False
         tensor = int(graph.op_inputs(op)[0])
     return False
+
+
+def _is_received(program: Program, instance: int, tensor: int) -> bool:
+    """Return whether what an instance sends is a view of something that it did not make."""
+    made = int(program.graph.tensor_producer[program.graph.memory_root[tensor]])
+    ops = program.stage_ops[program.instances[instance].stage]
+    return made not in ops if program.graph.tensor_base[tensor] >= 0 else False
 
 
 def _sent_until(program: Program, sends: I64, waits: I64) -> I64:

@@ -35,11 +35,25 @@ class ModelRef:
 
     name: str
     digest: str
-    """``Graph.digest`` of the traced model: a plan is refused for any other."""
+    """``Graph.digest`` of the traced model. For a model with another, ``weft.plan.binding`` says whether it is the same
+    with other operators."""
     mode: Mode = "training"
     batch: int
     """Samples in one step, over all micro-batches and replicas."""
     dtype: str = "float32"
+    """What all floating-point parameters, buffers and inputs are converted to; with ``own_dtypes`` that of most
+    parameters, which only predictions use."""
+    own_dtypes: bool = False
+    """The model is left in the dtypes that it has."""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    """Dtype and shape of each parameter (``float32 64x32``); empty in plans of earlier releases."""
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    """The same of each input, without the samples."""
+
+    @property
+    def conversion(self) -> str | None:
+        """Return the dtype that the model is converted to before it runs; None if it is not."""
+        return None if self.own_dtypes else self.dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +117,11 @@ class Stage:
     """How the devices of a replica divide the stage; all its replicas have the same axes."""
     recompute: bool = False
     """Keep only the stage's inputs and run the forward again before the backward."""
+    flops: float | None = None
+    """Operations of its forward for one sample, by which the same model with other operators is known; null if not
+    known."""
+    bytes: float | None = None
+    """What that forward writes, floating-point numbers counted as 4 bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,8 +22,6 @@ from weft.model.weight_gradients import MADE_FIRST, can_wait
 from weft.plan.layout import stage_inputs
 from weft.plan.local_tensors import LocalTensor
 
-BACKWARD_ROOM: Final = frozenset({"aten.cross_entropy_loss"})
-"""Operators of several steps whose backward has a tensor as large as the first one they read besides its gradient."""
 KEEPS_RESULT: Final = frozenset(f"aten.{name}" for name in (
     "softmax", "_softmax", "log_softmax", "_log_softmax", "relu", "tanh", "sigmoid", "exp", "expm1", "sqrt", "rsqrt",
     "reciprocal", "tan", "elu", "celu", "selu", "cumprod", "logsumexp", "std", "norm", "linalg_vector_norm", "amax",
@@ -169,11 +167,13 @@ class _StageView:
         weights = tuple(int(tensor) for tensor in graph.op_inputs(op)
                         if graph.tensor_role[tensor] == TensorRole.PARAMETER and graph.needs_gradient[tensor])
         kind = graph.op_kinds[op]
+        room = scale * part
         return _Step(read=read, written=graph.op_outputs(op).tolist(), weights=weights,
                      can_wait=bool(weights) and can_wait(kind), made_first=kind in MADE_FIRST,
                      keeps_result=kind in KEEPS_RESULT or not kind.startswith("aten."),
-                     inside=float(graph.saved_inside_bytes[op]) * scale * part,
-                     backward_room=float(self.sizes[read[0]]) if kind in BACKWARD_ROOM else 0.0)
+                     inside=float(graph.saved_inside_bytes[op]) * room,
+                     forward_room=float(graph.forward_room_bytes[op]) * room,
+                     backward_room=float(graph.backward_room_bytes[op]) * room)
 
     def mask(self, numbers: list[int] | I64) -> Bool:
         """Return true for these tensors or storages."""
