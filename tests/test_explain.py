@@ -237,7 +237,7 @@ def test_ctrl_c_keeps_the_explanation(monkeypatch):
 
 def test_ctrl_c_inside_the_planner_ends_all_planning(monkeypatch):
     found, notes = planned_again(monkeypatch, lambda problem, request, **limits: replace(
-        compare_strategies(problem, ["1f1b"]), is_interrupted=True))
+        compare_strategies(problem, ["1f1b"]), interrupted_in="1f1b"))
     assert found.comparison is not None
     assert found.changes == ()
     assert "interrupted: nothing further is planned" in notes

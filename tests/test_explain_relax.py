@@ -101,7 +101,7 @@ def test_more_microbatches_than_were_asked_for():
 @pytest.fixture
 def without_joint(monkeypatch):
     """Plan with the plain strategies only: the joint search recomputes and divides states by itself."""
-    monkeypatch.setattr(relax, "fits_jointly", lambda problem, splits: False)
+    monkeypatch.setattr(relax, "fits_jointly", lambda problem, splits, **limits: False)
     monkeypatch.setattr(relax, "replan", lambda problem, request, **limits: compare_strategies(problem))
 
 

@@ -15,6 +15,7 @@ all devices busy, nothing waits for messages but gradients at the end. They only
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,14 +26,17 @@ from weft.cost.collectives import Collective
 from weft.cost.costs import Costs
 from weft.errors import ModelError, NoFeasiblePlan
 from weft.explain.reduced import Reduced
+from weft.explain.replan import best_joint
 from weft.model.folded import FoldedModel
 from weft.model.graph import Graph
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
 from weft.plan.plan import Plan, Stage, split_samples
 from weft.search.baselines import STRATEGIES, state_bytes
+from weft.search.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.deploy.deployer import NO_SPLITS, Splits
 from weft.search.deploy.splits import teams_by_degree
+from weft.search.fair import fair_samples
 from weft.search.problem import Problem, divisors
 from weft.units import format_bytes
 
@@ -45,8 +49,6 @@ MANY_DEVICES: Final = 16
 """The account of pipelines takes long on more devices."""
 MICROBATCHES_PER_STAGE: Final = 4
 """So many micro-batches for each stage keep the bubble of a pipeline small."""
-JOINT_S: Final = 4.0
-"""Seconds that the joint search may take, about, where nothing simple fits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +111,8 @@ class Fit:
     candidates: tuple[FitCandidate, ...]
     recommended: FitCandidate | None
     """None if nothing fits."""
+    is_complete: bool = True
+    """No strategy was left out because of the time limit."""
 
     @property
     def nearest(self) -> FitCandidate:
@@ -120,10 +124,12 @@ class Fit:
         use, setting = self.nearest.fullest, self.nearest.setting
         assert use.capacity_bytes is not None, "it does not fit"
         missing = use.peak_bytes - use.capacity_bytes
+        cut = "" if self.is_complete else " of what the time limit allowed to try"
         return NoFeasiblePlan(
-            f"nothing fits; the nearest is {describe(setting)}: {use.device!r} needs {format_bytes(use.peak_bytes)} "
-            f"but has {format_bytes(use.capacity_bytes)}, {format_bytes(missing)} too little. Try a smaller batch, "
-            "lower precision or more devices; `weft explain MODEL CLUSTER` finds the smallest change that helps",
+            f"nothing{cut} fits; the nearest is {describe(setting)}: {use.device!r} needs "
+            f"{format_bytes(use.peak_bytes)} but has {format_bytes(use.capacity_bytes)}, {format_bytes(missing)} too "
+            "little. Try a smaller batch, lower precision or more devices; `weft explain MODEL CLUSTER` finds the "
+            "smallest change that helps",
             missing_bytes=missing, device=use.device)
 
 
@@ -135,18 +141,41 @@ def describe(setting: Setting) -> str:
     return ", ".join(words)
 
 
-def fit(problem: Problem, *, split: Split = lambda degree: NO_SPLITS) -> Fit:
-    """Return which strategies fit, and which of them to take; ``split`` says how teams of a size divide operators."""
-    fitter = _Fitter(problem, split)
-    candidates = list(fitter.candidates())
-    if not any(item.fits for item in candidates):
-        candidates += fitter.joint()
+def fit(problem: Problem, *, split: Split = lambda degree: NO_SPLITS, budget: Budget | None = None) -> Fit:
+    """Return which strategies fit, and which of them to take; ``split`` says how teams of a size divide operators.
+
+    What is not known by the budget's deadline is left out, but for the first strategy.
+    """
+    fitter, budget = _Fitter(problem, split), budget or time_budget(None)
+    candidates: list[FitCandidate] = []
+    is_complete = _try_all(fitter, candidates, budget)
     fitting = [item for item in candidates if item.fits]
     if not fitting:
-        return Fit(candidates=tuple(candidates), recommended=None)
-    best = min(fitting, key=_preference)
-    recommended = fitter.as_planned(best)
-    return Fit(candidates=tuple(recommended if item is best else item for item in candidates), recommended=recommended)
+        return Fit(candidates=tuple(candidates), recommended=None, is_complete=is_complete)
+    best = recommended = min(fitting, key=_preference)
+    try:
+        with cut_short(budget.deadline):
+            recommended = fitter.as_planned(best)
+    except OutOfTime:
+        is_complete = False
+    return Fit(candidates=tuple(recommended if item is best else item for item in candidates), recommended=recommended,
+               is_complete=is_complete)
+
+
+def _try_all(fitter: _Fitter, candidates: list[FitCandidate], budget: Budget) -> bool:
+    """Add what strategies come to, and the joint search where none fits; return whether the time was enough."""
+    found = fitter.candidates()
+    candidates += itertools.islice(found, 1)
+    try:
+        with cut_short(budget.deadline):
+            for item in found:
+                candidates.append(item)
+            if not any(item.fits for item in candidates):
+                candidates += fitter.joint(budget.deadline)
+    except OutOfTime:
+        budget.report("time limit: strategies that were not reached are left out")
+        return False
+    return True
 
 
 def splitter(problem: Problem, fold: Callable[[], FoldedModel], costs_of: Callable[[Graph], Costs]) -> Split:
@@ -258,19 +287,13 @@ class _Fitter:
         if self.problem.is_training and not fits:
             yield self._pipeline(again=True)
 
-    def joint(self) -> Iterator[FitCandidate]:
+    def joint(self, deadline: float | None) -> Iterator[FitCandidate]:
         """Yield the best plan of the joint search, if it finds one."""
-        from weft.planner import compare_strategies
-
-        if len(self.devices) < 2:
-            return
         groups = self.problem.cluster.groups_by_host_and_kind()
         splits = {key: value for degree, _ in teams_by_degree(groups) for key, value in self.split(degree).items()}
-        try:
-            best = compare_strategies(self.problem, (), joint=True, splits=splits, time_limit_s=JOINT_S).best
-        except NoFeasiblePlan:
+        best = best_joint(self.problem, splits, deadline=deadline)
+        if best is None or best.plan is None:
             return
-        assert best.plan is not None, "the search raises otherwise"
         account = account_memory(lower(best.plan, self.problem.graph))
         setting = Setting(strategy="joint", microbatches=best.plan.microbatches, sharded=best.plan.optimizer.sharded,
                           recompute=any(stage.recompute for stage in best.plan.stages))
@@ -355,9 +378,7 @@ class _Fitter:
         """Return the samples of each device, as the strategy divides them."""
         if name == "data-parallel":
             return split_samples(size, (1.0,) * len(self.devices))
-        each = size / len(self.devices)
-        return split_samples(size, tuple(1.0 / max(float(self.problem.op_seconds(device, each).sum()), 1e-12)
-                                         for device in self.problem.devices))
+        return fair_samples(size, len(self.devices), self.problem.device_seconds)
 
     def _tensor(self) -> Iterator[FitCandidate]:
         """Yield the smallest teams that fit, else the nearest to it; nothing where operators cannot be divided."""

@@ -166,12 +166,15 @@ class Reached:
 
 
 def fewest_devices(problem: Problem, target: Target, search: Search, *, splits: Splits, costs_of: CostsOf,
-                   progress: Callable[[str], None] = lambda text: None) -> Reached:
+                   progress: Callable[[str], None] = lambda text: None,
+                   is_late: Callable[[], bool] = lambda: False) -> Reached:
     """Return the fewest devices, in the order of their speed, whose plan reaches the target.
+
+    Once it ``is_late`` no smaller number is planned any more: the fewest known by then are returned.
 
     Raise ``NoFeasiblePlan``, which says what the whole cluster reaches, if it does not reach it.
     """
-    trials = _Trials(problem, target, search, splits, costs_of, progress)
+    trials = _Trials(problem, target, search, splits, costs_of, progress, is_late)
     groups = _by_speed(problem)
     ends = [sum(len(group) for group in groups[: index + 1]) for index in range(len(groups))]
     order = [device for group in groups for device in group]
@@ -209,9 +212,9 @@ class _Trials:
     """Plans for some of the devices; each set is planned once."""
 
     def __init__(self, problem: Problem, target: Target, search: Search, splits: Splits, costs_of: CostsOf,
-                 progress: Callable[[str], None]) -> None:
+                 progress: Callable[[str], None], is_late: Callable[[], bool]) -> None:
         self.problem, self.target, self.search, self.splits = problem, target, search, splits
-        self.costs_of, self.progress = costs_of, progress
+        self.costs_of, self.progress, self.is_late = costs_of, progress, is_late
         self.attempts: dict[tuple[DeviceId, ...], Attempt] = {}
         self.found: dict[tuple[DeviceId, ...], Comparison | None] = {}
         self.miss: NoFeasiblePlan | None = None
@@ -226,6 +229,9 @@ class _Trials:
     def _plan(self, devices: tuple[DeviceId, ...]) -> Comparison | None:
         names = tuple(self.problem.cluster.devices[device].name for device in devices)
         is_all = len(names) == self.problem.cluster.num_devices
+        if not is_all and self.is_late():
+            self.progress(f"time limit: {len(names)} devices are not tried")
+            return None
         try:
             part = self.problem if is_all else part_of(self.problem, devices, self.costs_of)
         except ClusterError:

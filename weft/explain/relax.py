@@ -21,6 +21,7 @@ from weft.errors import NoFeasiblePlan, WeftError
 from weft.explain.changes import with_memory, with_more_devices
 from weft.explain.replan import THRIFTY, Report, Request, find_splits, fits_jointly, least_missing, replan
 from weft.planner import Candidate, microbatch_choices
+from weft.search.budget import OutOfTime, cut_short, time_budget
 from weft.search.deploy.deployer import NO_SPLITS, Splits
 from weft.search.problem import Problem, divisors
 from weft.units import format_bytes
@@ -75,18 +76,22 @@ def smallest_relaxation(problem: Problem, request: Request | None = None, *, dea
     asked = request or Request(graph=problem.graph, options=problem.options,
                                costs_of=lambda graph, cluster: estimate_costs(graph, cluster,
                                                                               dtype=problem.options.dtype))
-    enough = _Enough(splits=find_splits(problem, asked), problem=problem, deadline=deadline)
+    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    splits = find_splits(problem, asked, budget=time_budget(left))
+    enough = _Enough(splits=splits, problem=problem, deadline=deadline)
     searches = (_settings, _batch, _memory, _devices)
     result: list[Relaxation] = []
     try:
-        for number, search in enumerate(searches):
-            for found in search(problem, asked, enough):
-                report(f"planning with {found.change}")
-                planned = _plan(found, deadline, len(searches) - number, report)
-                result += [] if planned is None else [planned]
-                if enough.is_late:
-                    report("time limit: nothing further is tried")
-                    return result
+        with cut_short(deadline):
+            for number, search in enumerate(searches):
+                for found in search(problem, asked, enough):
+                    report(f"planning with {found.change}")
+                    planned = _plan(found, deadline, len(searches) - number, report)
+                    result += [] if planned is None else [planned]
+                    if enough.is_late:
+                        raise OutOfTime
+    except OutOfTime:
+        report("time limit: nothing further is tried")
     except KeyboardInterrupt:
         report("interrupted: nothing further is tried")
         if not result:
@@ -114,7 +119,7 @@ class _Enough:
         if least_missing(problem, strategies) <= 0:
             return True
         same = problem.graph is self.problem.graph and len(problem.devices) == len(self.problem.devices)
-        return fits_jointly(problem, self.splits if same else NO_SPLITS)
+        return fits_jointly(problem, self.splits if same else NO_SPLITS, deadline=self.deadline)
 
 
 def _plan(found: _Found, deadline: float | None, num_left: int, report: Report) -> Relaxation | None:

@@ -14,9 +14,9 @@ from weft.errors import ModelError, NoFeasiblePlan
 from weft.model.graph import Graph
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
-from weft.planner import Comparison, compare_strategies, microbatch_choices
+from weft.planner import Candidate, Comparison, compare_strategies, microbatch_choices
 from weft.search.baselines import STRATEGIES
-from weft.search.budget import Budget
+from weft.search.budget import Budget, time_budget
 from weft.search.deploy.deployer import NO_SPLITS, Splits
 from weft.search.problem import PlanOptions, Problem
 
@@ -61,29 +61,27 @@ def replan(problem: Problem, request: Request, *, strategies: Sequence[str] | No
     from weft.planning import DEPLOY_SIMULATIONS
     from weft.search.deploy.search import DeployOptions
 
-    begin = time.monotonic()
-    several = problem.cluster.num_devices > 1
+    several, budget = problem.cluster.num_devices > 1, time_budget(time_limit_s, report)
     deployments = DeployOptions(max_simulations=DEPLOY_SIMULATIONS, seed=problem.options.seed)
-    splits = find_splits(problem, request, time_limit_s=time_limit_s, report=report)
-    left = None if time_limit_s is None else max(0.0, time_limit_s - (time.monotonic() - begin))
-    return compare_strategies(problem, strategies, joint=several, splits=splits, time_limit_s=left, progress=report,
+    splits = find_splits(problem, request, budget=budget, report=report)
+    return compare_strategies(problem, strategies, joint=several, splits=splits, time_limit_s=budget.seconds_left,
+                              progress=report,
                               deployments=deployments if several and problem.is_training else None)
 
 
-def find_splits(problem: Problem, request: Request, *, time_limit_s: float | None = None,
+def find_splits(problem: Problem, request: Request, *, budget: Budget | None = None,
                 report: Report = lambda text: None) -> Splits:
     """Return how the devices of a host may divide the model's operators, as ``load_splits``; it is traced once only."""
     from weft.model.load import has_module
     from weft.search.deploy import splits
 
-    options, graph = problem.options, problem.graph
+    options, graph, budget = problem.options, problem.graph, budget or time_budget(None)
     if request.model is None or problem.cluster.num_devices < 2 or not has_module(request.model):
         return NO_SPLITS
-    deadline = None if time_limit_s is None else time.monotonic() + splits.SPLITS_PART * time_limit_s
     try:
         folded = _folded(request.model, options.mode, graph.batch, options.dtype)
         return splits.find_splits(problem, folded, lambda graph: request.costs_of(graph, problem.cluster),
-                                  budget=Budget(effort=float("inf"), deadline=deadline))
+                                  budget=budget.part(splits.SPLITS_PART))
     except ModelError as miss:
         report(f"note: operators are not divided: {miss}")
         return NO_SPLITS
@@ -99,14 +97,20 @@ def _folded(model: str, mode: Mode, batch: int, dtype: str) -> FoldedModel:
     return trace_folded(source, batch=batch)
 
 
-def fits_jointly(problem: Problem, splits: Splits = NO_SPLITS) -> bool:
-    """Return whether the search over data, tensor and pipeline parallelism together finds a plan."""
+def best_joint(problem: Problem, splits: Splits = NO_SPLITS, *, deadline: float | None = None) -> Candidate | None:
+    """Return what the search over data, tensor and pipeline parallelism finds in a few seconds, if anything."""
     if problem.cluster.num_devices < 2:
-        return False
+        return None
+    limit_s = JOINT_S if deadline is None else min(JOINT_S, max(0.0, deadline - time.monotonic()))
     try:
-        return compare_strategies(problem, (), joint=True, splits=splits, time_limit_s=JOINT_S).best.plan is not None
+        return compare_strategies(problem, (), joint=True, splits=splits, time_limit_s=limit_s).best
     except NoFeasiblePlan:
-        return False
+        return None
+
+
+def fits_jointly(problem: Problem, splits: Splits = NO_SPLITS, *, deadline: float | None = None) -> bool:
+    """Return whether that search finds a plan."""
+    return best_joint(problem, splits, deadline=deadline) is not None
 
 
 JOINT_S: Final = 4.0

@@ -13,6 +13,7 @@ from weft.explain.changes import both_ways, tier_of, with_bandwidth, with_memory
 from weft.explain.path import link_rates, link_seconds
 from weft.explain.replan import Report, Request, replan
 from weft.planner import Candidate, Comparison
+from weft.search.budget import OutOfTime, cut_short
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 from weft.simulate.traffic import link_bytes
@@ -65,7 +66,19 @@ def what_would_help(request: Request, cluster: Cluster, timeline: Timeline, comp
     trials = [_one_more(cluster, timeline), *_bandwidths(request, cluster, timeline),
               _more_memory(request, cluster, timeline, comparison)]
     for number, trial in enumerate(trials):
-        yield _try(trial, request, known, deadline=deadline, num_left=len(trials) - number, report=report)
+        left_s = None if deadline is None else deadline - time.monotonic()
+        if trial.make is None:
+            yield Change(name=trial.name, note=trial.note)
+        elif left_s is not None and left_s <= 0:
+            yield Change(name=trial.name, note="not tried: the time limit was reached")
+        else:
+            limit_s = None if left_s is None else left_s / (len(trials) - number)
+            try:
+                with cut_short(deadline):
+                    change = _try(trial, trial.make(), request, known, limit_s=limit_s, report=report)
+            except OutOfTime:
+                change = Change(name=trial.name, note="the time limit ended the search before anything was known")
+            yield change
 
 
 def settled(changes: Sequence[Change]) -> tuple[Change, ...]:
@@ -120,20 +133,16 @@ def _has_times(timeline: Timeline) -> bool:
                for replica in stage.replicas)
 
 
-def _try(trial: _Trial, request: Request, known: _Known, *, deadline: float | None, num_left: int,
+def _try(trial: _Trial, cluster: Cluster, request: Request, known: _Known, *, limit_s: float | None,
          report: Report) -> Change:
-    left = None if deadline is None else deadline - time.monotonic()
-    if trial.make is None:
-        return Change(name=trial.name, note=trial.note)
-    if left is not None and left <= 0:
-        return Change(name=trial.name, note="not tried: the time limit was reached")
+    """Return what planning for the changed cluster comes to, within the limit."""
     report(f"planning with {trial.name}")
     requests = [without_recomputation(request), request] if trial.drops_recomputation else [request]
-    limit_s = None if left is None else left / num_left / len(requests)
-    cluster, candidates, note, is_complete = trial.make(), list[Candidate](), "", True
+    each_s = None if limit_s is None else limit_s / len(requests)
+    candidates, note, is_complete = list[Candidate](), "", True
     for item in requests:
         try:
-            comparison = replan(item.problem(cluster), item, strategies=PLAIN, time_limit_s=limit_s, report=report)
+            comparison = replan(item.problem(cluster), item, strategies=PLAIN, time_limit_s=each_s, report=report)
         except WeftError as miss:
             note = f"no other plan was found: {str(miss).splitlines()[-1]}"
             continue

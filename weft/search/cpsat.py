@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from ortools.sat.python import cp_model
 
-from weft.search.budget import Budget
+from weft.search.budget import Budget, OutOfTime
 
 Status = Literal["optimal", "feasible", "infeasible", "unknown"]
 
@@ -81,7 +81,7 @@ def solve(model: cp_model.CpModel, budget: Budget, *, effort: float, seed: int =
     if max_seconds is not None:
         parameters.max_time_in_seconds = max_seconds
     if budget.deadline is not None:
-        left = max(0.001, budget.deadline - time.monotonic())
+        left = max(0.001, budget.deadline - budget.clock())
         parameters.max_time_in_seconds = min(left, parameters.max_time_in_seconds)
     code = _run(solver, model, budget, _Stopper(stop_at) if stop_at is not None else None)
     budget.effort -= solver.response_proto.deterministic_time * unit + overhead
@@ -135,6 +135,8 @@ def _run(solver: cp_model.CpSolver, model: cp_model.CpModel, budget: Budget, sto
         except TimeoutError:
             if budget.is_interrupted:
                 solver.stop_search()
+        except OutOfTime:  # the thread must not outlive this call; it is raised again soon
+            solver.stop_search()
         except KeyboardInterrupt:
             budget.is_interrupted = True
             solver.stop_search()

@@ -16,6 +16,7 @@ from weft.cost.costs import Costs, Phase
 from weft.errors import InputError
 from weft.model.graph import F64, I64, Graph
 from weft.model.named_ops import NamedOp
+from weft.plan.binding import stage_work
 from weft.plan.holders import exchange_sets
 from weft.plan.orders import Order, to_tokens
 from weft.plan.plan import (
@@ -48,6 +49,8 @@ class PlanOptions:
     """Parts that the batch is divided into; None lets each strategy choose."""
     mode: Mode = "training"
     dtype: str = "float32"
+    own_dtypes: bool = False
+    """The model was traced in the dtypes that it has, and ``dtype`` is that of most parameters."""
     optimizer: Optimizer = field(default_factory=Optimizer)
     recompute: bool = False
     """Keep only stage inputs between forward and backward."""
@@ -152,7 +155,8 @@ def make_plan(problem: Problem, specs: Sequence[StageSpec], order: Order, *, mic
     options = problem.options
     plan = Plan(
         model=ModelRef(name=problem.graph.name, digest=problem.graph.digest, mode=options.mode, batch=options.batch,
-                       dtype=options.dtype),
+                       dtype=options.dtype, own_dtypes=options.own_dtypes, parameters=problem.graph.parameter_texts,
+                       inputs=problem.graph.input_texts),
         cluster=ClusterRef(digest=problem.cluster.digest, description=_description(problem.cluster),
                            devices=tuple(device.name for device in problem.cluster.devices)),
         microbatches=microbatches, stages=stages,
@@ -186,9 +190,10 @@ def _make_stage(problem: Problem, name: str, spec: StageSpec, microbatch_size: i
         replicas.append(Replica(devices=tuple(problem.cluster.devices[device].name for device in devices),
                                 mesh=spec.mesh or ({TENSOR_AXIS: len(devices)} if len(devices) > 1 else {}),
                                 share=share, times=times))
+    flops, written = stage_work(graph, spec.ops)
     return Stage(name=name, ops=tuple(graph.op_names[op] for op in spec.ops), replicas=tuple(replicas),
                  modules=block_names(graph, spec.ops), microbatches=spec.microbatches, sharding=spec.sharding,
-                 recompute=recompute)
+                 recompute=recompute, flops=flops, bytes=written)
 
 
 def block_of(module: str) -> str:

@@ -24,7 +24,7 @@ import numpy as np
 from weft.errors import InputError, NoFeasiblePlan
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan, with_search
-from weft.search.budget import Budget, ended_by_ctrl_c
+from weft.search.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
 from weft.search.deploy.deployer import NO_SPLITS, Deployer, Splits, make_world
 from weft.search.deploy.local import Annealer
 from weft.search.deploy.op_groups import MAX_GROUPS, group_operators
@@ -195,8 +195,14 @@ def deploy(problem: Problem, options: DeployOptions | None = None, *, splits: Sp
                  bound_s=problem.work_bound())
     deployers = make_deployers(problem, options, splits)
     race.deployers += deployers
-    with ended_by_ctrl_c(race.budget):
-        _run(race, problem, deployers, policy or UniformPolicy())
+    whole = (0,) * deployers[0].groups.num_groups
+    first = Found(deployer=deployers[0], choice=whole, evaluation=deployers[0].evaluate(whole))
+    race.take(first, "data parallel")
+    try:
+        with ended_by_ctrl_c(race.budget), cut_short(race.budget.deadline):
+            _run(race, deployers, policy or UniformPolicy(), first)
+    except OutOfTime:
+        race.progress(f"time limit: {race.num_simulations} simulations")
     return _finish(race, problem)
 
 
@@ -218,10 +224,9 @@ def microbatch_numbers(problem: Problem) -> list[int]:
     return powers if len(powers) > 1 else every[:4]
 
 
-def _run(race: _Race, problem: Problem, deployers: list[Deployer], policy: Policy) -> None:
-    whole = (0,) * deployers[0].groups.num_groups
-    first = Found(deployer=deployers[0], choice=whole, evaluation=deployers[0].evaluate(whole))
-    race.take(first, "data parallel")
+def _run(race: _Race, deployers: list[Deployer], policy: Policy, first: Found) -> None:
+    """Search by the method that is asked for; ``first`` is data parallelism."""
+    whole = first.choice
     match race.options.method:
         case "data-parallel":
             _take_all(race, ((deployer, whole) for deployer in deployers[1:]), "data parallel")
@@ -385,7 +390,7 @@ def _finish(race: _Race, problem: Problem) -> Deployment:
     best: tuple[Plan, Timeline] | None = None
     miss: NoFeasiblePlan | None = None
     for found in sorted(race.finalists.values(), key=lambda found: found.key):
-        if not np.isfinite(found.evaluation.seconds):
+        if not np.isfinite(found.evaluation.seconds) or (best is not None and race.budget.is_late):
             continue
         plan = deployment_plan(found.deployer, found.evaluation, by=f"deploy {race.options.method}")
         try:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 from weft.cluster.cluster import Cluster, DeviceId
 from weft.errors import ModelError, NoFeasiblePlan
-from weft.search.budget import Budget
+from weft.search.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.deploy.deployer import Splits
 
 if TYPE_CHECKING:
@@ -25,25 +24,29 @@ SPLITS_PART: Final = 0.25
 
 
 def load_splits(model: str | ModelSource, problem: Problem, costs_of: Callable[[Graph], Costs], *,
-                time_limit_s: float | None, report: Callable[[str], None]) -> Splits:
+                budget: Budget | None = None, report: Callable[[str], None]) -> Splits:
     """Return how devices of a host may divide the model, or that which is called so; nothing if it is not PyTorch's.
 
-    ``time_limit_s`` is for the whole search, of which this takes a part.
+    ``budget`` is for the whole search, of which this takes a part; tracing does not count.
     """
     from weft.model.folded import trace_folded
     from weft.model.load import has_module
+    from weft.model.notes import NOTE, rule_notes
     from weft.model.source import ModelSource, resolve_model
 
     if next(teams_by_degree(problem.cluster.groups_by_host_and_kind()), None) is None or not has_module(model):
         return {}
-    deadline = None if time_limit_s is None else time.monotonic() + SPLITS_PART * time_limit_s
+    budget = budget or time_budget(None)
     report("searching how the devices of a host divide operators")
     try:
         source = model if not isinstance(model, str) else resolve_model(
             model, mode=problem.options.mode, batch=problem.graph.batch, dtype=problem.options.dtype)
         assert isinstance(source, ModelSource), "it has a module"
-        return find_splits(problem, trace_folded(source, batch=problem.graph.batch), costs_of,
-                           budget=Budget(effort=float("inf"), deadline=deadline))
+        with budget.paused():
+            folded = trace_folded(source, batch=problem.graph.batch)
+        for note in rule_notes(folded.traced):
+            report(f"{NOTE}{note}")
+        return find_splits(problem, folded, costs_of, budget=budget.part(SPLITS_PART))
     except ModelError as miss:
         report(f"note: operators are not divided: {miss}")
         return {}
@@ -53,7 +56,8 @@ def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph
                 budget: Budget | None = None) -> Splits:
     """Return how 2, 4, 8, ... devices of each device group divide the model; nothing where no host has several.
 
-    ``folded`` is the folded model of ``problem.graph``; ``costs_of`` gives the costs of its graph.
+    ``folded`` is the folded model of ``problem.graph``; ``costs_of`` gives the costs of its graph. What the budget cuts
+    short is left out.
     """
     from weft.search.shard.tensor_costs import split_operators
 
@@ -61,12 +65,13 @@ def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph
     found: dict[tuple[int, int], TensorCosts] = {}
     costs: Costs | None = None
     for degree, members in teams_by_degree(groups):
-        costs = costs or costs_of(folded.traced.graph)
-        firsts = _distinct(problem.cluster, [groups[group][:degree] for group in members])
         try:
-            tables = split_operators(folded, problem.graph, costs, list(dict.fromkeys(firsts)), budget=budget,
-                                     optimizer=problem.options.optimizer, is_size_known=is_size_known(problem))
-        except (NoFeasiblePlan, ModelError):
+            with cut_short(None if budget is None else budget.deadline):
+                costs = costs or costs_of(folded.traced.graph)
+                firsts = _distinct(problem.cluster, [groups[group][:degree] for group in members])
+                tables = split_operators(folded, problem.graph, costs, list(dict.fromkeys(firsts)), budget=budget,
+                                         optimizer=problem.options.optimizer, is_size_known=is_size_known(problem))
+        except (NoFeasiblePlan, ModelError, OutOfTime):
             break  # no time left, or nothing to divide: the search goes on without
         known = dict(zip(dict.fromkeys(firsts), tables, strict=True))
         found |= {(group, degree): known[team] for group, team in zip(members, firsts, strict=True)}

@@ -88,12 +88,12 @@ def _grouped(groups: Sequence[Sequence[Team]], speed: Speed, max_stages: int) ->
     few = len(groups) <= MAX_GROUPS
     if len(groups) < 2 or not (few or sum(map(len, groups)) <= MAX_FEWER):
         return
-    by_speed = sorted(groups, key=lambda group: -speed(group[0]) * len(group))
-    by_device = sorted(groups, key=lambda group: -speed(group[0]))
+    by_group = sorted(groups, key=lambda group: -speed(group[0]) * len(group))
+    by_team = sorted(groups, key=lambda group: -speed(group[0]))
     counts = range(len(groups), 0, -1) if few else [1 << power for power in range(len(groups).bit_length())][::-1]
     for count in counts:
-        for order in (groups if count == len(groups) else by_device[:count], by_device[:count], by_speed[:count],
-                      by_device[:count][::-1]):
+        for order in (groups if count == len(groups) else by_team[:count], by_team[:count], by_group[:count],
+                      by_team[:count][::-1]):
             cuts = itertools.product((False, True), repeat=count - 1) if few else (
                 (False,) * (count - 1), (True,) * (count - 1))
             for cut in cuts:

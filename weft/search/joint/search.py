@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Final
 
 from weft.errors import NoFeasiblePlan, PlanError
-from weft.search.budget import Budget
+from weft.search.budget import Budget, OutOfTime
 from weft.search.deploy.deployer import NO_SPLITS, Splits
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
@@ -195,13 +195,35 @@ def _simulate_best(estimator: Estimator, ranked: list[Estimate], tried: list[Tri
                    progress: Callable[[str], None], missed: set[Setting]) -> JointResult:
     """Return the best of the finalists, simulated, or by their longest paths where there are too many devices.
 
-    Those that do not fit are added to ``missed``.
+    Those that do not fit are added to ``missed``. Once one is simulated, the best of them is kept whatever ends it.
     """
     simulated: list[JointResult] = []
     misses: list[NoFeasiblePlan] = []
     results: dict[Setting, Tried] = {}
+    refined: list[Tried] = []
+    try:
+        _simulate(estimator, ranked, budget, progress, simulated, misses, results)
+        if simulated:
+            best, refined = refine(estimator.problem, simulated, budget, progress)
+    except (KeyboardInterrupt, OutOfTime) as ended:
+        if not simulated:
+            raise
+        budget.is_interrupted |= isinstance(ended, KeyboardInterrupt)
+        best = min(simulated, key=lambda item: item.step_time_s)
+    missed |= {setting for setting, item in results.items() if item.step_time_s is None}
+    if not simulated:
+        reasons = misses or [NoFeasiblePlan(item.reason) for item in tried[:1]] or [
+            NoFeasiblePlan("no layout suits this batch: use a larger one")]
+        raise min(reasons, key=lambda miss: miss.missing_bytes or 0)
+    rest = [results.get(item.setting) or Tried(setting=item.setting, estimate_s=item.step_time_s) for item in ranked]
+    return replace(best, tried=(*refined, *rest, *tried))
+
+
+def _simulate(estimator: Estimator, ranked: list[Estimate], budget: Budget, progress: Callable[[str], None],
+              simulated: list[JointResult], misses: list[NoFeasiblePlan], results: dict[Setting, Tried]) -> None:
+    """Add what the finalists come to: to ``simulated`` or ``misses``, and all to ``results``."""
     actions = 0
-    for estimate in _finalists(estimator, ranked):
+    for estimate in _finalists(estimator, ranked, budget):
         setting = estimate.setting
         enough = (len(simulated) >= FINALISTS or len(results) >= ATTEMPTS
                   or (actions > MAX_ACTIONS and len(simulated) >= FEW_FINALISTS))
@@ -213,7 +235,6 @@ def _simulate_best(estimator: Estimator, ranked: list[Estimate], tried: list[Tri
         except (NoFeasiblePlan, PlanError) as problem:
             miss = problem if isinstance(problem, NoFeasiblePlan) else NoFeasiblePlan(str(problem))
             misses.append(miss)
-            missed.add(setting)
             results[setting] = Tried(setting=setting, estimate_s=estimate.step_time_s, reason=str(miss))
             if len(misses) > ATTEMPTS:
                 break
@@ -222,13 +243,6 @@ def _simulate_best(estimator: Estimator, ranked: list[Estimate], tried: list[Tri
         if not simulated or found.step_time_s < min(item.step_time_s for item in simulated):
             progress(f"joint: {setting.describe()}: {found.step_time_s:.6g} s simulated")
         simulated.append(found)
-    if not simulated:
-        reasons = misses or [NoFeasiblePlan(item.reason) for item in tried[:1]] or [
-            NoFeasiblePlan("no layout suits this batch: use a larger one")]
-        raise min(reasons, key=lambda miss: miss.missing_bytes or 0)
-    best, refined = refine(estimator.problem, simulated, budget, progress)
-    rest = [results.get(item.setting) or Tried(setting=item.setting, estimate_s=item.step_time_s) for item in ranked]
-    return replace(best, tried=(*refined, *rest, *tried))
 
 
 def _evaluate_refitted(estimator: Estimator, estimate: Estimate) -> JointResult:
@@ -251,12 +265,14 @@ def _evaluate_refitted(estimator: Estimator, estimate: Estimate) -> JointResult:
     raise AssertionError("the last attempt returns or raises")
 
 
-def _finalists(estimator: Estimator, ranked: list[Estimate]) -> list[Estimate]:
+def _finalists(estimator: Estimator, ranked: list[Estimate], budget: Budget) -> list[Estimate]:
     """Return the best estimates; those of large clusters by their longest paths, which are not simulated after."""
     first = ranked[: 2 * ATTEMPTS]
     if estimator.problem.cluster.num_devices <= LARGE:
         return first
-    return sorted((estimator.by_path(item) for item in first[:ATTEMPTS]), key=lambda item: item.step_time_s)
+    timed = [estimator.by_path(item) for number, item in enumerate(first[:ATTEMPTS])
+             if number == 0 or not budget.is_spent]
+    return sorted(timed, key=lambda item: item.step_time_s)
 
 
 def _num_actions(estimate: Estimate) -> int:

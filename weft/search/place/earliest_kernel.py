@@ -10,7 +10,7 @@ so the times are those of ``make_timetable``. Two additions, each idle unless us
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from weft.search.place.assignment import Bools
 from weft.search.place.kernel import Arrays, transfer_s
 from weft.search.place.list_kernel import Flow, State, find_missing, first_ready, release
 from weft.search.place.room import Room, can_take, take
+
+SLICE: Final = 1_000_000
+"""Pairs of operator and device that are looked at in one go, about."""
 
 
 class Wishes(NamedTuple):
@@ -159,28 +162,45 @@ def _pick(a: Arrays, room: Room, state: State, wishes: Wishes, busy: Busy, known
     return best_index, best, best_start
 
 
-@compiled
+def make_busy(num_devices: int, num_ways: int) -> Busy:
+    """Return what is taken before anything is placed: nothing."""
+    return Busy(np.zeros(num_devices), np.zeros(num_ways), np.zeros(num_ways), np.zeros(num_ways, dtype=np.int64),
+                np.zeros(1, dtype=np.int64), np.full(num_devices, -1, dtype=np.int64))
+
+
 def place_earliest(a: Arrays, room: Room, flow: Flow, state: State, wishes: Wishes) -> int:
     """Fill ``state``, the pair that can start first next; return -1, or the operator for which no device has room.
 
     Among equal starts: the higher level, then the earlier end, then the first operator and device. Starts grow
     while others are placed (with rare exceptions), so a pair whose last known start is too late is not tried again.
+    Between slices Python gets its turn, and with it whatever ends the search.
     """
     num_ops, num_devices = a.time_s.shape
-    num_ways = max(1, a.num_resources)
-    busy = Busy(np.zeros(num_devices), np.zeros(num_ways), np.zeros(num_ways), np.zeros(num_ways, dtype=np.int64),
-                np.zeros(1, dtype=np.int64), np.full(num_devices, -1, dtype=np.int64))
+    busy = make_busy(num_devices, max(1, a.num_resources))
     known = np.zeros((num_ops, num_devices))
-    num_ready = first_ready(state)
-    for turn in range(num_ops):
+    turn, num_ready, failed = 0, int(first_ready(state)), -1
+    while turn < num_ops and failed < 0:
+        turn, num_ready, failed = _place_some(a, room, flow, state, wishes, busy, known, turn, num_ready)
+    return failed
+
+
+@compiled
+def _place_some(a: Arrays, room: Room, flow: Flow, state: State, wishes: Wishes, busy: Busy, known: F64, turn: int,
+                num_ready: int) -> tuple[int, int, int]:
+    """Place operators from ``turn`` on, about ``SLICE`` pairs; return turn, ready operators, and what has no room."""
+    num_ops, num_devices = a.time_s.shape
+    num_tried = 0
+    while turn < num_ops and num_tried < SLICE:
+        num_tried += num_ready * num_devices
         index, here, start = _pick(a, room, state, wishes, busy, known, num_ready)
         op = state.ready[index]
         if here < 0:
-            return int(op)
+            return turn, num_ready, int(op)
         num_ready -= 1
         state.ready[index] = state.ready[num_ready]
         take(room, op, here)
         _put(a, state, busy, op, here, start)
         state.order[turn] = op
         num_ready = release(flow, state, op, num_ready)
-    return -1
+        turn += 1
+    return turn, num_ready, -1

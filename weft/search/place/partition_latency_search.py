@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.model.graph import F64, I64
-from weft.search.budget import Budget
+from weft.search.budget import Budget, OutOfTime, cut_short
 from weft.search.place.partition_latency import block_orders, interval_sets, latency_graph
 from weft.search.place.partition_latency_exact import improve_or_prove
 from weft.search.place.partition_latency_kernel import Graph, Scratch, anneal, excess, latency
@@ -47,18 +47,26 @@ def minimise_latency(problem: PartitionProblem, *, budget: Budget, seed: int) ->
     search = _Search(latency_graph(problem), budget, seed)
     try:
         search.start()
-        effort = budget.effort
-        search.anneal_for(min(0.05 * effort, FIRST_S * problem.num_units))
-        search.follow_paths(RANDOM_PATHS)
-        search.prove(0.1 * effort, linearization=0)
-        search.anneal_for(0.35 * effort)
-        search.follow_paths(RANDOM_PATHS)
-        search.prove(0.3 * effort, linearization=1)
-        search.anneal_for(budget.effort)
-        search.follow_paths(RANDOM_PATHS)
+        with cut_short(budget.deadline):
+            _improve(search, problem.num_units)
+    except OutOfTime:
+        budget.report(f"time limit: latency {search.value:.6g}, bound {search.bound:.6g}")
     except KeyboardInterrupt:
         budget.is_interrupted = True
     return search.found()
+
+
+def _improve(search: _Search, num_units: int) -> None:
+    """Improve what the search began with, and its bound, until the effort is spent."""
+    budget, effort = search.budget, search.budget.effort
+    search.anneal_for(min(0.05 * effort, FIRST_S * num_units))
+    search.follow_paths(RANDOM_PATHS)
+    search.prove(0.1 * effort, linearization=0)
+    search.anneal_for(0.35 * effort)
+    search.follow_paths(RANDOM_PATHS)
+    search.prove(0.3 * effort, linearization=1)
+    search.anneal_for(budget.effort)
+    search.follow_paths(RANDOM_PATHS)
 
 
 class _Search:

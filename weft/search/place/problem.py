@@ -149,6 +149,10 @@ class PlaceProblem:
         held = float(self.weight_bytes.sum()) + (float(self.tensor_bytes.sum()) if self.has_lifetimes else 0.0)
         return bool((self.capacity < held).any())
 
+    def work_bound(self) -> float:
+        """Return what neither latency nor the largest load can beat: all devices busy, nothing sent."""
+        return float(self.time_s.min(axis=1, initial=np.inf).sum()) / max(1, self.num_devices)
+
     def resident_bytes(self, device: I64) -> F64:
         """Return [m] the bytes that a placement (device of each operator) keeps resident on every device."""
         owner = np.repeat(device, np.diff(self.weight_start))

@@ -25,7 +25,7 @@ import numpy as np
 
 from weft.errors import InputError, NoFeasiblePlan, PlanError
 from weft.model.graph import I64
-from weft.search.budget import Budget, ended_by_ctrl_c
+from weft.search.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
 from weft.search.place.assignment import Assignment, with_room_for_tensors
 from weft.search.place.bounds import heads_and_tails, tighten, way_bound
 from weft.search.place.methods import METHODS
@@ -48,6 +48,8 @@ NEGLIGIBLE: Final = 1e-5
 """A gap of so little is not worth a search, though it is no proof: linear programs are solved to tolerances."""
 SMALL: Final = 40
 """Up to so many operators, CP-SAT alone is tried first."""
+QUICK_METHOD: Final = "heft"
+"""Good for its time: under a time limit it comes before all that takes longer."""
 SLOW_METHODS: Final = ("m-sct", "getf")
 MAX_OPS_FOR_SLOW: Final = 4000
 """Above so many operators the slow methods are left out as starts."""
@@ -61,6 +63,12 @@ MAX_WHOLE: Final = 2500
 """The relaxation is solved with whole operators up to so many operators x devices."""
 NODES_PER_S: Final = 150
 """Nodes of its tree that are looked at in a second, about."""
+LEAST_S: Final = 0.05
+"""Seconds that each method has at least in a comparison under a time limit."""
+GRACE_S: Final = 0.3
+"""Seconds after the deadline in which the named methods are still tried: small problems need not even that."""
+LAST_GRACE_S: Final = 1.5
+"""Seconds after the deadline in which some placement may still be found, where there is none."""
 MAX_CHOICES: Final = 300
 """CP-SAT is not tried where more devices are open than so many beyond one for each unit."""
 
@@ -88,11 +96,28 @@ def place(problem: PlaceProblem, *, objective: Objective = "latency", method: st
 
             return place_stream(problem, method=method, contiguous=contiguous, budget=budget, seed=seed, begin=begin)
         search = LatencySearch(problem, budget, seed)
-        if method == "auto":
+        if method != "auto":
+            _by_name(search, method)
+        elif time_limit is None:
             search.run()
         else:
-            search.try_method(method)
+            search.run_within_limit()
         return search.result(time.process_time() - begin)
+
+
+def _by_name(search: LatencySearch, method: str) -> None:
+    """Offer what one method finds; one that is not done in time has found nothing."""
+    if search.budget.deadline is not None:
+        search.bound_by_work()
+    try:
+        with cut_short(search.budget.deadline):
+            search.try_method(method)
+            if search.budget.deadline is not None:
+                search.bound_by_ways()
+    except OutOfTime:
+        if search.best is None:
+            raise NoFeasiblePlan(f"the method {method!r} was not done when the time limit ended it: give it more "
+                                 "time, or try the method auto, which always has something") from None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,10 +140,12 @@ def compare(problem: PlaceProblem, *, objective: Objective = "latency", contiguo
             progress: Callable[[str], None] = lambda text: None) -> tuple[Row, ...]:
     """Return what every named method and ``auto`` (last) come to; Ctrl-C leaves out those that are still to come."""
     rows = []
+    deadline = None if time_limit is None else time.monotonic() + time_limit
     for name in (*METHODS, "auto"):
+        left = None if deadline is None else max(LEAST_S, deadline - time.monotonic())
         try:
             found = place(problem, objective=objective, method=name, contiguous=contiguous, seed=seed,
-                          progress=progress, time_limit=time_limit if name == "auto" else None)
+                          progress=progress, time_limit=left if name == "auto" or left is None else 0.7 * left)
         except NoFeasiblePlan as miss:
             rows.append(Row(method=name, result=None, reason=str(miss)))
             if name == "auto":
@@ -142,8 +169,19 @@ class LatencySearch:
         self.local: Local | None = None
         self.by = ""
         self.misses: list[NoFeasiblePlan] = []
-        heads, tails = heads_and_tails(problem)
-        self.bound = way_bound(problem, heads, tails)
+        self.tried: set[str] = set()
+        self.bound = 0.0
+        if budget.deadline is None:
+            self.bound_by_ways()
+
+    def bound_by_work(self) -> None:
+        """Raise the bound by the work alone: all devices busy, nothing sent. It takes no time."""
+        self.raise_bound(self.problem.work_bound())
+
+    def bound_by_ways(self) -> None:
+        """Raise the bound by the longest ways."""
+        heads, tails = heads_and_tails(self.problem)
+        self.raise_bound(way_bound(self.problem, heads, tails))
 
     @property
     def value(self) -> float:
@@ -199,11 +237,54 @@ class LatencySearch:
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
+    def run_within_limit(self) -> None:
+        """Find some placement first, then do as ``run`` until the deadline, wherever that is."""
+        for name in METHODS:
+            if self.best is None:
+                self.try_method(name)
+        self.bound_by_work()
+        if self.best is None:
+            self.import_searches()
+        try:
+            with cut_short(self.end_of_search(GRACE_S)):
+                if QUICK_METHOD not in self.tried:
+                    self.try_method(QUICK_METHOD)
+                self.try_methods()
+            with cut_short(self.end_of_search(0.0)):
+                self.bound_by_ways()
+                self.run()
+        except OutOfTime:
+            self.tell("time limit")
+            if self.best is None:
+                raise NoFeasiblePlan(f"no placement of {self.problem.name!r} was found within the time limit, though "
+                                     f"there may be one: give it more time. {self.nearest_miss()}") from None
+
+    @property
+    def fit_effort(self) -> float:
+        """Return the effort in which annealing may make tensors fit."""
+        return FIT_EFFORT if self.budget.deadline is None else min(FIT_EFFORT, LAST_GRACE_S)
+
+    def import_searches(self) -> None:
+        """Import what looks for room where no method finds any; that is not to count against its time."""
+        with self.budget.paused():
+            from weft.search.place import local  # noqa: F401
+
+            if HAS_CPSAT:
+                from weft.search.place import fit, throughput  # noqa: F401
+
+    def end_of_search(self, grace_s: float) -> float | None:
+        """Return when the search is cut off: so long after the deadline, and later where there is no placement yet."""
+        deadline = self.budget.deadline
+        if deadline is None or (self.best is None and self.problem.num_ops <= MAX_OPS_FOR_SLOW):
+            return None  # looking for room takes no longer than its effort there
+        return deadline + (grace_s if self.best is not None else LAST_GRACE_S)
+
     def run(self) -> None:
         """Try everything, cheap and hopeful steps first, until the best is proven or the effort is spent."""
         series = Series(self.problem)
         is_small = max(len(part.ops) for part in series.parts) <= SMALL if series.parts else True
-        self.try_method("single")
+        if "single" not in self.tried:
+            self.try_method("single")
         if self.problem.num_ops <= SMALL:
             self.solve_whole(0.5 * self.effort)
         elif is_small:
@@ -230,11 +311,11 @@ class LatencySearch:
         relaxation = Relaxation(self.problem)
         if not relaxation.is_of_use:
             return
-        self.raise_bound(relaxation.bound(time_limit=max(1.0, effort)))
+        self.raise_bound(relaxation.bound(time_limit=self.seconds_for(effort)))
         if not self.problem.is_tight or relaxation.num_x > MAX_WHOLE or self.is_done():
             return
         begin = time.process_time()
-        bound, device = relaxation.whole(time_limit=max(1.0, effort), max_nodes=int(NODES_PER_S * effort) + 1)
+        bound, device = relaxation.whole(time_limit=self.seconds_for(effort), max_nodes=int(NODES_PER_S * effort) + 1)
         self.budget.effort -= time.process_time() - begin
         self.raise_bound(min(bound, self.value))
         if device is not None:
@@ -245,6 +326,11 @@ class LatencySearch:
                 if found is not None:
                     self.offer(found, "relaxation, made to fit")
 
+    def seconds_for(self, effort: float) -> float:
+        """Return how long a linear program may take by the clock: what is asked, and no more than there is."""
+        left = self.budget.seconds_left
+        return max(1.0, effort) if left is None else max(LEAST_S, min(max(1.0, effort), left))
+
     def new_local(self) -> Local:
         """Return local search for the problem."""
         from weft.search.place.local import Local
@@ -253,10 +339,10 @@ class LatencySearch:
 
     def try_methods(self) -> None:
         """Use every named method as a start."""
-        for name in METHODS:  # also after the time limit: never worse than any of them
+        for name in METHODS:  # never worse than any of them, if there is time
             if self.is_proven() or self.budget.is_interrupted:
                 break
-            if name not in SLOW_METHODS or self.problem.num_ops <= MAX_OPS_FOR_SLOW:
+            if name not in self.tried and (name not in SLOW_METHODS or self.problem.num_ops <= MAX_OPS_FOR_SLOW):
                 self.try_method(name)
         if self.best is None:
             self.fit()
@@ -291,7 +377,7 @@ class LatencySearch:
         except NoFeasiblePlan as miss:
             self.local = self.local or self.new_local()
             start = make_timetable(self.problem, devices, np.arange(self.problem.num_ops))
-            table = self.local.make_fit(start, self.budget, effort=FIT_EFFORT)
+            table = self.local.make_fit(start, self.budget, effort=self.fit_effort)
             if table is not None and self.offer(table, "memory"):
                 return
             raise NoFeasiblePlan(
@@ -303,6 +389,7 @@ class LatencySearch:
 
     def try_method(self, name: str) -> None:
         """Offer what a named method finds."""
+        self.tried.add(name)
         begin = time.process_time()
         try:
             found = METHODS[name](self.problem)

@@ -11,7 +11,7 @@ import numpy as np
 
 from weft.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
-from weft.search.budget import Budget
+from weft.search.budget import Budget, OutOfTime, cut_short
 from weft.search.place.assignment import Assignment
 from weft.search.place.fit import fitting_devices
 from weft.search.place.methods import METHODS
@@ -23,6 +23,8 @@ from weft.search.place.throughput_search import PROVEN
 from weft.search.place.timetable import TOLERANCE, Timetable, make_timetable
 from weft.units import format_bytes
 
+STARTS_PART: Final = 0.3
+"""Part of a time limit in which the named methods are tried as starts."""
 _MAX_ROUNDS: Final = 6
 """Searches at most, each with less room for weights, until tensors fit beside them."""
 
@@ -33,7 +35,7 @@ Search = Callable[[F64, float, Sequence[I64]], Loaded]
 def place_stream(problem: PlaceProblem, *, method: str, contiguous: bool, budget: Budget, seed: int,
                  begin: float) -> PlaceResult:
     """Return the placement with the least largest load; ``begin`` is when CPU seconds are counted from."""
-    starts = _starts(problem, METHODS if method == "auto" else (method,))
+    starts = _starts(problem, METHODS if method == "auto" else (method,), budget.part(STARTS_PART).deadline)
 
     def search(capacity: F64, share: float, more: Sequence[I64]) -> Loaded:
         kept = (1 - share) * budget.effort
@@ -45,7 +47,7 @@ def place_stream(problem: PlaceProblem, *, method: str, contiguous: bool, budget
             budget.effort += kept
 
     if method == "auto":
-        found, table = _search_with_tensors(problem, search, starts, contiguous=contiguous)
+        found, table = _search_in_time(problem, search, starts, budget, contiguous=contiguous)
     else:
         found = _as_it_is(problem, starts[0].device, method, contiguous=contiguous)
         table = make_timetable(problem, starts[0].device, starts[0].order)
@@ -55,6 +57,30 @@ def place_stream(problem: PlaceProblem, *, method: str, contiguous: bool, budget
         status="optimal" if found.is_optimal else "feasible", by="loads" if method == "auto" else method,
         seconds=time.process_time() - begin, is_interrupted=budget.is_interrupted,
         loads=dict(zip(names, loads(problem, found.device).tolist(), strict=True)))
+
+
+def _search_in_time(problem: PlaceProblem, search: Search, starts: Sequence[Assignment], budget: Budget, *,
+                    contiguous: bool) -> tuple[Loaded, Timetable]:
+    """Return what the search finds; where the deadline cuts it, the best of what it had and of the starts."""
+    kept: list[Loaded] = []
+
+    def search_and_keep(capacity: F64, share: float, more: Sequence[I64]) -> Loaded:
+        kept.append(search(capacity, share, more))
+        return kept[-1]
+
+    try:
+        with cut_short(budget.deadline):
+            return _search_with_tensors(problem, search_and_keep, starts, contiguous=contiguous)
+    except OutOfTime:
+        order = np.arange(problem.num_ops)
+        found = [*(Assignment(device=item.device, order=order) for item in kept), *starts]
+        fitting = _fitting(problem, found, contiguous=contiguous)
+    if not fitting:
+        raise NoFeasiblePlan(f"no placement of {problem.name!r} was found within the time limit, though there may be "
+                             "one: give it more time")
+    best, table = min(fitting, key=lambda item: item[0].value)
+    bound = kept[0].bound if kept else problem.work_bound()  # of the first one, in which weights had all the room
+    return replace(best, bound=bound, is_optimal=bound >= best.value * (1 - PROVEN)), table
 
 
 def _search_with_tensors(problem: PlaceProblem, search: Search, starts: Sequence[Assignment], *, contiguous: bool
@@ -132,14 +158,19 @@ def _as_it_is(problem: PlaceProblem, device: I64, method: str, *, contiguous: bo
     return Loaded(device=device, value=value, bound=bound, is_optimal=bound >= value * (1 - PROVEN))
 
 
-def _starts(problem: PlaceProblem, names: Iterable[str]) -> list[Assignment]:
-    """Return what the methods choose; raise ``NoFeasiblePlan`` if none fits and nothing can."""
-    found, misses = [], []
-    for name in names:
-        try:
-            found.append(METHODS[name](problem))
-        except NoFeasiblePlan as miss:
-            misses.append(miss)
+def _starts(problem: PlaceProblem, names: Iterable[str], deadline: float | None) -> list[Assignment]:
+    """Return what the methods choose, once one has, until the deadline; raise ``NoFeasiblePlan`` if nothing can fit."""
+    found: list[Assignment] = []
+    misses = []
+    try:
+        for name in names:
+            try:
+                with cut_short(deadline if found else None):
+                    found.append(METHODS[name](problem))
+            except NoFeasiblePlan as miss:
+                misses.append(miss)
+    except OutOfTime:
+        assert found, "nothing is cut short before"
     if not found:
         device = fitting_devices(problem)  # raises where even the weights do not fit
         if len(misses) == 1:

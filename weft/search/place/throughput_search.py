@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.model.graph import I64
-from weft.search.budget import Budget
+from weft.search.budget import Budget, OutOfTime
 from weft.search.place.throughput_bounds import average_bound, shared_bound
 from weft.search.place.throughput_exact import improve_or_prove
 from weft.search.place.throughput_kernel import anneal
@@ -73,8 +73,8 @@ def minimise(problem: LoadProblem, *, budget: Budget, seed: int, starts: Sequenc
         if search.is_proof_near:
             search.prove(0.7 * budget.effort)
         search.anneal_for(budget.effort)
-    except KeyboardInterrupt:
-        budget.is_interrupted = True
+    except (KeyboardInterrupt, OutOfTime) as ended:
+        budget.is_interrupted |= isinstance(ended, KeyboardInterrupt)
         if not np.isfinite(search.value):
             raise
     return search.found()

@@ -53,6 +53,10 @@ def real_clock(problem: ScheduleProblem) -> RealClock:
                      edges=tuple((edge.source, edge.target, edge.delay) for edge in problem.edges))
 
 
+class NoPeriod(ArithmeticError):  # noqa: N818 - it says what was found
+    """Starts whose laps were lost in rounding, as with times of 1e-9 beside 1e9: no period satisfies their order."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Tight:
     """The result: starts by task and copy, and the period."""
@@ -65,7 +69,7 @@ def tighten(clock: Clock, starts: F64, period: float, *, whole: bool = False) ->
     """Return the smallest period of the cyclic order that ``starts`` [tasks, K] have at ``period``, and its starts.
 
     ``starts`` may be in other units than the clock's times: only their order and laps count. ``whole`` rounds the
-    period up to a whole number.
+    period up to a whole number. Raise ``NoPeriod`` where rounding has lost the order.
     """
     system = _build_system(clock, starts, period)
     trial = max((sum(clock.times[task] for task in tasks) for tasks in clock.resource_tasks), default=0.0)
@@ -78,7 +82,8 @@ def tighten(clock: Clock, starts: F64, period: float, *, whole: bool = False) ->
         if cycle is None:
             return Tight(starts=potential.reshape(starts.shape), period=trial)
         laps, length = int(system.laps[cycle].sum()), float(system.lengths[cycle].sum())
-        assert laps > 0, "a cycle that no period satisfies cannot come from a schedule"
+        if laps <= 0:
+            raise NoPeriod("a cycle that no period satisfies cannot come from a schedule")
         assert length / laps > trial, "the cycle was violated"
         trial = length / laps
 

@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
@@ -26,10 +26,10 @@ import numpy as np
 
 from weft.errors import InputError
 from weft.model.graph import F64
-from weft.search.budget import Budget
+from weft.search.budget import Budget, OutOfTime, cut_short
 from weft.search.schedule.bounds import makespan_bound, period_bound
 from weft.search.schedule.check import check_schedule, find_problems
-from weft.search.schedule.cyclic import tighten
+from weft.search.schedule.cyclic import NoPeriod, tighten
 from weft.search.schedule.greedy import greedy_schedules
 from weft.search.schedule.least_memory import first_schedule
 from weft.search.schedule.named import named_schedules
@@ -119,9 +119,12 @@ class _Search:
         """Search until a bound is met or the budget is spent; Ctrl-C ends it once there is a schedule."""
         try:
             for phase in self._phases():
-                phase()
+                with cut_short(None if self.best is None else self.budget.deadline), suppress(NoPeriod):
+                    phase()
                 if self.is_done and self.steady is not None:
                     break
+        except OutOfTime:
+            self.budget.report(f"time limit: best {self.makespan:.6g}, bound {self.bound:.6g}")
         except KeyboardInterrupt:
             if self.best is None:
                 raise
@@ -130,6 +133,7 @@ class _Search:
     def _phases(self) -> Iterator[Callable[[], None]]:
         """Yield what to do next; cheap things first."""
         yield self.start
+        yield self.try_rules
         yield self.find_steady
         if self.is_done or self.budget.is_spent:
             return
@@ -171,8 +175,11 @@ class _Search:
         self.bound = max(self.bound, min(bound, self.makespan))  # they may differ by rounding
 
     def start(self) -> None:
-        """Find some schedules by rules."""
+        """Find some schedule."""
         self.offer(first_schedule(self.problem, self.num_microbatches, self.budget), "search")
+
+    def try_rules(self) -> None:
+        """Find more schedules by rules."""
         size = self.problem.num_tasks * self.num_microbatches
         if size > MAX_GREEDY and self.budget.is_spent:
             return

@@ -25,6 +25,8 @@ RESOLUTION: Final = 240
 """Ticks per busiest device and micro-batch where times have no small common denominator."""
 MAX_EXACT: Final = 2_000
 """Exact scaling is used up to so many ticks: finer grids make the solver many times slower."""
+MAX_DELAY: Final = 1_000_000
+"""No delay takes more ticks; beside a longer one, blocks are short, and so are their ticks."""
 MAX_MEMORY: Final = 1 << 30
 """Amounts and limits of memory are scaled to at most this."""
 MAX_HELD: Final = 1_000_000
@@ -132,10 +134,11 @@ def to_whole(problem: ScheduleProblem, *, rounding: Rounding = "up", max_exact: 
              resolution: int = RESOLUTION) -> WholeProblem:
     """Return the problem in ticks: exactly where that takes at most ``max_exact`` ticks, else rounded."""
     work = max(*problem.device_work, 1e-300)
+    longest = max((edge.delay for edge in problem.edges), default=0.0)
     scale = _common_scale([*problem.task_times, *(item.time for item in problem.transfers)])
-    is_exact = scale is not None and work * scale <= max_exact
+    is_exact = scale is not None and work * scale <= max_exact and longest * scale <= MAX_DELAY
     if scale is None or not is_exact:
-        scale = Fraction(resolution / work)
+        scale = min(Fraction(resolution) / Fraction(work), Fraction(MAX_DELAY) / Fraction(max(longest, 1e-300)))
     up = rounding == "up"
     holds, limits, exact_memory = _whole_memory(problem, up=up)
     return WholeProblem(

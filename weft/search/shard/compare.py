@@ -12,8 +12,9 @@ from weft.cost.costs import Costs
 from weft.cost.mesh import Mesh
 from weft.errors import NoFeasiblePlan
 from weft.model.folded import FoldedModel
+from weft.model.notes import without_rule_notes
 from weft.plan.plan import Optimizer
-from weft.search.budget import Budget
+from weft.search.budget import Budget, OutOfTime, cut_short
 from weft.search.shard.mesh import mesh_shapes
 from weft.search.shard.model_search import MeshSearch, ShardedModel
 from weft.search.shard.named import Restriction, named
@@ -93,29 +94,50 @@ def compare_meshes(folded: FoldedModel, cluster: Cluster, costs: Costs, *, shape
             break
         mesh = Mesh(cluster, range(cluster.num_devices), shape, comm_fits=costs.comm_fits)
         try:
-            search = MeshSearch(folded, costs, mesh, optimizer=optimizer or Optimizer(), limit_bytes=limit_bytes,
-                                budget=budget)
+            with cut_short(None if best is None else budget.deadline):
+                search = MeshSearch(folded, costs, mesh, optimizer=optimizer or Optimizer(), limit_bytes=limit_bytes,
+                                    budget=budget)
+                if not tried:
+                    for note in without_rule_notes(search.parts.without_rule):
+                        progress(f"warning: {note}")
+                tried.append(shape)
+                found = _searched(search, mesh.name, misses, progress)
         except NoFeasiblePlan as problem:  # out of time
             misses.append(problem)
             break
-        if not tried:
-            for kind, where in search.parts.without_rule.items():
-                progress(f"warning: {kind} has no rule, so every device does all of it: {where}")
-        tried.append(shape)
-        try:
-            found = search.run()
-        except NoFeasiblePlan as problem:
-            misses.append(problem)
-            progress(f"mesh {'x'.join(map(str, shape))}: does not fit")
-        else:
-            progress(f"mesh {found.mesh.name}: {format_time(found.seconds)}, bound {format_time(found.bound)}, holds "
-                     f"{format_bytes(found.held_bytes)}")
-            best = found if best is None or found.seconds < best.seconds else best
+        except OutOfTime:
+            progress(f"time limit: mesh {mesh.name} is cut short")
+            break
+        best = found if found is not None and (best is None or found.seconds < best.seconds) else best
         for name in names:
-            rows[name] = _better(rows[name], _run_named(search, folded, name, len(shape)))
+            rows[name] = _better(rows[name], _run_named_in_time(search, folded, name, len(shape), budget))
     if best is None:
         raise min(misses, key=lambda problem: inf if problem.missing_bytes is None else problem.missing_bytes)
     return MeshComparison(best=best, named=tuple(rows.values()), shapes=tuple(tried))
+
+
+def _searched(search: MeshSearch, name: str, misses: list[NoFeasiblePlan],
+              progress: Callable[[str], None]) -> ShardedModel | None:
+    """Return the best sharding on one mesh; where nothing fits, None, and why is added to ``misses``."""
+    try:
+        found = search.run()
+    except NoFeasiblePlan as problem:
+        misses.append(problem)
+        progress(f"mesh {name}: does not fit")
+        return None
+    progress(f"mesh {found.mesh.name}: {format_time(found.seconds)}, bound {format_time(found.bound)}, holds "
+             f"{format_bytes(found.held_bytes)}")
+    return found
+
+
+def _run_named_in_time(search: MeshSearch, folded: FoldedModel, name: str, num_axes: int,
+                       budget: Budget) -> NamedResult:
+    """Return what a named plan comes to; one that the deadline cuts short has no result."""
+    try:
+        with cut_short(budget.deadline):
+            return _run_named(search, folded, name, num_axes)
+    except OutOfTime:
+        return NamedResult(name=name, sharding=None, reason="the time limit was reached before it was planned")
 
 
 def _run_named(search: MeshSearch, folded: FoldedModel, name: str, num_axes: int) -> NamedResult:

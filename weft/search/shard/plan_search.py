@@ -37,7 +37,8 @@ def search_plan(folded: FoldedModel, cluster: Cluster, *, shape: Sequence[int], 
     full = trace(source, batch_dims=True).graph
     problem = Problem(graph=full, cluster=cluster, costs=estimate_costs(full, cluster),
                       options=PlanOptions(batch=source.batch, mode=source.mode, optimizer=optimizer,
-                                          dtype=source.dtype or full.parameter_dtype))
+                                          dtype=source.dtype or full.parameter_dtype,
+                                          own_dtypes=source.dtype is None))
     plan = sharded_plan(problem, found, folded, stage_times(found, folded, full, costs))
     check_plan(plan, full, cluster)
     return plan

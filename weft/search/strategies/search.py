@@ -36,6 +36,8 @@ MAX_RELAXED: Final = 1_000
 """Units of a problem that is also reduced without its limit."""
 WORTH_FIXING: Final = 0.1
 """Share of strategies that are ruled out before a core is reduced again while the bound still rises."""
+REDUCTIONS_PART: Final = 0.4
+"""Part of a time limit after which a problem is searched as far as it is reduced by then."""
 SECONDS_BETWEEN_REPORTS: Final = 2.0
 
 
@@ -56,7 +58,7 @@ class Search:
         """Search until there is a proof, or the budget is spent."""
         self._units = make_units(self._graph)
         add_usage(self._graph, self._units)
-        shrink(self._units)
+        shrink(self._units, self._is_late_for_reductions)
         self.bound = lowest(self._units)
         self._ignore_usage()
         self._reduced_s = time.monotonic() - self._begin
@@ -73,6 +75,11 @@ class Search:
             if self.is_proven or not self._has_time(self._reduced_s) or not self._fix(compact, dual):
                 break
         self._report("done")
+
+    def _is_late_for_reductions(self) -> bool:
+        """Return whether a time limit leaves no more for reductions: what follows needs some of it, too."""
+        deadline = self._budget.deadline
+        return deadline is not None and time.monotonic() > self._begin + REDUCTIONS_PART * (deadline - self._begin)
 
     def _ignore_usage(self) -> None:
         """Solve the problem without its limit, where reductions do: a bound, and the answer if it fits nevertheless."""

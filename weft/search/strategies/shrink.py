@@ -9,6 +9,7 @@ of its own strategies is both the cheapest and the least used.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import numpy as np
@@ -24,13 +25,18 @@ MAX_COMPARED: Final = 40_000_000
 """Entries to compare when looking for dominated strategies of a unit; above, it is left as it is."""
 
 
-def shrink(units: Units) -> None:
-    """Reduce the units until nothing changes; raise ``NoFeasiblePlan`` where usage or costs rule everything out."""
+def shrink(units: Units, is_late: Callable[[], bool] = lambda: False) -> None:
+    """Reduce the units until nothing changes; raise ``NoFeasiblePlan`` where usage or costs rule everything out.
+
+    Once it ``is_late`` they stay as they are by then.
+    """
     settle(units)
     units.touched |= set(range(len(units.cost)))
     while units.touched:
         # In rounds: a unit with hundreds of neighbours is looked at once, not after each of them.
         for unit in sorted(units.touched):
+            if is_late():
+                return
             units.touched.discard(unit)
             _shrink_one(units, unit)
         if not units.touched:

@@ -15,16 +15,22 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from weft.errors import NoFeasiblePlan
-from weft.search.budget import Budget, ended_by_ctrl_c
+from weft.search.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
+from weft.search.strategies.first import first_choice, lowest_cost
 from weft.search.strategies.strategy_graph import StrategyGraph, check_graph, evaluate
+
+if TYPE_CHECKING:
+    from weft.search.strategies.search import Search
 
 DEFAULT_ROUNDS: Final = 300
 """Without a time limit the search ends after so many rounds, about as many tenths of a second on large problems."""
 RESERVE_S: Final = 1.0
 """Of the time limit, for judging and writing the answer."""
+GRACE_S: Final = 1.0
+"""After the time limit, where there is no choice at all yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,21 +66,37 @@ def solve(graph: StrategyGraph, *, time_limit: float | None = None, seed: int = 
     ``time_limit`` is wall time in seconds, counted from this call. Ctrl-C ends the search with the best so far.
     """
     begin = time.monotonic()
+    deadline = None if time_limit is None else begin + time_limit - min(RESERVE_S, 0.02 * time_limit)
+    budget = Budget(effort=DEFAULT_ROUNDS if time_limit is None else math.inf, report=progress, deadline=deadline)
     check_graph(graph)
     from weft.search.strategies.search import Search
 
-    deadline = None if time_limit is None else begin + time_limit - min(RESERVE_S, 0.02 * time_limit)
-    budget = Budget(effort=DEFAULT_ROUNDS if time_limit is None else math.inf, report=progress, deadline=deadline)
     search = Search(graph, budget=budget, seed=seed)
-    with ended_by_ctrl_c(budget):
-        search.run()
-    if search.choice is None:
+    first = None if deadline is None else first_choice(graph, budget)
+    is_whole = _run(search, budget, has_choice=first is not None)
+    found = [(evaluate(graph, choice), choice) for choice in (search.choice, first) if choice is not None]
+    if not found:
         raise NoFeasiblePlan(search.why_none(is_proven=False))
-    judged = evaluate(graph, search.choice)
+    judged, choice = min(found, key=lambda item: item[0].cost)
     assert judged.is_feasible(graph.usage_limit), "the search returned a choice that the judge refuses"
-    bound = judged.cost if _is_proof(search.is_proven, judged.cost) else _rounded(search.bound, judged.cost)
-    return ShardSolution(status="optimal" if bound >= judged.cost else "feasible", cost=judged.cost, bound=bound,
-                         usage_peak=judged.usage_peak, choice=tuple(search.choice), seconds=time.monotonic() - begin)
+    lower = search.bound if search.bound > -math.inf else lowest_cost(graph)
+    bound = judged.cost if _is_proof(search.is_proven, judged.cost) else _rounded(lower, judged.cost)
+    solution = ShardSolution(status="optimal" if bound >= judged.cost else "feasible", cost=judged.cost, bound=bound,
+                             usage_peak=judged.usage_peak, choice=tuple(choice), seconds=time.monotonic() - begin)
+    if not is_whole:
+        budget.report(f"time limit: best {solution.cost:.12g}, bound {bound:.12g}, gap {100.0 * solution.gap:.3f} %")
+    return solution
+
+
+def _run(search: Search, budget: Budget, *, has_choice: bool) -> bool:
+    """Search until the deadline, a little longer where there is no choice yet; return whether it ended by itself."""
+    end = None if budget.deadline is None else budget.deadline + (0.0 if has_choice else GRACE_S)
+    try:
+        with ended_by_ctrl_c(budget), cut_short(end):
+            search.run()
+    except OutOfTime:
+        return False
+    return True
 
 
 def _is_proof(is_proven: bool, cost: int | float) -> bool:

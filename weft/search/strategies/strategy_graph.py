@@ -23,6 +23,7 @@ import numpy as np
 
 from weft.errors import InputError
 from weft.files import MAX_PROBLEMS, load_json
+from weft.json_limits import JsonLimits
 from weft.model.graph import I64
 
 Numbers = np.ndarray[tuple[int, ...], np.dtype[Any]]
@@ -32,6 +33,8 @@ FORBIDDEN: Final = 10**18
 """Costs from here on are no costs: the strategy, or the pair of strategies, may not be chosen."""
 MAX_NODES: Final = 1_000_000
 MAX_EDGES: Final = 4_000_000
+FILE_LIMITS: Final = JsonLimits(num_bytes=400_000_000, values=28_000_000, lists=1_500_000)
+"""Four times the largest problem of the contest."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -163,7 +166,7 @@ def _value_problems(graph: StrategyGraph) -> list[str]:
 
 def load_strategy_graph(path: str | PathLike[str]) -> StrategyGraph:
     """Return the problem in the file (``.json`` or ``.json.gz``)."""
-    return parse_strategy_graph(load_json(path), where=str(path),
+    return parse_strategy_graph(load_json(path, limits=FILE_LIMITS), where=str(path),
                                 name=Path(path).name.removesuffix(".gz").removesuffix(".json"))
 
 

@@ -1,0 +1,301 @@
+"""Time limits and Ctrl-C: whatever a search is doing, it ends soon after, and what it had is the answer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from benchmarks.limit_cases import place_cluster, place_graph, schedule_problem, strategy_graph
+from tests.search.joint.worlds import equal_problem
+from weft import fit as fitting
+from weft import planner
+from weft.cli.main import main
+from weft.cluster.cluster_file import parse_cluster
+from weft.cost.costs import estimate_costs
+from weft.explain import whatif
+from weft.model.graph_file import parse_graph
+from weft.plan.check import check_plan
+from weft.plan.plan import load_plan
+from weft.planner import compare_strategies
+from weft.search import budget as budgets
+from weft.search.budget import Budget, OutOfTime, cut_short, time_budget
+from weft.search.deploy import search as deploying
+from weft.search.joint import search as joint
+from weft.search.place import search as placing
+from weft.search.place.problem import problem_from_graph
+from weft.search.schedule import search as scheduling
+from weft.search.schedule.problem_file import parse_problem
+from weft.search.strategies.first import first_choice, lowest_cost
+from weft.search.strategies.search import Search
+from weft.search.strategies.solve import solve
+from weft.search.strategies.strategy_graph import evaluate, parse_strategy_graph
+
+LIMIT_S = 0.05
+TOO_LONG_S = 20.0
+
+
+def endless(*arguments, **options):
+    """Work that nobody asks for the time; it ends so that a test fails rather than hangs."""
+    end = time.monotonic() + TOO_LONG_S
+    while time.monotonic() < end:
+        pass
+    raise AssertionError("nothing has ended it")
+
+
+class Clock:
+    """Goes on by a step whenever it is looked at."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now, self.step_s, self.num_looks = 0.0, step_s, 0
+
+    def __call__(self) -> float:
+        self.num_looks += 1
+        self.now += self.step_s
+        return self.now
+
+
+def test_a_budget_counts_by_its_clock_and_not_while_it_is_paused():
+    budget = Budget(effort=float("inf"), deadline=10.0, clock=Clock(1.0))
+    assert budget.seconds_left == 9.0
+    assert budget.part(0.5).deadline == 3.0 + 0.5 * 8.0
+    assert budget.has_s(2.0)
+    assert not budget.has_s(9.0)
+    with budget.paused():
+        for _ in range(20):
+            budget.clock()
+    assert (budget.paused_s, budget.deadline) == (21.0, 31.0)
+    assert not budget.is_late
+    assert Budget(effort=1.0).part(0.5).deadline is None
+
+
+def test_work_that_never_asks_for_the_time_is_cut_short_and_no_longer_than_inside():
+    handler, before_s = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0]
+    with pytest.raises(OutOfTime), cut_short(time.monotonic() + LIMIT_S):
+        endless()
+    assert signal.getsignal(signal.SIGALRM) is handler
+    assert signal.getitimer(signal.ITIMER_REAL)[0] <= before_s
+    with cut_short(time.monotonic() + TOO_LONG_S):
+        with pytest.raises(OutOfTime), cut_short(time.monotonic() + LIMIT_S):
+            endless()
+        assert 0 < signal.getitimer(signal.ITIMER_REAL)[0] <= TOO_LONG_S
+
+
+def test_the_sooner_of_two_deadlines_counts_and_the_outer_one_comes_again():
+    seen = []
+
+    def work():
+        try:
+            with cut_short(time.monotonic() + TOO_LONG_S):
+                endless()
+        except OutOfTime:
+            seen.append("inner")
+        endless()
+
+    with pytest.raises(OutOfTime), cut_short(time.monotonic() + LIMIT_S):
+        work()
+    assert seen == ["inner"]
+
+
+def test_other_threads_and_packages_that_mind_are_not_interrupted(monkeypatch):
+    done = []
+
+    def work():
+        with cut_short(time.monotonic() - 1.0):
+            done.append(sum(range(1000)))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done
+    monkeypatch.setattr(budgets, "NOT_INSIDE", frozenset((__name__.partition(".")[0],)))
+    with cut_short(time.monotonic() - 1.0):
+        end = time.monotonic() + 3 * budgets.AGAIN_S
+        while time.monotonic() < end:
+            pass
+
+
+# ---- plans -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_joint_search_that_takes_for_ever_leaves_the_plans_before_it(monkeypatch):
+    problem = equal_problem()
+    monkeypatch.setattr(planner, "joint_search", endless)
+    found = compare_strategies(problem, ["single"], joint=True, time_limit_s=LIMIT_S)
+    assert [item.strategy for item in found.candidates] == ["single"]
+    assert not found.is_complete
+    assert not found.is_interrupted
+    check_plan(found.best.plan, problem.graph, problem.cluster)
+
+
+def test_the_joint_search_keeps_what_it_had_when_it_is_cut_short(monkeypatch):
+    problem = equal_problem()
+    original, calls = joint.evaluate, []
+
+    def first_only(*arguments):
+        calls.append(arguments)
+        return original(*arguments) if len(calls) == 1 else endless()
+
+    monkeypatch.setattr(joint, "evaluate", first_only)
+    with cut_short(time.monotonic() + 1.0):
+        found = joint.joint_search(problem)
+    assert len(calls) == 2
+    check_plan(found.plan, problem.graph, problem.cluster)
+
+
+def test_estimates_end_a_look_at_the_clock_after_the_deadline():
+    clock = Clock(1.0)
+    estimator = joint.Estimator(joint.Chain(equal_problem(), {}), reserve=0.0)
+    ranked, _ = joint.rank_settings(estimator, budget=Budget(effort=float("inf"), deadline=3.0, clock=clock),
+                                    progress=lambda text: None)
+    assert len(ranked) >= 1
+    assert clock.num_looks <= 4
+
+
+def test_ctrl_c_in_the_joint_search_writes_the_best_and_says_what_was_interrupted(monkeypatch, tmp_path, capsys):
+    original, out = joint.evaluate, tmp_path / "plan.json"
+
+    def interrupted(*arguments):
+        os.kill(os.getpid(), signal.SIGINT)
+        return original(*arguments)
+
+    monkeypatch.setattr(joint, "evaluate", interrupted)
+    before = signal.getsignal(signal.SIGINT)
+    assert main(["plan", "gpt2-tiny", "2 x A100-80GB", "--batch", "4", "--no-deploy", "-o", str(out)]) == 130
+    assert signal.getsignal(signal.SIGINT) is before
+    text = capsys.readouterr().err
+    assert "interrupted during the search of joint; the best so far" in text
+    assert f"is written to {out}" in text
+    assert "joint: " in text
+    assert load_plan(out).search.step_time
+    assert main(["check", str(out)]) == 0
+
+
+def test_the_fewest_devices_known_are_the_answer_when_the_time_is_up():
+    from weft.objectives import Target, fewest_devices
+
+    problem = equal_problem()
+    found = fewest_devices(problem, Target(text="slow", step_time_s=1e9), lambda part, splits: compare_strategies(
+        part, ["single", "data-parallel"]), splits={}, costs_of=lambda graph, cluster: estimate_costs(graph, cluster),
+        is_late=lambda: True)
+    assert len(found.devices) == problem.cluster.num_devices
+    assert len(found.attempts) == 1
+
+
+def test_a_change_that_is_not_planned_in_time_is_listed(monkeypatch):
+    problem = equal_problem()
+    plan = compare_strategies(problem, ["data-parallel"]).best
+    monkeypatch.setattr(whatif, "_try", endless)
+    request = whatif.Request(graph=problem.graph, options=problem.options,
+                             costs_of=lambda graph, cluster: estimate_costs(graph, cluster))
+    changes = [*whatif.what_would_help(request, problem.cluster, plan.timeline, None,
+                                       deadline=time.monotonic() + LIMIT_S)]
+    notes = [item.note for item in changes]
+    assert "the time limit ended the search before anything was known" in notes
+    assert "not tried: the time limit was reached" in notes
+    assert all(item.step_time_s is None for item in changes)
+
+
+def test_fit_says_which_strategies_fit_of_those_it_had_time_for(monkeypatch):
+    problem = equal_problem()
+    monkeypatch.setattr(fitting._Fitter, "_replicated", endless)
+    found = fitting.fit(problem, budget=time_budget(LIMIT_S))
+    assert [item.setting.strategy for item in found.candidates] == ["single"]
+    assert not found.is_complete
+
+
+def test_a_deployment_that_is_cut_short_is_at_least_data_parallel(monkeypatch):
+    problem = equal_problem()
+    monkeypatch.setattr(deploying, "_seed", endless)
+    found = deploying.deploy(problem, budget=time_budget(LIMIT_S))
+    check_plan(found.plan, problem.graph, problem.cluster)
+    assert found.plan.search.status == "feasible"
+
+
+# ---- problem files -----------------------------------------------------------------------------------------------------
+
+
+def graph_problem(num_ops: int = 500, *, memory: str = "80GB"):
+    cluster = parse_cluster(place_cluster(4, every_link=True, memory=memory))
+    graph = parse_graph(place_graph(num_ops, "layered", 1))
+    return problem_from_graph(graph, cluster, estimate_costs(graph, cluster))
+
+
+def test_a_placement_that_is_cut_short_has_an_answer_and_a_bound(monkeypatch):
+    problem = graph_problem()
+    monkeypatch.setattr(placing, "heads_and_tails", endless)
+    found = placing.place(problem, time_limit=LIMIT_S)
+    assert (found.status, found.is_interrupted) == ("feasible", False)
+    assert 0 < problem.work_bound() <= found.bound <= found.value < np.inf
+
+
+def test_placement_for_throughput_is_cut_short(monkeypatch):
+    from weft.search.place import stream
+
+    problem = graph_problem()
+    monkeypatch.setattr(stream, "solve_throughput", endless)
+    found = placing.place(problem, objective="throughput", time_limit=LIMIT_S)
+    assert 0 < found.bound <= found.value < np.inf
+
+
+def test_a_named_method_is_given_up_in_time_and_compared_without(monkeypatch):
+    problem = graph_problem(50)
+    monkeypatch.setattr(placing, "METHODS", {**placing.METHODS, "etf": endless})
+    with pytest.raises(placing.NoFeasiblePlan, match="'etf' was not done when the time limit ended it"):
+        placing.place(problem, method="etf", time_limit=LIMIT_S)
+    rows = {row.method: row for row in placing.compare(problem, time_limit=LIMIT_S)}
+    assert rows["etf"].result is None
+    assert rows["auto"].result is not None
+
+
+def test_the_first_choice_of_strategies_fits_and_is_the_answer_if_there_is_no_time(monkeypatch):
+    for seed in range(5):
+        graph = parse_strategy_graph(strategy_graph(300, seed, tightness=0.5))
+        choice = first_choice(graph, Budget(effort=1.0))
+        assert choice is not None
+        assert evaluate(graph, choice).is_feasible(graph.usage_limit)
+        assert evaluate(graph, choice).cost < evaluate(graph, first_choice(graph, Budget(effort=0.0))).cost
+    monkeypatch.setattr(Search, "run", endless)
+    found = solve(graph, time_limit=LIMIT_S)
+    assert (found.status, found.bound) == ("feasible", lowest_cost(graph))
+    assert evaluate(graph, found.choice).cost == found.cost
+
+
+def test_reductions_leave_time_for_the_search():
+    graph = parse_strategy_graph(strategy_graph(400, 3, tightness=0.5))
+    search = Search(graph, budget=Budget(effort=float("inf"), deadline=time.monotonic() - 1.0), seed=0)
+    search._begin -= 10.0
+    search.run()
+    assert evaluate(graph, search.choice).is_feasible(graph.usage_limit)
+    assert search.bound <= evaluate(graph, search.choice).cost
+
+
+def test_a_schedule_that_is_cut_short_is_the_best_so_far(monkeypatch):
+    problem = parse_problem(schedule_problem(4))
+    monkeypatch.setattr(scheduling._Search, "find_steady", endless)
+    found = scheduling.schedule(problem, microbatches=6, time_limit=0.3)
+    assert found.makespan_bound <= found.makespan < np.inf
+
+
+def test_earliest_start_in_slices_is_the_same_as_at_once(monkeypatch):
+    from weft.search.place import earliest_kernel
+    from weft.search.place.lists import etf
+
+    problem = graph_problem(300)
+    whole = etf(problem)
+    calls, some = [], earliest_kernel._place_some
+
+    def counted(*arguments):
+        calls.append(arguments[-2])
+        return some.py_func(*arguments)
+
+    monkeypatch.setattr(earliest_kernel, "SLICE", 200)
+    monkeypatch.setattr(earliest_kernel, "_place_some", counted)
+    sliced = etf(problem)
+    assert len(calls) > 5
+    assert (sliced.device == whole.device).all()
+    assert (sliced.order == whole.order).all()
