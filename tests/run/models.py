@@ -128,3 +128,64 @@ def products(batch: int = 2, seed: int = 0) -> tuple[nn.Module, tuple[torch.Tens
     model = Products()
     torch.manual_seed(seed)
     return model, (torch.randn(batch, 3, 5), torch.randn(batch, 3, 6))
+
+
+class Rotary(nn.Module):
+    """Complex numbers everywhere: a buffer of rotations, a parameter, activations, and a conjugate that is only a mark."""
+
+    def __init__(self, width: int = 8, length: int = 4) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 2 * width), nn.Linear(width, 3)
+        angles = torch.outer(torch.arange(length, dtype=torch.float32), 0.5 ** torch.arange(width))
+        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles))
+        self.filter = nn.Parameter(torch.randn(width, dtype=torch.complex64))
+        self.mix = nn.Parameter(torch.randn(width, width, dtype=torch.complex64) / width)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        z = torch.view_as_complex(self.first(x).unflatten(-1, (-1, 2))) * self.turns
+        z = (z.conj() @ self.mix.conj()) * self.filter
+        with torch.no_grad():
+            scale = z / 3
+        z = torch.tanh(z + scale).conj()
+        return functional.mse_loss(self.last(z.real + 0.3 * z.imag), target)
+
+
+def rotary(batch: int = 2, seed: int = 0) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(1)
+    model = Rotary()
+    torch.manual_seed(seed)
+    return model, (torch.randn(batch, 4, 6), torch.randn(batch, 4, 3))
+
+
+class FewValues(nn.Module):
+    """A batch norm over the two samples of a micro-batch: it makes plus or minus one of them, whatever they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(64, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(self.last(self.norm(self.first(x))), target)
+
+
+def few_values(batch: int = 2, seed: int = 0) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(1)
+    model = FewValues()
+    torch.manual_seed(seed)
+    x = 1 + 0.02 * torch.randn(batch, 64)
+    return model, (x, torch.randn(batch, 4))
+
+
+class Stubborn(FewValues):
+    """Computes its batch norm's inputs in bfloat16, whatever it is converted to."""
+
+    def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x).bfloat16().to(x.dtype)
+        return functional.mse_loss(self.last(self.norm(hidden)), target)
+
+
+def stubborn(batch: int = 2, seed: int = 0) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    torch.manual_seed(1)
+    model = Stubborn()
+    torch.manual_seed(seed)
+    return model, (1 + 0.02 * torch.randn(batch, 64), torch.randn(batch, 4))

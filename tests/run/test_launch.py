@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -21,10 +22,11 @@ from weft.plan.orders import one_f_one_b
 from weft.plan.plan import save_plan
 from weft.run import launch
 from weft.run.__main__ import main
-from weft.run.launch import run_plan
+from weft.run.launch import RankLost, run_plan
 from weft.run.prepare import Tracer, lower_to_run
 from weft.run.result import RunOptions
 from weft.run.worker import check_world
+from weft.scratch import sweep
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,13 +117,14 @@ def _note_first_death(children, deaths):
         time.sleep(0.02)
 
 
-def test_without_a_launcher_the_other_rank_ends_too(data_parallel, tmp_path):
-    """Ranks as ``torchrun`` starts them; the killed one is named by the survivor, once."""
+@pytest.mark.parametrize(("fault", "said"), [("1:B", "is gone"), ("1:B!stop", r"is stopped \(by SIGSTOP or a debugger\): .*")])
+def test_without_a_launcher_the_other_rank_ends_too(data_parallel, tmp_path, fault, said):
+    """Ranks as ``torchrun`` starts them; the one killed or stopped is named by the other, once, and does not stay."""
     save_plan(data_parallel, tmp_path / "plan.json")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-                   "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WEFT_TEST_FAULT": "1:B"}
+                   "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WEFT_TEST_FAULT": fault, "WEFT_BEAT_LIMIT_S": "2.5"}
     command = [sys.executable, "-m", "weft.run", str(tmp_path / "plan.json"), MODEL, "--dtype", "float64"]
     ranks = [subprocess.Popen(command, cwd=ROOT, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
              for rank in range(2)]
@@ -137,11 +140,26 @@ def test_without_a_launcher_the_other_rank_ends_too(data_parallel, tmp_path):
     assert ranks[1].returncode == -signal.SIGKILL
     assert ranks[0].returncode == RunError.exit_code
     assert text.count("weft:") == 1
-    assert "rank 1 is gone; it was at instruction 2 (B s0.1 mb 0) of step 0" in text
+    assert re.search(rf"rank 1 {said}; it was at instruction 2 \(B s0\.1 mb 0\) of step 0", text)
+
+
+@pytest.mark.parametrize(("fault", "message"), [
+    ("1:B@2!stop", r"rank 1 \(d1\) is stopped \(by SIGSTOP or a debugger\): no sign of life for \d+ s"),
+    ("0:B@2!hang", r"rank 0 \(d0\) hangs: for \d+ s it has not got on, and it waits for no other rank")])
+def test_a_rank_that_hangs_is_named_and_not_the_one_that_waits_for_it(data_parallel, started, monkeypatch, fault, message):
+    monkeypatch.setenv("WEFT_TEST_FAULT", fault)
+    monkeypatch.setenv("WEFT_BEAT_LIMIT_S", "2.5")
+    monkeypatch.setenv("WEFT_STEP_LIMIT_S", "2.5")
+    with pytest.raises(RankLost) as caught:
+        run_plan(data_parallel, MODEL, options=RunOptions(dtype="float64", steps=9))
+    rank = int(fault[0])
+    assert re.search(rf"^{message}; it was at instruction 2 \(B s0\.{rank} mb 0\) of step 2; all 2 ranks were ended$", str(caught.value))
+    assert caught.value.device == f"d{rank}"
+    assert all(child.returncode is not None for child in started)
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_ranks_end_with_their_launcher(data_parallel, tmp_path, how):
+def test_ranks_end_with_their_launcher(data_parallel, tmp_path, monkeypatch, how):
     save_plan(data_parallel, tmp_path / "plan.json")
     launcher = subprocess.Popen([sys.executable, "-m", "weft.run", str(tmp_path / "plan.json"), MODEL], cwd=ROOT,
                                 stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)})
@@ -151,20 +169,24 @@ def test_ranks_end_with_their_launcher(data_parallel, tmp_path, how):
         launcher.wait(timeout=END_LIMIT_S)
         _wait_for(lambda: not any(Path(f"/proc/{child}").exists() for child in children), END_LIMIT_S)
         assert launcher.returncode == (130 if how == signal.SIGINT else -signal.SIGKILL)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        sweep("weft-run-")  # as the next run does when it begins
+        assert not list(tmp_path.glob("weft-run-*"))
     finally:
         launcher.kill()
         launcher.communicate()
 
 
-def test_a_run_that_is_told_to_end_leaves_nothing_behind(data_parallel, tmp_path):
+@pytest.mark.parametrize(("command", "how"), [(("weft.cli.main", "run"), signal.SIGHUP), (("weft.run",), signal.SIGTERM)])
+def test_a_run_that_is_told_to_end_leaves_nothing_behind(data_parallel, tmp_path, command, how):
     save_plan(data_parallel, tmp_path / "plan.json")
-    launcher = subprocess.Popen([sys.executable, "-m", "weft.cli.main", "run", str(tmp_path / "plan.json"), MODEL, "--steps", "100000"],
+    launcher = subprocess.Popen([sys.executable, "-m", *command, str(tmp_path / "plan.json"), MODEL, "--steps", "100000"],
                                 cwd=ROOT, stderr=subprocess.PIPE, env={**os.environ, "TMPDIR": str(tmp_path)})
     try:
         children = _wait_for(lambda: _children_of(launcher.pid, 2), 60)
         assert list(tmp_path.glob("weft-run-*"))
-        launcher.terminate()
-        assert launcher.wait(timeout=END_LIMIT_S) == 128 + signal.SIGTERM
+        launcher.send_signal(how)
+        assert launcher.wait(timeout=END_LIMIT_S) == 128 + how
         _wait_for(lambda: not any(Path(f"/proc/{child}").exists() for child in children), END_LIMIT_S)
         assert not list(tmp_path.glob("weft-run-*"))
     finally:

@@ -10,6 +10,7 @@ import json
 import logging
 import weakref
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 import weft
 from tests.run.models import TinyGPT
@@ -25,6 +27,7 @@ from weft.cli.main import main
 from weft.errors import ClusterError, InputError, ModelError, RunError
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import save_plan
+from weft.run.batches import digest, is_compared
 from weft.run.replan import devices_left
 
 pytestmark = pytest.mark.timeout(120)
@@ -64,6 +67,22 @@ def mixed_batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def momentum(parameters):
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+
+@pytest.mark.parametrize("call", ["tempfile.mkdtemp", "os.fsync", "os.rename"])
+def test_a_disk_that_is_full_at_a_checkpoint_has_one_code_and_leaves_nothing(tmp_path, monkeypatch, call):
+    """When its folder is made, when its tensors are written, or when it gets its name."""
+    def full(*_args, **_kwargs):
+        raise OSError(28, "No space left on device")
+
+    with weft.parallelize(Mixed(), mixed_batch(0), CLUSTER, optimizer=momentum) as trainer:
+        trainer.step(mixed_batch(0))
+        with monkeypatch.context() as context:
+            context.setattr(call, full)
+            with pytest.raises(RunError, match=r"cannot be written to .*new': No space left on device") as caught:
+                trainer.save_checkpoint(tmp_path / "new")
+        assert caught.value.exit_code == 4
+        assert list(tmp_path.iterdir()) == []
 
 
 def tokens(seed: int, batch: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,6 +254,11 @@ def test_what_does_not_fit_is_refused(tmp_path, caplog):
     ({"example_inputs": ()}, ModelError, "example_inputs must be a tensor or a tuple of tensors"),
     ({"optimizer": torch.optim.LBFGS}, InputError, "LBFGS evaluates the loss several times"),
     ({"optimizer": lambda ps: None}, InputError, "must be a function that returns a torch.optim.Optimizer"),
+    ({"optimizer": torch.optim.AdamW([torch.zeros(1)])}, InputError, "optimizer is an AdamW, but it must be a function"),
+    ({"optimizer": 0.1}, InputError, "optimizer is a float, but it must be a function"),
+    ({"example_inputs": None}, ModelError, "must be a tensor or a tuple of tensors.*not NoneType"),
+    ({"example_inputs": {"x": torch.zeros(2)}}, ModelError, "must be a tensor or a tuple of tensors.*not dict"),
+    ({"example_inputs": tuple(item.half() for item in mixed_batch(0))}, ModelError, "multiplies float16 and float32"),
 ])
 def test_arguments_that_are_wrong(change, kind, message):
     arguments = {"example_inputs": mixed_batch(0), "cluster_or_plan": CLUSTER, **change}
@@ -254,6 +278,111 @@ def test_plans_in_files_and_for_the_devices_that_are_left(tmp_path):
     save_plan(pipeline_plan(traced("tiny_gpt").graph, [0, 1], one_f_one_b(2, 2), microbatches=2), tmp_path / "two.json")
     with pytest.raises(InputError, match="does not describe its cluster"):
         weft.parallelize(source_of("tiny_gpt").build(), tokens(0), tmp_path / "two.json", devices=["d0"])
+
+
+class Checkpointed(nn.Module):
+    """Layers that ask for gradient checkpointing, in the new way or the old."""
+
+    def __init__(self, *, reentrant: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.begin, self.first, self.second, self.reentrant = nn.Linear(5, 5), nn.Linear(5, 6), nn.Linear(6, 2), reentrant
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.first, self.begin(x), use_reentrant=self.reentrant).tanh()
+        return functional.mse_loss(checkpoint(self.second, x, use_reentrant=self.reentrant), y)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_becomes_recomputation_or_is_said_to_be_ignored(reentrant, caplog):
+    model, plain = Checkpointed(reentrant=reentrant), Checkpointed()
+    plain(*mixed_batch(0)).backward()
+    with weft.parallelize(model, mixed_batch(0), CLUSTER, optimizer=momentum) as trainer:
+        assert all(stage.recompute for stage in trainer.plan.stages)
+        assert any("asks for gradient checkpointing: the plan's stages keep their inputs" in note for note in trainer.notes)
+        assert trainer.step(mixed_batch(0)) == pytest.approx(plain(*mixed_batch(0)).item(), rel=1e-6)
+        for name, parameter in trainer.named_parameters():
+            torch.testing.assert_close(parameter.grad, plain.get_parameter(name).grad, rtol=1e-4, atol=1e-6)
+    kept = replace(trainer.plan, stages=tuple(replace(stage, recompute=False) for stage in trainer.plan.stages))
+    with caplog.at_level(logging.WARNING), weft.parallelize(model, mixed_batch(0), kept) as trainer:
+        assert "the model asks for gradient checkpointing, which is ignored: this plan keeps activations" in caplog.text
+        assert trainer.step(mixed_batch(0)) == pytest.approx(plain(*mixed_batch(0)).item(), rel=1e-6)
+    model(*mixed_batch(0)).backward()
+    assert model.first.weight.grad is not None, "the function is as it was"
+
+
+def test_old_checkpointing_gives_no_gradients_without_an_input_that_needs_one():
+    class First(Checkpointed):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return functional.mse_loss(self.second(checkpoint(self.first, x, use_reentrant=True)), y)
+
+    with weft.parallelize(First(), mixed_batch(0), CLUSTER, optimizer=momentum) as trainer:
+        trainer.step(mixed_batch(0))
+        found = dict(trainer.named_parameters())
+        assert found["first.weight"].grad is None
+        assert found["second.weight"].grad.any()
+
+
+def test_notes_reach_the_trainer_and_the_log(caplog):
+    with caplog.at_level(logging.WARNING), weft.parallelize(
+            Mixed(0.5), mixed_batch(0), CLUSTER, optimizer=momentum, microbatches=2) as trainer:
+        pass
+    for text in ("batch normalisation in training uses the statistics of each micro-batch", "aten.dropout draws random numbers",
+                 "batch norm takes its statistics over 4 samples where one device would take them over 8"):
+        assert any(text in note for note in trainer.notes)
+        assert text in caplog.text
+
+
+def test_a_mean_over_targets_that_count_is_refused_only_where_parts_have_different_numbers_of_them():
+    labels = tokens(0)[1]
+    labels[:, 0] = -100
+    with weft.parallelize(TinyGPT(), tokens(0), CLUSTER, optimizer=momentum, microbatches=2) as trainer:
+        trainer.step((tokens(0)[0], labels))
+        labels[3, 1:3] = -100
+        for method in (trainer.step, trainer.eval_loss):
+            with pytest.raises(InputError, match=r"targets that are not -100, but the 2 parts .* have 14, 12 of them"):
+                method((tokens(0)[0], labels))
+    with weft.parallelize(TinyGPT(), tokens(0), CLUSTER, optimizer=momentum, microbatches=1) as trainer:
+        trainer.step((tokens(0)[0], labels))
+
+
+class Shifted(nn.Module):
+    """Targets are moved by one, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = TinyGPT()
+
+    def forward(self, words: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        labels = functional.pad(labels, (0, 1), value=-100)[:, 1:]
+        return functional.cross_entropy(self.inner(words).flatten(0, 1), labels.reshape(-1))
+
+
+def test_targets_are_counted_where_the_loss_finds_them():
+    with weft.parallelize(Shifted(), tokens(0), CLUSTER, optimizer=momentum, microbatches=2) as trainer:
+        labels = tokens(0)[1]
+        labels[0, 0] = -100
+        trainer.step((tokens(0)[0], labels))
+        labels[0, 5] = -100
+        with pytest.raises(InputError, match="have 13, 14 of them"):
+            trainer.step((tokens(0)[0], labels))
+
+
+def test_batches_are_compared_at_first_and_now_and_then_and_any_change_shows():
+    assert [number for number in range(2100) if is_compared(number)] == [
+        0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 1024, 2000, 2048]
+    value = torch.randn(7, 3, generator=torch.Generator().manual_seed(0))
+    known = {digest([value])}
+    for other in (value.flip(0), value.half(), value.double(), -value, value[:, :2], value.to(torch.complex64),
+                  value > 0, (value * 100).to(torch.int16), torch.zeros(0)):
+        known.add(digest([other]))
+    bits = value.clone()
+    bits.view(torch.int32)[6, 2] ^= 1
+    known.add(digest([bits]))
+    known.add(digest([value, value]))
+    assert len(known) == 12
+    assert digest([value.t().contiguous().t()]) == digest([value])
 
 
 def test_links_of_lost_devices_are_gone():
@@ -302,3 +431,16 @@ def test_options_that_belong_together(tmp_path, capsys):
                              (["--devices", "d0"], "does not describe its cluster")):
         assert main(["run", str(path), f"{MODELS}:tiny_gpt", *options]) == 2
         assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("key", "value"), [("betas", 0.5), ("betas", [0.9]), ("lr", "fast"), ("weight_decay", [])])
+def test_options_of_another_kind_in_a_checkpoint_are_refused(tmp_path, key, value):
+    trainer = weft.parallelize(TinyGPT(), tokens(0), CLUSTER, optimizer=lambda ps: torch.optim.Adam(ps, lr=1e-2))
+    trainer.step(tokens(0))
+    path = trainer.save_checkpoint(tmp_path) / "checkpoint.json"
+    record = json.loads(path.read_text())
+    record["groups"][0][key] = value
+    del record["checksum"], record["checksums"]  # as before there were checksums
+    path.write_text(json.dumps(record))
+    with pytest.raises(InputError, match=rf"groups\[0\].{key} is "):
+        trainer.load_checkpoint(tmp_path)

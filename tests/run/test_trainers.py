@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.run.pool import ROOT
-from tests.run.trainer_ranks import BATCH, Detached, inputs
+from tests.run.trainer_ranks import BATCH, Detached, Plain, inputs
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -80,3 +80,74 @@ def test_optimizers_that_need_whole_parameters_see_divided_states(found):
 def test_models_that_differ_in_one_number_are_refused_on_all_ranks(found):
     for rank in found:
         assert "the ranks have built different models: 'second.weight' is not the same" in rank["different_models"]
+
+
+def test_autocast_around_a_step_is_refused_unless_the_model_was_traced_with_it(found):
+    for rank in found:
+        step, evaluation, loss = rank["autocast_later"]
+        assert "torch.autocast is on around step (cpu bfloat16), but it was off when weft.parallelize traced" in step
+        assert "torch.autocast is on around eval_loss" in evaluation
+        assert loss == pytest.approx(Plain()(inputs()).item(), rel=1e-5)
+
+
+def test_a_pipeline_traced_under_autocast_trains_as_plain_autocast_does(found):
+    model = Plain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    losses = []
+    for seed in (0, 1):
+        optimizer.zero_grad()
+        for part in inputs(seed).split(2):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(part) / 4
+            loss.backward()
+            losses.append(loss.item())
+        optimizer.step()
+    for rank in found:
+        assert rank["autocast_traced"]["losses"] == pytest.approx([sum(losses[:4]), sum(losses[4:])], rel=1e-6)
+        assert "around step (cpu float16), but it was cpu bfloat16" in rank["autocast_traced"]["other"]
+        for name, value in rank["autocast_traced"]["weights"].items():
+            assert value == pytest.approx(model.get_parameter(name).flatten().tolist(), rel=1e-5, abs=1e-6), name
+
+
+def test_a_tensor_of_another_dtype_than_planned_is_not_sent(found):
+    assert "of stage 's0' is torch.bfloat16 of (2, 32), but torch.float32 of (2, 32) was planned" in found[0]["changed_dtype"]
+
+
+def test_ranks_that_pass_different_batches_are_told_so_on_all_ranks(found):
+    for rank in found:
+        different, shuffled, shape, methods, loss = rank["different_batches"]
+        for text in (different, shuffled):
+            assert "the ranks were given different batches" in text
+            assert "rank 1 had another than rank 0" in text
+            assert "no DistributedSampler" in text
+        assert "'x' in the batch is torch.float32 of (7, 32), but the plan is for torch.float32 of (8, 32)" in shape
+        assert "rank 0 is at eval_loss, call 4, rank 1 at step, call 4" in methods
+        assert loss == pytest.approx(Plain()(inputs()).item(), rel=1e-5)
+
+
+def test_an_error_of_the_users_optimizer_on_one_rank_ends_all_of_them_with_its_cause(found):
+    for number, rank in enumerate(found):
+        for position, (failing, doing) in enumerate(((0, "looking at the arguments"), (1, "looking at the arguments"),
+                                                     (1, "preparing its part of the model"))):
+            cause = f"ValueError: no learning rate on rank {failing}"
+            told = cause if number == failing else f"RunError: rank {failing} failed while {doing}: {cause}"
+            assert rank["failing_optimizers"][position] == told
+
+
+def test_a_loss_that_is_a_sum_is_refused_where_the_batch_is_cut(found):
+    expected = Plain(total=True)(inputs()).item()
+    for rank in found:
+        *refused, loss = rank["summed_losses"]
+        for text in refused:
+            assert "ModelError: the plan cuts the batch, but the model's loss is not a mean over samples" in text
+            assert "one micro-batch on one replica" in text
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_model_that_takes_another_way_while_it_is_traced_is_refused_on_all_ranks(found):
+    """It trained as it was traced, without a word."""
+    for rank in found:
+        assert rank["traced_otherwise"].startswith("ModelError: the traced graph computes something else than the module")
+        assert f"the module's loss is {Plain()(inputs()).item():.6g} and the graph's" in rank["traced_otherwise"]
+        assert "asks whether it is traced (in trainer_ranks.py:" in rank["traced_otherwise"]
+    assert found[1]["traced_otherwise"].endswith("(on rank 0)")

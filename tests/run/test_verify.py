@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from weft.run.verify import FLOOR, Reference, reference_run, relative_error, verify_training
+from tests.run.plans import pipeline_plan
+from weft.model.differences import FLOOR, relative_error
+from weft.model.trace import trace
+from weft.plan.orders import one_f_one_b
+from weft.run.parallelize import source_of_module
+from weft.run.prepare import Tracer, lower_to_run
+from weft.run.result import RunOptions
+from weft.run.verify import Reference, reference_run, verify_training
+from weft.run.worker import _with_reason
 
 
 def reference(**gradients: list[float]) -> Reference:
@@ -72,3 +81,44 @@ def test_reference_in_parts_is_the_weighted_sum():
         torch.testing.assert_close(found.gradients[f"inner.{name}"], value.grad, rtol=1e-12, atol=1e-15)
     whole = reference_run(Loss(), [x], training=True, batch=8)
     assert float(whole.outputs[0]) != pytest.approx(float(found.outputs[0]), rel=1e-6)
+
+
+class Normed(nn.Module):
+    """Statistics, so that one process is given the plan's parts, and a sum, which that would hide."""
+
+    def __init__(self, *, total: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.total = nn.Linear(3, 3), nn.BatchNorm1d(3), total
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.norm(self.first(x)).tanh().pow(2)
+        return out.sum() if self.total else out.mean()
+
+
+@pytest.mark.parametrize("total", [False, True])
+def test_a_sum_is_not_hidden_by_statistics(total):
+    source = source_of_module(Normed(total=total), torch.randn(8, 3, generator=torch.Generator().manual_seed(0)))
+    graph = trace(source, batch=4, backward="rule").graph
+    plan = pipeline_plan(graph, [0], one_f_one_b(1, 2), microbatches=2, batch=8)
+    tracer = Tracer(source)
+    prepared = SimpleNamespace(program=lower_to_run(plan, tracer), takes_statistics=True)
+    check = _with_reason(verified(reference(a=[1.0]), a=[1.0]), prepared, tracer, RunOptions(verify=True))
+    assert check.passed is not total
+    assert ("the model's loss is not a mean over samples" in check.reason) is total
+
+
+class Otherwise(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * 2 if torch.compiler.is_exporting() else x).pow(2).mean()
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_a_run_that_differs_because_of_its_trace_says_so(is_wrong):
+    source = source_of_module(Otherwise(3, 3) if is_wrong else Normed(total=False), torch.randn(8, 3))
+    tracer = Tracer(source)
+    plan = pipeline_plan(trace(source, backward="rule").graph, [0], one_f_one_b(1, 1), microbatches=1, batch=8)
+    prepared = SimpleNamespace(program=lower_to_run(plan, tracer), takes_statistics=False)
+    check = _with_reason(verified(reference(a=[1.0]), a=[2.0]), prepared, tracer, RunOptions(verify=True))
+    assert not check.passed
+    assert ("the traced graph computes something else than the module" in check.reason) is is_wrong

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
+import subprocess
 import threading
 import time
 
@@ -10,10 +13,13 @@ import pytest
 import torch.distributed as dist
 
 from weft.run import watch as watch_module
-from weft.run.status import Milestone, StatusLine, create_status_file, read_status_file
+from weft.run.hang import Limits
+from weft.run.status import Milestone, StatusLine, create_status_file, process_state, read_status_file
 from weft.run.watch import Watch
 
 pytestmark = pytest.mark.timeout(60)
+LABELS = ("F s0 mb 0", "send s0>s1 mb 0", "recv s1>s0 mb 0", "F s1 mb 0", "B s1 mb 0")
+GONE = "rank 1 hangs: no sign of life for 1 s; it was at instruction 4 (B s1 mb 0) of step 3"
 
 
 @pytest.fixture
@@ -24,14 +30,15 @@ def store():
                              master_listen_fd=listener.detach())
 
 
-def start(store, rank, ended, status=None):
+def start(store, rank, ended, status=None, *, neighbours=(), still_s=30.0):
     event = threading.Event()
 
     def end(code):
         ended.append((rank, code))
         event.set()
 
-    watch = Watch(rank=rank, num_ranks=2, status=status or StatusLine(), store=store, end=end)
+    watch = Watch(rank=rank, num_ranks=2, status=status or StatusLine(rank=rank), store=store, end=end, neighbours=neighbours,
+                  limits=Limits(silence_s=0.5, still_s=still_s))
     watch.start()
     return watch, event
 
@@ -39,24 +46,19 @@ def start(store, rank, ended, status=None):
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     monkeypatch.setattr(watch_module, "BEAT_S", 0.05)
-    monkeypatch.setattr(watch_module, "SILENCE_S", 0.5)
-    monkeypatch.setattr(watch_module, "START_S", 1.0)
 
 
 def test_a_silent_rank_is_named_once_and_both_end(store, capfd):
     ended: list[tuple[int, int]] = []
-    line = StatusLine()
-    line.name_instructions(lambda rank: ("F s0 mb 0", "send s0>s1 mb 0"))
-    line.cell[0], line.cell[1] = 1, 3
-    dist.PrefixStore("weft-watch", store).set("beat/1", "7|at instruction 4 (B s1 mb 0) of step 3")
-    watch, event = start(store, 0, ended, line)
+    dist.PrefixStore("weft-watch", store).set("beat/1", "4 3 99 4 0 -1 7 50|at instruction 4 (B s1 mb 0) of step 3")
+    watch, event = start(store, 0, ended)
     assert event.wait(20)
     assert ended == [(0, 4)]
-    assert capfd.readouterr().err == "weft: rank 1 is gone; it was at instruction 4 (B s1 mb 0) of step 3\n"
+    assert capfd.readouterr().err == f"weft: {GONE}\n"
     _, other = start(store, 1, ended)
     assert other.wait(20)
     assert capfd.readouterr().err == ""
-    assert watch.verdict() == "rank 1 is gone; it was at instruction 4 (B s1 mb 0) of step 3"
+    assert watch.verdict() == GONE
 
 
 def test_ranks_that_end_in_order_alarm_nobody(store, capfd):
@@ -70,6 +72,71 @@ def test_ranks_that_end_in_order_alarm_nobody(store, capfd):
     first.stop()
     assert capfd.readouterr().err == ""
     assert first.verdict(patience_s=0.1) is None
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """The lines of two ranks of this machine, both at their first message."""
+    create_status_file(tmp_path / "status", 2)
+    found = [StatusLine(tmp_path / "status", rank) for rank in range(2)]
+    for line in found:
+        line.name_instructions(lambda rank: LABELS)
+        line.cell[0], line.cell[1], line.cell[3] = 2, 5, 6
+    return found
+
+
+def test_the_rank_that_hangs_is_named_and_not_the_one_that_waits_for_it(store, lines, capfd):
+    ended: list[tuple[int, int]] = []
+    lines[0].begin_wait(2)
+    watches = [start(store, rank, ended, lines[rank], neighbours=(0, 1), still_s=0.4) for rank in range(2)]
+    for line in lines:
+        line.is_cpu = False
+    assert all(event.wait(20) for _, event in watches)
+    assert sorted(ended) == [(0, 4), (1, 4)]
+    text = capfd.readouterr().err
+    assert text.startswith("weft: rank 1 hangs: for ")
+    assert text.endswith("s it has not got on, and it waits for no other rank; it was at instruction 2 (recv s1>s0 mb 0) of step 5\n")
+
+
+def test_ranks_that_wait_for_each_other_are_all_named(store, lines, capfd):
+    ended: list[tuple[int, int]] = []
+    lines[0].begin_wait(2)
+    lines[1].cell[0] = 1
+    lines[1].begin_wait(1)
+    events = [start(store, rank, ended, lines[rank], neighbours=(0, 1), still_s=0.4)[1] for rank in range(2)]
+    assert all(event.wait(20) for event in events)
+    text = capfd.readouterr().err
+    assert "rank 1 is the furthest behind, at instruction 1 (send s0>s1 mb 0) of step 5, waiting for other ranks; rank 0 at" in text
+
+
+def test_a_stopped_process_is_named_and_ended(store, lines, capfd):
+    """Rank 1 is a process that stops; torchrun alone would wait for it for another 30 seconds."""
+    ended: list[tuple[int, int]] = []
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        lines[1].cell[2], lines[1].cell[6] = child.pid, 1
+        dist.PrefixStore("weft-watch", store).set("beat/1", " ".join(map(str, lines[1].read())) + "|")
+        os.kill(child.pid, signal.SIGSTOP)
+        _, event = start(store, 0, ended, lines[0], neighbours=(0, 1))
+        assert event.wait(20)
+        assert child.wait(10) == -signal.SIGKILL
+    finally:
+        child.kill()
+        child.wait()
+    assert capfd.readouterr().err == ("weft: rank 1 is stopped (by SIGSTOP or a debugger): no sign of life for 1 s; it was at "
+                                      "instruction 2 (recv s1>s0 mb 0) of step 5\n")
+    assert process_state(child.pid) == "gone"
+
+
+def test_a_rank_beats_before_its_first_turn_is_over(store, lines, monkeypatch):
+    """Until then it counts as starting up, which may take a minute: a rank that is stopped in its first second."""
+    monkeypatch.setattr(watch_module, "BEAT_S", 30.0)
+    watch, _ = start(store, 0, [], lines[0], neighbours=(0, 1))
+    deadline = time.monotonic() + 10
+    while lines[1].read(0).beat == 0 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert lines[1].read(0).beat == 1
+    watch.stop()
 
 
 def test_status_lines_are_readable_from_outside(tmp_path):

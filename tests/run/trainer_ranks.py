@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,26 @@ class Detached(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return (self.used(x) * self.aside(x).detach() * (self.turn * 1j).abs()).pow(2).sum(1).mean()
+
+
+class Plain(nn.Module):
+    """Two layers and a mean over samples, or their sum."""
+
+    def __init__(self, *, total: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.second, self.total = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), total
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses = self.second(torch.tanh(self.first(x))).pow(2).mean(1)
+        return losses.sum() if self.total else losses.mean()
+
+
+class Otherwise(Plain):
+    """Takes another way while it is traced."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * 1.01 if torch.compiler.is_exporting() else x)
 
 
 def inputs(seed: int = 0) -> torch.Tensor:
@@ -158,18 +179,110 @@ def different_models(folder: Path) -> str:
     return message(lambda: weft.parallelize(model, inputs(), two_replicas(Normed()), optimizer=sgd))
 
 
-def message(call: Any) -> str:
+def pipeline(model: nn.Module) -> Plan:
+    graph = traced(model).graph
+    return pipeline_plan(graph, [0, 1], one_f_one_b(2, 4), microbatches=4, ops=cut(graph, 2))
+
+
+def autocast_on(*, dtype: torch.dtype = torch.bfloat16) -> Any:
+    return torch.autocast("cpu", dtype=dtype)
+
+
+def autocast_later(folder: Path) -> list[Any]:
+    """What a step says under an autocast that came later, and the step's loss without it."""
+    with weft.parallelize(Plain(), inputs(), pipeline(Plain()), optimizer=sgd) as trainer:
+        with autocast_on():
+            found = [refusal(lambda: trainer.step(inputs())), refusal(lambda: trainer.eval_loss(inputs()))]
+        return [*found, trainer.step(inputs())]
+
+
+def autocast_traced(folder: Path) -> dict[str, Any]:
+    """Losses and weights of a model that was traced under autocast, with and without it around the step."""
+    with autocast_on():
+        trainer = weft.parallelize(Plain(), inputs(), pipeline(Plain()), optimizer=sgd)
+        first = trainer.step(inputs())
+    with trainer:
+        with autocast_on(dtype=torch.float16):
+            other = refusal(lambda: trainer.step(inputs()))
+        return {"losses": [first, trainer.step(inputs(1))], "other": other, "weights": weights(trainer)}
+
+
+def changed_dtype(folder: Path) -> str:
+    """What is said when a stage gives another dtype than was planned, on the rank that sends."""
+    trainer = weft.parallelize(Plain(), inputs(), pipeline(Plain()), optimizer=sgd)
+    found = "" if RANK else refusal(lambda: send_half(trainer))
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def send_half(trainer: Trainer) -> None:
+    binder = trainer.executor.binder
+    channel = next(item for item in trainer.executor.program.channels if item.source == 0)
+    (_, make_ready), *_ = binder._parts_to_send(channel)
+    make_ready(torch.zeros(2, WIDTH, dtype=torch.bfloat16))
+
+
+def different_batches(folder: Path) -> list[Any]:
+    with weft.parallelize(Plain(), inputs(), two_replicas(Plain()), optimizer=sgd) as trainer:
+        shuffled = inputs()[torch.randperm(BATCH, generator=torch.Generator().manual_seed(RANK))]
+        found = [refusal(lambda: trainer.step(inputs(RANK))), refusal(lambda: trainer.eval_loss(shuffled)),
+                 refusal(lambda: trainer.step(inputs()[: BATCH - RANK])),
+                 refusal(lambda: trainer.step(inputs()) if RANK else trainer.eval_loss(inputs()))]
+        return [*found, trainer.step(inputs())]
+
+
+def failing_optimizers(folder: Path) -> list[str]:
+    """The user's function fails on one rank: when it is tried out, or when it gets the rank's own parameters."""
+    def make(rank: int, *, later: bool) -> Any:
+        def optimizer(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+            if rank == RANK and (not later or len(parameters) > 1):
+                raise ValueError(f"no learning rate on rank {rank}")
+            return sgd(parameters)
+        return optimizer
+
+    return [message(partial(weft.parallelize, Plain(), inputs(), two_replicas(Plain()), optimizer=make(rank, later=later)))
+            for rank, later in ((0, False), (1, False), (1, True))]
+
+
+def summed_losses(folder: Path) -> list[Any]:
+    model = Plain(total=True)
+    found = [message(partial(weft.parallelize, model, inputs(), plan(model), optimizer=sgd)) for plan in (pipeline, two_replicas)]
+    graph = traced(model).graph
+    whole = pipeline_plan(graph, [0, 1], one_f_one_b(2, 1), microbatches=1, batch=BATCH, ops=cut(graph, 2))
+    with weft.parallelize(model, inputs(), whole, optimizer=sgd) as trainer:
+        return [*found, trainer.step(inputs())]
+
+
+def traced_otherwise(folder: Path) -> str:
+    """One micro-batch in a pipeline: nothing is cut, so only the trace can be wrong."""
+    model = Otherwise()
+    graph = traced(model).graph
+    plan = pipeline_plan(graph, [0, 1], one_f_one_b(2, 1), microbatches=1, batch=BATCH, ops=cut(graph, 2))
+    return message(partial(weft.parallelize, model, inputs(), plan, optimizer=sgd))
+
+
+def refusal(call: Any) -> str:
     try:
         call()
     except weft.WeftError as problem:
         return str(problem)
+    return ""
+
+
+def message(call: Any) -> str:
+    try:
+        call()
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
     finally:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     return ""
 
 
-CHECKS = (saved_statistics, shared_statistics, masks, team_masks, decayed, whole_needed, different_models)
+CHECKS = (saved_statistics, shared_statistics, masks, team_masks, decayed, whole_needed, different_models, autocast_later,
+          autocast_traced, changed_dtype, different_batches, failing_optimizers, summed_losses,
+          traced_otherwise)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 
 Without ``RANK`` in the environment the first form is meant. The variable ``WEFT_TEST_FAULT`` (``rank:place``, where
 place is ``init``, ``F``, ``B``, ``I``, ``W`` or ``all_reduce``, and ``F@2`` is in step 2) makes a rank kill itself
-there; it is for tests only.
+there, ``F!stop`` lets it stop itself and ``F!hang`` wait for ever; it is for tests only.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from weft.ending import end_on_signals, finish_output
 from weft.errors import RunError, WeftError
-from weft.run.status import Milestone, StatusLine
+from weft.run.failure_record import write_failure
+from weft.run.status import Beat, Milestone, StatusLine
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--timeout", type=float, default=300.0, help="longest wait for a message, in seconds")
     parser.add_argument("--verify", action="store_true", help="compare loss and gradients with one process")
     parser.add_argument("--gradients", action="store_true", help="collect the gradients of the first step")
+    parser.add_argument("--memory", action="store_true", help="measure what every rank holds, in one more step")
     parser.add_argument("--checkpoint", metavar="DIR", help="folder for checkpoints; one comes after the last step")
     parser.add_argument("--checkpoint-every", type=int, metavar="N", help="also after every N steps")
     parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint, if there is one")
@@ -83,7 +87,8 @@ def _options(args: argparse.Namespace) -> RunOptions:
     memory = None if args.gpu_memory is None else parse_bytes(args.gpu_memory)
     return RunOptions(steps=args.steps, warmup=args.warmup, seed=args.seed, dtype=args.dtype, device=args.device,
                       gpu_memory_bytes=memory, verify=args.verify, gradients=args.gradients, timeout_s=args.timeout,
-                      checkpoint=args.checkpoint, checkpoint_every=args.checkpoint_every, resume=args.resume)
+                      memory=args.memory, checkpoint=args.checkpoint, checkpoint_every=args.checkpoint_every,
+                      resume=args.resume)
 
 
 def report(result: RunResult, *, as_json: bool) -> int:
@@ -91,11 +96,16 @@ def report(result: RunResult, *, as_json: bool) -> int:
     check = result.verification
     if as_json:
         from weft.files import encode
+        from weft.run.result import finite
 
         facts = {"num_ranks": result.num_ranks, "losses": result.losses, "step_times_s": result.step_times_s,
-                 "cpu_s": result.cpu_s, "verification": encode(check)}
-        print(json.dumps(facts))
+                 "cpu_s": result.cpu_s, "verification": check, "notes": result.notes}
+        if result.memory is not None:
+            facts["memory"] = result.memory
+        print(json.dumps(finite(encode(facts))))
     else:
+        for note in result.notes:
+            print(f"note: {note}", file=sys.stderr)
         loss = f"loss {result.losses[0]:.6f}, " if result.losses else ""
         print(f"{result.num_ranks} ranks: {loss}step time {result.step_time_s * 1e3:.2f} ms "
               f"(median of {len(result.step_times_s)})")
@@ -103,9 +113,20 @@ def report(result: RunResult, *, as_json: bool) -> int:
             print(f"{'equal to' if check.passed else 'DIFFERENT FROM'} one process: loss error {check.loss_error:.1e}, "
                   f"largest gradient error {check.gradient_error:.1e} {check.worst} over {check.num_gradients} "
                   f"gradients (tolerance {check.tolerance:.0e})")
-            if check.draws_random and not check.passed:
+            if check.passed and check.float64_error is not None:
+                print(f"What exceeds the tolerance is rounding: in float64 the same plan is equal to "
+                      f"{check.float64_error:.1e}, and rounding moves one process by {check.rounding_error:.1e}.")
+            elif check.note:
+                print(f"{check.note[0].upper()}{check.note[1:]}.")
+            if check.reason:
+                print(f"The reason: {check.reason}.")
+            elif check.draws_random and not check.passed:
                 print("The model draws random numbers, as dropout does, and under another plan it draws others: "
                       "compare it in evaluation mode or with dropout 0.")
+        if result.memory is not None:
+            from weft.run.memory_report import memory_table
+
+            print(memory_table(result.memory))
     return 0 if check is None or check.passed else RunError.exit_code
 
 
@@ -119,7 +140,9 @@ class _Rank:
         self.fault = _requested_fault(self.rank)
         self.watch: Watch | None = None
         if self.folder is not None:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the launcher's
             threading.Thread(target=_follow_parent, daemon=True).start()
+            Beat(self.status).start()
 
     def run(self) -> NoReturn:
         """Run this rank and end the process; every failure ends in one record or message."""
@@ -133,8 +156,8 @@ class _Rank:
     def _execute(self) -> RunResult | None:
         from weft.plan.plan import load_plan
         from weft.run.prepare import Tracer
-        from weft.run.result import save_result
-        from weft.run.transport import Transport, open_store, torchrun_store
+        from weft.run.result import check_folders, save_result
+        from weft.run.transport import Transport, meeting_store, open_store
         from weft.run.watch import start_watch
         from weft.run.worker import check_world, execute, resolve_source
 
@@ -151,42 +174,49 @@ class _Rank:
         if self.folder is not None:
             store = open_store(listen_fd=self.args.listen_fd, timeout_s=options.timeout_s)
         else:
-            store = torchrun_store(options.timeout_s, rank=self.rank)
+            store = meeting_store(options.timeout_s, rank=self.rank)
         transport = Transport(rank=self.rank, num_ranks=self.num_ranks, device=device, timeout_s=options.timeout_s,
-                              store=store, by_host="," in options.device)
+                              store=store, by_host="," in options.device, status=self.status)
         if self.folder is None:
-            self.watch = start_watch(transport, self.status)
+            self.watch = start_watch(transport, self.status, predicted_s=plan.search.step_time)
+        if self.folder is None and self.rank == 0:
+            check_folders(options, self.args.output)
         result = execute(plan, Tracer(source), options, transport=transport, status=self.status, adjust=self._adjust)
         output = self.folder or self.args.output
         if result is not None and output is not None:
             save_result(result, output)
         if self.watch is not None:
-            self.watch.stop()
+            self.watch.is_leaving = True
         transport.leave()
+        if self.watch is not None:
+            self.watch.stop()
         return result
 
     def _adjust(self, executor: Executor) -> None:
         """Let the first instruction of the kind that a test asked for kill the process."""
         from weft.plan.program import Op
 
-        place, _, step = (self.fault or "").partition("@")
+        text, _, how = (self.fault or "").partition("!")
+        place, _, step = text.partition("@")
         for position, item in enumerate(executor.program.instructions(self.rank)):
             kind = item.phase.name if item.op == Op.COMPUTE else "all_reduce" if item.op == Op.COLLECTIVE else ""
             if place and kind == place:
-                executor.bound.actions[position] = self._killer(executor.bound.actions[position], int(step or 0))
+                executor.bound.actions[position] = self._faulty(executor.bound.actions[position], int(step or 0), how)
                 return
 
-    def _killer(self, action: Callable[[], None], step: int) -> Callable[[], None]:
-        def killing() -> None:
+    def _faulty(self, action: Callable[[], None], step: int, how: str) -> Callable[[], None]:
+        def faulty() -> None:
             if self.status.cell[1] >= step:
-                os.kill(os.getpid(), signal.SIGKILL)
+                while how == "hang":
+                    time.sleep(1.0)
+                os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
             action()
 
-        return killing
+        return faulty
 
     def _fail(self, problem: Exception) -> NoReturn:
         """Record or print what went wrong, and end the process."""
-        from weft.run.transport import PeerLost
+        from weft.run.failures import PeerLost
 
         code = problem.exit_code if isinstance(problem, WeftError) else RunError.exit_code
         text = str(problem) if isinstance(problem, WeftError) else f"{type(problem).__name__}: {problem}"
@@ -194,19 +224,17 @@ class _Rank:
         if self.folder is not None:
             record = {"kind": "peer" if is_peer else "own", "type": type(problem).__name__, "message": text,
                       "is_input": code != RunError.exit_code}
-            temporary = self.folder / f".error-{self.rank}"
-            temporary.write_text(json.dumps(record), encoding="utf-8")
-            temporary.rename(self.folder / f"error-{self.rank}.json")
+            write_failure(self.folder, self.rank, record)
         elif self.watch is None:
             print(f"weft: rank {self.rank}: {text}", file=sys.stderr, flush=True)
         elif not is_peer or self.watch.verdict() is None:
-            self.watch.announce(f"rank {self.rank} failed while {self.status.describe()}: {text}")
+            self.watch.announce(f"rank {self.rank} failed while {self.status.describe()}: {text}", code=code)
         _end(code)
 
 
 def _end(code: int) -> NoReturn:
     """End the process at once: threads of the backend may hang on lost connections, or abort when torn down."""
-    sys.stdout.flush()
+    code = finish_output(code)
     sys.stderr.flush()
     os._exit(code)
 
@@ -255,4 +283,6 @@ def _follow_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if "RANK" not in os.environ:
+        end_on_signals()
+    sys.exit(finish_output(main()))

@@ -15,10 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.errors import RunError
 from weft.plan.memory import SEND_WINDOW
 from weft.plan.overlap import inside_backward
 from weft.plan.program import Channel, Instruction, Op, Phase, Program
-from weft.run.cells import Cell, Transfer
+from weft.run.cells import Cell, Transfer, occupy, vacate
 from weft.run.compute import (
     Action,
     BackwardWork,
@@ -38,6 +39,7 @@ from weft.run.parameters import Parameters
 from weft.run.routes import Rows
 from weft.run.stage import Stage
 from weft.run.state_shares import StateShares
+from weft.run.status import StatusLine
 from weft.run.transport import Transport
 from weft.run.wiring import Given, Key, Wiring
 
@@ -54,8 +56,8 @@ class Bound:
     given: list[Given]
     losses: list[tuple[Tensor, float]]
     """Losses of the step's micro-batches with their weights; the caller empties the list."""
-    results: list[tuple[int, int, tuple[Tensor, ...]]]
-    """In inference, (instance, micro-batch, outputs) of stages that compute an output of the model; likewise."""
+    results: list[tuple[int, int, dict[str, Tensor]]]
+    """In inference, (instance, micro-batch, outputs of the model by tensor) of stages that compute one; likewise."""
 
 
 class Binder:
@@ -63,10 +65,11 @@ class Binder:
 
     def __init__(self, program: Program, *, stages: Mapping[int, Stage], parameters: Parameters,
                  optimizer: torch.optim.Optimizer | None, shares: StateShares, transport: Transport,
-                 starts: array[int], ends: array[int], factors: Mapping[int, FactorBlock]) -> None:
+                 starts: array[int], ends: array[int], factors: Mapping[int, FactorBlock],
+                 status: StatusLine | None = None) -> None:
         self.program, self.stages, self.parameters, self.optimizer = program, stages, parameters, optimizer
         self.shares = shares
-        self.transport, self.starts, self.ends = transport, starts, ends
+        self.transport, self.starts, self.ends, self.status = transport, starts, ends, status
         self.factors, self.lane = factors, Lane(transport.device)
         self.products: list[Action] = []
         """What makes gradients of gathered factors, before the optimizer step."""
@@ -91,8 +94,9 @@ class Binder:
     def bind(self) -> Bound:
         """Return the closures of the rank, in order."""
         for position, item in enumerate(self.wiring.instructions):
-            self.bound.actions.append(self._bind(position, item))
-            self.wiring.release_buffers(position)
+            action = self._bind(position, item)
+            released = self.wiring.release_buffers(position)
+            self.bound.actions.append(_releasing(action, released) if released else action)
         return self.bound
 
     def _bind(self, position: int, item: Instruction) -> Action:
@@ -140,8 +144,9 @@ class Binder:
         names = [graph.tensor_names[tensor] for tensor in graph.outputs]
         if not self.training:
             results = self.bound.results
-            wanted = any(name in outputs for name in names)
-            return (lambda values: results.append((*key, values))) if wanted else None
+            wanted = [(name, outputs.index(name)) for name in dict.fromkeys(names) if name in outputs]
+            return (lambda values: results.append((*key, {name: values[place] for name, place in wanted}))
+                    ) if wanted else None
         if not names or names[0] not in outputs:
             return None
         place, losses, weight = outputs.index(names[0]), self.bound.losses, self.wiring.loss_weight(key[0])
@@ -201,6 +206,8 @@ class Binder:
         receive, source = self.transport.receive, channel.source
 
         def action() -> None:
+            for buffer, _ in parts:
+                occupy(buffer)
             transfer.works = [receive(buffer, source, tag) for buffer, tag in parts]
 
         return action
@@ -244,15 +251,18 @@ class Binder:
         parts = []
         for tensor in channel.tensors:
             value = wiring.value(channel.producer, tensor)
-            cut = _cutter(value, wiring.rows(channel, channel.producer, value), self.transport.device)
-            parts.append((names.index(self.program.graph.tensor_names[tensor]), cut))
+            name = self.program.graph.tensor_names[tensor]
+            stage = self.program.plan.stages[self.program.instances[channel.producer].stage].name
+            cut = _cutter(value, wiring.rows(channel, channel.producer, value), self.transport.device,
+                          what=f"{channel.kind} {name!r} of stage {stage!r}")
+            parts.append((names.index(name), cut))
         return parts
 
     def _tag(self, key: Key, number: int) -> int:
         return ((key[0] * self.program.plan.microbatches + key[1]) * self.widest + number) % _MAX_TAG
 
     def _transfer(self, position: int) -> Transfer:
-        return Transfer(position, self.ends, self.transport.synchronize)
+        return Transfer(position, self.ends, self.transport.synchronize, self.status)
 
     def _exchange(self, position: int, index: int) -> Action:
         transfer = self._transfer(position)
@@ -302,6 +312,16 @@ def _early_places(program: Program, rank: int) -> dict[int, list[int]]:
     return places
 
 
+def _releasing(action: Action, buffers: list[Tensor]) -> Action:
+    """Return the action followed by giving back the memory of buffers that nobody reads any more."""
+
+    def releasing() -> None:
+        action()
+        vacate(buffers)
+
+    return releasing
+
+
 def _outputs(cell: Cell, clears: bool) -> Any:
     outputs = cell.outputs
     if clears:
@@ -316,13 +336,21 @@ def _gradients(cell: Cell, clears: bool) -> Any:
     return gradients
 
 
-def _cutter(value: Tensor, rows: Rows | None, device: torch.device) -> Callable[[Tensor | None], Tensor]:
-    """Return a function that makes a tensor ready to be sent: some rows, contiguous, zeros where there is none."""
-    shape, dtype = tuple(value.shape), value.dtype
+def _cutter(value: Tensor, rows: Rows | None, device: torch.device, *,
+            what: str) -> Callable[[Tensor | None], Tensor]:
+    """Return a function that makes a tensor ready to be sent: some rows, contiguous, zeros where there is none.
+
+    The receiver has room for what was planned and would read anything else wrongly, so the function raises
+    ``RunError``, in which ``what`` is the tensor, unless it has the shape and dtype of ``value``.
+    """
+    shape, dtype = value.shape, value.dtype
 
     def cut(tensor: Tensor | None) -> Tensor:
         if tensor is None:
             tensor = torch.zeros(shape, dtype=dtype, device=device)
+        if tensor.dtype is not dtype or tensor.shape != shape:
+            raise RunError(f"{what} is {tensor.dtype} of {tuple(tensor.shape)}, but {dtype} of {tuple(shape)} was "
+                           "planned: autocast, the default dtype or a hook has changed since the model was traced")
         tensor = tensor.detach()
         return (tensor if rows is None else rows.of(tensor)).contiguous()
 

@@ -47,6 +47,8 @@ class BufferShares:
             group = self._transport.lane_group(ranks)
             assert group is not None, "the rank is a member"
             wire = self._transport.on_wire(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+            self._transport.status.begin_wait()
             group.spread(wire, ranks[0])
+            self._transport.status.end_wait()
             for tensor, part in zip(tensors, wire.split([tensor.numel() for tensor in tensors]), strict=True):
                 tensor.copy_(part.view(tensor.shape))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,10 +32,13 @@ from weft.run.checkpoint_folder import (
     RECORD_FILE,
     CheckpointRecord,
     NewCheckpoint,
+    check_file,
     check_tensors,
+    format_record,
     latest_checkpoint,
     read_record,
 )
+from weft.run.dtype_kinds import mismatch
 from weft.run.optimizer_state import OptimizerState
 from weft.run.prepare import Prepared
 from weft.run.shard_parameters import cut_region, held_regions, put_region
@@ -70,6 +73,15 @@ class ModelState:
     """Name in the state dict -> name of the tensor in the graph; tied parameters have one tensor."""
     rest: dict[str, Tensor]
     """By name of the tensor, on rank 0: buffers, and parameters that the forward does not use."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Changes:
+    """What takes over a checkpoint's content on one rank."""
+
+    optimizer: Callable[[], Callable[[], None]] | None = None
+    """Returns what undoes it."""
+    others: Sequence[Callable[[], object]] = ()
 
 
 def model_state(module: torch.nn.Module, program: Program, *, rank: int, seed: int) -> ModelState:
@@ -128,7 +140,7 @@ class Checkpoints:
         """Write a checkpoint to the folder, remove all but the ``keep`` latest, and return where it is."""
         if keep is not None and keep < 1:
             raise InputError(f"keep must be 1 or more, or None for all, not {keep}")
-        optimizer, claims = self._optimizer, self._claims()
+        optimizer, claims = self._optimizer, self._agreed_claims()
         layout = self._gather_layout(claims, {} if optimizer is None else optimizer.numbers(self.owned()))
         record = CheckpointRecord(
             step=step, model=self.program.graph.name, plan=self._digest, numbers=layout.numbers, extra=extra or {},
@@ -136,18 +148,18 @@ class Checkpoints:
             optimizer=None if optimizer is None else optimizer.kind,
             groups=() if optimizer is None else optimizer.groups())
         writing = _Writing(folder, record, layout) if self.transport.rank == 0 else None
-        self._raise_first("" if writing is None else writing.problem, InputError)
+        self._raise_writing(writing)
         for key, whole in self._gathered(layout, claims):
             if writing is not None and whole is not None:
                 writing.add(key, whole)
         if writing is not None:
             writing.finish(keep)
-        self._raise_first("" if writing is None else writing.problem, RunError)
+        self._raise_writing(writing)
         return folder / f"step-{step:08d}"
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return on rank 0 the model's state dict, whole and in the host's memory; nothing on the others."""
-        claims = {key: claim for key, claim in self._claims().items() if key[0] == MODEL_FILE}
+        claims = {key: claim for key, claim in self._agreed_claims().items() if key[0] == MODEL_FILE}
         layout = self._gather_layout(claims, {})
         return {name: whole.clone() for (_, name), whole in self._gathered(layout, claims) if whole is not None}
 
@@ -156,6 +168,16 @@ class Checkpoints:
         graph, device = self.program.graph, self.program.rank_names[self.transport.rank]
         return [graph.tensor_names[tensor] for tensor, copies in parameter_copies(self.program.plan, graph).items()
                 if any(item.devices[0] == device for item in copies)]
+
+    def _agreed_claims(self) -> dict[Key, Claim]:
+        """Return what this rank gives; raise the same on all ranks if one of them has what no file can hold."""
+        problem, claims = "", dict[Key, Claim]()
+        try:
+            claims = self._claims()
+        except InputError as found:
+            problem = str(found)
+        self._raise_first(problem, InputError)
+        return claims
 
     def _claims(self) -> dict[Key, Claim]:
         owned, shapes = self.owned(), self._shapes()
@@ -202,6 +224,12 @@ class Checkpoints:
                     put_region(whole, region, data)
             yield key, whole
 
+    def _raise_writing(self, writing: _Writing | None) -> None:
+        """Raise the same on all ranks if rank 0 cannot write: ``RunError`` if that is the disk's fault."""
+        problem, is_disk = ("", False) if writing is None else (writing.problem, writing.is_disk)
+        is_disk = self.transport.total(float(is_disk)) > 0
+        self._raise_first(problem, RunError if is_disk else InputError)
+
     def _raise_first(self, problem: str, kind: type[InputError] | type[RunError]) -> None:
         """Raise the same on all ranks if any has a problem."""
         records = self.transport.gather_records(problem) or []
@@ -226,24 +254,64 @@ class Checkpoints:
 
         All of it is looked at on all ranks first: if anything is wrong, nothing is changed.
         """
-        problem, record, changes = "", None, list[Callable[[], None]]()
+        problem, changes = "", _Changes()
+        record = self._checked_record(path, with_optimizer=with_optimizer)
         with ExitStack() as files:
             try:
-                record = read_record(path)
                 changes = self._changes(path, record, files, with_optimizer=with_optimizer)
             except InputError as found:
                 problem = str(found)
             self._raise_first(problem, InputError)
-            for change in changes:
+            self._change_optimizer(changes.optimizer)
+            for change in changes.others:
                 change()
-        assert record is not None, "else there was a problem"
         return record
 
+    def _change_optimizer(self, change: Callable[[], Callable[[], None]] | None) -> None:
+        """Let the optimizer take over its state, or none of the ranks' if one finds fault with it."""
+        problem, undo = "", None
+        try:
+            undo = None if change is None else change()
+        except InputError as found:
+            problem = str(found)
+        try:
+            self._raise_first(problem, InputError)
+        except InputError:
+            if undo is not None:
+                undo()
+            raise
+
+    def _checked_record(self, path: Path, *, with_optimizer: bool) -> CheckpointRecord:
+        """Return the record of a checkpoint whose files are as they were written; raise the same on all ranks if not.
+
+        On every machine, which may have a copy of its own, each file is looked at by one of its ranks.
+        """
+        machines, changes_any = self.transport.machines(), self.transport.total(float(self._optimizer is not None)) > 0
+        mine = [rank for rank, machine in enumerate(machines) if machine == machines[self.transport.rank]]
+        problem, record = "", None
+        try:
+            record = read_record(path)
+            for number, name in enumerate(self._wanted(record, with_optimizer and changes_any)):
+                if mine[number % len(mine)] == self.transport.rank:
+                    check_file(record, path / name)
+        except InputError as found:
+            problem = str(found)
+        self._raise_first(problem, InputError)
+        assert record is not None, "else there was a problem"
+        if not record.is_checked and self.transport.rank == 0:
+            log.warning("%s was written before checkpoints had checksums: damage in its files may go unnoticed", path)
+        return record
+
+    def _wanted(self, record: CheckpointRecord, with_optimizer: bool) -> list[str]:
+        """Return the files of a checkpoint that are to be loaded."""
+        return [MODEL_FILE, *((OPTIMIZER_FILE,) if with_optimizer else ()),
+                *((RANDOM_FILE,) if record.plan == self._digest else ())]
+
     def _changes(self, path: Path, record: CheckpointRecord, files: ExitStack, *,
-                 with_optimizer: bool) -> list[Callable[[], None]]:
+                 with_optimizer: bool) -> _Changes:
         """Return what takes over a checkpoint's content; raise ``InputError`` if something is wrong with it."""
-        wanted = [MODEL_FILE, *((OPTIMIZER_FILE,) if with_optimizer and self._optimizer is not None else ()),
-                  *((RANDOM_FILE,) if record.plan == self._digest and self.prepared.random.is_used else ())]
+        wanted = [name for name in self._wanted(record, with_optimizer and self._optimizer is not None)
+                  if name != RANDOM_FILE or self.prepared.random.is_used]
         found = {name: files.enter_context(TensorFile(path / name)) for name in wanted
                  if name != OPTIMIZER_FILE or (path / name).exists()}  # one without state has no file
         for name, file in found.items():
@@ -251,20 +319,23 @@ class Checkpoints:
         if OPTIMIZER_FILE in wanted and OPTIMIZER_FILE not in found:
             check_tensors(record, path / OPTIMIZER_FILE, 0)
         model = found[MODEL_FILE]
-        changes = [self._model_change({name: entry.shape for name, entry in model.entries.items()}, model.read,
-                                      str(path))]
+        stored = {name: (DTYPES[entry.dtype], entry.shape) for name, entry in model.entries.items()}
+        others: list[Callable[[], object]] = [self._model_change(stored, model.read, str(path))]
+        optimizer = None
         if OPTIMIZER_FILE in wanted:
             assert self._optimizer is not None, "it is wanted"
-            changes.append(self._optimizer.change(found.get(OPTIMIZER_FILE), record))
+            optimizer = self._optimizer.change(found.get(OPTIMIZER_FILE), record)
+            if self._optimizer.has_masters:  # which come after the parameters, whose values they may be
+                others, optimizer = [*others, optimizer], None
         if RANDOM_FILE in wanted:
-            changes.append(self.prepared.random.change(found[RANDOM_FILE], self.transport.rank))
-        return changes
+            others.append(self.prepared.random.change(found[RANDOM_FILE], self.transport.rank))
+        return _Changes(optimizer=optimizer, others=others)
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take parameters and buffers from a whole state dict, which every rank must have."""
         problem, change = "", None
         try:
-            change = self._model_change({name: tuple(tensor.shape) for name, tensor in state.items()},
+            change = self._model_change({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()},
                                         lambda name, region=(): cut_region(state[name], region), "the state dict",
                                         strict=strict)
         except InputError as found:
@@ -273,16 +344,17 @@ class Checkpoints:
         assert change is not None, "else there was a problem"
         change()
 
-    def _model_change(self, shapes: Mapping[str, tuple[int, ...]], read: Callable[..., Tensor], where: str, *,
-                      strict: bool = True) -> Callable[[], None]:
+    def _model_change(self, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], read: Callable[..., Tensor],
+                      where: str, *, strict: bool = True) -> Callable[[], None]:
         """Return what takes over this rank's parameters, buffers and other values.
 
-        ``read(name, region)`` returns a part of a tensor. Unless ``strict``, names may be missing or unknown.
+        ``stored`` says what tensors there are, ``read(name, region)`` returns a part of one. Unless ``strict``, names
+        may be missing or unknown.
         """
         names = self.state.names
-        source = {names[name]: name for name in reversed(names) if name in shapes}
+        source = {names[name]: name for name in reversed(names) if name in stored}
         missing = [name for name, path in names.items() if path not in source]
-        strange = [name for name in shapes if name not in names]
+        strange = [name for name in stored if name not in names]
         if strict and (missing or strange):
             raise InputError(f"{where} is for another model: it lacks {', '.join(missing[:3]) or 'nothing'}, and has "
                              f"{', '.join(strange[:3]) or 'nothing'} that the model has not")
@@ -293,9 +365,13 @@ class Checkpoints:
             if path not in source:
                 continue  # a constant of the forward, or a buffer that is not saved
             expected = whole.get(path, tuple(tensor.shape))
-            if shapes[source[path]] != expected:
-                raise InputError(f"{source[path]!r} has the shape {shapes[source[path]]} in {where} but {expected} "
-                                 "in the model")
+            dtype, shape = stored[source[path]]
+            if shape != expected:
+                raise InputError(f"{source[path]!r} has the shape {shape} in {where} but {expected} in the model")
+            problem = mismatch(dtype, tensor.dtype, where=where)
+            if problem:
+                raise InputError(f"{source[path]!r} {problem}. Use an earlier checkpoint if the file is damaged, or "
+                                 "convert it if it was written by another program")
             values.append((tensor, source[path], self._regions.get(path, ())))
 
         def change() -> None:
@@ -367,14 +443,16 @@ class _Writing:
     """
 
     def __init__(self, folder: Path, record: CheckpointRecord, layout: _Layout) -> None:
-        self.problem, self._entries = "", layout.entries()
+        self.problem, self.is_disk, self._entries = "", False, layout.entries()
+        self._folder, self._record = folder, record
         self._new: NewCheckpoint | None = None
         self._writer: TensorWriter | None = None
-        self._guard(self._begin, folder, record)
+        self._checksums: dict[str, str] = {}
+        self._guard(self._begin, folder)
 
-    def _begin(self, folder: Path, record: CheckpointRecord) -> None:
-        self._new = NewCheckpoint(folder, record.step)
-        self._new.write_record(record)
+    def _begin(self, folder: Path) -> None:
+        format_record(self._record)  # what JSON cannot say shall be known before anything is sent
+        self._new = NewCheckpoint(folder, self._record.step)
 
     def add(self, key: Key, whole: Tensor) -> None:
         """Write the next tensor."""
@@ -391,13 +469,18 @@ class _Writing:
     def _close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+            self._checksums[self._writer.path.name] = str(self._writer.checksum)
 
     def finish(self, keep: int | None) -> None:
-        """Close the files and give the checkpoint its name."""
+        """Close the files, write the record and give the checkpoint its name."""
         if not self.problem:
-            self._guard(self._close)
-        if self._new is not None and not self.problem:
-            self._guard(self._new.finish, keep)
+            self._guard(self._finish, keep)
+
+    def _finish(self, keep: int | None) -> None:
+        assert self._new is not None, "there was no problem"
+        self._close()
+        self._new.write_record(replace(self._record, checksums=self._checksums))
+        self._new.finish(keep)
 
     def _guard(self, action: Callable[..., Any], *arguments: Any) -> None:
         """Run the action; note a problem with the disk or with what is to be written."""
@@ -406,7 +489,10 @@ class _Writing:
         except InputError as problem:
             self.problem = str(problem)
         except OSError as problem:
-            self.problem = f"the checkpoint cannot be written: {problem}. The one before it is still there"
+            self.is_disk = True
+            why = problem.strerror or problem
+            self.problem = (f"the checkpoint cannot be written to {str(self._folder)!r}: {why}. "
+                            "The one before it, if there was one, is still there: make room and resume")
         except (TypeError, ValueError) as problem:
             self.problem = f"the checkpoint's record cannot be written, extra must be what JSON can say: {problem}"
         if self.problem and self._new is not None:

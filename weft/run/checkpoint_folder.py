@@ -8,11 +8,12 @@ renamed before it is deleted. So whatever is named ``step-...`` is whole, at any
 killed, and what a killed process has left behind is removed when the next checkpoint is written. Names under which
 something is written are the writer's own, and it holds a lock there while it lives: two runs in one folder do not
 touch each other's files, and the second to write a step is refused.
+
+``checkpoint.json`` has a checksum for each file and one for itself. Those of before that was so are read as well.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
@@ -24,7 +25,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from weft.errors import InputError
-from weft.files import check_header, decode, encode, load_json
+from weft.files import check_header, decode, encode, load_json, make_folder, remove_empty
+from weft.run.checksums import CHUNK_BYTES, Checksum, record_checksum
+from weft.scratch import take_lock
 
 FORMAT: Final = "weft.checkpoint"
 VERSION: Final = 1
@@ -57,13 +60,64 @@ class CheckpointRecord:
     """What the training script has put in."""
     tensors: Mapping[str, int] = field(default_factory=dict)
     """How many tensors each file has; empty in checkpoints of before that was written down."""
+    checksums: Mapping[str, str] = field(default_factory=dict)
+    """Of each file, see ``weft.run.checksums``."""
+    checksum: str = ""
+    """Of everything else in the record; empty in checkpoints of before there were checksums."""
+
+    @property
+    def is_checked(self) -> bool:
+        """Return whether it has checksums."""
+        return bool(self.checksum)
 
 
 def read_record(path: Path) -> CheckpointRecord:
-    """Return what a checkpoint says about itself."""
+    """Return what a checkpoint says about itself; raise ``InputError`` if it is damaged."""
     file = path / RECORD_FILE
-    body = check_header(load_json(file), format_name=FORMAT, version=VERSION, where=str(file), error=InputError)
-    return decode(CheckpointRecord, body, where=str(file))
+    value = load_json(file)
+    body = check_header(value, format_name=FORMAT, version=VERSION, where=str(file), error=InputError)
+    record = decode(CheckpointRecord, body, where=str(file))
+    if record.checksum and record.checksum != _own_checksum(value):
+        raise _damaged(file, record.checksum, _own_checksum(value))
+    if not record.checksum and record.checksums:
+        raise InputError(f"{str(file)!r} has checksums of other files but none of its own: it is damaged. "
+                         "Use an earlier checkpoint")
+    return record
+
+
+def _own_checksum(value: Mapping[str, Any]) -> str:
+    return record_checksum({key: item for key, item in value.items() if key != "checksum"})
+
+
+def check_file(record: CheckpointRecord, path: Path) -> None:
+    """Raise ``InputError`` if a file that is there is not what was written, as far as the record can tell."""
+    if not record.is_checked:
+        return
+    found = Checksum()
+    try:
+        with open(path, "rb", buffering=0) as stream:
+            room = bytearray(CHUNK_BYTES)
+            while count := stream.readinto(room):
+                found.add(memoryview(room)[:count])
+    except FileNotFoundError:
+        return  # whether it must be there is for ``check_tensors``
+    except OSError as problem:
+        raise InputError(f"cannot read {str(path)!r}: {problem}. Use an earlier checkpoint") from problem
+    wanted = record.checksums.get(path.name, "none")
+    if str(found) != wanted:
+        raise _damaged(path, wanted, str(found))
+
+
+def _damaged(path: Path, wanted: str, found: str) -> InputError:
+    return InputError(f"{str(path)!r} is damaged: its checksum is {found}, and {wanted} when it was written. Nothing "
+                      "was loaded; use an earlier checkpoint, or another copy of this one")
+
+
+def format_record(record: CheckpointRecord) -> str:
+    """Return the record as its file has it, with its checksum; raise if JSON cannot say what is in it."""
+    value = {"format": FORMAT, "version": VERSION, **encode(record)}
+    value = json.loads(json.dumps(value, allow_nan=False))  # what will be read: keys that are numbers become text
+    return json.dumps({**value, "checksum": _own_checksum(value)}, indent=1)
 
 
 def check_tensors(record: CheckpointRecord, path: Path, number: int) -> None:
@@ -100,7 +154,7 @@ class NewCheckpoint:
     def __init__(self, folder: Path, step: int) -> None:
         """Make the folder, and remove what was not finished there; raise ``InputError`` if it has later checkpoints."""
         self.folder, self.final = folder, folder / f"step-{step:08d}"
-        folder.mkdir(parents=True, exist_ok=True)
+        self._made = make_folder(folder)
         later = [path.name for path in checkpoints_in(folder) if _step_of(path) >= step]
         if later:
             raise InputError(f"{str(folder)!r} has {later[-1]} already, and this is {self.final.name}: resume from it, "
@@ -108,13 +162,17 @@ class NewCheckpoint:
         for left in folder.iterdir():
             if left.name.startswith((_WRITING, _REMOVING)) and _is_abandoned(left):
                 shutil.rmtree(left, ignore_errors=True)
-        self.path = Path(tempfile.mkdtemp(prefix=f"{_WRITING}{self.final.name}-", dir=folder))
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix=f"{_WRITING}{self.final.name}-", dir=folder))
+        except OSError:
+            remove_empty(self._made)
+            raise
         self.path.chmod(0o755)
-        self._lock = _locked(self.path)
+        self._lock = take_lock(self.path)
 
     def write_record(self, record: CheckpointRecord) -> None:
         """Write what is known beside the tensors."""
-        text = json.dumps({"format": FORMAT, "version": VERSION, **encode(record)}, indent=1, allow_nan=False)
+        text = format_record(record)
         with open(self.path / RECORD_FILE, "w", encoding="utf-8") as stream:
             stream.write(text + "\n")
             stream.flush()
@@ -142,6 +200,7 @@ class NewCheckpoint:
         """Remove what was written."""
         self._unlock()
         shutil.rmtree(self.path, ignore_errors=True)
+        remove_empty(self._made)
 
     def _unlock(self) -> None:
         if self._lock is not None:
@@ -149,21 +208,10 @@ class NewCheckpoint:
             self._lock = None
 
 
-def _locked(path: Path) -> int | None:
-    """Return an open handle of the folder that has its lock while it is open; None if there are no locks here."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        return None
-    return handle
-
-
 def _is_abandoned(path: Path) -> bool:
     """Return whether nobody writes there any more."""
     try:
-        handle = _locked(path)
+        handle = take_lock(path)
     except FileNotFoundError:
         return False
     if handle is not None:

@@ -13,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from weft.model.differences import precise
 from weft.model.graph import F64, Graph
 from weft.model.source import ModelSource
 from weft.model.weights import materialize
+from weft.plan.cut import loss_parts
 from weft.plan.holders import parameter_holdings
 from weft.plan.program import Program
 from weft.plan.sharding import Region
@@ -37,13 +39,12 @@ class Measured:
         self.spans: list[tuple[float, float]] = []
         self.times: list[StepTimes] = []
         self.first_gradients: dict[str, Tensor] = {}
-        self.first_results: list[tuple[int, int, tuple[Tensor, ...]]] = []
+        self.first_results: list[tuple[int, int, dict[str, Tensor]]] = []
 
 
 def collect(program: Program, measured: Measured, transport: Transport) -> RunResult | None:
     """Return on rank 0 the losses, times and timeline of all ranks."""
-    records = transport.gather_records(
-        {"losses": measured.losses, "spans": measured.spans, "cpu_s": measured.cpu_s})
+    records = transport.gather_records({"losses": measured.losses, "spans": measured.spans, "cpu_s": measured.cpu_s})
     mine = np.stack([np.stack([item.start_s, item.end_s]) for item in measured.times])
     own = torch.from_numpy(mine).reshape(-1)
     parts = [transport.gather_tensor(own, source=rank) for rank in range(transport.num_ranks)]
@@ -73,12 +74,17 @@ class Inspected:
     verification: Verification | None = None
     gradients: dict[str, F64] | None = None
     gradient_spread: float | None = None
+    reference: Reference | None = None
+    """What it was compared with."""
 
 
 def inspect(program: Program, prepared: Prepared, measured: Measured, options: RunOptions, *, source: ModelSource,
-            transport: Transport, status: StatusLine) -> Inspected:
-    """Return on rank 0 how the first step compares with one device, and its gradients, as the options ask."""
-    reference = None
+            transport: Transport, status: StatusLine, dtype: torch.dtype | None = None) -> Inspected:
+    """Return on rank 0 how the first step compares with one device, and its gradients, as the options ask.
+
+    The tolerance is that of ``dtype``, or else of the least precise among parameters and outputs.
+    """
+    reference, dtype = None, dtype or run_dtype(program)
     if options.verify and transport.rank == 0:
         status.set(Milestone.VERIFYING)
         # A GPU whose memory was limited for the run may have too little for the whole model.
@@ -87,7 +93,7 @@ def inspect(program: Program, prepared: Prepared, measured: Measured, options: R
     if program.plan.model.mode == "inference":
         outputs = _gather_outputs(program, prepared, measured.first_results, transport)
         return Inspected() if reference is None else Inspected(
-            verification=verify_inference(reference, outputs, dtype=_run_dtype(program)))
+            verification=verify_inference(reference, outputs, dtype=dtype), reference=reference)
     records = transport.gather_records(measured.losses[0])
     kept: dict[str, F64] = {}
     spread = _Spread()
@@ -96,16 +102,16 @@ def inspect(program: Program, prepared: Prepared, measured: Measured, options: R
         for name, rank, value in _gather_gradients(program, measured.first_gradients, transport):
             spread.add(name, value)
             if options.gradients:
-                kept.setdefault(name, value.double().numpy())
+                kept.setdefault(name, precise(value).numpy())
             yield name, rank, value
 
     verification = None
     if reference is not None and records is not None:
-        verification = verify_training(reference, loss=sum(records), gradients=gathered(), dtype=_run_dtype(program))
+        verification = verify_training(reference, loss=sum(records), gradients=gathered(), dtype=dtype)
     else:
         deque(gathered(), maxlen=0)
     return Inspected(verification=verification, gradients=kept if options.gradients else None,
-                     gradient_spread=spread.largest)
+                     gradient_spread=spread.largest, reference=reference)
 
 
 class _Spread:
@@ -120,7 +126,7 @@ class _Spread:
         if self._first is None or self._first[0] != name:
             self._first = name, value
         elif not torch.equal(self._first[1], value):
-            difference = float((self._first[1].double() - value.double()).abs().max())
+            difference = float((precise(self._first[1]) - precise(value)).abs().max())
             self.largest = max(self.largest, difference) if difference == difference else float("inf")
 
 
@@ -130,22 +136,14 @@ def _reference(program: Program, prepared: Prepared, source: ModelSource, option
     module = materialize(source.build(), options.seed, device=device)
     inputs = [item.to(device) for item in source.inputs(plan.model.batch, options.seed)]
     return reference_run(module, inputs, training=plan.model.mode == "training", batch=plan.model.batch,
-                         parts=_parts(program) if prepared.takes_statistics else ())
+                         parts=loss_parts(program) if prepared.takes_statistics else ())
 
 
-def _parts(program: Program) -> list[tuple[int, int]]:
-    """Return the samples that each run of the last stage sees, in order."""
-    plan, graph = program.plan, program.graph
-    loss = int(graph.tensor_producer[graph.outputs[0]])
-    return sorted(
-        (microbatch * plan.microbatch_size + item.samples[0], microbatch * plan.microbatch_size + item.samples[1])
-        for item in program.instances if loss in program.stage_ops[item.stage] for microbatch in item.microbatches)
-
-
-def _run_dtype(program: Program) -> torch.dtype:
+def run_dtype(program: Program) -> torch.dtype:
     """Return the least precise dtype among the parameters and the outputs: the one that bounds the accuracy."""
     graph = program.graph
     names = {graph.tensor_dtypes[tensor] for tensor in (*graph.parameters.tolist(), *graph.outputs)}
+    names |= {"float32" for name in names if name == "complex64"}
     for name in ("bfloat16", "float16", "float32"):
         if name in names:
             dtype: torch.dtype = getattr(torch, name)
@@ -179,12 +177,12 @@ def _gather_gradients(program: Program, own: Mapping[str, Tensor],
             yield name, rank, part.view(shape) if whole is None else whole.clone()
 
 
-def _gather_outputs(program: Program, prepared: Prepared, results: list[tuple[int, int, tuple[Tensor, ...]]],
+def _gather_outputs(program: Program, prepared: Prepared, results: list[tuple[int, int, dict[str, Tensor]]],
                     transport: Transport) -> dict[int, Tensor]:
     """Return on rank 0 the model's outputs for the whole batch, by position."""
     graph = program.graph
     own = {(instance, microbatch, name): value for instance, microbatch, values in results
-           for name, value in zip(prepared.stages[instance].module.outputs, values, strict=False)}
+           for name, value in values.items()}
     found: dict[int, list[tuple[int, int, Tensor]]] = {}
     for position, tensor in enumerate(graph.outputs):
         for index, instance in enumerate(program.instances):

@@ -10,13 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from weft.errors import InputError
+from weft.model.differences import FLOOR
 from weft.model.graph import F64
 from weft.plan.plan import Plan
 from weft.run.launch import run_plan
 from weft.run.result import RunOptions, RunResult
-
-FLOOR = 1e-2
-"""Gradients smaller than this part of the model's largest are compared on that scale, as in ``weft.run.verify``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -194,7 +194,7 @@ def backward(work: BackwardWork) -> Action:
             other.gradients = []
         leaves = cell.leaves
         if work.keep:
-            cell.gradients = [leaf.grad for leaf in leaves]
+            cell.gradients = [_own(leaf.grad, gradients) for leaf in leaves]
         for leaf in leaves:
             leaf.grad = None
         cell.edges, cell.leaves = [], []
@@ -202,6 +202,18 @@ def backward(work: BackwardWork) -> Action:
             cell.deferred = queue.take()
 
     return action
+
+
+def _own(gradient: Tensor | None, given: Sequence[Any]) -> Tensor | None:
+    """Return the gradient of an input in memory of its own.
+
+    Behind an operator that only views, autograd hands on a view of what was given, and that may be a buffer which a
+    later message overwrites while this gradient is still read or on its way.
+    """
+    if gradient is None:
+        return None
+    places = {item.untyped_storage().data_ptr() for item in given}
+    return gradient.clone() if gradient.untyped_storage().data_ptr() in places else gradient
 
 
 def _run_with(early: EarlyExchanges, edges: list[GradientEdge], gradients: Sequence[Any]) -> None:

@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from weft.run.wire import settled, to_add, to_move
 
 
 class ExchangeGroup:
@@ -27,34 +30,34 @@ class ExchangeGroup:
 
     def sum_all(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over the ranks."""
-        self._group.allreduce([tensor]).wait()
+        self._group.allreduce([to_add(tensor)]).wait()
 
     def sum_at(self, tensor: Tensor, root: int) -> None:
         """Replace the tensor by its sum over the ranks on ``root``, and by anything on the others."""
         options = dist.ReduceOptions()
         options.rootRank = self._ranks.index(root)
-        self._group.reduce([tensor], options).wait()
+        self._group.reduce([to_add(tensor)], options).wait()
 
     def spread(self, tensor: Tensor, root: int) -> None:
         """Replace the tensor by that of ``root``."""
         options = dist.BroadcastOptions()
         options.rootRank = self._ranks.index(root)
-        self._group.broadcast([tensor], options).wait()
+        self._group.broadcast([to_move(tensor)], options).wait()
 
     def gather(self, flat: Tensor) -> Tensor:
         """Return the one-dimensional tensors of all ranks, which have one size, as rows."""
         result = flat.new_empty((len(self._ranks), flat.numel()))
-        self._group.allgather([list(result)], [flat]).wait()
+        self._group.allgather([[to_move(row) for row in result]], [to_move(settled(flat))]).wait()
         return result
 
     def send(self, tensor: Tensor, *targets: int) -> None:
         """Send the tensor to these ranks at once."""
-        for work in [self._group.send([tensor], self._ranks.index(target), 0) for target in targets]:
+        for work in [self._group.send([to_move(tensor)], self._ranks.index(target), 0) for target in targets]:
             work.wait()
 
     def receive(self, *parts: tuple[Tensor, int]) -> None:
         """Receive into tensors, each from a rank, at once."""
-        for work in [self._group.recv([tensor], self._ranks.index(source), 0) for tensor, source in parts]:
+        for work in [self._group.recv([to_move(tensor)], self._ranks.index(source), 0) for tensor, source in parts]:
             work.wait()
 
 
@@ -79,6 +82,8 @@ class Lane:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-exchange")
+        self.around: Callable[[], AbstractContextManager[Any]] | None = None
+        """Gives a context for exchanges to run in, where somebody watches them."""
 
     def submit(self, run: Callable[[], None], *, then: Callable[[], None] | None = None) -> _Pending:
         """Start an exchange behind those that were started before, and behind what the GPU was told to do until now.
@@ -89,7 +94,7 @@ class Lane:
         return _Pending(self._pool.submit(self._run, run, ready), then)
 
     def _run(self, run: Callable[[], None], ready: torch.cuda.Event | None) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), nullcontext() if self.around is None else self.around():
             if self._stream is None:
                 run()
                 return

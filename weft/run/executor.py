@@ -65,10 +65,11 @@ class Executor:
         self.optimizer = make_optimizer(trained, program.plan.optimizer)
         self.binder = Binder(program, stages=stages, parameters=parameters, optimizer=self.optimizer,
                              shares=self.shares, transport=transport, starts=self._starts, ends=self._ends,
-                             factors=factors)
+                             factors=factors, status=status)
         self.bound: Bound = self.binder.bind()
         self._training = program.plan.model.mode == "training"
-        status.name_instructions(partial(_labels, program))
+        self._names = partial(_labels, program)
+        status.name_instructions(self._names)
 
     def load(self, inputs: Mapping[str, Tensor]) -> None:
         """Take the inputs of the whole batch; each forward gets its samples of them."""
@@ -78,8 +79,9 @@ class Executor:
 
     def step(self, number: int = 0) -> None:
         """Execute the rank's instructions once."""
-        cell = self.status.cell
+        cell, self.status.labels = self.status.cell, self._names
         cell[1] = number
+        cell[3] += 1
         if self._training:
             self.parameters.clear_gradients()
             self._run(cell)
@@ -106,8 +108,8 @@ class Executor:
         losses.clear()
         return total
 
-    def take_results(self) -> list[tuple[int, int, tuple[Tensor, ...]]]:
-        """Return (instance, micro-batch, outputs of the stage) of an inference step, and forget them."""
+    def take_results(self) -> list[tuple[int, int, dict[str, Tensor]]]:
+        """Return (instance, micro-batch, outputs of the model by tensor) of an inference step, and forget them."""
         results = list(self.bound.results)
         self.bound.results.clear()
         return results

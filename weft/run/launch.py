@@ -2,20 +2,20 @@
 
 The launcher writes the plan into a folder of its own, starts ``python -m weft.run`` with the environment that
 ``torchrun`` would give, and watches. Ranks keep their place in a status file and write down why they fail; when one
-ends early, the others are ended too, and one ``RunError`` says which rank it was and what it was doing.
+ends early or hangs (``weft.run.hang``), the others are ended too, and one ``RunError`` says which rank it was and what
+it was doing.
 """
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -24,17 +24,30 @@ from typing import IO, Any, Final
 import weft.errors
 from weft.errors import InputError, RunError, WeftError
 from weft.plan.plan import Plan, load_plan, save_plan
-from weft.run.result import RunOptions, RunResult, load_result, rank_devices, share_environment
-from weft.run.status import create_status_file, read_status_file
+from weft.run.failure_record import make_room, read_failure
+from weft.run.hang import Observer, describer, limits_of
+from weft.run.result import (
+    RunOptions,
+    RunResult,
+    check_folders,
+    keep_files,
+    load_result,
+    rank_devices,
+    share_environment,
+)
+from weft.run.status import BEAT_S, create_status_file, read_labels, read_lines, read_status_file
+from weft.scratch import scratch_folder
 
 POLL_S: Final = 0.05
 PATIENCE_S: Final = 3.0
 """How long to look for the rank that is to blame, after a rank has ended because it lost another."""
+END_S: Final = 10.0
+"""How long to wait for a process that was killed; one inside a driver may take for ever."""
 _STATUS: Final = "status"
 
 
 class RankLost(RunError):  # noqa: N818 - it says what happened
-    """A process ended without a word: it was killed, or its device is gone."""
+    """A process ended without a word, or hangs: it was killed or stopped, or its device is gone."""
 
     def __init__(self, message: str, *, device: str) -> None:
         super().__init__(message)
@@ -52,17 +65,29 @@ def run_plan(plan: Plan | str | PathLike[str], model: str, *, options: RunOption
     """
     options = options or RunOptions()
     _check_options(options, threads)
+    check_folders(options, keep)
     given = plan if isinstance(plan, Plan) else load_plan(plan)
-    with tempfile.TemporaryDirectory(prefix="weft-run-") as name:
-        folder = Path(name)
-        save_plan(given, folder / "plan.json")
-        create_status_file(folder / _STATUS, len(given.cluster.devices))
+    with scratch_folder("weft-run-") as folder:
+        _prepare(folder, given)
         with _Ranks(given, _model_argument(model), options, threads, folder) as ranks:
             ranks.wait()
         result = load_result(folder)
         if keep is not None:
-            _keep_files(folder, Path(keep))
+            keep_files(folder, Path(keep))
     return result
+
+
+def _prepare(folder: Path, plan: Plan) -> None:
+    """Write what the ranks find in the folder."""
+    save_plan(plan, folder / "plan.json")
+    num_ranks = len(plan.cluster.devices)
+    try:
+        create_status_file(folder / _STATUS, num_ranks)
+        for rank in range(num_ranks):
+            make_room(folder, rank)
+    except OSError as problem:
+        raise RunError(f"no room for temporary files: {problem}. Make some, or set TMPDIR to another folder"
+                       ) from problem
 
 
 def _check_options(options: RunOptions, threads: int) -> None:
@@ -79,15 +104,8 @@ def _check_options(options: RunOptions, threads: int) -> None:
 
 def _model_argument(model: str) -> str:
     """Return the model with the path of a file made absolute, so that messages name the file fully."""
-    path, colon, function = model.rpartition(":")
-    return f"{Path(path).resolve()}:{function}" if colon and path.endswith(".py") else model
-
-
-def _keep_files(folder: Path, target: Path) -> None:
-    target.mkdir(parents=True, exist_ok=True)
-    for name in ("result.json", "timeline.json.gz", "gradients.npz"):
-        if (folder / name).exists():
-            shutil.copy(folder / name, target / name)
+    path, colon, function = model.partition(".py:")
+    return f"{Path(path).resolve()}.py:{function}" if colon else model
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +125,8 @@ class _Ranks:
                          "--launched-in", str(folder), *_flags(options)]
         self._threads = threads
         self._processes: list[_Process] = []
+        self._observer = Observer(limits_of(plan.search.step_time), self._who)
+        self._looked = time.monotonic()
 
     def __enter__(self) -> _Ranks:
         with socket.create_server(("127.0.0.1", 0), backlog=1024) as listener:
@@ -147,32 +167,64 @@ class _Ranks:
                 if process.child.poll() not in (None, 0):
                     raise self._failure(process)
             running = [process for process in running if process.child.poll() is None]
+            self._look(running)
             time.sleep(POLL_S if running else 0)
+
+    def _look(self, running: list[_Process]) -> None:
+        """Raise if one of the processes hangs, about once in each beat."""
+        elapsed_s = time.monotonic() - self._looked
+        if elapsed_s < BEAT_S:
+            return
+        self._looked += elapsed_s
+        lines = read_lines(self.folder / _STATUS, len(self._processes))
+        describe = describer(lambda rank: read_labels(self.folder / _STATUS, rank))
+        for process in running:
+            line = lines[process.rank]._replace(process=process.child.pid)
+            self._observer.note(process.rank, line, elapsed_s, process=process.child.pid)
+            hang = self._observer.silent(process.rank, describe, is_here=True)
+            if hang is not None:
+                raise self._hung(process.rank, hang.message)
+        hang = self._observer.stuck(len(self._processes), describe)
+        if hang is not None:
+            raise RunError(hang.message) if hang.rank is None else self._hung(hang.rank, hang.message)
+
+    def _hung(self, rank: int, message: str) -> RankLost:
+        return RankLost(f"{message}; all {len(self._processes)} ranks were ended",
+                        device=self.plan.cluster.devices[rank])
+
+    def _who(self, rank: int) -> str:
+        return f"rank {rank} ({self.plan.cluster.devices[rank]})"
 
     def _failure(self, first: _Process) -> WeftError:
         """Return the error of the rank that is to blame: one that was killed or broke, not one that lost another."""
         deadline = time.monotonic() + PATIENCE_S
         while True:
             failed = [item for item in self._processes if item.child.poll() not in (None, 0)]
-            records = {item.rank: self._record(item.rank) for item in failed}
+            records = {item.rank: read_failure(self.folder, item.rank) for item in failed}
             for item in failed:
                 record = records[item.rank]
                 if record is None or record["kind"] == "own":
                     return self._error(item, record)
             if time.monotonic() > deadline:
-                return self._error(first, records[first.rank])
+                return self._keeps_waiting(records[first.rank]) or self._error(first, records[first.rank])
             time.sleep(POLL_S)
 
-    def _record(self, rank: int) -> dict[str, Any] | None:
-        path = self.folder / f"error-{rank}.json"
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+    def _keeps_waiting(self, record: dict[str, Any] | None) -> RankLost | None:
+        """Return the error of a rank that lives and waits for nobody, when one that waited has given up."""
+        lines = read_lines(self.folder / _STATUS, len(self._processes))
+        for process in self._processes:
+            if process.child.poll() is None and not lines[process.rank].is_waiting and record is not None:
+                doing = read_status_file(self.folder / _STATUS, process.rank)
+                return RankLost(f"{self._who(process.rank)} kept another rank waiting while {doing}; that one gave up: "
+                                f"{record['message']}", device=self.plan.cluster.devices[process.rank])
+        return None
 
     def _error(self, process: _Process, record: dict[str, Any] | None) -> WeftError:
         if record is not None and record["is_input"]:
             kind = getattr(weft.errors, record["type"], InputError)
             error: WeftError = kind(record["message"])
             return error
-        who = f"rank {process.rank} ({self.plan.cluster.devices[process.rank]})"
+        who = self._who(process.rank)
         doing = read_status_file(self.folder / _STATUS, process.rank)
         if record is not None:
             return RunError(f"{who} failed while {doing}: {record['message']}")
@@ -189,14 +241,26 @@ class _Ranks:
         return f". Its last words: {lines[-1]}" if lines else ""
 
     def _end_all(self) -> None:
-        for process in self._processes:
-            if process.child.poll() is None:
-                process.child.kill()
-        for process in self._processes:
-            process.child.wait()
-            if process.child.stdin is not None:
-                process.child.stdin.close()
-            process.errors.close()
+        with _undisturbed():
+            for process in self._processes:
+                if process.child.poll() is None:
+                    process.child.kill()
+            for process in self._processes:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.child.wait(timeout=END_S)
+                if process.child.stdin is not None:
+                    process.child.stdin.close()
+                process.errors.close()
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Let signals that end this process wait meanwhile: a second Ctrl-C must not leave processes behind."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _flags(options: RunOptions) -> list[str]:
@@ -207,7 +271,7 @@ def _flags(options: RunOptions) -> list[str]:
     flags += ["--checkpoint", options.checkpoint] if options.checkpoint is not None else []
     flags += ["--checkpoint-every", str(options.checkpoint_every)] if options.checkpoint_every is not None else []
     flags += ["--resume"] * options.resume
-    return flags + ["--verify"] * options.verify + ["--gradients"] * options.gradients
+    return flags + ["--verify"] * options.verify + ["--gradients"] * options.gradients + ["--memory"] * options.memory
 
 
 def _package_root() -> str:

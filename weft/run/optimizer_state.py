@@ -17,8 +17,9 @@ from torch import Tensor
 from weft.errors import InputError
 from weft.plan.sharding import Region
 from weft.run.checkpoint_folder import CheckpointRecord
+from weft.run.dtype_kinds import mismatch
 from weft.run.optimizers import MasterWeights, refresh_masters
-from weft.run.tensor_file import TensorFile
+from weft.run.tensor_file import DTYPES, TensorFile
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class OptimizerState:
         """``parameters`` are what the optimizer changes, ``regions`` which parts of whole parameters with these
         ``shapes`` that is; of those that are ``divided``, other ranks change other rows."""
         self.optimizer = optimizer
+        self.has_masters = isinstance(optimizer, MasterWeights)
         self.kind: str = optimizer.description if isinstance(optimizer, MasterWeights) else type(optimizer).__name__
         self._parameters, self._regions, self._shapes, self._divided = parameters, regions, shapes, divided
         self._has_warned = False
@@ -94,30 +96,88 @@ class OptimizerState:
         """Note that the parameters were changed by somebody else."""
         refresh_masters(self.optimizer)
 
-    def change(self, file: TensorFile | None, record: CheckpointRecord) -> Callable[[], None]:
-        """Return what takes over the state of this rank's parameters; None stands for the file of one without state.
+    def change(self, file: TensorFile | None, record: CheckpointRecord) -> Callable[[], Callable[[], None]]:
+        """Return what takes over the state of this rank's parameters, and returns what undoes that.
 
-        Raise ``InputError`` if it is not that of such an optimizer.
+        None stands for the file of one without state. Raise ``InputError`` if it is not that of such an optimizer; so
+        does the change, after undoing what it did.
         """
         if record.optimizer != self.kind:
             raise InputError(f"the checkpoint was written with {record.optimizer or 'no optimizer'}, but the optimizer "
                              f"is {self.kind}: use the same, or load with optimizer=False to begin with new state")
         if not all(isinstance(group, Mapping) for group in record.groups):
             raise InputError("the checkpoint's options of parameter groups are damaged: they must be objects")
+        self._check_groups(record.groups)
+        if file is not None:
+            self._check_dtypes(file)
 
-        def change() -> None:
-            state = self._read(file, record)
-            packed = self.optimizer.state_dict()
+        def change() -> Callable[[], None]:
+            undo, state, packed = self._undo(), self._read(file, record), self.optimizer.state_dict()
             names = {id(tensor): name for name, tensor in self._parameters.items()}
             for group, saved in zip(self.optimizer.param_groups, packed["param_groups"], strict=True):
                 for tensor, index in zip(group["params"], saved["params"], strict=True):
                     name = names.get(id(tensor))
                     if name in state:
                         packed["state"][index] = state[name]
-            self._set_groups(packed["param_groups"], record.groups)
-            self.optimizer.load_state_dict(packed)
+            try:
+                self._set_groups(packed["param_groups"], record.groups)
+                self.optimizer.load_state_dict(packed)
+            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as problem:
+                undo()
+                raise InputError(f"{self.kind} cannot take over its state from the checkpoint "
+                                 f"({type(problem).__name__}: {problem}): it is damaged. Use an earlier one, or load "
+                                 "with optimizer=False") from problem
+            return undo
 
         return change
+
+    def _undo(self) -> Callable[[], None]:
+        """Return what gives the optimizer the state that it has now."""
+        optimizer, state = self.optimizer, dict(self.optimizer.state)
+        groups = [dict(group) for group in optimizer.param_groups]
+
+        def undo() -> None:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            optimizer.param_groups[:] = groups
+
+        return undo
+
+    def _check_dtypes(self, file: TensorFile) -> None:
+        """Raise ``InputError`` where a stored tensor is not of the kind that the state has, or its parameter.
+
+        Where nothing here says what it must be (``step`` before the first step), it is like others of its key.
+        """
+        others: dict[str, torch.dtype] = {}
+        for entry, item in file.entries.items():
+            name, _, key = entry.rpartition(".")
+            if name not in self._parameters:
+                continue
+            stored, now = DTYPES[item.dtype], self._state(name).get(key)
+            if isinstance(now, Tensor):
+                wanted = now.dtype
+            elif item.shape == self._shapes[name]:
+                wanted = self._parameters[name].dtype
+            else:
+                wanted = others.setdefault(key, stored)
+            problem = mismatch(stored, wanted, where=str(file.path))
+            if problem:
+                raise InputError(f"the optimizer's {entry!r} {problem}. Use an earlier checkpoint, or load with "
+                                 "optimizer=False")
+
+    def _check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ``InputError`` where an option of a parameter group is of another kind than the optimizer's own."""
+        if len(saved) != len(self.optimizer.param_groups):
+            return
+        for index, (group, options) in enumerate(zip(self.optimizer.param_groups, saved, strict=True)):
+            for key, value in options.items():
+                before = group.get(key)
+                is_as_long = isinstance(value, list | tuple) and isinstance(before, tuple) and len(value) == len(before)
+                is_number = isinstance(value, int | float | None)
+                if (isinstance(before, tuple) and not is_as_long) or (
+                        isinstance(before, Tensor | int | float) and not is_number):
+                    raise InputError(f"the checkpoint's groups[{index}].{key} is {value!r:.60}, where {self.kind} has "
+                                     f"{before!r:.60}: it is damaged. Use an earlier one, or load with optimizer=False")
 
     def _read(self, file: TensorFile | None, record: CheckpointRecord) -> dict[str, dict[str, Any]]:
         """Return the state of this rank's parameters by name and key, its parts only."""

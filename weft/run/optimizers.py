@@ -30,7 +30,8 @@ def make_optimizer(tensors: Sequence[torch.nn.Parameter], settings: Optimizer) -
         return None
 
     def make(parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return KINDS[settings.kind](parameters, lr=settings.lr, fused=True)  # one pass over parameters and state
+        fused = not any(item.is_complex() for item in parameters)  # one pass over parameters and state
+        return KINDS[settings.kind](parameters, lr=settings.lr, fused=fused)
 
     return MasterWeights(tensors, make) if any(item.dtype in HALF for item in tensors) else make(tensors)
 

@@ -11,9 +11,10 @@ and calls the same methods. Without ``torchrun`` it is one process, for a plan o
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -21,20 +22,34 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.errors import InputError, ModelError, RunError, WeftError
+from weft.errors import InputError, ModelError, RunError
+from weft.model.autocast import current_autocast
+from weft.model.fidelity import check_trace
+from weft.model.notes import rule_notes
+from weft.model.parts import Verdict
 from weft.model.source import ModelSource
 from weft.model.zoo import Mode
+from weft.plan.cut import check_cut, loss_parts
+from weft.plan.notes import recompute_notes
 from weft.plan.plan import Optimizer, OptimizerKind, Plan, load_plan, parse_plan, plan_to_json
+from weft.plan.program import Program
 from weft.run.__main__ import own_device
+from weft.run.agreement import together
+from weft.run.batches import Batch
 from weft.run.checkpoint import model_state
 from weft.run.prepare import Tracer, connect_ranks, lower_to_run, prepare_rank
 from weft.run.replan import devices_left, plan_again, plan_for
-from weft.run.trainer import NEEDS_WHOLE, Batch, MakeOptimizer, Trainer, without_optimizer
-from weft.run.transport import Transport, torchrun_store
+from weft.run.targets import counted_targets
+from weft.run.trainer import NEEDS_WHOLE, MakeOptimizer, Trainer, without_optimizer
+from weft.run.transport import Transport, meeting_store
+from weft.run.watch import expect_steps, watch_script
+from weft.run.wire import settled
 from weft.run.worker import check_world
 
 if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
+
+log = logging.getLogger(__name__)
 
 NUM_HASHED = 4096
 """Bytes of each parameter and buffer whose order counts when ranks compare their models."""
@@ -64,24 +79,93 @@ def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: 
     if dist.is_initialized():
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
     else:
-        store = torchrun_store(timeout_s, rank=rank) if "MASTER_ADDR" in os.environ else dist.HashStore()
+        store = meeting_store(timeout_s, rank=rank) if "MASTER_ADDR" in os.environ else dist.HashStore()
     where = device or _usual_device()
     transport = Transport(
         rank=rank, num_ranks=num_ranks, device=own_device(where, rank=rank, num_ranks=num_ranks), timeout_s=timeout_s,
         store=store, by_host="," in where)
-    source = source_of_module(model, example_inputs, batch)
-    plan = _shared_plan(transport, lambda: _find_plan(
-        source, cluster_or_plan, batch=batch, microbatches=microbatches, devices=devices, seed=seed,
-        num_ranks=num_ranks, optimizer=_optimizer_kind(optimizer), whole=_needs_whole(optimizer)))
-    check_world(plan, num_ranks)
-    _check_same(model, transport)
-    tracer = Tracer(source)
-    program = lower_to_run(without_optimizer(plan), tracer)
+    watch_script(transport)
+    try:
+        with together(transport, "looking at the arguments"):
+            source, wanted = source_of_module(model, example_inputs, batch), wanted_optimizer(optimizer)
+        plan = _shared_plan(transport, lambda: _find_plan(
+            source, cluster_or_plan, batch=batch, microbatches=microbatches, devices=devices, seed=seed,
+            num_ranks=num_ranks, optimizer=wanted.kind, whole=wanted.is_whole))
+        check_world(plan, num_ranks)
+        expect_steps(plan.search.step_time)
+        _check_same(model, transport)
+        return _make_trainer(model, source, plan, transport, optimizer=optimizer, max_grad_norm=max_grad_norm,
+                             seed=seed)
+    except BaseException:
+        transport.close()
+        raise
+
+
+def _make_trainer(model: torch.nn.Module, source: ModelSource, plan: Plan, transport: Transport, *,
+                  optimizer: MakeOptimizer | None, max_grad_norm: float | None, seed: int) -> Trainer:
+    """Return the rank's part of the model; whatever fails on one rank ends all of them."""
+    autocast = _same_autocast(transport)
+    with together(transport, "tracing the model"):
+        tracer = Tracer(source)
+        program = lower_to_run(without_optimizer(plan), tracer)
+    with together(transport, "trying the model on its example"):
+        examples = source.inputs(plan.model.batch)
+        notes = _try_example(program, tracer, model, examples, transport.device) if transport.rank == 0 else ()
+        targets = counted_targets(tracer.trace, loss_parts(program), batch=plan.model.batch)
+    notes = _announced(transport, (*_notes(program, tracer), *notes))
     connect_ranks(program, tracer, transport)
-    prepared = prepare_rank(program, tracer, transport, seed=seed,
-                            random_seed=transport.share_record(torch.initial_seed()))
-    return Trainer(plan, prepared, transport, state=model_state(model, program, rank=rank, seed=seed),
-                   examples=source.inputs(plan.model.batch), optimizer=optimizer, max_grad_norm=max_grad_norm)
+    random_seed = transport.share_record(torch.initial_seed())
+    with together(transport, "preparing its part of the model"):
+        prepared = prepare_rank(program, tracer, transport, seed=seed, random_seed=random_seed)
+        return Trainer(plan, prepared, transport, optimizer=optimizer, max_grad_norm=max_grad_norm, notes=notes,
+                       state=model_state(model, program, rank=transport.rank, seed=seed), examples=examples,
+                       autocast=autocast, targets=targets)
+
+
+def _same_autocast(transport: Transport) -> str | None:
+    """Return the autocast that is on, which is part of the model; raise ``InputError`` unless it is so on all ranks."""
+    own = current_autocast()
+    expected = transport.share_record(own)
+    with together(transport, "tracing the model"):
+        if own != expected:
+            raise InputError(f"torch.autocast around weft.parallelize is {own or 'off'} here, but {expected or 'off'} "
+                             "on rank 0: it is part of the model and must be the same on all ranks")
+    return own
+
+
+def _try_example(program: Program, tracer: Tracer, model: torch.nn.Module, examples: Sequence[Tensor],
+                 device: torch.device) -> tuple[str, ...]:
+    """Return what is to be noted about the model on its example.
+
+    Raise ``ModelError`` if its trace computes something else, or if its loss is another when the plan cuts the batch.
+    """
+    traced = tracer.trace(program.graph.batch)
+    return (*_judged(check_trace(traced, model, traced.source.inputs(), device=device)),
+            *_judged(check_cut(program.plan, program.graph, model, examples, device=device)))
+
+
+def _judged(verdict: Verdict) -> tuple[str, ...]:
+    """Return a verdict's note, if it has one; raise ``ModelError`` for a problem."""
+    if verdict.problem:
+        raise ModelError(verdict.problem)
+    return (verdict.note,) if verdict.note else ()
+
+
+def _notes(program: Program, tracer: Tracer) -> tuple[str, ...]:
+    """Return what the user should know about the model under the plan."""
+    plan = program.plan
+    notes = (*program.graph.warnings, *recompute_notes(program.graph, plan))
+    if any(len(replica.devices) > 1 for stage in plan.stages for replica in stage.replicas):
+        notes += rule_notes(tracer.trace(program.graph.batch))
+    return notes
+
+
+def _announced(transport: Transport, notes: Sequence[str]) -> tuple[str, ...]:
+    """Return rank 0's notes on all ranks, after it has told them."""
+    if transport.rank == 0:
+        for note in notes:
+            log.warning("note: %s", note)
+    return tuple(transport.share_record(list(notes)))
 
 
 def _usual_device() -> str:
@@ -106,9 +190,14 @@ class _Given(ModelSource):
 def source_of_module(model: torch.nn.Module, example_inputs: Batch, batch: int | None = None) -> ModelSource:
     """Return a module and its inputs as what is traced; ``batch`` is the samples of a step if not those of the example.
     """
-    inputs = (example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs)
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    given = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
+    inputs = tuple(given) if isinstance(given, Sequence) else ()
     if not inputs or not all(isinstance(item, Tensor) for item in inputs):
-        raise ModelError("example_inputs must be a tensor or a tuple of tensors, as the model's forward takes them")
+        kinds = ", ".join(type(item).__name__ for item in inputs) or type(example_inputs).__name__
+        raise ModelError("example_inputs must be a tensor or a tuple of tensors, as the model's forward takes them, "
+                         f"not {kinds}")
     own = inputs[0].shape[0] if inputs[0].ndim else 1
 
     def sample(mode: Mode, wanted: int, seed: int) -> tuple[Tensor, ...]:
@@ -134,7 +223,7 @@ def _check_same(model: torch.nn.Module, transport: Transport) -> None:
 
 def _digest(tensor: Tensor) -> str:
     """Return what differs for tensors that differ: of the first entries a hash, of all a sum, which is quick."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = settled(tensor.detach()).reshape(-1).view(torch.uint8)
     words = data[: data.numel() // 8 * 8].view(torch.int64)
     total = int(words.sum()) + int(data[words.numel() * 8 :].sum())
     return hashlib.sha256(bytes(data[:NUM_HASHED].cpu().numpy()) + str(total).encode()).hexdigest()[:16]
@@ -146,18 +235,10 @@ def _digest(tensor: Tensor) -> str:
 def _shared_plan(transport: Transport, find: Callable[[], Plan]) -> Plan:
     """Return the plan that rank 0 finds, on all ranks; what it raises is raised on all."""
     record: dict[str, Any] = {}
-    problem: WeftError | None = None
-    if transport.rank == 0:
-        try:
-            record = {"plan": plan_to_json(find())}
-        except WeftError as found:
-            problem, record = found, {"problem": str(found)}
-    record = transport.share_record(record)
-    if problem is not None:
-        raise problem
-    if "problem" in record:
-        raise InputError(f"rank 0 has no plan: {record['problem']}")
-    return parse_plan(record["plan"])
+    with together(transport, "finding the plan"):
+        if transport.rank == 0:
+            record = plan_to_json(find())
+    return parse_plan(transport.share_record(record))
 
 
 def _find_plan(source: ModelSource, given: Plan | Cluster | str | PathLike[str], *, batch: int | None,
@@ -180,6 +261,7 @@ def _find_plan(source: ModelSource, given: Plan | Cluster | str | PathLike[str],
     from weft.search.problem import PlanOptions
 
     options = PlanOptions(batch=source.batch, microbatches=microbatches, seed=seed, dtype=_dtype_of(source),
+                          own_dtypes=True,
                           optimizer=Optimizer(kind=optimizer or "adamw"), whole_parameters=whole)
     return plan_for(source, cluster, options)
 
@@ -207,21 +289,27 @@ def _dtype_of(source: ModelSource) -> str:
     return max(counts, key=lambda name: counts[name], default="float32")
 
 
-def _optimizer_kind(make: MakeOptimizer | None) -> OptimizerKind | None:
-    """Return the kind of optimizer whose memory is like that of what the user's function makes."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedOptimizer:
+    """What planning must know about the user's optimizer."""
+
+    kind: OptimizerKind | None = None
+    """The kind whose memory is like its own; None if the plan's is used."""
+    is_whole: bool = False
+    """It looks at parameters as a whole."""
+
+
+def wanted_optimizer(make: MakeOptimizer | None) -> WantedOptimizer:
+    """Return what the user's function makes of a parameter that is a matrix, as some optimizers take no other."""
     if make is None:
-        return None
-    made = _example(make)
+        return WantedOptimizer()
+    if isinstance(make, torch.optim.Optimizer) or not callable(make):
+        name = type(make).__name__
+        raise InputError(f"optimizer is {'an' if name[0] in 'AEIOU' else 'a'} {name}, but it must be a function that "
+                         "returns one for the parameters that this rank holds, such as `lambda ps: "
+                         f"torch.optim.{name if isinstance(make, torch.optim.Optimizer) else 'AdamW'}(ps, lr=1e-3)`")
+    made = make([torch.nn.Parameter(torch.zeros(2, 2))])
+    kind: OptimizerKind = "adamw" if isinstance(made, torch.optim.AdamW) else "adam"
     if isinstance(made, torch.optim.SGD) and not made.defaults.get("momentum"):
-        return "sgd"
-    return "adamw" if isinstance(made, torch.optim.AdamW) else "adam"
-
-
-def _needs_whole(make: MakeOptimizer | None) -> bool:
-    """Return whether the user's optimizer looks at parameters as a whole."""
-    return make is not None and type(_example(make)).__name__ in NEEDS_WHOLE
-
-
-def _example(make: MakeOptimizer) -> object:
-    """Return the user's optimizer for a parameter that is a matrix, as some of them take no other."""
-    return make([torch.nn.Parameter(torch.zeros(2, 2))])
+        kind = "sgd"
+    return WantedOptimizer(kind=kind, is_whole=type(made).__name__ in NEEDS_WHOLE)

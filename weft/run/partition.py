@@ -250,27 +250,38 @@ def _on_device(value: Any, device: torch.device) -> Any:
 
 
 def _copy_shared_outputs(graph: FxGraph) -> None:
-    """Clone the outputs that share memory with an argument, as a run on meta tensors shows."""
+    """Clone the outputs that share memory with an argument, as runs on meta tensors show.
+
+    Arguments are laid out as traced if the same rank has made them, and in one piece if they came in a message: then
+    ``contiguous`` and its like make no copy.
+    """
     end = next(iter(reversed(graph.nodes)))
     results = list(end.args[0])
-    arguments, outputs = _MetaRun(graph).run_stage()
-    storages = {item.untyped_storage()._cdata for item in arguments}
+    shared = _shared_outputs(graph, in_one_piece=False) | _shared_outputs(graph, in_one_piece=True)
     with graph.inserting_before(end):
-        for position, output in enumerate(outputs):
-            if output.untyped_storage()._cdata in storages:
-                results[position] = graph.call_function(torch.ops.aten.clone.default, (results[position],))
+        for position in sorted(shared):
+            results[position] = graph.call_function(torch.ops.aten.clone.default, (results[position],))
     end.args = (tuple(results),)
+
+
+def _shared_outputs(graph: FxGraph, *, in_one_piece: bool) -> set[int]:
+    arguments, outputs = _MetaRun(graph, in_one_piece=in_one_piece).run_stage()
+    storages = {item.untyped_storage()._cdata for item in arguments}
+    return {position for position, output in enumerate(outputs) if output.untyped_storage()._cdata in storages}
 
 
 class _MetaRun(Interpreter):
     """Runs a stage without data; views share their (empty) storage as they will when it runs for real."""
 
-    def __init__(self, graph: FxGraph) -> None:
+    def __init__(self, graph: FxGraph, *, in_one_piece: bool) -> None:
         super().__init__(torch.nn.Module(), graph=graph)
+        self._in_one_piece = in_one_piece
 
     def run_stage(self) -> tuple[list[Tensor], tuple[Tensor, ...]]:
         """Return the arguments and the outputs."""
         arguments = [_meta_like(node) for node in self.graph.nodes if node.op == "placeholder"]
+        if self._in_one_piece:
+            arguments = [item.contiguous() for item in arguments]
         with torch.no_grad():
             return arguments, self.run(*arguments, enable_io_processing=False)
 

@@ -8,12 +8,12 @@ program. Each rank makes values for its own parameters only, and of those that i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from weft.errors import ModelError, PlanError, RunError
+from weft.errors import ModelError, PlanError
 from weft.model.graph import Graph
 from weft.model.source import ModelSource
 from weft.model.trace import TracedModel, trace
@@ -79,8 +79,7 @@ def lower_to_run(plan: Plan, tracer: Tracer) -> Program:
     """Return the program of a plan for a model, checked; raise if the plan is for another or cannot be executed yet."""
     divisions = _divisions(plan)
     traced = tracer.trace(min(min(counts) for counts in divisions), batch_dims=len(divisions) > 1)
-    graph = _bound_graph(plan, traced.graph, tracer.source)
-    program = lower(replace(plan, model=replace(plan.model, digest=graph.digest)), graph)
+    program = lower(plan, traced.graph)
     check_program(program)
     return program
 
@@ -181,23 +180,9 @@ def _divisions(plan: Plan) -> set[tuple[int, ...]]:
             for stage in plan.stages}
 
 
-def _bound_graph(plan: Plan, graph: Graph, source: ModelSource) -> Graph:
-    """Return the graph after making sure that the plan was made for it, in this dtype or another."""
-    if plan.model.digest == graph.digest:
-        return graph
-    floats = {"float64", "float32", "bfloat16", "float16"}
-    for dtype in sorted(floats):
-        dtypes = tuple(dtype if item in floats else item for item in graph.tensor_dtypes)
-        if replace(graph, tensor_dtypes=dtypes).digest == plan.model.digest:
-            return graph
-    hint = f" in {source.dtype}; plan it in that dtype" if source.dtype else "; plan again"
-    raise PlanError(f"model.digest is {plan.model.digest!r} but {graph.name!r} has {graph.digest!r}: the plan was made "
-                    f"for another model, another version of it, or its operators differ{hint}")
-
-
 def _require_same(graph: Graph, other: Graph) -> None:
     if graph.op_names != other.op_names or graph.tensor_names != other.tensor_names:
         mine, theirs = set(graph.op_names), set(other.op_names)
         differing = sorted(mine ^ theirs) or ["their order"]
-        raise RunError(f"the model traced for {graph.batch} and for {other.batch} samples has different operators "
-                       f"({', '.join(differing[:3])}): give all replicas the same share")
+        raise PlanError(f"the model traced for {graph.batch} and for {other.batch} samples has different operators "
+                        f"({', '.join(differing[:3])}): give all replicas the same share")

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from weft.errors import InputError
-from weft.run.tensor_file import TensorFile
+from weft.run.tensor_file import TensorFile, dtype_name
 
 ALONE: Final = "alone"
 """The stream of a process alone: its own generator."""
@@ -108,7 +108,7 @@ class RankRandom:
         found = {}
         for name, state in self.states(rank).items():
             entry = file.entries.get(name)
-            if entry is None or entry.shape != tuple(state.shape):
+            if entry is None or entry.shape != tuple(state.shape) or entry.dtype != dtype_name(state, name):
                 raise InputError(f"{str(file.path)!r} has no state of random numbers {name!r} as this run has it: it "
                                  "was written on another kind of device, or by another version")
             found[name.partition(".")[2]] = file.read(name)

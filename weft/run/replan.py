@@ -22,7 +22,7 @@ def plan_for(source: ModelSource, cluster: Cluster, options: PlanOptions) -> Pla
     """Return the best plan that the planner finds for the model on the cluster."""
     from weft.planning import SearchOptions, search_plans
 
-    best = search_plans(source, cluster, options, SearchOptions()).comparison.best
+    best = search_plans(source, cluster, options, SearchOptions(try_example=False)).comparison.best
     assert best.plan is not None, "the search raises otherwise"
     return best.plan
 
@@ -35,6 +35,7 @@ def plan_again(plan: Plan, source: ModelSource, devices: Sequence[str], *, whole
     from weft.search.problem import PlanOptions
 
     options = PlanOptions(batch=plan.model.batch, mode=plan.model.mode, dtype=plan.model.dtype, seed=plan.search.seed,
+                          own_dtypes=source.dtype is None,
                           optimizer=replace(plan.optimizer, sharded=False), whole_parameters=whole_parameters)
     return plan_for(source, devices_left(cluster_of(plan), devices), options)
 

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import tokenize
+import zipfile
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from os import PathLike
 from pathlib import Path
 from typing import Final
 
@@ -18,13 +23,15 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.errors import InputError, RunError
-from weft.files import decode, encode, load_json, write_atomic
+from weft.files import check_output, decode, encode, load_json, write_atomic, written_together
+from weft.run.memory_report import RankMemory
 from weft.simulate.timeline import Timeline
 from weft.simulate.timeline_file import load_timeline, save_timeline
 
 RESULT_FILE: Final = "result.json"
 TIMELINE_FILE: Final = "timeline.json.gz"
 GRADIENTS_FILE: Final = "gradients.npz"
+FILES: Final = (TIMELINE_FILE, GRADIENTS_FILE, RESULT_FILE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +56,8 @@ class RunOptions:
     """Compare with the original module on one device."""
     gradients: bool = False
     """Collect the gradients of the first step."""
+    memory: bool = False
+    """Measure what every rank holds, in one more step after the measured ones."""
     timeout_s: float = 300.0
     """A message or collective that takes longer than this ends the run."""
     checkpoint: str | None = None
@@ -57,6 +66,13 @@ class RunOptions:
     """Also after every so many steps."""
     resume: bool = False
     """Go on from the latest checkpoint in that folder, if there is one: its steps are counted as taken."""
+
+
+def check_folders(options: RunOptions, output: str | PathLike[str] | None) -> None:
+    """Raise ``InputError`` unless the result and checkpoints could be written where they are to go."""
+    for folder in (output, options.checkpoint):
+        if folder is not None:
+            check_output(Path(folder), is_folder=True)
 
 
 def rank_devices(text: str, num_ranks: int) -> tuple[str, ...]:
@@ -95,6 +111,15 @@ class Verification:
     reference_loss: float
     draws_random: bool = False
     """The model draws random numbers: under another plan it draws others, so that results differ."""
+    reason: str = ""
+    """Why it differs, where that is known: the loss is not a mean over samples, so the batch must not be cut."""
+    float64_error: float | None = None
+    """The largest error of the same step in float64, where this one missed the tolerance; see
+    ``weft.run.verify_again``."""
+    rounding_error: float | None = None
+    """How far one process in the run's dtype is from itself in float64, in the same measure."""
+    note: str = ""
+    """What float64 says, where it does not make the run equal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +139,10 @@ class RunResult:
     gradient_spread: float | None = None
     """The largest difference between the gradients of one parameter on two ranks, where gradients were collected or
     verified."""
+    memory: tuple[RankMemory, ...] | None = None
+    """By rank, the most memory by the account and as measured, where that was asked for."""
+    notes: tuple[str, ...] = ()
+    """What the user should know about the model under the plan."""
 
     @property
     def step_time_s(self) -> float:
@@ -129,18 +158,29 @@ class _Record:
     cpu_s: tuple[float, ...]
     verification: Verification | None
     gradient_spread: float | None = None
+    memory: tuple[RankMemory, ...] | None = None
+    notes: tuple[str, ...] = ()
 
 
 def save_result(result: RunResult, folder: Path) -> None:
-    """Write the result's files into the folder."""
+    """Write the result's files into the folder: all of them, or none and ``InputError``."""
     record = _Record(num_ranks=result.num_ranks, losses=result.losses, step_times_s=result.step_times_s,
-                     cpu_s=result.cpu_s, verification=result.verification, gradient_spread=result.gradient_spread)
-    folder.mkdir(parents=True, exist_ok=True)
-    if result.timeline is not None:
-        save_timeline(result.timeline, folder / TIMELINE_FILE)
-    if result.gradients is not None:
-        np.savez(folder / GRADIENTS_FILE, allow_pickle=False, **result.gradients)
-    write_atomic(folder / RESULT_FILE, json.dumps(_finite(encode(record))))
+                     cpu_s=result.cpu_s, verification=result.verification, gradient_spread=result.gradient_spread,
+                     memory=result.memory, notes=result.notes)
+    with written_together(folder, FILES) as fresh:
+        if result.timeline is not None:
+            save_timeline(result.timeline, fresh / TIMELINE_FILE)
+        if result.gradients is not None:
+            np.savez(fresh / GRADIENTS_FILE, allow_pickle=False, **result.gradients)
+        write_atomic(fresh / RESULT_FILE, json.dumps(finite(encode(record))))
+
+
+def keep_files(folder: Path, target: Path) -> None:
+    """Copy a result's files to another folder: all of them, or none and ``InputError``."""
+    with written_together(target, FILES) as fresh:
+        for name in FILES:
+            if (folder / name).exists():
+                shutil.copy(folder / name, fresh / name)
 
 
 def load_result(folder: Path) -> RunResult:
@@ -149,19 +189,38 @@ def load_result(folder: Path) -> RunResult:
         raise RunError(f"the run left no {RESULT_FILE} in {str(folder)!r}")
     record = decode(_Record, load_json(folder / RESULT_FILE), where=RESULT_FILE)
     result = RunResult(num_ranks=record.num_ranks, losses=record.losses, step_times_s=record.step_times_s,
-                       cpu_s=record.cpu_s, verification=record.verification, gradient_spread=record.gradient_spread)
+                       cpu_s=record.cpu_s, verification=record.verification, gradient_spread=record.gradient_spread,
+                       memory=record.memory, notes=record.notes)
     if (folder / TIMELINE_FILE).exists():
         result = replace(result, timeline=load_timeline(folder / TIMELINE_FILE))
     if (folder / GRADIENTS_FILE).exists():
-        with np.load(folder / GRADIENTS_FILE, allow_pickle=False) as stored:
-            result = replace(result, gradients={name: stored[name] for name in stored.files})
+        result = replace(result, gradients=_load_gradients(folder / GRADIENTS_FILE))
     return result
 
 
-def _finite(value: object) -> object:
+def _load_gradients(path: Path) -> dict[str, npt.NDArray[np.float64]]:
+    """Return the arrays in the file, which are as large as the file says and no larger than it is."""
+    try:
+        with zipfile.ZipFile(path) as members:
+            if any(item.file_size > path.stat().st_size for item in members.infolist()):
+                raise InputError(f"{str(path)!r} is not a file of gradients: its parts are larger than the file")
+        with np.load(path, allow_pickle=False) as stored:
+            return {name: _real(stored[name], name, path) for name in stored.files}
+    except (OSError, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error,
+            SyntaxError, tokenize.TokenError) as problem:
+        raise InputError(f"{str(path)!r} is not a readable file of gradients: {problem}") from problem
+
+
+def _real(array: object, name: str, path: Path) -> npt.NDArray[np.float64]:
+    if not isinstance(array, np.ndarray) or array.dtype != np.float64:
+        raise InputError(f"{str(path)!r}: {name!r} is no array of float64")
+    return array
+
+
+def finite(value: object) -> object:
     """Return the value with infinities, which JSON does not have, as a very large number."""
     if isinstance(value, float) and not -1e308 < value < 1e308:
         return 1e308
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list) else value

@@ -94,6 +94,7 @@ class StateShares:
     def spread(self) -> None:
         """Bring what every rank has changed to all others that hold it."""
         for item in self._shared:
+            self._transport.status.begin_wait()
             data = item.parameter.data
             if item.own is None:
                 wire = self._transport.on_wire(data)
@@ -102,6 +103,7 @@ class StateShares:
                     data.copy_(wire)
             else:
                 self._gather(item, data)
+            self._transport.status.end_wait()
 
     def _gather(self, item: _Shared, data: Tensor) -> None:
         rows = max(last - first for first, last in zip(item.bounds, item.bounds[1:], strict=False))

@@ -22,6 +22,7 @@ from torch import Tensor
 from weft.errors import InputError
 from weft.files import parse_json
 from weft.plan.sharding import Region
+from weft.run.checksums import Checksum
 from weft.run.shard_parameters import cut_region
 
 DTYPES: Final = {
@@ -70,6 +71,8 @@ class TensorWriter:
         self.path, self.entries, self.names = path, entries, file_order(entries)
         self._stream: IO[bytes] = open(path, "wb")  # noqa: SIM115 - closed in close
         self._num_written = 0
+        self.checksum = Checksum()
+        """Of all that was written so far."""
         self._write_header()
 
     def _write_header(self) -> None:
@@ -82,14 +85,18 @@ class TensorWriter:
             offset = span[1]
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % _LENGTH_BYTES)
-        self._stream.write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+        self._write(len(text).to_bytes(_LENGTH_BYTES, "little") + text)
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self.checksum.add(data)
+        self._stream.write(data)
 
     def write(self, tensor: Tensor) -> None:
         """Write the next tensor; it has the dtype and size that its entry says, in any shape."""
         entry = self.entries[self.names[self._num_written]]
-        data = tensor.detach().cpu().contiguous().reshape(-1)
+        data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         assert (data.dtype, data.numel()) == (DTYPES[entry.dtype], math.prod(entry.shape)), "as the header says"
-        self._stream.write(memoryview(data.view(torch.uint8).numpy()))
+        self._write(memoryview(data.view(torch.uint8).numpy()))
         self._num_written += 1
 
     def close(self) -> None:

@@ -7,6 +7,7 @@ they have the same gradients.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,22 +19,36 @@ import torch
 from torch import Tensor
 
 from weft.errors import InputError, RunError
+from weft.model.autocast import autocast_off
 from weft.plan.lower import lower
 from weft.plan.plan import Optimizer, Plan
+from weft.run.batches import Batch, Batches
 from weft.run.checkpoint import Checkpoints, ModelState
 from weft.run.checkpoint_folder import CheckpointRecord
 from weft.run.executor import Executor
 from weft.run.optimizers import make_optimizer
 from weft.run.overlap import with_gradient
 from weft.run.prepare import Prepared
-from weft.run.status import StatusLine
+from weft.run.status import Milestone
+from weft.run.targets import CountedTargets
 from weft.run.transport import Transport
 
 MakeOptimizer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
-Batch: TypeAlias = Tensor | Sequence[Tensor]
 
 NEEDS_WHOLE = ("Adafactor", "LBFGS", "Muon", "Shampoo", "SOAP")
 """Optimizers that look at a parameter as a whole: they give other results for its parts."""
+
+
+def _in_step(method: Callable[[Trainer, Batch], float]) -> Callable[[Trainer, Batch], float]:
+    """Return the method so that what comes after it, or after its failure, counts as time of the script."""
+    @functools.wraps(method)
+    def call(self: Trainer, batch: Batch) -> float:
+        try:
+            return method(self, batch)
+        finally:
+            self.transport.status.set(Milestone.BETWEEN)
+
+    return call
 
 
 class Trainer(torch.nn.Module):
@@ -44,20 +59,24 @@ class Trainer(torch.nn.Module):
     """
 
     def __init__(self, plan: Plan, prepared: Prepared, transport: Transport, *, state: ModelState,
-                 examples: Sequence[Tensor], optimizer: MakeOptimizer | None, max_grad_norm: float | None) -> None:
-        """``examples`` are inputs of a whole batch, on any device."""
+                 examples: Sequence[Tensor], optimizer: MakeOptimizer | None, max_grad_norm: float | None,
+                 autocast: str | None = None, targets: Sequence[CountedTargets] = (),
+                 notes: tuple[str, ...] = ()) -> None:
+        """``examples`` are inputs of a whole batch, on any device; ``autocast`` what was on when it was traced."""
         super().__init__()
-        self.plan, self.transport = plan, transport
+        self.plan, self.transport, self.notes = plan, transport, notes
+        """The notes are what the user should know about the model under this plan."""
         self.num_steps = 0
         """Steps taken since the beginning, those before a checkpoint that was loaded included."""
         self.gradient_norm = math.nan
         """Of the last step, before clipping; not computed unless ``max_grad_norm`` is given."""
         self._prepared, self._tensors = prepared, prepared.parameters.tensors
         self._max_grad_norm = max_grad_norm
-        self._expected = [(name, tuple(item.shape), item.dtype)
-                          for name, item in zip(prepared.input_names, examples, strict=True)]
+        expected = [(name, tuple(item.shape), item.dtype)
+                    for name, item in zip(prepared.input_names, examples, strict=True)]
+        self._batches = Batches(transport, expected, num_samples=plan.model.batch, autocast=autocast, targets=targets)
         self.executor = Executor(prepared.program, stages=prepared.stages, parameters=prepared.parameters,
-                                  transport=transport, status=StatusLine(), factors=prepared.factors)
+                                  transport=transport, status=transport.status, factors=prepared.factors)
         self._evaluator: Executor | None = None
         self.optimizer = self._make_optimizer(optimizer)
         """Of this rank's parameters; None where the plan has none and none was given."""
@@ -93,43 +112,32 @@ class Trainer(torch.nn.Module):
 
     # ---- steps ------------------------------------------------------------------------------------------------------
 
+    @_in_step
     def step(self, batch: Batch) -> float:
         """Return the loss of the batch, the same on all ranks, after one training step on it.
 
         ``batch`` is what the model's forward takes, for all samples: a tensor, or several in a tuple or list. Every
         rank gets the same and uses its samples of it.
         """
-        self.executor.load(self._inputs(batch))
-        self.executor.step(self.num_steps)
-        self._prepared.buffer_shares.spread()
-        loss = self.transport.total(self.executor.take_loss())
-        if self._max_grad_norm is not None:
-            self._clip(self._max_grad_norm)
-        if self.optimizer is not None:
-            self.executor.shares.take_gradients()
-            self.optimizer.step()
-            self.executor.shares.spread()
+        inputs = self._batches.take(batch, "step")
+        with autocast_off():  # where it was on when the model was traced, its casts are in the graph
+            self.executor.load(inputs)
+            self.executor.step(self.num_steps)
+            self._prepared.buffer_shares.spread()
+            loss = self.transport.total(self.executor.take_loss())
+            self.transport.status.set(Milestone.UPDATING)
+            if self._max_grad_norm is not None:
+                self._clip(self._max_grad_norm)
+            if self.optimizer is not None:
+                self.executor.shares.take_gradients()
+                self.optimizer.step()
+                self.executor.shares.spread()
         self.num_steps += 1
         return loss
 
-    def _inputs(self, batch: Batch) -> dict[str, Tensor]:
-        if isinstance(batch, Mapping):
-            raise InputError("the batch is a dictionary: give its tensors in the order in which the model's forward "
-                             f"takes them ({', '.join(name for name, _, _ in self._expected)})")
-        given = [batch] if isinstance(batch, Tensor) else list(batch)
-        if len(given) != len(self._expected):
-            raise InputError(f"the batch has {len(given)} tensors, but the model takes {len(self._expected)} "
-                             f"({', '.join(name for name, _, _ in self._expected)})")
-        for value, (name, shape, dtype) in zip(given, self._expected, strict=True):
-            if tuple(value.shape) != shape or value.dtype != dtype:
-                raise InputError(f"{name!r} in the batch is {value.dtype} of {tuple(value.shape)}, but the plan is for "
-                                 f"{dtype} of {shape}: batches must be like the example, with {self.plan.model.batch} "
-                                 "samples")
-        return {name: value for (name, _, _), value in zip(self._expected, given, strict=True)}
-
     def _clip(self, limit: float) -> None:
         """Scale the gradients of all ranks so that their norm together is at most ``limit``."""
-        squares = [torch.linalg.vector_norm(tensor.grad, dtype=torch.float64).square() for tensor in self._owned
+        squares = [_norm(tensor.grad).square() for tensor in self._owned
                    if tensor.grad is not None and tensor.requires_grad]
         self.gradient_norm = math.sqrt(self.transport.total(float(torch.stack(squares).sum()) if squares else 0.0))
         factor = limit / (self.gradient_norm + 1e-6)
@@ -138,6 +146,7 @@ class Trainer(torch.nn.Module):
                 if tensor.grad is not None:
                     tensor.grad.mul_(factor)
 
+    @_in_step
     def eval_loss(self, batch: Batch) -> float:
         """Return the loss of a batch, the same on all ranks, and change nothing.
 
@@ -146,14 +155,15 @@ class Trainer(torch.nn.Module):
         if self._evaluator is None:
             self._evaluator = self._make_evaluator()
         evaluator, graph = self._evaluator, self._prepared.program.graph
-        evaluator.load(self._inputs(batch))
-        evaluator.step()
+        inputs = self._batches.take(batch, "eval_loss")
+        with autocast_off():
+            evaluator.load(inputs)
+            evaluator.step()
         name, loss = graph.tensor_names[graph.outputs[0]], 0.0
         for instance, _, values in evaluator.take_results():
-            outputs = self._prepared.stages[instance].module.outputs
-            if name in outputs:
+            if name in values:
                 weight = evaluator.program.instances[instance].num_samples / self.plan.model.batch
-                loss += weight * float(values[outputs.index(name)].double())
+                loss += weight * float(values[name].double())
         return self.transport.total(loss)
 
     def forward(self, *batch: Tensor) -> float:
@@ -171,7 +181,7 @@ class Trainer(torch.nn.Module):
             device: tuple(token for token in tokens if token.split(":")[1] == "F")
             for device, tokens in program.plan.order.items()})
         return Executor(lower(plan, program.graph), stages=stages, parameters=self._prepared.parameters,
-                        transport=self.transport, status=StatusLine())
+                        transport=self.transport, status=self.transport.status)
 
     # ---- state ------------------------------------------------------------------------------------------------------
 
@@ -247,6 +257,13 @@ class Trainer(torch.nn.Module):
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
+
+
+def _norm(gradient: Tensor) -> Tensor:
+    """Return the norm of a gradient in double precision."""
+    dtype = torch.complex128 if gradient.is_complex() else torch.float64
+    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)
+    return norm
 
 
 def without_optimizer(plan: Plan) -> Plan:

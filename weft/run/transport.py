@@ -24,23 +24,25 @@ from torch import Tensor
 
 from weft.errors import RunError
 from weft.run.exchange_group import ExchangeGroup
+from weft.run.failures import PeerLost, failure
 from weft.run.staging import OnHost, Staging, Work
-
-
-class PeerLost(RunError):  # noqa: N818 - it says what happened
-    """A message or collective failed: most likely another rank is gone, and the fault lies there."""
+from weft.run.status import StatusLine
+from weft.run.wire import moved_per_entry, settled, to_add, to_move
 
 
 class Transport:
     """The connections of one rank; use as a context manager or call ``close``."""
 
     def __init__(self, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float = 300.0,
-                 store: Any = None, by_host: bool = False) -> None:
+                 store: Any = None, by_host: bool = False, status: StatusLine | None = None) -> None:
         """Connect to the ranks that meet at ``store``, or else at ``MASTER_ADDR:MASTER_PORT``.
 
         ``by_host``, the same on all ranks: messages between GPUs pass through the hosts' memory. Where the process has
-        connected to the other ranks before, those connections are used.
+        connected to the other ranks before, those connections are used. While the rank waits for another, its line
+        ``status`` says so.
         """
+        self.status = status or StatusLine(rank=rank)
+        self.status.is_cpu = device.type == "cpu"
         self.rank, self.num_ranks, self.device = rank, num_ranks, device
         self.staging = Staging(device) if by_host and device.type != "cpu" else None
         """Where messages pass through the host's memory."""
@@ -94,9 +96,10 @@ class Transport:
         """Start sending a contiguous tensor; it must stay as it is until the work is done."""
         def start(sent: Tensor) -> Work:
             try:
-                work: Work = self._backend.send([sent], target, tag)
+                work: Work = self._backend.send([to_move(settled(sent))], target, tag)
             except RuntimeError as problem:
-                raise PeerLost(f"rank {self.rank} lost rank {target}: {problem}") from problem
+                raise failure(problem, lost=f"rank {self.rank} lost rank {target}",
+                              doing=f"sending {_what(sent)} from rank {self.rank} to rank {target}") from problem
             return work
 
         return start(tensor) if self.staging is None else self.staging.send(tensor, start)
@@ -105,18 +108,19 @@ class Transport:
         """Start receiving into a contiguous tensor."""
         received = tensor if self.staging is None else self.staging.room(tensor.shape, tensor.dtype)
         try:
-            work: Work = self._backend.recv([received], source, tag)
+            work: Work = self._backend.recv([to_move(received)], source, tag)
         except RuntimeError as problem:
-            raise PeerLost(f"rank {self.rank} lost rank {source}: {problem}") from problem
+            raise failure(problem, lost=f"rank {self.rank} lost rank {source}",
+                          doing=f"receiving {_what(tensor)} on rank {self.rank} from rank {source}") from problem
         return work if received is tensor else OnHost(work, received, tensor)
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
         """Start replacing the tensor by its sum over ``ranks``."""
         def start(summed: Tensor) -> Work:
             try:
-                work: Work = self._exchange_groups[ranks].allreduce([summed])
+                work: Work = self._exchange_groups[ranks].allreduce([to_add(summed)])
             except RuntimeError as problem:
-                raise PeerLost(f"rank {self.rank} lost one of the ranks {ranks}: {problem}") from problem
+                raise self._failure(problem, f"adding up {_what(summed)}", ranks) from problem
             return work
 
         return start(tensor) if self.staging is None else self.staging.send(tensor, start, brings_back=True)
@@ -128,37 +132,47 @@ class Transport:
         result = self.on_wire(tensor.clone(memory_format=torch.contiguous_format))
         options = dist.AllreduceOptions()
         options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
-        return self._collect(lambda group: group.allreduce([result], options), result, ranks)
+        return self._collect(lambda group: group.allreduce([to_add(result, how)], options), result, ranks, "adding up")
 
     def gathered(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Return the tensors of ``ranks``, which have one shape, one after the other along a new first dimension."""
-        sent = self.on_wire(tensor.contiguous())
+        sent = self.on_wire(settled(tensor))
         result = self._room((len(ranks), *sent.shape), sent.dtype)
-        return self._collect(lambda group: group._allgather_base(result.view(-1), sent.view(-1)), result, ranks)
+        return self._collect(lambda group: group._allgather_base(to_move(result).view(-1), to_move(sent).view(-1)),
+                             result, ranks, "gathering")
 
     def sum_scattered(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Return this rank's entry, along the first dimension, of the sum of the tensor over ``ranks``."""
-        sent = self.on_wire(tensor.contiguous())
+        sent = self.on_wire(settled(tensor))
         result = self._room(sent.shape[1:], sent.dtype)
-        return self._collect(lambda group: group._reduce_scatter_base(result.view(-1), sent.view(-1)), result, ranks)
+        return self._collect(lambda group: group._reduce_scatter_base(to_add(result).view(-1), to_add(sent).view(-1)),
+                             result, ranks, "adding up and scattering")
 
     def all_to_all(self, flat: Tensor, ranks: tuple[int, ...], *, sent: list[int], received: list[int]) -> Tensor:
         """Return what ``ranks`` have for this one; ``flat`` is what this one has for them, in pieces of these sizes."""
-        given = self.on_wire(flat.contiguous())
-        result = self._room((sum(received),), given.dtype)
-        return self._collect(lambda group: group.alltoall_base(result, given, received, sent), result, ranks)
+        given = self.on_wire(settled(flat))
+        result, scale = self._room((sum(received),), given.dtype), moved_per_entry(given.dtype)
+        return self._collect(lambda group: group.alltoall_base(
+            to_move(result), to_move(given), [scale * size for size in received], [scale * size for size in sent]),
+            result, ranks, "exchanging")
 
     def on_wire(self, tensor: Tensor) -> Tensor:
         """Return the tensor where the backend can take it: itself, or a copy in the host's memory."""
         return tensor if self.staging is None else self.staging.copy(tensor)
 
-    def _collect(self, start: Callable[[Any], Work], result: Tensor, ranks: tuple[int, ...]) -> Tensor:
+    def _collect(self, start: Callable[[Any], Work], result: Tensor, ranks: tuple[int, ...], verb: str) -> Tensor:
         """Return the result of a collective, on the rank's device, when it is done."""
+        self.status.begin_wait()
         try:
             start(self._groups[ranks]).wait()
         except RuntimeError as problem:
-            raise PeerLost(f"rank {self.rank} lost one of the ranks {ranks}: {problem}") from problem
+            raise self._failure(problem, f"{verb} {_what(result)}", ranks) from problem
+        self.status.end_wait()
         return result if self.staging is None else result.to(self.device)
+
+    def _failure(self, problem: RuntimeError, doing: str, ranks: tuple[int, ...]) -> RunError:
+        return failure(problem, lost=f"rank {self.rank} lost one of the ranks {ranks}",
+                       doing=f"{doing} over the ranks {ranks}")
 
     def _room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return room for what a collective brings, where the backend can put it."""
@@ -203,7 +217,7 @@ class Transport:
         header = torch.zeros(1, dtype=torch.int64)
         if self.rank == source:
             assert tensor is not None
-            data = tensor.detach().cpu().contiguous().view(torch.uint8)
+            data = settled(tensor.detach()).cpu().view(torch.uint8)
             header[0] = data.numel()
             self._finish(self._cpu.send([header], 0, self._record_tag))
             self._finish(self._cpu.send([data], 0, self._record_tag))
@@ -214,10 +228,13 @@ class Transport:
         return received
 
     def _finish(self, work: Work) -> None:
+        self.status.begin_wait()
         try:
             work.wait()
         except RuntimeError as problem:
-            raise PeerLost(f"rank {self.rank} lost another rank: {problem}") from problem
+            raise failure(problem, lost=f"rank {self.rank} lost another rank",
+                          doing=f"a message of rank {self.rank} about the run") from problem
+        self.status.end_wait()
 
     def clock_offset_s(self, rounds: int = 8) -> float:
         """Return what to add to this rank's ``time.perf_counter`` to get rank 0's; zero on the same machine.
@@ -236,10 +253,14 @@ class Transport:
 
     def machines(self) -> list[int]:
         """Return a number for each rank; ranks on one machine have the same."""
-        mine = torch.zeros(self.num_ranks, dtype=torch.int64)
-        mine[self.rank] = _machine_number()
-        self._finish(self._cpu.allreduce([mine]))
-        return [int(value) for value in mine]
+        return self.numbers(_machine_number())
+
+    def numbers(self, own: int) -> list[int]:
+        """Return the whole number of each rank, on all ranks."""
+        found = torch.zeros(self.num_ranks, dtype=torch.int64)
+        found[self.rank] = own
+        self._finish(self._cpu.allreduce([found]))
+        return [int(value) for value in found]
 
     def _ping(self, other: int) -> tuple[float, float]:
         """Return (round trip, offset) on rank ``other``."""
@@ -281,6 +302,10 @@ class Transport:
             dist.destroy_process_group()
 
 
+def _what(tensor: Tensor) -> str:
+    return f"a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {tuple(tensor.shape)}"
+
+
 def open_store(*, listen_fd: int | None, timeout_s: float, serve: bool = False) -> Any:
     """Return the store at ``MASTER_ADDR:MASTER_PORT``.
 
@@ -300,8 +325,8 @@ def open_store(*, listen_fd: int | None, timeout_s: float, serve: bool = False) 
     return store if attempt is None or not is_one_host else dist.PrefixStore(f"weft-attempt-{attempt}", store)
 
 
-def torchrun_store(timeout_s: float, *, rank: int) -> Any:
-    """Return the store that ``torchrun`` serves, of this attempt; else one that rank 0 serves while its process lives.
+def meeting_store(timeout_s: float, *, rank: int) -> Any:
+    """Return where the ranks meet: the store of ``torchrun``'s attempt, else one of rank 0 while its process lives.
 
     With a store for each connection instead, a rank could meet the one that another is about to close.
     """

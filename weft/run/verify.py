@@ -1,9 +1,7 @@
 """Does a run equal one device? The original module, eager, on the whole batch, against what the ranks computed.
 
-Both start from the same parameters and inputs. The error of a gradient is the largest absolute difference over its
-elements, divided by the largest absolute value of the reference gradient; that divisor is at least ``FLOOR`` times the
-largest absolute value over all gradients of the model, since some gradients are zero up to rounding (the bias of
-attention keys). The error of the loss is relative to the loss.
+Both start from the same parameters and inputs. Errors are those of ``weft.model.differences``; that of the loss is
+relative to the loss.
 
 A model that takes statistics over the samples it sees (batch norm in training) gives other results for micro-batches
 than for the batch, on one device too: for such a model the reference takes the same micro-batches, one after the other.
@@ -19,10 +17,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from weft.model.differences import least_divisor, relative_error
+from weft.run.grouped_products import GroupedProducts
+from weft.run.parameters import Parameters
 from weft.run.result import Verification
 
-FLOOR: Final = 1e-2
-"""Gradients smaller than this part of the model's largest are compared on that scale."""
 TOLERANCES: Final = {torch.float64: 1e-10, torch.float32: 1e-5, torch.float16: 2e-2, torch.bfloat16: 5e-2}
 """Largest error that counts as equal, by dtype."""
 
@@ -55,19 +54,21 @@ def reference_run(module: torch.nn.Module, inputs: Sequence[Tensor], *, training
 
 
 def _outputs(module: torch.nn.Module, inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    return tuple(item for item in pytree.tree_leaves(module(*inputs)) if isinstance(item, Tensor))
+    with GroupedProducts():
+        results = module(*inputs)
+    return tuple(item for item in pytree.tree_leaves(results) if isinstance(item, Tensor))
 
 
 def verify_training(reference: Reference, *, loss: float, gradients: Iterable[tuple[str, int, Tensor]],
                     dtype: torch.dtype) -> Verification:
     """Return how far the loss and the gradients, given as (name, rank, value), are from the reference."""
     expected = float(reference.outputs[0].double())
-    scale = max((float(item.abs().max()) for item in reference.gradients.values() if item.numel()), default=0.0)
+    floor = least_divisor(reference.gradients.values())
     worst, largest, count, seen = "", 0.0, 0, set()
     for name, rank, value in gradients:
         if name not in reference.gradients:
             continue
-        error = relative_error(value, reference.gradients[name], floor=FLOOR * scale)
+        error = relative_error(value, reference.gradients[name], floor=floor)
         count += 1
         seen.add(name)
         if not error <= largest:
@@ -90,12 +91,7 @@ def verify_inference(reference: Reference, outputs: Mapping[int, Tensor], *, dty
                         reference_loss=0.0)
 
 
-def relative_error(value: Tensor, expected: Tensor, *, floor: float = 0.0) -> float:
-    """Return the largest absolute difference over the largest absolute expected value (at least ``floor``)."""
-    if expected.numel() == 0:
-        return 0.0
-    value, expected = value.double().cpu(), expected.double().cpu()
-    difference = float((value - expected).abs().max())
-    if difference != difference:
-        return float("inf")
-    return difference / max(float(expected.abs().max()), floor, 1e-300)
+def copy_gradients(parameters: Parameters) -> dict[str, Tensor]:
+    """Return copies of all gradients of a rank, by parameter."""
+    return {name: parameters.gradient(name).detach().clone()
+            for name, tensor in parameters.tensors.items() if tensor.requires_grad}

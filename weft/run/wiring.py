@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.model.graph import TensorRole
+from weft.model.graph import Graph, TensorRole
 from weft.plan.program import Channel, Instruction, Op, Phase, Program
-from weft.run.cells import Buffers, Cell
+from weft.run.cells import Buffers, Cell, occupy
 from weft.run.routes import Piece, Routes, Rows, rows_of
 from weft.run.stage import Stage
 
@@ -97,9 +97,11 @@ class Wiring:
         self.released.setdefault(max(self.readers.compute[user] for user in users), []).append(buffer)
         return buffer
 
-    def release_buffers(self, position: int) -> None:
-        """Take back the buffers that nobody reads after an instruction."""
-        self.buffers.give(self.released.pop(position, ()))
+    def release_buffers(self, position: int) -> list[Tensor]:
+        """Take back the buffers that nobody reads after an instruction, and return them."""
+        released = self.released.pop(position, [])
+        self.buffers.give(released)
+        return released
 
     # ---- arguments --------------------------------------------------------------------------------------------------
 
@@ -166,14 +168,13 @@ class Wiring:
         item, value = self.program.instances[key[0]], self.value(key[0], tensor)
         whole = self.take_buffer(value, None, [key])
         leaf = _leaf(whole, is_leaf)
-        steps: list[tuple[Tensor, Fetch]] = []
-        for piece in pieces:
-            rows = rows_of(piece.samples, item, value.shape[0])
-            steps.append((whole if rows is None else rows.of(whole), self._piece_of_input(piece, key, tensor)))
+        steps = [(rows_of(piece.samples, item, value.shape[0]), self._piece_of_input(piece, key, tensor))
+                 for piece in pieces]
 
         def fetch() -> Tensor:
-            for target, source in steps:
-                target.copy_(source())
+            occupy(whole)
+            for rows, source in steps:
+                (whole if rows is None else rows.of(whole)).copy_(source())
             return leaf
 
         return fetch
@@ -214,7 +215,8 @@ class Wiring:
                 return seed
             sources.append((None, lambda: seed))
         elif len(pieces) == 1 and pieces[0].channel >= 0 and pieces[0].samples is None:
-            return self._arrived(pieces[0], microbatch, tensor)
+            arrived = self._arrived(pieces[0], microbatch, tensor)
+            return arrived.clone if _is_of_parameters(self.graph, tensor) else arrived
         for piece in pieces:
             rows = rows_of(piece.samples, item, value.shape[0]) if piece.samples is not None else None
             sources.append((rows, self._piece_of_gradient(piece, key, tensor)))
@@ -223,7 +225,7 @@ class Wiring:
     def _piece_of_gradient(self, piece: Piece, key: Key, tensor: int) -> Callable[[], Tensor | None]:
         if piece.channel >= 0:
             arrived = self._arrived(piece, key[1], tensor)
-            return lambda: arrived
+            return arrived.clone if _is_of_parameters(self.graph, tensor) else lambda: arrived
         cell, names = self.cells[piece.instance, key[1]], self.stages[piece.instance].module.inputs
         place = [names[leaf] for leaf in self.leaf_places(piece.instance)].index(self.graph.tensor_names[tensor])
         rows = None
@@ -236,6 +238,24 @@ class Wiring:
             return gradient if rows is None or gradient is None else rows.of(gradient)
 
         return fetch
+
+
+def _is_of_parameters(graph: Graph, tensor: int) -> bool:
+    """Return whether a tensor is made of nothing but parameters and constants.
+
+    Its gradient may become a parameter's as it is, or a view of it may: then it must not lie in a buffer that the next
+    message is received in.
+    """
+    todo, seen = [tensor], {tensor}
+    while todo:
+        producer = int(graph.tensor_producer[todo.pop()])
+        for item in graph.op_inputs(producer).tolist() if producer >= 0 else ():
+            if graph.tensor_role[item] == TensorRole.INPUT:
+                return False
+            if item not in seen:
+                seen.add(item)
+                todo.append(item)
+    return True
 
 
 def _leaf(buffer: Tensor, needs_gradient: bool) -> Tensor:

@@ -8,30 +8,37 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
-from torch import Tensor
+import torch
 
 from weft.errors import InputError, RunError
+from weft.model.fidelity import check_trace
 from weft.model.source import ModelSource, resolve_model
+from weft.model.weights import materialize
+from weft.plan.cut import check_cut
+from weft.plan.notes import recompute_notes
 from weft.plan.plan import Plan
 from weft.run.checkpoint import Checkpoints, model_state
-from weft.run.collect import Measured, collect, inspect
+from weft.run.collect import Measured, collect, inspect, run_dtype
 from weft.run.executor import Executor
-from weft.run.parameters import Parameters
+from weft.run.memory_collect import add_memory
+from weft.run.memory_meter import measure_step
 from weft.run.prepare import Prepared, Tracer, connect_ranks, lower_to_run, prepare_rank
-from weft.run.result import RunOptions, RunResult
+from weft.run.result import RunOptions, RunResult, Verification
 from weft.run.status import Milestone, StatusLine
 from weft.run.transport import Transport
+from weft.run.verify import copy_gradients
+from weft.run.verify_again import FirstStep, verify_again
 
 MAX_TIMED_STEPS: Final = 64
 """Times of single instructions are kept for the last so many steps."""
 
 
 def resolve_source(plan: Plan, model: str, options: RunOptions) -> ModelSource:
-    """Return the model to run, in the plan's mode, and in the dtype of the options or else of the plan."""
+    """Return the model to run, in the plan's mode, and in the dtype of the options or else as planned."""
     source = resolve_model(model, mode=plan.model.mode)
     if not isinstance(source, ModelSource):
         raise RunError(f"{model!r} is a graph without a module: only PyTorch models can be run")
-    return source.with_dtype(options.dtype or plan.model.dtype)
+    return source.with_dtype(options.dtype or plan.model.conversion)
 
 
 def check_world(plan: Plan, num_ranks: int) -> None:
@@ -65,18 +72,50 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
         saving = _Saving(options, Checkpoints(prepared, transport, plan=plan, state=state,
                                               optimizer=executor.optimizer, shares=executor.shares))
     measured = _run_steps(executor, prepared, options, status, saving)
+    metered = None
+    if options.memory:
+        transport.barrier()
+        metered = measure_step(executor, buffers=prepared.buffers.values(), number=options.warmup + options.steps)
     status.set(Milestone.COLLECTING)
     result = collect(program, measured, transport)
+    if metered is not None:
+        result = add_memory(result, program, metered, source=tracer.source, transport=transport)
     if options.verify or options.gradients:
         inspected = inspect(program, prepared, measured, options, source=tracer.source, transport=transport,
                             status=status)
         draws = transport.total(float(prepared.random.is_used)) > 0
+        check = inspected.verification
+        if check is not None:
+            check = _with_reason(replace(check, draws_random=draws), prepared, tracer, options)
+        misses = (check is not None and not (check.passed or check.reason or draws)
+                  and run_dtype(program) != torch.float64)
+        if transport.share_record(misses):
+            del executor, prepared, measured
+            first = FirstStep(check=check, reference=inspected.reference)
+            check = verify_again(plan, tracer, options, first, transport=transport, status=status, adjust=adjust)
         if result is not None:
-            check = inspected.verification
-            result = replace(result, verification=None if check is None else replace(check, draws_random=draws),
-                             gradients=inspected.gradients, gradient_spread=inspected.gradient_spread)
+            result = replace(result, verification=check, gradients=inspected.gradients,
+                             gradient_spread=inspected.gradient_spread)
     status.set(Milestone.DONE)
-    return result
+    notes = (*program.graph.warnings, *recompute_notes(program.graph, plan))
+    return None if result is None else replace(result, notes=notes)
+
+
+def _with_reason(check: Verification, prepared: Prepared, tracer: Tracer, options: RunOptions) -> Verification:
+    """Return a verification after looking whether the trace is right and the plan may cut the batch of this model.
+
+    One process was given the whole batch, so a run that equals it shows that; of a model that takes statistics it was
+    given the plan's parts, which would hide a loss that is not a mean over samples.
+    """
+    plan, graph, source = prepared.program.plan, prepared.program.graph, tracer.source
+    if check.passed and (plan.model.mode != "training" or not prepared.takes_statistics):
+        return check
+    module = materialize(source.build(), options.seed, device=torch.device("cpu"))
+    problem = ""
+    if not check.passed:
+        problem = check_trace(tracer.trace(graph.batch), module, source.inputs(graph.batch, options.seed)).problem
+    problem = problem or check_cut(plan, graph, module, source.inputs(plan.model.batch, options.seed)).problem
+    return replace(check, passed=check.passed and not problem, reason=problem)
 
 
 class _Saving:
@@ -137,9 +176,3 @@ def _run_steps(executor: Executor, prepared: Prepared, options: RunOptions, stat
             saving.save(number + 1)
             status.set(Milestone.WAITING)
     return measured
-
-
-def copy_gradients(parameters: Parameters) -> dict[str, Tensor]:
-    """Return copies of all gradients of a rank, by parameter."""
-    return {name: parameters.gradient(name).detach().clone()
-            for name, tensor in parameters.tensors.items() if tensor.requires_grad}

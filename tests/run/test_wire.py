@@ -1,0 +1,254 @@
+"""Every dtype travels in every way that the runtime sends things, and what goes wrong keeps its cause.
+
+The collectives are gloo's own, between two threads of this process.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.run.plans import pipeline_plan, replicated_plan, source_of, traced
+from tests.run.pool import Pool
+from tests.run.sharded_plans import sharded_plan, sharding_of
+from weft.errors import RunError
+from weft.plan.orders import one_f_one_b
+from weft.run.exchange_group import ExchangeGroup
+from weft.run.failures import PeerLost, failure
+from weft.run.staging import Staging
+from weft.run.status import StatusLine
+from weft.run.transport import Transport
+from weft.run.verify import relative_error
+
+pytestmark = pytest.mark.timeout(120)
+BOTH = (0, 1)
+MOVED = (torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int64, torch.int16,
+         torch.uint8, torch.bool, torch.complex64, torch.complex128)
+ADDED = (torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.complex64, torch.complex128)
+
+
+@pytest.fixture(scope="module", params=["", "by way of the host"])
+def transports(request) -> list[Transport]:
+    """Two transports over gloo, as those of two ranks; the second pair copies what it sends first, as for a GPU."""
+    store, made = dist.HashStore(), [object.__new__(Transport) for _ in BOTH]
+
+    def connect(rank: int) -> None:
+        transport, groups = made[rank], []
+        for number in range(2):
+            own = dist.PrefixStore(str(number), store)
+            group = dist.ProcessGroup(own, rank, 2)
+            backend = dist.ProcessGroupGloo(own, rank, 2, timedelta(seconds=20))
+            group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+            group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+            groups.append((group, backend))
+        transport.rank, transport.num_ranks, transport.device = rank, 2, torch.device("cpu")
+        transport.staging = Staging(torch.device("cpu")) if request.param else None
+        transport._groups, transport._exchange_groups = {BOTH: groups[0][0]}, {BOTH: groups[1][0]}
+        transport._lane_groups, transport._backend, transport._cpu = {BOTH: groups[1][0]}, groups[0][1], groups[0][1]
+        transport._record_tag, transport.status = 1 << 28, StatusLine()
+
+    on_both(connect)
+    return made
+
+
+def on_both(function: Callable[[int], Any]) -> list[Any]:
+    """Return what the function returns on two threads; raise what it raises on rank 0."""
+    results: list[Any] = [None, None]
+
+    def run(rank: int) -> None:
+        try:
+            results[rank] = function(rank)
+        except BaseException as problem:
+            results[rank] = problem
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in BOTH]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def values(dtype: torch.dtype, rank: int, shape: tuple[int, ...] = (2, 3)) -> torch.Tensor:
+    """Return small numbers; complex ones are a conjugate that is only marked as such."""
+    count = torch.arange(torch.Size(shape).numel()).view(shape) + 2 * rank
+    if dtype.is_complex:
+        return torch.complex(count.double(), -1.0 - count.double()).to(dtype).conj()
+    return (count % 2 == 0) if dtype == torch.bool else count.to(dtype)
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    plain = expected.resolve_conj()
+    return found.dtype == plain.dtype and torch.equal(found.resolve_conj().view(-1).view(torch.uint8),
+                                                      plain.contiguous().view(-1).view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", MOVED, ids=str)
+def test_gloo_refused_to_move_a_dtype(transports, dtype):
+    mine, both = [values(dtype, rank) for rank in BOTH], torch.stack([values(dtype, rank) for rank in BOTH])
+
+    def run(rank: int) -> None:
+        transport, other = transports[rank], 1 - rank
+        received = torch.empty((2, 3), dtype=dtype)
+        works = [transport.send(mine[rank], other, 5), transport.receive(received, other, 5)]
+        for work in works:
+            work.wait()
+        assert same(received, mine[other])
+        assert same(transport.gathered(mine[rank], BOTH), both)
+        flat = transport.all_to_all(mine[rank].reshape(-1), BOTH, sent=[2, 4] if rank == 0 else [1, 5],
+                                    received=[2, 1] if rank == 0 else [4, 5])
+        pieces = [item.resolve_conj().reshape(-1) for item in mine]
+        assert same(flat, torch.cat([pieces[0][:2], pieces[1][:1]] if rank == 0 else [pieces[0][2:], pieces[1][1:]]))
+        lane = ExchangeGroup(transport._lane_groups[BOTH], BOTH)
+        assert same(lane.gather(mine[rank].reshape(-1)).view(both.shape), both)
+        spread = mine[rank].resolve_conj().clone()
+        lane.spread(spread, 1)
+        assert same(spread, mine[1])
+        whole = transport.gather_tensor(mine[rank].reshape(-1), source=1)
+        assert rank or same(whole.view(dtype), mine[1].reshape(-1))
+
+    on_both(run)
+
+
+@pytest.mark.parametrize("dtype", ADDED, ids=str)
+def test_gloo_refused_to_add_up_a_dtype(transports, dtype):
+    mine = [values(dtype, rank) for rank in BOTH]
+    total = mine[0] + mine[1]
+
+    def run(rank: int) -> None:
+        transport = transports[rank]
+        assert same(transport.reduced(mine[rank], BOTH), total)
+        assert same(transport.sum_scattered(mine[rank], BOTH), total[rank])
+        summed = mine[rank].resolve_conj().clone()
+        transport.all_reduce(summed, BOTH).wait()
+        assert same(summed, total)
+        lane, summed = ExchangeGroup(transport._lane_groups[BOTH], BOTH), mine[rank].resolve_conj().clone()
+        lane.sum_all(summed)
+        assert same(summed, total)
+        summed = mine[rank].resolve_conj().clone()
+        lane.sum_at(summed, 0)
+        assert rank or same(summed, total)
+
+    on_both(run)
+
+
+def test_what_cannot_be_added_up_says_so(transports):
+    with pytest.raises(RunError, match=r"tensors of float8_e4m3fn cannot be added up over ranks: use a plan"):
+        transports[0].reduced(torch.ones(2).to(torch.float8_e4m3fn), BOTH)
+    with pytest.raises(RunError, match=r"tensors of complex64 cannot be compared over ranks"):
+        transports[0].reduced(torch.ones(2, dtype=torch.complex64), BOTH, "max")
+
+
+# ---- causes ---------------------------------------------------------------------------------------------------------
+
+
+class Failing:
+    """A group whose every collective fails."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: Any) -> Any:
+            raise RuntimeError(self.text)
+
+        return fail
+
+
+def broken(text: str) -> Transport:
+    transport = object.__new__(Transport)
+    transport.rank, transport.device, transport.staging = 0, torch.device("cpu"), None
+    transport._groups = transport._exchange_groups = {BOTH: Failing(text)}
+    transport._backend, transport.status = Failing(text), StatusLine()
+    return transport
+
+
+WAYS: dict[str, Callable[[Transport, torch.Tensor], Any]] = {
+    "sending": lambda transport, tensor: transport.send(tensor, 1, 0),
+    "receiving": lambda transport, tensor: transport.receive(tensor, 1, 0),
+    "adding up": lambda transport, tensor: transport.reduced(tensor, BOTH),
+    "gathering": lambda transport, tensor: transport.gathered(tensor, BOTH),
+    "adding up and scattering": lambda transport, tensor: transport.sum_scattered(tensor, BOTH),
+    "exchanging": lambda transport, tensor: transport.all_to_all(tensor.view(-1), BOTH, sent=[1, 1], received=[1, 1]),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_any_error_of_a_collective_was_called_a_lost_rank(way):
+    with pytest.raises(RunError, match=rf"^{way} a float32 tensor of shape .* failed: Invalid scalar type") as found:
+        WAYS[way](broken("Invalid scalar type"), torch.ones(2, 1))
+    assert not isinstance(found.value, PeerLost)
+    with pytest.raises(PeerLost, match=r"rank 0 lost .*rank.* 1.*: \[pair.cc:553\] Connection closed by peer"):
+        WAYS[way](broken("[pair.cc:553] Connection closed by peer [127.0.0.1]:39823"), torch.ones(2, 1))
+
+
+@pytest.mark.parametrize(("text", "is_lost"), [
+    ("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:4", True),
+    ("[gloo/transport/tcp/pair.cc:547] Read error [10.0.0.1]:4: Connection reset by peer", True),
+    ("[gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 60000ms for recv operation to complete", True),
+    ("Application timeout caused pair closure", True), ("writev [10.0.0.1]:4: Broken pipe", True),
+    ("Gloo connectFullMesh failed with [pair.cc:144] no error", True),
+    ("NCCL error: remote process exited or there was a network error, NCCL version 2.21", True),
+    ("[Rank 1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)", True),
+    ("NCCL communicator was aborted on rank 0.", True),
+    ("Invalid scalar type", False), ("CUDA out of memory. Tried to allocate 2 GiB", False),
+    ("[enforce fail at pair.cc:488] op.preamble.length <= op.nbytes. 12 vs 8", False),
+    ("The size of tensor a (3) must match the size of tensor b (4)", False),
+])
+def test_only_what_speaks_of_the_connection_is_a_lost_rank(text, is_lost):
+    assert isinstance(failure(RuntimeError(text), lost="rank 0 lost rank 1", doing="sending"), PeerLost) is is_lost
+
+
+# ---- a model with complex numbers -----------------------------------------------------------------------------------
+
+ROTARY = {"first.linear": "n", "mul": "d2", "matmul": "n", "mul_1": "d2", "div": "d2", "add": "d2", "tanh": "d2"}
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory) -> Iterator[Pool]:
+    with Pool(2, tmp_path_factory.mktemp("pool"), models=("rotary",)) as running:
+        yield running
+
+
+def piped(at: str) -> Any:
+    graph = traced("rotary").graph
+    place = graph.op_names.index(at)
+    return pipeline_plan(graph, [0, 1], one_f_one_b(2, 2), microbatches=2,
+                         ops=[list(graph.op_names[:place]), list(graph.op_names[place:])])
+
+
+PLANS: dict[str, Callable[[], Any]] = {
+    "data parallel": lambda: replicated_plan(traced("rotary").graph, [[(0, 0.5), (1, 0.5)]], microbatches=2, batch=4,
+                                             num_devices=2),
+    "pipeline between complex operators": lambda: piped("mul_1"),
+    "pipeline behind a marked conjugate": lambda: piped("matmul"),
+    "tensor parallel": lambda: sharded_plan("rotary", {"tensor": 2}, sharding_of("rotary", (2,), [ROTARY]), num_devices=2),
+    "tensor parallel with sums": lambda: sharded_plan(
+        "rotary", {"tensor": 2}, sharding_of("rotary", (2,), [{**ROTARY, "matmul": "k", "mul": "d1"}]), num_devices=2),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_complex_numbers_did_not_travel(pool, name):
+    """Behind a marked conjugate, the gradient of ``mix`` lay in a buffer that the next message overwrote."""
+    found = pool.run(PLANS[name](), "rotary", gradients=False)["verification"]
+    assert found["passed"], found
+    assert found["num_gradients"] == (6 if "pipeline" in name else 12)
+
+
+def test_a_model_in_another_precision_lost_its_imaginary_parts():
+    for dtype, expected in (("float64", torch.complex128), ("float32", torch.complex64), ("bfloat16", torch.complex64)):
+        module = source_of("rotary", dtype=dtype).build()
+        assert (module.turns.dtype, module.mix.dtype) == (expected, expected)
+        assert module.mix.imag.abs().max() > 0
+    one = torch.tensor([1.0 + 1.0j])
+    assert relative_error(one, one.conj()) > 1

@@ -1,0 +1,182 @@
+"""Measures what a rank holds while each of its instructions runs, by the categories of the memory account.
+
+    meter = MemoryMeter(executor, buffers=prepared.buffers.values())
+    with meter:
+        executor.step()
+    meter.record()
+
+The totals are those of ``weft.run.live_memory``. Parameters, gradients, the optimizer's state and messages are looked
+up where the runtime keeps them when an instruction ends; all else that was there while it ran is ``activations``: what
+forwards have kept, and what the running compute takes inside. What a stage has received and keeps for its backward is
+with ``buffers`` here, with ``activations`` in the account; their sum is the same. The model's inputs and outputs do
+not count.
+
+A meter changes the executor's actions while it is on, and nothing when it is off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from weft.errors import RunError
+from weft.model.graph import I64
+from weft.plan.memory import CATEGORIES, MemoryAccount
+from weft.plan.program import Program
+from weft.run.executor import Executor
+from weft.run.live_memory import live_memory, storage_bytes
+from weft.run.memory_report import RankMemory
+
+_PARAMETERS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _BUFFERS = range(len(CATEGORIES))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeterRecord:
+    """What one rank has measured; the columns have one entry for each of its instructions."""
+
+    static: tuple[int, ...]
+    """By category: parameters and buffers of the model, gradients that are exchanged, optimizer's state, none, and
+    room for factors of gradients, which are there all the time."""
+    peak: tuple[int, ...]
+    """The most that was held while the instruction ran."""
+    before: tuple[int, ...]
+    """What was held when it began."""
+    gradients: tuple[int, ...]
+    """Gradients that were there when it ended, besides those in ``static``."""
+    buffers: tuple[int, ...]
+    """Messages, likewise."""
+
+
+class MemoryMeter:
+    """Measures the steps that an executor takes inside its context; the last of them counts."""
+
+    def __init__(self, executor: Executor, *, buffers: Iterable[Tensor] = ()) -> None:
+        """Measure this executor; ``buffers`` are those of the model that the rank holds."""
+        self._executor, self._model_buffers = executor, list(buffers)
+        self._rows: list[list[int]] = []
+        self._actions: list[Callable[[], None]] = []
+
+    def __enter__(self) -> MemoryMeter:
+        executor = self._executor
+        there = [*self._parameters(), *self._gradients(), *self._optimizer_state(), *self._messages(),
+                 *self._results()]
+        self._live = live_memory(executor.transport.device, there)
+        self._rows = [[0, 0, 0, 0] for _ in executor.bound.actions]
+        self._actions = list(executor.bound.actions)
+        executor.bound.actions[:] = [self._metered(place, action) for place, action in enumerate(self._actions)]
+        executor.binder.lane.around = self._live.watching
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._executor.bound.actions[:] = self._actions
+        self._executor.binder.lane.around = None
+
+    def _metered(self, place: int, action: Callable[[], None]) -> Callable[[], None]:
+        live, row = self._live, self._rows[place]
+
+        def metered() -> None:
+            done = storage_bytes(self._results())  # of earlier instructions
+            live.restart()
+            row[1] = live.now() - done
+            with live.watching():
+                action()
+            live.recount(self._rooms())
+            row[0], row[2], row[3] = (live.peak() - done, storage_bytes(self._gradients()),
+                                      storage_bytes(self._messages()))
+
+        return metered
+
+    def record(self) -> MeterRecord:
+        """Return what was measured in the last step."""
+        if not self._rows and self._executor.bound.actions:
+            raise RunError("the meter has measured nothing: take a step inside its context first")
+        parameters = self._executor.parameters
+        flat = storage_bytes(tensor for tensors in parameters.flat for tensor in tensors)
+        room = storage_bytes(block.flat for block in self._executor.binder.factors.values())
+        peak, before, gradients, buffers = (tuple(column) for column in zip(*self._rows, strict=True)) if self._rows \
+            else ((), (), (), ())
+        return MeterRecord(
+            static=(storage_bytes(self._parameters()), flat, storage_bytes(self._optimizer_state()), 0, room),
+            peak=peak, before=before, gradients=tuple(item - flat for item in gradients),
+            buffers=tuple(item - room for item in buffers))
+
+    # ---- where the runtime keeps what ------------------------------------------------------------------------------
+
+    def _parameters(self) -> Iterator[Tensor]:
+        yield from self._executor.parameters.tensors.values()
+        yield from self._model_buffers
+
+    def _gradients(self) -> Iterator[Tensor]:
+        parameters = self._executor.parameters
+        yield from (tensor for tensors in parameters.flat for tensor in tensors)
+        yield from (item.grad for item in parameters.tensors.values() if item.grad is not None)
+
+    def _optimizer_state(self) -> Iterator[Tensor]:
+        optimizer = self._executor.optimizer
+        for state in {} if optimizer is None else optimizer.state.values():
+            yield from (item for item in state.values() if isinstance(item, Tensor))
+
+    def _results(self) -> Iterator[Tensor]:
+        """Yield what the model gives, which stays until the caller takes it."""
+        yield from (loss for loss, _ in self._executor.bound.losses)
+        yield from (tensor for _, _, values in self._executor.bound.results for tensor in values.values())
+
+    def _rooms(self) -> Iterator[Tensor]:
+        binder = self._executor.binder
+        yield from (tensor for tensors in binder.wiring.arrived.values() for tensor in tensors)
+        yield from binder.wiring.buffers.free()
+        yield from (block.flat for block in binder.factors.values())
+
+    def _messages(self) -> Iterator[Tensor]:
+        """Yield room for messages, what stages hand over, and what is under way."""
+        yield from self._rooms()
+        for cell in self._executor.binder.wiring.cells.values():
+            yield from cell.outputs or ()
+            yield from (item for item in cell.gradients if item is not None)
+        for transfer in self._executor.binder.transfers.values():
+            yield from transfer.tensors
+
+
+def measured_account(program: Program, records: Sequence[MeterRecord]) -> MemoryAccount:
+    """Return what all ranks have measured in the form of the memory account."""
+    static = np.asarray([record.static for record in records], dtype=np.int64).reshape(len(records), len(CATEGORIES))
+    peak, gradients, buffers = (_column(records, name) for name in ("peak", "gradients", "buffers"))
+    held: I64 = static.sum(axis=1)[program.rank_of()]
+    return MemoryAccount(static=static, gradients=gradients, activations=peak - held - gradients - buffers,
+                         buffers=buffers, rank_start=program.rank_start)
+
+
+def _column(records: Sequence[MeterRecord], name: str) -> I64:
+    return np.asarray([item for record in records for item in getattr(record, name)], dtype=np.int64)
+
+
+def compare_memory(program: Program, account: MemoryAccount, records: Sequence[MeterRecord]) -> tuple[RankMemory, ...]:
+    """Return each rank's peak by the account and as measured."""
+    measured, before = measured_account(program, records), _column(records, "before")
+    result = []
+    for rank, device in enumerate(program.rank_names):
+        at = [_largest(item, rank) for item in (account, measured)]
+        result.append(RankMemory(
+            device=device, account=account.peak(rank), measured=measured.peak(rank),
+            inside=measured.peak_bytes(rank) - int(before[at[1]]) if at[1] >= 0 else 0,
+            account_at=program.label(at[0]) if at[0] >= 0 else "",
+            measured_at=program.label(at[1]) if at[1] >= 0 else ""))
+    return tuple(result)
+
+
+def _largest(account: MemoryAccount, rank: int) -> int:
+    """Return the instruction during which the rank holds most; -1 where it has none."""
+    held = account.held(rank)
+    return int(account.rank_start[rank]) + int(np.argmax(held)) if len(held) else -1
+
+
+def measure_step(executor: Executor, *, buffers: Iterable[Tensor] = (), number: int = 0) -> MeterRecord:
+    """Return what the rank holds in one more step of the executor; all ranks take it together."""
+    with MemoryMeter(executor, buffers=buffers) as meter:
+        executor.step(number)
+    executor.take_loss()
+    executor.take_results()
+    return meter.record()
