@@ -59,7 +59,8 @@ def fails(capsys, *arguments: object, code: int = 2) -> str:
 
 def test_json_is_exactly_the_result_and_progress_goes_to_stderr(capsys, problem, calls):
     captured = run(capsys, problem, "--microbatches", 6, "--time-limit", 7.5, "--seed", 3, "--json")
-    assert calls == [{"microbatches": 6, "time_limit": 7.5, "seed": 3}]
+    assert 0 < calls[0].pop("time_limit") < 7.5  # what reading has left of it
+    assert calls == [{"microbatches": 6, "seed": 3}]
     assert json.loads(captured.out) == result_of(one_f_one_b(chain(2), 6)).to_json()
     assert "K 1, period 4" in captured.err
     assert run(capsys, problem, "--microbatches", 6, "--json", "--quiet").err == ""
@@ -108,7 +109,8 @@ def test_a_shorter_named_schedule_would_be_marked(capsys, tmp_path, calls, monke
 def test_files_are_written(capsys, problem, tmp_path, calls):
     html, svg, out = tmp_path / "new" / "a.html", tmp_path / "a.svg", tmp_path / "a.json"
     captured = run(capsys, problem, "-n", 6, "--html", html, "--svg", svg, "--out", out, "--compare", "--json")
-    assert json.loads(out.read_text()) == json.loads(captured.out)
+    printed = json.loads(captured.out)
+    assert json.loads(out.read_text()) == {key: item for key, item in printed.items() if key != "seconds"}
     assert "named" in json.loads(out.read_text())
     text = html.read_text()
     assert "<h1>two</h1>" in text
@@ -171,7 +173,7 @@ def changed(path: str, value: object) -> dict:
 
 BROKEN = {
     "not json": ("{", "is not valid JSON"), "empty": ("", "is not valid JSON"), "binary": (b"\xff\xfe\x00\x01\x80", "is not valid JSON"),
-    "a list": ("[]", "must be an object"), "null": ("null", "must be an object"), "deep": ("[" * 100_000, "is not valid JSON"),
+    "a list": ("[]", "must be an object"), "null": ("null", "must be an object"), "deep": ("[" * 100_000, "is nested more than 100 deep"),
     "nan": ('{"format": NaN}', "is not valid JSON"), "twice": ('{"format": 1, "format": 1}', "is there twice"),
     "format": (changed("format", "weft.plan"), "format must be 'weft.schedule-problem', not 'weft.plan'"),
     "version": (changed("version", 2), "version must be 1, not 2"),

@@ -95,7 +95,7 @@ def test_a_file_that_is_not_there(capsys, tmp_path):
 @pytest.mark.parametrize(("options", "message"), [
     (("--time-limit", "0"), "--time-limit must be a number of seconds above 0, not 0.0"),
     (("--time-limit", "nan"), "--time-limit must be a number of seconds above 0"),
-    (("--seed", "-1"), "--seed must not be negative, not -1"),
+    (("--seed", "-1"), "Invalid value for '--seed'"),
 ])
 def test_options_are_checked(capsys, problem, options, message):
     assert message in fails(capsys, problem, *options)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.common import ClusterArgument, JsonOption, print_json
+from weft.cli.common import ClusterArgument, JsonOption, check_outputs, print_json
 
 if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
@@ -34,6 +34,7 @@ def probe(
     """Measure this machine: devices, memory, compute rates and link rates between local processes."""
     from weft.cluster.probe import probe as measure
 
+    check_outputs({"--out": out})
     _present(measure(device=device, num_devices=devices), as_json=as_json, out=out)
 
 
@@ -49,6 +50,7 @@ def from_topo(
     from weft.errors import ClusterError
     from weft.files import read_bytes
 
+    check_outputs({"--out": out}, (file,))
     text = read_bytes(file, error=ClusterError).decode(errors="replace")
     _present(parse_topo(text, kind=kind), as_json=as_json, out=out)
 

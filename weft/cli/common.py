@@ -8,26 +8,32 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
 from weft.errors import InputError
+from weft.files import check_output
 
 if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
     from weft.model.graph import Graph
     from weft.plan.plan import Plan
 
+INTERRUPTED: Final = 130
+"""Exit code after Ctrl-C."""
 ModelArgument = Annotated[str, typer.Argument(
     metavar="MODEL", help="A name from `weft models` (options after a colon: gpt2:layers=4,seq=128), "
-    "path/to/file.py:function, an .onnx file or a graph file.")]
+    "path/to/file.py:function (:in_eval_mode after it: trained in eval mode), an .onnx file or a graph file.")]
 ClusterArgument = Annotated[str, typer.Argument(
     metavar="CLUSTER", help="A cluster file, or a text such as '4 x A100-80GB'.")]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout and nothing else there.")]
 ProfileOption = Annotated[Path | None, typer.Option(
     "--profile", metavar="FILE", help="A profile store written by `weft profile`; measured times replace estimates.")]
+MAX_SEED: Final = 2**31 - 1
+SeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the search.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
 
 
@@ -36,12 +42,23 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=1, allow_nan=False))
 
 
+def without_seconds(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the result without how long the search took: the same input gives the same file."""
+    return {key: item for key, item in value.items() if key != "seconds"}
+
+
 def reporter(quiet: bool) -> Callable[[str], None]:
     """Return a function that writes progress lines to stderr, or nothing."""
     def report(text: str) -> None:
         if not quiet:
             print(text, file=sys.stderr, flush=True)
     return report
+
+
+def end_interrupted(text: str) -> NoReturn:
+    """Say what Ctrl-C has ended, and end with the exit code for that: the best so far is written."""
+    print(f"weft: {text}", file=sys.stderr, flush=True)
+    raise typer.Exit(INTERRUPTED)
 
 
 def choice(option: str, text: str, allowed: tuple[str, ...]) -> Any:
@@ -57,19 +74,25 @@ def check_time_limit(time_limit: float | None) -> None:
         raise InputError(f"--time-limit must be a number of seconds above 0, not {time_limit}")
 
 
-def check_outputs(outputs: Mapping[str, Path | None], inputs: Sequence[str | Path | None] = ()) -> None:
-    """Raise ``InputError`` where a file to be written, by option, is a folder, an input, or written twice."""
+def check_outputs(outputs: Mapping[str, Path | None], inputs: Sequence[str | Path | None] = (), *,
+                  folders: Mapping[str, Path | None] = MappingProxyType({})) -> None:
+    """Raise ``InputError`` where a file to be written, by option, could not be, is an input, or written twice.
+
+    Likewise where files could not be written into one of the ``folders``.
+    """
     taken = {os.path.realpath(item): "an input" for item in inputs if item is not None and os.path.isfile(item)}
     for option, path in outputs.items():
         if path is None:
             continue
-        if path.is_dir():
-            raise InputError(f"cannot write {str(path)!r}: it is a folder")
+        check_output(path)
         place = os.path.realpath(path)
         if place in taken:
             raise InputError(f"{option} {str(path)!r} is {taken[place]} as well, which would be lost: give it another "
                              "name")
         taken[place] = f"that of {option}"
+    for folder in folders.values():
+        if folder is not None:
+            check_output(folder, is_folder=True)
 
 
 def graph_of_plan(plan: Plan, model: str | None, *, batch_dims: bool = False) -> Graph:
@@ -83,7 +106,7 @@ def graph_of_plan(plan: Plan, model: str | None, *, batch_dims: bool = False) ->
         raise InputError(f"the plan's model {spec!r} is not a name from `weft models`: give it as well (--model)")
     from weft.model.load import load_graph_for
 
-    return load_graph_for(spec, mode=plan.model.mode, batch=plan.microbatch_size, dtype=plan.model.dtype,
+    return load_graph_for(spec, mode=plan.model.mode, batch=plan.microbatch_size, dtype=plan.model.conversion,
                           batch_dims=batch_dims or has_unaligned_replicas(plan))
 
 

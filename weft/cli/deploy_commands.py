@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weft.cli.common import (
+    MAX_SEED,
     ClusterArgument,
     JsonOption,
     ModelArgument,
     ProfileOption,
     QuietOption,
+    SeedOption,
     check_outputs,
     check_time_limit,
     choice,
@@ -42,25 +44,28 @@ def deploy(
     factors: Annotated[bool, typer.Option(help="Let layers exchange sufficient factors where that is faster.")] = True,
     profile: ProfileOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
-    time_limit: Annotated[float | None, typer.Option(help="Search no longer than so many seconds.")] = None,
+    seed: SeedOption = 0,
+    time_limit: Annotated[float | None, typer.Option(
+        help="Seconds for all of it but imports and tracing; the best found by then is the result.")] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Lay the training of a model over any cluster: which devices run and share which part, how gradients travel."""
+    begin = time.perf_counter()
     from weft.cluster import read_cluster
     from weft.cost.costs import load_costs
     from weft.model.load import load_graph_for
     from weft.model.source import DTYPES
+    from weft.plan.notes import recompute_notes
     from weft.plan.plan import OPTIMIZERS, Optimizer, plan_to_json, save_plan
-    from weft.search.budget import Budget
+    from weft.search.budget import time_budget
     from weft.search.deploy.policy import load_policy
     from weft.search.deploy.search import METHODS, DeployOptions
     from weft.search.deploy.search import deploy as search
     from weft.search.deploy.splits import load_splits
     from weft.search.problem import PlanOptions, Problem
 
-    report = reporter(quiet)
+    report, import_s = reporter(quiet), time.perf_counter() - begin
     check_time_limit(time_limit)
     check_outputs({"--out": out}, (model.partition(":")[0], cluster, profile, weights))
     options = PlanOptions(batch=batch, microbatches=microbatches, dtype=choice("--dtype", dtype, tuple(DTYPES)),
@@ -68,14 +73,19 @@ def deploy(
     searching = DeployOptions(method=choice("--method", method, METHODS), seed=seed, use_factors=factors)
     target = read_cluster(cluster)
     report(f"tracing {model}")
-    graph = load_graph_for(model, batch=batch // microbatches if microbatches else None, dtype=dtype, batch_dims=True)
+    budget = time_budget(time_limit, report)
+    with budget.paused():
+        graph = load_graph_for(model, batch=batch // microbatches if microbatches else None, dtype=dtype,
+                               batch_dims=True)
+    report(f"traced in {budget.paused_s:.1f} s")
     for warning in graph.warnings:
         report(f"note: {warning}")
     problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options)
-    budget = Budget(effort=float("inf"), deadline=None if time_limit is None else time.monotonic() + time_limit)
     splits = load_splits(model, problem, lambda graph: load_costs(graph, target, profile, dtype), report=report,
-                         time_limit_s=time_limit) if tensor and searching.method == "auto" else {}
+                         budget=budget) if tensor and searching.method == "auto" else {}
     found = search(problem, searching, splits=splits, policy=load_policy(weights), progress=report, budget=budget)
+    for note in recompute_notes(graph, found.plan):
+        report(f"note: {note}")
     if out is not None:
         save_plan(found.plan, out)
         report(f"plan written to {out}")
@@ -84,6 +94,7 @@ def deploy(
         print_json({"status": found.plan.search.status, "method": found.method, "step_time": found.step_time_s,
                     "bound": found.bound_s, "data_parallel": plain, "microbatches": found.plan.microbatches,
                     "simulations": found.num_simulations, "seconds": found.cpu_seconds,
+                    "import_seconds": import_s, "tracing_seconds": budget.paused_s,
                     "plan": plan_to_json(found.plan)})
     else:
         _print_deployment(found, plain)
@@ -120,7 +131,7 @@ def train_policy(
     rounds: Annotated[int, typer.Option(help="Rounds of expert iteration.")] = 3,
     cases: Annotated[int, typer.Option(help="Generated models on generated clusters, new in each round.")] = 1000,
     epochs: Annotated[int, typer.Option(help="Passes over all examples in each round.")] = 20,
-    seed: Annotated[int, typer.Option(help="Seed of cases and weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of cases and weights.")] = 0,
     resume: Annotated[Path | None, typer.Option(
         metavar="DIR", help="Keep examples and weights of each round here, and go on from what is there; by default a "
         "folder beside the weights.")] = None,
@@ -133,8 +144,8 @@ def train_policy(
         raise InputError(f"--workers must be 1 or more, not {workers}")
     if out.suffix != ".safetensors":
         raise InputError(f"--out must end in .safetensors, not {str(out)!r}")
-    if out.is_dir():
-        raise InputError(f"cannot write {str(out)!r}: it is a folder")
+    check_outputs({"--out": out, "the loss curve": out.with_suffix(".json")},
+                  folders={"--resume": resume or out.with_suffix(".training")})
     from weft.search.deploy.train import TrainOptions, check_device
     from weft.search.deploy.train import train_policy as train
 

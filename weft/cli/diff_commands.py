@@ -47,7 +47,7 @@ def diff(
     one, other = load_plan(a), load_plan(b)
     graphs = _load_graphs(one, other, model)
     predicted = [_predict(plan, graph, cluster, profile) for plan, graph in zip((one, other), graphs, strict=True)]
-    found = diff_plans(one, other, *graphs)
+    found = diff_plans(predicted[0].plan, predicted[1].plan, *graphs)
     if as_json:
         print_json(diff_json(found, *predicted))
     else:
@@ -57,8 +57,8 @@ def diff(
 
 def _load_graphs(one: Plan, other: Plan, model: str | None) -> tuple[Graph, Graph]:
     """Return the graphs of both plans, traced once where one will do."""
-    keys = [(plan.model.name, plan.model.mode, plan.microbatch_size, plan.model.dtype, has_unaligned_replicas(plan))
-            for plan in (one, other)]
+    keys = [(plan.model.name, plan.model.mode, plan.microbatch_size, plan.model.conversion,
+             has_unaligned_replicas(plan)) for plan in (one, other)]
     first = graph_of_plan(one, model)
     return first, first if keys[0] == keys[1] else graph_of_plan(other, model)
 
@@ -74,5 +74,5 @@ def _predict(plan: Plan, graph: Graph, cluster: str | None, profile: Path | None
     target = cluster_of_plan(plan, cluster)
     program = check_plan(plan, graph, target)
     costs = load_costs(graph, target, profile, plan.model.dtype)
-    return Predicted(plan=plan, timeline=simulate(program, costs, target),
+    return Predicted(plan=program.plan, timeline=simulate(program, costs, target),
                      link_bytes=link_bytes(program, costs, target))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from weft.explain.replan import Request
     from weft.fit import Fit, Setting, Split
     from weft.plan.plan import Plan
+    from weft.search.budget import Budget
     from weft.search.problem import PlanOptions, Problem
 
 TIME_LIMIT_S: Final = 60.0
@@ -92,7 +92,8 @@ def explain(
     recompute: Annotated[bool, typer.Option(help="Keep only stage inputs between forward and backward.")] = False,
     profile: ProfileOption = None,
     replan: Annotated[bool, typer.Option(help="Plan again: the second best, and what would help.")] = True,
-    time_limit: Annotated[float, typer.Option(help="Seconds for all planning, about.")] = TIME_LIMIT_S,
+    time_limit: Annotated[float, typer.Option(
+        help="Seconds for all of it but imports and tracing; what is not reached is listed.")] = TIME_LIMIT_S,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -130,21 +131,26 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
     from weft.explain.replan import Request
     from weft.plan.check import check_plan
     from weft.plan.plan import load_plan
+    from weft.search.budget import time_budget
     from weft.search.problem import PlanOptions
     from weft.simulate.predict import simulate
 
+    budget = time_budget(time_limit)
     item = load_plan(path)
     target, spec = cluster_of_plan(item, cluster), model or item.model.name
     report(f"tracing {spec}")
-    graph = graph_of_plan(item, model, batch_dims=replans)
+    with budget.paused():
+        graph = graph_of_plan(item, model, batch_dims=replans)
     options = PlanOptions(batch=item.model.batch, mode=item.model.mode, dtype=item.model.dtype,
+                          own_dtypes=item.model.own_dtypes,
                           optimizer=item.optimizer, recompute=any(stage.recompute for stage in item.stages),
                           seed=item.search.seed, microbatches=_of_latency(item))
     request = Request(model=spec, graph=graph, options=options,
                       costs_of=lambda graph, on: load_costs(graph, on, profile, options.dtype))
-    timeline = simulate(check_plan(item, graph, target), request.costs_of(graph, target), target)
-    _show(explain_plan(item, request, target, timeline, replans=replans, deadline=time.monotonic() + time_limit,
-                       report=report), as_json=as_json)
+    program = check_plan(item, graph, target)
+    timeline = simulate(program, request.costs_of(graph, target), target)
+    _show(explain_plan(program.plan, request, target, timeline, replans=replans, deadline=budget.deadline,
+                       report=report), budget, as_json=as_json)
 
 
 def _of_latency(plan: Plan) -> int | None:
@@ -152,11 +158,11 @@ def _of_latency(plan: Plan) -> int | None:
     return 1 if plan.model.mode == "inference" and plan.microbatches == 1 else None
 
 
-def _show(found: Explanation, *, as_json: bool) -> None:
+def _show(found: Explanation, budget: Budget, *, as_json: bool) -> None:
     from weft.show.explain_tables import explanation_json, print_explanation
 
     if as_json:
-        print_json(explanation_json(found))
+        print_json({**explanation_json(found), "tracing_seconds": budget.paused_s})
     else:
         print_explanation(found)
 
@@ -167,15 +173,17 @@ def _explain_request(model: str, on: str, asked: _Asked, profile: Path | None, *
     from weft.cluster import read_cluster
     from weft.explain.explanation import explain as explain_plan
     from weft.explain.replan import replan
+    from weft.search.budget import time_budget
 
+    budget = time_budget(time_limit)
     target = read_cluster(on)
-    request = _request(model, asked, profile, report)
-    deadline = time.monotonic() + time_limit
+    with budget.paused():
+        request = _request(model, asked, profile, report)
     problem = request.problem(target)
     try:
-        comparison = replan(problem, request, time_limit_s=time_limit / 3, report=report)
+        comparison = replan(problem, request, time_limit_s=(budget.seconds_left or 0.0) / 3, report=report)
     except NoFeasiblePlan as miss:
-        _relax(miss, problem, request, deadline=deadline, as_json=as_json, report=report)
+        _relax(miss, problem, request, deadline=budget.deadline, as_json=as_json, report=report)
         return
     best = comparison.best
     assert best.plan is not None, "replan raises otherwise"
@@ -183,10 +191,10 @@ def _explain_request(model: str, on: str, asked: _Asked, profile: Path | None, *
     if best.timeline.step_time_s != best.step_time_s:
         report(f"note: on so many devices one replica stands for all; the whole step is {best.step_time_s:.6g} s")
     _show(explain_plan(best.plan, request, target, best.timeline, replans=replans, comparison=comparison,
-                       deadline=deadline, report=report), as_json=as_json)
+                       deadline=budget.deadline, report=report), budget, as_json=as_json)
 
 
-def _relax(miss: NoFeasiblePlan, problem: Problem, request: Request, *, deadline: float, as_json: bool,
+def _relax(miss: NoFeasiblePlan, problem: Problem, request: Request, *, deadline: float | None, as_json: bool,
            report: Callable[[str], None]) -> None:
     """Print the smallest changes that help; raise ``miss`` if there are none."""
     from weft.explain.relax import smallest_relaxation
@@ -231,6 +239,8 @@ def fit(
     dtype: DtypeOption = None,
     optimizer: OptimizerOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan that is recommended here.")] = None,
+    time_limit: Annotated[float | None, typer.Option(
+        help="Seconds for all of it but imports and tracing; strategies that are not reached are left out.")] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
@@ -240,28 +250,32 @@ def fit(
     """
     from weft.cluster import read_cluster
     from weft.fit import fit as find_fit
+    from weft.search.budget import time_budget
     from weft.show.explain_tables import fit_json, print_fit
 
     asked = _Asked(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, optimizer=optimizer)
     report = reporter(quiet)
+    check_time_limit(time_limit)
     check_outputs({"--out": out}, (model.partition(":")[0], cluster))
+    budget = time_budget(time_limit, report)
     target = read_cluster(cluster)
-    request = _request(model, asked, None, report)
+    with budget.paused():
+        request = _request(model, asked, None, report)
     problem = request.problem(target)
-    split = _splitter(model, problem, request)
-    found = find_fit(problem, split=split)
+    split = _splitter(model, problem, request, budget)
+    found = find_fit(problem, split=split, budget=budget)
     command = None if found.recommended is None else _command(model, cluster, asked, found.recommended.setting)
     if out is not None and found.recommended is not None:
         _write(out, problem, found, split, report)
     if as_json:
-        print_json(fit_json(found, command))
+        print_json({**fit_json(found, command), "complete": found.is_complete, "tracing_seconds": budget.paused_s})
     else:
         print_fit(found, command or "")
     if found.recommended is None:
         raise found.miss()
 
 
-def _splitter(model: str, problem: Problem, request: Request) -> Split:
+def _splitter(model: str, problem: Problem, request: Request, budget: Budget) -> Split:
     from weft.fit import splitter
     from weft.model.folded import FoldedModel, trace_folded
     from weft.model.load import has_module
@@ -274,7 +288,8 @@ def _splitter(model: str, problem: Problem, request: Request) -> Split:
     def fold() -> FoldedModel:
         source = resolve_model(model, mode=problem.options.mode, batch=problem.graph.batch, dtype=problem.options.dtype)
         assert isinstance(source, ModelSource), "it has a module"
-        return trace_folded(source, batch=problem.graph.batch)
+        with budget.paused():
+            return trace_folded(source, batch=problem.graph.batch)
 
     return splitter(problem, fold, lambda graph: request.costs_of(graph, problem.cluster))
 

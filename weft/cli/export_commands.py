@@ -12,6 +12,7 @@ from weft.cli.common import (
     JsonOption,
     PlanArgument,
     QuietOption,
+    check_outputs,
     choice,
     cluster_of_plan,
     graph_of_plan,
@@ -56,6 +57,7 @@ def export(
     choice("--format", format_, tuple(FORMATS))
     if nearest and format_ not in BY_LAYER:
         raise InputError(f"--nearest is for {', '.join(BY_LAYER)}, which take whole layers, not for {format_}")
+    check_outputs({"--out": out}, (plan, model, cluster))
     item = load_plan(plan)
     if format_ == "onnx":
         _check_onnx_options(model, out)
@@ -73,7 +75,7 @@ def export(
         case "vllm" | "llama-cpp":
             facts = _export_text(*_server_options(program, cluster, format_, nearest), out)
         case _:
-            facts = _export_text(*_pipelining_csv(item, program), out)
+            facts = _export_text(*_pipelining_csv(program.plan, program), out)
     for note in facts.get("notes", ()):
         report(f"note: {note}")
     if out is not None:
@@ -178,6 +180,7 @@ def import_order(
     from weft.plan.pipelining_csv import load_csv, order_from_csv
     from weft.plan.plan import load_plan, save_plan
 
+    check_outputs({"--out": out}, (schedule, cluster))
     item = load_plan(plan)
     changed = order_from_csv(item, load_csv(schedule))
     program = check_plan(changed, graph_of_plan(item, model), cluster_of_plan(item, cluster))

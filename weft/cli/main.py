@@ -1,12 +1,12 @@
 """The ``weft`` command. Commands live in the sibling modules; this one joins them and turns errors into exit codes.
 
-Exit codes: 0 ok, 1 plans differ (``diff``), 2 bad input, 3 no plan fits, 4 a run failed, 130 interrupted. Results go to
+Exit codes: 0 ok, 1 plans differ (``diff``), 2 bad input or an output that cannot be written, 3 no plan fits, 4 a run
+failed, and after a signal 128 + its number: 129 the terminal is gone, 130 interrupted, 143 told to end. Results go to
 stdout, everything else to stderr. Nothing heavy is imported before a command needs it.
 """
 
 from __future__ import annotations
 
-import signal
 import sys
 
 import typer
@@ -25,14 +25,15 @@ from weft.cli import (
     shard_commands,
     view_commands,
 )
+from weft.cli.common import INTERRUPTED
+from weft.ending import end_on_signals, finish_output, output_failed
 from weft.errors import WeftError
-
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="weft", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Plans how a neural network runs across many devices, predicts how fast that is, and runs it that way.",
-    epilog="Exit codes: 0 ok, 1 plans differ (diff), 2 bad input, 3 no plan fits, 4 a run failed, 130 interrupted.")
+    epilog="Exit codes: 0 ok, 1 plans differ (diff), 2 bad input or an output that cannot be written, 3 no plan fits, "
+           "4 a run failed; after a signal 128 + its number: 129 hangup, 130 interrupted, 143 told to end.")
 app.command("models")(model_commands.models)
 app.command("profile")(model_commands.profile)
 app.command("plan")(plan_commands.plan)
@@ -68,6 +69,10 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+    except OSError as problem:
+        if problem.filename is not None or problem.errno is None:
+            raise
+        return output_failed(problem)
     except Exception as problem:
         if type(problem).__module__.startswith(("click", "typer")) and hasattr(problem, "show"):
             problem.show()
@@ -78,15 +83,10 @@ def main(arguments: list[str] | None = None) -> int:
     return result if isinstance(result, int) else 0
 
 
-def _end(number: int, _: object) -> None:
-    """End as by an error, so that processes and temporary files go as well."""
-    raise SystemExit(128 + number)
-
-
 def entry() -> None:
     """Run the command line and exit with its code."""
-    signal.signal(signal.SIGTERM, _end)
-    sys.exit(main())
+    end_on_signals()
+    sys.exit(finish_output(main()))
 
 
 if __name__ == "__main__":

@@ -40,12 +40,13 @@ def profile(
     """Time each distinct operator of a model once on this machine's device and keep the times."""
     from weft.cost.profile import ProfileStore
     from weft.cost.profiler import profile_model
-    from weft.files import encode
+    from weft.files import check_output, encode
     from weft.model.load import trace_model
     from weft.show.tables import print_table
     from weft.units import format_time
 
     report = reporter(quiet)
+    check_output(store)
     report(f"tracing {model}")
     traced = trace_model(model, mode=choice("--mode", mode, get_args(Mode)), batch=batch, dtype=dtype)
     summary = profile_model(traced, choice("--device", device, ("cpu", "cuda")), ProfileStore(store), threads=threads,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,11 +15,13 @@ from weft.cli.common import (
     JsonOption,
     ProfileOption,
     QuietOption,
+    SeedOption,
     check_outputs,
     check_time_limit,
     choice,
     print_json,
     reporter,
+    without_seconds,
 )
 from weft.errors import InputError
 
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
 OBJECTIVES = ("latency", "throughput")
 FORMATS = ("weft", "dnn-partitioning")
+LEAST_S = 0.01
+"""Seconds that a search has at least, however long reading took."""
 FUSIONS = ("none", "rules", "inductor", "onnxruntime")
 
 
@@ -46,6 +51,8 @@ class PlaceOptions:
     method: str
     contiguous: bool
     time_limit: float | None
+    begin: float
+    """When the time limit began to run, on ``time.monotonic``'s clock."""
     seed: int
     compare: bool
     out: Path | None
@@ -56,9 +63,14 @@ class PlaceOptions:
     report: Callable[[str], None]
 
     def search(self) -> dict[str, Any]:
-        """Return the arguments of every search."""
-        return {"objective": self.objective, "contiguous": self.contiguous, "time_limit": self.time_limit,
+        """Return the arguments of every search; the time limit is what is left of it."""
+        return {"objective": self.objective, "contiguous": self.contiguous, "time_limit": self.seconds_left,
                 "seed": self.seed, "progress": self.report}
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Return what is left of the time limit."""
+        return None if self.time_limit is None else max(LEAST_S, self.begin + self.time_limit - time.monotonic())
 
 
 def place(
@@ -71,8 +83,9 @@ def place(
     method: Annotated[str, typer.Option(help="auto searches; or one method by name (see --compare).")] = "auto",
     contiguous: Annotated[bool, typer.Option(
         "--contiguous", help="Throughput: each device gets one part of the graph without a way out and back.")] = False,
-    time_limit: Annotated[float | None, typer.Option(help="Seconds of the search, about.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the search.")] = 0,
+    time_limit: Annotated[float | None, typer.Option(
+        help="Seconds for all of it but imports and tracing; the best found by then is the result.")] = None,
+    seed: SeedOption = 0,
     compare: Annotated[bool, typer.Option("--compare", help="Compare all methods.")] = False,
     fusion: Annotated[str | None, typer.Option(
         help="What the backend fuses is placed as one: none, rules, inductor or onnxruntime; by default none for graph "
@@ -94,8 +107,8 @@ def place(
     choice("--format", format_, FORMATS)
     options = PlaceOptions(
         objective=choice("--objective", objective, OBJECTIVES), method=method, contiguous=contiguous,
-        time_limit=time_limit, seed=seed, compare=compare, out=out, html=html, svg=svg, width=width, as_json=as_json,
-        report=reporter(quiet))
+        time_limit=time_limit, begin=time.monotonic(), seed=seed, compare=compare, out=out, html=html, svg=svg,
+        width=width, as_json=as_json, report=reporter(quiet))
     _check_options(options, plan, (graph.partition(":")[0], cluster, profile))
     if format_ == "dnn-partitioning":
         _refuse_given(format_, {"CLUSTER": cluster, "--fusion": fusion, "--profile": profile, "--batch": batch,
@@ -141,8 +154,11 @@ def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str 
     from weft.search.place.problem import problem_from_graph
     from weft.show.place_tables import PlaceView
 
+    begin = time.monotonic()
     target = read_cluster(cluster)
     loaded = _load(spec, fusion=fusion, batch=batch, dtype=dtype, report=options.report)
+    tracing_s = 0.0 if _is_graph_file(spec) else time.monotonic() - begin
+    options = replace(options, begin=begin + tracing_s)
     costs = load_costs(loaded.graph, target, profile, dtype)
     for note in (*loaded.fine.warnings, *costs.notes):
         options.report(f"note: {note}")
@@ -153,11 +169,12 @@ def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str 
                            costs=costs if loaded.coarse is None else load_costs(loaded.fine, target, profile, dtype),
                            dtype=dtype, seed=options.seed)
         options.report(f"plan written to {plan}: {_plan_text(found)}")
-    more = {} if loaded.coarse is None else {"groups": fused_groups(loaded.coarse)}
+    more: dict[str, Any] = {} if loaded.coarse is None else {"groups": fused_groups(loaded.coarse)}
     _present(PlaceView(result=result, title=f"{loaded.fine.name} on {target.name}", fusion=loaded.fusion,
                        num_ops_before=loaded.fine.num_ops, methods=methods,
                        kinds={device.name: device.kind for device in target.devices},
-                       batch=None if _is_graph_file(spec) else loaded.fine.batch), options, more)
+                       batch=None if _is_graph_file(spec) else loaded.fine.batch), options, more,
+             {} if _is_graph_file(spec) else {"tracing_seconds": tracing_s})
 
 
 def _load(spec: str, *, fusion: str | None, batch: int | None, dtype: str | None,
@@ -223,15 +240,15 @@ def _plan_text(plan: Plan) -> str:
     return f"{stages}, {requests} in {format_time(step_time)} by the costs of single operators"
 
 
-def _present(view: PlaceView, options: PlaceOptions, more: Mapping[str, Any]) -> None:
-    """Write what was asked for, then print the result; ``more`` is added to its JSON."""
+def _present(view: PlaceView, options: PlaceOptions, more: Mapping[str, Any], times: Mapping[str, float]) -> None:
+    """Write what was asked for, then print the result; ``more`` is added to its JSON, ``times`` where it is printed."""
     value = {**view.result.to_json(), **more}
     if view.methods:
         value["methods"] = [{"method": row.method, "value": row.value, "reason": row.reason} for row in view.methods]
     _write_result(value, view.result.is_interrupted, options)
     _write_pictures(view, options)
     if options.as_json:
-        print_json(value)
+        print_json({**value, **times})
     else:
         from weft.show.place_tables import print_placement
 
@@ -244,7 +261,7 @@ def _write_result(value: dict[str, Any], is_interrupted: bool, options: PlaceOpt
     if options.out is not None:
         from weft.files import write_atomic
 
-        write_atomic(options.out, json.dumps(value, indent=1, allow_nan=False) + "\n")
+        write_atomic(options.out, json.dumps(without_seconds(value), indent=1, allow_nan=False) + "\n")
         options.report(f"result written to {options.out}")
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
 from weft.cli.common import (
+    MAX_SEED,
     ClusterArgument,
     JsonOption,
     ModelArgument,
@@ -18,6 +20,7 @@ from weft.cli.common import (
     check_time_limit,
     choice,
     cluster_of_plan,
+    end_interrupted,
     graph_of_plan,
     print_json,
     reporter,
@@ -75,12 +78,14 @@ def plan(
     tried: TriedOption = False,
     html: HtmlOption = None,
     trace: TraceOption = None,
-    seed: Annotated[int, typer.Option(help="Seed of all searches.")] = 0,
-    time_limit: Annotated[float | None, typer.Option(help="Begin no further strategy after so many seconds.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of all searches.")] = 0,
+    time_limit: Annotated[float | None, typer.Option(
+        help="Seconds for all of it but imports and tracing; the best found by then is the result.")] = None,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Find the fastest way to run a model on a cluster, and compare the strategies."""
+    begin = time.perf_counter()
     from weft.cluster import read_cluster
     from weft.model.source import DTYPES
     from weft.objectives import Objective, request_for
@@ -91,7 +96,7 @@ def plan(
     from weft.show.tables import print_comparison
     from weft.show.tried import print_tried
 
-    report = reporter(quiet)
+    report, import_s = reporter(quiet), time.perf_counter() - begin
     check_time_limit(time_limit)
     check_outputs({"--out": out, "--html": html, "--trace": trace}, (model.partition(":")[0], cluster, profile))
     asked = request_for(choice("--objective", objective, get_args(Objective)), batch=batch, microbatches=microbatches,
@@ -111,14 +116,19 @@ def plan(
     _write_pictures([best.timeline], comparison, html=html, trace=trace)
     if as_json:
         reached = {} if found.devices is None else {"target": target, "devices": list(found.devices)}
-        print_json({**comparison_json(comparison), "objective": objective, **reached})
-        return
-    print_comparison(strategy_facts(comparison))
-    if found.devices is not None:
-        print(f"{target} is reached with {len(found.devices)} of {found.num_devices} devices: "
-              f"{', '.join(found.devices)}\n")
-    if tried:
-        print_tried(strategy_facts(comparison))
+        print_json({**comparison_json(comparison), "objective": objective, "notes": list(found.notes), **reached,
+                    "import_seconds": import_s, "tracing_seconds": found.tracing_s})
+    else:
+        print_comparison(strategy_facts(comparison))
+        if found.devices is not None:
+            print(f"{target} is reached with {len(found.devices)} of {found.num_devices} devices: "
+                  f"{', '.join(found.devices)}\n")
+        if tried:
+            print_tried(strategy_facts(comparison))
+    if comparison.is_interrupted:
+        written = "is the result" if out is None else f"is written to {out}"
+        end_interrupted(f"interrupted during the search of {comparison.interrupted_in}; the best so far, "
+                        f"{best.strategy} with {best.step_time_s:.6g} s, {written}")
 
 
 def simulate(
@@ -174,7 +184,8 @@ def show(
     predicted = predict_plan(item, model, cluster, profile)
     timelines = [predicted, *(load_timeline(path, program=predicted.program) for path in timeline or ())]
     if not as_json:
-        print_plan(item, timelines, width=width)
+        assert predicted.program is not None
+        print_plan(predicted.program.plan, timelines, width=width)
     _write_pictures(timelines, None, html=html, trace=trace)
 
 

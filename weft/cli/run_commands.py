@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.common import JsonOption, ModelArgument, PlanArgument, QuietOption, reporter
+from weft.cli.common import JsonOption, ModelArgument, PlanArgument, QuietOption, check_outputs, reporter
 from weft.cli.compare_gradients import compare
 from weft.errors import InputError
 
@@ -24,6 +24,8 @@ def run(
     steps: Annotated[int, typer.Option(help="Measured steps, all on the same inputs.")] = 1,
     warmup: Annotated[int, typer.Option(help="Steps before the measured ones.")] = 0,
     verify: Annotated[bool, typer.Option(help="Compare loss and every gradient with one process.")] = False,
+    memory: Annotated[bool, typer.Option(
+        "--memory", help="Measure the memory of every process in one more step, beside the account.")] = False,
     dtype: Annotated[str | None, typer.Option(help="Run in this dtype instead of the plan's.")] = None,
     device: Annotated[str, typer.Option(
         help="cpu (gloo) or cuda (nccl) for all, or one for each process with gloo: cuda,cpu; cuda:0@25% is part of a "
@@ -59,13 +61,17 @@ def run(
     from weft.run.result import RunOptions
     from weft.units import parse_bytes
 
+    check_outputs({}, folders={"--out": out, "--checkpoint": checkpoint})
     item = load_plan(plan)
-    options = RunOptions(steps=steps, warmup=warmup, seed=seed, dtype=dtype, verify=verify, timeout_s=timeout,
-                         device=device, gpu_memory_bytes=None if gpu_memory is None else parse_bytes(gpu_memory),
+    options = RunOptions(steps=steps, warmup=warmup, seed=seed, dtype=dtype, verify=verify, memory=memory,
+                         timeout_s=timeout, device=device,
+                         gpu_memory_bytes=None if gpu_memory is None else parse_bytes(gpu_memory),
                          gradients=out is not None, checkpoint=None if checkpoint is None else str(checkpoint),
                          checkpoint_every=checkpoint_every, resume=resume)
     if profile is not None and not compare_gradients:
         raise InputError("--profile is for the predictions of --compare-gradients: give both, or see `weft simulate`")
+    if memory and compare_gradients:
+        raise InputError("--compare-gradients prints no memory: give it or --memory")
     if replan and checkpoint is None:
         raise InputError("--replan goes on from a checkpoint: give --checkpoint DIR as well")
     if verify and (replan or resume):

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.common import JsonOption, QuietOption, check_time_limit, is_zoo_name, print_json, reporter
+from weft.cli.common import (
+    MAX_SEED,
+    JsonOption,
+    QuietOption,
+    check_outputs,
+    check_time_limit,
+    is_zoo_name,
+    print_json,
+    reporter,
+)
 from weft.errors import InputError
 
 if TYPE_CHECKING:
@@ -37,16 +46,15 @@ def shard(
     plan: Annotated[Path | None, typer.Option(
         help="Write a plan of one sharded stage here, for `weft run`.")] = None,
     time_limit: Annotated[float | None, typer.Option(
-        help="Seconds of wall time for all of it; the best found by then is the result.")] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the search of a strategy graph.")] = 0,
+        help="Seconds for all of it but imports and tracing; the best found by then is the result.")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the search of a strategy graph.")] = 0,
     as_json: JsonOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Split a model's tensors over devices for the fastest step; or solve a strategy graph of the contest's kind."""
     begin = time.monotonic()
     check_time_limit(time_limit)
-    if seed < 0:
-        raise InputError(f"--seed must not be negative, not {seed}")
+    check_outputs({"--out": out, "--plan": plan}, (problem, cluster))
     if cluster is not None:
         from weft.cli.shard_model import ModelOptions, shard_model_command
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +15,14 @@ from weft.errors import InputError, ModelError
 if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
     from weft.model.folded import FoldedModel
+    from weft.search.budget import Budget
     from weft.search.shard.compare import MeshComparison
     from weft.show.sharding_facts import ShardingFacts
 
 EXPORTS: Final = ("parallelize-module", "torchtitan")
 MAX_AXES: Final = 3
+LEAST_PLAN_S: Final = 1.5
+"""Seconds that the search for a plan that can be run has at least, whatever is left of a time limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +47,19 @@ class ModelOptions:
 def shard_model_command(spec: str, cluster_text: str, options: ModelOptions) -> None:
     """Search the sharding of a model, then print, write or export it."""
     from weft.cluster import read_cluster
+    from weft.search.budget import time_budget
     from weft.show.sharding_facts import sharding_facts
     from weft.show.sharding_tables import print_sharding, sharding_json
 
-    begin = time.monotonic()
+    budget = time_budget(options.time_limit, options.report)
     if options.export is not None:
         choice("--export", options.export, EXPORTS)
     cluster = read_cluster(cluster_text)
     shapes = None if options.mesh is None else [parse_mesh(options.mesh, cluster.num_devices)]
     limit = memory_limit(options.memory, cluster)
-    folded = trace(spec, options)
-    found = search(folded, cluster, shapes, limit, options, begin=begin)
+    with budget.paused():
+        folded = trace(spec, options)
+    found = search(folded, cluster, shapes, limit, options, budget)
     facts = sharding_facts(found.best, folded)
     if options.export is not None:
         _export(facts, folded, options)
@@ -63,9 +67,9 @@ def shard_model_command(spec: str, cluster_text: str, options: ModelOptions) -> 
     if options.out is not None:
         _write(options.out, sharding_json(facts, found.named), options)
     if options.plan is not None:
-        _write_plan(options.plan, folded, cluster, found.best.mesh.shape, limit, options)
+        _write_plan(options.plan, folded, cluster, found.best.mesh.shape, limit, options, budget)
     if options.as_json:
-        print_json(sharding_json(facts, found.named))
+        print_json({**sharding_json(facts, found.named), "tracing_seconds": budget.paused_s})
     else:
         print_sharding(facts, found.named)
 
@@ -126,17 +130,15 @@ def trace(spec: str, options: ModelOptions) -> FoldedModel:
 
 
 def search(folded: FoldedModel, cluster: Cluster, shapes: list[tuple[int, ...]] | None, limit: float | None,
-           options: ModelOptions, *, begin: float) -> MeshComparison:
+           options: ModelOptions, budget: Budget) -> MeshComparison:
     """Return the best sharding, and the named plans if they are to be compared; Ctrl-C keeps the best so far."""
     from weft.cost.costs import estimate_costs
     from weft.plan.plan import OPTIMIZERS, Optimizer
-    from weft.search.budget import Budget, ended_by_ctrl_c
+    from weft.search.budget import ended_by_ctrl_c
     from weft.search.shard.compare import compare_meshes, sensible_shapes
     from weft.search.shard.named import NAMES
 
     kind = choice("--optimizer", options.optimizer or "adamw", OPTIMIZERS)
-    deadline = None if options.time_limit is None else begin + options.time_limit
-    budget = Budget(effort=float("inf"), deadline=deadline, report=options.report)
     tried = shapes or sensible_shapes(cluster, range(cluster.num_devices))
     with ended_by_ctrl_c(budget):
         return compare_meshes(folded, cluster, estimate_costs(folded.traced.graph, cluster), shapes=tried,
@@ -164,14 +166,17 @@ def _write(path: Path, value: dict[str, Any], options: ModelOptions) -> None:
 
 
 def _write_plan(path: Path, folded: FoldedModel, cluster: Cluster, shape: tuple[int, ...], limit: float | None,
-                options: ModelOptions) -> None:
+                options: ModelOptions, budget: Budget) -> None:
     """Write the best plan on the mesh that the runtime can execute."""
     from weft.plan.plan import OPTIMIZERS, Optimizer, save_plan
+    from weft.search.budget import time_budget
     from weft.search.shard.plan_search import search_plan
 
     kind = choice("--optimizer", options.optimizer or "adamw", OPTIMIZERS)
+    left = budget.seconds_left
     options.report("tracing every layer for the plan")
-    plan = search_plan(folded, cluster, shape=shape, limit_bytes=limit, optimizer=Optimizer(kind=kind))
+    plan = search_plan(folded, cluster, shape=shape, limit_bytes=limit, optimizer=Optimizer(kind=kind),
+                       budget=time_budget(None if left is None else max(LEAST_PLAN_S, left)))
     save_plan(plan, path)
     options.report(f"plan of {plan.search.step_time:.6g} s a step, with optimizer states whole where parameters are, "
                    f"written to {path}")

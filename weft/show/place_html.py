@@ -85,8 +85,9 @@ def _tiles(view: PlaceView) -> str:
     items = [(value_name(result).capitalize(), view.to_text(result.value), f"status {result.status}"),
              ("Lower bound", view.to_text(result.bound), f"gap {percent(result.gap)}"),
              ("Transfers", f"{use.count:,}", (f"{format_bytes(use.num_bytes)}; " if use.num_bytes else "") + busiest),
-             ("Peak memory", *_fullest(view)),
-             ("Search", f"{result.seconds:.3g} s", "of CPU time" + (", interrupted" if result.is_interrupted else ""))]
+             ("Peak memory", *_fullest(view))]
+    if result.is_interrupted:
+        items.append(("Search", "interrupted", "the best so far"))
     if result.objective == "throughput":
         items.insert(1, ("Latency", view.to_text(result.timetable.latency_s), "of one request alone"))
     return "".join(tile(*item) for item in items)

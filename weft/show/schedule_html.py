@@ -62,8 +62,7 @@ def _tiles(result: ScheduleResult) -> str:
              ("Lower bound", number(result.makespan_bound), f"gap {gap_text(result)}"),
              ("Period per micro-batch", period.each, period.note),
              ("Bubble", percent(result.bubble), "of a period, on the busiest device"),
-             ("Peak memory", *_fullest(result)),
-             ("Search", f"{result.seconds:.3g} s", "of CPU time")]
+             ("Peak memory", *_fullest(result))]
     return "".join(tile(*item) for item in items)
 
 
