@@ -152,7 +152,7 @@ def measure(row: Published, plans: bool) -> Outcome:
     begin = time.process_time()
     problem = make_problem(row)
     splits = load_splits(row.model, problem, lambda graph: estimate_costs(graph, problem.cluster, dtype=DTYPE),
-                         time_limit_s=None, report=lambda text: None)
+                         report=lambda text: None)
     found = joint_search(problem, splits) if plans else None
     cpu_s, peak = time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     try:

@@ -35,7 +35,7 @@ from weft.cost.costs import estimate_costs
 from weft.model.folded import trace_folded
 from weft.model.source import ModelSource, resolve_model
 from weft.plan.plan import Optimizer, Plan, save_plan
-from weft.run.checkpoint_folder import checkpoints_in, read_record
+from weft.run.checkpoint_folder import check_file, checkpoints_in, read_record
 from weft.run.tensor_file import TensorFile
 from weft.search.baselines import data_parallel_by_speed, one_f_one_b_equal, single_device
 from weft.search.problem import PlanOptions, Problem
@@ -191,8 +191,10 @@ def restart(options: argparse.Namespace) -> Iterator[Row]:
 
 
 def _is_readable(path: Path) -> bool:
-    """Return whether all of a checkpoint is there."""
+    """Return whether all of a checkpoint is there, as it was written."""
+    record = read_record(path)
     for file in sorted(path.glob("*.safetensors")):
+        check_file(record, file)
         with TensorFile(file) as tensors:
             for name in tensors.entries:
                 tensors.read(name)

@@ -29,7 +29,6 @@ SLACK = 1e-6
 """Times that differ by less are equal."""
 TO_REACH = 1.3
 """Geometric mean of the gains on mixed clusters."""
-SIMULATIONS = 3000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,11 +83,12 @@ def _compare(case: Case, seconds: float) -> Result:
     from benchmarks.zoo_cases import problem_of, splits_of
     from weft.errors import NoFeasiblePlan
     from weft.planner import compare_strategies
+    from weft.planning import DEPLOY_SIMULATIONS
     from weft.search.deploy.search import DeployOptions
 
     problem = problem_of(case)
     splits = splits_of(case, problem)
-    deployments = DeployOptions(cpu_seconds=seconds, max_simulations=SIMULATIONS)
+    deployments = DeployOptions(cpu_seconds=seconds, max_simulations=DEPLOY_SIMULATIONS)
     best, times, error = None, dict[str, float](), ""
     try:
         comparison = compare_strategies(problem, joint=True, deployments=deployments, splits=splits)

@@ -1,0 +1,189 @@
+"""Ranks in forked processes that run plans of one model one after the other, and say what came out, as measured too."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.plan.plan import Plan
+from weft.plan.program import Op, Phase
+from weft.run.executor import Executor
+from weft.run.memory_meter import MeterRecord, measure_step
+from weft.run.prepare import Prepared, Tracer, connect_ranks, lower_to_run, prepare_rank
+from weft.run.shard_parameters import held_regions
+from weft.run.status import StatusLine
+from weft.run.transport import Transport, open_store
+
+LIMIT_S = 60.0
+"""A plan that takes longer hangs."""
+FAULTS = ("dropped message", "doubled gradient", "skipped micro-batch")
+
+
+@dataclass(kw_only=True)
+class RankOutcome:
+    """What one rank has after one step of a plan."""
+
+    error: str = ""
+    loss: float = 0.0
+    gradients: dict[str, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    """After the optimizer's step."""
+    regions: dict[str, Any] = field(default_factory=dict)
+    """What of each parameter the rank holds."""
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    outputs: list[tuple[int, int, dict[str, Tensor]]] = field(default_factory=list)
+    """(instance, micro-batch, outputs by name) in inference."""
+    memory: MeterRecord | None = None
+    was_damaged: bool = False
+
+
+class Ranks:
+    """Processes that have this process's traces; a context manager that leaves none behind."""
+
+    def __init__(self, tracer: Tracer, num_ranks: int) -> None:
+        self._tracer, self._num_ranks = tracer, num_ranks
+        self._pids: list[int] = []
+        self._pipes: list[Connection] = []
+
+    def __enter__(self) -> Ranks:
+        with socket.create_server(("127.0.0.1", 0), backlog=16) as listener:
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listener.getsockname()[1]))
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+            for rank in range(self._num_ranks):
+                ours, theirs = multiprocessing.Pipe()
+                pid = os.fork()
+                if pid == 0:
+                    with contextlib.suppress(BaseException):
+                        ours.close()
+                        _serve(rank, self._num_ranks, listener.fileno(), theirs, self._tracer)
+                    os._exit(0)
+                theirs.close()
+                self._pids.append(pid)
+                self._pipes.append(ours)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        for pipe in self._pipes:
+            pipe.close()
+
+    def run(self, plan: Plan, fault: str = "") -> list[RankOutcome]:
+        """Return what each rank has; one that does not answer in time has an error."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send_bytes(pickle.dumps((plan, fault)))
+        deadline = time.monotonic() + LIMIT_S
+        return [_answer(pipe, deadline) for pipe in self._pipes]
+
+
+def _answer(pipe: Connection, deadline: float) -> RankOutcome:
+    try:
+        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+            return RankOutcome(error=f"no answer after {LIMIT_S:.0f} s")
+        outcome: RankOutcome = pickle.loads(pipe.recv_bytes())
+    except (OSError, EOFError):
+        return RankOutcome(error="the process has ended")
+    return outcome
+
+
+def _serve(rank: int, num_ranks: int, listen_fd: int, pipe: Connection, tracer: Tracer) -> None:
+    torch.set_num_threads(1)
+    store = open_store(listen_fd=listen_fd if rank == 0 else None, timeout_s=10)
+    transport = Transport(rank=rank, num_ranks=num_ranks, device=torch.device("cpu"), timeout_s=10, store=store)
+    while True:
+        plan, fault = pickle.loads(pipe.recv_bytes())
+        try:
+            outcome = run_rank(plan, tracer, transport, fault)
+        except Exception as problem:
+            outcome = RankOutcome(error=f"{type(problem).__name__}: {problem}")
+        pipe.send_bytes(pickle.dumps(outcome))
+
+
+def run_rank(plan: Plan, tracer: Tracer, transport: Transport, fault: str = "") -> RankOutcome:
+    """Take one step of the plan on this rank, then another that is measured."""
+    program = lower_to_run(plan, tracer)
+    connect_ranks(program, tracer, transport)
+    ready = prepare_rank(program, tracer, transport, seed=0)
+    executor = Executor(program, stages=ready.stages, parameters=ready.parameters, transport=transport,
+                        status=StatusLine(None, 0), factors=ready.factors)
+    inputs = tracer.source.inputs(plan.model.batch, 0)
+    executor.load(dict(zip(ready.input_names, inputs, strict=True)))
+    was_damaged = bool(fault) and damage(executor, fault)
+    executor.step()
+    ready.buffer_shares.spread()
+    outcome = _outcome(executor, ready, was_damaged)
+    transport.barrier()
+    outcome.memory = measure_step(executor, buffers=ready.buffers.values())
+    return outcome
+
+
+def _outcome(executor: Executor, ready: Prepared, was_damaged: bool) -> RankOutcome:
+    tensors, rank = executor.parameters.tensors, executor.transport.rank
+    is_training = executor.program.plan.model.mode == "training"
+    return RankOutcome(
+        loss=executor.take_loss(), was_damaged=was_damaged, regions=held_regions(executor.program, rank),
+        gradients={name: executor.parameters.gradient(name).detach().clone()
+                   for name, item in tensors.items() if item.requires_grad and is_training},
+        parameters={name: item.detach().clone() for name, item in tensors.items()},
+        buffers={name: item.clone() for name, item in ready.buffers.items()},
+        outputs=executor.take_results())
+
+
+# ---- faults, for the control ------------------------------------------------------------------------------------------
+
+
+def damage(executor: Executor, fault: str) -> bool:
+    """Let something go wrong on this rank; return whether there was something."""
+    rank, actions = executor.transport.rank, executor.bound.actions
+    for place, item in enumerate(executor.program.instructions(rank)):
+        is_backward = item.op == Op.COMPUTE and item.phase in (Phase.B, Phase.W)
+        if fault == "dropped message" and item.op == Op.RECV:
+            key = item.channel, item.microbatch
+            transfer, buffers = executor.binder.transfers[key], executor.binder.wiring.arrived[key]
+            actions[place] = _without_message(actions[place], transfer.wait, buffers)
+            return True
+        if fault == "skipped micro-batch" and is_backward:
+            actions[place] = _with_gradients(actions[place], executor, lambda before, after: before)
+            return True
+        if fault == "doubled gradient" and is_backward:
+            actions[place] = _with_gradients(actions[place], executor, lambda before, after: 2 * after - before)
+            return True
+    return False
+
+
+def _without_message(action: Callable[[], None], wait: Callable[[], None], buffers: tuple[Tensor, ...]) -> Callable[[], None]:
+    def damaged() -> None:
+        action()
+        wait()
+        for buffer in buffers:
+            buffer.zero_()
+
+    return damaged
+
+
+def _with_gradients(action: Callable[[], None], executor: Executor,
+                    change: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], None]:
+    def damaged() -> None:
+        parameters = executor.parameters
+        before = {name: parameters.gradient(name).clone() for name in parameters.tensors}
+        action()
+        for name, item in parameters.tensors.items():
+            if item.grad is not None:
+                item.grad.copy_(change(before[name], item.grad.clone()))
+
+    return damaged
