@@ -23,8 +23,8 @@ from benchmarks.attack_mutators import (
     mutate_tensors,
     mutate_yaml,
 )
+from weft.base.errors import InputError
 from weft.cli.main import main
-from weft.errors import InputError
 
 LIMIT_S = "0.2"
 """What a search may take where a mutant is a sound file after all."""
@@ -109,11 +109,11 @@ def world() -> dict[str, Any]:
     from weft.model.folded import trace_folded
     from weft.plan.check import check_plan
     from weft.plan.plan import Optimizer
-    from weft.run.parallelize import source_of_module
     from weft.search.baselines import one_f_one_b_equal
-    from weft.search.problem import PlanOptions, Problem
+    from weft.search.common.problem import PlanOptions, Problem
     from weft.search.shard.plan_search import search_plan
     from weft.simulate.predict import simulate
+    from weft.training.parallelize import source_of_module
 
     torch.set_num_threads(1)
     cluster = parse_cluster({"format": "weft.cluster", "version": 1, "hosts": [
@@ -168,8 +168,8 @@ def make_clean(folder: Path) -> None:
 
 
 def _write_planned(folder: Path) -> None:
+    from weft.export.pipelining_csv import to_csv
     from weft.model.graph_file import save_graph
-    from weft.plan.pipelining_csv import to_csv
     from weft.plan.plan import save_plan
     from weft.simulate.timeline_file import save_timeline
 
@@ -319,8 +319,8 @@ def _read_timeline(path: Path, use: bool) -> None:
 
 
 def _read_csv(path: Path, use: bool) -> None:
+    from weft.export.pipelining_csv import load_csv, order_from_csv
     from weft.plan.check import check_plan
-    from weft.plan.pipelining_csv import load_csv, order_from_csv
 
     check_plan(order_from_csv(world()["plan"], load_csv(path)), world()["graph"], world()["cluster"])
 

@@ -33,7 +33,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.attack_targets import TARGETS, make_clean, make_mutant
-from weft.errors import WeftError
+from weft.base.errors import WeftError
 
 MAX_S, MAX_MIB = 5.0, 1024
 HANG_S = 120.0

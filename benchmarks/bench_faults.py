@@ -201,7 +201,7 @@ class Trial:
         yield from (f"port {port}" for _, port in _listening() if port in ports)
         yield from (f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - self.shared) if not _is_used(name))
         if self.fault.launcher == "weft run" and self.fault.target is None and self.fault.signal == "SIGKILL":
-            subprocess.run([sys.executable, "-c", "from weft.scratch import sweep; sweep('weft-run-')"], check=True,
+            subprocess.run([sys.executable, "-c", "from weft.base.scratch import sweep; sweep('weft-run-')"], check=True,
                            env=self.environment)
         yield from (path.name for path in self.temporary.iterdir() if path.name.startswith(("weft", ".weft")))
 

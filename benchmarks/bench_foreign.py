@@ -6,7 +6,7 @@ Each model (``benchmarks.foreign_models``: tiny, random weights, the library's o
 planned for two devices. Then a pipeline of two stages and a sharding over two devices are run on two CPU processes in
 float64; loss and all gradients are compared with the plain module in one process. Without ``--all`` or ``--only`` these
 are the twelve that are asked for. The sharding is the search's for two devices with a very fast link, so that it splits
-what it can; where it still splits nothing, the plain rule of ``weft.search.spread`` is taken.
+what it can; where it still splits nothing, the plain rule of ``weft.search.common.spread`` is taken.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from typing import Any
 
 from benchmarks.foreign_models import ARCHITECTURES, BATCH, REQUIRED
 from tests.run.pool import Pool
+from weft.base.errors import WeftError
 from weft.cluster import read_cluster
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
-from weft.errors import WeftError
 from weft.model.folded import trace_folded
-from weft.model.named_ops import named_ops
 from weft.model.source import ModelSource, resolve_model
 from weft.model.trace import TracedModel, trace
 from weft.plan.plan import Optimizer, Plan, Replica, Stage
-from weft.planner import compare_strategies
+from weft.planning.compare import compare_strategies
 from weft.search.baselines import STRATEGIES
-from weft.search.problem import PlanOptions, Problem, add_gradients
+from weft.search.common.problem import PlanOptions, Problem, add_gradients
+from weft.search.common.spread import spread
 from weft.search.shard.plan_search import search_plan
-from weft.search.spread import spread
+from weft.sharding.named_ops import named_ops
 
 TOLERANCE = 1e-10
 MODELS = Path(__file__).with_name("foreign_models.py")

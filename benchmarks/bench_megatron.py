@@ -28,19 +28,19 @@ if not __package__:  # run by its path
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.sections import Row, show
+from weft.base.errors import InputError, NoFeasiblePlan, WeftError, printable
+from weft.base.files import load_json
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
-from weft.errors import InputError, NoFeasiblePlan, WeftError, printable
-from weft.files import load_json
 from weft.model.load import load_graph_for
 from weft.plan.plan import Optimizer
+from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.splits import load_splits
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.layouts import even_layout
 from weft.search.joint.search import joint_search
 from weft.search.joint.setting import Setting
-from weft.search.problem import PlanOptions, Problem
 
 DEFAULT: Final = Path(__file__).resolve().parents[2] / "shared" / "data" / "measured" / "megatron-a100.json"
 SEQUENCE: Final = 2048

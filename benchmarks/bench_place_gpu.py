@@ -42,6 +42,8 @@ sys.path.insert(0, str(ROOT))
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")  # else the granted memory breaks into pieces
 
 from benchmarks.mps import multi_process_service  # noqa: E402
+from weft.base.errors import NoFeasiblePlan, WeftError  # noqa: E402
+from weft.base.units import format_bytes, parse_bytes  # noqa: E402
 from weft.cluster.cluster import Cluster, Device, Link  # noqa: E402
 from weft.cluster.cluster_file import load_cluster, save_cluster  # noqa: E402
 from weft.cluster.probe import probe  # noqa: E402
@@ -49,7 +51,6 @@ from weft.coarsen.contract import Coarse, contract  # noqa: E402
 from weft.coarsen.groups import single_groups  # noqa: E402
 from weft.cost.costs import estimate_costs  # noqa: E402
 from weft.cost.profile import ProfileStore  # noqa: E402
-from weft.errors import NoFeasiblePlan, WeftError  # noqa: E402
 from weft.model.graph import Graph  # noqa: E402
 from weft.model.load import load_graph_for  # noqa: E402
 from weft.model.source import resolve_model  # noqa: E402
@@ -58,13 +59,12 @@ from weft.plan.lower import lower  # noqa: E402
 from weft.plan.memory import static_bytes  # noqa: E402
 from weft.plan.plan import Plan, load_plan, save_plan, with_search  # noqa: E402
 from weft.run.result import RunOptions, RunResult, share_environment  # noqa: E402
+from weft.search.common.problem import PlanOptions, Problem  # noqa: E402
 from weft.search.place.methods import METHODS  # noqa: E402
 from weft.search.place.placed_plan import OpPlacement, placement_of_groups, plan_within_memory  # noqa: E402
 from weft.search.place.problem import PlaceProblem, problem_from_graph  # noqa: E402
 from weft.search.place.timetable import Timetable, make_timetable  # noqa: E402
-from weft.search.problem import PlanOptions, Problem  # noqa: E402
 from weft.simulate.predict import simulate  # noqa: E402
-from weft.units import format_bytes, parse_bytes  # noqa: E402
 
 RULES = ("accelerate-sequential", "accelerate-balanced", "single")
 LINK_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)

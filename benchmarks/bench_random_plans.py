@@ -25,8 +25,8 @@ from benchmarks.random_compare import differences
 from benchmarks.random_models import DrawnModel, draw_model
 from benchmarks.random_plans import KINDS, World, draw_plan
 from benchmarks.random_ranks import FAULTS, RankOutcome, Ranks
+from weft.base.errors import WeftError
 from weft.cli.common import has_unaligned_replicas
-from weft.errors import WeftError
 from weft.model.trace import TracedModel, trace
 from weft.plan.memory import account_memory
 from weft.plan.plan import Plan

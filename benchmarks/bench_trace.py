@@ -63,7 +63,7 @@ def in_fresh_process(spec: str, *, fold: bool = True) -> dict[str, Any]:
 
 
 def print_row(row: dict[str, Any]) -> None:
-    from weft.units import format_count
+    from weft.base.units import format_count
 
     full = f"{row['every_layer_cpu_s']:8.1f}" if "every_layer_cpu_s" in row else ""
     print(f"{row['model']:13} {row['batch']:5} {row['operators']:6} {format_count(row['parameters']):>7} "

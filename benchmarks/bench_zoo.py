@@ -81,9 +81,9 @@ def run_case(case: Case, seconds: float, deadline: float) -> Result | None:
 def _compare(case: Case, seconds: float) -> Result:
     from benchmarks.zoo_baselines import references
     from benchmarks.zoo_cases import problem_of, splits_of
-    from weft.errors import NoFeasiblePlan
-    from weft.planner import compare_strategies
-    from weft.planning import DEPLOY_SIMULATIONS
+    from weft.base.errors import NoFeasiblePlan
+    from weft.planning.compare import compare_strategies
+    from weft.planning.make import DEPLOY_SIMULATIONS
     from weft.search.deploy.search import DeployOptions
 
     problem = problem_of(case)

@@ -15,7 +15,7 @@ from weft.cluster.cluster_file import load_cluster
 from weft.cost.costs import estimate_costs
 from weft.model.graph import Graph
 from weft.model.graph_file import load_graph, save_graph
-from weft.search.problem import PlanOptions, Problem
+from weft.search.common.problem import PlanOptions, Problem
 
 HERE = Path(__file__).resolve().parent
 CLUSTERS = HERE / "problems" / "deploy"

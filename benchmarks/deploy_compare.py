@@ -21,7 +21,7 @@ import numpy as np
 from benchmarks.deploy_cases import LARGE, RELATED, UNSEEN, Case, graph_path, trace_graph
 from benchmarks.deploy_pool import Job, Result, open_pool, search
 from benchmarks.sections import Row
-from weft.units import format_time
+from weft.base.units import format_time
 
 OURS, TREE, DATA = "network + search", "tree search", "data parallel"
 PATIENT = 10

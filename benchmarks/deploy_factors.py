@@ -14,13 +14,13 @@ from functools import cache
 from typing import Any
 
 from benchmarks.sections import Row
+from weft.base.units import format_time
 from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
 from weft.model.graph import Graph
 from weft.model.load import load_graph_for
 from weft.search.deploy.sufficient import Decision, LayerTerms, break_even_rows, decide_on_cluster, linear_layers
-from weft.units import format_time
 
 LAB = {"devices": "1 x cpu", "network": {"bandwidth": "200Mbit/s", "latency": "100us"}}
 TAG = {"devices": "1 x V100-16GB", "network": {"bandwidth": "2.81GB/s", "latency": "12us"}}

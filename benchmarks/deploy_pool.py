@@ -109,7 +109,7 @@ def policy(prior: Prior) -> Any:
 
 def search(job: Job) -> Result:
     """Return what one search finds."""
-    from weft.errors import NoFeasiblePlan
+    from weft.base.errors import NoFeasiblePlan
     from weft.search.deploy.search import DeployOptions, deploy
 
     options = DeployOptions(method=job.method, cpu_seconds=job.cpu_seconds, max_simulations=job.max_simulations,

@@ -17,6 +17,7 @@ from benchmarks.lab.links import LinkReport, measure_links
 from benchmarks.lab.profiles import measured_kind, profile_together
 from benchmarks.lab.spaces import why_not
 from benchmarks.sections import Row
+from weft.base.units import format_rate
 from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
@@ -24,13 +25,12 @@ from weft.cost.profile import ProfileStore
 from weft.model.load import trace_model
 from weft.plan.exchanges import with_sufficient_factors
 from weft.plan.plan import Optimizer, Plan
-from weft.planner import evaluate
+from weft.planning.compare import evaluate
 from weft.run.result import RunOptions, RunResult
 from weft.search.baselines import data_parallel, gpipe_equal
+from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.policy import load_policy
 from weft.search.deploy.search import DeployOptions, deploy
-from weft.search.problem import PlanOptions, Problem
-from weft.units import format_rate
 
 MODELS: Final = ("vgg_like", "perceptron")
 """Functions of ``benchmarks/models/fully_connected.py``."""

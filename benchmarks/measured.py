@@ -27,7 +27,7 @@ if not __package__:  # run by its path
 
 from benchmarks.measured_file import MeasuredFile, load_measured
 from benchmarks.measured_predict import predict
-from weft.errors import InputError, WeftError, printable
+from weft.base.errors import InputError, WeftError, printable
 
 DEFAULT: Final = Path(__file__).resolve().parents[2] / "shared" / "data" / "measured" / "opt350-gh200.json"
 REFERENCE: Final = "OPT-350 on GH200: at most 8 % and 5.5 %, at least 0.95; Sailor's own simulator: 8.9 % and 5.9 %"

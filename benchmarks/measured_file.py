@@ -20,8 +20,8 @@ from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any, Final
 
-from weft.errors import InputError
-from weft.files import decode, load_json
+from weft.base.errors import InputError
+from weft.base.files import decode, load_json
 
 LOGGER = logging.getLogger(__name__)
 MAX_CELLS: Final = 1_000_000

@@ -42,7 +42,7 @@ from weft.plan.check import check_plan
 from weft.plan.plan import Optimizer, Plan, save_plan
 from weft.plan.program import Op
 from weft.run.result import RunResult, Verification, load_result
-from weft.search.problem import PlanOptions, Problem
+from weft.search.common.problem import PlanOptions, Problem
 from weft.simulate import simulate
 from weft.simulate.timeline import Timeline
 

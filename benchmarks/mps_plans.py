@@ -22,11 +22,11 @@ from weft.search.baselines import (
     one_f_one_b_balanced,
     one_f_one_b_equal,
 )
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
+from weft.search.common.problem import Problem, StageSpec, make_plan
 from weft.search.deploy.policy import load_policy
 from weft.search.deploy.search import DeployOptions, deploy
 from weft.search.joint.search import joint_search
-from weft.search.problem import Problem, StageSpec, make_plan
 from weft.search.schedule.from_plan import problem_of_plan, with_schedule
 from weft.search.schedule.named import named_schedule
 from weft.search.scheduled import find_schedule, schedule_search

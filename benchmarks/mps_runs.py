@@ -16,7 +16,7 @@ from benchmarks.mps import CONTROL
 from benchmarks.mps_measure import Bench, Case, Ran, note, opened
 from benchmarks.mps_plans import Named, mixed, plan_makers
 from benchmarks.sections import Row
-from weft.errors import WeftError
+from weft.base.errors import WeftError
 from weft.plan.plan import Plan
 from weft.search.baselines import data_parallel, data_parallel_by_speed
 from weft.search.deploy.policy import load_policy

@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Final
 
-from weft.errors import RunError
+from weft.base.errors import RunError
 from weft.run.result import share_environment
 
 ROOT: Final = Path(__file__).resolve().parents[1]

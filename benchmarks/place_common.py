@@ -92,7 +92,7 @@ def _run(args: Any) -> dict[str, Any]:
 
 def named_values(problem: PlaceProblem) -> dict[str, float | str]:
     """Return the latency of every named method, or why it has none."""
-    from weft.errors import NoFeasiblePlan
+    from weft.base.errors import NoFeasiblePlan
     from weft.search.place.methods import METHODS
     from weft.search.place.timetable import check_timetable, make_timetable
 

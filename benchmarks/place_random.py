@@ -142,7 +142,7 @@ def _try_too_little(seed: int, folder: Path) -> str:
 def _tight() -> Row:
     """Return how often there is a placement where named methods find none."""
     from tests.search.place.random_problems import random_problem
-    from weft.errors import NoFeasiblePlan
+    from weft.base.errors import NoFeasiblePlan
     from weft.search.place.search import place
 
     failed: Counter[str] = Counter()

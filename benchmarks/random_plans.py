@@ -18,12 +18,12 @@ from tests.search.test_baselines import mixed_cluster
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import estimate_costs
 from weft.model.graph import Graph
-from weft.model.named_ops import named_ops
 from weft.plan.orders import Order, forward_only, gpipe, interleaved, one_f_one_b
 from weft.plan.plan import Optimizer, Plan, Replica, Stage
 from weft.run.prepare import Tracer
-from weft.search.budget import Budget
-from weft.search.problem import PlanOptions, Problem
+from weft.search.common.budget import Budget
+from weft.search.common.problem import PlanOptions, Problem
+from weft.sharding.named_ops import named_ops
 
 SIZE: Final = 2
 """Samples of a micro-batch, as traced."""
@@ -191,7 +191,7 @@ def replicated_stages(world: World) -> Plan:
 
 def tensor_parallel(world: World) -> Plan:
     """Return the whole model, or its second half, divided over devices operator by operator."""
-    from weft.search.spread import spread
+    from weft.search.common.spread import spread
 
     graph, count = world.graph, world.num_devices if world.num_devices != 3 else 2
     ops, shapes = named_ops(world.tracer.trace(SIZE)), {

@@ -122,7 +122,7 @@ def _source(model: str) -> Any:
 
 
 def _serve(model: str, batch: int, sizes: Sequence[int]) -> None:
-    from weft.run import parallelize
+    from weft.training import parallelize
 
     source = _source(model)
     tracer = parallelize.Tracer(source)
@@ -199,8 +199,8 @@ def _rank(source: Any, batch: int, job: Job, rank: int, listen_fd: int, report_f
 def _train(source: Any, batch: int, job: Job, rank: int, listen_fd: int | None, report: Any) -> None:
     import torch.distributed as dist
 
-    from weft.run.parallelize import parallelize
     from weft.run.transport import open_store
+    from weft.training.parallelize import parallelize
 
     store = open_store(listen_fd=listen_fd, timeout_s=60)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))

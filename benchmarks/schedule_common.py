@@ -78,7 +78,7 @@ def _search(problem: ScheduleProblem, num_microbatches: int, time_limit: float |
 
 
 def _steady(problem: ScheduleProblem, seconds: float) -> dict[str, Any]:
-    from weft.search.budget import Budget
+    from weft.search.common.budget import Budget
     from weft.search.schedule.steady import find_steady_state
 
     before = _cpu_seconds()

@@ -18,7 +18,7 @@ from benchmarks.schedule_common import SLACK, Options
 from benchmarks.sections import Row
 from tests.search.schedule.compare import Verdict, compare
 from tests.search.schedule.random_problems import RandomProblem, random_problem
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.search.schedule.check import check_schedule
 from weft.search.schedule.named import named_schedule, named_schedules
 from weft.search.schedule.problem import Block, ScheduleProblem, Transfer, with_memory

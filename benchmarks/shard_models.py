@@ -17,7 +17,7 @@ from weft.cost.mesh import Mesh
 from weft.model.folded import FoldedModel, trace_folded
 from weft.model.source import ModelSource, resolve_model
 from weft.plan.plan import Optimizer
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.shard.compare import compare_meshes
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.named import NAMES

@@ -81,7 +81,7 @@ def speed(options: Any) -> Iterator[Row]:
 
 def measure(model: str, cluster: str, mesh: str, batch: int, memory: str) -> dict[str, Any]:
     """Return what one search took, after importing all that it needs."""
-    for name in ("torch", "numpy", "transformers", "weft.model.zoo_transformers", "weft.model.factor_rules",
+    for name in ("torch", "numpy", "transformers", "weft.model.zoo_transformers", "weft.sharding.factor_rules",
                  "transformers.models.llama.modeling_llama", "transformers.models.t5.modeling_t5",
                  "weft.search.strategies.search", "weft.search.strategies.integer"):
         importlib.import_module(name)
@@ -91,7 +91,7 @@ def measure(model: str, cluster: str, mesh: str, batch: int, memory: str) -> dic
     from weft.model.folded import trace_folded
     from weft.model.source import resolve_model
     from weft.plan.plan import Optimizer
-    from weft.search.budget import Budget
+    from weft.search.common.budget import Budget
     from weft.search.shard.model_search import MeshSearch
 
     target = read_cluster(cluster)

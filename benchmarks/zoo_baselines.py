@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.plan.plan import split_samples
-from weft.planner import compare_strategies, evaluate
+from weft.planning.compare import compare_strategies, evaluate
+from weft.search.common.problem import Problem, divisors
 from weft.search.deploy.deployer import Splits
 from weft.search.deploy.search import DeployOptions, deploy
 from weft.search.joint.build import build_plan
@@ -26,7 +27,6 @@ from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.layouts import teams_of
 from weft.search.joint.setting import Layout, Setting, StageMesh, Team
-from weft.search.problem import Problem, divisors
 
 NUM_SIMULATED: Final = 3
 MAX_ATTEMPTS: Final = 8

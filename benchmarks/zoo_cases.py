@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import load_cluster
 from weft.model.zoo import MODELS
-from weft.search.problem import PlanOptions, Problem
+from weft.search.common.problem import PlanOptions, Problem
 
 if TYPE_CHECKING:
     from weft.model.folded import FoldedModel
@@ -68,7 +68,7 @@ def graph_of(model: str) -> Graph:
 @cache
 def folded_of(model: str) -> FoldedModel | None:
     """Return the folded model, from which follows how devices divide operators; None where it cannot be folded."""
-    from weft.errors import ModelError
+    from weft.base.errors import ModelError
     from weft.model.folded import trace_folded
     from weft.model.source import ModelSource, resolve_model
 

@@ -10,10 +10,10 @@ import shlex
 import sys
 from pathlib import Path
 
+from weft.base.units import format_time
 from weft.cli.main import main as weft
 from weft.plan.plan import load_plan
 from weft.simulate.timeline_file import load_timeline
-from weft.units import format_time
 
 MODEL = "gpt2:layers=8,hidden=128,heads=4,vocab=512,seq=64"
 """GPT-2 in small, so that four processes on a laptop train it in a moment."""

@@ -10,9 +10,9 @@ import pytest
 
 from tests.test_readme import README, ROOT, check_page
 from weft.cost.op_classes import op_classes
-from weft.planning import DEPLOY_SIMULATIONS
+from weft.planning.make import DEPLOY_SIMULATIONS
+from weft.search.common.problem import divisors
 from weft.search.joint import estimate, layouts, search
-from weft.search.problem import divisors
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))

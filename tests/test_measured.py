@@ -22,7 +22,7 @@ from benchmarks.measured_predict import (
     pipeline_seconds,
     predict,
 )
-from weft.errors import InputError
+from weft.base.errors import InputError
 
 GB, MB = 1e9, 1e6
 FLAT = [[0.0, 0.0, 1.0], 1 * GB]

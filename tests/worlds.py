@@ -105,7 +105,7 @@ def plan_of(graph: Graph, groups: list[list[int]], *, order: Order, devices: lis
 
 def with_gradients(plan: Plan, graph: Graph) -> Plan:
     """Return the plan with one all-reduce for each set of devices that hold the same parameters."""
-    from weft.search.problem import add_gradients
+    from weft.search.common.problem import add_gradients
     return add_gradients(plan, graph)
 
 

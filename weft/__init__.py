@@ -13,22 +13,22 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weft.base.errors import WeftError
     from weft.cluster.cluster_file import read_cluster
     from weft.cost.costs import estimate_costs
-    from weft.errors import WeftError
     from weft.model.load import load_graph_for
     from weft.plan.check import check_plan
     from weft.plan.lower import lower
     from weft.plan.plan import load_plan, save_plan
-    from weft.planner import compare_strategies
-    from weft.planning import make_plan
+    from weft.planning.compare import compare_strategies
+    from weft.planning.make import make_plan
     from weft.run.launch import run_plan
-    from weft.run.parallelize import parallelize
+    from weft.search.common.problem import PlanOptions, Problem
     from weft.search.place.problem import problem_from_graph
     from weft.search.place.search import place
-    from weft.search.problem import PlanOptions, Problem
     from weft.search.schedule.problem_file import load_problem
     from weft.search.schedule.search import schedule
+    from weft.training.parallelize import parallelize
 
 __version__ = "0.1.0"
 __all__ = [
@@ -38,11 +38,12 @@ __all__ = [
 ]
 
 _HOME = {
-    "PlanOptions": "weft.search.problem", "Problem": "weft.search.problem", "WeftError": "weft.errors",
-    "check_plan": "weft.plan.check", "compare_strategies": "weft.planner", "estimate_costs": "weft.cost.costs",
+    "PlanOptions": "weft.search.common.problem", "Problem": "weft.search.common.problem",
+    "WeftError": "weft.base.errors",
+    "check_plan": "weft.plan.check", "compare_strategies": "weft.planning.compare", "estimate_costs": "weft.cost.costs",
     "load_graph_for": "weft.model.load", "load_plan": "weft.plan.plan",
-    "load_problem": "weft.search.schedule.problem_file", "lower": "weft.plan.lower", "make_plan": "weft.planning",
-    "parallelize": "weft.run.parallelize", "place": "weft.search.place.search",
+    "load_problem": "weft.search.schedule.problem_file", "lower": "weft.plan.lower", "make_plan": "weft.planning.make",
+    "parallelize": "weft.training.parallelize", "place": "weft.search.place.search",
     "problem_from_graph": "weft.search.place.problem",
     "read_cluster": "weft.cluster.cluster_file", "run_plan": "weft.run.launch", "save_plan": "weft.plan.plan",
     "schedule": "weft.search.schedule.search",

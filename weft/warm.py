@@ -59,7 +59,7 @@ def _warm_placement() -> None:
 
 
 def _warm_loads() -> None:
-    from weft.search.budget import Budget
+    from weft.search.common.budget import Budget
     from weft.search.place.throughput import solve_throughput
 
     problem = _small_problem()

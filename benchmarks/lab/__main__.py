@@ -19,14 +19,14 @@ from pathlib import Path
 from benchmarks.lab import spaces
 from benchmarks.lab.lab import Lab
 from benchmarks.lab.topology import describe
+from weft.base.errors import WeftError
+from weft.base.files import encode
+from weft.base.units import format_rate, format_time
 from weft.cluster.cluster_file import read_cluster, save_cluster
 from weft.cost.profile import ProfileStore
-from weft.errors import WeftError
-from weft.files import encode
 from weft.plan.plan import load_plan
 from weft.run.result import RunOptions, save_result
 from weft.show.tables import print_table
-from weft.units import format_rate, format_time
 
 
 def main(arguments: list[str] | None = None) -> int:

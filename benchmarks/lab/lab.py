@@ -26,8 +26,8 @@ from typing import Any, Final
 
 from benchmarks.lab import spaces
 from benchmarks.lab.topology import PORT, Host, build_commands, namespaces, on_cores, read_topology
+from weft.base.errors import PlanError, RunError
 from weft.cluster.cluster import Cluster
-from weft.errors import PlanError, RunError
 from weft.plan.plan import Plan, load_plan, save_plan
 from weft.run.result import RunOptions, RunResult, load_result
 

@@ -17,10 +17,10 @@ from typing import Final
 
 from benchmarks.lab.lab import Lab, absolute
 from benchmarks.lab.topology import Host
+from weft.base.errors import ClusterError
 from weft.cluster.cluster import Cluster, DeviceKind
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.profile import OpKey, OpTiming, ProfileStore
-from weft.errors import ClusterError
 
 TIMEOUT_S: Final = 300.0
 

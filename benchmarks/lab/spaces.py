@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.lab.topology import Command
-from weft.errors import RunError
+from weft.base.errors import RunError
 
 PREFIX: Final = "weftlab-"
 _COUNTER: Final = itertools.count()

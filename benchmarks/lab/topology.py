@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from weft.base.errors import ClusterError
+from weft.base.units import format_rate
 from weft.cluster.cluster import Cluster, Contention, Link
-from weft.errors import ClusterError
-from weft.units import format_rate
 
 PORT: Final = "eth0"
 """The interface of every host."""

@@ -174,5 +174,5 @@ def test_ctrl_c_before_there_is_a_plan_is_said(capsys, monkeypatch):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("weft.planning.search_plans", interrupted)
+    monkeypatch.setattr("weft.planning.make.search_plans", interrupted)
     assert "weft: interrupted" in fails(capsys, 130, "plan", MODEL, CLUSTER)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.plan.test_interchange import decoder, pipeline
+from tests.export.test_interchange import decoder, pipeline
 from tests.worlds import plain_cluster
 from weft.cli.main import main
 from weft.cluster.cluster_file import to_json

@@ -12,10 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import weft.files
+import weft.base.files
+from weft.base.errors import InputError
+from weft.base.files import check_output, write_atomic, written_together
 from weft.cli.main import main
-from weft.errors import InputError
-from weft.files import check_output, write_atomic, written_together
 from weft.run.result import RunResult, load_result, save_result
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,7 +64,7 @@ def test_a_full_disk_leaves_nothing_of_a_result(tmp_path, monkeypatch):
 
 def test_a_full_disk_leaves_the_result_before_it(tmp_path, monkeypatch):
     save_result(result(gradients={"w": np.ones(3)}), tmp_path)
-    monkeypatch.setattr(weft.files.os, "fdopen", full)
+    monkeypatch.setattr(weft.base.files.os, "fdopen", full)
     with pytest.raises(InputError, match="No space left"):
         save_result(result(), tmp_path)
     monkeypatch.undo()
@@ -92,7 +92,7 @@ def test_files_come_together_or_not_at_all(tmp_path):
 
 
 def test_a_folder_that_was_made_for_a_file_goes_with_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(weft.files.os, "fdopen", full)
+    monkeypatch.setattr(weft.base.files.os, "fdopen", full)
     with pytest.raises(InputError, match="No space left"):
         write_atomic(tmp_path / "a" / "b" / "c.json", "text")
     assert list(tmp_path.iterdir()) == []

@@ -15,8 +15,8 @@ import pytest
 
 from tests.search.place.check_json import check_result
 from tests.show.place_results import DIAMOND, PAIR, result_of
+from weft.base.errors import NoFeasiblePlan
 from weft.cli.main import main
-from weft.errors import NoFeasiblePlan
 from weft.search.place.methods import METHODS
 from weft.search.place.result import PlaceResult
 

@@ -14,9 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.worlds import long_form, mixed_form, short_form, times_only
+from weft.base.errors import ClusterError
 from weft.cluster import Cluster, check_cluster, load_cluster
 from weft.cluster.cluster_file import parse_cluster, to_json
-from weft.errors import ClusterError
 
 FORMS = (short_form, long_form, mixed_form, times_only)
 JSON_VALUES = [None, True, False, 0, -1, 1, 3, 10**9, 10**30, 10**400, 0.5, -0.0, 1e308, 1e-320, math.nan, math.inf, "",

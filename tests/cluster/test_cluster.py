@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cluster.worlds import header, long_form, mixed_form, short_form, times_only
+from weft.base.errors import ClusterError
 from weft.cluster import Cluster, Contention, Device, DeviceKind, Link, check_cluster
 from weft.cluster.cluster_file import parse_cluster
-from weft.errors import ClusterError
 
 
 def make(num_devices: int, links: list[tuple[str, str, float]], **fields) -> Cluster:

@@ -6,8 +6,8 @@ import itertools
 
 import pytest
 
+from weft.base.errors import ClusterError
 from weft.cluster.nvidia_topo import parse_topo
-from weft.errors import ClusterError
 
 LEGEND = """
 Legend:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from weft.base.errors import ClusterError
 from weft.cluster.presets import find_kind, find_link, kind_presets, link_presets, lookup_kind
-from weft.errors import ClusterError
 
 GPUS = ("V100-16GB", "V100-32GB", "P100", "T4", "1080Ti", "RTX3090", "RTX4090", "A10", "L4", "A100-40GB", "A100-80GB",
         "H100", "H200", "B200", "GH200-96GB")

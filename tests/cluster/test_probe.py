@@ -10,9 +10,9 @@ import time
 
 import pytest
 
+from weft.base.errors import ClusterError
 from weft.cluster import link_probe, probe
 from weft.cluster.cluster_file import parse_cluster, to_json
-from weft.errors import ClusterError
 
 
 @pytest.mark.timeout(120)

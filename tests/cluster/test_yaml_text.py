@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from weft.base.errors import ClusterError
 from weft.cluster.yaml_text import MAX_TEXT, parse_yaml
-from weft.errors import ClusterError
 
 
 @pytest.mark.parametrize(("text", "value"), [

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from tests.model.helpers import source_of
+from weft.base.errors import InputError
 from weft.coarsen.coarsen import coarsen, find_groups
 from weft.coarsen.contract import contract
 from weft.coarsen.groups import check_groups
 from weft.coarsen.rules import fuse_by_rules
-from weft.errors import InputError
 from weft.model.load import trace_model
 from weft.model.onnx import load_onnx
 from weft.model.trace import trace

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from tests.coarsen.helpers import make
 from tests.coarsen.random_graphs import random_graph
+from weft.base.errors import InputError, ModelError
 from weft.coarsen.coarsen import find_groups
 from weft.coarsen.groups import check_groups, number_groups, single_groups
 from weft.coarsen.kernels import choose_kernels
-from weft.errors import InputError, ModelError
 
 DIAMOND = make(("a", "aten.matmul", "x w"), ("b", "aten.relu", "a"), ("c", "aten.softmax", "a"),
                ("d", "aten.add", "b c"), ("k", "aten.arange", ""), ("e", "aten.mul", "d k"))

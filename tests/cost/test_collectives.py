@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cost.worlds import make_cluster
+from weft.base.errors import ClusterError, InputError
 from weft.cluster.cluster import Cluster, Contention, Device, DeviceKind, Link
 from weft.cost.collectives import Algorithm, Collective, CollectiveModel, scope_of
-from weft.errors import ClusterError, InputError
 
 BANDWIDTH, LATENCY = 1e11, 1e-6
 MIB = 2**20

@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cost.worlds import FAST, SLOW, given_costs, make_cluster, make_graph
+from weft.base.errors import ClusterError, InputError, ModelError
 from weft.cluster.cluster import DeviceKind
 from weft.cost.costs import estimate_costs
 from weft.cost.explain import explain_costs
 from weft.cost.figure import ZERO, Figure, Source, combine
 from weft.cost.op_classes import op_class, op_classes
 from weft.cost.roofline import peak_rate
-from weft.errors import ClusterError, InputError, ModelError
 
 
 def test_weakest_source_wins_and_zero_does_not_weaken():

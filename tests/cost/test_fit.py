@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.cost.worlds import FAST, make_cluster, make_graph
+from weft.base.errors import InputError
 from weft.cost.collectives import Algorithm, Collective, CollectiveModel
 from weft.cost.costs import estimate_costs
 from weft.cost.figure import Source
 from weft.cost.fit import fit_collective, fit_efficiencies, fit_transfer
 from weft.cost.profile import OpKey, OpTiming, ProfileStore, op_signature
-from weft.errors import InputError
 
 SIZES = [2**k for k in range(6, 31, 2)]
 

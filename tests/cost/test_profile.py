@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.cost.worlds import make_cluster, make_graph
+from weft.base.errors import InputError
 from weft.cost.costs import estimate_costs
 from weft.cost.figure import Source
 from weft.cost.profile import ClassFit, CommFit, OpKey, OpTiming, ProfileStore, op_signature
-from weft.errors import InputError
 
 TIMING = OpTiming(forward_s=1.5e-4, input_grad_s=None, weight_grad_s=2e-5, spread=0.02, repeats=9, threads=1,
                   torch_version="2.13.0", recorded_at="2025-01-01T00:00:00+00:00")

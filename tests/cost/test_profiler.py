@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from tests.cost.worlds import make_cluster, make_graph
+from weft.base.errors import InputError
 from weft.cluster.cluster import DeviceKind
 from weft.cost.costs import estimate_costs
 from weft.cost.explain import explain_costs
@@ -18,7 +19,6 @@ from weft.cost.figure import Source
 from weft.cost.gradient_sums import SUM_KIND, gradient_sums
 from weft.cost.profile import ProfileStore
 from weft.cost.profiler import op_keys, profile_model
-from weft.errors import InputError
 from weft.model.source import ModelSource
 from weft.model.trace import trace
 

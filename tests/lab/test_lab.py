@@ -15,13 +15,13 @@ import pytest
 from benchmarks.lab import spaces
 from benchmarks.lab.lab import Lab
 from benchmarks.lab_runs import model_spec, star
+from weft.base.errors import RunError
 from weft.cost.costs import estimate_costs
-from weft.errors import RunError
 from weft.model.load import trace_model
 from weft.plan.plan import Optimizer
 from weft.run.result import RunOptions
 from weft.search.baselines import data_parallel
-from weft.search.problem import PlanOptions, Problem
+from weft.search.common.problem import PlanOptions, Problem
 
 ROOT = Path(__file__).resolve().parents[2]
 WHY_NOT = spaces.why_not()

@@ -18,9 +18,9 @@ from benchmarks.lab.topology import (
     read_topology,
 )
 from benchmarks.lab_runs import star
+from weft.base.errors import ClusterError
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.profile import OpKey, OpTiming
-from weft.errors import ClusterError
 
 MEGABIT = 1e6 / 8
 

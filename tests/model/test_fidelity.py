@@ -15,7 +15,7 @@ from weft.model import parts
 from weft.model.fidelity import check_trace
 from weft.model.parts import Verdict
 from weft.model.trace import trace
-from weft.run.parallelize import source_of_module
+from weft.training.parallelize import source_of_module
 
 
 def checked(module: nn.Module, *inputs: torch.Tensor, mode: str = "training", device: torch.device | None = None) -> Verdict:

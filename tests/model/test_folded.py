@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.model.helpers import eager, replayed, source_of, zoo
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model import fold
 from weft.model.chains import find_chains, periodic_stretches
 from weft.model.folded import trace_folded

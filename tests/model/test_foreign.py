@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from benchmarks.foreign_models import build
-from tests.model.factor_harness import check_call
 from tests.model.helpers import assert_equals_eager, source_of
-from weft.errors import ModelError
+from tests.sharding.factor_harness import check_call
+from weft.base.errors import ModelError
 from weft.model.source import resolve_model
 from weft.model.trace import trace
-from weft.run.parallelize import source_of_module
+from weft.training.parallelize import source_of_module
 
 # ---- operators of torch.library -------------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.model.helpers import assert_equals_eager, source_of
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model import capture as capture_module
 from weft.model.functional import changes_memory
 from weft.model.trace import run_program, state_of, trace

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.model.helpers import zoo
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model.graph import Graph, check_graph
 from weft.model.graph_file import graph_to_json, load_graph, parse_graph, save_graph
 from weft.model.trace import trace

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests.model.helpers import source_of
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model.graph import TensorRole, check_graph
 from weft.model.onnx import load_onnx
 from weft.model.source import resolve_model

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 
 from tests.worlds import plain_cluster
+from weft.base.errors import InputError
 from weft.cli.main import main
 from weft.cost.costs import estimate_costs
-from weft.errors import InputError
+from weft.export.op_properties import op_properties
 from weft.model.graph import Graph
 from weft.model.onnx import load_onnx
 from weft.model.onnx_metadata import annotate_onnx
 from weft.plan.check import check_plan
-from weft.plan.op_properties import op_properties
 from weft.plan.plan import Plan, save_plan
+from weft.search.common.problem import PlanOptions, Problem
 from weft.search.place.placed_plan import OpPlacement, placed_plan
-from weft.search.problem import PlanOptions, Problem
 
 onnx = pytest.importorskip("onnx")
 from onnx import TensorProto, helper, numpy_helper  # noqa: E402

@@ -5,7 +5,7 @@ import textwrap
 import pytest
 import torch
 
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model.graph import Graph
 from weft.model.source import ModelSource, resolve_model
 from weft.model.trace import trace

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 
 from tests.model.helpers import assert_equals_eager, source_of, zoo
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model.graph import NO_BATCH_DIM, TensorRole, check_graph
 from weft.model.trace import run_program, state_of, trace
 

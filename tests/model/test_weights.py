@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from tests.model.helpers import zoo
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model.weights import initial_value, materialize, without_memory
 
 

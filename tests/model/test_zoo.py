@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.model.helpers import assert_equals_eager, zoo
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model.functional import changes_memory
 from weft.model.source import resolve_model
 from weft.model.trace import trace

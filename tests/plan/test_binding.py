@@ -13,16 +13,16 @@ from torch import nn
 from tests.run.plans import greedy_order, pipeline_plan
 from tests.run.pool import Pool
 from tests.run.sharded_plans import sharded_plan, sharding_of
+from weft.base.errors import PlanError
 from weft.cluster import read_cluster
 from weft.cost.costs import estimate_costs
-from weft.errors import PlanError
 from weft.model.source import ModelSource, resolve_model
 from weft.model.trace import trace
 from weft.plan.binding import bind_plan
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan, format_plan, parse_plan
 from weft.search.baselines import STRATEGIES
-from weft.search.problem import PlanOptions, Problem
+from weft.search.common.problem import PlanOptions, Problem
 
 HERE = __file__
 

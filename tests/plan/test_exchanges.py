@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.worlds import linear_graph, plain_cluster, with_gradients
-from weft.errors import PlanError
+from weft.base.errors import PlanError
 from weft.model.graph import Graph
 from weft.plan.lower import lower
 from weft.plan.plan import ClusterRef, GradientExchange, ModelRef, Plan, Replica, Stage, parse_plan, plan_to_json

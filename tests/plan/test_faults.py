@@ -13,7 +13,7 @@ from tests.plan.bases import BASES, base
 from tests.plan.explore import ways_to_block, works
 from tests.plan.faults import FAULTS, seed_fault
 from tests.plan.generate import random_plan
-from weft.errors import PlanError
+from weft.base.errors import PlanError
 from weft.plan.check import check_program
 from weft.plan.lower import lower
 from weft.plan.program import Program

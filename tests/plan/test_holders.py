@@ -77,7 +77,7 @@ def test_words_of_layouts(words):
 
 def test_a_bucket_counts_the_bytes_of_parts():
     from weft.plan.layout import build_layout
-    from weft.search.problem import add_gradients
+    from weft.search.common.problem import add_gradients
 
     plan, graph = world(([mesh("ab", t=2), mesh("cd", t=2)], {"w0": ("S0",)}))
     halves = tuple(replace(item, share=0.5) for item in plan.stages[0].replicas)

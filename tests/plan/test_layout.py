@@ -9,7 +9,7 @@ import pytest
 
 from tests.plan.bases import Place, custom_plan
 from tests.worlds import chain_graph, dag_graph
-from weft.errors import PlanError
+from weft.base.errors import PlanError
 from weft.model.graph import UNKNOWN_BATCH_DIM, Graph
 from weft.plan.layout import Layout, build_layout
 from weft.plan.plan import GradientExchange

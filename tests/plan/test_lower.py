@@ -12,8 +12,8 @@ from tests.plan.explore import rank_faults, rows_of, walk
 from tests.plan.generate import random_plan
 from tests.plan.meaning import Meaning
 from tests.worlds import chain_graph, pipeline, plan_of
+from weft.base.errors import PlanError
 from weft.cluster.cluster import Cluster
-from weft.errors import PlanError
 from weft.model.graph import Graph
 from weft.plan.check import check_plan, check_program
 from weft.plan.lower import lower

@@ -13,7 +13,7 @@ from tests.plan.explore import rows_of
 from tests.plan.generate import random_plan
 from tests.plan.meaning import Meaning, Member
 from tests.worlds import chain_graph, dag_graph, pipeline, plain_cluster, plan_of
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import Graph, TensorRole
 from weft.plan.check import check_memory, check_plan
 from weft.plan.layout import stage_inputs

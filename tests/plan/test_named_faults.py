@@ -10,7 +10,7 @@ from tests.plan.bases import base, custom_plan
 from tests.plan.explore import rows_of, works
 from tests.plan.faults import program_of
 from tests.worlds import chain_graph, pipeline
-from weft.errors import PlanError
+from weft.base.errors import PlanError
 from weft.plan.check import check_plan, check_program
 from weft.plan.lower import lower
 from weft.plan.orders import gpipe, interleaved, one_f_one_b

@@ -8,7 +8,7 @@ import pytest
 
 from tests.plan.explore import walk
 from tests.worlds import pipeline
-from weft.errors import PlanError
+from weft.base.errors import PlanError
 from weft.plan.check import check_program
 from weft.plan.lower import lower
 from weft.plan.orders import Order, forward_only, gpipe, interleaved, one_f_one_b, to_tokens

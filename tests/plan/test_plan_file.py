@@ -15,12 +15,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import weft.files
+import weft.base.files
 import weft.plan
 from tests.plan.bases import BASES
 from tests.worlds import pipeline, plain_cluster
+from weft.base.errors import InputError, NoFeasiblePlan, PlanError
 from weft.cluster.cluster_file import to_json
-from weft.errors import InputError, NoFeasiblePlan, PlanError
 from weft.plan.check import check_plan
 from weft.plan.plan import (
     ClusterRef,
@@ -120,7 +120,7 @@ def test_saving_over_a_file_that_cannot_be_replaced_leaves_it_whole(tmp_path, mo
     def refuse(*_args: object) -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr("weft.files.os.replace", refuse)
+    monkeypatch.setattr("weft.base.files.os.replace", refuse)
     with pytest.raises(InputError, match=r"cannot write .*the disk is full"):
         save_plan(pipeline("1f1b", 3, 3)[1], path)
     assert path.read_bytes() == before
@@ -383,7 +383,7 @@ def test_files_never_become_code(tmp_path):
 
 def test_no_code_that_could_run_a_file():
     folder = Path(weft.plan.__file__).parent
-    for path in [Path(weft.files.__file__), *folder.glob("*.py")]:
+    for path in [Path(weft.base.files.__file__), *folder.glob("*.py")]:
         tree = ast.parse(path.read_text())
         used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
         used |= {name.name for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.plan.bases import custom_plan
 from tests.worlds import chain_graph, dag_graph, pipeline, plain_cluster
-from weft.errors import PlanError
+from weft.base.errors import PlanError
 from weft.plan.check import check_plan
 from weft.plan.plan import GradientExchange, Plan, Replica, Sharding, Stage
 from weft.plan.structure import parse_action, stage_patterns, structure_problems

@@ -185,7 +185,7 @@ def _serve(control: socket.socket) -> None:
 
 def _trace_ahead(tracers: dict[Any, Any], traces: set[Any], job: dict[str, Any]) -> set[Any]:
     """Return the traces that the ranks will ask for, after making them; what cannot be traced they shall report."""
-    from weft.errors import WeftError
+    from weft.base.errors import WeftError
     from weft.plan.plan import load_plan, split_samples
 
     plan = load_plan(job["plan"])
@@ -210,7 +210,7 @@ def _trace(tracers: dict[Any, Any], traces: set[Any], key: tuple[str, str, str],
 def _serve_rank(rank: int, num_ranks: int, listen_fd: int, jobs: Any, answers: Any, tracers: dict[Any, Any]) -> None:
     import torch
 
-    from weft.files import encode
+    from weft.base.files import encode
     from weft.plan.plan import load_plan
     from weft.run.result import RunOptions
     from weft.run.status import StatusLine

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from functools import cache
 
 from tests.run.plans import make_plan, traced
-from weft.model.named_ops import NamedOp, named_ops
 from weft.plan.plan import Plan, Replica, Sharding, Stage
-from weft.search.spread import with_stored_parameters
+from weft.search.common.spread import with_stored_parameters
+from weft.sharding.named_ops import NamedOp, named_ops
 
 Patterns = Mapping[str, str]
 """From a regular expression over names of operators to the word for one axis; the last that matches counts."""

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks.resume_ranks import Job, Ranks, reference_losses
 from tests.run.plans import MODELS, pipeline_plan, replicated_plan, source_of, traced
 from tests.run.sharded_plans import sharded_plan, sharding_of
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import Optimizer, save_plan
 from weft.run.checkpoint_folder import (

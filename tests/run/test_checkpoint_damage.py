@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional
 
 import weft
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.run.checkpoint_folder import MODEL_FILE, OPTIMIZER_FILE, RECORD_FILE
 from weft.run.checksums import CHUNK_BYTES, checksum_of
 from weft.run.dtype_kinds import may_become

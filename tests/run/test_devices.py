@@ -7,7 +7,7 @@ import torch
 
 from tests.run.models import __file__ as models_file
 from tests.run.plans import greedy_order, pipeline_plan, traced
-from weft.errors import InputError, RunError
+from weft.base.errors import InputError, RunError
 from weft.run.__main__ import own_device
 from weft.run.failures import PeerLost
 from weft.run.launch import run_plan

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from tests.run.plans import greedy_order, pipeline_plan, replicated_plan, source_of
 from tests.worlds import with_gradients
-from weft.errors import PlanError, RunError
+from weft.base.errors import PlanError, RunError
 from weft.model.source import ModelSource
 from weft.model.trace import trace
 from weft.plan.plan import Plan

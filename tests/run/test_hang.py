@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.run.hang import Limits, Observer, describer, limits_of
 from weft.run.status import Line, Milestone
 

@@ -17,7 +17,8 @@ import numpy as np
 import pytest
 
 from tests.run.plans import MODELS, pipeline_plan, replicated_plan, source_of, traced
-from weft.errors import InputError, ModelError, PlanError, RunError
+from weft.base.errors import InputError, ModelError, PlanError, RunError
+from weft.base.scratch import sweep
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import save_plan
 from weft.run import launch
@@ -26,7 +27,6 @@ from weft.run.launch import RankLost, run_plan
 from weft.run.prepare import Tracer, lower_to_run
 from weft.run.result import RunOptions
 from weft.run.worker import check_world
-from weft.scratch import sweep
 
 pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]

@@ -22,7 +22,7 @@ from weft.plan.plan import Plan
 from weft.run.cells import Transfer
 from weft.run.failures import PeerLost
 from weft.run.overlap import Early, EarlyExchanges, leads_to_loss
-from weft.search.buckets import cut_gradients
+from weft.search.common.buckets import cut_gradients
 from weft.simulate.finality import first_readers
 
 TOLERANCE = 1e-10

@@ -15,13 +15,13 @@ from weft.cluster import read_cluster
 from weft.model.folded import trace_folded
 from weft.model.source import ModelSource, resolve_model
 from weft.plan.plan import Plan, load_plan, save_plan
-from weft.planning import SearchOptions, search_plans
+from weft.planning.make import SearchOptions, search_plans
 from weft.run.prepare import Tracer, lower_to_run
-from weft.run.replan import plan_again
 from weft.run.result import RunOptions
 from weft.run.worker import resolve_source
-from weft.search.problem import PlanOptions
+from weft.search.common.problem import PlanOptions
 from weft.search.shard.plan_search import search_plan
+from weft.training.replan import plan_again
 
 HERE = Path(__file__)
 KINDS = ("bfloat16", "float64")

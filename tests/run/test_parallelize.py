@@ -23,12 +23,12 @@ from torch.utils.checkpoint import checkpoint
 import weft
 from tests.run.models import TinyGPT
 from tests.run.plans import MODELS, pipeline_plan, source_of, traced
+from weft.base.errors import ClusterError, InputError, ModelError, RunError
 from weft.cli.main import main
-from weft.errors import ClusterError, InputError, ModelError, RunError
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import save_plan
 from weft.run.batches import digest, is_compared
-from weft.run.replan import devices_left
+from weft.training.replan import devices_left
 
 pytestmark = pytest.mark.timeout(120)
 CLUSTER = "1 x cpu"

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.run.plans import source_of, traced
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model.graph import TensorRole
 from weft.model.trace import state_of
 from weft.plan.layout import stage_inputs

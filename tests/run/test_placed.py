@@ -16,8 +16,8 @@ from weft.cost.costs import estimate_costs
 from weft.model.graph import Graph
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan
+from weft.search.common.problem import PlanOptions, Problem
 from weft.search.place.placed_plan import OpPlacement, placed_plan
-from weft.search.problem import PlanOptions, Problem
 
 TOLERANCE = 1e-10
 TOWERS = f"{Path(__file__).with_name('placed_models.py')}:towers"

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from tests.run.threads import on_ranks
-from weft.model.layout_steps import find_steps
-from weft.model.tensor_layout import SUM, WHOLE, Layout, dim_ranges, parse_placement
 from weft.plan.sharding import coordinates_of
 from weft.run.mesh import DeviceMesh
 from weft.run.reshard import Change, Reshard
 from weft.run.shard_parameters import cut_region, put_region
+from weft.sharding.layout_steps import find_steps
+from weft.sharding.tensor_layout import SUM, WHOLE, Layout, dim_ranges, parse_placement
 
 
 def layout(*words: str) -> Layout:
@@ -86,14 +86,14 @@ CASES = random.Random(0).sample([
 @pytest.mark.parametrize("chunk", range(10))
 def test_changes_on_two_axes(chunk, monkeypatch):
     """Layouts that split one dimension twice do so in the same blocks. Every other chunk is taken for large tensors."""
-    monkeypatch.setattr("weft.model.layout_steps.SMALL_ENTRIES", chunk % 2 * 1000)
+    monkeypatch.setattr("weft.sharding.layout_steps.SMALL_ENTRIES", chunk % 2 * 1000)
     for shape, mesh, source, target in CASES[chunk::10]:
         check_change(shape, mesh, layout(*source), layout(*target))
 
 
 @pytest.mark.parametrize("small", [0, 1000])
 def test_three_axes(small, monkeypatch):
-    monkeypatch.setattr("weft.model.layout_steps.SMALL_ENTRIES", small)
+    monkeypatch.setattr("weft.sharding.layout_steps.SMALL_ENTRIES", small)
     check_change((12, 8), (2, 2, 2), layout("S0", "S0", "S0"), layout("S1", "S0", "R"))
     check_change((12, 8), (2, 2, 2), layout("P", "S0", "P"), layout("S0", "S0", "S1"))
     check_change((12, 8), (2, 2, 2), layout("P", "P", "P"), layout("R", "S0", "R"))
@@ -107,7 +107,7 @@ def test_three_axes(small, monkeypatch):
     (("R", "P"), {"reduce_scatter": 1, "all_reduce": 1}),
 ])
 def test_sums_of_large_tensors_are_scattered_along_the_fast_axis(target, counts, monkeypatch):
-    monkeypatch.setattr("weft.model.layout_steps.SMALL_ENTRIES", 0)
+    monkeypatch.setattr("weft.sharding.layout_steps.SMALL_ENTRIES", 0)
     steps = find_steps(layout("P", "P"), layout(*target), (2, 2), (8, 12), (8.0, 1.0))
     assert [step.axis for step in steps][:2] == [1, 0]
     assert check_change((8, 12), (2, 2), layout("P", "P"), layout(*target), weights=(8.0, 1.0)) == counts

@@ -8,7 +8,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.run.result import GRADIENTS_FILE, RunResult, load_result, save_result
 
 

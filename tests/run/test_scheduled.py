@@ -13,8 +13,8 @@ from tests.search.test_baselines import mixed_cluster
 from weft.cost.costs import estimate_costs
 from weft.plan.check import check_plan
 from weft.plan.plan import Optimizer, Plan
+from weft.search.common.problem import PlanOptions, Problem
 from weft.search.placements import PLACEMENTS
-from weft.search.problem import PlanOptions, Problem
 from weft.search.scheduled import Search, find_schedule, schedule_search
 
 TOLERANCE = 1e-10

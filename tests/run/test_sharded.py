@@ -13,7 +13,7 @@ import pytest
 from tests.run.plans import traced
 from tests.run.pool import Pool
 from tests.run.sharded_plans import ops_of, parameter_shapes, sharded_plan, sharding_of
-from weft.errors import PlanError
+from weft.base.errors import PlanError
 from weft.plan.plan import Plan, Sharding
 from weft.plan.sharding import parse_layout
 from weft.plan.strategies import parse_strategy

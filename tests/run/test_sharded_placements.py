@@ -18,11 +18,11 @@ from weft.cost.costs import estimate_costs
 from weft.plan.check import check_plan
 from weft.plan.plan import Optimizer, Plan, Replica, Stage
 from weft.plan.structure import structure_problems
+from weft.search.common.problem import PlanOptions, Problem
+from weft.search.common.spread import spread
 from weft.search.deploy.to_plan import deployment_plan
 from weft.search.placements import PLACEMENTS
-from weft.search.problem import PlanOptions, Problem
 from weft.search.scheduled import Search, find_schedule, schedule_search
-from weft.search.spread import spread
 
 TOLERANCE = 1e-10
 MICROBATCHES = 4

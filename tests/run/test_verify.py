@@ -13,11 +13,11 @@ from tests.run.plans import pipeline_plan
 from weft.model.differences import FLOOR, relative_error
 from weft.model.trace import trace
 from weft.plan.orders import one_f_one_b
-from weft.run.parallelize import source_of_module
 from weft.run.prepare import Tracer, lower_to_run
 from weft.run.result import RunOptions
 from weft.run.verify import Reference, reference_run, verify_training
 from weft.run.worker import _with_reason
+from weft.training.parallelize import source_of_module
 
 
 def reference(**gradients: list[float]) -> Reference:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tests.run.plans import pipeline_plan, replicated_plan, source_of, traced
 from tests.run.pool import Pool
 from tests.run.sharded_plans import sharded_plan, sharding_of
-from weft.errors import RunError
+from weft.base.errors import RunError
 from weft.plan.orders import one_f_one_b
 from weft.run.exchange_group import ExchangeGroup
 from weft.run.failures import PeerLost, failure

@@ -20,13 +20,13 @@ from torch import nn
 
 import weft
 from tests.run.plans import cut, pipeline_plan, replicated_plan
-from weft.model.named_ops import named_ops
 from weft.model.trace import TracedModel, trace
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import Optimizer, Plan, Replica, Stage
-from weft.run.parallelize import source_of_module
 from weft.run.trainer import Trainer
-from weft.search.spread import with_stored_parameters
+from weft.search.common.spread import with_stored_parameters
+from weft.sharding.named_ops import named_ops
+from weft.training.parallelize import source_of_module
 
 WIDTH, BATCH = 32, 8
 RANK = int(os.environ.get("RANK", "0"))

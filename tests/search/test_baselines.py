@@ -9,15 +9,15 @@ import numpy as np
 import pytest
 
 from tests.worlds import chain_graph
+from weft.base.errors import InputError, NoFeasiblePlan
 from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
-from weft.errors import InputError, NoFeasiblePlan
-from weft.planner import compare_strategies, evaluate, microbatch_choices
+from weft.planning.compare import compare_strategies, evaluate, microbatch_choices
 from weft.search.baselines import STRATEGIES, balanced_cuts, equal_cuts
+from weft.search.common.problem import PlanOptions, Problem, block_of, divisors
 from weft.search.deploy.search import DeployOptions
-from weft.search.problem import PlanOptions, Problem, block_of, divisors
 
 
 def mixed_cluster(speeds: list[float], *, memory: str = "1GB", bandwidth: str = "100GB/s") -> Cluster:

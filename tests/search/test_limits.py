@@ -12,8 +12,6 @@ import pytest
 
 from benchmarks.limit_cases import place_cluster, place_graph, schedule_problem, strategy_graph
 from tests.search.joint.worlds import equal_problem
-from weft import fit as fitting
-from weft import planner
 from weft.cli.main import main
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
@@ -21,9 +19,11 @@ from weft.explain import whatif
 from weft.model.graph_file import parse_graph
 from weft.plan.check import check_plan
 from weft.plan.plan import load_plan
-from weft.planner import compare_strategies
-from weft.search import budget as budgets
-from weft.search.budget import Budget, OutOfTime, cut_short, time_budget
+from weft.planning import compare as planner
+from weft.planning import fit as fitting
+from weft.planning.compare import compare_strategies
+from weft.search.common import budget as budgets
+from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.deploy import search as deploying
 from weft.search.joint import search as joint
 from weft.search.place import search as placing
@@ -176,7 +176,7 @@ def test_ctrl_c_in_the_joint_search_writes_the_best_and_says_what_was_interrupte
 
 
 def test_the_fewest_devices_known_are_the_answer_when_the_time_is_up():
-    from weft.objectives import Target, fewest_devices
+    from weft.planning.objectives import Target, fewest_devices
 
     problem = equal_problem()
     found = fewest_devices(problem, Target(text="slow", step_time_s=1e9), lambda part, splits: compare_strategies(

@@ -12,20 +12,20 @@ import pytest
 from tests.search.schedule.greedy import greedy_search
 from tests.search.test_baselines import mixed_cluster, problem_of
 from tests.worlds import chain_graph, dag_graph
+from weft.base.errors import InputError, NoFeasiblePlan
 from weft.cli.main import main
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import estimate_costs
-from weft.errors import InputError, NoFeasiblePlan
 from weft.model.graph import Graph
 from weft.model.load import load_graph_for
 from weft.plan.check import check_plan
 from weft.plan.memory import static_bytes
 from weft.plan.plan import Optimizer
-from weft.planner import compare_strategies, evaluate
+from weft.planning.compare import compare_strategies, evaluate
 from weft.search import scheduled
 from weft.search.baselines import STRATEGIES
+from weft.search.common.problem import PlanOptions, Problem
 from weft.search.placements import PLACEMENTS, guess_sharding
-from weft.search.problem import PlanOptions, Problem
 from weft.search.scheduled import scheduled_plan
 
 EQUAL = [1e12] * 4
@@ -208,7 +208,7 @@ def test_models_of_the_zoo(spec, shape, joint):
 
 
 def test_the_planner_compares_placements_with_strategies(monkeypatch):
-    monkeypatch.setattr("weft.planner.schedule_search", lambda **options: greedy_search)
+    monkeypatch.setattr("weft.planning.compare.schedule_search", lambda **options: greedy_search)
     problem = problem_with(graph_for("v"), microbatches=8)
     comparison = compare_strategies(problem, ["1f1b"], placements=["v", "m", "vv"])
     assert [item.strategy for item in comparison.candidates] == ["1f1b", "schedule-v", "schedule-m", "schedule-vv"]
@@ -234,7 +234,7 @@ def test_split_backward_is_taken_where_it_is_faster():
 
 
 def test_the_command_plans_shows_and_checks_a_placement(monkeypatch, capsys, tmp_path):
-    monkeypatch.setattr("weft.planner.schedule_search", lambda **options: greedy_search)
+    monkeypatch.setattr("weft.planning.compare.schedule_search", lambda **options: greedy_search)
     plan, model, cluster = tmp_path / "plan.json", "gpt2-tiny:vocab=4096,layers=4", "4 x A100-80GB"
     arguments = ["plan", model, cluster, "--batch", "16", "--microbatches", "8", "--strategy", "single", "--placement", "m", "-q"]
     assert main([*arguments, "-o", str(plan), "--json"]) == 0

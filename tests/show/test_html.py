@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.show.helpers import HOSTILE, hostile_timeline, many_microbatches, simulated, stretched
-from weft.errors import InputError, PlanError
+from weft.base.errors import InputError, PlanError
 from weft.plan.program import Op
 from weft.show.facts import StrategyFacts
 from weft.show.html import render_report, write_report

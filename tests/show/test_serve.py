@@ -13,8 +13,8 @@ import threading
 import pytest
 
 from tests.show.helpers import simulated
+from weft.base.errors import InputError
 from weft.cli.main import main
-from weft.errors import InputError
 from weft.plan.plan import save_plan
 from weft.show.serve import ADDRESS, PageServer
 

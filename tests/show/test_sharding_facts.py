@@ -6,15 +6,15 @@ import io
 
 import pytest
 
+from weft.base.errors import InputError
 from weft.cluster import read_cluster
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
 from weft.cost.mesh import Mesh
-from weft.errors import InputError
 from weft.model.folded import trace_folded
 from weft.model.source import resolve_model
 from weft.plan.plan import Optimizer
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.shard.compare import sensible_shapes
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.named import named

@@ -19,9 +19,9 @@ from tests.show.helpers import (
 )
 from tests.simulate.helpers import given_graph
 from tests.simulate.test_overlap import world_of
-from weft.errors import NoFeasiblePlan, PlanError
+from weft.base.errors import NoFeasiblePlan, PlanError
 from weft.plan.plan import SearchInfo
-from weft.planner import Candidate, Comparison
+from weft.planning.compare import Candidate, Comparison
 from weft.show.facts import (
     StrategyFacts,
     device_facts,

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.simulate.helpers import pipeline_world
-from weft.errors import InputError, PlanError
+from weft.base.errors import InputError, PlanError
 from weft.simulate import simulate
 from weft.simulate.timeline_file import load_timeline, parse_timeline, save_timeline, timeline_to_json
 

@@ -8,10 +8,10 @@ import pytest
 
 from tests.simulate.helpers import bare_cluster, given_graph, named_order, pipeline_world, with_lists
 from tests.worlds import chain_graph, plain_cluster, plan_of, with_gradients
+from weft.base.errors import PlanError
 from weft.cluster.cluster import Contention
 from weft.cost.costs import estimate_costs
 from weft.cost.figure import SOURCES, Source
-from weft.errors import PlanError
 from weft.plan.lower import lower
 from weft.plan.plan import ClusterRef, ModelRef, Optimizer, Plan, Replica, Stage
 from weft.plan.program import Instruction, Op, Program

@@ -46,9 +46,9 @@ def from_topo(
     as_json: JsonOption = False,
 ) -> None:
     """Read the output of `nvidia-smi topo -m` as a cluster."""
+    from weft.base.errors import ClusterError
+    from weft.base.files import read_bytes
     from weft.cluster.nvidia_topo import parse_topo
-    from weft.errors import ClusterError
-    from weft.files import read_bytes
 
     check_outputs({"--out": out}, (file,))
     text = read_bytes(file, error=ClusterError).decode(errors="replace")

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
-from weft.errors import InputError
-from weft.files import check_output
+from weft.base.errors import InputError
+from weft.base.files import check_output
 
 if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster

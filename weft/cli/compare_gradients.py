@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from weft.base.errors import RunError
+from weft.base.units import format_time
 from weft.cli.common import cluster_of_plan, graph_of_plan, print_json
-from weft.errors import RunError
-from weft.units import format_time
 
 if TYPE_CHECKING:
     from weft.plan.plan import Plan

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.base.errors import InputError, NoFeasiblePlan
 from weft.cli.common import (
     MAX_SEED,
     ClusterArgument,
@@ -23,11 +24,10 @@ from weft.cli.common import (
     print_json,
     reporter,
 )
-from weft.errors import InputError, NoFeasiblePlan
 
 if TYPE_CHECKING:
+    from weft.search.common.problem import Problem
     from weft.search.deploy.search import Deployment
-    from weft.search.problem import Problem
 
 
 def deploy(
@@ -58,12 +58,12 @@ def deploy(
     from weft.model.source import DTYPES
     from weft.plan.notes import recompute_notes
     from weft.plan.plan import OPTIMIZERS, Optimizer, plan_to_json, save_plan
-    from weft.search.budget import time_budget
+    from weft.search.common.budget import time_budget
+    from weft.search.common.problem import PlanOptions, Problem
     from weft.search.deploy.policy import load_policy
     from weft.search.deploy.search import METHODS, DeployOptions
     from weft.search.deploy.search import deploy as search
     from weft.search.deploy.splits import load_splits
-    from weft.search.problem import PlanOptions, Problem
 
     report, import_s = reporter(quiet), time.perf_counter() - begin
     check_time_limit(time_limit)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Final, get_args
 
 import typer
 
+from weft.base.errors import InputError, NoFeasiblePlan
 from weft.cli.common import (
     ClusterArgument,
     JsonOption,
@@ -25,15 +26,14 @@ from weft.cli.common import (
     print_json,
     reporter,
 )
-from weft.errors import InputError, NoFeasiblePlan
 
 if TYPE_CHECKING:
     from weft.explain.explanation import Explanation
     from weft.explain.replan import Request
-    from weft.fit import Fit, Setting, Split
     from weft.plan.plan import Plan
-    from weft.search.budget import Budget
-    from weft.search.problem import PlanOptions, Problem
+    from weft.planning.fit import Fit, Setting, Split
+    from weft.search.common.budget import Budget
+    from weft.search.common.problem import PlanOptions, Problem
 
 TIME_LIMIT_S: Final = 60.0
 _DEFAULTS: Final = {"mode": "training", "dtype": "float32", "optimizer": "adamw"}
@@ -59,7 +59,7 @@ class _Asked:
         """Return the options, with defaults where nothing is said."""
         from weft.model.source import DTYPES
         from weft.plan.plan import OPTIMIZERS, Mode, Optimizer
-        from weft.search.problem import PlanOptions
+        from weft.search.common.problem import PlanOptions
 
         kind = choice("--optimizer", self.optimizer or _DEFAULTS["optimizer"], OPTIMIZERS)
         return PlanOptions(batch=32 if self.batch is None else self.batch, microbatches=self.microbatches,
@@ -131,8 +131,8 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
     from weft.explain.replan import Request
     from weft.plan.check import check_plan
     from weft.plan.plan import load_plan
-    from weft.search.budget import time_budget
-    from weft.search.problem import PlanOptions
+    from weft.search.common.budget import time_budget
+    from weft.search.common.problem import PlanOptions
     from weft.simulate.predict import simulate
 
     budget = time_budget(time_limit)
@@ -173,7 +173,7 @@ def _explain_request(model: str, on: str, asked: _Asked, profile: Path | None, *
     from weft.cluster import read_cluster
     from weft.explain.explanation import explain as explain_plan
     from weft.explain.replan import replan
-    from weft.search.budget import time_budget
+    from weft.search.common.budget import time_budget
 
     budget = time_budget(time_limit)
     target = read_cluster(on)
@@ -249,8 +249,8 @@ def fit(
     Exit codes: 0 it fits, 3 it does not.
     """
     from weft.cluster import read_cluster
-    from weft.fit import fit as find_fit
-    from weft.search.budget import time_budget
+    from weft.planning.fit import fit as find_fit
+    from weft.search.common.budget import time_budget
     from weft.show.explain_tables import fit_json, print_fit
 
     asked = _Asked(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, optimizer=optimizer)
@@ -276,10 +276,10 @@ def fit(
 
 
 def _splitter(model: str, problem: Problem, request: Request, budget: Budget) -> Split:
-    from weft.fit import splitter
     from weft.model.folded import FoldedModel, trace_folded
     from weft.model.load import has_module
     from weft.model.source import ModelSource, resolve_model
+    from weft.planning.fit import splitter
     from weft.search.deploy.deployer import NO_SPLITS
 
     if not has_module(model):
@@ -312,9 +312,9 @@ def _command(model: str, cluster: str, asked: _Asked, setting: Setting) -> str:
 
 def _write(out: Path, problem: Problem, found: Fit, split: Split, report: Callable[[str], None]) -> None:
     """Write the plan that is recommended, after all checks."""
-    from weft.fit import plan_of
     from weft.plan.check import check_plan
     from weft.plan.plan import save_plan
+    from weft.planning.fit import plan_of
 
     assert found.recommended is not None
     setting = found.recommended.setting

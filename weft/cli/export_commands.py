@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
+from weft.base.errors import InputError
 from weft.cli.common import (
     JsonOption,
     PlanArgument,
@@ -20,7 +21,6 @@ from weft.cli.common import (
     reporter,
 )
 from weft.cli.plan_commands import ClusterOption, ModelOption
-from weft.errors import InputError
 
 if TYPE_CHECKING:
     from weft.plan.plan import Plan
@@ -88,7 +88,7 @@ def export(
 
 
 def _export_text(text: str, facts: dict[str, Any], out: Path | None) -> dict[str, Any]:
-    from weft.files import write_atomic
+    from weft.base.files import write_atomic
 
     if out is not None:
         write_atomic(out, text)
@@ -96,7 +96,7 @@ def _export_text(text: str, facts: dict[str, Any], out: Path | None) -> dict[str
 
 
 def _pipelining_csv(plan: Plan, program: Program) -> tuple[str, dict[str, Any]]:
-    from weft.plan.pipelining_csv import runtime_notes, to_csv
+    from weft.export.pipelining_csv import runtime_notes, to_csv
 
     text = to_csv(plan)
     return text, {"ranks": len(plan.cluster.devices), "stages": len(plan.stages), "microbatches": plan.microbatches,
@@ -106,9 +106,9 @@ def _pipelining_csv(plan: Plan, program: Program) -> tuple[str, dict[str, Any]]:
 def _device_map(program: Program, model: str | None, cluster: str | None) -> tuple[str, dict[str, Any]]:
     import json
 
+    from weft.export.device_map import to_device_map
     from weft.model.graph import Graph
     from weft.model.source import resolve_model
-    from weft.plan.device_map import to_device_map
 
     plan = program.plan
     source = resolve_model(model or plan.model.name, mode=plan.model.mode)
@@ -121,8 +121,8 @@ def _device_map(program: Program, model: str | None, cluster: str | None) -> tup
 
 def _titan(program: Program, out: Path | None, report: Callable[[str], None],
            nearest: bool) -> tuple[str, dict[str, Any]]:
-    from weft.files import write_atomic
-    from weft.plan.titan import format_toml, to_titan
+    from weft.base.files import write_atomic
+    from weft.export.titan import format_toml, to_titan
 
     schedule = None if out is None else out.with_suffix(".csv")
     if schedule is not None and schedule == out:
@@ -138,8 +138,8 @@ def _titan(program: Program, out: Path | None, report: Callable[[str], None],
 
 def _server_options(program: Program, cluster: str | None, format_: str,
                     nearest: bool) -> tuple[str, dict[str, Any]]:
-    from weft.plan.layer_partition import to_layer_partition
-    from weft.plan.tensor_split import to_tensor_split
+    from weft.export.layer_partition import to_layer_partition
+    from weft.export.tensor_split import to_tensor_split
 
     target = cluster_of_plan(program.plan, cluster)
     if format_ == "vllm":
@@ -158,8 +158,8 @@ def _check_onnx_options(model: str | None, out: Path | None) -> None:
 
 
 def _export_onnx(program: Program, model: str, out: Path) -> dict[str, Any]:
+    from weft.export.op_properties import op_properties
     from weft.model.onnx_metadata import annotate_onnx
-    from weft.plan.op_properties import op_properties
 
     done = annotate_onnx(model, out, program.graph, op_properties(program.plan, program.graph))
     return {"nodes": done.num_nodes, "annotated": done.num_annotated}
@@ -176,8 +176,8 @@ def import_order(
     quiet: QuietOption = False,
 ) -> None:
     """Give a plan the order in a schedule file, after all checks of both."""
+    from weft.export.pipelining_csv import load_csv, order_from_csv
     from weft.plan.check import check_plan
-    from weft.plan.pipelining_csv import load_csv, order_from_csv
     from weft.plan.plan import load_plan, save_plan
 
     check_outputs({"--out": out}, (schedule, cluster))

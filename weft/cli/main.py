@@ -11,6 +11,8 @@ import sys
 
 import typer
 
+from weft.base.ending import end_on_signals, finish_output, output_failed
+from weft.base.errors import WeftError
 from weft.cli import (
     cluster_commands,
     deploy_commands,
@@ -26,8 +28,6 @@ from weft.cli import (
     view_commands,
 )
 from weft.cli.common import INTERRUPTED
-from weft.ending import end_on_signals, finish_output, output_failed
-from weft.errors import WeftError
 
 app = typer.Typer(
     name="weft", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,

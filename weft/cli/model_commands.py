@@ -13,7 +13,7 @@ from weft.plan.plan import Mode
 
 def models(as_json: JsonOption = False) -> None:
     """List the models that Weft can build by name, without weights."""
-    from weft.files import encode
+    from weft.base.files import encode
     from weft.model.zoo import list_models
     from weft.show.tables import print_table
 
@@ -38,12 +38,12 @@ def profile(
     quiet: QuietOption = False,
 ) -> None:
     """Time each distinct operator of a model once on this machine's device and keep the times."""
+    from weft.base.files import check_output, encode
+    from weft.base.units import format_time
     from weft.cost.profile import ProfileStore
     from weft.cost.profiler import profile_model
-    from weft.files import check_output, encode
     from weft.model.load import trace_model
     from weft.show.tables import print_table
-    from weft.units import format_time
 
     report = reporter(quiet)
     check_output(store)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.base.errors import InputError
 from weft.cli.common import (
     JsonOption,
     ProfileOption,
@@ -23,7 +24,6 @@ from weft.cli.common import (
     reporter,
     without_seconds,
 )
-from weft.errors import InputError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -231,7 +231,7 @@ def _search(problem: PlaceProblem, options: PlaceOptions) -> tuple[PlaceResult, 
 
 
 def _plan_text(plan: Plan) -> str:
-    from weft.units import format_time
+    from weft.base.units import format_time
 
     step_time = plan.search.step_time
     assert step_time is not None
@@ -259,7 +259,7 @@ def _write_result(value: dict[str, Any], is_interrupted: bool, options: PlaceOpt
     if is_interrupted:
         options.report("interrupted: this is the best so far")
     if options.out is not None:
-        from weft.files import write_atomic
+        from weft.base.files import write_atomic
 
         write_atomic(options.out, json.dumps(without_seconds(value), indent=1, allow_nan=False) + "\n")
         options.report(f"result written to {options.out}")

@@ -15,11 +15,11 @@ from weft.cost.costs import Costs
 from weft.model.graph import Graph
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan, SearchInfo, save_plan
+from weft.search.common.problem import PlanOptions, Problem
 from weft.search.place.placed_plan import OpPlacement, placement_of_groups, plan_within_memory
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.result import PlaceResult
 from weft.search.place.timetable import Timetable
-from weft.search.problem import PlanOptions, Problem
 from weft.simulate.predict import simulate
 
 NUM_REQUESTS: Final = 8

@@ -29,7 +29,7 @@ from weft.cli.common import (
 if TYPE_CHECKING:
 
     from weft.plan.plan import Plan
-    from weft.planner import Comparison
+    from weft.planning.compare import Comparison
     from weft.search.joint.finalists import Tried
     from weft.simulate.timeline import Timeline
 
@@ -88,10 +88,10 @@ def plan(
     begin = time.perf_counter()
     from weft.cluster import read_cluster
     from weft.model.source import DTYPES
-    from weft.objectives import Objective, request_for
     from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, save_plan
-    from weft.planning import SearchOptions, search_plans
-    from weft.search.problem import PlanOptions
+    from weft.planning.make import SearchOptions, search_plans
+    from weft.planning.objectives import Objective, request_for
+    from weft.search.common.problem import PlanOptions
     from weft.show.facts import strategy_facts
     from weft.show.tables import print_comparison
     from weft.show.tried import print_tried
@@ -254,7 +254,7 @@ def _tried_row(strategy: str, entry: Tried) -> dict[str, Any]:
 
 def timeline_json(timeline: Timeline) -> dict[str, Any]:
     """Return a timeline's summary as plain JSON values."""
-    from weft.files import encode
+    from weft.base.files import encode
 
     return {"kind": timeline.kind, "step_time": timeline.step_time_s, "bubble": timeline.bubble,
             "devices": [encode(item) for item in timeline.summary()]}

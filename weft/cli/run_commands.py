@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.base.errors import InputError
 from weft.cli.common import JsonOption, ModelArgument, PlanArgument, QuietOption, check_outputs, reporter
 from weft.cli.compare_gradients import compare
-from weft.errors import InputError
 
 if TYPE_CHECKING:
     from weft.plan.plan import Plan
@@ -55,11 +55,11 @@ def run(
     quiet: QuietOption = False,
 ) -> int:
     """Run a plan with one local process for each of its devices; `torchrun -m weft.run` does it on many hosts."""
+    from weft.base.units import parse_bytes
     from weft.plan.plan import load_plan
     from weft.run.__main__ import report
     from weft.run.launch import run_plan
     from weft.run.result import RunOptions
-    from weft.units import parse_bytes
 
     check_outputs({}, folders={"--out": out, "--checkpoint": checkpoint})
     item = load_plan(plan)
@@ -108,9 +108,9 @@ def _plan_left(plan: Plan, model: str, options: RunOptions, names: list[str],
                tell: Callable[[str], None]) -> tuple[Plan, RunOptions]:
     """Return a plan for the devices that are left, and the options for it; the plan goes beside the checkpoints."""
     from weft.plan.plan import save_plan
-    from weft.run.replan import plan_again
     from weft.run.result import rank_devices
     from weft.run.worker import resolve_source
+    from weft.training.replan import plan_again
 
     tell(f"planning again for {', '.join(names)}")
     new = plan_again(plan, resolve_source(plan, model, options), names)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from weft.base.errors import InputError
 from weft.cli.common import (
     JsonOption,
     QuietOption,
@@ -19,7 +20,6 @@ from weft.cli.common import (
     reporter,
     without_seconds,
 )
-from weft.errors import InputError
 
 if TYPE_CHECKING:
     from weft.search.schedule.problem import ScheduleProblem
@@ -58,7 +58,7 @@ def schedule(
     compared = _compare(item, result) if compare else []
     value = _result_json(result, compared)
     if out is not None:
-        from weft.files import write_atomic
+        from weft.base.files import write_atomic
 
         write_atomic(out, json.dumps(without_seconds(value), indent=1, allow_nan=False) + "\n")
         report(f"result written to {out}")

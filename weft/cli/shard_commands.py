@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weft.base.errors import InputError
 from weft.cli.common import (
     MAX_SEED,
     JsonOption,
@@ -18,7 +19,6 @@ from weft.cli.common import (
     print_json,
     reporter,
 )
-from weft.errors import InputError
 
 if TYPE_CHECKING:
     from weft.search.strategies.solve import ShardSolution

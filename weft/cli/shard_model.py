@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
+from weft.base.errors import InputError, ModelError
 from weft.cli.common import choice, print_json
-from weft.errors import InputError, ModelError
 
 if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
     from weft.model.folded import FoldedModel
-    from weft.search.budget import Budget
+    from weft.search.common.budget import Budget
     from weft.search.shard.compare import MeshComparison
     from weft.show.sharding_facts import ShardingFacts
 
@@ -47,7 +47,7 @@ class ModelOptions:
 def shard_model_command(spec: str, cluster_text: str, options: ModelOptions) -> None:
     """Search the sharding of a model, then print, write or export it."""
     from weft.cluster import read_cluster
-    from weft.search.budget import time_budget
+    from weft.search.common.budget import time_budget
     from weft.show.sharding_facts import sharding_facts
     from weft.show.sharding_tables import print_sharding, sharding_json
 
@@ -92,7 +92,7 @@ def parse_mesh(text: str, num_devices: int) -> tuple[int, ...]:
 
 def memory_limit(text: str | None, cluster: Cluster) -> float | None:
     """Return the bytes that a device may hold: as given (``none``: no limit), else the memory of the smallest one."""
-    from weft.units import parse_bytes
+    from weft.base.units import parse_bytes
 
     if text == "none":
         return None
@@ -134,7 +134,7 @@ def search(folded: FoldedModel, cluster: Cluster, shapes: list[tuple[int, ...]] 
     """Return the best sharding, and the named plans if they are to be compared; Ctrl-C keeps the best so far."""
     from weft.cost.costs import estimate_costs
     from weft.plan.plan import OPTIMIZERS, Optimizer
-    from weft.search.budget import ended_by_ctrl_c
+    from weft.search.common.budget import ended_by_ctrl_c
     from weft.search.shard.compare import compare_meshes, sensible_shapes
     from weft.search.shard.named import NAMES
 
@@ -159,7 +159,7 @@ def _export(facts: ShardingFacts, folded: FoldedModel, options: ModelOptions) ->
 
 
 def _write(path: Path, value: dict[str, Any], options: ModelOptions) -> None:
-    from weft.files import write_atomic
+    from weft.base.files import write_atomic
 
     write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n")
     options.report(f"written to {path}")
@@ -169,7 +169,7 @@ def _write_plan(path: Path, folded: FoldedModel, cluster: Cluster, shape: tuple[
                 options: ModelOptions, budget: Budget) -> None:
     """Write the best plan on the mesh that the runtime can execute."""
     from weft.plan.plan import OPTIMIZERS, Optimizer, save_plan
-    from weft.search.budget import time_budget
+    from weft.search.common.budget import time_budget
     from weft.search.shard.plan_search import search_plan
 
     kind = choice("--optimizer", options.optimizer or "adamw", OPTIMIZERS)

@@ -6,8 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
+from weft.base.errors import ClusterError
 from weft.cluster.cluster import Cluster, Link
-from weft.errors import ClusterError
 
 MAX_DEVICES = 65_536
 """Larger clusters are refused: they are typing errors rather than clusters."""

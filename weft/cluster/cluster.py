@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NewType
 
+from weft.base.errors import ClusterError
 from weft.cluster.routes import RouteTable
-from weft.errors import ClusterError
 
 DeviceId = NewType("DeviceId", int)
 LinkId = NewType("LinkId", int)

@@ -15,13 +15,13 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
+from weft.base.errors import ClusterError
+from weft.base.files import check_header, decode, parse_json, read_bytes, write_atomic
 from weft.cluster.cluster import Cluster, DeviceKind, Link
 from weft.cluster.expand import expand
 from weft.cluster.presets import find_kind, find_link
 from weft.cluster.schema import ClusterFile
 from weft.cluster.yaml_text import parse_yaml
-from weft.errors import ClusterError
-from weft.files import check_header, decode, parse_json, read_bytes, write_atomic
 
 FORMAT: Final = "weft.cluster"
 VERSION: Final = 1

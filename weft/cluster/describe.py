@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from weft.base.units import format_bytes, format_count, format_rate
 from weft.cluster.cluster import Cluster, DeviceId
-from weft.units import format_bytes, format_count, format_rate
 
 MAX_ROWS: Final = 16
 """Larger clusters are shown by groups, and at most this many groups in the matrix."""

@@ -13,6 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
+from weft.base.errors import ClusterError, InputError
+from weft.base.files import MAX_PROBLEMS
+from weft.base.units import parse_bytes, parse_flop_rate, parse_rate, parse_time
 from weft.cluster.check import MAX_DEVICES, MAX_MEMORY_BYTES, check_cluster, name_problem
 from weft.cluster.cluster import Cluster, Device, DeviceKind, Link
 from weft.cluster.presets import find_link, kind_presets, lookup_kind, suggestion
@@ -26,9 +29,6 @@ from weft.cluster.schema import (
     NetworkEntry,
     RateEntry,
 )
-from weft.errors import ClusterError, InputError
-from weft.files import MAX_PROBLEMS
-from weft.units import parse_bytes, parse_flop_rate, parse_rate, parse_time
 
 T = TypeVar("T")
 NETWORK: Final = "network"

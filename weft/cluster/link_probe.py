@@ -19,8 +19,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final
 
-from weft.errors import ClusterError
-from weft.scratch import scratch_folder
+from weft.base.errors import ClusterError
+from weft.base.scratch import scratch_folder
 
 LARGE_BYTES: Final = 8 << 20
 NUM_LARGE: Final = 12

@@ -19,10 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from weft.base.errors import ClusterError
 from weft.cluster.check import check_cluster
 from weft.cluster.cluster import Cluster, Device, DeviceKind, Link
 from weft.cluster.presets import KindPreset, LinkPreset, find_kind, find_link
-from weft.errors import ClusterError
 
 LEVELS: Final = ("PIX", "PXB", "PHB", "NODE", "SYS")
 """PCI Express relations, closest first."""

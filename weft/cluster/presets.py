@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, Final
 
+from weft.base.errors import ClusterError
+from weft.base.files import decode
+from weft.base.units import parse_bytes, parse_flop_rate, parse_rate, parse_time
 from weft.cluster.cluster import DeviceKind
 from weft.cluster.yaml_text import parse_yaml
-from weft.errors import ClusterError
-from weft.files import decode
-from weft.units import parse_bytes, parse_flop_rate, parse_rate, parse_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+from weft.base.errors import ClusterError
 from weft.cluster.check import MAX_DEVICES, check_cluster
 from weft.cluster.cluster import Cluster, Device, DeviceKind, Link
 from weft.cluster.link_probe import LinkRate, measure_link
 from weft.cluster.presets import find_link, lookup_kind
-from weft.errors import ClusterError
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """What a cluster file may hold, field by field, before names are resolved and texts with units are read.
 
-``weft.files.decode`` fills these records from YAML or JSON; ``weft.cluster.expand`` turns them into a ``Cluster``.
+``weft.base.files.decode`` fills these records from YAML or JSON; ``weft.cluster.expand`` turns them into a ``Cluster``.
 Fields of type ``Any`` are texts with units (``80GiB``, ``400Gbit/s``) or bare numbers (bytes, bytes/s, s, FLOP/s).
 """
 

@@ -12,7 +12,7 @@ import re
 from functools import cache
 from typing import Any, Final
 
-from weft.errors import ClusterError
+from weft.base.errors import ClusterError
 
 MAX_TEXT: Final = 4 << 20
 """Longer YAML texts are refused, because PyYAML is slow; JSON has no such limit."""

@@ -14,10 +14,10 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, assert_never, get_args
 
+from weft.base.errors import InputError
 from weft.coarsen.contract import Coarse, contract
 from weft.coarsen.groups import NO_GROUP, Groups, How, single_groups
 from weft.coarsen.rules import fuse_by_rules
-from weft.errors import InputError
 from weft.model.graph import Graph
 
 if TYPE_CHECKING:

@@ -24,10 +24,10 @@ from typing import Final
 
 import numpy as np
 
+from weft.base.errors import InputError
 from weft.coarsen.given import contract_given
 from weft.coarsen.groups import NO_GROUP, Groups, check_groups, is_free
 from weft.cost.op_classes import EMBEDDING, FUSED_PREFIX, heaviest_class, op_class
-from weft.errors import InputError
 from weft.model.graph import F64, I64, Bool, Graph, TensorRole, check_graph
 
 _SUMMED: Final = ("flops", "input_grad_flops", "input_grad_bytes", "weight_grad_flops", "weight_grad_bytes")

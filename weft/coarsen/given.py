@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.model.graph import Bool, GivenCosts, Graph
 
 

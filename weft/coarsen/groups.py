@@ -18,8 +18,8 @@ from typing import Final, Literal
 
 import numpy as np
 
+from weft.base.errors import ModelError
 from weft.cost.op_classes import VIEW, base_name, op_class
-from weft.errors import ModelError
 from weft.model.graph import I64, Bool, Graph
 
 How = Literal["none", "rules", "inductor", "onnxruntime"]

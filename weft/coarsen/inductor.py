@@ -20,9 +20,9 @@ from typing import Any, Final
 import torch
 from torch import fx
 
+from weft.base.errors import InputError
 from weft.coarsen.groups import Groups, number_groups
 from weft.coarsen.kernels import choose_kernels
-from weft.errors import InputError
 from weft.model.graph import Graph
 from weft.model.trace import TracedModel, TracedProgram
 

@@ -18,11 +18,11 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+from weft.base.errors import InputError
+from weft.base.scratch import scratch_folder
 from weft.coarsen.groups import Groups, number_groups
 from weft.coarsen.kernels import choose_kernels
-from weft.errors import InputError
 from weft.model.graph import Graph
-from weft.scratch import scratch_folder
 
 
 def fuse_by_onnxruntime(graph: Graph, path: str | os.PathLike[str]) -> Groups:

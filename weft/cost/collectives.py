@@ -39,9 +39,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
+from weft.base.errors import ClusterError, InputError
 from weft.cluster.cluster import Cluster, Contention, DeviceId
 from weft.cost.figure import Source
-from weft.errors import ClusterError, InputError
 
 MOSTLY: Final = 0.5
 """What is busy for more than this part of a collective's time is taken to be so all the time."""

@@ -25,6 +25,7 @@ from typing import Final, Literal, get_args
 import numpy as np
 import numpy.typing as npt
 
+from weft.base.errors import InputError
 from weft.cluster.cluster import Cluster
 from weft.cost.collectives import Algorithm, Collective, CollectiveModel, CommCost, scope_of, step_counts
 from weft.cost.entries import U8, Profile, choose_columns, fill_column
@@ -32,7 +33,6 @@ from weft.cost.figure import SOURCES, ZERO, Figure, Source
 from weft.cost.other_batches import MeasuredAt, fill_from_others, interpolated, other_batches
 from weft.cost.profile import CommFit, ProfileStore
 from weft.cost.roofline import Part, Terms, describe_work, dtype_name, is_float, peak_notes
-from weft.errors import InputError
 from weft.model.graph import F64, Bool, Graph
 from weft.model.weight_gradients import ops_that_can_wait
 

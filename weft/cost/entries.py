@@ -14,13 +14,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from weft.base.errors import ClusterError, ModelError
 from weft.cluster.cluster import Cluster, DeviceKind
 from weft.cost.figure import Source
 from weft.cost.gradient_sums import gradient_sums, sum_key
 from weft.cost.op_classes import Efficiency
 from weft.cost.profile import ClassFit, OpKey, OpTiming, op_signature
 from weft.cost.roofline import PARTS, Part, Terms, Work, op_dtypes, parameter_bytes, roofline_terms
-from weft.errors import ClusterError, ModelError
 from weft.model.graph import F64, Bool, Graph
 
 U8 = npt.NDArray[np.uint8]

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from weft.base.units import format_time
 from weft.cost.costs import Costs
 from weft.cost.figure import SOURCES, Source
 from weft.cost.op_classes import op_class
 from weft.model.graph import Graph
-from weft.units import format_time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,12 +24,12 @@ from typing import Final
 
 import numpy as np
 
+from weft.base.errors import InputError
 from weft.cluster.cluster import DeviceKind
 from weft.cost.collectives import Algorithm, Collective, step_counts
 from weft.cost.op_classes import Efficiency, op_classes
 from weft.cost.profile import ClassFit, CommFit, OpKey, ProfileStore, op_signature
 from weft.cost.roofline import Work, describe_work, op_dtypes, roofline_terms
-from weft.errors import InputError
 from weft.model.graph import F64, Graph
 
 MIN_SECONDS: Final = 1e-12

@@ -14,12 +14,12 @@ from typing import Final
 
 import numpy as np
 
+from weft.base.errors import InputError
 from weft.cluster.cluster import Cluster
 from weft.cost.collectives import Algorithm, Collective, CollectiveModel, Line, scope_of, step_counts
 from weft.cost.profile import CommFit
-from weft.errors import InputError
 from weft.model.graph import F64
-from weft.model.layout_steps import ALL_GATHER, KIND_NAMES
+from weft.sharding.layout_steps import ALL_GATHER, KIND_NAMES
 
 KINDS: Final = tuple(Collective(name) for name in KIND_NAMES)
 

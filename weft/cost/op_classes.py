@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Final
 
-from weft.files import decode
+from weft.base.files import decode
 
 VIEW: Final = "view"
 OTHER: Final = "other"

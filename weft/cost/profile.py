@@ -22,8 +22,8 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
+from weft.base.errors import InputError
 from weft.cost.store_file import StoreProblem, check_mode, check_tables, fetch, open_store
-from weft.errors import InputError
 from weft.model.graph import Graph
 
 SCHEMA_VERSION: Final = 1

@@ -24,9 +24,9 @@ from typing import Final, Literal
 
 import numpy as np
 
+from weft.base.errors import ClusterError
 from weft.cluster.cluster import DeviceKind
 from weft.cost.op_classes import EMBEDDING, VIEW, Efficiency, op_class, op_classes
-from weft.errors import ClusterError
 from weft.model.graph import F64, NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Bool, Graph, TensorRole
 
 Part = Literal["forward", "input_grad", "weight_grad"]

@@ -6,18 +6,18 @@ import time
 from dataclasses import dataclass, replace
 from typing import Final
 
+from weft.base.errors import NoFeasiblePlan
+from weft.base.units import format_bytes, format_time
 from weft.cluster.cluster import Cluster
-from weft.errors import NoFeasiblePlan
 from weft.explain.path import CriticalPath, Kind, critical_path, link_rates, link_seconds
 from weft.explain.replan import Report, Request, replan
 from weft.explain.waits import DeviceWaits, device_waits
 from weft.explain.whatif import Change, settled, what_would_help
 from weft.plan.plan import Plan
-from weft.planner import Candidate, Comparison
-from weft.search.problem import Problem
+from weft.planning.compare import Candidate, Comparison
+from weft.search.common.problem import Problem
 from weft.simulate.timeline import Timeline
 from weft.simulate.traffic import link_bytes
-from weft.units import format_bytes, format_time
 
 WORDS: Final[dict[Kind, str]] = {
     "compute": "computing", "optimizer": "the optimizer", "transfer": "sending tensors between stages",

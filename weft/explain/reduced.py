@@ -28,8 +28,8 @@ from weft.plan.memory import account_memory, optimizer_bytes
 from weft.plan.orders import forward_only, one_f_one_b
 from weft.plan.plan import Plan, split_samples
 from weft.search.baselines import cut_places, equal_cuts, prefix_sums, state_bytes, whole_model
+from weft.search.common.problem import Problem, StageSpec, make_plan
 from weft.search.deploy.deployer import Splits
-from weft.search.problem import Problem, StageSpec, make_plan
 
 Team = tuple[DeviceId, ...]
 MORE = 2

@@ -16,15 +16,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from weft.base.errors import NoFeasiblePlan, WeftError
+from weft.base.units import format_bytes
 from weft.cost.costs import estimate_costs
-from weft.errors import NoFeasiblePlan, WeftError
 from weft.explain.changes import with_memory, with_more_devices
 from weft.explain.replan import THRIFTY, Report, Request, find_splits, fits_jointly, least_missing, replan
-from weft.planner import Candidate, microbatch_choices
-from weft.search.budget import OutOfTime, cut_short, time_budget
+from weft.planning.compare import Candidate, microbatch_choices
+from weft.search.common.budget import OutOfTime, cut_short, time_budget
+from weft.search.common.problem import Problem, divisors
 from weft.search.deploy.deployer import NO_SPLITS, Splits
-from weft.search.problem import Problem, divisors
-from weft.units import format_bytes
 
 LOWER: Final = {"float64": ("float32", "bfloat16"), "float32": ("bfloat16",)}
 """Precisions below each one."""

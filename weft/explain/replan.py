@@ -8,17 +8,17 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
+from weft.base.errors import ModelError, NoFeasiblePlan
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import Costs
-from weft.errors import ModelError, NoFeasiblePlan
 from weft.model.graph import Graph
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
-from weft.planner import Candidate, Comparison, compare_strategies, microbatch_choices
+from weft.planning.compare import Candidate, Comparison, compare_strategies, microbatch_choices
 from weft.search.baselines import STRATEGIES
-from weft.search.budget import Budget, time_budget
+from weft.search.common.budget import Budget, time_budget
+from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.deployer import NO_SPLITS, Splits
-from weft.search.problem import PlanOptions, Problem
 
 if TYPE_CHECKING:
     from weft.model.folded import FoldedModel
@@ -58,7 +58,7 @@ def replan(problem: Problem, request: Request, *, strategies: Sequence[str] | No
 
     Of the plain strategies only some, if ``strategies`` are given.
     """
-    from weft.planning import DEPLOY_SIMULATIONS
+    from weft.planning.make import DEPLOY_SIMULATIONS
     from weft.search.deploy.search import DeployOptions
 
     several, budget = problem.cluster.num_devices > 1, time_budget(time_limit_s, report)

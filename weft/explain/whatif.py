@@ -7,17 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+from weft.base.errors import WeftError
+from weft.base.units import format_bytes
 from weft.cluster.cluster import Cluster
-from weft.errors import WeftError
 from weft.explain.changes import both_ways, tier_of, with_bandwidth, with_memory, with_more_devices
 from weft.explain.path import link_rates, link_seconds
 from weft.explain.replan import Report, Request, replan
-from weft.planner import Candidate, Comparison
-from weft.search.budget import OutOfTime, cut_short
+from weft.planning.compare import Candidate, Comparison
+from weft.search.common.budget import OutOfTime, cut_short
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 from weft.simulate.traffic import link_bytes
-from weft.units import format_bytes
 
 EXTRA_BYTES: Final = 10 * 2**30
 PLAIN: Final = ("single", "data-parallel-by-speed", "1f1b-balanced")

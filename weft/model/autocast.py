@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 
 _KINDS = ("cpu", "cuda")
 

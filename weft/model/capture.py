@@ -36,7 +36,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model.chains import Chain, ChainMismatch, find_chains, reduce_chains, standing_in
 from weft.model.checkpointing import checkpoints_noted
 from weft.model.custom_functions import refused_functions

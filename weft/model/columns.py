@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model.capture import Capture, source_line
 from weft.model.flops import operator_name
 from weft.model.graph import UNKNOWN_BATCH_DIM, Graph, TensorRole

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 
 _MADE_BY: Final = "torch._library.autograd"
 """Where PyTorch makes the autograd functions of registered operators."""

@@ -22,7 +22,7 @@ from typing import Literal
 
 from torch import fx
 
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model.autocast import current_autocast, within
 from weft.model.capture import Capture, capture_chains
 from weft.model.chains import MIN_COPIES, Chain, is_inside

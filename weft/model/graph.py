@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]

@@ -27,8 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from weft.errors import ModelError
-from weft.files import load_json, write_atomic
+from weft.base.errors import ModelError
+from weft.base.files import load_json, write_atomic
 from weft.model.collector import collector_paused
 from weft.model.graph import F64, UNKNOWN_BATCH_DIM, GivenCosts, Graph, TensorRole, check_graph
 from weft.model.graph_records import (

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from weft.errors import ModelError
-from weft.files import check_header, decode
+from weft.base.errors import ModelError
+from weft.base.files import check_header, decode
 from weft.model.graph import NO_BATCH_DIM, UNKNOWN_BATCH_DIM, TensorRole
 
 FORMAT: Final = "weft.graph"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model.graph import Graph
 from weft.model.source import resolve_model
 from weft.model.zoo import Mode

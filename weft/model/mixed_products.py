@@ -7,7 +7,7 @@ from typing import Final
 import torch
 from torch import fx
 
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 
 _PRODUCTS: Final = frozenset(f"aten.{name}" for name in (
     "linear.default", "mm.default", "addmm.default", "bmm.default", "baddbmm.default", "matmul.default", "mv.default",

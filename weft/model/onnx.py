@@ -20,8 +20,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from weft.errors import ModelError
-from weft.files import read_bytes
+from weft.base.errors import ModelError
+from weft.base.files import read_bytes
 from weft.model.graph import UNKNOWN_BATCH_DIM, Graph, TensorRole, check_graph
 
 Shape = tuple[int, ...]

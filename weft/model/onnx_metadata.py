@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.errors import InputError
-from weft.files import write_atomic
+from weft.base.errors import InputError
+from weft.base.files import write_atomic
 from weft.model.graph import Graph
 from weft.model.onnx import read_model
 

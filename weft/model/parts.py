@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from weft.base.units import format_bytes
 from weft.model.checkpointing import checkpoints_noted
 from weft.model.differences import least_divisor
-from weft.units import format_bytes
 
 LOSS_TOLERANCE: Final = 1e-9
 GRADIENT_TOLERANCE: Final = 1e-7

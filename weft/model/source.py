@@ -25,7 +25,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model.graph import Graph
 from weft.model.zoo import Mode, build_model, find_model, sample_inputs
 

@@ -42,7 +42,7 @@ import numpy as np
 import torch
 from torch import fx
 
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model.autocast import current_autocast, within
 from weft.model.capture import Capture, capture
 from weft.model.collector import collector_paused

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 
 STANDARD_DEVIATION: Final = 0.02
 """Of the values of matrices and kernels, as GPT-2 and BERT start."""

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 
 if TYPE_CHECKING:
     import torch

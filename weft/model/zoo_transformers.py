@@ -16,7 +16,7 @@ from typing import Any, Final
 import torch
 from torch.nn import functional
 
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model.zoo import Mode
 
 Sizes = Mapping[str, int]

@@ -15,8 +15,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from weft.base.errors import NoFeasiblePlan
+from weft.base.units import format_bytes
 from weft.cluster.cluster import Cluster
-from weft.errors import NoFeasiblePlan
 from weft.model.graph import Graph
 from weft.plan.binding import bind_plan
 from weft.plan.lower import lower
@@ -25,7 +26,6 @@ from weft.plan.plan import Plan
 from weft.plan.program import Instruction, Op, Phase, Program
 from weft.plan.rendezvous import rendezvous_problems
 from weft.plan.structure import raise_problems, require_structure
-from weft.units import format_bytes
 
 _Key = tuple[str, int, int, int]
 """What a rank has done: ("compute", instance, microbatch, phase) or ("receive", channel, microbatch, 0)."""

@@ -16,9 +16,9 @@ from functools import cached_property
 import numpy as np
 
 from weft.model.graph import Graph
-from weft.model.tensor_layout import WHOLE
 from weft.plan.plan import Plan, Replica, Stage
 from weft.plan.sharding import Region, axis_sizes, coordinates_of, parse_layout, part_held, region_held
+from weft.sharding.tensor_layout import WHOLE
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Literal
 
 import numpy as np
 
-from weft.errors import PlanError
+from weft.base.errors import PlanError
 from weft.model.graph import I64, NO_BATCH_DIM, Bool, Graph
 from weft.plan.factors import NO_FACTORS, Factors, find_factors, share_inputs
 from weft.plan.holders import parameter_parts

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from weft.model.graph import I64, Graph
-from weft.model.tensor_layout import SUM, WHOLE, Layout, largest_part
 from weft.plan.plan import Replica, Stage
 from weft.plan.sharding import axis_sizes, parse_layout, whole_layout
 from weft.plan.strategies import SUMS
+from weft.sharding.tensor_layout import SUM, WHOLE, Layout, largest_part
 
 LOSSES: Final = frozenset({"aten.nll_loss", "aten.nll_loss_nd"})
 """Where classes are split, they take the true class out of what they read, and keep nothing of it."""

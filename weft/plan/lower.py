@@ -15,8 +15,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from weft.base.errors import ClusterError
 from weft.cluster.cluster import Cluster, DeviceId
-from weft.errors import ClusterError
 from weft.model.graph import Graph
 from weft.plan.binding import bind_plan
 from weft.plan.layout import Layout, build_layout

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from weft.errors import PlanError
+from weft.base.errors import PlanError
 
 Action = tuple[int, Literal["F", "B", "I", "W"], int]
 Order = list[list[Action]]

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field, replace
 from os import PathLike
 from typing import Any, Final, Literal, get_args
 
-from weft.errors import PlanError
-from weft.files import check_header, decode, encode, load_json, write_atomic
+from weft.base.errors import PlanError
+from weft.base.files import check_header, decode, encode, load_json, write_atomic
 
 FORMAT: Final = "weft.plan"
 VERSION: Final = 1
@@ -83,8 +83,8 @@ class Replica:
 class Sharding:
     """How the devices of a replica divide a stage's operators and tensors; each entry has one word for each axis.
 
-    ``weft.model.factors`` says what factors are, ``weft.model.tensor_layout`` what placements are. Tensors that come
-    from other stages or go to them are whole on all devices, and so are their gradients.
+    ``weft.sharding.factors`` says what factors are, ``weft.sharding.tensor_layout`` what placements are. Tensors that
+    come from other stages or go to them are whole on all devices, and so are their gradients.
     """
 
     ops: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

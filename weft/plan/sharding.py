@@ -9,10 +9,10 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.model.graph import Graph
-from weft.model.tensor_layout import SUM, WHOLE, Layout, Placement, dim_ranges, largest_part, parse_placement
 from weft.plan.plan import Replica, Stage
+from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, dim_ranges, largest_part, parse_placement
 
 Region = tuple[tuple[tuple[int, int], ...], ...]
 """For each dimension the (start, stop) ranges that a device holds; empty for a whole tensor."""

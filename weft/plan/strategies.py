@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from weft.errors import PlanError
-from weft.model.factors import (
+from weft.base.errors import PlanError
+from weft.plan.sharding import TensorLayout
+from weft.sharding.factors import (
     NOT_SPLIT,
     OpFactors,
     Strategy,
@@ -26,8 +27,7 @@ from weft.model.factors import (
     output_gradient_layout,
     output_layout,
 )
-from weft.model.tensor_layout import SUM, WHOLE, Layout
-from weft.plan.sharding import TensorLayout
+from weft.sharding.tensor_layout import SUM, WHOLE, Layout
 
 LayoutOf = Callable[[OpFactors, Strategy, Sequence[int], int], Layout]
 

@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from weft.base.errors import PlanError
+from weft.base.units import format_bytes
 from weft.cluster.cluster import Cluster
-from weft.errors import PlanError
 from weft.model.graph import Graph
 from weft.plan.exchanges import exchange_problems
 from weft.plan.holders import Copies, exchange_sets, layout_problems, parameter_copies
 from weft.plan.plan import Plan, Replica, Stage, split_samples
 from weft.plan.sharding import sharding_problems
-from weft.units import format_bytes
 
 PHASES = ("F", "B", "I", "W")
 _MICROBATCH = re.compile("[0-9]{1,9}")

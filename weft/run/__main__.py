@@ -21,8 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from weft.ending import end_on_signals, finish_output
-from weft.errors import RunError, WeftError
+from weft.base.ending import end_on_signals, finish_output
+from weft.base.errors import RunError, WeftError
 from weft.run.failure_record import write_failure
 from weft.run.status import Beat, Milestone, StatusLine
 
@@ -81,8 +81,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(args: argparse.Namespace) -> RunOptions:
+    from weft.base.units import parse_bytes
     from weft.run.result import RunOptions
-    from weft.units import parse_bytes
 
     memory = None if args.gpu_memory is None else parse_bytes(args.gpu_memory)
     return RunOptions(steps=args.steps, warmup=args.warmup, seed=args.seed, dtype=args.dtype, device=args.device,
@@ -95,7 +95,7 @@ def report(result: RunResult, *, as_json: bool) -> int:
     """Print a result and return the exit code: 4 if it was verified and differs from one device."""
     check = result.verification
     if as_json:
-        from weft.files import encode
+        from weft.base.files import encode
         from weft.run.result import finite
 
         facts = {"num_ranks": result.num_ranks, "losses": result.losses, "step_times_s": result.step_times_s,

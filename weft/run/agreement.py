@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import weft.errors
-from weft.errors import RunError, WeftError
+import weft.base.errors
+from weft.base.errors import RunError, WeftError
 from weft.run.failures import PeerLost
 from weft.run.transport import Transport
 
@@ -44,7 +44,7 @@ def _record(problem: Exception) -> tuple[str, str]:
 
 def error_of(rank: int, kind: str, text: str, *, doing: str) -> WeftError:
     """Return the error of another rank as this one raises it: of the same class where it is one of Weft's."""
-    known: Any = getattr(weft.errors, kind, None)
+    known: Any = getattr(weft.base.errors, kind, None)
     if isinstance(known, type) and issubclass(known, WeftError):
         error: WeftError = known(f"{text} (on rank {rank})")
         return error

@@ -14,7 +14,7 @@ from typing import Any, Final, TypeAlias
 import torch
 from torch import Tensor
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.model.autocast import current_autocast
 from weft.run.agreement import error_of
 from weft.run.failures import PeerLost

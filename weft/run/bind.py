@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.errors import RunError
+from weft.base.errors import RunError
 from weft.plan.memory import SEND_WINDOW
 from weft.plan.overlap import inside_backward
 from weft.plan.program import Channel, Instruction, Op, Phase, Program

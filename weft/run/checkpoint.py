@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.errors import InputError, ModelError, RunError
+from weft.base.errors import InputError, ModelError, RunError
 from weft.model.weights import initial_value
 from weft.plan.holders import parameter_copies, parameter_holdings
 from weft.plan.plan import Plan, format_plan

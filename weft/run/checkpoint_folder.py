@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from weft.errors import InputError
-from weft.files import check_header, decode, encode, load_json, make_folder, remove_empty
+from weft.base.errors import InputError
+from weft.base.files import check_header, decode, encode, load_json, make_folder, remove_empty
+from weft.base.scratch import take_lock
 from weft.run.checksums import CHUNK_BYTES, Checksum, record_checksum
-from weft.scratch import take_lock
 
 FORMAT: Final = "weft.checkpoint"
 VERSION: Final = 1

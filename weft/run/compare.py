@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.model.differences import FLOOR
 from weft.model.graph import F64
 from weft.plan.plan import Plan

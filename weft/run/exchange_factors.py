@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from weft.errors import RunError
+from weft.base.errors import RunError
 from weft.model.graph import I64, Graph
 from weft.plan.factors import Factors, LinearUse, block_size, bucket_rows, factor_widths
 from weft.plan.program import Bucket, Program

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.errors import RunError
+from weft.base.errors import RunError
 from weft.model.graph import F64
 from weft.plan.program import Op, Program
 from weft.run.bind import Binder, Bound

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from typing import Final
 
-from weft.errors import RunError
+from weft.base.errors import RunError
 
 _CONNECTION: Final = re.compile(
     r"connection (was |is |has been )?(likely )?(closed|reset|refused|aborted|lost|timed out)|connection abort"

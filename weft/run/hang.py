@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.run.status import Line, Milestone, describe_line, process_cpu_s, process_state
 
 MAX_TURN_S: Final = 3.0

@@ -21,8 +21,9 @@ from os import PathLike
 from pathlib import Path
 from typing import IO, Any, Final
 
-import weft.errors
-from weft.errors import InputError, RunError, WeftError
+import weft.base.errors
+from weft.base.errors import InputError, RunError, WeftError
+from weft.base.scratch import scratch_folder
 from weft.plan.plan import Plan, load_plan, save_plan
 from weft.run.failure_record import make_room, read_failure
 from weft.run.hang import Observer, describer, limits_of
@@ -36,7 +37,6 @@ from weft.run.result import (
     share_environment,
 )
 from weft.run.status import BEAT_S, create_status_file, read_labels, read_lines, read_status_file
-from weft.scratch import scratch_folder
 
 POLL_S: Final = 0.05
 PATIENCE_S: Final = 3.0
@@ -221,7 +221,7 @@ class _Ranks:
 
     def _error(self, process: _Process, record: dict[str, Any] | None) -> WeftError:
         if record is not None and record["is_input"]:
-            kind = getattr(weft.errors, record["type"], InputError)
+            kind = getattr(weft.base.errors, record["type"], InputError)
             error: WeftError = kind(record["message"])
             return error
         who = self._who(process.rank)
@@ -276,4 +276,4 @@ def _flags(options: RunOptions) -> list[str]:
 
 def _package_root() -> str:
     """Return the folder from which ``weft`` was imported, so that the processes import the same one."""
-    return str(Path(weft.errors.__file__).resolve().parent.parent)
+    return str(Path(weft.base.errors.__file__).resolve().parents[2])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from weft.files import decode, encode
+from weft.base.files import decode, encode
 from weft.model.source import ModelSource
 from weft.model.trace import trace
 from weft.plan.lower import lower

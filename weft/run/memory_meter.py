@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from weft.errors import RunError
+from weft.base.errors import RunError
 from weft.model.graph import I64
 from weft.plan.memory import CATEGORIES, MemoryAccount
 from weft.plan.program import Program

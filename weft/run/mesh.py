@@ -14,7 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from weft.errors import ClusterError
+from weft.base.errors import ClusterError
 from weft.plan.plan import Plan, Replica
 from weft.plan.sharding import axis_sizes, coordinates_of
 from weft.run.transport import Transport

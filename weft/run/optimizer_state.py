@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.plan.sharding import Region
 from weft.run.checkpoint_folder import CheckpointRecord
 from weft.run.dtype_kinds import mismatch

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Interpreter, Node
 
-from weft.errors import ModelError
+from weft.base.errors import ModelError
 from weft.model.randomness import is_random
 from weft.model.trace import TracedModel
 

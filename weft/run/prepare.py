@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from weft.errors import ModelError, PlanError
+from weft.base.errors import ModelError, PlanError
 from weft.model.graph import Graph
 from weft.model.source import ModelSource
 from weft.model.trace import TracedModel, trace

@@ -20,7 +20,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.run.tensor_file import TensorFile, dtype_name
 
 ALONE: Final = "alone"

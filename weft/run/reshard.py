@@ -1,8 +1,8 @@
 """From one layout of a tensor to another, for its value in the forward and for its gradient in the backward.
 
-A layout changes one axis of the mesh at a time, in the steps that ``weft.model.layout_steps`` finds; ``_LocalStep`` is
-a step as one device does it. ``Reshard`` is the autograd function: what its backward does is not the transpose of its
-forward but follows from the gradient's own layouts (``weft.model.factors``).
+A layout changes one axis of the mesh at a time, in the steps that ``weft.sharding.layout_steps`` finds; ``_LocalStep``
+is a step as one device does it. ``Reshard`` is the autograd function: what its backward does is not the transpose of
+its forward but follows from the gradient's own layouts (``weft.sharding.factors``).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.model.layout_steps import Step, find_steps
-from weft.model.tensor_layout import SUM, WHOLE, Layout, Placement, part_sizes
 from weft.run.mesh import AxisGroup, DeviceMesh
+from weft.sharding.layout_steps import Step, find_steps
+from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, part_sizes
 
 
 class Change:

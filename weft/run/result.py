@@ -22,8 +22,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from weft.errors import InputError, RunError
-from weft.files import check_output, decode, encode, load_json, write_atomic, written_together
+from weft.base.errors import InputError, RunError
+from weft.base.files import check_output, decode, encode, load_json, write_atomic, written_together
 from weft.run.memory_report import RankMemory
 from weft.simulate.timeline import Timeline
 from weft.simulate.timeline_file import load_timeline, save_timeline

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from weft.model.tensor_layout import SUM, WHOLE
 from weft.plan.holders import parameter_holdings
 from weft.plan.program import Program
 from weft.plan.sharding import Region, TensorLayout, axis_sizes, coordinates_of, parse_layout
 from weft.run.mesh import group_ranks
+from weft.sharding.tensor_layout import SUM, WHOLE
 
 
 def held_regions(program: Program, rank: int) -> dict[str, Region]:

@@ -1,7 +1,7 @@
 """From a stage's graph to the part of it that one device of a replica runs, with exchanges where layouts differ.
 
-Every operator is split as the plan says (``weft.model.factors``); the device calls it on its parts
-(``weft.model.local_ops``). From the factors follow the layout in which an operator gives its results and wants their
+Every operator is split as the plan says (``weft.sharding.factors``); the device calls it on its parts
+(``weft.sharding.local_ops``). From the factors follow the layout in which an operator gives its results and wants their
 gradients, and that in which it wants its operands and gives their gradients. Between the two a tensor takes this way:
 
     producer's layout -> common layout -> layout of a reader     (the gradient comes back the same way)
@@ -25,10 +25,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from weft.model.factors import NOT_SPLIT, factors_of
-from weft.model.local_ops import LocalCall, is_special, plain_call, run_local
 from weft.model.randomness import is_random
-from weft.model.tensor_layout import SUM, WHOLE, Layout, Placement, local_shape
 from weft.plan.plan import Sharding
 from weft.plan.sharding import TensorLayout, parse_layout, whole_layout
 from weft.plan.strategies import SplitOp, parse_strategy
@@ -36,6 +33,9 @@ from weft.run.mesh import DeviceMesh
 from weft.run.partition import StageModule
 from weft.run.random_state import RankRandom
 from weft.run.reshard import Change, Reshard
+from weft.sharding.factors import NOT_SPLIT, factors_of
+from weft.sharding.local_ops import LocalCall, is_special, plain_call, run_local
+from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, local_shape
 
 
 def shard_stage(stage: StageModule, sharding: Sharding, mesh: DeviceMesh, *, parameters: Mapping[str, TensorLayout],

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.model.randomness import is_random
 from weft.model.trace import TracedModel, TracedProgram, retarget
 

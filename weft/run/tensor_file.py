@@ -19,8 +19,8 @@ from typing import IO, Any, Final
 import torch
 from torch import Tensor
 
-from weft.errors import InputError
-from weft.files import parse_json
+from weft.base.errors import InputError
+from weft.base.files import parse_json
 from weft.plan.sharding import Region
 from weft.run.checksums import Checksum
 from weft.run.shard_parameters import cut_region

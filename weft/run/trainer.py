@@ -1,6 +1,6 @@
 """A model that trains under a plan: one rank's part of it, with the steps and checkpoints that all ranks take together.
 
-``weft.run.parallelize`` makes trainers. A step loads the batch, executes the plan's program, and then lets the
+``weft.training.parallelize`` makes trainers. A step loads the batch, executes the plan's program, and then lets the
 optimizer change the parameters that this rank holds; ranks that hold the same parameters change them alike, because
 they have the same gradients.
 """
@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from weft.errors import InputError, RunError
+from weft.base.errors import InputError, RunError
 from weft.model.autocast import autocast_off
 from weft.plan.lower import lower
 from weft.plan.plan import Optimizer, Plan

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.errors import RunError
+from weft.base.errors import RunError
 from weft.run.exchange_group import ExchangeGroup
 from weft.run.failures import PeerLost, failure
 from weft.run.staging import OnHost, Staging, Work

@@ -14,7 +14,7 @@ from typing import Final
 
 import torch
 
-from weft.errors import WeftError
+from weft.base.errors import WeftError
 from weft.plan.plan import Plan
 from weft.plan.program import Program
 from weft.run.collect import Measured, inspect

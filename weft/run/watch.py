@@ -24,11 +24,11 @@ from typing import Any, Final
 
 import torch.distributed as dist
 
-from weft.errors import RunError
+from weft.base.errors import RunError
+from weft.base.scratch import scratch_file
 from weft.run.hang import Hang, Limits, Observer, describer, limits_of
 from weft.run.status import BEAT_S, Line, Milestone, StatusLine, create_status_file
 from weft.run.transport import Transport, open_store
-from weft.scratch import scratch_file
 
 START_S: Final = 60.0
 """How long a rank may take to beat for the first time."""

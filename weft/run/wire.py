@@ -11,7 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from weft.errors import RunError
+from weft.base.errors import RunError
 
 _REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
 _KNOWN: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,

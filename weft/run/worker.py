@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from weft.errors import InputError, RunError
+from weft.base.errors import InputError, RunError
 from weft.model.fidelity import check_trace
 from weft.model.source import ModelSource, resolve_model
 from weft.model.weights import materialize

@@ -12,15 +12,15 @@ from typing import Final
 
 import numpy as np
 
+from weft.base.errors import NoFeasiblePlan
+from weft.base.units import format_bytes
 from weft.cluster.cluster import DeviceId
-from weft.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64, Graph, TensorRole
 from weft.plan.memory import optimizer_bytes
 from weft.plan.orders import Order, forward_only, gpipe, one_f_one_b
 from weft.plan.plan import Plan, split_samples
-from weft.search.fair import fair_samples
-from weft.search.problem import Problem, StageSpec, block_of, make_plan
-from weft.units import format_bytes
+from weft.search.common.fair import fair_samples
+from weft.search.common.problem import Problem, StageSpec, block_of, make_plan
 
 Strategy = Callable[[Problem, int], Plan]
 

@@ -11,10 +11,10 @@
 Each function returns a plan with an order in which micro-batches go through one after another: it is sound and takes
 the least memory, and a schedule is to be found for it (``weft.search.scheduled``).
 
-Stages on all devices together (*joint* stages) are spread in a plain way (``weft.search.spread``). Of a model without
-factors of its operators, only a guess is made of the tensors that devices hold parts of: every matrix is divided along
-its largest dimension, and so are the tensors inside the stage that have that dimension. The time of a joint stage is
-that of one device divided by the number of devices, without the collectives inside.
+Stages on all devices together (*joint* stages) are spread in a plain way (``weft.search.common.spread``). Of a model
+without factors of its operators, only a guess is made of the tensors that devices hold parts of: every matrix is
+divided along its largest dimension, and so are the tensors inside the stage that have that dimension. The time of a
+joint stage is that of one device divided by the number of devices, without the collectives inside.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from typing import Final
 
 import numpy as np
 
+from weft.base.errors import NoFeasiblePlan
+from weft.base.units import format_bytes
 from weft.cluster.cluster import DeviceId
-from weft.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64, Graph, TensorRole
-from weft.model.tensor_layout import Layout
 from weft.plan.layout import stage_inputs
 from weft.plan.orders import Action, Order
 from weft.plan.plan import Plan, Sharding
@@ -44,9 +44,9 @@ from weft.search.baselines import (
     prefix_sums,
     state_bytes,
 )
-from weft.search.problem import Problem, StageSpec, make_plan
-from weft.search.spread import spread
-from weft.units import format_bytes
+from weft.search.common.problem import Problem, StageSpec, make_plan
+from weft.search.common.spread import spread
+from weft.sharding.tensor_layout import Layout
 
 NUM_CHUNKS: Final = 2
 """Stages per device of the interleaved placement."""

@@ -12,14 +12,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Final
 
-from weft.errors import InputError, NoFeasiblePlan
+from weft.base.errors import InputError, NoFeasiblePlan
 from weft.plan.check import check_plan
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
 from weft.plan.plan import Plan, SearchInfo
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
+from weft.search.common.problem import Problem
 from weft.search.placements import PLACEMENTS
-from weft.search.problem import Problem
 from weft.search.schedule.from_plan import PlanProblem, problem_of_plan, with_schedule
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.result import ScheduleResult

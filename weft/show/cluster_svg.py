@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Final, NamedTuple
 
+from weft.base.units import format_bytes, format_rate
 from weft.show.cluster_facts import ChipFacts, ClusterFacts, HostFacts, chip_title
 from weft.show.names import printable, short_list, shorten
-from weft.units import format_bytes, format_rate
 
 NUM_COLOURS: Final = 8
 _WIDTH: Final = 1120

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, Any, Final
 
-from weft.files import encode
+from weft.base.files import encode
+from weft.base.units import format_bytes
 from weft.plan.diff import PlanDiff, plan_order_name
 from weft.plan.plan import Plan
 from weft.show.facts import PlanFacts, plan_facts, relative
@@ -23,7 +24,6 @@ from weft.show.tables import (
     seconds,
 )
 from weft.simulate.timeline import Timeline
-from weft.units import format_bytes
 
 MAX_ROWS: Final = 32
 """Longer tables are cut."""

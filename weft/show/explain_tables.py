@@ -6,10 +6,11 @@ import math
 from collections.abc import Sequence
 from typing import IO, Any, Final
 
+from weft.base.units import format_bytes, format_time
 from weft.explain.explanation import SAME, Explanation, memory_sentence, sentence
 from weft.explain.relax import Relaxation
-from weft.fit import Fit, FitCandidate, Use, describe
-from weft.planner import Candidate
+from weft.planning.compare import Candidate
+from weft.planning.fit import Fit, FitCandidate, Use, describe
 from weft.show.facts import strategy_facts
 from weft.show.names import printable
 from weft.show.tables import (
@@ -22,7 +23,6 @@ from weft.show.tables import (
     print_text_table,
     seconds,
 )
-from weft.units import format_bytes, format_time
 
 KINDS: Final = {"compute": "computing", "optimizer": "optimizer", "transfer": "between stages", "exchange": "gradients",
                 "latency": "latency"}

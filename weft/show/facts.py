@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from weft.errors import PlanError
+from weft.base.errors import PlanError
 from weft.model.graph import F64
 from weft.plan.plan import Plan
 from weft.plan.program import Op, Phase, Program
@@ -17,7 +17,7 @@ from weft.simulate.timeline import Timeline
 
 if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
-    from weft.planner import Candidate, Comparison
+    from weft.planning.compare import Candidate, Comparison
 
 
 _NOTABLE: Final = 0.1

@@ -16,6 +16,7 @@ from typing import IO, Final
 
 import numpy as np
 
+from weft.base.units import format_time
 from weft.model.graph import I64
 from weft.plan.program import Op, Phase, Program
 from weft.show.drawing import (
@@ -33,7 +34,6 @@ from weft.show.drawing import (
 )
 from weft.show.names import printable, shorten
 from weft.simulate.timeline import Timeline
-from weft.units import format_time
 
 STEP: Final = "+"
 SHADES: Final[dict[Phase, Shade]] = {

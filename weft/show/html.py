@@ -13,8 +13,8 @@ from os import PathLike
 
 import numpy as np
 
+from weft.base.files import write_atomic
 from weft.cluster.cluster import Cluster
-from weft.files import write_atomic
 from weft.plan.plan import Plan
 from weft.plan.program import Program
 from weft.show import html_details as details

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
+from weft.base.units import format_bytes, format_count, format_rate
 from weft.cluster.cluster import Cluster
 from weft.plan.memory import CATEGORIES
 from weft.plan.plan import Plan
@@ -24,7 +25,6 @@ from weft.show.period import Period
 from weft.show.run_facts import ErrorFacts, mean_error
 from weft.show.tables import UNKNOWN, batch_text, percent, seconds
 from weft.simulate.timeline import Timeline
-from weft.units import format_bytes, format_count, format_rate
 
 MAX_LAYER_ROWS: Final = 48
 MAX_LINK_ROWS: Final = 32

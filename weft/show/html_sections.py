@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from weft.base.units import format_bytes
 from weft.plan.memory import CATEGORIES
 from weft.plan.plan import Plan
 from weft.show.facts import DeviceFacts, ExchangeFacts, PlanFacts, StageFacts, StrategyFacts, extra_parts, relative
@@ -35,7 +36,6 @@ from weft.show.tables import (
     stage_devices,
     stage_modules,
 )
-from weft.units import format_bytes
 
 _TIME_PARTS: Final = {"busy": "busy", "exposed": "exposed communication", "bubble": "bubble"}
 MAX_ROWS: Final = 256

@@ -6,10 +6,10 @@ from typing import IO
 
 import numpy as np
 
+from weft.base.units import format_bytes
 from weft.search.place.partition_result import PartitionResult
 from weft.show.drawing import number
 from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, cut_table, percent, print_text_table
-from weft.units import format_bytes
 
 
 def print_partition(result: PartitionResult, *, width: int | None = None, file: IO[str] | None = None) -> None:

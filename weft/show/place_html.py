@@ -14,7 +14,8 @@ from typing import Any, Final, NamedTuple
 
 import numpy as np
 
-from weft.files import write_atomic
+from weft.base.files import write_atomic
+from weft.base.units import format_bytes
 from weft.model.graph import F64, I64
 from weft.show.drawing import number
 from weft.show.names import printable
@@ -46,7 +47,6 @@ from weft.show.place_tables import (
     value_name,
 )
 from weft.show.tables import TextTable, percent
-from weft.units import format_bytes
 
 MAX_ROWS: Final = 256
 """Longer tables of devices and of the critical path are cut; the chart has all of them."""

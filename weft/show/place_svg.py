@@ -11,7 +11,7 @@ from html import escape
 from os import PathLike
 from typing import Final
 
-from weft.files import write_atomic
+from weft.base.files import write_atomic
 from weft.show.drawing import find_ticks, part_colour, svg_head, svg_swatch, svg_tick, visible_boxes
 from weft.show.names import printable, shorten
 from weft.show.place_facts import WHY, Row, critical_items, device_rows, find_waits, item_names, link_rows

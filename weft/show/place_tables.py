@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import IO, Final
 
+from weft.base.units import format_bytes, format_time
 from weft.search.place.result import PlaceResult
 from weft.show.names import printable, shorten
 from weft.show.place_facts import (
@@ -23,7 +24,6 @@ from weft.show.place_facts import (
 )
 from weft.show.place_gantt import print_placement_gantt
 from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, cut_table, percent, print_text_table
-from weft.units import format_bytes, format_time
 
 MAX_SEGMENTS: Final = 12
 """Of a longer critical path so many of the longest parts are shown."""

@@ -21,12 +21,12 @@ from typing import Any, Final
 
 import numpy as np
 
+from weft.base.units import format_time
 from weft.model.graph import F64, I64
 from weft.plan.program import Op, Phase, Program
 from weft.show.names import short_list
 from weft.show.period import Period
 from weft.simulate.timeline import Timeline
-from weft.units import format_time
 
 MAX_SINGLE: Final = 32
 """Of more devices, those that do the same are one row."""

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from weft.files import write_atomic
+from weft.base.files import write_atomic
 from weft.model.graph import F64, I64
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.result import ScheduleResult

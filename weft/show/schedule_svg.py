@@ -12,7 +12,7 @@ from html import escape
 from os import PathLike
 from typing import Final
 
-from weft.files import write_atomic
+from weft.base.files import write_atomic
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.result import ScheduleResult
 from weft.show.drawing import (

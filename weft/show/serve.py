@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Final
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 
 ADDRESS: Final = "127.0.0.1"
 _HEADERS: Final = {

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from weft.model.factors import NOT_SPLIT
 from weft.model.folded import FoldedModel
-from weft.model.tensor_layout import WHOLE, Layout
 from weft.search.shard.folded_graph import MIDDLE, Assembler
 from weft.search.shard.model_search import ShardedModel
 from weft.search.shard.parts import Edge, ModelParts
 from weft.search.shard.roles import Roles, find_roles
+from weft.sharding.factors import NOT_SPLIT
+from weft.sharding.tensor_layout import WHOLE, Layout
 from weft.show.sharding_words import factor_word
 
 

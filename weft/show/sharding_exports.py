@@ -14,9 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.model.folded import FoldedModel
-from weft.model.tensor_layout import Placement
+from weft.sharding.tensor_layout import Placement
 from weft.show.sharding_choices import ShardingReader
 from weft.show.sharding_facts import OUTSIDE, LayerClass, ShardingFacts, Use
 

@@ -14,10 +14,10 @@ import numpy as np
 
 from weft.cost.mesh import KINDS
 from weft.model.folded import FoldedModel, Run
-from weft.model.tensor_layout import WHOLE
 from weft.search.shard.model_search import ShardedModel
 from weft.search.shard.parts import ModelPart
 from weft.search.shard.roles import LINEAR_KINDS
+from weft.sharding.tensor_layout import WHOLE
 from weft.show.sharding_choices import ShardingReader, Unit
 from weft.show.sharding_words import ATTENTION
 

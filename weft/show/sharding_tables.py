@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import IO, Any
 
+from weft.base.units import format_bytes, format_time
 from weft.search.shard.compare import NamedResult
 from weft.show.names import short_list
 from weft.show.sharding_facts import Exchange, LayerClass, ShardingFacts, Use
 from weft.show.tables import TextTable, percent, print_text_table
-from weft.units import format_bytes, format_time
 
 STORED = {"whole": "whole", "split": "split", "pieces": "in pieces", "states": "states in pieces"}
 """How a parameter is stored, in words."""

@@ -13,14 +13,14 @@ from typing import Final
 
 import numpy as np
 
-from weft.files import write_atomic
+from weft.base.files import write_atomic
+from weft.base.units import format_time
 from weft.model.graph import I64
 from weft.plan.program import Op, Phase, Program
 from weft.show.drawing import box_colour, find_ticks, svg_head, svg_tick, text_colour, visible_boxes
 from weft.show.gantt import SHADES
 from weft.show.names import printable, shorten
 from weft.simulate.timeline import Timeline
-from weft.units import format_time
 
 _MARGIN: Final = 96
 _COMPUTE: Final = 24

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING, Final
 
+from weft.base.units import format_bytes, format_time
 from weft.plan.memory import CATEGORIES
 from weft.plan.plan import Plan
 from weft.show.facts import (
@@ -29,7 +30,6 @@ from weft.show.facts import (
 )
 from weft.show.names import printable, short_list
 from weft.simulate.timeline import Timeline
-from weft.units import format_bytes, format_time
 
 if TYPE_CHECKING:
     from rich.console import Console

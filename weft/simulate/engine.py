@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from weft.compiled import compiled
+from weft.base.compiled import compiled
 from weft.model.graph import F64, Bool
 from weft.simulate.tasks import U32, Describe, TaskGraph, check_finished, is_topological, name_task
 

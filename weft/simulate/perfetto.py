@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from weft.base.files import write_atomic
 from weft.cost.figure import SOURCES
-from weft.files import write_atomic
 from weft.model.graph import I64
 from weft.plan.memory import CATEGORIES
 from weft.plan.program import Op

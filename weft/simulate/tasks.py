@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from weft.errors import InputError, PlanError
+from weft.base.errors import InputError, PlanError
 from weft.model.graph import F64, I64, Bool
 
 U32 = npt.NDArray[np.uint32]

@@ -15,9 +15,9 @@ from typing import Any, Final, Literal
 
 import numpy as np
 
+from weft.base.errors import PlanError
+from weft.base.files import check_header, decode, encode, load_json, write_atomic
 from weft.cost.figure import SOURCES, Source
-from weft.errors import PlanError
-from weft.files import check_header, decode, encode, load_json, write_atomic
 from weft.model.graph import I64
 from weft.plan.memory import CATEGORIES, MemoryAccount
 from weft.plan.overlap import last_before

@@ -29,12 +29,12 @@ from typing import Final
 
 import numpy as np
 
+from weft.base.errors import PlanError
 from weft.cluster.cluster import Cluster, DeviceId
 from weft.cost.costs import Costs
 from weft.cost.costs import Phase as CostPhase
 from weft.cost.figure import ZERO, Figure, Source, combine
 from weft.cost.op_classes import op_classes
-from weft.errors import PlanError
 from weft.model.graph import F64, I64
 from weft.plan.memory import static_bytes
 from weft.plan.overlap import last_before

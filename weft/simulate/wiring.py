@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.errors import PlanError
+from weft.base.errors import PlanError
 from weft.model.graph import I64
 from weft.plan.overlap import inside_backward, last_before
 from weft.plan.program import Op, Phase, Program

@@ -9,10 +9,10 @@ from tests.search.deploy.worlds import cluster_of, host
 from weft.cost.costs import estimate_costs
 from weft.model.folded import trace_folded
 from weft.plan.plan import Optimizer
+from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.deployer import Deployer
 from weft.search.deploy.search import DeployOptions, make_deployers
 from weft.search.deploy.splits import find_splits
-from weft.search.problem import PlanOptions, Problem
 
 
 @cache

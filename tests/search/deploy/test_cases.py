@@ -16,6 +16,7 @@ from weft.cluster.presets import kind_presets
 from weft.cost.op_classes import op_class
 from weft.model.graph import TensorRole, check_graph
 from weft.plan.plan import Optimizer
+from weft.search.common.problem import Problem
 from weft.search.deploy.case_clusters import MAX_DEVICES, PRESETS
 from weft.search.deploy.case_graph import GraphDraft
 from weft.search.deploy.case_models import FAMILIES, random_model
@@ -23,7 +24,6 @@ from weft.search.deploy.cases import LEAST_LOAD, MOST_LOAD, network_load, state_
 from weft.search.deploy.deployer import Deployer
 from weft.search.deploy.op_groups import group_operators
 from weft.search.deploy.sufficient import linear_layers
-from weft.search.problem import Problem
 
 SEEDS = range(40)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.search.deploy.worlds import cluster_of, deployer_of, host, problem_of
-from weft.planner import evaluate
+from weft.planning.compare import evaluate
 from weft.search.deploy.deployer import Deployer
 from weft.search.deploy.to_plan import deployment_plan
 

@@ -13,10 +13,11 @@ import torch
 
 from tests.search.deploy.worlds import even_splits
 from tests.worlds import chain_graph
+from weft.base.errors import InputError
 from weft.cli.main import main
 from weft.cluster.cluster import Cluster, Device, DeviceKind, Link
 from weft.cost.costs import estimate_costs
-from weft.errors import InputError
+from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.deployer import Deployer
 from weft.search.deploy.examples import read_examples, write_examples
 from weft.search.deploy.expert import Effort, make_examples
@@ -27,7 +28,6 @@ from weft.search.deploy.op_groups import group_operators
 from weft.search.deploy.policy import NetworkPolicy, UniformPolicy, load_policy, read_policy, write_policy
 from weft.search.deploy.train import TrainOptions, train_policy
 from weft.search.deploy.weights import read_weights, write_weights
-from weft.search.problem import PlanOptions, Problem
 
 HOSTS = {"a": (2, "fast", 20e9), "b": (1, "slow", 8e9), "c": (1, "middle", 8e9)}
 

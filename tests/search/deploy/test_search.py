@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tests.search.deploy.worlds import cluster_of, deployer_of, host, problem_of
-from weft.errors import InputError, NoFeasiblePlan
+from weft.base.errors import InputError, NoFeasiblePlan
 from weft.plan.check import check_plan
 from weft.search.deploy.local import Annealer
 from weft.search.deploy.policy import UniformPolicy

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.model.helpers import source_of
+from weft.base.errors import InputError
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.collectives import Algorithm, Collective, Line, step_counts
 from weft.cost.costs import Costs, estimate_costs
-from weft.errors import InputError
 from weft.model.graph import Graph
 from weft.model.load import load_graph_for
 from weft.model.trace import trace

@@ -16,7 +16,7 @@ from weft.model.folded import trace_folded
 from weft.model.trace import trace
 from weft.plan.check import check_plan
 from weft.plan.plan import Optimizer
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.deploy.splits import find_splits, teams_by_degree
 from weft.search.deploy.to_plan import deployment_plan
 from weft.search.shard.model_search import MeshSearch

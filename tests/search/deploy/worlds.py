@@ -11,9 +11,9 @@ from tests.worlds import chain_graph
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
 from weft.plan.plan import Optimizer, Sharding
+from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.deployer import Deployer
 from weft.search.deploy.op_groups import OpGroups
-from weft.search.problem import PlanOptions, Problem
 from weft.search.shard.tensor_costs import TensorCosts
 
 

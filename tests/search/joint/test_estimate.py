@@ -16,8 +16,8 @@ from tests.search.joint.worlds import (
     with_memory,
     with_optimizer,
 )
-from weft.errors import NoFeasiblePlan
-from weft.planner import evaluate
+from weft.base.errors import NoFeasiblePlan
+from weft.planning.compare import evaluate
 from weft.search.joint.build import build_plan
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimator

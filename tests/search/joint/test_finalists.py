@@ -8,11 +8,11 @@ import pytest
 
 from tests.search.joint.worlds import equal_problem, mixed_problem, replicated, staged, with_optimizer
 from weft.plan.check import check_plan
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
+from weft.search.common.problem import Problem
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimator
 from weft.search.joint.finalists import JointResult, evaluate, refine
-from weft.search.problem import Problem
 from weft.search.scheduled import reschedule
 from weft.simulate.predict import simulate
 

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.search.deploy.worlds import cluster_of, host
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.search.joint.layouts import even_layout, layouts, teams_of
 
 MAX_STAGES = 16

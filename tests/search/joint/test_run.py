@@ -11,14 +11,14 @@ from weft.cost.costs import estimate_costs
 from weft.model.folded import trace_folded
 from weft.plan.check import check_plan
 from weft.plan.plan import Optimizer
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
+from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.splits import find_splits
 from weft.search.joint.build import build_plan
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimator
 from weft.search.joint.finalists import evaluate
 from weft.search.joint.setting import Setting, StageMesh
-from weft.search.problem import PlanOptions, Problem
 from weft.search.scheduled import reschedule
 
 MODEL = "llama-tiny:layers=2"

@@ -16,10 +16,10 @@ from tests.search.joint.worlds import (
     with_memory,
     with_optimizer,
 )
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.plan.check import check_plan
 from weft.plan.plan import format_plan
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.joint import search
 from weft.search.joint.search import joint_search
 from weft.simulate.predict import simulate

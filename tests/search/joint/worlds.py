@@ -8,20 +8,20 @@ from typing import Any
 
 from tests.run.plans import source_of, traced
 from tests.search.deploy.worlds import cluster_of, host, problem_of
+from weft.base.errors import NoFeasiblePlan
 from weft.cost.costs import estimate_costs
-from weft.errors import NoFeasiblePlan
 from weft.model.folded import trace_folded
 from weft.plan.plan import Optimizer
-from weft.planner import evaluate
+from weft.planning.compare import evaluate
 from weft.search.baselines import STRATEGIES
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
+from weft.search.common.problem import PlanOptions, Problem, divisors
 from weft.search.deploy.deployer import Splits
 from weft.search.deploy.splits import find_splits
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.search import rank_settings
 from weft.search.joint.setting import Setting, StageMesh
-from weft.search.problem import PlanOptions, Problem, divisors
 
 
 def equal_problem(num_devices: int = 4, *, memory: str = "1GB", **options: Any) -> Problem:

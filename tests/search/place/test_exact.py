@@ -15,8 +15,8 @@ from tests.search.place.random_problems import random_problem
 from tests.search.place.test_oracle import draw
 from tests.search.place.test_timetable import random_order, random_placement
 from tests.search.place.worlds import problem_of
-from weft.errors import NoFeasiblePlan
-from weft.search.budget import Budget
+from weft.base.errors import NoFeasiblePlan
+from weft.search.common.budget import Budget
 from weft.search.place.exact import MAX_EXACT_TICKS, ROUNDED_TICKS, Exact, Model, Ticks, choose_ticks, longest, replay
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.search import pinned, place

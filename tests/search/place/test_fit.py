@@ -11,7 +11,7 @@ import pytest
 from tests.search.place.odd_inputs import cluster, graph, op
 from tests.search.place.random_problems import random_problem
 from tests.search.place.worlds import problem_of
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.search.place.fit import fitting_devices
 from weft.search.place.problem import PlaceProblem, check_placement
 

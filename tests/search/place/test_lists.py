@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tests.search.place.random_problems import random_problem
+from weft.base.errors import NoFeasiblePlan
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
-from weft.errors import NoFeasiblePlan
 from weft.model.graph_file import parse_graph
 from weft.search.place.getf import speed_groups
 from weft.search.place.lists import best_heft, cpop, device_speeds, device_subsets, etf, heft, heft_on, latency_of, peft

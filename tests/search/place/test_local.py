@@ -11,7 +11,7 @@ from tests.search.place.odd_inputs import cluster, graph, op
 from tests.search.place.random_problems import random_problem
 from tests.search.place.test_timetable import random_order, random_placement
 from tests.search.place.worlds import problem_of
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.place.local import Local
 from weft.search.place.timetable import Timetable, check_timetable, make_timetable
 

@@ -14,7 +14,7 @@ from tests.search.place.oracle import all_latencies, min_latency
 from tests.search.place.oracle_cp import min_latency_cp
 from tests.search.place.random_problems import random_files, random_problem
 from tests.search.place.worlds import problem_of
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.search.place.methods import METHODS
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.result import PlaceResult

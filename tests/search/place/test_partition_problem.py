@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.search.place import partition_problem
 from weft.search.place.partition import load_partition
 from weft.search.place.partition_problem import parse_partition

@@ -19,7 +19,7 @@ from tests.search.place.partition_problems import (
     random_partition,
     random_value,
 )
-from weft.errors import InputError, NoFeasiblePlan, PlanError
+from weft.base.errors import InputError, NoFeasiblePlan, PlanError
 from weft.search.place import partition
 from weft.search.place.partition import solve_partition
 from weft.search.place.partition_check import check_latency, check_throughput

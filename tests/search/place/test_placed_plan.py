@@ -11,14 +11,15 @@ import numpy as np
 import pytest
 
 from tests.worlds import chain_graph, dag_graph, plain_cluster
+from weft.base.errors import InputError, NoFeasiblePlan, PlanError
 from weft.cluster.cluster import Cluster, Contention
 from weft.coarsen.contract import contract
 from weft.coarsen.groups import number_groups
 from weft.cost.costs import estimate_costs
-from weft.errors import InputError, NoFeasiblePlan, PlanError
 from weft.model.graph import Graph
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan
+from weft.search.common.problem import PlanOptions, Problem
 from weft.search.place.placed_plan import (
     OpPlacement,
     cut_segments,
@@ -29,7 +30,6 @@ from weft.search.place.placed_plan import (
 )
 from weft.search.place.problem import problem_from_graph
 from weft.search.place.timetable import Timetable, make_timetable
-from weft.search.problem import PlanOptions, Problem
 from weft.search.scheduled import excess_bytes
 from weft.simulate.predict import simulate
 

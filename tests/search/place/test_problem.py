@@ -10,7 +10,7 @@ import pytest
 from tests.search.place.odd_inputs import chain, cluster, edge, graph, op
 from tests.search.place.random_problems import random_problem
 from tests.search.place.worlds import problem_of
-from weft.errors import ClusterError, InputError, ModelError
+from weft.base.errors import ClusterError, InputError, ModelError
 from weft.search.place.problem import check_placement, unit_weights
 
 LINKS = [{"from": "x", "to": "s", "bandwidth": 4, "latency": 0.25}, {"from": "y", "to": "s", "bandwidth": 2}]

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from weft.base.errors import NoFeasiblePlan
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
-from weft.errors import NoFeasiblePlan
 from weft.model.graph_file import parse_graph
 from weft.search.place.methods import METHODS, Assignment, Method
 from weft.search.place.problem import PlaceProblem, problem_from_graph

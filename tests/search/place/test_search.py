@@ -18,8 +18,8 @@ from tests.search.place.random_problems import random_problem
 from tests.search.place.test_oracle import draw
 from tests.search.place.test_series import draw as draw_series
 from tests.search.place.worlds import problem_of
-from weft.errors import InputError, NoFeasiblePlan
-from weft.search.budget import Budget
+from weft.base.errors import InputError, NoFeasiblePlan
+from weft.search.common.budget import Budget
 from weft.search.place import search
 from weft.search.place.methods import METHODS
 from weft.search.place.problem import PlaceProblem

@@ -11,7 +11,7 @@ from tests.search.place.odd_inputs import chain, cluster, edge, graph, op
 from tests.search.place.random_problems import random_problem
 from tests.search.place.test_throughput import best_value, is_convex, plain_loads
 from tests.search.place.worlds import problem_of
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.search.place import search
 from weft.search.place.methods import METHODS
 from weft.search.place.problem import PlaceProblem

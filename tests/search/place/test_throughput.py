@@ -12,9 +12,9 @@ from tests.search.place.odd_inputs import cluster, graph
 from tests.search.place.odd_inputs import op as make_op
 from tests.search.place.random_problems import random_problem
 from tests.search.place.worlds import problem_of
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import I64
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.place.problem import PlaceProblem, check_placement
 from weft.search.place.search import place
 from weft.search.place.throughput import load_problem, loads, solve_throughput

@@ -10,7 +10,7 @@ import pytest
 from tests.search.place.odd_inputs import cluster, edge, graph, op
 from tests.search.place.random_problems import random_problem
 from tests.search.place.worlds import problem_of
-from weft.errors import InputError, PlanError
+from weft.base.errors import InputError, PlanError
 from weft.model.graph import I64
 from weft.search.place import kernel
 from weft.search.place.problem import PlaceProblem

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.search.schedule.check import find_problems
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.result import ScheduleResult

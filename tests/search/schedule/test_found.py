@@ -12,8 +12,8 @@ import pytest
 
 from tests.search.schedule.compare import compare
 from tests.search.schedule.random_problems import RandomProblem
-from weft.errors import NoFeasiblePlan
-from weft.search.budget import Budget
+from weft.base.errors import NoFeasiblePlan
+from weft.search.common.budget import Budget
 from weft.search.schedule.least_memory import first_schedule
 from weft.search.schedule.problem import Block, ScheduleProblem, Transfer
 from weft.search.schedule.result import ScheduleResult

@@ -10,15 +10,15 @@ import pytest
 
 from tests.search.schedule.greedy import greedy_search, list_orders, result_of
 from tests.search.test_baselines import mixed_cluster, problem_of
+from weft.base.errors import InputError, NoFeasiblePlan
 from weft.cluster.cluster import Contention
 from weft.cost.costs import estimate_costs
-from weft.errors import InputError, NoFeasiblePlan
 from weft.plan.check import check_plan
 from weft.plan.orders import gpipe
 from weft.plan.plan import Optimizer, Plan
 from weft.plan.program import Op
+from weft.search.common.problem import Problem, StageSpec, make_plan
 from weft.search.placements import PLACEMENTS
-from weft.search.problem import Problem, StageSpec, make_plan
 from weft.search.schedule.check import check_schedule, find_problems
 from weft.search.schedule.from_plan import order_of_schedule, problem_of_plan, resource_name, with_schedule
 from weft.search.schedule.schedule import replay

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.search.schedule.random_problems import random_problem
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.schedule.check import check_schedule
 from weft.search.schedule.greedy import greedy_schedules, rules
 from weft.search.schedule.least_memory import sequential

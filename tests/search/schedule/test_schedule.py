@@ -7,7 +7,7 @@ import pytest
 
 from tests.search.schedule.oracle import min_makespan, place
 from tests.search.schedule.random_problems import random_problem
-from weft.errors import PlanError
+from weft.base.errors import PlanError
 from weft.search.schedule.check import check_schedule
 from weft.search.schedule.problem import Block, ScheduleProblem, Transfer
 from weft.search.schedule.schedule import Schedule, phases, play, replay

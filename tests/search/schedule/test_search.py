@@ -13,7 +13,7 @@ import pytest
 import weft
 from tests.search.schedule.oracle import min_makespan
 from tests.search.schedule.pipelines import both_ways, chain, over_and_back, round_and_round, uneven
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.search.schedule.check import check_schedule
 from weft.search.schedule.named import named_schedules
 from weft.search.schedule.search import MAX_INSTANCES, schedule
@@ -111,7 +111,7 @@ def test_the_same_seed_gives_the_same_result_in_every_process():
     script = textwrap.dedent("""
         import json
         from tests.search.schedule.random_problems import random_problem
-        from weft.errors import NoFeasiblePlan
+        from weft.base.errors import NoFeasiblePlan
         from weft.search.schedule.search import schedule
         from weft.search.schedule.shapes import shape
         cases = [random_problem(seed, max_instances=16) for seed in range(8000, 8012)]

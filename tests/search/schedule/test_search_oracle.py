@@ -7,7 +7,7 @@ import pytest
 from tests.search.schedule.compare import compare
 from tests.search.schedule.oracle import min_makespan
 from tests.search.schedule.random_problems import random_problem
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.search.schedule.problem import with_memory
 from weft.search.schedule.result import ScheduleResult
 from weft.search.schedule.search import schedule

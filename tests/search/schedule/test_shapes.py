@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.search.schedule.problem_file import load_problem
 from weft.search.schedule.shapes import SHAPES, shape
 

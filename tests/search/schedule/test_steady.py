@@ -10,7 +10,7 @@ import pytest
 from tests.search.schedule.oracle_period import gives_back_all, min_period, num_candidates
 from tests.search.schedule.random_problems import random_problem
 from tests.search.schedule.test_shapes import PROBLEMS
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.schedule.bounds import period_bound
 from weft.search.schedule.check import check_schedule
 from weft.search.schedule.problem import Block, ScheduleProblem, with_memory

@@ -9,7 +9,7 @@ import pytest
 
 from tests.search.schedule.oracle import min_makespan
 from tests.search.schedule.random_problems import random_problem
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.schedule.bounds import makespan_bound
 from weft.search.schedule.check import check_schedule
 from weft.search.schedule.least_memory import sequential

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.search.schedule.random_schedules import allowed_schedules, in_order
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.schedule.greedy import greedy_schedules
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import Schedule

@@ -11,13 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.search.shard.worlds import cluster_of
+from weft.base.errors import InputError
 from weft.cost.collectives import Collective, CollectiveModel
 from weft.cost.mesh import KINDS, Mesh
 from weft.cost.profile import CommFit
-from weft.errors import InputError
-from weft.model.layout_steps import find_steps
-from weft.model.tensor_layout import SUM, parse_placement
 from weft.search.shard.mesh import Resharding, mesh_shapes
+from weft.sharding.layout_steps import find_steps
+from weft.sharding.tensor_layout import SUM, parse_placement
 
 LINK, NETWORK = (1e9, 1e-6), (1e8, 1e-5)
 N = 1e6

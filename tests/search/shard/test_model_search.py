@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from tests.search.shard.worlds import cluster_of, search_of, source_of, zoo
+from weft.base.errors import NoFeasiblePlan
 from weft.cost.costs import estimate_costs
 from weft.cost.mesh import Mesh
-from weft.errors import NoFeasiblePlan
 from weft.model.folded import trace_folded
 from weft.plan.plan import Optimizer
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.shard.compare import compare_meshes
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.named import named

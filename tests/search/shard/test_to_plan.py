@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.bench_shard_run import slow_cluster
+from weft.base.errors import PlanError
 from weft.cluster.cluster_file import parse_cluster, parse_cluster_text
 from weft.cost.costs import estimate_costs
 from weft.cost.mesh import Mesh
-from weft.errors import PlanError
 from weft.model.folded import FoldedModel, trace_folded
 from weft.model.source import ModelSource, resolve_model
 from weft.model.trace import trace
 from weft.plan.plan import Optimizer
 from weft.run.mesh import axis_weights
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.shard.folded_graph import usage_of
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.plan_search import search_plan

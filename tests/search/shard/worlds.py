@@ -15,7 +15,7 @@ from weft.model.folded import FoldedModel, trace_folded
 from weft.model.source import ModelSource, resolve_model
 from weft.model.trace import trace
 from weft.plan.plan import Optimizer
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.shard.folded_graph import Assembler
 from weft.search.shard.mesh import Resharding
 from weft.search.shard.model_search import MeshSearch

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.search.strategies.random_graphs import best_cost, random_graph
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.search.strategies.core import make_core
 from weft.search.strategies.dual_kernel import cost_of, usage_of
 from weft.search.strategies.shrink import left, shrink

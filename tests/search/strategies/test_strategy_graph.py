@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.search.strategies.random_graphs import random_graph
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.search.strategies.strategy_graph import (
     FORBIDDEN,
     StrategyGraph,

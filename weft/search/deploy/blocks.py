@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.compiled import compiled
+from weft.base.compiled import compiled
 from weft.model.graph import F64, I64
 from weft.search.deploy.columns import Blocks, Layouts, World
 

@@ -34,9 +34,9 @@ from weft.cost.costs import estimate_costs
 from weft.model.graph import F64, Graph
 from weft.plan.memory import optimizer_bytes
 from weft.plan.plan import Optimizer, OptimizerKind
+from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.case_clusters import random_cluster, with_total_memory
 from weft.search.deploy.case_models import FAMILIES, random_model
-from weft.search.problem import PlanOptions, Problem
 
 BATCHES: Final = (8, 12, 16, 20, 24, 32, 40, 48, 60, 64, 96, 100, 128, 144, 160, 192, 200, 240, 256)
 LEAST_LOAD: Final = 0.05

@@ -21,11 +21,11 @@ from weft.cost.costs import Phase
 from weft.model.graph import F64, I64, Graph
 from weft.plan.plan import split_samples
 from weft.plan.stage_memory import stage_memory
+from weft.search.common.problem import Problem
 from weft.search.deploy.actions import Action, list_actions
 from weft.search.deploy.columns import Layouts, Outcome, World
 from weft.search.deploy.exchange import Exchanges
 from weft.search.deploy.op_groups import OpGroups
-from weft.search.problem import Problem
 
 if TYPE_CHECKING:
     from weft.search.shard.tensor_costs import TensorCosts

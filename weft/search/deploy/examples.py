@@ -12,8 +12,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from weft.errors import InputError
-from weft.files import read_bytes, write_atomic
+from weft.base.errors import InputError
+from weft.base.files import read_bytes, write_atomic
 from weft.search.deploy.expert import Example
 from weft.search.deploy.features import WIDTHS, Features
 

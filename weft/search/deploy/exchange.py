@@ -21,10 +21,10 @@ from weft.cost.op_classes import op_classes
 from weft.model.graph import F64, I64
 from weft.plan.memory import optimizer_bytes
 from weft.plan.plan import GradientMethod
+from weft.search.common.problem import Problem
 from weft.search.deploy.columns import Buckets
 from weft.search.deploy.op_groups import OpGroups
 from weft.search.deploy.sufficient import Decision, decide_on_cluster, linear_layers, padding
-from weft.search.problem import Problem
 
 if TYPE_CHECKING:
     from weft.search.deploy.deployer import Layout

@@ -14,7 +14,7 @@ from typing import Final
 
 import numpy as np
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.search.deploy.features import WIDTHS, Features
 from weft.search.deploy.weights import F32
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.compiled import compiled
+from weft.base.compiled import compiled
 from weft.model.graph import F64, I64, Bool
 from weft.search.deploy.blocks import make_blocks
 from weft.search.deploy.bounds import Bounds, find_bounds, sends_gradients

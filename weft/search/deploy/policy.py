@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import numpy as np
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.model.graph import F64
 from weft.search.deploy.deployer import Deployer, Evaluation
 from weft.search.deploy.features import Featurizer, without_feedback

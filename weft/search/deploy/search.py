@@ -21,10 +21,12 @@ from typing import Final, Literal, get_args
 
 import numpy as np
 
-from weft.errors import InputError, NoFeasiblePlan
+from weft.base.errors import InputError, NoFeasiblePlan
+from weft.base.units import format_bytes
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan, with_search
-from weft.search.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
+from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
+from weft.search.common.problem import Problem, divisors
 from weft.search.deploy.deployer import NO_SPLITS, Deployer, Splits, make_world
 from weft.search.deploy.local import Annealer
 from weft.search.deploy.op_groups import MAX_GROUPS, group_operators
@@ -41,10 +43,8 @@ from weft.search.deploy.seeds import (
 from weft.search.deploy.stages import staged_choices
 from weft.search.deploy.to_plan import deployment_plan
 from weft.search.deploy.tree import Found, TreeSearch
-from weft.search.problem import Problem, divisors
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
-from weft.units import format_bytes
 
 Method = Literal["auto", "tree", "anneal", "heft", "data-parallel"]
 METHODS: Final[tuple[Method, ...]] = get_args(Method)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
+from weft.base.errors import ModelError, NoFeasiblePlan
 from weft.cluster.cluster import Cluster, DeviceId
-from weft.errors import ModelError, NoFeasiblePlan
-from weft.search.budget import Budget, OutOfTime, cut_short, time_budget
+from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.deploy.deployer import Splits
 
 if TYPE_CHECKING:
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from weft.model.folded import FoldedModel
     from weft.model.graph import Graph
     from weft.model.source import ModelSource
-    from weft.search.problem import Problem
+    from weft.search.common.problem import Problem
     from weft.search.shard.tensor_costs import TensorCosts
 
 MAX_DEGREE: Final = 16

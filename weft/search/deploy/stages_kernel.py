@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.compiled import compiled
+from weft.base.compiled import compiled
 from weft.model.graph import F64, I64
 
 

@@ -30,12 +30,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from weft.base.errors import InputError
 from weft.cluster.cluster import DeviceKind
 from weft.cost.collectives import Collective, Line
 from weft.cost.costs import Costs
 from weft.cost.op_classes import op_classes
 from weft.cost.roofline import peak_rate
-from weft.errors import InputError
 from weft.model.graph import I64, NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Graph
 from weft.plan.factors import LinearUse, find_factors
 from weft.search.deploy.selection import select_projects

@@ -12,10 +12,10 @@ from weft.cluster.cluster import DeviceId
 from weft.model.graph import F64, I64
 from weft.plan.orders import Action
 from weft.plan.plan import GradientExchange, Plan
+from weft.search.common.problem import StageSpec, make_plan
 from weft.search.deploy.blocks import find_blocks
 from weft.search.deploy.deployer import PASSES, Deployer, Evaluation, Layout
 from weft.search.deploy.exchange import Bucket
-from weft.search.problem import StageSpec, make_plan
 
 
 def deployment_plan(deployer: Deployer, found: Evaluation, *, by: str) -> Plan:

@@ -27,8 +27,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.errors import InputError
-from weft.files import decode, load_json, write_atomic
+from weft.base.errors import InputError
+from weft.base.files import decode, load_json, write_atomic
 from weft.search.deploy.examples import read_examples, write_examples
 from weft.search.deploy.expert import Effort, Example, make_examples
 from weft.search.deploy.features import without_feedback

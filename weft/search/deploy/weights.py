@@ -15,8 +15,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from weft.errors import InputError
-from weft.files import parse_json, read_bytes, write_atomic
+from weft.base.errors import InputError
+from weft.base.files import parse_json, read_bytes, write_atomic
 
 F32 = npt.NDArray[np.float32]
 _LENGTH_BYTES: Final = 8

@@ -12,11 +12,11 @@ from weft.cluster.cluster import DeviceId
 from weft.model.graph import I64
 from weft.plan.orders import Action, Order
 from weft.plan.plan import Plan
+from weft.search.common.problem import Problem, StageSpec, make_plan
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import SEGMENT_COUNTS, Estimate, Estimator
 from weft.search.joint.path import pipeline_order
 from weft.search.joint.setting import Setting, StageMesh, Team
-from weft.search.problem import Problem, StageSpec, make_plan
 
 BY = "joint"
 

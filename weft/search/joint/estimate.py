@@ -22,16 +22,16 @@ from typing import Final
 
 import numpy as np
 
+from weft.base.errors import NoFeasiblePlan
+from weft.base.units import format_bytes
 from weft.cost.collectives import Collective
 from weft.cost.op_classes import op_classes
-from weft.errors import NoFeasiblePlan
 from weft.model.graph import F64
 from weft.plan.plan import split_samples
-from weft.search.fair import fair_samples
+from weft.search.common.fair import fair_samples
 from weft.search.joint.chain import Chain
 from weft.search.joint.path import pipeline_order, pipeline_seconds
 from weft.search.joint.setting import Setting, StageMesh, Team
-from weft.units import format_bytes
 
 HIDDEN: Final = 0.8
 """The part of an exchange that may run beside the last backward."""

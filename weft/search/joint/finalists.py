@@ -13,17 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
-from weft.errors import NoFeasiblePlan, PlanError
+from weft.base.errors import NoFeasiblePlan, PlanError
 from weft.plan.check import check_memory, check_plan, check_program
 from weft.plan.lower import lower
 from weft.plan.memory import CATEGORIES, account_memory
 from weft.plan.plan import Plan
 from weft.plan.structure import require_structure
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
+from weft.search.common.problem import Problem
 from weft.search.joint.build import build_plan
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.setting import Setting, StageMesh
-from weft.search.problem import Problem
 from weft.search.scheduled import reschedule
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline

@@ -16,10 +16,10 @@ import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Final
 
+from weft.base.errors import InputError
 from weft.cluster.cluster import Cluster, DeviceId
-from weft.errors import InputError
+from weft.search.common.problem import divisors
 from weft.search.joint.setting import Layout, StageMesh, Team
-from weft.search.problem import divisors
 
 MAX_GROUPS: Final = 6
 """With more device groups than this, only some runs of groups are looked at."""

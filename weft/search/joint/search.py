@@ -14,15 +14,15 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from weft.errors import NoFeasiblePlan, PlanError
-from weft.search.budget import Budget, OutOfTime
+from weft.base.errors import NoFeasiblePlan, PlanError
+from weft.search.common.budget import Budget, OutOfTime
+from weft.search.common.problem import Problem, divisors
 from weft.search.deploy.deployer import NO_SPLITS, Splits
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.finalists import LARGE, JointResult, Tried, evaluate, refine
 from weft.search.joint.layouts import layouts
 from weft.search.joint.setting import Layout, Setting
-from weft.search.problem import Problem, divisors
 
 MAX_STAGES: Final = 64
 CHUNKS: Final = (1, 2, 4)

@@ -13,11 +13,11 @@ from typing import Final
 
 import numpy as np
 
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
+from weft.base.units import format_bytes
 from weft.model.graph import I64
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.timetable import make_timetable
-from weft.units import format_bytes
 
 Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 

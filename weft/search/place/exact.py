@@ -26,8 +26,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from weft.model.graph import F64, I64
-from weft.search.budget import Budget
-from weft.search.cpsat import solve
+from weft.search.common.budget import Budget
+from weft.search.common.cpsat import solve
 from weft.search.place.bounds import heads_and_tails
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.timetable import Sent, Timetable

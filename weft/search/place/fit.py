@@ -11,12 +11,12 @@ import math
 import numpy as np
 from ortools.sat.python import cp_model
 
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
+from weft.base.units import format_bytes
 from weft.model.graph import F64, I64
-from weft.search.budget import Budget
-from weft.search.cpsat import solve
+from weft.search.common.budget import Budget
+from weft.search.common.cpsat import solve
 from weft.search.place.problem import PlaceProblem, unit_weights
-from weft.units import format_bytes
 
 _EFFORT = 10.0
 _MAX_AMOUNT = 2**44

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
 from weft.search.place.assignment import Assignment, Bools, with_room_for_tensors
 from weft.search.place.problem import PlaceProblem

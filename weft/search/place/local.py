@@ -7,7 +7,7 @@ from typing import Final
 
 import numpy as np
 
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.place.anneal import Annealer
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.timetable import Timetable, make_timetable

@@ -11,14 +11,14 @@ from collections.abc import Callable
 
 import numpy as np
 
-from weft.errors import InputError, NoFeasiblePlan
+from weft.base.errors import InputError, NoFeasiblePlan
+from weft.base.units import format_bytes
 from weft.model.graph import I64
-from weft.search.budget import Budget, ended_by_ctrl_c
+from weft.search.common.budget import Budget, ended_by_ctrl_c
 from weft.search.place.partition_check import check_latency, check_throughput
 from weft.search.place.partition_problem import PartitionProblem, load_partition, parse_partition
 from weft.search.place.partition_result import PartitionResult
 from weft.search.place.problem import Objective
-from weft.units import format_bytes
 
 __all__ = ["load_partition", "solve_partition"]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.errors import PlanError
+from weft.base.errors import PlanError
 from weft.model.graph import F64, I64
 from weft.search.place.partition_problem import PartitionProblem
 

@@ -21,8 +21,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from weft.model.graph import I64
-from weft.search.budget import Budget
-from weft.search.cpsat import solve
+from weft.search.common.budget import Budget
+from weft.search.common.cpsat import solve
 from weft.search.place.partition_latency_kernel import Graph
 from weft.search.place.partition_path_kernel import longest_path
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.model.graph import F64, I64
-from weft.search.budget import Budget, OutOfTime, cut_short
+from weft.search.common.budget import Budget, OutOfTime, cut_short
 from weft.search.place.partition_latency import block_orders, interval_sets, latency_graph
 from weft.search.place.partition_latency_exact import improve_or_prove
 from weft.search.place.partition_latency_kernel import Graph, Scratch, anneal, excess, latency

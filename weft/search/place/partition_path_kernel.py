@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.compiled import compiled
+from weft.base.compiled import compiled
 from weft.model.graph import F64, I64
 from weft.search.place.partition_latency_kernel import SLACK, Graph
 

@@ -22,8 +22,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from weft.errors import InputError
-from weft.files import MAX_PROBLEMS, decode, load_json
+from weft.base.errors import InputError
+from weft.base.files import MAX_PROBLEMS, decode, load_json
 from weft.model.graph import F64, I64
 
 Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]

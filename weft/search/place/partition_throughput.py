@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.model.graph import I64
 from weft.search.place.partition_problem import PartitionProblem
 from weft.search.place.throughput_model import LoadProblem, Loads, csr, with_tensors

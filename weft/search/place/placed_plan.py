@@ -27,13 +27,13 @@ from typing import Final
 
 import numpy as np
 
+from weft.base.errors import InputError, NoFeasiblePlan
 from weft.cluster.cluster import DeviceId
 from weft.coarsen.contract import Coarse, expand
-from weft.errors import InputError, NoFeasiblePlan
 from weft.model.graph import F64, I64, Graph
 from weft.plan.orders import Action, Order
 from weft.plan.plan import Plan
-from weft.search.problem import Problem, StageSpec, make_plan
+from weft.search.common.problem import Problem, StageSpec, make_plan
 from weft.search.scheduled import excess_bytes
 from weft.simulate.timing import stage_figure
 

@@ -23,9 +23,9 @@ from typing import Literal
 
 import numpy as np
 
+from weft.base.errors import ClusterError, InputError, ModelError
 from weft.cluster.cluster import Cluster, Contention, DeviceId
 from weft.cost.costs import Costs
-from weft.errors import ClusterError, InputError, ModelError
 from weft.model.graph import F64, I64, Graph, TensorRole
 
 Objective = Literal["latency", "throughput"]

@@ -12,8 +12,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from weft.compiled import compiled
-from weft.errors import NoFeasiblePlan
+from weft.base.compiled import compiled
+from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
 from weft.search.place.assignment import Assignment, Bools, no_room
 from weft.search.place.problem import PlaceProblem

@@ -1,8 +1,8 @@
 """The rules that people use today: one device, or whole layers in order by their bytes. None looks at times or links.
 
 A *block* is a layer: the operators whose module path has the same beginning up to its first number
-(``weft.search.problem.block_of``). Operators outside any module, and those without weights in a module that only holds
-other modules, belong to the block of the operator before them. Graphs without modules have a block for each unit.
+(``weft.search.common.problem.block_of``). Operators outside any module, and those without weights in a module that only
+holds other modules, belong to the block of the operator before them. Graphs without modules have a block for each unit.
 Blocks that share a unit are one. Operators run in the graph's order.
 """
 
@@ -14,12 +14,12 @@ from typing import Final
 
 import numpy as np
 
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
+from weft.base.units import format_bytes
 from weft.model.graph import F64, I64
+from weft.search.common.problem import block_of
 from weft.search.place.assignment import Assignment, Bools, check_room, op_weights, with_room_for_tensors
 from weft.search.place.problem import PlaceProblem
-from weft.search.problem import block_of
-from weft.units import format_bytes
 
 _TIE_PART: Final = 0.01
 """Blocks that share weights of at least this part of the model are tied, as an embedding and an output layer are."""

@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from weft.errors import InputError, NoFeasiblePlan, PlanError
+from weft.base.errors import InputError, NoFeasiblePlan, PlanError
 from weft.model.graph import I64
-from weft.search.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
+from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
 from weft.search.place.assignment import Assignment, with_room_for_tensors
 from weft.search.place.bounds import heads_and_tails, tighten, way_bound
 from weft.search.place.methods import METHODS

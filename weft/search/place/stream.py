@@ -9,9 +9,10 @@ from typing import Final
 
 import numpy as np
 
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
+from weft.base.units import format_bytes
 from weft.model.graph import F64, I64
-from weft.search.budget import Budget, OutOfTime, cut_short
+from weft.search.common.budget import Budget, OutOfTime, cut_short
 from weft.search.place.assignment import Assignment
 from weft.search.place.fit import fitting_devices
 from weft.search.place.methods import METHODS
@@ -21,7 +22,6 @@ from weft.search.place.throughput import Loaded, first_ops, load_problem, loads,
 from weft.search.place.throughput_bounds import average_bound
 from weft.search.place.throughput_search import PROVEN
 from weft.search.place.timetable import TOLERANCE, Timetable, make_timetable
-from weft.units import format_bytes
 
 STARTS_PART: Final = 0.3
 """Part of a time limit in which the named methods are tried as starts."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.place.fit import fitting_devices
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.throughput_model import LoadProblem, Loads, csr, with_tensors

@@ -20,8 +20,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from weft.model.graph import F64, I64
-from weft.search.budget import Budget
-from weft.search.cpsat import solve
+from weft.search.common.budget import Budget
+from weft.search.common.cpsat import solve
 from weft.search.place.throughput_model import LoadProblem
 
 RESOLUTION = float(1 << 27)

@@ -23,8 +23,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from weft.model.graph import I64
-from weft.search.budget import Budget
-from weft.search.cpsat import solve
+from weft.search.common.budget import Budget
+from weft.search.common.cpsat import solve
 from weft.search.place.throughput_bounds import average_bound
 from weft.search.place.throughput_model import LoadProblem
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.model.graph import I64
-from weft.search.budget import Budget, OutOfTime
+from weft.search.common.budget import Budget, OutOfTime
 from weft.search.place.throughput_bounds import average_bound, shared_bound
 from weft.search.place.throughput_exact import improve_or_prove
 from weft.search.place.throughput_kernel import anneal

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from weft.errors import InputError, PlanError
+from weft.base.errors import InputError, PlanError
 from weft.model.graph import F64, I64
 from weft.search.place.problem import PlaceProblem, check_placement
 

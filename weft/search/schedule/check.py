@@ -6,7 +6,7 @@ import itertools
 
 import numpy as np
 
-from weft.errors import PlanError
+from weft.base.errors import PlanError
 from weft.search.schedule.schedule import TOLERANCE, Schedule
 
 

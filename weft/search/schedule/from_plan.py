@@ -26,10 +26,11 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final
 
+from weft.base.errors import InputError, NoFeasiblePlan
+from weft.base.units import format_bytes
 from weft.cluster.cluster import Cluster, Contention
 from weft.cost.costs import Costs
 from weft.cost.costs import Phase as CostPhase
-from weft.errors import InputError, NoFeasiblePlan
 from weft.model.graph import Graph
 from weft.plan.lower import lower
 from weft.plan.memory import SEND_WINDOW, handed_outputs, instance_memories, passing_bytes, static_bytes
@@ -40,7 +41,6 @@ from weft.plan.structure import stage_patterns
 from weft.search.schedule.problem import Block, ScheduleProblem, Transfer
 from weft.search.schedule.schedule import Schedule
 from weft.simulate.timing import rank_devices, stage_figure, transfer_figure
-from weft.units import format_bytes
 
 _NO_RESERVE: Final[Mapping[str, float]] = MappingProxyType({})
 

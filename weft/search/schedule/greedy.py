@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 
 from weft.model.graph import F64
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.schedule.bounds import task_tails
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import TOLERANCE, Schedule

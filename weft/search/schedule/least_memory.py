@@ -16,9 +16,9 @@ from typing import Final
 import numpy as np
 from ortools.sat.python import cp_model
 
-from weft.errors import NoFeasiblePlan
-from weft.search.budget import Budget
-from weft.search.cpsat import solve
+from weft.base.errors import NoFeasiblePlan
+from weft.search.common.budget import Budget
+from weft.search.common.cpsat import solve
 from weft.search.schedule.check import exceeds, find_problems
 from weft.search.schedule.holds import find_holds
 from weft.search.schedule.problem import ScheduleProblem

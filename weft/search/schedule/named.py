@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from weft.errors import PlanError
+from weft.base.errors import PlanError
 from weft.search.schedule.check import find_problems
 from weft.search.schedule.named_orders import (
     DeviceOrders,

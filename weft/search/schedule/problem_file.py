@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Any, Final
 
-from weft.errors import InputError
-from weft.files import MAX_PROBLEMS, check_header, decode, load_json, write_atomic
+from weft.base.errors import InputError
+from weft.base.files import MAX_PROBLEMS, check_header, decode, load_json, write_atomic
 from weft.search.schedule.problem import MAX_BLOCKS, Block, FreeAt, ScheduleProblem, Transfer
 
 FORMAT: Final = "weft.schedule-problem"

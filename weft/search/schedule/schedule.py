@@ -13,7 +13,7 @@ from typing import Final, Literal
 
 import numpy as np
 
-from weft.errors import PlanError
+from weft.base.errors import PlanError
 from weft.model.graph import F64
 from weft.search.schedule.problem import ScheduleProblem
 

@@ -17,16 +17,16 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
 import numpy as np
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.model.graph import F64
-from weft.search.budget import Budget, OutOfTime, cut_short
+from weft.search.common.budget import Budget, OutOfTime, cut_short
 from weft.search.schedule.bounds import makespan_bound, period_bound
 from weft.search.schedule.check import check_schedule, find_problems
 from weft.search.schedule.cyclic import NoPeriod, tighten
@@ -193,13 +193,13 @@ class _Search:
 
     def find_steady(self) -> None:
         """Find the smallest period, then a steady state of that period which does well from the start."""
-        with self._share(0.15) as share:
+        with self.budget.lend(0.15 * self.effort) as share:
             self.steady = find_steady_state(self.problem, budget=share, seed=self.seed)
             if self.steady is not None:
                 self._offer_unrolled(self.steady)
         if self.steady is None:
             return
-        with self._share(0.05) as share:
+        with self.budget.lend(0.05 * self.effort) as share:
             others = variants(self.steady, budget=share, seed=self.seed)
             self.steady = replace(next(others, self.steady), proven=self.steady.proven)
             self._offer_unrolled(self.steady)
@@ -214,16 +214,6 @@ class _Search:
             return
         orders = steady.unroll(self.num_microbatches).orders()
         self.offer(replay(self.problem, self.num_microbatches, orders), "search")
-
-    @contextmanager
-    def _share(self, part: float) -> Iterator[Budget]:
-        """Lend a part of the whole budget; what is not spent comes back."""
-        lent = min(self.budget.effort, part * self.effort)
-        share = Budget(effort=lent, deadline=self.budget.deadline, report=self.budget.report,
-                       is_interrupted=self.budget.is_interrupted)
-        yield share
-        self.budget.effort -= lent - share.effort
-        self.budget.is_interrupted |= share.is_interrupted
 
     def bound_by_order(self) -> None:
         """Bound the makespan by the order of equal micro-batches and the room for them in memory."""
@@ -271,7 +261,7 @@ class _Search:
         window = min(longest, math.floor(self.bound * float(lower.ticks)) // 2)
         if window < 1 or lower.num_tasks > 200:
             return
-        with self._share(0.1) as share:
+        with self.budget.lend(0.1 * self.effort) as share:
             self._bound_by_windows(lower, window, share)
 
     def _bound_by_windows(self, lower: WholeProblem, window: int, share: Budget) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Final
 
-from weft.errors import InputError
+from weft.base.errors import InputError
 from weft.search.schedule.problem import Block, FreeAt, ScheduleProblem
 
 SHAPES: Final = ("v", "x", "m", "nn", "k")

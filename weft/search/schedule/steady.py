@@ -30,10 +30,10 @@ from typing import Final
 import numpy as np
 from ortools.sat.python import cp_model
 
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import F64
-from weft.search.budget import Budget
-from weft.search.cpsat import Solution, solve
+from weft.search.common.budget import Budget
+from weft.search.common.cpsat import Solution, solve
 from weft.search.schedule.bounds import period_bound
 from weft.search.schedule.check import find_problems
 from weft.search.schedule.cyclic import real_clock, tighten
@@ -54,7 +54,7 @@ MAX_UNKNOWN: Final = 3
 MAX_PAIRS: Final = 20_000
 """Models with more pairs of tasks that share a resource are not built; one micro-batch after the other has to do."""
 QUICK_EFFORT: Final = 1.0
-"""Effort (see ``weft.search.cpsat``) for one trial period."""
+"""Effort (see ``weft.search.common.cpsat``) for one trial period."""
 VARIANT_EFFORT: Final = 0.15
 """The same for one random steady state."""
 BOUND_EFFORT: Final = 4.0

@@ -24,8 +24,8 @@ import numpy as np
 from ortools.sat.python import cp_model
 
 from weft.model.graph import F64
-from weft.search.budget import Budget
-from weft.search.cpsat import Solution, solve
+from weft.search.common.budget import Budget
+from weft.search.common.cpsat import Solution, solve
 from weft.search.schedule.whole import WholeProblem
 
 

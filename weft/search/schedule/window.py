@@ -18,8 +18,8 @@ import math
 
 from ortools.sat.python import cp_model
 
-from weft.search.budget import Budget
-from weft.search.cpsat import solve
+from weft.search.common.budget import Budget
+from weft.search.common.cpsat import solve
 from weft.search.schedule.whole import WholeProblem
 
 

@@ -7,19 +7,19 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import Final
 
+from weft.base.errors import NoFeasiblePlan
+from weft.base.units import format_bytes, format_time
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import Costs
 from weft.cost.mesh import Mesh
-from weft.errors import NoFeasiblePlan
 from weft.model.folded import FoldedModel
 from weft.model.notes import without_rule_notes
 from weft.plan.plan import Optimizer
-from weft.search.budget import Budget, OutOfTime, cut_short
+from weft.search.common.budget import Budget, OutOfTime, cut_short
 from weft.search.shard.mesh import mesh_shapes
 from weft.search.shard.model_search import MeshSearch, ShardedModel
 from weft.search.shard.named import Restriction, named
 from weft.search.shard.roles import find_roles
-from weft.units import format_bytes, format_time
 
 ALL_SHAPES: Final = 16
 """Up to so many devices all shapes are tried; of more, those of two axes, one inside hosts and one between them."""

@@ -1,8 +1,8 @@
 """The time of moving tensors from one layout to another on a mesh; shapes of meshes.
 
-Which collectives a change of layout takes, and on which part of the tensor, is ``weft.model.layout_steps``'s account,
-which the runtime follows too. It is the same for all pairs of layouts of one *form*: the same but for the numbers of
-dimensions. So forms are numbered, and a table says which form each pair of layouts has.
+Which collectives a change of layout takes, and on which part of the tensor, is ``weft.sharding.layout_steps``'s
+account, which the runtime follows too. It is the same for all pairs of layouts of one *form*: the same but for the
+numbers of dimensions. So forms are numbered, and a table says which form each pair of layouts has.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import numpy as np
 
 from weft.cost.mesh import KINDS, Mesh
 from weft.model.graph import F64, I64
-from weft.model.layout_steps import Room, Step, room_of, steps_in
-from weft.model.tensor_layout import SUM, Layout, Placement
+from weft.sharding.layout_steps import Room, Step, room_of, steps_in
+from weft.sharding.tensor_layout import SUM, Layout, Placement
 
 _PLACE_VALUES: Final = 1024
 """More than what a placement can become in the number of a form."""

@@ -15,19 +15,19 @@ from typing import Final, Literal
 
 import numpy as np
 
+from weft.base.errors import NoFeasiblePlan
+from weft.base.units import format_bytes
 from weft.cost.costs import Costs
 from weft.cost.mesh import Mesh
-from weft.errors import NoFeasiblePlan
 from weft.model.folded import FoldedModel
 from weft.plan.plan import Optimizer
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.shard.folded_graph import Assembler, FoldedGraph, usage_of
 from weft.search.shard.mesh import Resharding
 from weft.search.shard.named import Restriction
 from weft.search.shard.parts import ModelParts, PartBuilder
 from weft.search.strategies.solve import solve
 from weft.search.strategies.strategy_graph import FORBIDDEN, StrategyGraph, evaluate
-from weft.units import format_bytes
 
 PRICES: Final = 24
 """Prices of memory that are tried at most."""

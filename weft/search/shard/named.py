@@ -21,12 +21,12 @@ from typing import Final
 
 import numpy as np
 
-from weft.errors import InputError
-from weft.model.factors import NOT_SPLIT
-from weft.model.tensor_layout import WHOLE
+from weft.base.errors import InputError
 from weft.search.shard.op_choices import Bools
 from weft.search.shard.parts import ModelPart, ModelParts
 from weft.search.shard.roles import Roles
+from weft.sharding.factors import NOT_SPLIT
+from weft.sharding.tensor_layout import WHOLE
 
 Restriction = Callable[[ModelParts, int], Bools | None]
 """From a part to which of its choices are allowed; None for all."""

@@ -10,7 +10,9 @@ from itertools import product
 import numpy as np
 
 from weft.cost.roofline import PARTS, Part, Terms
-from weft.model.factors import (
+from weft.model.graph import F64, I64
+from weft.search.shard.mesh import Resharding
+from weft.sharding.factors import (
     NOT_SPLIT,
     OpFactors,
     Strategy,
@@ -24,9 +26,7 @@ from weft.model.factors import (
     output_layout,
     work_part,
 )
-from weft.model.graph import F64, I64
-from weft.model.tensor_layout import Layout, largest_part
-from weft.search.shard.mesh import Resharding
+from weft.sharding.tensor_layout import Layout, largest_part
 
 FORWARD, BACKWARD = 0, 1
 """The two passes of a step."""

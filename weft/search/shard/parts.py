@@ -23,10 +23,7 @@ from torch import fx
 
 from weft.cost.costs import Costs
 from weft.cost.roofline import PARTS, Part
-from weft.model.factors import OpFactors, factors_of, has_rule
 from weft.model.graph import F64, I64, Graph
-from weft.model.layout_steps import ALL_REDUCE
-from weft.model.tensor_layout import SUM, WHOLE, Layout, Placement, largest_part
 from weft.model.trace import TracedModel
 from weft.plan.memory import optimizer_bytes
 from weft.plan.plan import Optimizer
@@ -41,6 +38,9 @@ from weft.search.shard.op_choices import (
     op_seconds,
     wanted_blocks,
 )
+from weft.sharding.factors import OpFactors, factors_of, has_rule
+from weft.sharding.layout_steps import ALL_REDUCE
+from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, largest_part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

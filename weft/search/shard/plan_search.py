@@ -11,8 +11,8 @@ from weft.model.folded import FoldedModel
 from weft.model.trace import trace
 from weft.plan.check import check_plan
 from weft.plan.plan import Optimizer, Plan
-from weft.search.budget import Budget
-from weft.search.problem import PlanOptions, Problem
+from weft.search.common.budget import Budget
+from weft.search.common.problem import PlanOptions, Problem
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.named import named
 from weft.search.shard.roles import find_roles

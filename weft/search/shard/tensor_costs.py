@@ -24,15 +24,15 @@ from weft.cost.mesh import Mesh
 from weft.cost.roofline import PARTS, Part
 from weft.model.folded import FoldedModel
 from weft.model.graph import F64, I64, Graph
-from weft.model.layout_steps import ALL_REDUCE
-from weft.model.tensor_layout import SUM, largest_part
 from weft.plan.plan import Optimizer, Sharding
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.shard.folded_graph import Assembler
 from weft.search.shard.model_search import MeshSearch, ShardedModel
 from weft.search.shard.op_choices import BACKWARD, FORWARD, Bools, OpChoices, inside_sums, op_seconds
 from weft.search.shard.parts import Edge, ModelParts
 from weft.search.shard.to_plan import full_names, plan_words
+from weft.sharding.layout_steps import ALL_REDUCE
+from weft.sharding.tensor_layout import SUM, largest_part
 
 HARDLY: Final = 1e-9
 """Bytes that take the latency only; none at all are not sent."""

@@ -7,18 +7,18 @@ from typing import Final
 
 import numpy as np
 
+from weft.base.errors import PlanError
 from weft.cluster.cluster import DeviceId
-from weft.errors import PlanError
 from weft.model.folded import FoldedModel
 from weft.model.graph import Graph
-from weft.model.tensor_layout import SUM, WHOLE, Layout
 from weft.plan.orders import Action
 from weft.plan.plan import Plan, Sharding, with_search
 from weft.plan.sharding import TensorLayout, format_layout, usual_gradient
-from weft.search.problem import Problem, StageSpec, make_plan
+from weft.search.common.problem import Problem, StageSpec, make_plan
 from weft.search.shard.folded_graph import MIDDLE, Assembler, FoldedGraph, Place
 from weft.search.shard.model_search import ShardedModel
 from weft.search.shard.parts import ModelParts
+from weft.sharding.tensor_layout import SUM, WHOLE, Layout
 
 AXES: Final = {1: ("tensor",), 2: ("data", "tensor"), 3: ("outer", "data", "tensor")}
 """Names of a mesh's axes, by their number."""

@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from weft.compiled import compiled
+from weft.base.compiled import compiled
 from weft.model.graph import F64, I64
 from weft.search.strategies.core import Core
 

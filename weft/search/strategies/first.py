@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 
 from weft.model.graph import F64, I64
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.strategies.strategy_graph import FORBIDDEN, StrategyGraph, evaluate
 
 CHECKED: Final = 256

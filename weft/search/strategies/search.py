@@ -10,9 +10,9 @@ from typing import Final
 
 import numpy as np
 
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
-from weft.search.budget import Budget
+from weft.search.common.budget import Budget
 from weft.search.strategies.core import Compact, make_core
 from weft.search.strategies.dual import Dual
 from weft.search.strategies.dual_kernel import cost_of

@@ -17,8 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from weft.errors import NoFeasiblePlan
-from weft.search.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
+from weft.base.errors import NoFeasiblePlan
+from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
 from weft.search.strategies.first import first_choice, lowest_cost
 from weft.search.strategies.strategy_graph import StrategyGraph, check_graph, evaluate
 

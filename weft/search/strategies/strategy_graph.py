@@ -21,9 +21,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from weft.errors import InputError
-from weft.files import MAX_PROBLEMS, load_json
-from weft.json_limits import JsonLimits
+from weft.base.errors import InputError
+from weft.base.files import MAX_PROBLEMS, load_json
+from weft.base.json_limits import JsonLimits
 from weft.model.graph import I64
 
 Numbers = np.ndarray[tuple[int, ...], np.dtype[Any]]

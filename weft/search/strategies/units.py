@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
 from weft.search.strategies.strategy_graph import FORBIDDEN, Numbers, StrategyGraph
 

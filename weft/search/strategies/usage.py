@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.errors import NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
 from weft.search.strategies.strategy_graph import StrategyGraph
 from weft.search.strategies.units import Bools, Units, remove

@@ -1,0 +1,1 @@
+"""What every package needs: errors with exit codes, units, files, temporary folders, and the adapter to numba."""

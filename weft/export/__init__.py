@@ -1,0 +1,1 @@
+"""Plans and schedules as settings and files of other tools, and orders read from them."""

@@ -1,0 +1,269 @@
+"""The schedule CSV of ``torch.distributed.pipelining``: one row for each rank, one action in each cell.
+
+    0F0,0F1,0B0,0B1        rank 0 runs stage 0        a cell is <stage><phase><micro-batch>; phases are F forward,
+    1F0,1B0,1F1,1B1        rank 1 runs stage 1        B whole backward, I and W its two halves
+
+The format knows stages on one rank each, joined in a chain: stage ``s`` passes its output to ``s + 1`` and gets the
+gradient back. ``to_csv`` writes the order of a plan in the form that PyTorch calls ``compute_only``; ``order_from_csv``
+puts the order in a CSV into a plan, whose devices are the ranks and whose stages are numbered as they are listed.
+
+PyTorch itself accepts duplicates, micro-batches that do not exist and text behind an action; here all that is refused,
+with row and column (both counted from 1). Of its ``compute_comms`` form the communication is checked and then left out,
+because Weft places its own. ``(0F7;3B2)OVERLAP_F_B`` is read as ``0F7`` and then ``3B2``, as PyTorch runs it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from os import PathLike
+from typing import Final
+
+from weft.base.errors import PlanError
+from weft.base.files import read_bytes
+from weft.export.pipelining_check import Cell, Rows, Shape, require_order
+from weft.plan.orders import Order, to_tokens
+from weft.plan.plan import Plan, Replica, SearchInfo, Stage
+from weft.plan.program import Program
+from weft.plan.structure import parse_action, raise_problems
+
+_NUMBER: Final = "(0|[1-9][0-9]{0,8})"
+_WITH_MICROBATCH: Final = re.compile(f"{_NUMBER}(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B){_NUMBER}")
+_OF_STAGE: Final = re.compile(f"{_NUMBER}(UNSHARD|RESHARD|REDUCE_GRAD)")
+_OVERLAP: Final = re.compile(r"\(([^();]*);([^();]*)\)OVERLAP_F_B")
+_THE_PLAN: Final = "the plan, as a schedule CSV of torch.distributed.pipelining,"
+_THE_CSV: Final = "the schedule CSV"
+
+
+def to_csv(plan: Plan) -> str:
+    """Return the plan's order as a CSV (``compute_only``); raise ``PlanError`` if the format cannot say it."""
+    ranks = _stage_ranks(plan)
+    devices = plan.cluster.devices
+    if missing := sorted(set(range(len(devices))) - set(ranks)):
+        raise_problems(_THE_PLAN, [f"cluster.devices[{rank}]: {devices[rank]!r} runs no stage, but PyTorch gives every "
+                                   "rank a part of the schedule; plan for fewer devices" for rank in missing])
+    shape = Shape(rank_of=dict(enumerate(ranks)), num_stages=len(ranks), num_microbatches=plan.microbatches,
+                  place=lambda rank, column: f"order.{devices[rank]}" + (f"[{column}]" if column >= 0 else ""))
+    return _format(require_order(_plan_rows(plan), shape, _THE_PLAN))
+
+
+def order_to_csv(order: Order, *, num_microbatches: int) -> str:
+    """Return the actions of each rank as a CSV; raise ``PlanError`` if PyTorch could not run them to the end."""
+    rows = [[Cell(stage=stage, kind=phase, microbatch=index, rank=rank, column=place, position=place)
+             for place, (stage, phase, index) in enumerate(actions)] for rank, actions in enumerate(order)]
+    shape = replace(_infer_shape(rows), num_microbatches=num_microbatches, place=_order_place)
+    if empty := [rank for rank, row in enumerate(rows) if not row]:
+        raise_problems("the order", [f"rank {rank} has nothing to do, which PyTorch refuses" for rank in empty])
+    return _format(require_order(rows, shape, "the order"))
+
+
+def parse_csv(text: str, *, num_ranks: int | None = None) -> Order:
+    """Return the compute actions of each rank; raise ``PlanError`` with row and column of all that is wrong.
+
+    Every stage from 0 up and every micro-batch from 0 up must be there in full, in an order that comes to its end. How
+    many there are is taken from the text: as many stages as it has different ones, and as many micro-batches as the
+    stage with the most has forwards.
+    """
+    rows = _read(text)
+    if num_ranks is not None and len(rows) != num_ranks:
+        raise PlanError(f"{_THE_CSV} has {len(rows)} rows, but there are {num_ranks} ranks: it needs one row for each")
+    return require_order(rows, _infer_shape(rows), _THE_CSV)
+
+
+def order_from_csv(plan: Plan, text: str) -> Plan:
+    """Return the plan with the order in the CSV; raise ``PlanError`` with row and column of all that is wrong.
+
+    Row ``i`` is for ``plan.cluster.devices[i]``, stage ``s`` is ``plan.stages[s]``. What the plan said about its search
+    (``status``, ``step_time``, ``bound``) is dropped: it was about another order.
+    """
+    ranks = _stage_ranks(plan)
+    devices = plan.cluster.devices
+    rows = _read(text)
+    if len(rows) != len(devices):
+        raise PlanError(f"{_THE_CSV} has {len(rows)} rows, but the plan has {len(devices)} devices "
+                        f"({', '.join(devices[:8])}{', ...' if len(devices) > 8 else ''}): it needs one row for each")
+    shape = Shape(rank_of=dict(enumerate(ranks)), num_stages=len(ranks), num_microbatches=plan.microbatches,
+                  place=lambda rank, column: _csv_place(rank, column, devices[rank]))
+    order = require_order(rows, shape, _THE_CSV)
+    tokens = to_tokens(order, tuple(stage.name for stage in plan.stages))
+    return replace(plan, stages=_with_times(plan.stages, order), search=SearchInfo(by="pytorch-csv"),
+                   order={device: actions for device, actions in zip(devices, tokens, strict=True) if actions})
+
+
+def load_csv(path: str | PathLike[str]) -> str:
+    """Return the text of a schedule file."""
+    try:
+        return read_bytes(path, error=PlanError).decode()
+    except UnicodeDecodeError as problem:
+        raise PlanError(f"{str(path)!r} is not text in UTF-8: {problem}") from problem
+
+
+def runtime_notes(program: Program) -> list[str]:
+    """Return what PyTorch's runtime will not do by itself for the program's plan; its plan must suit ``to_csv``.
+
+    Raises ``PlanError`` if stages are not numbered along the flow of data, because PyTorch takes them for a chain.
+    """
+    plan = program.plan
+    problems, notes = [], []
+    for stage, instance in enumerate(program.instances):
+        for source in instance.producers:
+            text = f"stages[{stage}] ({plan.stages[stage].name!r}) reads from stages[{source}] "
+            if source > stage:
+                problems.append(f"{text}({plan.stages[source].name!r}): PyTorch runs stages in the order of their "
+                                "numbers; list them along the flow of data")
+            elif source < stage - 1:
+                notes.append(f"{text}({plan.stages[source].name!r}), but PyTorch passes tensors only to the next "
+                             "stage: the modules of the stages between must pass them on")
+    if problems:
+        raise_problems(_THE_PLAN, problems)
+    shared = sum(len(exchange.parameters) for exchange in plan.gradients)
+    if shared:
+        notes.append(f"{shared} parameters are on several devices, but PyTorch does not add up their gradients")
+    if any(stage.recompute for stage in plan.stages):
+        notes.append("the plan recomputes activations, but a CSV cannot say so: wrap the stages' modules")
+    return notes
+
+
+def _stage_ranks(plan: Plan) -> list[int]:
+    """Return the rank of each stage; raise ``PlanError`` for what the format cannot say."""
+    problems = [problem for index, stage in enumerate(plan.stages) for problem in _stage_problems(plan, index, stage)]
+    if plan.model.mode == "inference":
+        problems.append("model.mode is 'inference', but PyTorch accepts only schedules in which every forward has its "
+                        "backward")
+    if not plan.stages or plan.microbatches < 1:
+        problems.append("it needs at least one stage and one micro-batch")
+    if problems:
+        raise_problems(_THE_PLAN, problems)
+    return [plan.cluster.devices.index(stage.replicas[0].devices[0]) for stage in plan.stages]
+
+
+def _stage_problems(plan: Plan, index: int, stage: Stage) -> Iterator[str]:
+    here = f"stages[{index}] ({stage.name!r})"
+    if len(stage.replicas) != 1:
+        yield f"{here} has {len(stage.replicas)} replicas: a stage must be on one device"
+    for replica in stage.replicas:
+        if len(replica.devices) != 1:
+            yield f"{here} runs on {len(replica.devices)} devices ({', '.join(replica.devices)}): it must be on one"
+        for device in replica.devices:
+            if device not in plan.cluster.devices:
+                yield f"{here} is on {device!r}, which is not in cluster.devices"
+    handled = stage.microbatches
+    if handled is not None and (len(handled) < plan.microbatches or set(handled) != set(range(plan.microbatches))):
+        yield (f"{here} handles only the micro-batches {list(handled[:8])}{' ...' if len(handled) > 8 else ''} of "
+               f"{plan.microbatches} (opposite pipelines?): every stage must handle all")
+
+
+def _plan_rows(plan: Plan) -> Rows:
+    """Return the plan's actions by rank; the column of a cell is its place in ``order``."""
+    rank_of = {device: rank for rank, device in enumerate(plan.cluster.devices)}
+    number = {stage.name: index for index, stage in enumerate(plan.stages)}
+    rows: Rows = [[] for _ in plan.cluster.devices]
+    problems = []
+    for device, tokens in plan.order.items():
+        if device not in rank_of:
+            problems.append(f"order: {device!r} is not in cluster.devices")
+            continue
+        for place, token in enumerate(tokens):
+            action = parse_action(token)
+            if action is None or action[0] not in number:
+                problems.append(f"order.{device}[{place}]: {token!r} is not of the form stage:F:0 with a stage of the "
+                                "plan and a phase F, B, I or W")
+                continue
+            rows[rank_of[device]].append(Cell(stage=number[action[0]], kind=action[1], microbatch=action[2],
+                                              rank=rank_of[device], column=place, position=place))
+    if problems:
+        raise_problems(_THE_PLAN, problems)
+    return rows
+
+
+def _read(text: str) -> Rows:
+    """Return the cells of each row, empty ones left out; raise ``PlanError`` with every cell that is no action."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    rows: Rows = []
+    problems = []
+    try:
+        for rank, row in enumerate(reader):
+            rows.append([])
+            for column, cell in enumerate(row):
+                actions = _parse_cell(cell.strip(" \t"))
+                if actions is None:
+                    problems.append(f"{_csv_place(rank, column)}: {_shown(cell)} is no action; write the stage, F, B, "
+                                    "I or W, and the micro-batch, such as 0F1")
+                for stage, kind, index in actions or ():
+                    rows[-1].append(Cell(stage=stage, kind=kind, microbatch=index, rank=rank, column=column,
+                                         position=len(rows[-1])))
+    except csv.Error as problem:
+        raise PlanError(f"{_THE_CSV} cannot be read at line {reader.line_num}: {problem}") from problem
+    if problems:
+        raise_problems(_THE_CSV, problems)
+    if not any(rows):
+        raise PlanError(f"{_THE_CSV} has no actions")
+    return rows
+
+
+def _parse_cell(text: str) -> list[tuple[int, str, int]] | None:
+    """Return the actions in one cell (two for an overlap, none for an empty cell), or None if it has none."""
+    if not text:
+        return []
+    if match := _WITH_MICROBATCH.fullmatch(text):
+        return [(int(match[1]), match[2], int(match[3]))]
+    if match := _OF_STAGE.fullmatch(text):
+        return [(int(match[1]), match[2], -1)]
+    if match := _OVERLAP.fullmatch(text):
+        parts = [_parse_cell(part.strip(" \t")) for part in match.groups()]
+        actions = [action for part in parts for action in part or ()]
+        if [kind for _, kind, _ in actions] == ["F", "B"]:
+            return actions
+    return None
+
+
+def _infer_shape(rows: Rows) -> Shape:
+    """Return the shape that the cells themselves suggest: a stage belongs to the rank that names it first."""
+    rank_of: dict[int, int] = {}
+    forwards: dict[int, set[int]] = {}
+    for row in rows:
+        for cell in row:
+            rank_of.setdefault(cell.stage, cell.rank)
+            if cell.kind == "F":
+                forwards.setdefault(cell.stage, set()).add(cell.microbatch)
+    return Shape(rank_of=rank_of, num_stages=len(rank_of), place=_csv_place,
+                 num_microbatches=max((len(found) for found in forwards.values()), default=1))
+
+
+def _csv_place(rank: int, column: int, device: str | None = None) -> str:
+    name = "" if device is None else f" {device!r}"
+    return f"row {rank + 1}{f', column {column + 1}' if column >= 0 else ''} (rank {rank}{name})"
+
+
+def _order_place(rank: int, column: int) -> str:
+    return f"rank {rank}" + (f", action {column}" if column >= 0 else "")
+
+
+def _shown(text: str) -> str:
+    return repr(text if len(text) <= 40 else text[:37] + "...")
+
+
+def _with_times(stages: Sequence[Stage], order: Order) -> tuple[Stage, ...]:
+    """Return the stages with times for the phases in use: lowering would take seconds for those that have none."""
+    used: list[set[str]] = [set() for _ in stages]
+    for actions in order:
+        for stage, phase, _ in actions:
+            used[stage].add(phase)
+    return tuple(replace(stage, replicas=(_with_phases(stage.replicas[0], phases),))
+                 for stage, phases in zip(stages, used, strict=True))
+
+
+def _with_phases(replica: Replica, phases: set[str]) -> Replica:
+    times = dict(replica.times)
+    if "I" in phases and "B" in times and not times.keys() & {"I", "W"}:
+        times["I"] = times["W"] = times["B"] / 2
+    elif "B" in phases and "B" not in times and times.keys() >= {"I", "W"}:
+        times["B"] = times["I"] + times["W"]
+    return replace(replica, times=times)
+
+
+def _format(order: Order) -> str:
+    return "".join(",".join(f"{stage}{phase}{index}" for stage, phase, index in actions) + "\n" for actions in order)

@@ -1,0 +1,222 @@
+"""What every searcher gets: a model with costs, a cluster and the user's options; and the pieces plans are made of."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Final
+
+import numpy as np
+
+from weft.base.errors import InputError
+from weft.cluster.cluster import Cluster, DeviceId
+from weft.cluster.cluster_file import to_json
+from weft.cost.costs import Costs, Phase
+from weft.model.graph import F64, I64, Graph
+from weft.plan.binding import stage_work
+from weft.plan.holders import exchange_sets
+from weft.plan.orders import Order, to_tokens
+from weft.plan.plan import (
+    ClusterRef,
+    GradientExchange,
+    Mode,
+    ModelRef,
+    Optimizer,
+    Plan,
+    Replica,
+    SearchInfo,
+    Sharding,
+    Stage,
+    split_samples,
+)
+from weft.search.common.buckets import cut_gradients
+from weft.sharding.named_ops import NamedOp
+from weft.simulate.timing import stage_figure
+
+TENSOR_AXIS: Final = "tensor"
+"""The axis of a replica that has several devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions:
+    """What the user asks of a plan."""
+
+    batch: int
+    """Samples in one step."""
+    microbatches: int | None = None
+    """Parts that the batch is divided into; None lets each strategy choose."""
+    mode: Mode = "training"
+    dtype: str = "float32"
+    own_dtypes: bool = False
+    """The model was traced in the dtypes that it has, and ``dtype`` is that of most parameters."""
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    recompute: bool = False
+    """Keep only stage inputs between forward and backward."""
+    seed: int = 0
+    whole_parameters: bool = False
+    """Who changes a parameter has all of it, as some optimizers need: neither operators nor states are divided."""
+
+    def __post_init__(self) -> None:
+        if self.batch < 1:
+            raise InputError(f"the batch must be 1 or more, not {self.batch}")
+        if self.microbatches is not None and (self.microbatches < 1 or self.batch % self.microbatches):
+            raise InputError(f"a batch of {self.batch} cannot be divided into {self.microbatches} equal micro-batches; "
+                             f"try {max(d for d in divisors(self.batch) if d <= max(1, self.microbatches))}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSpec:
+    """A stage before it is costed: operators, and the devices of each replica with their share."""
+
+    ops: I64
+    replicas: tuple[tuple[tuple[DeviceId, ...], float], ...]
+    """(devices, share of the samples) of each replica; several devices run it together."""
+    microbatches: tuple[int, ...] | None = None
+    """The micro-batches that it handles; None for all."""
+    sharding: Sharding = field(default_factory=Sharding)
+    """How the devices of a replica divide the stage among them."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Axes of each replica; empty for one axis of all its devices."""
+    times: tuple[Mapping[str, float], ...] = ()
+    """Seconds of each replica by phase, where devices divide the stage; empty if they are not known."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A model, its costs and a cluster to plan for."""
+
+    graph: Graph
+    cluster: Cluster
+    costs: Costs
+    options: PlanOptions
+    ops: Mapping[str, NamedOp] | None = None
+    """The operators of a traced PyTorch model with their factors: with them, stages on several devices can be run."""
+
+    @property
+    def is_training(self) -> bool:
+        """Return whether there is a backward."""
+        return self.options.mode == "training"
+
+    @cached_property
+    def devices(self) -> tuple[DeviceId, ...]:
+        """Return all devices in order."""
+        return tuple(DeviceId(index) for index in range(self.cluster.num_devices))
+
+    def op_seconds(self, device: DeviceId, num_samples: float) -> F64:
+        """Return each operator's time on the device, forward and backward, for that many samples at once."""
+        fraction, column = num_samples / self.graph.batch, self.costs.column_of_device[device]
+        forward = self.costs.op_seconds("F", fraction)[:, column]
+        if not self.is_training:
+            return forward
+        again = forward if self.options.recompute else 0.0
+        return np.asarray(forward + again + self.costs.op_seconds("B", fraction)[:, column], dtype=np.float64)
+
+    def device_seconds(self, device: int, num_samples: float) -> float:
+        """Return the time of the whole model on the device, for that many samples at once."""
+        return float(self.op_seconds(DeviceId(device), num_samples).sum())
+
+    def work_bound(self) -> float:
+        """Return seconds that no plan for this step can beat: all devices busy all the time, nothing sent.
+
+        An operator's work on the whole batch, divided over all devices at their own speeds, takes at least
+        ``1 / sum(1 / t_d)``; overheads and parameter reads are counted once, so smaller pieces only take longer. Where
+        operators were measured at several sizes, the size that is best by the sample counts.
+        """
+        batch = self.options.batch
+        measured = [1.0, *(item.fraction for item in self.costs.measured_at)] if self.costs.measured_at else []
+        sizes = [batch, *(size for size in (item * self.graph.batch for item in measured) if size < batch)]
+        rates = np.zeros(self.graph.num_ops)
+        idle = np.zeros(self.graph.num_ops, dtype=bool)
+        first_of = {self.costs.column_of_device[device]: device for device in reversed(self.devices)}
+        counts = Counter(self.costs.column_of_device)
+        for column, device in first_of.items():
+            seconds = np.minimum.reduce([self.op_seconds(device, size) * (batch / size) for size in sizes])
+            idle |= seconds <= 0
+            rates += counts[column] / np.where(seconds > 0, seconds, 1.0)
+        return float(np.where(idle, 0.0, 1.0 / rates).sum())
+
+
+def divisors(number: int) -> list[int]:
+    """Return all divisors in ascending order."""
+    small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
+    return sorted({*small, *(number // value for value in small)})
+
+
+def make_plan(problem: Problem, specs: Sequence[StageSpec], order: Order, *, microbatches: int, by: str,
+              order_devices: Sequence[DeviceId] | None = None) -> Plan:
+    """Return the plan with these stages, costed, with gradient exchanges; ``order[i]`` is for ``order_devices[i]``."""
+    names = tuple(f"s{index}" for index in range(len(specs)))
+    stages = tuple(_make_stage(problem, name, spec, problem.options.batch // microbatches)
+                   for name, spec in zip(names, specs, strict=True))
+    devices = problem.devices if order_devices is None else tuple(order_devices)
+    tokens = to_tokens(order, names)
+    options = problem.options
+    plan = Plan(
+        model=ModelRef(name=problem.graph.name, digest=problem.graph.digest, mode=options.mode, batch=options.batch,
+                       dtype=options.dtype, own_dtypes=options.own_dtypes, parameters=problem.graph.parameter_texts,
+                       inputs=problem.graph.input_texts),
+        cluster=ClusterRef(digest=problem.cluster.digest, description=_description(problem.cluster),
+                           devices=tuple(device.name for device in problem.cluster.devices)),
+        microbatches=microbatches, stages=stages,
+        order={problem.cluster.devices[device].name: actions for device, actions in zip(devices, tokens, strict=True)},
+        optimizer=options.optimizer, search=SearchInfo(by=by, seed=options.seed))
+    return cut_gradients(add_gradients(plan, problem.graph), problem.graph, problem.costs)
+
+
+def _description(cluster: Cluster) -> dict[str, Any]:
+    """Return the cluster as a plan describes it; the same object as for the plan before, if the cluster is the same."""
+    if not _described or _described[0][0] is not cluster:
+        _described[:] = [(cluster, to_json(cluster))]
+    return _described[0][1]
+
+
+_described: list[tuple[Cluster, dict[str, Any]]] = []
+
+
+def _make_stage(problem: Problem, name: str, spec: StageSpec, microbatch_size: int) -> Stage:
+    graph = problem.graph
+    counts = split_samples(microbatch_size, tuple(share for _, share in spec.replicas))
+    phases: tuple[Phase, ...] = ("F", "B", "I", "W") if problem.is_training else ("F",)
+    replicas = []
+    recompute = problem.options.recompute and problem.is_training
+    given: Sequence[Mapping[str, float]] = spec.times or [{}] * len(spec.replicas)
+    for (devices, share), count, known in zip(spec.replicas, counts, given, strict=True):
+        times: dict[str, float] = {
+            phase: stage_figure(problem.costs, spec.ops, devices, phase, fraction=count / graph.batch,
+                                recompute=recompute, sharded=bool(spec.sharding), times=known).seconds
+            for phase in phases}
+        replicas.append(Replica(devices=tuple(problem.cluster.devices[device].name for device in devices),
+                                mesh=spec.mesh or ({TENSOR_AXIS: len(devices)} if len(devices) > 1 else {}),
+                                share=share, times=times))
+    flops, written = stage_work(graph, spec.ops)
+    return Stage(name=name, ops=tuple(graph.op_names[op] for op in spec.ops), replicas=tuple(replicas),
+                 modules=block_names(graph, spec.ops), microbatches=spec.microbatches, sharding=spec.sharding,
+                 recompute=recompute, flops=flops, bytes=written)
+
+
+def block_of(module: str) -> str:
+    """Return the path up to its first number, which is the repeated layer: ``h.3.attn`` -> ``h.3``."""
+    parts = module.split(".")
+    for index, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: index + 1])
+    return module
+
+
+def block_names(graph: Graph, ops: I64) -> tuple[str, ...]:
+    """Return the blocks that the operators belong to, each once, in order; operators outside any module count not."""
+    return tuple(dict.fromkeys(block for op in ops if (block := block_of(graph.op_modules[op]))))
+
+
+def add_gradients(plan: Plan, graph: Graph) -> Plan:
+    """Return the plan with one all-reduce for each set of devices that have parts of the gradients of parameters."""
+    if plan.model.mode != "training":
+        return plan
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for tensor, sets in exchange_sets(plan, graph).items():
+        for devices in sets:
+            groups.setdefault(devices, []).append(graph.tensor_names[tensor])
+    exchanges = tuple(GradientExchange(parameters=tuple(names), devices=devices) for devices, names in groups.items())
+    return replace(plan, gradients=exchanges)

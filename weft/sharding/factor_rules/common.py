@@ -1,0 +1,127 @@
+"""What the factor rules share: a call with its arguments by name, and the factors that a rule gives it.
+
+A rule reads like the einsum it stands for:
+
+    call = Call(node)
+    rows, inner = call.factor("m", 8), call.factor("k", 4)
+    return call.done([(left, (rows, inner)), (right, (inner,))], [(rows,)])
+
+``Call.factor`` returns a tuple of one index, or none for a size of 1, so that tuples add up to a dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from weft.sharding.factors import Dims, Factor, OpFactors
+
+Shape = tuple[int, ...]
+
+
+def arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return all arguments of a call by the names in the operator's schema, defaults included."""
+    found = dict(_defaults(target))
+    found.update(zip(_defaults(target), args, strict=False))
+    found.update(kwargs)
+    return found
+
+
+@cache
+def _defaults(target: Any) -> Mapping[str, Any]:
+    """Return the names of an operator's arguments, in order, with their defaults."""
+    return {item.name: item.default_value for item in target._schema.arguments}
+
+
+def shape_of(node: Any) -> Shape:
+    """Return the shape of a node's tensor."""
+    return tuple(int(size) for size in node.meta["val"].shape)
+
+
+def is_float(node: Any) -> bool:
+    """Return whether a node's tensor has a floating-point type."""
+    return bool(node.meta["val"].dtype.is_floating_point)
+
+
+def nonnegative(dim: int, rank: int) -> int:
+    """Return a dimension counted from the front."""
+    return dim + max(rank, 1) if dim < 0 else dim
+
+
+def dims_in(dims: Any, rank: int) -> list[int]:
+    """Return the dimensions (one, a list, or None or empty for all) counted from the front."""
+    if dims is None or dims == [] or dims == ():
+        return list(range(rank))
+    return [nonnegative(dim, rank) for dim in ([dims] if isinstance(dims, int) else dims)]
+
+
+def whole(shape: Sequence[int]) -> Dims:
+    """Return the description of a tensor that is never split."""
+    return ((),) * len(shape)
+
+
+class Call:
+    """A call whose factors are being written down."""
+
+    def __init__(self, node: Any) -> None:
+        self.node = node
+        self.args = arguments(node.target, node.args, node.kwargs)
+        value = node.meta["val"]
+        values = value if isinstance(value, list | tuple) else [value]
+        self.outputs: tuple[Shape, ...] = tuple(tuple(int(size) for size in item.shape) for item in values)
+        self._float_results = all(item.dtype.is_floating_point for item in values)
+        self._factors: list[Factor] = []
+
+    @property
+    def output(self) -> Shape:
+        """Return the shape of the first result."""
+        return self.outputs[0]
+
+    @property
+    def tensors(self) -> list[Any]:
+        """Return the nodes of the tensors that the call reads, each once."""
+        return list(self.node.all_input_nodes)
+
+    def factor(self, name: str, size: int, *, special: bool = False, fixed: bool = False, divides: float = 1.0,
+               forward_sums: tuple[float, ...] = (), backward_sums: tuple[float, ...] = ()) -> tuple[int, ...]:
+        """Return the index of a new factor, as a tuple; an empty one for sizes that cannot be split."""
+        if size <= 1:
+            return ()
+        self._factors.append(Factor(name=name, size=size, special=special, fixed=fixed, divides=divides,
+                                    forward_sums=forward_sums, backward_sums=backward_sums))
+        return (len(self._factors) - 1,)
+
+    def plain(self, shape: Sequence[int], *, but: Iterable[int] = ()) -> list[tuple[int, ...]]:
+        """Return a new factor ``d0``, ``d1`` ... for each dimension, none for those in ``but``."""
+        without = set(but)
+        return [() if dim in without else self.factor(f"d{dim}", size) for dim, size in enumerate(shape)]
+
+    def shape_arg(self, name: str) -> tuple[int, ...] | None:
+        """Return the position of an argument, for ``OpFactors.shape_args``; None if it was given by name."""
+        place = list(_defaults(self.node.target)).index(name)
+        return (place,) if place < len(self.node.args) else None
+
+    def done(self, inputs: Iterable[tuple[Any, Sequence[tuple[int, ...]]]],
+             outputs: Sequence[Sequence[tuple[int, ...]]], *, linear: Iterable[Iterable[Any]] = (),
+             shape_args: tuple[int, ...] | None = ()) -> OpFactors | None:
+        """Return the factors of the call; tensors that are not in ``inputs`` are never split.
+
+        None where one tensor has two parts in the call that do not agree. ``linear`` are sets of nodes, or of other
+        arguments that mean there is none; sums are only made of floating-point numbers.
+        """
+        described: dict[Any, Dims] = {}
+        for node, dims in inputs:
+            if described.setdefault(node, tuple(dims)) != tuple(dims):
+                return None
+        if shape_args is None:
+            return None
+        nodes = self.tensors
+        return OpFactors(
+            factors=tuple(self._factors), shape_args=shape_args, outputs=tuple(tuple(dims) for dims in outputs),
+            inputs=tuple(described[node] if node in described else whole(shape_of(node)) for node in nodes),
+            linear=tuple(dict.fromkeys(tuple(sorted({nodes.index(node) for node in group}))
+                                       for group in map(tuple, linear) if self._is_summable(group))))
+
+    def _is_summable(self, group: tuple[Any, ...]) -> bool:
+        return self._float_results and all(node in self.node.all_input_nodes and is_float(node) for node in group)

@@ -1,0 +1,157 @@
+"""Factor rules of operators that look entries up, or write them, where other tensors say.
+
+Dimensions that are not indexed are factors; so are those of the index tensors, which results have in their place. The
+dimension that is looked up is whole, except where one index tensor alone looks it up: then a device with a part of it
+(some experts of a layer) gives its entries and zeros for the others, and the result is the sum.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from weft.sharding.factor_rules.common import Call, Shape, dims_in, nonnegative, shape_of
+from weft.sharding.factor_rules.views import broadcast
+from weft.sharding.factors import OpFactors, rule
+
+
+def _is_by_number(indices: list[Any]) -> bool:
+    """Return whether some tensors index by number and none is a mask."""
+    given = [str(index.meta["val"].dtype) for index in indices if index is not None]
+    return bool(given) and not {"torch.bool", "torch.uint8"} & set(given)
+
+
+def _is_number(node: Any) -> bool:
+    """Return whether a tensor's entries can be summed."""
+    return str(node.meta["val"].dtype) != "torch.bool"
+
+
+def _index_shape(indices: list[Any]) -> Shape:
+    """Return the shape to which index tensors are broadcast."""
+    shapes = [shape_of(index) for index in indices]
+    rank = max(map(len, shapes))
+    padded = [(1,) * (rank - len(shape)) + shape for shape in shapes]
+    return tuple(next((size for size in sizes if size != 1), 1) for sizes in zip(*padded, strict=True))
+
+
+class _Indexed:
+    """The factors of ``x[i, :, j]``: of the indices, the operand and the result.
+
+    Without ``lookup`` (entries are written there) those of the indices have none, and the result is what is written.
+    """
+
+    def __init__(self, call: Call, source: Any, indices: list[Any], *, lookup: bool) -> None:
+        given = {dim: index for dim, index in enumerate(indices) if index is not None}
+        shape, places = shape_of(source), list(given)
+        rows_shape = _index_shape(list(given.values()))
+        rows = [call.factor(f"i{dim}", size if lookup else 1) for dim, size in enumerate(rows_shape)]
+        self.source = call.plain(shape, but=given)
+        if lookup and len(given) == 1 and _is_number(source):
+            self.source[places[0]] = call.factor("looked_up", shape[places[0]], special=True)
+        is_run = places == list(range(places[0], places[0] + len(places)))
+        before = [self.source[dim] for dim in range(len(shape)) if dim < places[0] and is_run]
+        after = [self.source[dim] for dim in range(len(before), len(shape)) if dim not in given]
+        self.result = [*before, *rows, *after]
+        self.indices = [(index, broadcast(shape_of(index), rows_shape, rows)) for index in given.values()]
+
+
+@rule("aten.index.Tensor")
+def _index(node: Any) -> OpFactors | None:
+    call = Call(node)
+    source, indices = call.args["self"], call.args["indices"]
+    if not _is_by_number(indices):
+        return None  # the size of the result depends on the values
+    found = _Indexed(call, source, indices, lookup=True)
+    return call.done([(source, found.source), *found.indices], [found.result], linear=[(source,)])
+
+
+@rule("aten.index_put.default")
+def _index_put(node: Any) -> OpFactors | None:
+    call = Call(node)
+    source, values = call.args["self"], call.args["values"]
+    if not _is_by_number(call.args["indices"]):
+        return None
+    found = _Indexed(call, source, call.args["indices"], lookup=False)
+    shape = shape_of(values)
+    written = found.result[len(found.result) - len(shape):]
+    given = [dim if size > 1 else () for size, dim in zip(shape, written, strict=True)]
+    return call.done([(source, found.source), (values, given)], [found.source], linear=[(source, values)])
+
+
+@rule("aten.index_select.default")
+def _index_select(node: Any) -> OpFactors | None:
+    call = Call(node)
+    source, index = call.args["self"], call.args["index"]
+    shape = shape_of(source)
+    at = nonnegative(call.args["dim"], len(shape))
+    before = call.plain(shape, but=[at])
+    rows = call.factor("i0", call.output[at] if shape else 1)
+    after = [*before[:at], rows, *before[at + 1:]] if shape else []
+    if shape and _is_number(source):
+        before[at] = call.factor("looked_up", shape[at], special=True)
+    return call.done([(source, before), (index, [rows] * len(shape_of(index)))], [after], linear=[(source,)])
+
+
+@rule("aten.gather.default", "aten.take_along_dim.default")
+def _gather(node: Any) -> OpFactors | None:
+    call = Call(node)
+    source = call.args["self"]
+    index = call.args["index"] if "index" in call.args else call.args["indices"]
+    shape = shape_of(source)
+    if call.args["dim"] is None or len(shape_of(index)) != len(shape):
+        return None
+    at = nonnegative(call.args["dim"], len(shape))
+    same = [dim for dim in range(len(shape)) if dim != at and shape[dim] == shape_of(index)[dim]]
+    after = [call.factor(f"d{dim}", size) if dim in same or dim == at else () for dim, size in enumerate(call.output)]
+    before = [dim if place in same else () for place, dim in enumerate(after)]
+    return call.done([(source, before), (index, after)], [after], linear=[(source,)])
+
+
+@rule("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.scatter_reduce.two",
+      "aten.scatter.reduce", "aten.scatter.value_reduce")
+def _scatter(node: Any) -> OpFactors | None:
+    call = Call(node)
+    source, index, values = call.args["self"], call.args["index"], call.args.get("src", call.args.get("value"))
+    others = [index, values] if values in call.tensors else [index]
+    at = dims_in(call.args["dim"], len(call.output))
+    differing = {dim for dim, size in enumerate(call.output) for other in others if shape_of(other)[dim] != size}
+    dims = call.plain(call.output, but=differing | set(at))
+    is_linear = str(node.target) in ("aten.scatter.src", "aten.scatter_add.default")
+    return call.done([(tensor, dims) for tensor in (source, *others)], [dims],
+                     linear=[(source, values)] if is_linear else [])
+
+
+@rule("aten.index_add.default", "aten.index_copy.default")
+def _index_add(node: Any) -> OpFactors | None:
+    call = Call(node)
+    own, source = call.args["self"], call.args["source"]
+    dims = call.plain(call.output, but=dims_in(call.args["dim"], len(call.output)))
+    if len(shape_of(source)) != len(dims):
+        return None
+    return call.done([(own, dims), (source, dims)], [dims], linear=[(own, source)])
+
+
+@rule("aten.slice_scatter.default", "aten.select_scatter.default")
+def _slice_scatter(node: Any) -> OpFactors | None:
+    call = Call(node)
+    own, source = call.args["self"], call.args["src"]
+    at = nonnegative(call.args["dim"], len(call.output))
+    dims = call.plain(call.output, but=[at])
+    written = dims if len(shape_of(source)) == len(dims) else dims[:at] + dims[at + 1:]
+    return call.done([(own, dims), (source, written)], [dims], linear=[(own, source)])
+
+
+@rule("aten.index_fill.int_Scalar")
+def _index_fill(node: Any) -> OpFactors | None:
+    call = Call(node)
+    own = call.args["self"]
+    dims = call.plain(call.output, but=dims_in(call.args["dim"], len(call.output)))
+    return call.done([(own, dims)], [dims], linear=[(own,)] if call.args["value"] == 0 else [])
+
+
+@rule("aten.one_hot.default")
+def _one_hot(node: Any) -> OpFactors | None:
+    call = Call(node)
+    if call.args["num_classes"] < 0:
+        return None  # their number depends on the values
+    dims = call.plain(call.output[:-1])
+    return call.done([(call.args["self"], dims)], [[*dims, ()]])

@@ -1,0 +1,205 @@
+"""Operators described by their factors, as an einsum does: all ways to split an operator follow from the description.
+
+A matrix product ``(m k, k n) -> (m n)`` has the factors m, n and k. To split it over some devices is to give each of
+them a part of one factor:
+
+- operands and results that have the factor in a dimension are split there; operands that have not are whole;
+- a factor that no result has is *summed*: every device gets a part of the sum, so the results are sums to be taken;
+- the gradient of an operand that has the factor is split like the operand; that of one that has not is a sum.
+
+A dimension may be several factors, the outermost first: a view that merges heads and head size into one dimension has
+there ``(h, d)``. Where the factor is not the outermost of its dimension, the dimension is split in blocks
+(``tensor_layout.Placement``).
+
+Rules (``weft.sharding.factor_rules``) give the factors of an fx node; ``factors_of`` looks them up. Operators without a
+rule are not split.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement
+
+if TYPE_CHECKING:
+    from torch import fx
+
+Dims = tuple[tuple[int, ...], ...]
+"""For each dimension of a tensor its factors, the outermost first; empty for a dimension that is never split."""
+
+NOT_SPLIT: Final = -1
+"""In a strategy: the axis does not divide the operator; all its coordinates do the same."""
+
+
+def linear_choice(index: int) -> int:
+    """Return what stands in a strategy for: the inputs ``OpFactors.linear[index]`` are sums, and so are the results."""
+    return -2 - index
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factor:
+    """One index of an operator."""
+
+    name: str
+    """Short, for people: ``b``, ``heads``, ``k``; unique in the operator."""
+    size: int
+    special: bool = False
+    """A device with a part of it has to do something else than the operator on them (``weft.sharding.local_ops``)."""
+    even: bool = False
+    """Parts must be equal."""
+    divides: float = 1.0
+    """The part of the operator's work that is divided with it: half for the width of attention's values."""
+    fixed: bool = False
+    """Never split: it only says of what blocks a dimension is made (three matrices that are joined in one)."""
+    forward_sums: tuple[float, ...] = ()
+    """Bytes of each all-reduce inside the operator where this factor, and no other, is split (if it is special)."""
+    backward_sums: tuple[float, ...] = ()
+    """The same for its backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpFactors:
+    """How an operator's tensors are made of its factors."""
+
+    factors: tuple[Factor, ...]
+    inputs: tuple[Dims, ...]
+    """For each tensor argument, in the order of ``fx.Node.all_input_nodes`` of the call (each node once)."""
+    outputs: tuple[Dims, ...]
+    """For each tensor that it returns."""
+    linear: tuple[tuple[int, ...], ...] = ()
+    """Sets of inputs in which the operator is linear when all others are given: if these are sums, results are."""
+    shape_args: tuple[int, ...] = field(default=())
+    """Positions of arguments that are the result's shape, or the shape of result ``i`` for the ``i``-th of them."""
+    whole_outputs: tuple[int, ...] = ()
+    """Results that are whole, not sums, on axes that split a factor they lack: its special form makes them equal."""
+
+
+Strategy = tuple[int, ...]
+"""For each axis of a mesh: the index of a factor, ``NOT_SPLIT``, or ``linear_choice(i)``."""
+
+Rule = Callable[["fx.Node"], OpFactors | None]
+"""From a call to its factors; None where this call (its arguments) cannot be split."""
+
+_RULES: dict[str, Rule] = {}
+
+
+def rule(*targets: str) -> Callable[[Rule], Rule]:
+    """Return a decorator that enters a rule for calls of these operators (``aten.linear.default``)."""
+    def enter(function: Rule) -> Rule:
+        for target in targets:
+            assert target not in _RULES, f"two rules for {target}"
+            _RULES[target] = function
+        return function
+
+    return enter
+
+
+def has_rule(target: Any) -> bool:
+    """Return whether there is a rule for an operator."""
+    _load_rules()
+    return str(target) in _RULES
+
+
+def factors_of(node: fx.Node) -> OpFactors | None:
+    """Return the factors of a call; None if there is no rule for it, or it cannot be split."""
+    _load_rules()
+    found = _RULES.get(str(node.target))
+    return None if found is None else found(node)
+
+
+def _load_rules() -> None:
+    import weft.sharding.factor_rules  # noqa: F401 - its modules enter their rules
+
+
+# ---- what a strategy means ------------------------------------------------------------------------------------------
+
+
+def is_valid(op: OpFactors, strategy: Strategy, mesh: Sequence[int]) -> bool:
+    """Return whether the parts are not empty, even where they must be, and no dimension is split by two factors."""
+    counts = factor_counts(strategy, mesh)
+    tensors = (*op.inputs, *op.outputs)
+    for index, count in counts.items():
+        factor = op.factors[index]
+        if factor.fixed or factor.size < count or (factor.even and factor.size % count):
+            return False
+        if factor.size % count and any(index in dim[1:] for dims in tensors for dim in dims):
+            return False  # uneven parts of every block: they would not be ranges of equal blocks
+    return len(counts) < 2 or not any(sum(factor in counts for factor in dim) > 1 for dims in tensors for dim in dims)
+
+
+def factor_counts(strategy: Strategy, mesh: Sequence[int]) -> dict[int, int]:
+    """Return into how many parts each factor that is split is split."""
+    counts: dict[int, int] = {}
+    for choice, count in zip(strategy, mesh, strict=True):
+        if choice >= 0:
+            counts[choice] = counts.get(choice, 1) * count
+    return counts
+
+
+def in_blocks(op: OpFactors, index: int, count: int) -> OpFactors:
+    """Return the operator with a factor taken as ``count`` equal blocks: to split it takes a part of each of them."""
+    outer = len(op.factors)
+
+    def divided(dims: Dims) -> Dims:
+        return tuple(tuple(part for item in dim for part in ((outer, item) if item == index else (item,)))
+                     for dim in dims)
+
+    factor = op.factors[index]
+    inner = replace(factor, size=factor.size // count)
+    block = Factor(name=f"{factor.name}/", size=count, fixed=True)
+    return replace(op, factors=(*op.factors[:index], inner, *op.factors[index + 1:], block),
+                   inputs=tuple(map(divided, op.inputs)), outputs=tuple(map(divided, op.outputs)))
+
+
+def input_layout(op: OpFactors, strategy: Strategy, mesh: Sequence[int], position: int) -> Layout:
+    """Return the layout in which the operator needs an input."""
+    counts = factor_counts(strategy, mesh)
+    return tuple(SUM if choice < NOT_SPLIT and position in op.linear[-2 - choice] else
+                 WHOLE if choice < 0 else _placement(op, op.inputs[position], choice, counts, WHOLE)
+                 for choice in strategy)
+
+
+def output_layout(op: OpFactors, strategy: Strategy, mesh: Sequence[int], position: int) -> Layout:
+    """Return the layout in which a result comes out."""
+    counts = factor_counts(strategy, mesh)
+    lacking = WHOLE if position in op.whole_outputs else SUM
+    return tuple(SUM if choice < NOT_SPLIT else WHOLE if choice < 0 else
+                 _placement(op, op.outputs[position], choice, counts, lacking) for choice in strategy)
+
+
+def input_gradient_layout(op: OpFactors, strategy: Strategy, mesh: Sequence[int], position: int) -> Layout:
+    """Return the layout in which the gradient of an input comes out."""
+    counts = factor_counts(strategy, mesh)
+    return tuple((WHOLE if position in op.linear[-2 - choice] else SUM) if choice < NOT_SPLIT else
+                 WHOLE if choice < 0 else _placement(op, op.inputs[position], choice, counts, SUM)
+                 for choice in strategy)
+
+
+def output_gradient_layout(op: OpFactors, strategy: Strategy, mesh: Sequence[int], position: int) -> Layout:
+    """Return the layout in which the operator needs the gradient of a result."""
+    counts = factor_counts(strategy, mesh)
+    return tuple(WHOLE if choice < 0 else _placement(op, op.outputs[position], choice, counts, WHOLE)
+                 for choice in strategy)
+
+
+def work_part(op: OpFactors, strategy: Strategy, mesh: Sequence[int]) -> float:
+    """Return the part of the operator's work that the device with the most does."""
+    part = 1.0
+    for index, count in factor_counts(strategy, mesh).items():
+        factor = op.factors[index]
+        part *= 1 - factor.divides + factor.divides * -(-factor.size // count) / factor.size
+    return part
+
+
+def _placement(op: OpFactors, dims: Dims, factor: int, counts: Mapping[int, int], otherwise: Placement) -> Placement:
+    """Return where a tensor has the factor, or ``otherwise``."""
+    for dim, items in enumerate(dims):
+        if factor in items:
+            place = items.index(factor)
+            blocks = math.prod(op.factors[item].size for item in items[:place])
+            inner = math.prod(op.factors[item].size for item in items[place + 1:])
+            return Placement(dim, blocks, inner if op.factors[factor].size % counts[factor] else 1)
+    return otherwise

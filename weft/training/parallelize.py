@@ -1,0 +1,315 @@
+"""``weft.parallelize``: an ordinary module in a training script becomes one rank's part of a plan.
+
+    model = weft.parallelize(model, example_inputs, "plan.json", optimizer=lambda ps: torch.optim.AdamW(ps, lr=1e-3))
+    for batch in batches:
+        loss = model.step(batch)
+
+The script is started with ``torchrun``, one process for each device of the plan; every process builds the same module
+and calls the same methods. Without ``torchrun`` it is one process, for a plan of one device.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from weft.base.errors import InputError, ModelError, RunError
+from weft.model.autocast import current_autocast
+from weft.model.fidelity import check_trace
+from weft.model.notes import rule_notes
+from weft.model.parts import Verdict
+from weft.model.source import ModelSource
+from weft.model.zoo import Mode
+from weft.plan.cut import check_cut, loss_parts
+from weft.plan.notes import recompute_notes
+from weft.plan.plan import Optimizer, OptimizerKind, Plan, load_plan, parse_plan, plan_to_json
+from weft.plan.program import Program
+from weft.run.__main__ import own_device
+from weft.run.agreement import together
+from weft.run.batches import Batch
+from weft.run.checkpoint import model_state
+from weft.run.prepare import Tracer, connect_ranks, lower_to_run, prepare_rank
+from weft.run.targets import counted_targets
+from weft.run.trainer import NEEDS_WHOLE, MakeOptimizer, Trainer, without_optimizer
+from weft.run.transport import Transport, meeting_store
+from weft.run.watch import expect_steps, watch_script
+from weft.run.wire import settled
+from weft.run.worker import check_world
+from weft.training.replan import devices_left, plan_again, plan_for
+
+if TYPE_CHECKING:
+    from weft.cluster.cluster import Cluster
+
+log = logging.getLogger(__name__)
+
+NUM_HASHED = 4096
+"""Bytes of each parameter and buffer whose order counts when ranks compare their models."""
+
+
+def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: Plan | Cluster | str | PathLike[str], *,
+                optimizer: MakeOptimizer | None = None, batch: int | None = None, microbatches: int | None = None,
+                devices: Sequence[str] | None = None, max_grad_norm: float | None = None, device: str | None = None,
+                seed: int = 0, timeout_s: float = 300.0) -> Trainer:
+    """Return this rank's part of ``model``, ready to train under a plan.
+
+    The model's forward takes ``example_inputs`` (a tensor, or several) and returns the loss, a mean over samples, or a
+    tuple that begins with it. ``cluster_or_plan`` is a plan or its file, or a cluster, its file or a text such as
+    ``"4 x A100-80GB"``: then rank 0 plans, and all ranks follow.
+
+    ``optimizer`` makes the optimizer of a list of parameters; without it the plan's own is used. ``batch`` is the
+    number of samples in a step (default: the plan's, else that of the example); ``microbatches`` and ``seed`` are for
+    planning. ``devices`` names those of the cluster that are left: then it is planned again for these. With
+    ``max_grad_norm`` gradients are scaled so that their norm over the whole model is at most that. ``device`` is
+    ``cpu``, ``cuda`` or one for each rank (see ``weft run``); default: GPUs if there is one for each local rank.
+    ``timeout_s`` is the longest wait for another rank.
+
+    The trainer keeps nothing of ``model``: its memory is free once the script has let go of it.
+    """
+    rank, num_ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    store = None
+    if dist.is_initialized():
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    else:
+        store = meeting_store(timeout_s, rank=rank) if "MASTER_ADDR" in os.environ else dist.HashStore()
+    where = device or _usual_device()
+    transport = Transport(
+        rank=rank, num_ranks=num_ranks, device=own_device(where, rank=rank, num_ranks=num_ranks), timeout_s=timeout_s,
+        store=store, by_host="," in where)
+    watch_script(transport)
+    try:
+        with together(transport, "looking at the arguments"):
+            source, wanted = source_of_module(model, example_inputs, batch), wanted_optimizer(optimizer)
+        plan = _shared_plan(transport, lambda: _find_plan(
+            source, cluster_or_plan, batch=batch, microbatches=microbatches, devices=devices, seed=seed,
+            num_ranks=num_ranks, optimizer=wanted.kind, whole=wanted.is_whole))
+        check_world(plan, num_ranks)
+        expect_steps(plan.search.step_time)
+        _check_same(model, transport)
+        return _make_trainer(model, source, plan, transport, optimizer=optimizer, max_grad_norm=max_grad_norm,
+                             seed=seed)
+    except BaseException:
+        transport.close()
+        raise
+
+
+def _make_trainer(model: torch.nn.Module, source: ModelSource, plan: Plan, transport: Transport, *,
+                  optimizer: MakeOptimizer | None, max_grad_norm: float | None, seed: int) -> Trainer:
+    """Return the rank's part of the model; whatever fails on one rank ends all of them."""
+    autocast = _same_autocast(transport)
+    with together(transport, "tracing the model"):
+        tracer = Tracer(source)
+        program = lower_to_run(without_optimizer(plan), tracer)
+    with together(transport, "trying the model on its example"):
+        examples = source.inputs(plan.model.batch)
+        notes = _try_example(program, tracer, model, examples, transport.device) if transport.rank == 0 else ()
+        targets = counted_targets(tracer.trace, loss_parts(program), batch=plan.model.batch)
+    notes = _announced(transport, (*_notes(program, tracer), *notes))
+    connect_ranks(program, tracer, transport)
+    random_seed = transport.share_record(torch.initial_seed())
+    with together(transport, "preparing its part of the model"):
+        prepared = prepare_rank(program, tracer, transport, seed=seed, random_seed=random_seed)
+        return Trainer(plan, prepared, transport, optimizer=optimizer, max_grad_norm=max_grad_norm, notes=notes,
+                       state=model_state(model, program, rank=transport.rank, seed=seed), examples=examples,
+                       autocast=autocast, targets=targets)
+
+
+def _same_autocast(transport: Transport) -> str | None:
+    """Return the autocast that is on, which is part of the model; raise ``InputError`` unless it is so on all ranks."""
+    own = current_autocast()
+    expected = transport.share_record(own)
+    with together(transport, "tracing the model"):
+        if own != expected:
+            raise InputError(f"torch.autocast around weft.parallelize is {own or 'off'} here, but {expected or 'off'} "
+                             "on rank 0: it is part of the model and must be the same on all ranks")
+    return own
+
+
+def _try_example(program: Program, tracer: Tracer, model: torch.nn.Module, examples: Sequence[Tensor],
+                 device: torch.device) -> tuple[str, ...]:
+    """Return what is to be noted about the model on its example.
+
+    Raise ``ModelError`` if its trace computes something else, or if its loss is another when the plan cuts the batch.
+    """
+    traced = tracer.trace(program.graph.batch)
+    return (*_judged(check_trace(traced, model, traced.source.inputs(), device=device)),
+            *_judged(check_cut(program.plan, program.graph, model, examples, device=device)))
+
+
+def _judged(verdict: Verdict) -> tuple[str, ...]:
+    """Return a verdict's note, if it has one; raise ``ModelError`` for a problem."""
+    if verdict.problem:
+        raise ModelError(verdict.problem)
+    return (verdict.note,) if verdict.note else ()
+
+
+def _notes(program: Program, tracer: Tracer) -> tuple[str, ...]:
+    """Return what the user should know about the model under the plan."""
+    plan = program.plan
+    notes = (*program.graph.warnings, *recompute_notes(program.graph, plan))
+    if any(len(replica.devices) > 1 for stage in plan.stages for replica in stage.replicas):
+        notes += rule_notes(tracer.trace(program.graph.batch))
+    return notes
+
+
+def _announced(transport: Transport, notes: Sequence[str]) -> tuple[str, ...]:
+    """Return rank 0's notes on all ranks, after it has told them."""
+    if transport.rank == 0:
+        for note in notes:
+            log.warning("note: %s", note)
+    return tuple(transport.share_record(list(notes)))
+
+
+def _usual_device() -> str:
+    """Return ``cuda`` where there is a GPU for each rank of this machine."""
+    wanted = int(os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1")))
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() >= wanted else "cpu"
+
+
+# ---- the model ------------------------------------------------------------------------------------------------------
+
+
+class _Given(ModelSource):
+    """A module that is there already, in the mode it is in."""
+
+    __slots__ = ()
+
+    def build(self) -> torch.nn.Module:
+        """Return the module as it is."""
+        return self.builder(self.mode)
+
+
+def source_of_module(model: torch.nn.Module, example_inputs: Batch, batch: int | None = None) -> ModelSource:
+    """Return a module and its inputs as what is traced; ``batch`` is the samples of a step if not those of the example.
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise ModelError(f"model must be a torch.nn.Module, not {type(model).__name__}")
+    given = (example_inputs,) if isinstance(example_inputs, Tensor) else example_inputs
+    inputs = tuple(given) if isinstance(given, Sequence) else ()
+    if not inputs or not all(isinstance(item, Tensor) for item in inputs):
+        kinds = ", ".join(type(item).__name__ for item in inputs) or type(example_inputs).__name__
+        raise ModelError("example_inputs must be a tensor or a tuple of tensors, as the model's forward takes them, "
+                         f"not {kinds}")
+    own = inputs[0].shape[0] if inputs[0].ndim else 1
+
+    def sample(mode: Mode, wanted: int, seed: int) -> tuple[Tensor, ...]:
+        index = torch.arange(wanted) % own
+        return tuple(item[index.to(item.device)] if item.ndim and item.shape[0] == own else item for item in inputs)
+
+    return _Given(name=type(model).__name__, spec="", batch=batch or own, mode="training", builder=lambda mode: model,
+                  sampler=sample)
+
+
+def _check_same(model: torch.nn.Module, transport: Transport) -> None:
+    """Raise ``RunError`` on all ranks unless they have built the model with the same parameters and buffers."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    digests = {name: _digest(tensor) + str(tensor.requires_grad) for name, tensor in tensors if not tensor.is_meta}
+    expected = transport.share_record(digests)
+    differing = [name for name in (*expected, *digests) if digests.get(name) != expected.get(name)]
+    records = transport.gather_records(differing[:1]) or []
+    first = transport.share_record(next((name for record in records for name in record), None))
+    if first is not None:
+        raise RunError(f"the ranks have built different models: {first!r} is not the same on all of them. Call "
+                       "torch.manual_seed with the same seed on all ranks before building the model")
+
+
+def _digest(tensor: Tensor) -> str:
+    """Return what differs for tensors that differ: of the first entries a hash, of all a sum, which is quick."""
+    data = settled(tensor.detach()).reshape(-1).view(torch.uint8)
+    words = data[: data.numel() // 8 * 8].view(torch.int64)
+    total = int(words.sum()) + int(data[words.numel() * 8 :].sum())
+    return hashlib.sha256(bytes(data[:NUM_HASHED].cpu().numpy()) + str(total).encode()).hexdigest()[:16]
+
+
+# ---- the plan -------------------------------------------------------------------------------------------------------
+
+
+def _shared_plan(transport: Transport, find: Callable[[], Plan]) -> Plan:
+    """Return the plan that rank 0 finds, on all ranks; what it raises is raised on all."""
+    record: dict[str, Any] = {}
+    with together(transport, "finding the plan"):
+        if transport.rank == 0:
+            record = plan_to_json(find())
+    return parse_plan(transport.share_record(record))
+
+
+def _find_plan(source: ModelSource, given: Plan | Cluster | str | PathLike[str], *, batch: int | None,
+               microbatches: int | None, devices: Sequence[str] | None, seed: int, num_ranks: int,
+               optimizer: OptimizerKind | None, whole: bool) -> Plan:
+    """Return the plan that was given, or one for the cluster, or for what is left of it."""
+    item = _read(given) if isinstance(given, str | PathLike) else given
+    if isinstance(item, Plan):
+        if item.model.mode != "training":
+            raise InputError("the plan is for inference: make one with --mode training")
+        if batch is not None and batch != item.model.batch:
+            raise InputError(f"batch is {batch}, but the plan is for {item.model.batch} samples: leave it out")
+        if optimizer is not None and devices is not None:
+            item = replace(item, optimizer=replace(item.optimizer, kind=optimizer))
+        return item if devices is None else plan_again(item, source, devices, whole_parameters=whole)
+    cluster = item if devices is None else devices_left(item, devices)
+    if cluster.num_devices != num_ranks:
+        raise InputError(f"the cluster has {cluster.num_devices} devices but there are {num_ranks} processes: start as "
+                         "many, with torchrun, or name the devices that are left (devices=...)")
+    from weft.search.common.problem import PlanOptions
+
+    options = PlanOptions(batch=source.batch, microbatches=microbatches, seed=seed, dtype=_dtype_of(source),
+                          own_dtypes=True,
+                          optimizer=Optimizer(kind=optimizer or "adamw"), whole_parameters=whole)
+    return plan_for(source, cluster, options)
+
+
+def _read(path: str | PathLike[str]) -> Plan | Cluster:
+    """Return what is in the file, or the cluster that the text lists."""
+    from weft.cluster import read_cluster
+
+    text = os.fspath(path)
+    if os.path.isfile(text) and text.endswith((".json", ".json.gz")):
+        from weft.base.files import load_json
+
+        value = load_json(text)
+        if isinstance(value, dict) and value.get("format") == "weft.plan":
+            return load_plan(text)
+    return read_cluster(text)
+
+
+def _dtype_of(source: ModelSource) -> str:
+    """Return the dtype of most parameters, for predictions."""
+    counts: dict[str, int] = {}
+    for tensor in source.build().parameters():
+        name = str(tensor.dtype).removeprefix("torch.")
+        counts[name] = counts.get(name, 0) + tensor.numel()
+    return max(counts, key=lambda name: counts[name], default="float32")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WantedOptimizer:
+    """What planning must know about the user's optimizer."""
+
+    kind: OptimizerKind | None = None
+    """The kind whose memory is like its own; None if the plan's is used."""
+    is_whole: bool = False
+    """It looks at parameters as a whole."""
+
+
+def wanted_optimizer(make: MakeOptimizer | None) -> WantedOptimizer:
+    """Return what the user's function makes of a parameter that is a matrix, as some optimizers take no other."""
+    if make is None:
+        return WantedOptimizer()
+    if isinstance(make, torch.optim.Optimizer) or not callable(make):
+        name = type(make).__name__
+        raise InputError(f"optimizer is {'an' if name[0] in 'AEIOU' else 'a'} {name}, but it must be a function that "
+                         "returns one for the parameters that this rank holds, such as `lambda ps: "
+                         f"torch.optim.{name if isinstance(make, torch.optim.Optimizer) else 'AdamW'}(ps, lr=1e-3)`")
+    made = make([torch.nn.Parameter(torch.zeros(2, 2))])
+    kind: OptimizerKind = "adamw" if isinstance(made, torch.optim.AdamW) else "adam"
+    if isinstance(made, torch.optim.SGD) and not made.defaults.get("momentum"):
+        kind = "sgd"
+    return WantedOptimizer(kind=kind, is_whole=type(made).__name__ in NEEDS_WHOLE)

@@ -1,0 +1,63 @@
+"""Plans made on the way into a run: for a cluster, or for the devices that are left of one.
+
+This is the only module of the runtime that reaches for the planner, and it does so when asked for a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from weft.base.errors import ClusterError, InputError
+
+if TYPE_CHECKING:
+    from weft.cluster.cluster import Cluster
+    from weft.model.source import ModelSource
+    from weft.plan.plan import Plan
+    from weft.search.common.problem import PlanOptions
+
+
+def plan_for(source: ModelSource, cluster: Cluster, options: PlanOptions) -> Plan:
+    """Return the best plan that the planner finds for the model on the cluster."""
+    from weft.planning.make import SearchOptions, search_plans
+
+    best = search_plans(source, cluster, options, SearchOptions(try_example=False)).comparison.best
+    assert best.plan is not None, "the search raises otherwise"
+    return best.plan
+
+
+def plan_again(plan: Plan, source: ModelSource, devices: Sequence[str], *, whole_parameters: bool = False) -> Plan:
+    """Return a new plan for the same step on those devices of the old plan's cluster that are left.
+
+    What only saves memory, states in pieces and recomputation, is done again where it is needed.
+    """
+    from weft.search.common.problem import PlanOptions
+
+    options = PlanOptions(batch=plan.model.batch, mode=plan.model.mode, dtype=plan.model.dtype, seed=plan.search.seed,
+                          own_dtypes=source.dtype is None,
+                          optimizer=replace(plan.optimizer, sharded=False), whole_parameters=whole_parameters)
+    return plan_for(source, devices_left(cluster_of(plan), devices), options)
+
+
+def cluster_of(plan: Plan) -> Cluster:
+    """Return the cluster that a plan describes."""
+    from weft.cluster.cluster_file import parse_cluster
+
+    if plan.cluster.description is None:
+        raise InputError("the plan does not describe its cluster, so it cannot be planned again: make it with "
+                         "`weft plan`, or give a cluster")
+    return parse_cluster(plan.cluster.description, where="the plan's cluster.description")
+
+
+def devices_left(cluster: Cluster, names: Sequence[str]) -> Cluster:
+    """Return the cluster with only the devices named, in its own order, and the links among them and switches."""
+    unknown = [name for name in names if name not in cluster.device_index]
+    if unknown or not names:
+        known = ", ".join(device.name for device in cluster.devices[:8])
+        raise ClusterError(f"cluster {cluster.name!r} has no device {unknown[0]!r}: it has {known}" if unknown else
+                           f"no devices are left: name some of {known}")
+    devices = tuple(device for device in cluster.devices if device.name in names)
+    gone = {device.name for device in cluster.devices} - set(names)
+    links = tuple(link for link in cluster.links if not gone & {link.source, link.target})
+    return replace(cluster, devices=devices, links=links)
