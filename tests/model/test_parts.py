@@ -130,3 +130,9 @@ def test_what_cannot_be_checked_is_said(module, inputs, work, reason):
 
 def test_a_batch_that_is_not_cut_is_not_looked_at():
     assert checked(Net(nn.ReLU(), lambda out: out.sum()), rows(), parts=[(0, 8)]) == Verdict()
+
+
+def test_gradients_that_are_no_numbers_are_said_and_blame_nothing():
+    verdict = checked(Net(nn.Identity(), lambda out: (out - out).sqrt().mean() + out.pow(2).mean()), torch.randn(8, 6))
+    assert not verdict.problem
+    assert "the gradient of 'first.weight' on the example is not finite" in verdict.note

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import shutil
 import sys
@@ -279,3 +280,41 @@ if __name__ == "__main__":
         made.step(batch(0))
         found = silent_loads(made, Path(place), int(sys.argv[1]), seed=int(sys.argv[2]) if len(sys.argv) > 2 else 1)
         print(f"{len(found)} of {sys.argv[1]} damaged checkpoints were loaded without a word: {found[:5]}")
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_pipes_and_devices_are_no_files_of_a_checkpoint(trainer, tmp_path, name):
+    saved = trainer.save_checkpoint(tmp_path / "saved")
+    (saved / name).unlink()
+    os.mkfifo(saved / name)
+    with pytest.raises(InputError, match=f"{name}' is a pipe or a device, not a file"):
+        trainer.load_checkpoint(saved)
+    (saved / name).unlink()
+    (saved / name).symlink_to("/dev/zero")
+    with pytest.raises(InputError, match="is a pipe or a device, not a file"):
+        trainer.load_checkpoint(saved)
+
+
+@pytest.mark.parametrize("extra", [[1, 2], "text", {"big": 2**70}, {"text": "x" * 200_000}], ids=type)
+def test_what_could_not_be_read_again_is_not_written(trainer, tmp_path, extra):
+    with pytest.raises(InputError, match=r"the checkpoint could not be read again: .* simpler, into extra"):
+        trainer.save_checkpoint(tmp_path / "saved", extra=extra)
+    assert not (tmp_path / "saved").exists()
+    trainer.save_checkpoint(tmp_path / "saved", extra={"epoch": 3})
+    assert trainer.load_checkpoint(tmp_path / "saved").extra == {"epoch": 3}
+
+
+def test_arguments_of_checkpoints_that_make_no_sense_are_refused(trainer, tmp_path):
+    with pytest.raises(InputError, match=r"cannot look for checkpoints in .*: File name too long"):
+        trainer.resume(tmp_path / ("x" * 300))
+    for keep in ("2", 1.5, 0):
+        with pytest.raises(InputError, match="keep must be a whole number, 1 or more, or None"):
+            trainer.save_checkpoint(tmp_path / "saved", keep=keep)
+    with pytest.raises(InputError, match=r"the checkpoint cannot be written to 'a.x00b': embedded null byte"):
+        trainer.save_checkpoint("a\0b")
+    with pytest.raises(InputError, match="the state dict is of the kind list: give a dictionary"):
+        trainer.load_state_dict([1])
+    state = trainer.state_dict()
+    for value, why in (("text", "str"), (state["last.bias"].to("meta"), "on the meta device")):
+        with pytest.raises(InputError, match=f"'last.bias' in the state dict is no tensor with values: .*{why}"):
+            trainer.load_state_dict({**state, "last.bias": value})

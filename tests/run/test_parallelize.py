@@ -369,6 +369,97 @@ def test_targets_are_counted_where_the_loss_finds_them():
             trainer.step((tokens(0)[0], labels))
 
 
+class Divided(nn.Module):
+    """A mean over what counts, written out in one of several ways."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.kind = nn.Linear(5, 4), kind
+        self.register_buffer("weights", torch.tensor([0.1, 0.5, 1.0, 2.0]))
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        out, counts = self.layer(x), y >= 0
+        if self.kind == "classes":
+            return functional.cross_entropy(out, y, weight=self.weights)
+        losses = functional.cross_entropy(out, y.clamp(min=0), reduction="none") * counts
+        return {"sum": lambda: losses.sum() / counts.sum(), "clamp": lambda: losses.sum() / counts.sum().clamp(min=1),
+                "weights": lambda: (losses * (counts / counts.sum())).sum(),
+                "mean": lambda: losses.mean() / counts.float().mean()}[self.kind]()
+
+
+def labelled(*labels: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(0)), torch.tensor(labels)
+
+
+@pytest.mark.parametrize("kind", ["sum", "clamp", "weights", "mean"])
+def test_numbers_taken_over_a_batch_that_losses_are_divided_by_must_be_alike_in_its_parts(kind):
+    with weft.parallelize(Divided(kind), labelled(0, 1, 2, 3), CLUSTER, optimizer=momentum, microbatches=2) as trainer:
+        trainer.step(labelled(-1, 1, 2, -1))
+        for method in (trainer.step, trainer.eval_loss):
+            with pytest.raises(InputError, match=r"a number that it takes over all samples of the batch \(.*test_parallel"):
+                method(labelled(-1, -1, 2, 3) if kind == "clamp" else labelled(-1, 1, 2, 3))
+    with weft.parallelize(Divided(kind), labelled(0, 1, 2, 3), CLUSTER, optimizer=momentum, microbatches=1) as trainer:
+        trainer.step(labelled(-1, 1, 2, 3))
+
+
+def test_targets_count_by_the_weights_of_their_classes():
+    with weft.parallelize(Divided("classes"), labelled(1, 1, 1, 1), CLUSTER, optimizer=momentum, microbatches=2) as trainer:
+        trainer.step(labelled(0, 3, 3, 0))
+        with pytest.raises(InputError, match=r"have 2\.5, 0\.6 of them, each counted by the weight of its class"):
+            trainer.step(labelled(1, 3, 0, 1))
+
+
+class Scaled(nn.Module):
+    """A number for all, and one whose differences on the example did no harm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 4)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        return (self.layer(x) * (scale * 2)).pow(2).mean() + 0 * self.layer.bias.sum() * x.mean()
+
+
+def test_numbers_that_do_no_harm_are_let_pass():
+    x = labelled(0, 0, 0, 0)[0]
+    with weft.parallelize(Scaled(), (x, torch.tensor(1.5)), CLUSTER, optimizer=momentum, microbatches=2) as trainer:
+        trainer.step((x, torch.tensor(3.0)))
+
+
+def test_arguments_that_would_train_nothing_or_something_else_are_refused():
+    batch, model = labelled(0, 1, 2, 3), Divided("sum")
+    for arguments, text in (
+            ({"max_grad_norm": -1.0}, "max_grad_norm must be a number above 0"),
+            ({"max_grad_norm": 0}, "or None to leave gradients as they are, not 0"),
+            ({"max_grad_norm": "1"}, "max_grad_norm must be a number above 0"),
+            ({"batch": 0}, "batch must be a number of samples, 1 or more, not 0"),
+            ({"batch": "8"}, "batch must be a number of samples"),
+            ({"optimizer": lambda ps: torch.optim.SGD(model.parameters(), lr=1.0)}, "nothing would be trained")):
+        with pytest.raises(InputError, match=text):
+            weft.parallelize(model, batch, CLUSTER, **{"optimizer": momentum, **arguments})
+    with pytest.raises(InputError, match="example_inputs have no samples"):
+        weft.parallelize(model, (batch[0][:0], batch[1][:0]), CLUSTER, optimizer=momentum)
+    with pytest.raises(InputError, match="cluster_or_plan is NoneType: give a plan or its file"):
+        weft.parallelize(model, batch, None, optimizer=momentum)
+
+
+def test_the_trace_is_compared_with_backwards_outside_of_autocast():
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.last = nn.Linear(5, 32), nn.Linear(32, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.autocast("cpu", enabled=False):
+                return self.last(torch.tanh(self.first(x))).pow(2).mean()
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        trainer = weft.parallelize(Partly(), labelled(0, 0, 0, 0)[0], CLUSTER, optimizer=momentum, microbatches=2)
+    trainer.close()
+
+
 def test_batches_are_compared_at_first_and_now_and_then_and_any_change_shows():
     assert [number for number in range(2100) if is_compared(number)] == [
         0, 1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000, 1024, 2000, 2048]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
+import math
 import zipfile
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from weft.base.errors import InputError
+from weft.run.__main__ import report
 from weft.run.result import GRADIENTS_FILE, RunResult, load_result, save_result
 
 
@@ -44,3 +48,15 @@ def test_damaged_gradients_are_one_clear_error(folder, make):
     path.write_bytes(make(path.read_bytes()))
     with pytest.raises(InputError, match="gradients"):
         load_result(folder)
+
+
+def test_a_loss_that_is_no_number_stays_none(tmp_path, capsys):
+    result = RunResult(num_ranks=2, losses=(1.5, math.nan), step_times_s=(0.1,), cpu_s=(0.1,))
+    save_result(result, tmp_path)
+    first, second = load_result(tmp_path).losses
+    assert first == 1.5
+    assert math.isnan(second)
+    report(replace(result, losses=(math.nan,)), as_json=True)
+    assert json.loads(capsys.readouterr().out)["losses"] == [None]
+    report(replace(result, losses=(math.nan,)), as_json=False)
+    assert capsys.readouterr().out.startswith("2 ranks: loss nan, step time")

@@ -134,6 +134,22 @@ def test_an_error_of_the_users_optimizer_on_one_rank_ends_all_of_them_with_its_c
             assert rank["failing_optimizers"][position] == told
 
 
+def test_an_optimizer_whose_later_step_fails_on_one_rank_ends_all_of_them_with_its_cause(found):
+    cause = "ValueError: the second step failed"
+    assert found[0]["failing_steps"] == [f"RunError: rank 1 failed while taking its optimizer's step: {cause}"]
+    assert found[1]["failing_steps"] == [cause]
+
+
+def test_ranks_that_call_different_methods_are_told_so_at_once(found):
+    for rank in found:
+        first, saving, closing, sparse, empty = rank["other_methods"]
+        assert "rank 0 is at step, call 1, rank 1 at eval_loss, call 1" in first
+        assert "rank 0 is at save_checkpoint after 0 calls, rank 1 at step, call 1" in saving
+        assert "rank 0 is at state_dict after 0 calls, rank 1 at close after 0 calls" in closing
+        assert "'x' in the batch is a tensor of the layout sparse_coo" in sparse
+        assert "'x' in the batch is a tensor without values, on the meta device" in empty
+
+
 def test_a_loss_that_is_a_sum_is_refused_where_the_batch_is_cut(found):
     expected = Plain(total=True)(inputs()).item()
     for rank in found:

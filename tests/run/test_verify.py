@@ -122,3 +122,18 @@ def test_a_run_that_differs_because_of_its_trace_says_so(is_wrong):
     check = _with_reason(verified(reference(a=[1.0]), a=[2.0]), prepared, tracer, RunOptions(verify=True))
     assert not check.passed
     assert ("the traced graph computes something else than the module" in check.reason) is is_wrong
+
+
+def test_an_infinite_gradient_of_one_device_hides_nothing():
+    assert relative_error(torch.tensor([1.0]), torch.tensor([math.inf])) == math.inf
+    check = verified(reference(a=[math.inf, 1.0], b=[1.0]), a=[5.0, 1.0], b=[1.0])
+    assert not check.passed
+    assert check.worst == "a (rank 1)"
+
+
+def test_what_one_process_has_not_finite_is_no_difference_of_the_plan():
+    check = verified(reference(a=[math.nan], b=[1.0]), a=[math.nan], b=[1.0])
+    assert not check.passed
+    assert check.reason == "the gradient of 'a' is not finite in one process as well, and what is not finite cannot be compared"
+    lost = Reference(outputs=(torch.tensor(math.nan),), gradients={})
+    assert verified(lost, loss=math.nan).reason.startswith("the loss is nan in one process as well")

@@ -244,6 +244,38 @@ def failing_optimizers(folder: Path) -> list[str]:
             for rank, later in ((0, False), (1, False), (1, True))]
 
 
+class FailsLater(torch.optim.SGD):
+    """Its second step fails on rank 1."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.num_steps += 1
+        if RANK and self.num_steps == 2:
+            raise ValueError("the second step failed")
+        return super().step(closure)
+
+
+def failing_steps(folder: Path) -> list[str]:
+    def make(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+        return FailsLater(parameters, lr=1.0)
+
+    with weft.parallelize(Plain(), inputs(), two_replicas(Plain()), optimizer=make) as trainer:
+        trainer.step(inputs())
+        return [plainly(lambda: trainer.step(inputs()))]
+
+
+def other_methods(folder: Path) -> list[str]:
+    """The ranks call different methods, none of which either has called before."""
+    with weft.parallelize(Plain(), inputs(), two_replicas(Plain()), optimizer=sgd) as trainer:
+        found = [refusal(lambda: trainer.eval_loss(inputs()) if RANK else trainer.step(inputs())),
+                 refusal(lambda: trainer.step(inputs()) if RANK else trainer.save_checkpoint(folder / "alone")),
+                 refusal(lambda: trainer.close() if RANK else trainer.state_dict())]
+        trainer._is_closed = False
+        return [*found, refusal(lambda: trainer.step(inputs().to_sparse() if RANK else inputs())),
+                refusal(lambda: trainer.step(inputs().to("meta") if RANK else inputs()))]
+
+
 def summed_losses(folder: Path) -> list[Any]:
     model = Plain(total=True)
     found = [message(partial(weft.parallelize, model, inputs(), plan(model), optimizer=sgd)) for plan in (pipeline, two_replicas)]
@@ -269,6 +301,14 @@ def refusal(call: Any) -> str:
     return ""
 
 
+def plainly(call: Any) -> str:
+    try:
+        call()
+    except Exception as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return ""
+
+
 def message(call: Any) -> str:
     try:
         call()
@@ -281,7 +321,7 @@ def message(call: Any) -> str:
 
 
 CHECKS = (saved_statistics, shared_statistics, masks, team_masks, decayed, whole_needed, different_models, autocast_later,
-          autocast_traced, changed_dtype, different_batches, failing_optimizers, summed_losses,
+          autocast_traced, changed_dtype, different_batches, failing_optimizers, failing_steps, other_methods, summed_losses,
           traced_otherwise)
 
 

@@ -7,6 +7,7 @@ since some are zero up to rounding (the bias of attention keys).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Final
 
@@ -23,13 +24,16 @@ def least_divisor(gradients: Iterable[Tensor]) -> float:
 
 
 def relative_error(value: Tensor, expected: Tensor, *, floor: float = 0.0) -> float:
-    """Return the largest absolute difference over the largest absolute expected value (at least ``floor``)."""
+    """Return the largest absolute difference over the largest absolute expected value (at least ``floor``).
+
+    It is infinite where one of the values is, or is not a number: whether such values are right cannot be told.
+    """
     if expected.numel() == 0:
         return 0.0
     value, expected = precise(value), precise(expected)
     difference = float((value - expected).abs().max())
-    if difference != difference:
-        return float("inf")
+    if not math.isfinite(difference):  # over an infinite divisor it would be no number, which passes for any
+        return math.inf
     return difference / max(float(expected.abs().max()), floor, 1e-300)
 
 

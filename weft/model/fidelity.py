@@ -236,7 +236,8 @@ class _Example:
         if not self._is_training:
             return _Results(outputs=tuple(item.detach() for item in outputs), gradients={})
         wanted = {name: item for name, item in tensors.items() if item.requires_grad}
-        found = torch.autograd.grad(outputs[0], list(wanted.values()), allow_unused=True)
+        with autocast_off():  # as after a forward in a script
+            found = torch.autograd.grad(outputs[0], list(wanted.values()), allow_unused=True)
         return _Results(outputs=(outputs[0].detach(),), gradients={
             name: item.detach() for name, item in zip(wanted, found, strict=True) if item is not None})
 

@@ -25,9 +25,10 @@ def find_mixed_product(graph: fx.Graph) -> fx.Node | None:
 
 def mixed_product_error(node: fx.Node, place: str) -> ModelError:
     """Return the error for a product of two precisions."""
-    kinds = " and ".join(str(dtype).removeprefix("torch.") for dtype in _dtypes(node))
+    found = _dtypes(node)
+    kinds = " and ".join(str(dtype).removeprefix("torch.") for dtype in found)
     return ModelError(f"operator {node.target}{place} multiplies {kinds}, which PyTorch refuses: give inputs of the "
-                      "parameters' precision, such as x.to(torch.bfloat16), or convert the model")
+                      f"parameters' precision, such as x.to({found[-1]}), or convert the model")
 
 
 def _dtypes(node: fx.Node) -> list[torch.dtype]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from weft.base.units import format_bytes
+from weft.model.autocast import autocast_off
 from weft.model.checkpointing import checkpoints_noted
 from weft.model.differences import least_divisor
 
@@ -148,6 +149,8 @@ class _Difference:
     loss_error: float
     gradient_error: float
     worst: str
+    unknown: str
+    """What is no finite number, so that nothing can be compared with it."""
 
     def is_within(self, coarseness: float) -> bool:
         """Return whether it is no more than rounding."""
@@ -159,9 +162,8 @@ def _compare(runs: _Runs, rows: Sequence[Tensor], cut: Sequence[Sequence[Tensor]
              weights: Sequence[float], *, sizes: tuple[int, int]) -> Verdict:
     run = runs.exact_run(rows)
     found = _difference(run, rows, cut, weights)
-    if not math.isfinite(found.loss) or math.isinf(runs.coarseness):
-        return Verdict(note=UNCHECKED.format(f"its loss on the example is {found.loss}" if not math.isfinite(found.loss)
-                                             else "it can only be run in half precision"))
+    if found.unknown or math.isinf(runs.coarseness):
+        return Verdict(note=UNCHECKED.format(found.unknown or "it can only be run in half precision"))
     if found.is_within(runs.coarseness):
         return Verdict()
     if _draws(run, rows):
@@ -192,24 +194,28 @@ def _difference(run: _Run, rows: Sequence[Tensor], cut: Sequence[Sequence[Tensor
     loss, gradients = _gradients(run, rows)
     floor = max(least_divisor(gradients.values()), 1e-300)
     sizes = {name: max(float(item.abs().max()) if item.numel() else 0.0, floor) for name, item in gradients.items()}
+    strange = next((name for name, item in gradients.items() if not item.isfinite().all()), "")
     total = 0.0
     for part, weight in zip(cut, weights, strict=True):
         value, found = _gradients(run, part)
         total += weight * float(value.double())
         for name, item in found.items():
             gradients[name] = gradients[name] - weight * item if name in gradients else -weight * item
-    errors = {name: float(item.abs().max()) / sizes.get(name, floor)
+    errors = {name: float(item.abs().max()) / sizes.get(name, floor) if item.isfinite().all() else math.inf
               for name, item in gradients.items() if item.numel()}
     worst = max(errors, key=lambda name: errors[name], default="")
     expected = float(loss.double())
+    unknown = (f"its loss on the example is {expected}" if not math.isfinite(expected) else
+               f"the gradient of {strange!r} on the example is not finite" if strange else "")
     return _Difference(loss=expected, parts_loss=total, worst=worst, gradient_error=errors.get(worst, 0.0),
-                       loss_error=abs(total - expected) / max(abs(expected), 1e-12))
+                       unknown=unknown, loss_error=abs(total - expected) / max(abs(expected), 1e-12))
 
 
 def _gradients(run: _Run, rows: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     with torch.enable_grad():
         loss, wanted = run(rows)
-        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+        with autocast_off():  # as after a forward in a script
+            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
     return loss.detach(), {name: item.detach() for name, item in zip(wanted, found, strict=True) if item is not None}
 
 

@@ -96,9 +96,9 @@ def report(result: RunResult, *, as_json: bool) -> int:
     check = result.verification
     if as_json:
         from weft.base.files import encode
-        from weft.run.result import finite
+        from weft.run.result import finite, losses_or_none
 
-        facts = {"num_ranks": result.num_ranks, "losses": result.losses, "step_times_s": result.step_times_s,
+        facts = {"num_ranks": result.num_ranks, "losses": losses_or_none(result), "step_times_s": result.step_times_s,
                  "cpu_s": result.cpu_s, "verification": check, "notes": result.notes}
         if result.memory is not None:
             facts["memory"] = result.memory
@@ -110,9 +110,9 @@ def report(result: RunResult, *, as_json: bool) -> int:
         print(f"{result.num_ranks} ranks: {loss}step time {result.step_time_s * 1e3:.2f} ms "
               f"(median of {len(result.step_times_s)})")
         if check is not None:
-            print(f"{'equal to' if check.passed else 'DIFFERENT FROM'} one process: loss error {check.loss_error:.1e}, "
-                  f"largest gradient error {check.gradient_error:.1e} {check.worst} over {check.num_gradients} "
-                  f"gradients (tolerance {check.tolerance:.0e})")
+            print(f"{'equal to' if check.passed else 'DIFFERENT FROM'} one process: loss error "
+                  f"{_error(check.loss_error)}, largest gradient error {_error(check.gradient_error)} {check.worst} "
+                  f"over {check.num_gradients} gradients (tolerance {check.tolerance:.0e})")
             if check.passed and check.float64_error is not None:
                 print(f"What exceeds the tolerance is rounding: in float64 the same plan is equal to "
                       f"{check.float64_error:.1e}, and rounding moves one process by {check.rounding_error:.1e}.")
@@ -128,6 +128,10 @@ def report(result: RunResult, *, as_json: bool) -> int:
 
             print(memory_table(result.memory))
     return 0 if check is None or check.passed else RunError.exit_code
+
+
+def _error(value: float) -> str:
+    return f"{value:.1e}" if abs(value) < 1e308 else "not finite"  # files have no infinity
 
 
 class _Rank:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import weft.base.errors
 from weft.base.errors import RunError, WeftError
@@ -30,12 +30,20 @@ def together(transport: Transport, doing: str) -> Iterator[None]:
     except Exception as found:
         problem = found
     if transport.num_ranks > 1 and transport.total(float(problem is not None)):
+        raise_on_all(transport, problem, doing)
+    if problem is not None:
+        raise problem
+
+
+def raise_on_all(transport: Transport, problem: Exception | None, doing: str) -> NoReturn:
+    """Raise on all ranks, which know that one of them has a problem: its own there, on the others what it was."""
+    if transport.num_ranks > 1:
         records = transport.gather_records(None if problem is None else _record(problem)) or []
         first = transport.share_record(next(([rank, *item] for rank, item in enumerate(records) if item), None))
         if problem is None:
             raise error_of(*first, doing=doing)
-    if problem is not None:
-        raise problem
+    assert problem is not None, "this rank or another has one"
+    raise problem
 
 
 def _record(problem: Exception) -> tuple[str, str]:

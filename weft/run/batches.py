@@ -18,7 +18,7 @@ from weft.base.errors import InputError
 from weft.model.autocast import current_autocast
 from weft.run.agreement import error_of
 from weft.run.failures import PeerLost
-from weft.run.targets import CountedTargets
+from weft.run.targets import BatchCheck
 from weft.run.transport import Transport
 
 Batch: TypeAlias = Tensor | Sequence[Tensor]
@@ -26,6 +26,9 @@ Batch: TypeAlias = Tensor | Sequence[Tensor]
 FIRST: Final = 3
 """Batches that are compared without exception; later those whose number is a power of two or a multiple of EVERY."""
 EVERY: Final = 1000
+METHODS: Final = ("step", "eval_loss", "save_checkpoint", "load_checkpoint", "resume", "state_dict", "load_state_dict",
+                  "close")
+"""What all ranks call together; as many as a power of two."""
 CHUNK: Final = 1 << 20
 _PRIMES: Final = (0x9E3779B97F4A7C1, 0x2545F4914F6CDD1D)
 
@@ -34,45 +37,53 @@ class Batches:
     """Checks what is passed to a trainer's methods, together with the other ranks."""
 
     def __init__(self, transport: Transport, expected: Sequence[tuple[str, tuple[int, ...], torch.dtype]], *,
-                 num_samples: int, autocast: str | None, targets: Sequence[CountedTargets]) -> None:
+                 num_samples: int, autocast: str | None, targets: Sequence[BatchCheck]) -> None:
         """``expected`` are name, shape and dtype of each input; ``autocast`` is what was on when it was traced."""
         self._transport, self._expected, self._num_samples = transport, expected, num_samples
         self._autocast, self._targets = autocast, targets
         self._num_taken = 0
 
+    def enter(self, method: str) -> None:
+        """Raise ``InputError`` on all ranks unless all are about to call this method, which takes no batch."""
+        if self._transport.num_ranks > 1:
+            self._agree(method, self._num_taken, 0, None)
+
     def take(self, batch: Batch, method: str) -> dict[str, Tensor]:
         """Return the inputs by name; raise ``InputError`` on all ranks if one of them may not go on with its batch."""
         inputs: dict[str, Tensor] = {}
-        problem: InputError | None = None
+        problem: Exception | None = None
+        number, self._num_taken = self._num_taken, self._num_taken + 1
+        seen = 0
         try:
             self._check_autocast(method)
             inputs = self._inputs(batch)
             for item in self._targets:
                 item.check(inputs)
-        except InputError as found:
-            problem = found
-        number, self._num_taken = self._num_taken, self._num_taken + 1
-        if self._transport.num_ranks > 1:
-            seen = 0
-            if problem is None and is_compared(number):
+            if self._transport.num_ranks > 1 and is_compared(number):
                 seen = digest(list(inputs.values()))
+        except Exception as found:  # the others would wait for this rank
+            problem = found
+        if self._transport.num_ranks > 1:
             self._agree(method, number, seen, problem)
         if problem is not None:
             raise problem
         return inputs
 
-    def _agree(self, method: str, number: int, seen: int, problem: InputError | None) -> None:
+    def _agree(self, method: str, number: int, seen: int, problem: Exception | None) -> None:
         """Raise on all ranks unless all are about to do the same with the same batch."""
-        own = -1 if problem is not None else (seen * 31 + 2 * number + (method == "step")) & (2**62 - 1)
+        own = -1 if problem is not None else ((seen * 31 + number) * len(METHODS) + METHODS.index(method)) & (2**62 - 1)
         try:
             numbers = self._transport.numbers(own)
         except PeerLost as lost:
-            raise PeerLost(f"{lost} (while all ranks were to begin call {number + 1} of step or eval_loss: if no rank "
-                           "has failed, one has called them less often than this one)") from lost
+            raise PeerLost(f"{lost} (while all ranks were to begin {method}, after {number} calls of step or "
+                           "eval_loss: if no rank has failed, one has called its methods less often than this one)"
+                           ) from lost
         if len(set(numbers)) == 1 and own != -1:
             return
+        if len({item % len(METHODS) for item in numbers if item != -1}) > 1:
+            self._num_taken = number  # on the ranks that took a batch it does not count
         record = {"problem": None if problem is None else [type(problem).__name__, str(problem)],
-                  "call": f"{method}, call {number + 1}", "seen": seen}
+                  "call": _call(method, number), "seen": seen}
         records = self._transport.gather_records(record)
         first = self._transport.share_record(None if records is None else _what_differs(records))
         if problem is None:
@@ -99,11 +110,20 @@ class Batches:
         for value, (name, shape, dtype) in zip(given, self._expected, strict=True):
             if not isinstance(value, Tensor):
                 raise InputError(f"{name!r} in the batch is {_kind(value)}, not a tensor: make it one")
+            if value.layout != torch.strided or value.is_meta:
+                raise InputError(f"{name!r} in the batch is a tensor "
+                                 + ("without values, on the meta device" if value.is_meta else
+                                    f"of the layout {str(value.layout).removeprefix('torch.')}")
+                                 + ": give an ordinary one, with values")
             if tuple(value.shape) != shape or value.dtype != dtype:
                 raise InputError(f"{name!r} in the batch is {value.dtype} of {tuple(value.shape)}, but the plan is for "
                                  f"{dtype} of {shape}: batches must be like the example, with {self._num_samples} "
                                  "samples")
         return {name: value for (name, _, _), value in zip(self._expected, given, strict=True)}
+
+
+def _call(method: str, number: int) -> str:
+    return f"{method}, call {number + 1}" if method in METHODS[:2] else f"{method} after {number} calls"
 
 
 def _kind(value: object) -> str:

@@ -8,6 +8,7 @@ and copies its own parts out of them. So a plan with other stages, shares, shard
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -138,8 +139,8 @@ class Checkpoints:
 
     def save(self, folder: Path, *, step: int, keep: int | None = 2, extra: Mapping[str, Any] | None = None) -> Path:
         """Write a checkpoint to the folder, remove all but the ``keep`` latest, and return where it is."""
-        if keep is not None and keep < 1:
-            raise InputError(f"keep must be 1 or more, or None for all, not {keep}")
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise InputError(f"keep must be a whole number, 1 or more, or None for all, not {keep!r}")
         optimizer, claims = self._optimizer, self._agreed_claims()
         layout = self._gather_layout(claims, {} if optimizer is None else optimizer.numbers(self.owned()))
         record = CheckpointRecord(
@@ -243,9 +244,14 @@ class Checkpoints:
     def find(self, path: Path) -> Path | None:
         """Return the checkpoint that rank 0 sees there: ``path`` itself, or the latest in that folder; None if none."""
         found: str | None = None
+        problem = ""
         if self.transport.rank == 0:
-            latest = path if (path / RECORD_FILE).exists() else latest_checkpoint(path)
-            found = None if latest is None else str(latest)
+            try:
+                latest = path if (path / RECORD_FILE).exists() else latest_checkpoint(path)
+                found = None if latest is None else str(latest)
+            except OSError as why:
+                problem = f"cannot look for checkpoints in {str(path)!r}: {why.strerror or why}"
+        self._raise_first(problem, InputError)
         found = self.transport.share_record(found)
         return None if found is None else Path(found)
 
@@ -335,6 +341,7 @@ class Checkpoints:
         """Take parameters and buffers from a whole state dict, which every rank must have."""
         problem, change = "", None
         try:
+            _require_values(state)
             change = self._model_change({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()},
                                         lambda name, region=(): cut_region(state[name], region), "the state dict",
                                         strict=strict)
@@ -382,6 +389,16 @@ class Checkpoints:
                 self._optimizer.refresh()
 
         return change
+
+
+def _require_values(state: object) -> None:
+    """Raise ``InputError`` unless a state dict has tensors with values."""
+    if not isinstance(state, Mapping):
+        raise InputError(f"the state dict is of the kind {type(state).__name__}: give a dictionary of tensors by name")
+    for name, item in state.items():
+        if not isinstance(item, Tensor) or item.is_meta:
+            what = "has no values, it is on the meta device" if isinstance(item, Tensor) else type(item).__name__
+            raise InputError(f"{name!r} in the state dict is no tensor with values: {what}")
 
 
 def _whole(name: str, tensor: Tensor) -> Claim:
@@ -452,7 +469,10 @@ class _Writing:
 
     def _begin(self, folder: Path) -> None:
         format_record(self._record)  # what JSON cannot say shall be known before anything is sent
-        self._new = NewCheckpoint(folder, self._record.step)
+        try:
+            self._new = NewCheckpoint(folder, self._record.step)
+        except ValueError as problem:
+            raise InputError(f"the checkpoint cannot be written to {str(folder)!r}: {problem}") from problem
 
     def add(self, key: Key, whole: Tensor) -> None:
         """Write the next tensor."""
@@ -491,8 +511,10 @@ class _Writing:
         except OSError as problem:
             self.is_disk = True
             why = problem.strerror or problem
+            is_full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
+            cure = "make room" if is_full else "give a folder that can be written to"
             self.problem = (f"the checkpoint cannot be written to {str(self._folder)!r}: {why}. "
-                            "The one before it, if there was one, is still there: make room and resume")
+                            f"The one before it, if there was one, is still there: {cure} and resume")
         except (TypeError, ValueError) as problem:
             self.problem = f"the checkpoint's record cannot be written, extra must be what JSON can say: {problem}"
         if self.problem and self._new is not None:

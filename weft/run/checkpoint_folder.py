@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from weft.base.errors import InputError
-from weft.base.files import check_header, decode, encode, load_json, make_folder, remove_empty
+from weft.base.files import check_header, decode, encode, load_json, make_folder, parse_json, remove_empty
 from weft.base.scratch import take_lock
 from weft.run.checksums import CHUNK_BYTES, Checksum, record_checksum
 
@@ -74,9 +74,9 @@ class CheckpointRecord:
 def read_record(path: Path) -> CheckpointRecord:
     """Return what a checkpoint says about itself; raise ``InputError`` if it is damaged."""
     file = path / RECORD_FILE
+    _require_file(file)
     value = load_json(file)
-    body = check_header(value, format_name=FORMAT, version=VERSION, where=str(file), error=InputError)
-    record = decode(CheckpointRecord, body, where=str(file))
+    record = _decoded(value, where=str(file))
     if record.checksum and record.checksum != _own_checksum(value):
         raise _damaged(file, record.checksum, _own_checksum(value))
     if not record.checksum and record.checksums:
@@ -85,12 +85,28 @@ def read_record(path: Path) -> CheckpointRecord:
     return record
 
 
+def _read_text(text: str, *, where: str) -> CheckpointRecord:
+    return _decoded(parse_json(text, where=where), where=where)
+
+
+def _decoded(value: Any, *, where: str) -> CheckpointRecord:
+    body = check_header(value, format_name=FORMAT, version=VERSION, where=where, error=InputError)
+    return decode(CheckpointRecord, body, where=where)
+
+
+def _require_file(path: Path) -> None:
+    """Raise ``InputError`` for a pipe or a device, which could be waited for or read for ever."""
+    if path.exists() and not path.is_file() and not path.is_dir():
+        raise InputError(f"{str(path)!r} is a pipe or a device, not a file: use an earlier checkpoint")
+
+
 def _own_checksum(value: Mapping[str, Any]) -> str:
     return record_checksum({key: item for key, item in value.items() if key != "checksum"})
 
 
 def check_file(record: CheckpointRecord, path: Path) -> None:
     """Raise ``InputError`` if a file that is there is not what was written, as far as the record can tell."""
+    _require_file(path)
     if not record.is_checked:
         return
     found = Checksum()
@@ -117,7 +133,13 @@ def format_record(record: CheckpointRecord) -> str:
     """Return the record as its file has it, with its checksum; raise if JSON cannot say what is in it."""
     value = {"format": FORMAT, "version": VERSION, **encode(record)}
     value = json.loads(json.dumps(value, allow_nan=False))  # what will be read: keys that are numbers become text
-    return json.dumps({**value, "checksum": _own_checksum(value)}, indent=1)
+    text = json.dumps({**value, "checksum": _own_checksum(value)}, indent=1)
+    try:
+        _read_text(text, where="what would be its record")
+    except InputError as problem:
+        raise InputError(f"the checkpoint could not be read again: {problem}. Put less, or something simpler, into "
+                         "extra: an object with keys that are text") from problem
+    return text
 
 
 def check_tensors(record: CheckpointRecord, path: Path, number: int) -> None:

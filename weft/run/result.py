@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import shutil
 import tokenize
@@ -153,7 +154,8 @@ class RunResult:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Record:
     num_ranks: int
-    losses: tuple[float, ...]
+    losses: tuple[float | None, ...]
+    """None where a loss is not finite, which JSON cannot say."""
     step_times_s: tuple[float, ...]
     cpu_s: tuple[float, ...]
     verification: Verification | None
@@ -164,7 +166,7 @@ class _Record:
 
 def save_result(result: RunResult, folder: Path) -> None:
     """Write the result's files into the folder: all of them, or none and ``InputError``."""
-    record = _Record(num_ranks=result.num_ranks, losses=result.losses, step_times_s=result.step_times_s,
+    record = _Record(num_ranks=result.num_ranks, losses=losses_or_none(result), step_times_s=result.step_times_s,
                      cpu_s=result.cpu_s, verification=result.verification, gradient_spread=result.gradient_spread,
                      memory=result.memory, notes=result.notes)
     with written_together(folder, FILES) as fresh:
@@ -188,7 +190,8 @@ def load_result(folder: Path) -> RunResult:
     if not (folder / RESULT_FILE).exists():
         raise RunError(f"the run left no {RESULT_FILE} in {str(folder)!r}")
     record = decode(_Record, load_json(folder / RESULT_FILE), where=RESULT_FILE)
-    result = RunResult(num_ranks=record.num_ranks, losses=record.losses, step_times_s=record.step_times_s,
+    losses = tuple(math.nan if loss is None else loss for loss in record.losses)
+    result = RunResult(num_ranks=record.num_ranks, losses=losses, step_times_s=record.step_times_s,
                        cpu_s=record.cpu_s, verification=record.verification, gradient_spread=record.gradient_spread,
                        memory=record.memory, notes=record.notes)
     if (folder / TIMELINE_FILE).exists():
@@ -215,6 +218,11 @@ def _real(array: object, name: str, path: Path) -> npt.NDArray[np.float64]:
     if not isinstance(array, np.ndarray) or array.dtype != np.float64:
         raise InputError(f"{str(path)!r}: {name!r} is no array of float64")
     return array
+
+
+def losses_or_none(result: RunResult) -> tuple[float | None, ...]:
+    """Return the losses as JSON can say them: None for those that are not finite."""
+    return tuple(loss if math.isfinite(loss) else None for loss in result.losses)
 
 
 def finite(value: object) -> object:

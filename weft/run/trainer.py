@@ -22,6 +22,7 @@ from weft.base.errors import InputError, RunError
 from weft.model.autocast import autocast_off
 from weft.plan.lower import lower
 from weft.plan.plan import Optimizer, Plan
+from weft.run.agreement import raise_on_all
 from weft.run.batches import Batch, Batches
 from weft.run.checkpoint import Checkpoints, ModelState
 from weft.run.checkpoint_folder import CheckpointRecord
@@ -30,7 +31,7 @@ from weft.run.optimizers import make_optimizer
 from weft.run.overlap import with_gradient
 from weft.run.prepare import Prepared
 from weft.run.status import Milestone
-from weft.run.targets import CountedTargets
+from weft.run.targets import BatchCheck
 from weft.run.transport import Transport
 
 MakeOptimizer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -60,7 +61,7 @@ class Trainer(torch.nn.Module):
 
     def __init__(self, plan: Plan, prepared: Prepared, transport: Transport, *, state: ModelState,
                  examples: Sequence[Tensor], optimizer: MakeOptimizer | None, max_grad_norm: float | None,
-                 autocast: str | None = None, targets: Sequence[CountedTargets] = (),
+                 autocast: str | None = None, targets: Sequence[BatchCheck] = (),
                  notes: tuple[str, ...] = ()) -> None:
         """``examples`` are inputs of a whole batch, on any device; ``autocast`` what was on when it was traced."""
         super().__init__()
@@ -84,6 +85,7 @@ class Trainer(torch.nn.Module):
                                          shares=self.executor.shares)
         self._owned = [self._tensors[name] for name in self._checkpoints.owned()]
         self._saved: Path | None = None
+        self._is_closed = False
 
     def _make_optimizer(self, make: MakeOptimizer | None) -> torch.optim.Optimizer | None:
         """Return the optimizer of what this rank trains; where that is nothing, of an empty parameter."""
@@ -124,16 +126,28 @@ class Trainer(torch.nn.Module):
             self.executor.load(inputs)
             self.executor.step(self.num_steps)
             self._prepared.buffer_shares.spread()
-            loss = self.transport.total(self.executor.take_loss())
             self.transport.status.set(Milestone.UPDATING)
             if self._max_grad_norm is not None:
                 self._clip(self._max_grad_norm)
             if self.optimizer is not None:
                 self.executor.shares.take_gradients()
-                self.optimizer.step()
+            problem = self._update()
+            loss, failed = self.transport.totals([self.executor.take_loss(), float(problem is not None)])
+            if failed:
+                raise_on_all(self.transport, problem, "taking its optimizer's step")
+            if self.optimizer is not None:
                 self.executor.shares.spread()
         self.num_steps += 1
         return loss
+
+    def _update(self) -> Exception | None:
+        """Let the optimizer, which may be the user's, change the parameters; return what it raises."""
+        try:
+            if self.optimizer is not None:
+                self.optimizer.step()
+        except Exception as problem:
+            return problem
+        return None
 
     def _clip(self, limit: float) -> None:
         """Scale the gradients of all ranks so that their norm together is at most ``limit``."""
@@ -152,10 +166,10 @@ class Trainer(torch.nn.Module):
 
         The model is in the mode it was traced in: one that draws random numbers or takes statistics there is refused.
         """
+        inputs = self._batches.take(batch, "eval_loss")
         if self._evaluator is None:
             self._evaluator = self._make_evaluator()
         evaluator, graph = self._evaluator, self._prepared.program.graph
-        inputs = self._batches.take(batch, "eval_loss")
         with autocast_off():
             evaluator.load(inputs)
             evaluator.step()
@@ -192,6 +206,7 @@ class Trainer(torch.nn.Module):
         Rank 0 writes it; a checkpoint that is there is whole, and the ``keep`` latest stay (None for all). ``extra`` is
         anything that JSON can say, for ``load_checkpoint`` to return. Nothing happens if this step was saved there.
         """
+        self._batches.enter("save_checkpoint")
         target = Path(folder) / f"step-{self.num_steps:08d}"
         if self._saved != target:
             self._saved = self._checkpoints.save(Path(folder), step=self.num_steps, keep=keep, extra=extra)
@@ -203,6 +218,7 @@ class Trainer(torch.nn.Module):
         ``path`` is a checkpoint, or a folder of which the latest is taken. With ``optimizer=False`` the state of the
         optimizer is left alone.
         """
+        self._batches.enter("load_checkpoint")
         found = self._checkpoints.find(Path(path))
         if found is None:
             raise InputError(f"there is no checkpoint in {str(path)!r}: it must hold folders named step-...")
@@ -210,6 +226,7 @@ class Trainer(torch.nn.Module):
 
     def resume(self, folder: str | PathLike[str]) -> int:
         """Go on from the latest checkpoint in the folder, if there is one; return how many steps were taken before."""
+        self._batches.enter("resume")
         found = self._checkpoints.find(Path(folder))
         if found is not None:
             self._load(found, True)
@@ -222,10 +239,12 @@ class Trainer(torch.nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return on rank 0 the whole model's ordinary state dict, in the host's memory; an empty one on other ranks."""
+        self._batches.enter("state_dict")
         return self._checkpoints.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> None:
         """Take the parts of a whole state dict that this rank holds; every rank is given the same."""
+        self._batches.enter("load_state_dict")
         self._checkpoints.load_state_dict(state_dict, strict=strict)
 
     def named_parameters(self, prefix: str = "", recurse: bool = True,
@@ -248,8 +267,11 @@ class Trainer(torch.nn.Module):
 
     def close(self) -> None:
         """Return when all ranks have come here, and give up the connections."""
-        self.transport.leave()
-        self.transport.close()
+        if not self._is_closed:
+            self._is_closed = True
+            self._batches.enter("close")
+            self.transport.leave()
+            self.transport.close()
 
     def __enter__(self) -> Trainer:
         return self

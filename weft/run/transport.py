@@ -204,9 +204,13 @@ class Transport:
 
     def total(self, number: float) -> float:
         """Return the sum of the ranks' numbers, the same on all ranks."""
-        value = torch.tensor([number], dtype=torch.float64)
-        self._finish(self._cpu.allreduce([value]))
-        return float(value)
+        return self.totals([number])[0]
+
+    def totals(self, numbers: Sequence[float]) -> list[float]:
+        """Return the sums of the ranks' numbers, place by place, the same on all ranks."""
+        values = torch.tensor(numbers, dtype=torch.float64)
+        self._finish(self._cpu.allreduce([values]))
+        return [float(value) for value in values]
 
     def gather_tensor(self, tensor: Tensor | None, *, source: int) -> Tensor | None:
         """Return on rank 0 the one-dimensional ``tensor`` of rank ``source``; None on other ranks."""

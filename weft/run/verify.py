@@ -9,6 +9,7 @@ than for the batch, on one device too: for such a model the reference takes the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -76,10 +77,21 @@ def verify_training(reference: Reference, *, loss: float, gradients: Iterable[tu
     for name in sorted(reference.gradients.keys() - seen):
         if float(reference.gradients[name].abs().max()) > 0:
             worst, largest = f"{name} (on no rank)", float("inf")
-    tolerance = TOLERANCES[dtype]
+    tolerance, strange = TOLERANCES[dtype], _strange(reference)
+    reason = f"{strange} in one process as well, and what is not finite cannot be compared" if strange else ""
     loss_error = abs(loss - expected) / max(abs(expected), 1e-300)
     return Verification(passed=max(loss_error, largest) <= tolerance, tolerance=tolerance, loss_error=loss_error,
-                        gradient_error=largest, worst=worst, num_gradients=count, reference_loss=expected)
+                        gradient_error=largest, worst=worst, num_gradients=count, reference_loss=expected,
+                        reason=reason)
+
+
+def _strange(reference: Reference) -> str:
+    """Return what in it is not finite."""
+    loss = float(reference.outputs[0].double())
+    if not math.isfinite(loss):
+        return f"the loss is {loss}"
+    name = next((name for name, item in reference.gradients.items() if not item.isfinite().all()), None)
+    return "" if name is None else f"the gradient of {name!r} is not finite"
 
 
 def verify_inference(reference: Reference, outputs: Mapping[int, Tensor], *, dtype: torch.dtype) -> Verification:

@@ -95,7 +95,8 @@ def verdict(check: Verification, precise: Verification, own: float) -> Verificat
                 "something else went wrong, perhaps not every time")
     elif not precise.passed:
         note = f"in float64 the same plan differs by {again:.1e}: this is no rounding"
-    return replace(check, passed=precise.passed and is_explained, float64_error=again, rounding_error=own, note=note)
+    return replace(check, passed=precise.passed and is_explained, float64_error=again, rounding_error=own,
+                   note="" if precise.reason else note, reason=precise.reason)
 
 
 def largest_error(check: Verification) -> float:

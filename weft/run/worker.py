@@ -87,8 +87,8 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
         check = inspected.verification
         if check is not None:
             check = _with_reason(replace(check, draws_random=draws), prepared, tracer, options)
-        misses = (check is not None and not (check.passed or check.reason or draws)
-                  and run_dtype(program) != torch.float64)
+        misses = (check is not None and inspected.verification is not None and not (check.passed or draws)
+                  and check.reason == inspected.verification.reason and run_dtype(program) != torch.float64)
         if transport.share_record(misses):
             del executor, prepared, measured
             first = FirstStep(check=check, reference=inspected.reference)
@@ -115,7 +115,7 @@ def _with_reason(check: Verification, prepared: Prepared, tracer: Tracer, option
     if not check.passed:
         problem = check_trace(tracer.trace(graph.batch), module, source.inputs(graph.batch, options.seed)).problem
     problem = problem or check_cut(plan, graph, module, source.inputs(plan.model.batch, options.seed)).problem
-    return replace(check, passed=check.passed and not problem, reason=problem)
+    return replace(check, passed=check.passed and not problem, reason=problem or check.reason)
 
 
 class _Saving:

@@ -15,6 +15,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from numbers import Real
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from weft.model.notes import rule_notes
 from weft.model.parts import Verdict
 from weft.model.source import ModelSource
 from weft.model.zoo import Mode
-from weft.plan.cut import check_cut, loss_parts
+from weft.plan.cut import check_cut, finest_parts, loss_parts
 from weft.plan.notes import recompute_notes
 from weft.plan.plan import Optimizer, OptimizerKind, Plan, load_plan, parse_plan, plan_to_json
 from weft.plan.program import Program
@@ -87,7 +88,8 @@ def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: 
     watch_script(transport)
     try:
         with together(transport, "looking at the arguments"):
-            source, wanted = source_of_module(model, example_inputs, batch), wanted_optimizer(optimizer)
+            source, wanted = source_of_module(model, example_inputs, batch), wanted_optimizer(optimizer, model)
+            _check_limit(max_grad_norm)
         plan = _shared_plan(transport, lambda: _find_plan(
             source, cluster_or_plan, batch=batch, microbatches=microbatches, devices=devices, seed=seed,
             num_ranks=num_ranks, optimizer=wanted.kind, whole=wanted.is_whole))
@@ -111,7 +113,10 @@ def _make_trainer(model: torch.nn.Module, source: ModelSource, plan: Plan, trans
     with together(transport, "trying the model on its example"):
         examples = source.inputs(plan.model.batch)
         notes = _try_example(program, tracer, model, examples, transport.device) if transport.rank == 0 else ()
-        targets = counted_targets(tracer.trace, loss_parts(program), batch=plan.model.batch)
+        parts = loss_parts(program)
+        is_compared = parts[:2] == finest_parts(plan)[:2]
+        targets = counted_targets(tracer.trace, parts, batch=plan.model.batch, example=dict(
+            zip(tracer.trace(program.graph.batch).program.inputs, examples, strict=True)) if is_compared else None)
     notes = _announced(transport, (*_notes(program, tracer), *notes))
     connect_ranks(program, tracer, transport)
     random_seed = transport.share_record(torch.initial_seed())
@@ -199,6 +204,10 @@ def source_of_module(model: torch.nn.Module, example_inputs: Batch, batch: int |
         raise ModelError("example_inputs must be a tensor or a tuple of tensors, as the model's forward takes them, "
                          f"not {kinds}")
     own = inputs[0].shape[0] if inputs[0].ndim else 1
+    if not own:
+        raise InputError(f"example_inputs have no samples: the first is of {tuple(inputs[0].shape)}; give at least one")
+    if batch is not None and (isinstance(batch, bool) or not isinstance(batch, int) or batch < 1):
+        raise InputError(f"batch must be a number of samples, 1 or more, not {batch!r}")
 
     def sample(mode: Mode, wanted: int, seed: int) -> tuple[Tensor, ...]:
         index = torch.arange(wanted) % own
@@ -245,7 +254,12 @@ def _find_plan(source: ModelSource, given: Plan | Cluster | str | PathLike[str],
                microbatches: int | None, devices: Sequence[str] | None, seed: int, num_ranks: int,
                optimizer: OptimizerKind | None, whole: bool) -> Plan:
     """Return the plan that was given, or one for the cluster, or for what is left of it."""
+    from weft.cluster.cluster import Cluster
+
     item = _read(given) if isinstance(given, str | PathLike) else given
+    if not isinstance(item, Plan | Cluster):
+        raise InputError(f"cluster_or_plan is {type(given).__name__}: give a plan or its file, or a cluster, its file "
+                         "or a text such as '2 x cpu'")
     if isinstance(item, Plan):
         if item.model.mode != "training":
             raise InputError("the plan is for inference: make one with --mode training")
@@ -289,6 +303,13 @@ def _dtype_of(source: ModelSource) -> str:
     return max(counts, key=lambda name: counts[name], default="float32")
 
 
+def _check_limit(max_grad_norm: object) -> None:
+    is_number = type(max_grad_norm) is not bool and isinstance(max_grad_norm, Real) and float(max_grad_norm) > 0
+    if max_grad_norm is not None and not is_number:
+        raise InputError("max_grad_norm must be a number above 0, or None to leave gradients as they are, not "
+                         f"{max_grad_norm!r}")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WantedOptimizer:
     """What planning must know about the user's optimizer."""
@@ -299,7 +320,7 @@ class WantedOptimizer:
     """It looks at parameters as a whole."""
 
 
-def wanted_optimizer(make: MakeOptimizer | None) -> WantedOptimizer:
+def wanted_optimizer(make: MakeOptimizer | None, model: torch.nn.Module | None = None) -> WantedOptimizer:
     """Return what the user's function makes of a parameter that is a matrix, as some optimizers take no other."""
     if make is None:
         return WantedOptimizer()
@@ -309,6 +330,11 @@ def wanted_optimizer(make: MakeOptimizer | None) -> WantedOptimizer:
                          "returns one for the parameters that this rank holds, such as `lambda ps: "
                          f"torch.optim.{name if isinstance(make, torch.optim.Optimizer) else 'AdamW'}(ps, lr=1e-3)`")
     made = make([torch.nn.Parameter(torch.zeros(2, 2))])
+    own = set() if model is None else {id(item) for item in model.parameters()}
+    if any(id(item) in own for group in getattr(made, "param_groups", ()) for item in group["params"]):
+        raise InputError("the optimizer is made of the module's own parameters, which the trainer does not use, so "
+                         "nothing would be trained: make it of the list that your function is given, such as "
+                         "`lambda ps: torch.optim.AdamW(ps, lr=1e-3)`")
     kind: OptimizerKind = "adamw" if isinstance(made, torch.optim.AdamW) else "adam"
     if isinstance(made, torch.optim.SGD) and not made.defaults.get("momentum"):
         kind = "sgd"
