@@ -27,8 +27,7 @@ from weft.export.device_grid import DeviceGrid, device_grid
 from weft.export.layer_list import LayerList, find_layers, product_modules
 from weft.export.pipelining_csv import order_to_csv
 from weft.model.graph import Graph
-from weft.plan.order_names import stage_order
-from weft.plan.orders import Order, gpipe, one_f_one_b
+from weft.plan.orders import Order, gpipe, one_f_one_b, stage_order
 from weft.plan.plan import Plan
 from weft.plan.program import Program
 

@@ -14,9 +14,8 @@ import numpy as np
 
 from weft.model.graph import F64, I64
 from weft.search.schedule.problem import ScheduleProblem
-from weft.search.schedule.result import ScheduleResult
 from weft.search.schedule.roles import Role, find_roles
-from weft.search.schedule.schedule import TOLERANCE, Phase, Schedule
+from weft.search.schedule.schedule import TOLERANCE, Phase, Schedule, ScheduleResult
 from weft.show.drawing import Shade
 
 _SHADES: Final[dict[Role, Shade]] = {Role.FORWARD: "forward", Role.BACKWARD: "backward",
@@ -188,7 +187,7 @@ def block_shades(problem: ScheduleProblem) -> tuple[Shade, ...]:
         shades = _shades_by_memory(problem)
     else:
         known = roles.of_blocks()
-        shades = [_SHADES[known[block].role] for block in range(problem.num_blocks)]
+        shades = [_SHADES[known[block][0]] for block in range(problem.num_blocks)]
     return (*shades, *(shades[transfer.source] for transfer in problem.linked))
 
 

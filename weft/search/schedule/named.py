@@ -1,8 +1,8 @@
-"""The library of named schedules: what published schedules make of a schedule problem.
+"""Named schedules: what the library of orders (``weft.plan.orders``) makes of a schedule problem.
 
-A named schedule looks at what the blocks are (``roles``), orders them on every device by its own rule
-(``named_orders``, ``named_split``), and is played as early as possible with the problem's own times and transfers
-(``replay``), so unequal stages are fine. Some apply to a problem and some do not:
+A named schedule looks at what the blocks are (``roles``), orders them on every device by its own rule, and is played as
+early as possible with the problem's own times and transfers (``replay``), so unequal stages are fine. Some apply to a
+problem and some do not:
 
     gpipe, 1f1b          pipelines that train, also with several stages on a device; whole or split backward
     1f1b+                ... with blocks that span the devices of others (shapes M, NN, K)
@@ -11,52 +11,45 @@ A named schedule looks at what the blocks are (``roles``), orders them on every 
     zbv, v-half          split backward, stages that go over the devices and back
     chimera, dualpipe    two opposite pipelines (shape X)
     forward-only         no backward blocks (none that are recognised), or no memory: inference
+
+Orders by pattern leave open where weight gradients go: these can wait, but hold memory while they do. ``fill_weights``
+plays the fixed orders of forwards and input gradients with the problem's times and, whenever a device would stand idle,
+runs its oldest weight gradient there, unless that would delay the next fixed block too much:
+
+    fixed order of a device    F4 I1    F5 I2 ...
+    played, gaps filled        F4 I1 W0 F5 I2 W1 ...
+
+It also runs them before a block that would hold more than the schedule's own limit or than the device's memory.
+Transfers count with their times; who waits for whom on a link is left to ``replay``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from weft.base.errors import PlanError
-from weft.search.schedule.check import find_problems
-from weft.search.schedule.named_orders import (
-    DeviceOrders,
-    chimera,
-    forward_only,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    one_f_one_b_plus,
-)
-from weft.search.schedule.named_split import dualpipe, v_half, zb_h1, zb_h2, zbv
-from weft.search.schedule.problem import ScheduleProblem
-from weft.search.schedule.roles import Roles, find_roles
-from weft.search.schedule.schedule import Schedule, replay
+import numpy as np
 
-_RULES: Final[dict[str, Callable[[ScheduleProblem, Roles, int], DeviceOrders | str]]] = {
-    "gpipe": gpipe, "1f1b": one_f_one_b, "1f1b+": one_f_one_b_plus, "interleaved": interleaved, "chimera": chimera,
-    "zb-h1": zb_h1, "zb-h2": zb_h2, "zbv": zbv, "v-half": v_half, "dualpipe": dualpipe, "forward-only": forward_only}
-"""Orders on all devices, or why the schedule does not apply."""
+from weft.base.errors import PlanError
+from weft.model.graph import F64
+from weft.plan.orders import PLACES, Position, by_pattern, by_place
+from weft.search.schedule.problem import ScheduleProblem
+from weft.search.schedule.roles import Pipeline, Roles, Stage, find_roles, forward_roles
+from weft.search.schedule.schedule import TOLERANCE, Instance, Schedule, find_problems, replay
+from weft.search.schedule.tuning import TUNING
+
+DeviceOrders = list[list[Instance]]
+"""The blocks of each device, in order."""
+Place = tuple[int, ...]
+"""Devices that run a stage together."""
 
 
 class NotApplicable(PlanError):  # noqa: N818 - it is an answer rather than a fault
     """The named schedule is not defined for the problem; the message says why."""
-
-
-def named_schedule(name: str, problem: ScheduleProblem, num_microbatches: int) -> Schedule:
-    """Return the named schedule, whether or not it fits the memory.
-
-    Raises ``NotApplicable`` where it is not defined for the problem.
-    """
-    return _make(name, problem, find_roles(problem), num_microbatches)
-
-
-NAMED: Final[dict[str, Callable[[ScheduleProblem, int], Schedule]]] = {
-    name: partial(named_schedule, name) for name in _RULES}
-"""Every named schedule, as a function of the problem and the number of micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,11 +68,19 @@ class NamedRow:
         return not self.reason
 
 
+def named_schedule(name: str, problem: ScheduleProblem, num_microbatches: int) -> Schedule:
+    """Return the named schedule, whether or not it fits the memory.
+
+    Raises ``NotApplicable`` where it is not defined for the problem.
+    """
+    return _make(name, problem, find_roles(problem), num_microbatches)
+
+
 def compare_named(problem: ScheduleProblem, num_microbatches: int) -> list[NamedRow]:
     """Return a row for every named schedule: usable ones, those that hold too much, and those that do not apply."""
     roles = find_roles(problem)
     rows = []
-    for name in _RULES:
+    for name in NAMED:
         try:
             schedule = _make(name, problem, roles, num_microbatches)
         except NotApplicable as error:
@@ -96,8 +97,273 @@ def named_schedules(problem: ScheduleProblem, num_microbatches: int) -> dict[str
 
 
 def _make(name: str, problem: ScheduleProblem, roles: Roles | None, num_microbatches: int) -> Schedule:
-    orders = "its blocks are no pipelines that are known here" if roles is None else \
-        _RULES[name](problem, roles, num_microbatches)
-    if isinstance(orders, str):
-        raise NotApplicable(f"{name} does not apply: {orders}")
-    return replay(problem, num_microbatches, orders)
+    reason = "its blocks are no pipelines that are known here"
+    if roles is not None:
+        reason = next(filter(None, (condition(roles) for condition in _CONDITIONS[name])), "")
+        if name == "forward-only" and roles.is_training:
+            reason = "it trains: its backward blocks release memory" if any(
+                block.memory for block in problem.blocks) else ""
+            roles = forward_roles(problem)
+    if reason or roles is None:
+        raise NotApplicable(f"{name} does not apply: {reason}")
+    orders = _order_by_place if name in PLACES else _order_by_pattern
+    return replay(problem, num_microbatches, orders(name, problem, roles, num_microbatches))
+
+
+# ---- when a named schedule applies: each says why not, or nothing ---------------------------------------------------
+
+
+def _not_training(roles: Roles) -> str:
+    return "" if roles.is_training else "it trains nothing"
+
+
+def _not_apart(roles: Roles) -> str:
+    return "" if roles.are_apart else "its pipelines share devices"
+
+
+def _spanning(roles: Roles) -> str:
+    return "some blocks span the devices of others (see 1f1b+)" if roles.has_shared else ""
+
+
+def _not_spanning(roles: Roles) -> str:
+    return "" if roles.has_shared else "no block spans the devices of others (see 1f1b)"
+
+
+def _not_round(roles: Roles) -> str:
+    """Say why the stages do not go round the devices at least twice."""
+    if not roles.is_training or not roles.are_apart:
+        return "it is not a pipeline that trains on devices of its own"
+
+    def goes_round(pipeline: Pipeline) -> bool:
+        places, width = pipeline.places, pipeline.width
+        is_round = all(place == places[index % width] for index, place in enumerate(places))
+        return (is_round and pipeline.is_chain and not pipeline.has_shared and width < len(places)
+                and len(places) % width == 0)
+
+    return "" if roles.are_places_apart and all(map(goes_round, roles.pipelines)) else (
+        "its stages do not go round the devices several times in the same order")
+
+
+def _not_opposite(roles: Roles) -> str:
+    """Say why the problem is not two opposite pipelines."""
+    if not roles.is_training or len(roles.pipelines) != 2:
+        return "it is not two pipelines that train"
+    down, up = roles.pipelines
+    if not all(pipeline.is_chain and not pipeline.has_shared and pipeline.width == len(pipeline.places)
+               for pipeline in roles.pipelines) or not roles.are_places_apart:
+        return "its pipelines are not chains with one stage on every device"
+    return "" if down.places == up.places[::-1] else "its pipelines do not run over the same devices in opposite order"
+
+
+def _odd(roles: Roles) -> str:
+    return f"it needs an even number of stages, not {roles.longest}" if roles.longest % 2 else ""
+
+
+def _not_split_chains(roles: Roles) -> str:
+    """Say why the problem is not chains with split backward on devices of their own."""
+    if not roles.is_training or not roles.is_split:
+        return "no backward is split into input and weight gradient"
+    if not roles.are_apart:
+        return "its pipelines share devices"
+    if any(pipeline.has_shared or not pipeline.is_chain for pipeline in roles.pipelines):
+        return "it has blocks that span the devices of others, or branches"
+    return "" if roles.are_places_apart else "its stages share devices in part"
+
+
+def _several(roles: Roles) -> str:
+    return "it has several stages on a device" if any(
+        pipeline.width < len(pipeline.places) for pipeline in roles.pipelines) else ""
+
+
+def _not_over_and_back(roles: Roles) -> str:
+    is_v = all(pipeline.places == pipeline.places[::-1] and 2 * pipeline.width == len(pipeline.places)
+               for pipeline in roles.pipelines)
+    return "" if is_v else "its stages do not go over the devices once and back"
+
+
+_CONDITIONS: Final[dict[str, tuple[Callable[[Roles], str], ...]]] = {
+    "gpipe": (_not_training,), "1f1b": (_spanning, _not_training, _not_apart),
+    "1f1b+": (_not_spanning, _not_training, _not_apart), "interleaved": (_not_round,), "chimera": (_not_opposite,),
+    "zb-h1": (_not_split_chains, _several), "zb-h2": (_not_split_chains, _several),
+    "zbv": (_not_split_chains, _not_over_and_back), "v-half": (_not_split_chains, _not_over_and_back),
+    "dualpipe": (_not_opposite, _odd), "forward-only": ()}
+
+NAMED: Final[dict[str, Callable[[ScheduleProblem, int], Schedule]]] = {
+    name: partial(named_schedule, name) for name in _CONDITIONS}
+"""Every named schedule, as a function of the problem and the number of micro-batches."""
+
+
+# ---- orders on the devices ------------------------------------------------------------------------------------------
+
+
+def _order_by_place(name: str, problem: ScheduleProblem, roles: Roles, num_microbatches: int) -> DeviceOrders:
+    """Return the blocks of each device by place; of equal places what others depend on is first."""
+    numbers = np.arange(num_microbatches, dtype=np.float64)
+    highest = max(max(pipeline.heights()) for pipeline in roles.pipelines)
+    place_of: dict[int, F64] = {}
+    for pipeline in roles.pipelines:
+        heights = pipeline.heights()
+        for stage, height in zip(pipeline.stages, heights, strict=True):
+            forward, backward = PLACES[name](
+                Position(height=height, num_stages=max(heights), highest=highest, width=pipeline.width,
+                         half=0.5 if stage.is_shared else 0.0), numbers)
+            place_of[stage.forward] = forward
+            place_of.update({block: backward for block in (stage.backward, stage.weight) if block is not None})
+    rank = {task: number for number, task in enumerate(problem.topological)}
+    result: DeviceOrders = []
+    for tasks in problem.resource_tasks[: problem.num_devices]:
+        blocks = sorted(tasks, key=rank.__getitem__)
+        rows = by_place([place_of[block] for block in blocks]) if blocks else []
+        result.append([(blocks[row], number) for row, number in rows])
+    return result
+
+
+def _order_by_pattern(name: str, problem: ScheduleProblem, roles: Roles, num_microbatches: int) -> DeviceOrders:
+    """Return forwards and input gradients by pattern, with weight gradients in the gaps."""
+    orders = {}
+    for stages, device, width in _devices(name, roles):
+        blocks = {f"{letter}{which}": block for which, stage in enumerate(stages)
+                  for letter, block in (("F", stage.forward), ("I", stage.backward)) if block is not None}
+        orders[stages[0].devices] = [(blocks[kind], number)
+                                     for kind, number in by_pattern(name, device, width, num_microbatches)]
+    held = {"zb-h2": 2 * roles.longest - 1, "v-half": roles.longest // 2 + 2, "dualpipe": roles.longest + 1}
+    return fill_weights(problem, roles, num_microbatches, orders, limit=held.get(name, roles.longest))
+
+
+def _devices(name: str, roles: Roles) -> Iterator[tuple[tuple[Stage, ...], int, int]]:
+    """Yield for each device its stages, its number (for DualPipe from the nearer end), and how many there are."""
+    if name == "dualpipe":
+        down, up = roles.pipelines
+        width = len(down.stages)
+        for device, pair in enumerate(zip(down.stages, up.stages[::-1], strict=True)):
+            yield pair if device < width // 2 else pair[::-1], min(device, width - 1 - device), width
+        return
+    for pipeline in roles.pipelines:
+        for device, stage in enumerate(pipeline.stages[: pipeline.width]):
+            own = (stage, pipeline.stages[-1 - device]) if name in ("zbv", "v-half") else (stage,)
+            yield own, device, pipeline.width
+
+
+# ---- weight gradients in the gaps -----------------------------------------------------------------------------------
+
+
+def fill_weights(problem: ScheduleProblem, roles: Roles, num_microbatches: int,
+                 orders: Mapping[Place, Sequence[Instance]], *, limit: int) -> DeviceOrders:
+    """Return the fixed orders of forwards and input gradients with weight gradients in their gaps.
+
+    ``limit`` is how many forwards a device may hold without their weight gradient (or backward, where it has none), as
+    far as the fixed orders allow it.
+    """
+    overhangs = TUNING.overhangs if roles.is_split else TUNING.overhangs[:1]
+    players = [_Filler(problem, roles, num_microbatches, orders, limit, overhang) for overhang in overhangs]
+    best = min(players, key=lambda player: player.play())
+    result: DeviceOrders = [[] for _ in problem.device_names]
+    for place, order in zip(orders, best.orders, strict=True):
+        for device in place:
+            result[device] = order
+    return result
+
+
+class _Filler:
+    """Plays fixed orders as early as possible and fills gaps as they are found; a line is a place that runs blocks."""
+
+    def __init__(self, problem: ScheduleProblem, roles: Roles, num_microbatches: int,
+                 orders: Mapping[Place, Sequence[Instance]], limit: int, overhang: float) -> None:
+        self.fixed, self.limit, self.overhang = list(orders.values()), limit, overhang
+        self.times, self.memory = problem.task_times, [block.memory for block in problem.blocks]
+        stages = [stage for pipeline in roles.pipelines for stage in pipeline.stages]
+        self.weight_of = {stage.backward: stage.weight for stage in stages if stage.weight is not None}
+        self.holds = {stage.forward: 1 for stage in stages}
+        self.holds.update({stage.backward if stage.weight is None else stage.weight: -1 for stage in stages
+                           if stage.backward is not None})
+        self.before = _block_edges(problem)
+        self.wakes = _wakes(problem, self.before, {place: line for line, place in enumerate(orders)})
+        self.room = [min((room * (1 + TOLERANCE) for device in place
+                          if (room := problem.device_memory[device]) is not None), default=float("inf"))
+                     for place in orders]
+        self.ends: list[list[float]] = [[-1.0] * num_microbatches for _ in problem.blocks]
+        self.orders: list[list[Instance]] = [[] for _ in orders]
+        self.waiting: list[deque[Instance]] = [deque() for _ in orders]
+        self.heads, self.held, self.asleep = [0] * len(orders), [0] * len(orders), [False] * len(orders)
+        self.free_at, self.level = [0.0] * len(orders), [0.0] * len(orders)
+        self.queue: list[tuple[float, int]] = [(0.0, line) for line in range(len(orders))]
+
+    def play(self) -> float:
+        """Return when the last block ends."""
+        while self.queue:
+            now, line = heapq.heappop(self.queue)
+            if self.free_at[line] <= now:
+                self._decide(now, line)
+        return max(self.free_at)
+
+    def _decide(self, now: float, line: int) -> None:
+        """Start what the device should run now, or say when to look again."""
+        self.asleep[line] = False
+        waiting = self.waiting[line]
+        if self.heads[line] == len(self.fixed[line]):
+            if waiting:
+                self._start(now, line, *waiting.popleft())
+            return
+        block, number = self.fixed[line][self.heads[line]]
+        if waiting and self._is_full(line, block):
+            self._start(now, line, *waiting.popleft())
+            return
+        ready = self._ready(block, number)
+        if ready <= now:
+            self.heads[line] += 1
+            self._start(now, line, block, number)
+        elif waiting and now + self.times[waiting[0][0]] * (1 - self.overhang) <= ready * (1 + TOLERANCE):
+            self._start(now, line, *waiting.popleft())
+        elif ready < float("inf"):
+            heapq.heappush(self.queue, (ready, line))
+        else:
+            self.asleep[line] = True
+
+    def _is_full(self, line: int, block: int) -> bool:
+        """Return whether the block would hold more than is allowed."""
+        return ((self.held[line] >= self.limit and self.holds.get(block, 0) > 0)
+                or (self.memory[block] > 0 and self.level[line] + self.memory[block] > self.room[line]))
+
+    def _ready(self, block: int, number: int) -> float:
+        """Return when the block can start; infinity if it needs something that has not started yet."""
+        ready = 0.0
+        for source, delay in self.before[block]:
+            end = self.ends[source][number]
+            if end < 0:
+                return float("inf")
+            ready = max(ready, end + delay)
+        return ready
+
+    def _start(self, now: float, line: int, block: int, number: int) -> None:
+        end = now + self.times[block]
+        self.ends[block][number] = end
+        self.free_at[line] = end
+        self.orders[line].append((block, number))
+        self.level[line] += self.memory[block]
+        self.held[line] += self.holds.get(block, 0)
+        if block in self.weight_of:
+            self.waiting[line].append((self.weight_of[block], number))
+        heapq.heappush(self.queue, (end, line))
+        for other in self.wakes[block]:
+            if self.asleep[other]:
+                self.asleep[other] = False
+                heapq.heappush(self.queue, (now, other))
+
+
+def _block_edges(problem: ScheduleProblem) -> list[list[tuple[int, float]]]:
+    """Return what each block needs, and how long that takes to arrive; a link counts as if it were free."""
+    delays: list[dict[int, float]] = [dict.fromkeys(block.after, 0.0) for block in problem.blocks]
+    for item in problem.transfers:
+        delays[item.target][item.source] = max(delays[item.target].get(item.source, 0.0), item.time)
+    return [sorted(edges.items()) for edges in delays]
+
+
+def _wakes(problem: ScheduleProblem, before: Sequence[Sequence[tuple[int, float]]],
+           lines: Mapping[Place, int]) -> list[list[int]]:
+    """Return for each block the other lines that may wait for it."""
+    result: list[list[int]] = [[] for _ in problem.blocks]
+    for block, edges in enumerate(before):
+        for source, _ in edges:
+            if problem.blocks[source].devices != problem.blocks[block].devices:
+                result[source].append(lines[problem.blocks[block].devices])
+    return result

@@ -83,6 +83,11 @@ class Pipeline:
         return tuple(stage.devices for stage in self.stages if not stage.is_shared)
 
     @property
+    def width(self) -> int:
+        """Return over how many places (sets of devices) it goes."""
+        return len(set(self.places))
+
+    @property
     def all_devices(self) -> frozenset[int]:
         """Return every device that it uses."""
         return frozenset(device for stage in self.stages for device in stage.devices)
@@ -95,18 +100,6 @@ class Pipeline:
             for before in self.stages[place].before:
                 result[before] = max(result[before], result[place])
         return tuple(result)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockRole:
-    """What one block is."""
-
-    role: Role
-    pipeline: int
-    stage: int
-    """Its stage's position in the pipeline."""
-    chunk: int
-    is_shared: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +119,16 @@ class Roles:
         return any(pipeline.is_split for pipeline in self.pipelines)
 
     @property
+    def has_shared(self) -> bool:
+        """Return whether some stage spans the devices of others."""
+        return any(pipeline.has_shared for pipeline in self.pipelines)
+
+    @property
+    def longest(self) -> int:
+        """Return how many stages the longest pipeline has."""
+        return max(len(pipeline.stages) for pipeline in self.pipelines)
+
+    @property
     def are_apart(self) -> bool:
         """Return whether no two pipelines use the same device."""
         used = [device for pipeline in self.pipelines for device in pipeline.all_devices]
@@ -137,17 +140,15 @@ class Roles:
         places = {place for pipeline in self.pipelines for place in pipeline.places}
         return len({device for place in places for device in place}) == sum(map(len, places))
 
-    def of_blocks(self) -> dict[int, BlockRole]:
-        """Return for every block what it is."""
+    def of_blocks(self) -> dict[int, tuple[Role, Stage]]:
+        """Return for every block what it does for which stage."""
         result = {}
-        for number, pipeline in enumerate(self.pipelines):
-            for place, stage in enumerate(pipeline.stages):
-                whole = Role.BACKWARD if stage.weight is None else Role.INPUT_GRADIENT
-                for role, block in ((Role.FORWARD, stage.forward), (whole, stage.backward),
-                                    (Role.WEIGHT_GRADIENT, stage.weight)):
-                    if block is not None:
-                        result[block] = BlockRole(role=role, pipeline=number, stage=place, chunk=stage.chunk,
-                                                  is_shared=stage.is_shared)
+        for stage in (stage for pipeline in self.pipelines for stage in pipeline.stages):
+            result[stage.forward] = Role.FORWARD, stage
+            if stage.backward is not None:
+                result[stage.backward] = Role.BACKWARD if stage.weight is None else Role.INPUT_GRADIENT, stage
+            if stage.weight is not None:
+                result[stage.weight] = Role.WEIGHT_GRADIENT, stage
         return result
 
 
