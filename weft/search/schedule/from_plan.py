@@ -135,7 +135,8 @@ class _Builder:
             device_names=tuple(self.program.rank_names[rank] for rank in self.used),
             device_memory=tuple(self._limit(rank, num_waiting, reserve) for rank in self.used),
             blocks=tuple(map(self._block, meaning)), transfers=self._transfers(), free_at="end")
-        return PlanProblem(problem=_without_idle_links(problem), meaning=tuple(meaning), lanes=self.lanes, stage_names=names)
+        return PlanProblem(problem=_without_idle_links(problem), meaning=tuple(meaning), lanes=self.lanes,
+                           stage_names=names)
 
     # ---- blocks -----------------------------------------------------------------------------------------------------
 
