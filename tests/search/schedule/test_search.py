@@ -15,7 +15,7 @@ from benchmarks.schedule_shapes import SHAPES, shape
 from tests.search.schedule.oracle import min_makespan
 from tests.search.schedule.pipelines import both_ways, chain, over_and_back, round_and_round, uneven
 from weft.base.errors import InputError
-from weft.search.schedule.named import named_schedules
+from weft.search.schedule.named import NAMED, named_schedules
 from weft.search.schedule.schedule import check_schedule
 from weft.search.schedule.search import schedule
 from weft.search.schedule.tuning import TUNING
@@ -100,7 +100,8 @@ def test_enough_of_them_have_named_schedules():
 def test_progress_names_best_and_bound():
     lines: list[str] = []
     result = schedule(shape("v", 4, memory=3), microbatches=8, time_limit=2.0, progress=lines.append)
-    found = [float(line.split()[1]) for line in lines if line.startswith("makespan ")]
+    offers = [line.partition(": makespan ") for line in lines]
+    found = [float(rest.split(",")[0]) for by, is_told, rest in offers if is_told and by in ("search", *NAMED)]
     assert found[-1] == result.makespan
     assert all(before > after for before, after in itertools.pairwise(found))
     assert any("3 per period, trying 16" in line for line in lines)

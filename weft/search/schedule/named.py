@@ -99,7 +99,7 @@ def named_schedules(problem: ScheduleProblem, num_microbatches: int) -> dict[str
 def _make(name: str, problem: ScheduleProblem, roles: Roles | None, num_microbatches: int) -> Schedule:
     reason = "its blocks are no pipelines that are known here"
     if roles is not None:
-        reason = next(filter(None, (condition(roles) for condition in _CONDITIONS[name])), "")
+        reason = next((text for holds, text in _CONDITIONS[name] if not holds(roles)), "").format(roles.longest)
         if name == "forward-only" and roles.is_training:
             reason = "it trains: its backward blocks release memory" if any(
                 block.memory for block in problem.blocks) else ""
@@ -110,83 +110,54 @@ def _make(name: str, problem: ScheduleProblem, roles: Roles | None, num_microbat
     return replay(problem, num_microbatches, orders(name, problem, roles, num_microbatches))
 
 
-# ---- when a named schedule applies: each says why not, or nothing ---------------------------------------------------
+# ---- when a named schedule applies: what must hold, and what is said if it does not ---------------------------------
 
 
-def _not_training(roles: Roles) -> str:
-    return "" if roles.is_training else "it trains nothing"
+def _goes_round(pipeline: Pipeline) -> bool:
+    """Return whether the stages go round the devices at least twice."""
+    places, width = pipeline.places, pipeline.width
+    is_round = all(place == places[index % width] for index, place in enumerate(places))
+    return (is_round and pipeline.is_chain and not pipeline.has_shared and width < len(places)
+            and len(places) % width == 0)
 
 
-def _not_apart(roles: Roles) -> str:
-    return "" if roles.are_apart else "its pipelines share devices"
+def _over_and_back(pipeline: Pipeline) -> bool:
+    """Return whether the stages go over the devices once and back."""
+    return pipeline.places == pipeline.places[::-1] and 2 * pipeline.width == len(pipeline.places)
 
 
-def _spanning(roles: Roles) -> str:
-    return "some blocks span the devices of others (see 1f1b+)" if roles.has_shared else ""
+Condition = tuple[Callable[[Roles], bool], str]
 
-
-def _not_spanning(roles: Roles) -> str:
-    return "" if roles.has_shared else "no block spans the devices of others (see 1f1b)"
-
-
-def _not_round(roles: Roles) -> str:
-    """Say why the stages do not go round the devices at least twice."""
-    if not roles.is_training or not roles.are_apart:
-        return "it is not a pipeline that trains on devices of its own"
-
-    def goes_round(pipeline: Pipeline) -> bool:
-        places, width = pipeline.places, pipeline.width
-        is_round = all(place == places[index % width] for index, place in enumerate(places))
-        return (is_round and pipeline.is_chain and not pipeline.has_shared and width < len(places)
-                and len(places) % width == 0)
-
-    return "" if roles.are_places_apart and all(map(goes_round, roles.pipelines)) else (
-        "its stages do not go round the devices several times in the same order")
-
-
-def _not_opposite(roles: Roles) -> str:
-    """Say why the problem is not two opposite pipelines."""
-    if not roles.is_training or len(roles.pipelines) != 2:
-        return "it is not two pipelines that train"
-    down, up = roles.pipelines
-    if not all(pipeline.is_chain and not pipeline.has_shared and pipeline.width == len(pipeline.places)
-               for pipeline in roles.pipelines) or not roles.are_places_apart:
-        return "its pipelines are not chains with one stage on every device"
-    return "" if down.places == up.places[::-1] else "its pipelines do not run over the same devices in opposite order"
-
-
-def _odd(roles: Roles) -> str:
-    return f"it needs an even number of stages, not {roles.longest}" if roles.longest % 2 else ""
-
-
-def _not_split_chains(roles: Roles) -> str:
-    """Say why the problem is not chains with split backward on devices of their own."""
-    if not roles.is_training or not roles.is_split:
-        return "no backward is split into input and weight gradient"
-    if not roles.are_apart:
-        return "its pipelines share devices"
-    if any(pipeline.has_shared or not pipeline.is_chain for pipeline in roles.pipelines):
-        return "it has blocks that span the devices of others, or branches"
-    return "" if roles.are_places_apart else "its stages share devices in part"
-
-
-def _several(roles: Roles) -> str:
-    return "it has several stages on a device" if any(
-        pipeline.width < len(pipeline.places) for pipeline in roles.pipelines) else ""
-
-
-def _not_over_and_back(roles: Roles) -> str:
-    is_v = all(pipeline.places == pipeline.places[::-1] and 2 * pipeline.width == len(pipeline.places)
-               for pipeline in roles.pipelines)
-    return "" if is_v else "its stages do not go over the devices once and back"
-
-
-_CONDITIONS: Final[dict[str, tuple[Callable[[Roles], str], ...]]] = {
-    "gpipe": (_not_training,), "1f1b": (_spanning, _not_training, _not_apart),
-    "1f1b+": (_not_spanning, _not_training, _not_apart), "interleaved": (_not_round,), "chimera": (_not_opposite,),
-    "zb-h1": (_not_split_chains, _several), "zb-h2": (_not_split_chains, _several),
-    "zbv": (_not_split_chains, _not_over_and_back), "v-half": (_not_split_chains, _not_over_and_back),
-    "dualpipe": (_not_opposite, _odd), "forward-only": ()}
+_TRAINS: Final[Condition] = (lambda roles: roles.is_training, "it trains nothing")
+_APART: Final[Condition] = (lambda roles: roles.are_apart, "its pipelines share devices")
+_NOT_SHARED: Final[Condition] = (lambda roles: not roles.has_shared,
+                                 "some blocks span the devices of others (see 1f1b+)")
+_ONE_EACH: Final[Condition] = (lambda roles: all(pipeline.width == len(pipeline.places) for pipeline in roles.pipelines),
+                               "it has several stages on a device")
+_OVER_AND_BACK: Final[Condition] = (lambda roles: all(map(_over_and_back, roles.pipelines)),
+                                    "its stages do not go over the devices once and back")
+_OPPOSITE: Final[tuple[Condition, ...]] = (
+    (lambda roles: roles.is_training and len(roles.pipelines) == 2, "it is not two pipelines that train"),
+    (lambda roles: roles.are_plain_chains and _ONE_EACH[0](roles) and roles.are_places_apart,
+     "its pipelines are not chains with one stage on every device"),
+    (lambda roles: roles.pipelines[0].places == roles.pipelines[1].places[::-1],
+     "its pipelines do not run over the same devices in opposite order"))
+_SPLIT_CHAINS: Final[tuple[Condition, ...]] = (
+    (lambda roles: roles.is_training and roles.is_split, "no backward is split into input and weight gradient"),
+    _APART, (lambda roles: roles.are_plain_chains, "it has blocks that span the devices of others, or branches"),
+    (lambda roles: roles.are_places_apart, "its stages share devices in part"))
+_CONDITIONS: Final[dict[str, tuple[Condition, ...]]] = {
+    "gpipe": (_TRAINS,),
+    "1f1b": (_NOT_SHARED, _TRAINS, _APART),
+    "1f1b+": ((lambda roles: roles.has_shared, "no block spans the devices of others (see 1f1b)"), _TRAINS, _APART),
+    "interleaved": ((lambda roles: roles.is_training and roles.are_apart,
+                     "it is not a pipeline that trains on devices of its own"),
+                    (lambda roles: roles.are_places_apart and all(map(_goes_round, roles.pipelines)),
+                     "its stages do not go round the devices several times in the same order")),
+    "chimera": _OPPOSITE, "zb-h1": (*_SPLIT_CHAINS, _ONE_EACH), "zb-h2": (*_SPLIT_CHAINS, _ONE_EACH),
+    "zbv": (*_SPLIT_CHAINS, _OVER_AND_BACK), "v-half": (*_SPLIT_CHAINS, _OVER_AND_BACK),
+    "dualpipe": (*_OPPOSITE, (lambda roles: roles.longest % 2 == 0, "it needs an even number of stages, not {}")),
+    "forward-only": ()}
 
 NAMED: Final[dict[str, Callable[[ScheduleProblem, int], Schedule]]] = {
     name: partial(named_schedule, name) for name in _CONDITIONS}

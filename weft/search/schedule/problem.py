@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
@@ -69,6 +69,7 @@ class Edge(NamedTuple):
 
 
 AnyEdge = TypeVar("AnyEdge", bound=tuple[int, int, float])
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,11 +213,7 @@ class ScheduleProblem:
 
     def longest_paths(self) -> list[float]:
         """Return for each task the earliest start in one micro-batch alone, from dependencies."""
-        result = [0.0] * self.num_tasks
-        for task in self.topological:
-            for edge in self.predecessors[task]:
-                result[task] = max(result[task], result[edge.source] + self.task_times[edge.source] + edge.delay)
-        return result
+        return follow(self.predecessors, self.topological, self.task_times, [0.0] * self.num_tasks)
 
 
 def grouped(edges: Iterable[AnyEdge], end: Literal[0, 1], num_tasks: int) -> list[list[AnyEdge]]:
@@ -225,6 +222,15 @@ def grouped(edges: Iterable[AnyEdge], end: Literal[0, 1], num_tasks: int) -> lis
     for edge in edges:
         result[edge[end]].append(edge)
     return result
+
+
+def follow(incoming: Sequence[Iterable[tuple[int, int, Number]]], order: Iterable[int], times: Sequence[Number],
+           starts: list[Number]) -> list[Number]:
+    """Return the starts, each moved to the end of the longest path to it; tasks come in order of dependencies."""
+    for task in order:
+        for source, _, delay in incoming[task]:
+            starts[task] = max(starts[task], starts[source] + times[source] + delay)
+    return starts
 
 
 def with_memory(problem: ScheduleProblem, memory: Mapping[str, float | None]) -> ScheduleProblem:

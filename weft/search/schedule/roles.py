@@ -124,6 +124,11 @@ class Roles:
         return any(pipeline.has_shared for pipeline in self.pipelines)
 
     @property
+    def are_plain_chains(self) -> bool:
+        """Return whether all pipelines are chains of stages that span no others."""
+        return not self.has_shared and all(pipeline.is_chain for pipeline in self.pipelines)
+
+    @property
     def longest(self) -> int:
         """Return how many stages the longest pipeline has."""
         return max(len(pipeline.stages) for pipeline in self.pipelines)

@@ -150,7 +150,7 @@ class _Search:
             if alone.makespan <= 0:
                 return
             steady = make_steady(self.whole, alone.starts, alone.makespan, self.best.bound)
-        self.best.offer(steady.rate, steady, "one micro-batch after the other")
+        self.best.offer(steady.rate, steady, "steady state: one micro-batch after the other")
 
     def is_large(self, number: int) -> bool:
         """Return whether the solver's model for K = ``number`` would take long even to build."""
@@ -191,7 +191,7 @@ class _Search:
 
     def _try(self, period: int, number: int, effort: float = TUNING.quick_effort) -> SteadyState | None:
         """Return the tightened steady state of this period, if there is one and the solver finds it."""
-        self.best.tell(f"steady state of {number}, trying {period / float(self.whole.ticks):.6g}")
+        self.best.tell(f"steady state: {number} per period, trying {period / float(self.whole.ticks):.6g}")
         model = _Builder(self.whole, period, number)
         for item in TUNING.trial_slices:
             solution = solve(model.model, self.budget, effort=item.part * effort, seed=self.seed,
@@ -205,7 +205,7 @@ class _Search:
         found = make_steady(self.whole, model.read(solution), float(period), self.best.bound)
         if not _fits(found):
             return None
-        self.best.offer(found.rate, found, f"steady state of {number}")
+        self.best.offer(found.rate, found, f"steady state: {number} per period")
         return found
 
 

@@ -18,10 +18,11 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cached_property
 from typing import Final, Generic, Literal, TypeVar
 
 from weft.model.graph import F64
-from weft.search.schedule.problem import ScheduleProblem, grouped, turned_round
+from weft.search.schedule.problem import ScheduleProblem, follow, grouped, turned_round
 from weft.search.schedule.schedule import TOLERANCE, Schedule, replay
 from weft.search.schedule.tuning import TUNING
 
@@ -149,34 +150,24 @@ class WholeProblem:
 
     def heads(self) -> list[int]:
         """Return the earliest start of each task in a micro-batch alone."""
-        return self._longest(self.edges, self.problem.topological)
+        return follow(self._incoming, self.problem.topological, self.times, [0] * self.num_tasks)
 
     def tails(self) -> list[int]:
         """Return the least time from the end of each task to the end of its micro-batch."""
         turned = [(target, source, delay) for source, target, delay in self.edges]
-        return self._longest(turned, self.problem.topological[::-1])
-
-    def _longest(self, edges: Iterable[tuple[int, int, int]], order: Sequence[int]) -> list[int]:
-        """Return the longest path that leads to each task, which come in order of dependencies."""
-        result = [0] * self.num_tasks
-        incoming = grouped(edges, 1, self.num_tasks)
-        for task in order:
-            for source, _, delay in incoming[task]:
-                result[task] = max(result[task], result[source] + self.times[source] + delay)
-        return result
+        return follow(grouped(turned, 1, self.num_tasks), self.problem.topological[::-1], self.times,
+                      [0] * self.num_tasks)
 
     def lags_from(self, task: int) -> list[int | None]:
         """Return the least time from the start of ``task`` to the start of every task; None where it need not wait."""
-        result: list[int | None] = [None] * self.num_tasks
-        result[task] = 0
-        outgoing = grouped(self.edges, 0, self.num_tasks)
-        for source in self.problem.topological:
-            begin = result[source]
-            if begin is not None:
-                for _, target, delay in outgoing[source]:
-                    known = result[target]
-                    result[target] = max(begin + self.times[source] + delay, known if known is not None else 0)
-        return result
+        starts = [-math.inf] * self.num_tasks
+        starts[task] = 0.0
+        lags = follow(self._incoming, self.problem.topological, self.times, starts)
+        return [None if lag == -math.inf else int(lag) for lag in lags]
+
+    @cached_property
+    def _incoming(self) -> list[list[tuple[int, int, int]]]:
+        return grouped(self.edges, 1, self.num_tasks)
 
     def reversed(self) -> WholeProblem:
         """Return the problem backwards in time: takes become releases, so that cool-downs become warm-ups."""
