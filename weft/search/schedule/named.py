@@ -132,7 +132,7 @@ _TRAINS: Final[Condition] = (lambda roles: roles.is_training, "it trains nothing
 _APART: Final[Condition] = (lambda roles: roles.are_apart, "its pipelines share devices")
 _NOT_SHARED: Final[Condition] = (lambda roles: not roles.has_shared,
                                  "some blocks span the devices of others (see 1f1b+)")
-_ONE_EACH: Final[Condition] = (lambda roles: all(pipeline.width == len(pipeline.places) for pipeline in roles.pipelines),
+_ONE_EACH: Final[Condition] = (lambda roles: all(item.width == len(item.places) for item in roles.pipelines),
                                "it has several stages on a device")
 _OVER_AND_BACK: Final[Condition] = (lambda roles: all(map(_over_and_back, roles.pipelines)),
                                     "its stages do not go over the devices once and back")
@@ -156,7 +156,7 @@ _CONDITIONS: Final[dict[str, tuple[Condition, ...]]] = {
                      "its stages do not go round the devices several times in the same order")),
     "chimera": _OPPOSITE, "zb-h1": (*_SPLIT_CHAINS, _ONE_EACH), "zb-h2": (*_SPLIT_CHAINS, _ONE_EACH),
     "zbv": (*_SPLIT_CHAINS, _OVER_AND_BACK), "v-half": (*_SPLIT_CHAINS, _OVER_AND_BACK),
-    "dualpipe": (*_OPPOSITE, (lambda roles: roles.longest % 2 == 0, "it needs an even number of stages, not {}")),
+    "dualpipe": (*_OPPOSITE, (lambda roles: not roles.longest % 2, "it needs an even number of stages, not {}")),
     "forward-only": ()}
 
 NAMED: Final[dict[str, Callable[[ScheduleProblem, int], Schedule]]] = {
@@ -247,8 +247,13 @@ class _Filler:
         self.holds = {stage.forward: 1 for stage in stages}
         self.holds.update({stage.backward if stage.weight is None else stage.weight: -1 for stage in stages
                            if stage.backward is not None})
-        self.before = _block_edges(problem)
-        self.wakes = _wakes(problem, self.before, {place: line for line, place in enumerate(orders)})
+        self.before = problem.unlinked.predecessors  # a link counts as if it were free
+        self.wakes: list[list[int]] = [[] for _ in problem.blocks]
+        """By block: the other lines that may wait for it."""
+        lines = {place: line for line, place in enumerate(orders)}
+        for source, target, _ in problem.unlinked.edges:
+            if problem.blocks[source].devices != problem.blocks[target].devices:
+                self.wakes[source].append(lines[problem.blocks[target].devices])
         self.room = [min((room * (1 + TOLERANCE) for device in place
                           if (room := problem.device_memory[device]) is not None), default=float("inf"))
                      for place in orders]
@@ -298,7 +303,7 @@ class _Filler:
     def _ready(self, block: int, number: int) -> float:
         """Return when the block can start; infinity if it needs something that has not started yet."""
         ready = 0.0
-        for source, delay in self.before[block]:
+        for source, _, delay in self.before[block]:
             end = self.ends[source][number]
             if end < 0:
                 return float("inf")
@@ -319,22 +324,3 @@ class _Filler:
             if self.asleep[other]:
                 self.asleep[other] = False
                 heapq.heappush(self.queue, (now, other))
-
-
-def _block_edges(problem: ScheduleProblem) -> list[list[tuple[int, float]]]:
-    """Return what each block needs, and how long that takes to arrive; a link counts as if it were free."""
-    delays: list[dict[int, float]] = [dict.fromkeys(block.after, 0.0) for block in problem.blocks]
-    for item in problem.transfers:
-        delays[item.target][item.source] = max(delays[item.target].get(item.source, 0.0), item.time)
-    return [sorted(edges.items()) for edges in delays]
-
-
-def _wakes(problem: ScheduleProblem, before: Sequence[Sequence[tuple[int, float]]],
-           lines: Mapping[Place, int]) -> list[list[int]]:
-    """Return for each block the other lines that may wait for it."""
-    result: list[list[int]] = [[] for _ in problem.blocks]
-    for block, edges in enumerate(before):
-        for source, _ in edges:
-            if problem.blocks[source].devices != problem.blocks[block].devices:
-                result[source].append(lines[problem.blocks[block].devices])
-    return result

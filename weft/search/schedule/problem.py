@@ -166,6 +166,11 @@ class ScheduleProblem:
                      for (source, target), delay in sorted(delays.items()))
 
     @cached_property
+    def unlinked(self) -> ScheduleProblem:
+        """Return the problem with links that carry any number of transfers at a time: all are delays between blocks."""
+        return replace(self, transfers=tuple(replace(item, link=None) for item in self.transfers))
+
+    @cached_property
     def predecessors(self) -> tuple[tuple[Edge, ...], ...]:
         """Return the edges into each task."""
         return tuple(map(tuple, grouped(self.edges, 1, self.num_tasks)))

@@ -190,18 +190,13 @@ class _Graph:
 
     @staticmethod
     def of(problem: ScheduleProblem) -> _Graph:
-        before: list[set[int]] = [set(block.after) for block in problem.blocks]
-        for transfer in problem.transfers:
-            before[transfer.target].add(transfer.source)
-        after: list[set[int]] = [set() for _ in before]
-        for block, sources in enumerate(before):
-            for source in sources:
-                after[source].add(block)
         order = tuple(task for task in problem.topological if task < problem.num_blocks)
         sets = {block.devices: frozenset(block.devices) for block in problem.blocks}
         shared = frozenset(devices for devices, wide in sets.items()
                            if len(wide) > 1 and any(other < wide for other in sets.values()))
-        return _Graph(tuple(map(frozenset, before)), tuple(map(frozenset, after)), order, shared)
+        return _Graph(tuple(frozenset(edge.source for edge in edges) for edges in problem.unlinked.predecessors),
+                      tuple(frozenset(edge.target for edge in edges) for edges in problem.unlinked.successors),
+                      order, shared)
 
     def components(self) -> list[list[int]]:
         """Return the blocks that depend on each other, each list in order of dependencies."""

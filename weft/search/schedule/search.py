@@ -90,7 +90,8 @@ class _Search:
 
     def _to_whole(self, rounding: Rounding) -> WholeProblem:
         if self.problem.num_tasks * self.num_microbatches <= TUNING.max_tiny:
-            return to_whole(self.problem, rounding=rounding, max_exact=10**9, resolution=10**6)
+            return to_whole(self.problem, rounding=rounding, max_exact=TUNING.tiny_exact,
+                            resolution=TUNING.tiny_resolution)
         return to_whole(self.problem, rounding=rounding)
 
     @cached_property
@@ -122,14 +123,14 @@ class _Search:
             return
         yield self.bound_by_order
         is_small = self.num_microbatches * self.problem.num_tasks <= TUNING.max_free
-        yield lambda: self.complete((1, 2) if is_small else (1, 2, 3))
+        yield lambda: self.complete(TUNING.first_sizes[:2] if is_small else TUNING.first_sizes)
         if self.whole.is_exact:
             yield self.bound_by_windows
         if is_small:
-            yield lambda: self.solve_whole(0.7 * self.budget.effort)
+            yield lambda: self.solve_whole(TUNING.whole_share * self.budget.effort)
         if not self.whole.is_exact:
             yield self.bound_by_windows
-        yield lambda: self.complete((3, 5, 7, 10, 14, 20, 28))
+        yield lambda: self.complete(TUNING.later_sizes)
         if is_small:
             yield lambda: self.solve_whole(self.budget.effort)
             yield self.bound_whole
@@ -158,8 +159,8 @@ class _Search:
         for name, item in named_schedules(self.problem, self.num_microbatches).items():
             self.offer(item, name)
         if not self.best.is_proven and size <= TUNING.max_greedy:
-            limits = sorted({min(self.num_microbatches, limit) for limit in
-                             ((2, 3, 4, 6, 8, 12) if size <= TUNING.max_greedy // 20 else (self.problem.num_devices,))})
+            limits = TUNING.in_flight if size <= TUNING.max_greedy // 20 else (self.problem.num_devices,)
+            limits = tuple(sorted({min(self.num_microbatches, limit) for limit in limits}))
             for item in greedy_schedules(self.problem, self.num_microbatches, limits, self.budget):
                 self.offer(item)
 
@@ -257,7 +258,7 @@ class _Search:
         hint = replay_ticks(self.whole, self.best.answer)
         horizon = round(float((hint + np.asarray(self.whole.times)[:, None]).max()))
         least = math.floor(self.best.bound * float(self.whole.ticks) + 1e-6)
-        effort = effort if self.whole.is_exact else 0.6 * effort
+        effort = effort if self.whole.is_exact else TUNING.rounded_share * effort
         found = solve_unrolled(self.whole, self.num_microbatches, self.budget, horizon=horizon, effort=effort,
                                least=least, hint=hint, seed=self.seed)
         if found is None:

@@ -32,6 +32,10 @@ class Tuning:
     """More tasks times micro-batches are refused: even to play one order would take many seconds."""
     max_tiny: int = 60
     """Up to so many tasks of all micro-batches a finer grid of time costs little. A guess."""
+    tiny_exact: int = 10**9
+    """Exact scaling is used up to so many ticks for those. A guess."""
+    tiny_resolution: int = 10**6
+    """Ticks per busiest device and micro-batch for those, where scaling is not exact. A guess."""
     max_free: int = 800
     """Up to so many tasks of all micro-batches are solved all at once. A guess."""
     max_unrolled: int = 2_500
@@ -48,6 +52,16 @@ class Tuning:
     """For one size of warm-up and cool-down."""
     window_share: float = 0.1
     """For bounds by windows."""
+    whole_share: float = 0.7
+    """Of what is left, for all micro-batches at once before long warm-ups and cool-downs are tried."""
+    rounded_share: float = 0.6
+    """Of that, where times were rounded: what is left goes into a bound with times rounded down."""
+    first_sizes: tuple[int, ...] = (1, 2, 3)
+    """Micro-batches of warm-up and cool-down that are tried before anything else; 3 only where all at once is not."""
+    later_sizes: tuple[int, ...] = (3, 5, 7, 10, 14, 20, 28)
+    """Those that are tried after it: about half as many again each time."""
+    in_flight: tuple[int, ...] = (2, 3, 4, 6, 8, 12)
+    """Limits for greedy rules on the micro-batches in flight; for large problems only the number of devices."""
     # ---- first schedules (weft.search.schedule.first)
     max_joint_tasks: int = 600
     """More tasks are not searched together for the least memory, but in equal groups of micro-batches, one group after
