@@ -187,7 +187,7 @@ def block_shades(problem: ScheduleProblem) -> tuple[Shade, ...]:
         shades = _shades_by_memory(problem)
     else:
         known = roles.of_blocks()
-        shades = [_SHADES[known[block][0]] for block in range(problem.num_blocks)]
+        shades = [_SHADES[known[block].role] for block in range(problem.num_blocks)]
     return (*shades, *(shades[transfer.source] for transfer in problem.linked))
 
 

@@ -64,18 +64,18 @@ def test_branches():
 def test_inference_has_no_backward(name):
     roles = roles_of(shape(name, 4, memory=None, training=False))
     assert not roles.is_training
-    assert {role for role, _ in roles.of_blocks().values()} == {Role.FORWARD}
+    assert {item.role for item in roles.of_blocks().values()} == {Role.FORWARD}
     assert len(roles.pipelines) == (2 if name == "x" else 1)
 
 
 def test_what_each_block_is():
     problem = chain(over_and_back(2), weight=1.0)
     roles = roles_of(problem).of_blocks()
-    assert [roles[block][0].value for block in range(12)] == ["F"] * 4 + ["I"] * 4 + ["W"] * 4
-    assert [roles[block][1].depth for block in range(12)] == [0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3]
-    assert [roles[block][1].chunk for block in range(4)] == [0, 0, 1, 1]
+    assert [roles[block].role.value for block in range(12)] == ["F"] * 4 + ["I"] * 4 + ["W"] * 4
+    assert [roles[block].stage for block in range(12)] == [0, 1, 2, 3, 3, 2, 1, 0, 0, 1, 2, 3]
+    assert [roles[block].chunk for block in range(4)] == [0, 0, 1, 1]
     whole = roles_of(chain([0, 1])).of_blocks()
-    assert [whole[block][0] for block in (2, 3)] == [Role.BACKWARD, Role.BACKWARD]
+    assert [whole[block].role for block in (2, 3)] == [Role.BACKWARD, Role.BACKWARD]
 
 
 @pytest.mark.parametrize("transfers", ["none", "delay", "link"])

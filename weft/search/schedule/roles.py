@@ -103,6 +103,16 @@ class Pipeline:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BlockRole:
+    """What one block is."""
+
+    role: Role
+    stage: int
+    """Its stage's position in the pipeline."""
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Roles:
     """The pipelines of a problem."""
 
@@ -145,15 +155,16 @@ class Roles:
         places = {place for pipeline in self.pipelines for place in pipeline.places}
         return len({device for place in places for device in place}) == sum(map(len, places))
 
-    def of_blocks(self) -> dict[int, tuple[Role, Stage]]:
-        """Return for every block what it does for which stage."""
+    def of_blocks(self) -> dict[int, BlockRole]:
+        """Return for every block what it is."""
         result = {}
-        for stage in (stage for pipeline in self.pipelines for stage in pipeline.stages):
-            result[stage.forward] = Role.FORWARD, stage
-            if stage.backward is not None:
-                result[stage.backward] = Role.BACKWARD if stage.weight is None else Role.INPUT_GRADIENT, stage
-            if stage.weight is not None:
-                result[stage.weight] = Role.WEIGHT_GRADIENT, stage
+        for place, stage in ((place, stage) for pipeline in self.pipelines
+                             for place, stage in enumerate(pipeline.stages)):
+            whole = Role.BACKWARD if stage.weight is None else Role.INPUT_GRADIENT
+            for role, block in ((Role.FORWARD, stage.forward), (whole, stage.backward),
+                                (Role.WEIGHT_GRADIENT, stage.weight)):
+                if block is not None:
+                    result[block] = BlockRole(role=role, stage=place, chunk=stage.chunk)
         return result
 
 
