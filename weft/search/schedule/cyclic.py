@@ -45,7 +45,8 @@ def tighten(clock: Clock, starts: F64, period: float, *, whole: bool = False) ->
     """
     times: Sequence[float] = clock.task_times if isinstance(clock, ScheduleProblem) else clock.times
     system = _build_system(clock, times, starts, period)
-    trial = max((sum(times[task] for task in tasks) for tasks in clock.resource_tasks), default=0.0) * starts.shape[1]
+    work: Sequence[float] = clock.device_work if isinstance(clock, ScheduleProblem) else clock.work
+    trial = max(work, default=0.0) * starts.shape[1]
     while True:
         potential, cycle = _longest_paths(system, starts.size, trial)
         if cycle is None and whole and trial != math.ceil(trial - 1e-9):

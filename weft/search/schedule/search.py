@@ -30,14 +30,12 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
 
-import numpy as np
-
 from weft.base.errors import InputError
 from weft.model.graph import F64
 from weft.search.common.budget import Budget, OutOfTime, cut_short
 from weft.search.common.incumbent import Incumbent
 from weft.search.schedule.bounds import earliest_starts, least_idle, makespan_bound, period_bound
-from weft.search.schedule.cyclic import NoPeriod, tighten
+from weft.search.schedule.cyclic import NoPeriod
 from weft.search.schedule.first import first_schedule, greedy_schedules
 from weft.search.schedule.named import named_schedules
 from weft.search.schedule.problem import ScheduleProblem
@@ -200,8 +198,7 @@ class _Search:
         if self.steady is None:
             return
         if self.completion is None:
-            ticks = float(self.whole.ticks)
-            tight = tighten(self.whole, self.steady.starts * ticks, self.steady.period * ticks, whole=True)
+            tight = self.steady.in_ticks(self.whole)
             self.completion = Completion(self.whole, tight.starts, int(tight.period), self.num_microbatches)
         state = self.completion
         for size in sizes:
@@ -214,13 +211,12 @@ class _Search:
 
     def _complete(self, state: Completion, middle: Middle, size: int) -> None:
         total = state.total(middle, size)
-        hint = state.hint(middle, total)
-        horizon = round(float((hint + np.asarray(self.whole.times)[:, None]).max()))
         extra = (self.num_microbatches - total) // middle.microbatches * middle.period
         least = max(0, math.floor(self.best.bound * float(self.whole.ticks) + 1e-6) - extra)
         self.best.tell(f"{size} micro-batches of warm-up and cool-down")
-        found = solve_unrolled(self.whole, total, self.budget, horizon=horizon, least=least, middle=middle, hint=hint,
-                               effort=TUNING.completion_share * self.effort, slices=TUNING.to_improve, seed=self.seed)
+        effort = TUNING.completion_share * self.effort
+        found = solve_unrolled(self.whole, total, self.budget, effort=effort, least=least, middle=middle,
+                               hint=state.hint(middle, total), slices=TUNING.to_improve, seed=self.seed)
         if found is not None:
             state.last = found.starts, middle
             self.offer(self.whole.to_real(prolong(found.starts, middle, self.num_microbatches)))
@@ -238,29 +234,26 @@ class _Search:
 
     def _bound_by_windows(self, lower: WholeProblem, window: int, share: Budget) -> None:
         mirror = lower.reversed()
-        work = [sum(lower.times[task] for task in tasks) for tasks in self.problem.resource_tasks]
-        for device in sorted(range(self.problem.num_devices), key=lambda device: -work[device]):
+        for device in sorted(range(self.problem.num_devices), key=lambda device: -lower.work[device]):
             if share.is_spent or self.best.is_proven:
                 break
-            target = self.best.value * float(lower.ticks) - self.num_microbatches * work[device]
-            if target - 2 * window >= 0:
+            busy = self.num_microbatches * lower.work[device]
+            if self.best.value * float(lower.ticks) - busy - 2 * window >= 0:
                 continue
             effort = share.effort / 6
             idle = sum(least_idle(side, device, window, self.num_microbatches, share, effort=effort, seed=self.seed)
                        for side in (lower, mirror))
-            self.raise_bound((self.num_microbatches * work[device] + idle) / float(lower.ticks))
+            self.raise_bound((busy + idle) / float(lower.ticks))
 
     def solve_whole(self, effort: float) -> None:
         """Solve all micro-batches at once, from the best schedule so far."""
         if self.best.answer is None or self.best.is_done:
             return
         self.best.tell("all at once")
-        hint = replay_ticks(self.whole, self.best.answer)
-        horizon = round(float((hint + np.asarray(self.whole.times)[:, None]).max()))
         least = math.floor(self.best.bound * float(self.whole.ticks) + 1e-6)
         effort = effort if self.whole.is_exact else TUNING.rounded_share * effort
-        found = solve_unrolled(self.whole, self.num_microbatches, self.budget, horizon=horizon, effort=effort,
-                               least=least, hint=hint, seed=self.seed)
+        found = solve_unrolled(self.whole, self.num_microbatches, self.budget, effort=effort, least=least,
+                               hint=replay_ticks(self.whole, self.best.answer), seed=self.seed)
         if found is None:
             return
         self.offer(self.whole.to_real(found.starts))

@@ -33,7 +33,7 @@ from weft.search.common.budget import Budget
 from weft.search.common.cpsat import Solution, solve
 from weft.search.common.incumbent import Incumbent
 from weft.search.schedule.bounds import period_bound
-from weft.search.schedule.cyclic import tighten
+from weft.search.schedule.cyclic import Tight, tighten
 from weft.search.schedule.first import first_schedule
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import Schedule, find_problems
@@ -71,6 +71,11 @@ class SteadyState:
         """Return whether the bound is met."""
         return self.rate <= self.bound * (1 + 1e-9)
 
+    def in_ticks(self, whole: WholeProblem) -> Tight:
+        """Return the steady state with the same cyclic order in ticks, with a whole period."""
+        ticks = float(whole.ticks)
+        return tighten(whole, self.starts * ticks, self.period * ticks, whole=True)
+
     def unroll(self, num_microbatches: int) -> Schedule:
         """Return the schedule that repeats the pattern from the first micro-batch to the last."""
         laps, copies = np.divmod(np.arange(num_microbatches), self.num_microbatches)
@@ -105,16 +110,14 @@ def variants(steady: SteadyState, *, budget: Budget, seed: int = 0) -> Iterator[
     search = _Search(to_whole(steady.problem), steady.bound, budget, seed)
     if steady.period <= 0 or search.is_large(steady.num_microbatches):
         return
-    ticks = float(search.whole.ticks)
-    tight = tighten(search.whole, steady.starts * ticks, steady.period * ticks, whole=True)
-    builder = _Builder(search.whole, int(tight.period), steady.num_microbatches)
+    tight = steady.in_ticks(search.whole)
     for number in range(TUNING.max_variants):
         if budget.is_spent:
             break
+        builder = _Builder(search.whole, int(tight.period), steady.num_microbatches)
         if number == 0:
             builder.minimize_latency(tight.starts)
         else:
-            builder = _Builder(search.whole, int(tight.period), steady.num_microbatches)
             builder.minimize_weighted(Random(f"{seed} {number}"))
         effort = TUNING.quick_effort if number == 0 else TUNING.variant_effort
         solution = solve(builder.model, budget, effort=effort, seed=seed + number, linearization=0)
@@ -185,8 +188,7 @@ class _Search:
 
     def _least(self, number: int) -> int:
         """Return the bound for K = ``number`` in ticks, of the rounded times."""
-        rounded = max((sum(self.whole.times[task] for task in tasks)
-                       for tasks in self.whole.problem.resource_tasks), default=0) * number
+        rounded = max(self.whole.work, default=0) * number
         return max(1, rounded, math.ceil(self.best.bound * float(self.whole.ticks) * number - 1e-6))
 
     def _try(self, period: int, number: int, effort: float = TUNING.quick_effort) -> SteadyState | None:

@@ -61,15 +61,18 @@ class Unrolled:
     is_optimal: bool
 
 
-def solve_unrolled(whole: WholeProblem, num_microbatches: int, budget: Budget, *, horizon: int, effort: float,
-                   least: int = 0, middle: Middle | None = None, hint: F64 | None = None,
+def solve_unrolled(whole: WholeProblem, num_microbatches: int, budget: Budget, *, effort: float, least: int = 0,
+                   horizon: int | None = None, middle: Middle | None = None, hint: F64 | None = None,
                    slices: tuple[Slice, ...] = TUNING.to_prove, seed: int = 0) -> Unrolled | None:
     """Return the shortest schedule found that ends by ``horizon``, or None.
 
     ``least`` is a known bound: reaching it ends the search (it is not put into the model: the solver would try to meet
-    it rather than improve). ``hint`` [tasks, micro-batches] is a schedule to start
-    from.
+    it rather than improve). ``hint`` [tasks, micro-batches] is a schedule to start from; without a ``horizon`` none
+    that ends later is looked for.
     """
+    if horizon is None:
+        assert hint is not None, "something must limit the model"
+        horizon = whole.end_of(hint)
     builder = _Builder(whole, num_microbatches, horizon=horizon, middle=middle)
     best: Unrolled | None = None
     for item in slices:
@@ -225,8 +228,7 @@ class _Builder:
         """Start the search from this schedule."""
         for (task, index), variable in self.variables.items():
             self.model.add_hint(variable, round(float(starts[task, index])))
-        ends = starts + np.asarray(self.whole.times, dtype=np.float64)[:, None]
-        self.model.add_hint(self.makespan, round(float(ends.max())))
+        self.model.add_hint(self.makespan, self.whole.end_of(starts))
 
     def read(self, solution: Solution) -> Unrolled:
         """Return the solution's starts."""

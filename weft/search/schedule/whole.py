@@ -21,6 +21,8 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Final, Generic, Literal, TypeVar
 
+import numpy as np
+
 from weft.model.graph import F64
 from weft.search.schedule.problem import ScheduleProblem, follow, grouped, turned_round
 from weft.search.schedule.schedule import TOLERANCE, Schedule, replay
@@ -138,6 +140,11 @@ class WholeProblem:
         """Return the devices on which every take is matched with a release."""
         return _balanced(self.holds)
 
+    @cached_property
+    def work(self) -> tuple[int, ...]:
+        """Return the busy ticks of each resource for one micro-batch."""
+        return tuple(sum(self.times[task] for task in tasks) for tasks in self.resource_tasks)
+
     @property
     def resource_tasks(self) -> tuple[tuple[int, ...], ...]:
         """Return the tasks of each resource."""
@@ -147,6 +154,10 @@ class WholeProblem:
         """Return the schedule in real time with the orders of these starts (in ticks)."""
         scaled = Schedule(problem=self.problem, starts=starts / float(self.ticks))
         return scaled if self.is_exact else replay(self.problem, scaled.num_microbatches, scaled.orders())
+
+    def end_of(self, starts: F64) -> int:
+        """Return when the last task ends, in ticks, with these starts [tasks, micro-batches]."""
+        return round(float((starts + np.asarray(self.times, dtype=np.float64)[:, None]).max()))
 
     def heads(self) -> list[int]:
         """Return the earliest start of each task in a micro-batch alone."""
