@@ -231,6 +231,10 @@ def _read_memory(draft: _Draft, path: str, value: Any) -> int | None:
     return num_bytes
 
 
+def _read_memory_bandwidth(draft: _Draft, path: str, value: Any) -> float | None:
+    return None if value is None else _read(draft, f"{path}.memory_bandwidth", value, parse_rate, 1.0)
+
+
 def _read_flops(draft: _Draft, path: str, value: Mapping[str, Any]) -> dict[str, float]:
     rates = {}
     for dtype, text in value.items():
@@ -272,13 +276,11 @@ def _add_kind(draft: _Draft, name: str, entry: KindEntry) -> None:
     path = f"kinds.{name}"
     if not name or len(name) > 100 or not name.isprintable():
         draft.note(f"{path!r}: the name must have 1 to 100 printable characters")
-    bandwidth = entry.memory_bandwidth
     draft.kinds[name] = DeviceKind(
         name=name,
         flop_per_s=_read_flops(draft, f"{path}.flops", entry.flops),
         memory_bytes=_read_memory(draft, f"{path}.memory", entry.memory),
-        memory_bytes_per_s=None if bandwidth is None else _read(
-            draft, f"{path}.memory_bandwidth", bandwidth, parse_rate, 1.0),
+        memory_bytes_per_s=_read_memory_bandwidth(draft, path, entry.memory_bandwidth),
         overhead_s=_read(draft, f"{path}.overhead", entry.overhead, parse_time, 0.0),
         type=entry.type,
         source=entry.source,
@@ -378,9 +380,7 @@ def _add_device(draft: _Draft, entry: DeviceEntry, path: str) -> None:
 def _device_kind(draft: _Draft, entry: DeviceEntry, path: str) -> DeviceKind:
     """Return the device's kind: one under ``kinds``, one that an earlier device described, a preset, or its own."""
     flops = _read_flops(draft, f"{path}.flops", entry.flops)
-    bandwidth = None
-    if entry.memory_bandwidth is not None:
-        bandwidth = _read(draft, f"{path}.memory_bandwidth", entry.memory_bandwidth, parse_rate, 1.0)
+    bandwidth = _read_memory_bandwidth(draft, path, entry.memory_bandwidth)
     own = DeviceKind(name=entry.kind, flop_per_s=flops, memory_bytes_per_s=bandwidth)
     has_rates = bool(flops) or bandwidth is not None
     known = _known_kind(draft, entry.kind)

@@ -42,6 +42,9 @@ _CPU_MATRIX: Final = 384
 _GPU_MATRIX: Final = 4096
 _CPU_COPY_BYTES: Final = 64 << 20
 _GPU_COPY_BYTES: Final = 256 << 20
+LARGE_BYTES: Final = 8 << 20
+NUM_LARGE: Final = 12
+NUM_SMALL: Final = 200
 
 
 def probe(num_devices: int | None = None, *, device: str = "auto", time_limit_s: float = 60.0) -> Cluster:
@@ -77,15 +80,10 @@ def _host_name() -> str:
 def _probe_cpu(torch: Any, num_devices: int | None, time_limit_s: float) -> Cluster:
     count = num_devices or num_cores()
     with _one_thread(torch):
-        rates = {dtype: _matrix_rate(torch, dtype, "cpu", _CPU_MATRIX) for dtype in DTYPES}
-        bandwidth = _copy_rate(torch, "cpu", _CPU_COPY_BYTES)
-        overhead_s = _start_time(torch, "cpu")
-    kind = DeviceKind(
-        name="local-cpu", flop_per_s=rates, memory_bytes=memory_bytes() // count, memory_bytes_per_s=bandwidth,
-        overhead_s=overhead_s, type="cpu",
-        source=f"measured on one thread ({platform.machine()}, torch {torch.__version__}); memory is the machine's, "
-               f"divided by {count}",
-    )
+        kind = _measured(
+            torch, "local-cpu", "cpu", memory=memory_bytes() // count, matrix=_CPU_MATRIX, copied=_CPU_COPY_BYTES,
+            source=f"measured on one thread ({platform.machine()}, torch {torch.__version__}); memory is the "
+                   f"machine's, divided by {count}")
     host = _host_name()
     cores = num_cores()
     devices = tuple(Device(name=f"cpu{index}", kind=kind.name, host=host, memory_bytes=kind.memory_bytes,
@@ -149,24 +147,14 @@ def _probe_gpus(torch: Any, num_devices: int | None) -> Cluster:
         preset = lookup_kind(properties.name)
         name = preset.kind.name if preset else properties.name
         if name not in kinds:
-            kinds[name] = _measured_gpu(torch, name, f"cuda:{index}", properties)
+            kinds[name] = _measured(
+                torch, name, f"cuda:{index}", memory=int(properties.total_memory), matrix=_GPU_MATRIX,
+                copied=_GPU_COPY_BYTES, source=f"measured on {properties.name} (torch {torch.__version__})")
         devices.append(Device(name=f"gpu{index}", kind=name, host=host, memory_bytes=int(properties.total_memory)))
     links: tuple[Link, ...] = ()
     if count > 1:
         links = _star(tuple(devices), f"{host}/fabric", _gpu_link_rate(torch), "measured by copies from GPU 0 to GPU 1")
     return Cluster(name=host, kinds=kinds, devices=tuple(devices), links=links)
-
-
-def _measured_gpu(torch: Any, name: str, device: str, properties: Any) -> DeviceKind:
-    return DeviceKind(
-        name=name,
-        flop_per_s={dtype: _matrix_rate(torch, dtype, device, _GPU_MATRIX) for dtype in DTYPES},
-        memory_bytes=int(properties.total_memory),
-        memory_bytes_per_s=_copy_rate(torch, device, _GPU_COPY_BYTES),
-        overhead_s=_start_time(torch, device),
-        type="gpu",
-        source=f"measured on {properties.name} (torch {torch.__version__})",
-    )
 
 
 def _gpu_link_rate(torch: Any) -> LinkRate:
@@ -196,6 +184,14 @@ def _one_thread(torch: Any) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
+
+
+def _measured(torch: Any, name: str, device: str, *, memory: int, matrix: int, copied: int, source: str) -> DeviceKind:
+    """Return the kind of a device: multiplied matrices have ``matrix`` rows, ``copied`` bytes are copied."""
+    return DeviceKind(
+        name=name, flop_per_s={dtype: _matrix_rate(torch, dtype, device, matrix) for dtype in DTYPES},
+        memory_bytes=memory, memory_bytes_per_s=_copy_rate(torch, device, copied),
+        overhead_s=_start_time(torch, device), type="cpu" if device == "cpu" else "gpu", source=source)
 
 
 def _times(run: Callable[[], object], finish: Callable[[], object], *, inner: int = 1) -> list[float]:
@@ -234,11 +230,6 @@ def _copy_rate(torch: Any, device: str, num_bytes: int) -> float:
 def _start_time(torch: Any, device: str) -> float:
     one = torch.ones(1, device=device)
     return statistics.median(_times(lambda: one.add(one), _finisher(torch, device), inner=100))
-
-
-LARGE_BYTES: Final = 8 << 20
-NUM_LARGE: Final = 12
-NUM_SMALL: Final = 200
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -48,11 +48,15 @@ class Shape:
     """What the cells are checked against."""
 
     rank_of: Mapping[int, int]
-    """The rank of each stage."""
-    num_stages: int
+    """The rank of each stage; there are as many stages as it names."""
     num_microbatches: int
     place: Callable[[int, int], str]
     """Words for (rank, column); column -1 is the whole row."""
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages."""
+        return len(self.rank_of)
 
 
 def require_order(rows: Rows, shape: Shape, what: str) -> Order:

@@ -53,7 +53,7 @@ def to_csv(plan: Plan) -> str:
     if missing := sorted(set(range(len(devices))) - set(ranks)):
         raise_problems(_THE_PLAN, [f"cluster.devices[{rank}]: {devices[rank]!r} runs no stage, but PyTorch gives every "
                                    "rank a part of the schedule; plan for fewer devices" for rank in missing])
-    shape = Shape(rank_of=dict(enumerate(ranks)), num_stages=len(ranks), num_microbatches=plan.microbatches,
+    shape = Shape(rank_of=dict(enumerate(ranks)), num_microbatches=plan.microbatches,
                   place=lambda rank, column: f"order.{devices[rank]}" + (f"[{column}]" if column >= 0 else ""))
     return _format(require_order(_plan_rows(plan), shape, _THE_PLAN))
 
@@ -93,7 +93,7 @@ def order_from_csv(plan: Plan, text: str) -> Plan:
     if len(rows) != len(devices):
         raise PlanError(f"{_THE_CSV} has {len(rows)} rows, but the plan has {len(devices)} devices "
                         f"({', '.join(devices[:8])}{', ...' if len(devices) > 8 else ''}): it needs one row for each")
-    shape = Shape(rank_of=dict(enumerate(ranks)), num_stages=len(ranks), num_microbatches=plan.microbatches,
+    shape = Shape(rank_of=dict(enumerate(ranks)), num_microbatches=plan.microbatches,
                   place=lambda rank, column: _csv_place(rank, column, devices[rank]))
     order = require_order(rows, shape, _THE_CSV)
     tokens = to_tokens(order, tuple(stage.name for stage in plan.stages))
@@ -233,8 +233,7 @@ def _infer_shape(rows: Rows) -> Shape:
     for cell in itertools.chain.from_iterable(rows):
         rank_of.setdefault(cell.key[0], cell.rank)
     forwards = Counter(stage for stage, kind, _ in {cell.key for row in rows for cell in row} if kind == "F")
-    return Shape(rank_of=rank_of, num_stages=len(rank_of), place=_csv_place,
-                 num_microbatches=max(forwards.values(), default=1))
+    return Shape(rank_of=rank_of, num_microbatches=max(forwards.values(), default=1), place=_csv_place)
 
 
 def _csv_place(rank: int, column: int, device: str | None = None) -> str:
