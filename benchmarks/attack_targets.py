@@ -326,7 +326,7 @@ def _read_csv(path: Path, use: bool) -> None:
 
 
 def _read_problem(path: Path, use: bool) -> None:
-    from weft.search.schedule.problem_file import load_problem
+    from weft.search.schedule.problem import load_problem
 
     load_problem(path)
     if use:

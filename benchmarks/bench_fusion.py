@@ -15,7 +15,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+import time
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -26,8 +28,45 @@ QUICK = ("gpt2-tiny", "llama-tiny", "vit-base", "swin-t", "resnet-50", "convnext
 LIMIT = 0.6
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionRow:
+    """How many operators one model has before and after fusion."""
+
+    model: str
+    num_ops: int
+    num_constants: int
+    """Of them, those that any device computes for itself: they are not placed."""
+    num_rules: int
+    """Groups by the table of rules."""
+    num_inductor: int | None
+    """Groups by inductor; None where it was not asked."""
+    rules_s: float
+    """CPU seconds of the rules and the contraction."""
+    inductor_s: float | None
+
+
+def fusion_report(models: Iterable[str], *, inductor: Collection[str] = (), batch: int = 1) -> Iterator[FusionRow]:
+    """Yield one row for each zoo model, traced for inference; those in ``inductor`` also as inductor fuses them."""
+    from weft.coarsen.coarsen import coarsen, find_groups
+    from weft.coarsen.groups import NO_GROUP
+    from weft.model.load import trace_model
+
+    for name in models:
+        traced = trace_model(name, mode="inference", batch=batch)
+        start = time.process_time()
+        coarse = coarsen(traced)
+        rules_s = time.process_time() - start
+        num_inductor, inductor_s = None, None
+        if name in inductor:
+            start = time.process_time()
+            num_inductor = find_groups(traced, "inductor").num_groups
+            inductor_s = time.process_time() - start
+        yield FusionRow(model=name, num_ops=traced.graph.num_ops,
+                        num_constants=int((coarse.groups.of_op == NO_GROUP).sum()), num_rules=coarse.groups.num_groups,
+                        num_inductor=num_inductor, rules_s=rules_s, inductor_s=inductor_s)
+
+
 def main() -> None:
-    from weft.coarsen.coarsen import fusion_report
     from weft.model.zoo import MODELS
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

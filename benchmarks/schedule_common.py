@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from weft.search.schedule.problem import ScheduleProblem
-from weft.search.schedule.problem_file import load_problem, save_problem
+from weft.search.schedule.problem import ScheduleProblem, load_problem, save_problem
 
 FOLDER = Path(__file__).resolve().parent / "problems" / "schedule"
 SLACK = 1e-6
@@ -63,8 +62,8 @@ def _cpu_seconds() -> float:
 
 
 def _search(problem: ScheduleProblem, num_microbatches: int, time_limit: float | None) -> dict[str, Any]:
-    from weft.search.schedule.check import find_problems
     from weft.search.schedule.named import named_schedules
+    from weft.search.schedule.schedule import find_problems
     from weft.search.schedule.search import schedule
 
     before = _cpu_seconds()

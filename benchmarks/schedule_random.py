@@ -19,12 +19,9 @@ from benchmarks.sections import Row
 from tests.search.schedule.compare import Verdict, compare
 from tests.search.schedule.random_problems import RandomProblem, random_problem
 from weft.base.errors import NoFeasiblePlan
-from weft.search.schedule.check import check_schedule
 from weft.search.schedule.named import named_schedule, named_schedules
-from weft.search.schedule.problem import Block, ScheduleProblem, Transfer, with_memory
-from weft.search.schedule.problem_file import load_problem, save_problem
-from weft.search.schedule.result import ScheduleResult
-from weft.search.schedule.schedule import replay
+from weft.search.schedule.problem import Block, ScheduleProblem, Transfer, load_problem, save_problem, with_memory
+from weft.search.schedule.schedule import ScheduleResult, check_schedule, replay
 from weft.search.schedule.search import schedule
 
 SIZES = (12, 12, 16, 20)

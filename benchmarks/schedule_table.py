@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.schedule_common import Options, at_most, solve, solve_steady
+from benchmarks.schedule_shapes import shape
 from benchmarks.sections import Row
-from weft.search.schedule.problem import ScheduleProblem
-from weft.search.schedule.problem_file import load_problem
-from weft.search.schedule.shapes import shape
+from weft.search.schedule.problem import ScheduleProblem, load_problem
 
 
 @dataclass(frozen=True, slots=True)

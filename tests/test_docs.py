@@ -11,9 +11,7 @@ from tests.test_readme import ROOT, check_page
 from weft.cli.export_commands import FORMATS
 from weft.search.place.methods import METHODS
 from weft.search.schedule.problem import MAX_BLOCKS
-from weft.search.schedule.search import DEFAULT_SECONDS, MAX_FREE, MAX_GREEDY, MAX_INSTANCES, MAX_UNROLLED
-from weft.search.schedule.steady import MAX_MICROBATCHES
-from weft.search.schedule.whole import MAX_EXACT, RESOLUTION
+from weft.search.schedule.tuning import TUNING
 
 PAGE = ROOT / "docs" / "schedule.md"
 PLACE_PAGE = ROOT / "docs" / "place.md"
@@ -28,13 +26,13 @@ def test_the_page_on_schedules(tmp_path, monkeypatch, capsys):
 
 def test_limits_are_those_of_the_code():
     text = " ".join(PAGE.read_text().split())
-    for sentence in (f"up to {MAX_EXACT:,} ticks", f"a grid of {RESOLUTION} ticks", f"1/{RESOLUTION} of it",
-                     f"{MAX_BLOCKS:,} blocks in a problem", f"{MAX_INSTANCES:,} blocks and transfers over all",
-                     f"up to {MAX_FREE} blocks and transfers", f"up to {MAX_UNROLLED:,} in warm-up",
-                     f"ones up to {MAX_GREEDY:,} blocks and transfers",
-                     f"about {DEFAULT_SECONDS:.0f} CPU seconds, up to {6 * DEFAULT_SECONDS:.0f}"):
+    for sentence in (f"up to {TUNING.max_exact:,} ticks", f"a grid of {TUNING.resolution} ticks", f"1/{TUNING.resolution} of it",
+                     f"{MAX_BLOCKS:,} blocks in a problem", f"{TUNING.max_instances:,} blocks and transfers over all",
+                     f"up to {TUNING.max_free} blocks and transfers", f"up to {TUNING.max_unrolled:,} in warm-up",
+                     f"ones up to {TUNING.max_greedy:,} blocks and transfers",
+                     f"about {TUNING.default_seconds:.0f} CPU seconds, up to {6 * TUNING.default_seconds:.0f}"):
         assert sentence in text, sentence
-    assert MAX_MICROBATCHES == 4, "the page says four"
+    assert TUNING.max_microbatches == 4, "the page says four"
 
 
 def test_the_page_on_placements(tmp_path, monkeypatch, capsys):

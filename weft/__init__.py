@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from weft.search.common.problem import PlanOptions, Problem
     from weft.search.place.problem import problem_from_graph
     from weft.search.place.search import place
-    from weft.search.schedule.problem_file import load_problem
+    from weft.search.schedule.problem import load_problem
     from weft.search.schedule.search import schedule
     from weft.training.parallelize import parallelize
 
@@ -42,7 +42,7 @@ _HOME = {
     "WeftError": "weft.base.errors",
     "check_plan": "weft.plan.check", "compare_strategies": "weft.planning.compare", "estimate_costs": "weft.cost.costs",
     "load_graph_for": "weft.model.load", "load_plan": "weft.plan.plan",
-    "load_problem": "weft.search.schedule.problem_file", "lower": "weft.plan.lower", "make_plan": "weft.planning.make",
+    "load_problem": "weft.search.schedule.problem", "lower": "weft.plan.lower", "make_plan": "weft.planning.make",
     "parallelize": "weft.training.parallelize", "place": "weft.search.place.search",
     "problem_from_graph": "weft.search.place.problem",
     "read_cluster": "weft.cluster.cluster_file", "run_plan": "weft.run.launch", "save_plan": "weft.plan.plan",

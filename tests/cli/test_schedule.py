@@ -17,9 +17,8 @@ import pytest
 from tests.show.schedule_results import chain, hostile, joint, one_f_one_b, result_of
 from weft.base.errors import NoFeasiblePlan
 from weft.cli.main import main
-from weft.search.schedule.check import check_schedule
-from weft.search.schedule.problem_file import load_problem, problem_to_json, save_problem
-from weft.search.schedule.schedule import Schedule
+from weft.search.schedule.problem import load_problem, problem_to_json, save_problem
+from weft.search.schedule.schedule import Schedule, check_schedule
 
 SEARCH = "weft.search.schedule.search"
 

@@ -14,7 +14,7 @@ import pytest
 from tests.cluster.worlds import header, long_form, mixed_form, short_form, times_only
 from weft.base.errors import ClusterError
 from weft.cluster import Contention, load_cluster, read_cluster, save_cluster
-from weft.cluster.check import MAX_DEVICES
+from weft.cluster.cluster import MAX_DEVICES
 from weft.cluster.cluster_file import parse_cluster, parse_cluster_text, to_json
 
 SHORT_YAML = """

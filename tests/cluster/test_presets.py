@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from weft.base.errors import ClusterError
-from weft.cluster.presets import find_kind, find_link, kind_presets, link_presets, lookup_kind
+from weft.cluster import presets
+from weft.cluster.presets import find_kind, find_link, kind_presets, lookup_kind
 
 GPUS = ("V100-16GB", "V100-32GB", "P100", "T4", "1080Ti", "RTX3090", "RTX4090", "A10", "L4", "A100-40GB", "A100-80GB",
         "H100", "H200", "B200", "GH200-96GB")
@@ -35,7 +36,7 @@ def test_memory_in_the_name_is_the_memory():
 
 def test_every_preset_says_where_its_figures_are_from():
     assert all(preset.kind.source for preset in kind_presets().values())
-    assert all(preset.source for preset in link_presets().values())
+    assert all(preset.source for preset in presets._presets().links.values())
     assert {preset.kind.type for preset in kind_presets().values()} == {"gpu", "cpu"}
 
 

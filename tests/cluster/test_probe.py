@@ -11,7 +11,8 @@ import time
 import pytest
 
 from weft.base.errors import ClusterError
-from weft.cluster import link_probe, probe
+from weft.cluster import probe
+from weft.cluster import probe as link_probe
 from weft.cluster.cluster_file import parse_cluster, to_json
 
 

@@ -11,8 +11,7 @@ from tests.coarsen.helpers import make
 from tests.coarsen.random_graphs import random_graph
 from weft.base.errors import InputError, ModelError
 from weft.coarsen.coarsen import find_groups
-from weft.coarsen.groups import check_groups, number_groups, single_groups
-from weft.coarsen.kernels import choose_kernels
+from weft.coarsen.groups import check_groups, choose_kernels, number_groups, single_groups
 
 DIAMOND = make(("a", "aten.matmul", "x w"), ("b", "aten.relu", "a"), ("c", "aten.softmax", "a"),
                ("d", "aten.add", "b c"), ("k", "aten.arange", ""), ("e", "aten.mul", "d k"))

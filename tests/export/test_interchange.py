@@ -19,9 +19,8 @@ from weft.base.errors import InputError
 from weft.cli.main import main
 from weft.cluster.cluster import Cluster, Device, DeviceKind
 from weft.export.layer_list import find_layers
-from weft.export.layer_partition import VARIABLE, to_layer_partition
 from weft.export.pipelining_csv import parse_csv
-from weft.export.tensor_split import to_tensor_split
+from weft.export.servers import VARIABLE, to_layer_partition, to_tensor_split
 from weft.export.titan import HEAD, TitanSettings, format_toml, to_titan
 from weft.model.graph import Graph
 from weft.plan.check import check_plan

@@ -12,8 +12,7 @@ from tests.run.plans import greedy_order
 from tests.worlds import chain_graph, plain_cluster, plan_of
 from weft.base.errors import PlanError
 from weft.cli.main import main
-from weft.export.pipelining_csv import order_from_csv, order_to_csv, parse_csv, runtime_notes, to_csv
-from weft.export.schedule_csv import schedule_to_csv
+from weft.export.pipelining_csv import order_from_csv, order_to_csv, parse_csv, runtime_notes, schedule_to_csv, to_csv
 from weft.plan.check import check_plan
 from weft.plan.lower import lower
 from weft.plan.orders import gpipe, interleaved, one_f_one_b

@@ -13,7 +13,7 @@ from tests.worlds import plain_cluster
 from weft.base.errors import InputError
 from weft.cli.main import main
 from weft.cost.costs import estimate_costs
-from weft.export.op_properties import op_properties
+from weft.export.device_map import op_properties
 from weft.model.graph import Graph
 from weft.model.onnx import load_onnx
 from weft.model.onnx_metadata import annotate_onnx

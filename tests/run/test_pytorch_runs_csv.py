@@ -17,8 +17,7 @@ from tests.run.plans import greedy_order
 from tests.run.pytorch_ranks import Case, gradients_of, make_batch, make_stage, save_cases
 from tests.worlds import chain_graph, plan_of
 from weft.base.errors import PlanError
-from weft.export.pipelining_csv import parse_csv, to_csv
-from weft.export.schedule_csv import schedule_to_csv
+from weft.export.pipelining_csv import parse_csv, schedule_to_csv, to_csv
 from weft.plan.lower import lower
 from weft.plan.orders import interleaved
 from weft.search.schedule.problem import Block, ScheduleProblem

@@ -29,7 +29,7 @@ from weft.search.joint import search as joint
 from weft.search.place import search as placing
 from weft.search.place.problem import problem_from_graph
 from weft.search.schedule import search as scheduling
-from weft.search.schedule.problem_file import parse_problem
+from weft.search.schedule.problem import parse_problem
 from weft.search.strategies.first import first_choice, lowest_cost
 from weft.search.strategies.search import Search
 from weft.search.strategies.solve import solve

@@ -6,8 +6,7 @@ from dataclasses import replace
 
 from tests.show.helpers import HOSTILE
 from weft.search.schedule.problem import Block, ScheduleProblem, Transfer
-from weft.search.schedule.result import ScheduleResult
-from weft.search.schedule.schedule import Schedule, replay
+from weft.search.schedule.schedule import Schedule, ScheduleResult, replay
 
 
 def chain(num_devices: int, *, links: bool = False, free_at="end", backward: float = 3.0) -> ScheduleProblem:

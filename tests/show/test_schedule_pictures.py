@@ -17,7 +17,7 @@ from tests.show.helpers import HOSTILE
 from tests.show.schedule_results import chain, hostile, in_groups, joint, one_f_one_b, pipelined, result_of
 from tests.show.test_browser import place, spot, state
 from tests.show.test_html import Page
-from weft.search.schedule.check import check_schedule
+from weft.search.schedule.schedule import check_schedule
 from weft.show.drawing import box_colour
 from weft.show.schedule_facts import ScheduleFacts, block_shades, find_steady, make_view, memory_curve, rows_of
 from weft.show.schedule_gantt import format_schedule, print_schedule_gantt

@@ -138,8 +138,7 @@ def _titan(program: Program, out: Path | None, report: Callable[[str], None],
 
 def _server_options(program: Program, cluster: str | None, format_: str,
                     nearest: bool) -> tuple[str, dict[str, Any]]:
-    from weft.export.layer_partition import to_layer_partition
-    from weft.export.tensor_split import to_tensor_split
+    from weft.export.servers import to_layer_partition, to_tensor_split
 
     target = cluster_of_plan(program.plan, cluster)
     if format_ == "vllm":
@@ -158,7 +157,7 @@ def _check_onnx_options(model: str | None, out: Path | None) -> None:
 
 
 def _export_onnx(program: Program, model: str, out: Path) -> dict[str, Any]:
-    from weft.export.op_properties import op_properties
+    from weft.export.device_map import op_properties
     from weft.model.onnx_metadata import annotate_onnx
 
     done = annotate_onnx(model, out, program.graph, op_properties(program.plan, program.graph))

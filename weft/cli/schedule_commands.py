@@ -23,7 +23,7 @@ from weft.cli.common import (
 
 if TYPE_CHECKING:
     from weft.search.schedule.problem import ScheduleProblem
-    from weft.search.schedule.result import ScheduleResult
+    from weft.search.schedule.schedule import ScheduleResult
     from weft.show.schedule_facts import ScheduleFacts
 
 LEAST_S = 0.01
@@ -45,7 +45,7 @@ def schedule(
     quiet: QuietOption = False,
 ) -> None:
     """Find the order in which micro-batches flow through blocks on devices: shortest, within the memory."""
-    from weft.search.schedule.problem_file import load_problem
+    from weft.search.schedule.problem import load_problem
     from weft.search.schedule.search import schedule as search
 
     _check_options(microbatches, time_limit, width)

@@ -10,6 +10,16 @@ host ``a`` with four devices and a network becomes
     a3 --+
 
 so two transfers that leave the same host share its network card, and transfers inside a host do not.
+
+``check_cluster`` collects every way in which a ``Cluster`` can be unusable and raises once.
+
+Routes are searched from each source when first asked for; there is no table of all pairs. The best route is, in this
+order: one that no other device has to forward (a GPU does not relay for others by itself), the one with the fewest
+links, the widest one, the one with the least latency, the one whose links come first. One breadth-first search finds
+the best routes to all nodes: within a layer all hop counts are equal, and the width of a route is the smaller of its
+prefix's and its last link's, so the best prefix is part of a best route. A device with a single link, to a switch, has
+the switch's routes behind that link. So a cluster of 128 hosts with 8 devices each needs at most 128 searches, each
+linear in the number of links.
 """
 
 from __future__ import annotations
@@ -17,13 +27,14 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NewType
 
 from weft.base.errors import ClusterError
-from weft.cluster.routes import RouteTable
 
 DeviceId = NewType("DeviceId", int)
 LinkId = NewType("LinkId", int)
@@ -249,3 +260,188 @@ class Cluster:
 def _kind_content(kind: DeviceKind) -> list[Any]:
     return [kind.name, sorted(kind.flop_per_s.items()), kind.memory_bytes, kind.memory_bytes_per_s, kind.overhead_s,
             kind.type]
+
+
+MAX_DEVICES = 65_536
+"""Larger clusters are refused: they are typing errors rather than clusters."""
+MAX_MEMORY_BYTES = 2**53
+"""Largest memory of a device: every number of bytes up to it is exact in a JSON file."""
+_MAX_SHOWN = 10
+
+
+def check_cluster(cluster: Cluster) -> None:
+    """Raise ``ClusterError`` with every problem found: names, kinds, rates, links, devices that cannot be reached."""
+    problems = [*_device_problems(cluster), *_kind_problems(cluster), *_link_problems(cluster)]
+    if not problems:
+        problems.extend(_reach_problems(cluster))
+    if problems:
+        more = [f"... and {len(problems) - _MAX_SHOWN} more"] if len(problems) > _MAX_SHOWN else []
+        raise ClusterError(f"cluster {cluster.name!r}: " + "; ".join(problems[:_MAX_SHOWN] + more))
+
+
+def name_problem(name: str) -> str | None:
+    """Return what is wrong with the name of a device, host or switch, or None."""
+    if not name or len(name) > 100:
+        return "must have 1 to 100 characters"
+    if not name.isprintable() or " " in name or ">" in name:
+        return "must have no spaces, control characters or '>'"
+    return None
+
+
+def _device_problems(cluster: Cluster) -> Iterator[str]:
+    if not cluster.devices:
+        yield "there are no devices: add 'hosts:' or 'devices:'"
+    if cluster.num_devices > MAX_DEVICES:
+        yield f"{cluster.num_devices} devices are more than the limit of {MAX_DEVICES}"
+    for name, count in Counter(device.name for device in cluster.devices).items():
+        if count > 1:
+            yield f"the device name {name!r} is there {count} times"
+    for device in cluster.devices:
+        for what, name in (("device name", device.name), ("host name", device.host)):
+            problem = name_problem(name)
+            if problem:
+                yield f"the {what} {name!r} {problem}"
+        if device.kind not in cluster.kinds:
+            yield f"device {device.name!r} is of the unknown kind {device.kind!r}"
+        if device.memory_bytes is not None and not 0 < device.memory_bytes <= MAX_MEMORY_BYTES:
+            yield f"device {device.name!r} has {device.memory_bytes} bytes of memory: it must be 1 to 2^53"
+
+
+def _kind_problems(cluster: Cluster) -> Iterator[str]:
+    for key, kind in cluster.kinds.items():
+        if key != kind.name:
+            yield f"the kind {kind.name!r} stands under the name {key!r}"
+        rates = {f"{dtype} rate": rate for dtype, rate in kind.flop_per_s.items()}
+        if kind.memory_bytes_per_s is not None:
+            rates["memory bandwidth"] = kind.memory_bytes_per_s
+        for what, rate in rates.items():
+            if not (math.isfinite(rate) and rate > 0):
+                yield f"kind {kind.name!r}: the {what} is {rate}, it must be more than zero and finite"
+        if not (math.isfinite(kind.overhead_s) and kind.overhead_s >= 0):
+            yield f"kind {kind.name!r}: the overhead is {kind.overhead_s}, it must be zero or more and finite"
+        if kind.memory_bytes is not None and not 0 < kind.memory_bytes <= MAX_MEMORY_BYTES:
+            yield f"kind {kind.name!r} has {kind.memory_bytes} bytes of memory: it must be 1 to 2^53"
+
+
+def _link_problems(cluster: Cluster) -> Iterator[str]:
+    for name, count in Counter(link.name for link in cluster.links).items():
+        if count > 1:
+            yield (f"the link {name!r} is there {count} times (a link is both directions unless it says "
+                   "'directed: true' or the file lists the other one; write parallel links as one with their total "
+                   "bandwidth)")
+    for link in cluster.links:
+        if link.source == link.target:
+            yield f"the link {link.name!r} joins a node with itself"
+        if not (math.isfinite(link.bytes_per_s) and link.bytes_per_s > 0):
+            yield f"link {link.name!r}: the bandwidth is {link.bytes_per_s}, it must be more than zero and finite"
+        if not (math.isfinite(link.latency_s) and link.latency_s >= 0):
+            yield f"link {link.name!r}: the latency is {link.latency_s}, it must be zero or more and finite"
+    for name in cluster.switches:
+        problem = name_problem(name)
+        if problem:
+            yield f"the switch name {name!r} {problem}"
+
+
+def _reach_problems(cluster: Cluster) -> Iterator[str]:
+    if not cluster.links or cluster.num_devices < 2:
+        return
+    first = cluster.devices[0].name
+    forward = _reachable(first, cluster.links, backward=False)
+    backward = _reachable(first, cluster.links, backward=True)
+    for way, reached in ((f"cannot be reached from {first!r}", forward), (f"cannot reach {first!r}", backward)):
+        lost = [device.name for device in cluster.devices if device.name not in reached]
+        if lost:
+            names = ", ".join(map(repr, lost[:_MAX_SHOWN])) + (f" and {len(lost) - _MAX_SHOWN} more"
+                                                               if len(lost) > _MAX_SHOWN else "")
+            yield f"disconnected: {names} {way}; add 'network:', a host's 'intra:' or a link"
+
+
+def _reachable(start: str, links: tuple[Link, ...], *, backward: bool) -> set[str]:
+    neighbours: dict[str, list[str]] = {}
+    for link in links:
+        source, target = (link.target, link.source) if backward else (link.source, link.target)
+        neighbours.setdefault(source, []).append(target)
+    reached = {start}
+    pending = [start]
+    while pending:
+        for node in neighbours.get(pending.pop(), ()):
+            if node not in reached:
+                reached.add(node)
+                pending.append(node)
+    return reached
+
+
+_NONE = -1
+
+
+class RouteTable:
+    """Answers ``path`` by searches that run when first needed and are kept."""
+
+    def __init__(self, *, num_devices: int, num_nodes: int, ends: Sequence[tuple[int, int]],
+                 rates: Sequence[tuple[float, float]]) -> None:
+        """Nodes below ``num_devices`` are devices; ``ends`` and ``rates`` are (from, to) and (bytes/s, s) per link."""
+        self._num_devices = num_devices
+        self._ends = ends
+        self._rates = rates
+        self._out: list[list[int]] = [[] for _ in range(num_nodes)]
+        for link, (source, _target) in enumerate(ends):
+            self._out[source].append(link)
+        self._trees: dict[tuple[int, bool], list[int]] = {}
+
+    def path(self, source: int, target: int) -> tuple[int, ...] | None:
+        """Return the links of the best route between two devices, or None where there is no way."""
+        if source == target:
+            return ()
+        first: tuple[int, ...] = ()
+        root = source
+        if len(self._out[source]) == 1:
+            neighbour = self._ends[self._out[source][0]][1]
+            if neighbour == target:
+                return (self._out[source][0],)
+            if neighbour >= self._num_devices:
+                first, root = (self._out[source][0],), neighbour
+        for relay in (False, True):
+            rest = self._walk_back(self._tree(root, relay), root, target)
+            if rest is not None:
+                return first + rest
+        return None
+
+    def _walk_back(self, tree: list[int], root: int, target: int) -> tuple[int, ...] | None:
+        links = []
+        node = target
+        while node != root:
+            link = tree[node]
+            if link == _NONE:
+                return None
+            links.append(link)
+            node = self._ends[link][0]
+        return tuple(reversed(links))
+
+    def _tree(self, root: int, relay: bool) -> list[int]:
+        tree = self._trees.get((root, relay))
+        if tree is None:
+            tree = self._trees[root, relay] = self._search(root, relay)
+        return tree
+
+    def _search(self, root: int, relay: bool) -> list[int]:
+        """Return, for each node, the last link of the best route from ``root``."""
+        tree = [_NONE] * len(self._out)
+        reached = {root: (float("inf"), 0.0)}
+        layer = {root: reached[root]}
+        while layer:
+            following: dict[int, tuple[float, float]] = {}
+            for node, (width, negative_latency) in layer.items():
+                if node < self._num_devices and node != root and not relay:
+                    continue
+                for link in self._out[node]:
+                    target = self._ends[link][1]
+                    if target in reached:
+                        continue
+                    bytes_per_s, latency_s = self._rates[link]
+                    quality = (min(width, bytes_per_s), negative_latency - latency_s)
+                    if target not in following or quality > following[target]:
+                        following[target] = quality
+                        tree[target] = link
+            reached.update(following)
+            layer = following
+        return tree

@@ -5,7 +5,7 @@
     save_cluster(cluster, "cluster.json")           the long form; loading it gives an equal cluster
 
 Whatever a file holds, the only error is ``ClusterError``: values are checked for size, depth and type before they are
-decoded (``weft.cluster.schema``) and expanded (``weft.cluster.expand``).
+decoded (``weft.cluster.expand``) and expanded (``weft.cluster.expand``).
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import Any, Final
 
 from weft.base.errors import ClusterError
 from weft.base.files import check_header, decode, parse_json, read_bytes, write_atomic
-from weft.cluster.cluster import Cluster, DeviceKind, Link
-from weft.cluster.expand import expand
+from weft.cluster.cluster import Cluster
+from weft.cluster.expand import ClusterFile, expand
 from weft.cluster.presets import find_kind, find_link
-from weft.cluster.schema import ClusterFile
 from weft.cluster.yaml_text import parse_yaml
 
 FORMAT: Final = "weft.cluster"
@@ -110,7 +109,10 @@ def to_json(cluster: Cluster) -> dict[str, Any]:
     """Return the cluster as the plain value of a long-form file; ``parse_cluster`` of it gives an equal cluster."""
     value: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": cluster.name,
                              "contention": cluster.contention.value}
-    value["kinds"] = {name: _kind_value(kind) for name, kind in cluster.kinds.items()}
+    value["kinds"] = {
+        name: {"type": kind.type, "flops": dict(kind.flop_per_s), "memory": kind.memory_bytes,
+               "memory_bandwidth": kind.memory_bytes_per_s, "overhead": kind.overhead_s, "source": kind.source}
+        for name, kind in cluster.kinds.items()}
     value["devices"] = [
         {"name": device.name, "kind": device.kind, "host": device.host, "memory": device.memory_bytes,
          **({} if device.unit is None else {"unit": device.unit})}
@@ -118,22 +120,11 @@ def to_json(cluster: Cluster) -> dict[str, Any]:
     ]
     if cluster.links:
         value["switches"] = list(cluster.switches)
-        value["links"] = [_link_value(link) for link in cluster.links]
-    return value
-
-
-def _kind_value(kind: DeviceKind) -> dict[str, Any]:
-    return {"type": kind.type, "flops": dict(kind.flop_per_s), "memory": kind.memory_bytes,
-            "memory_bandwidth": kind.memory_bytes_per_s, "overhead": kind.overhead_s, "source": kind.source}
-
-
-def _link_value(link: Link) -> dict[str, Any]:
-    value: dict[str, Any] = {"from": link.source, "to": link.target, "directed": True, "bandwidth": link.bytes_per_s,
-                             "latency": link.latency_s}
-    if link.shared is not None:
-        value["shared"] = link.shared
-    if link.origin:
-        value["source"] = link.origin
+        value["links"] = [
+            {"from": link.source, "to": link.target, "directed": True, "bandwidth": link.bytes_per_s,
+             "latency": link.latency_s, **({} if link.shared is None else {"shared": link.shared}),
+             **({"source": link.origin} if link.origin else {})}
+            for link in cluster.links]
     return value
 
 

@@ -4,6 +4,9 @@ Devices of ``hosts`` come first, then those of ``devices``. A host's devices mee
 meet at the switch ``network``; half of a connection's latency is on each side of the switch. A device written out
 joins the fabric of its host if that is under ``hosts``, else the network (devices of one such host share its card),
 unless a link of its own to that switch is written. All problems are collected, each with the path of its field.
+
+The records say what a cluster file may hold, field by field; ``weft.base.files.decode`` fills them from YAML or JSON.
+Fields of type ``Any`` are texts with units (``80GiB``, ``400Gbit/s``) or bare numbers (bytes, bytes/s, s, FLOP/s).
 """
 
 from __future__ import annotations
@@ -11,24 +14,116 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 from weft.base.errors import ClusterError, InputError
 from weft.base.files import MAX_PROBLEMS
 from weft.base.units import parse_bytes, parse_flop_rate, parse_rate, parse_time
-from weft.cluster.check import MAX_DEVICES, MAX_MEMORY_BYTES, check_cluster, name_problem
-from weft.cluster.cluster import Cluster, Device, DeviceKind, Link
-from weft.cluster.presets import find_link, kind_presets, lookup_kind, suggestion
-from weft.cluster.schema import (
-    ABSENT,
-    ClusterFile,
-    DeviceEntry,
-    HostEntry,
-    KindEntry,
-    LinkEntry,
-    NetworkEntry,
-    RateEntry,
+from weft.cluster.cluster import (
+    MAX_DEVICES,
+    MAX_MEMORY_BYTES,
+    Cluster,
+    Contention,
+    Device,
+    DeviceKind,
+    Link,
+    check_cluster,
+    name_problem,
 )
+from weft.cluster.presets import find_link, kind_presets, lookup_kind, suggestion
+
+ABSENT: Final = object()
+"""Stands for a field that is not in the file, where null means something else."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RateEntry:
+    """A connection inside a host: what one device can send and, at the same time, receive."""
+
+    bandwidth: Any
+    latency: Any = 0.0
+    """From device to device, or from host to host."""
+    shared: bool | str = False
+    """All devices use one medium, one transfer at a time; text names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkEntry(RateEntry):
+    """The connection between hosts: what one network card can send and, at the same time, receive."""
+
+    per: Literal["host", "device"] = "host"
+    """Whether each host has one network card, or each device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostEntry:
+    """``count`` equal hosts; with several, hosts are named ``a-0``, ``a-1`` and devices are numbered on."""
+
+    name: str
+    devices: tuple[str, ...] | str
+    """Such as ``4 x A100-80GB``, or several of those."""
+    count: int = 1
+    intra: RateEntry | str | None = None
+    """A link preset or rates."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceEntry:
+    """One device written out; its kind is a preset, an entry of ``kinds``, or described here."""
+
+    name: str
+    kind: str
+    host: str | None = None
+    """Absent: a host of its own, named as the device."""
+    memory: Any = ABSENT
+    """Absent: that of the kind; null: unlimited."""
+    unit: str | None = None
+    """Devices that give the same text compute one at a time."""
+    flops: Mapping[str, Any] = field(default_factory=dict)
+    memory_bandwidth: Any = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindEntry:
+    """A device kind of the user's own."""
+
+    flops: Mapping[str, Any] = field(default_factory=dict)
+    memory: Any = None
+    memory_bandwidth: Any = None
+    overhead: Any = 0.0
+    type: Literal["gpu", "cpu"] = "gpu"
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkEntry:
+    """A link between two nodes: in both directions, unless ``directed`` or the other direction is listed too."""
+
+    from_: str
+    to: str
+    bandwidth: Any
+    latency: Any = 0.0
+    shared: bool | str = False
+    """True: both directions are one medium; text: one medium with all links of the same text."""
+    directed: bool = False
+    source: str = ""
+    """Where the figures are from."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterFile:
+    """The whole file but for ``format`` and ``version``."""
+
+    name: str | None = None
+    contention: Contention = Contention.LINK
+    hosts: tuple[HostEntry, ...] = ()
+    network: NetworkEntry | str | None = None
+    kinds: Mapping[str, KindEntry] = field(default_factory=dict)
+    devices: tuple[DeviceEntry, ...] = ()
+    switches: tuple[str, ...] = ()
+    """Nodes that links may name beside devices, ``HOST/fabric`` and ``network``."""
+    links: tuple[LinkEntry, ...] = ()
+
 
 T = TypeVar("T")
 NETWORK: Final = "network"
@@ -136,6 +231,10 @@ def _read_memory(draft: _Draft, path: str, value: Any) -> int | None:
     return num_bytes
 
 
+def _read_memory_bandwidth(draft: _Draft, path: str, value: Any) -> float | None:
+    return None if value is None else _read(draft, f"{path}.memory_bandwidth", value, parse_rate, 1.0)
+
+
 def _read_flops(draft: _Draft, path: str, value: Mapping[str, Any]) -> dict[str, float]:
     rates = {}
     for dtype, text in value.items():
@@ -177,13 +276,11 @@ def _add_kind(draft: _Draft, name: str, entry: KindEntry) -> None:
     path = f"kinds.{name}"
     if not name or len(name) > 100 or not name.isprintable():
         draft.note(f"{path!r}: the name must have 1 to 100 printable characters")
-    bandwidth = entry.memory_bandwidth
     draft.kinds[name] = DeviceKind(
         name=name,
         flop_per_s=_read_flops(draft, f"{path}.flops", entry.flops),
         memory_bytes=_read_memory(draft, f"{path}.memory", entry.memory),
-        memory_bytes_per_s=None if bandwidth is None else _read(
-            draft, f"{path}.memory_bandwidth", bandwidth, parse_rate, 1.0),
+        memory_bytes_per_s=_read_memory_bandwidth(draft, path, entry.memory_bandwidth),
         overhead_s=_read(draft, f"{path}.overhead", entry.overhead, parse_time, 0.0),
         type=entry.type,
         source=entry.source,
@@ -283,9 +380,7 @@ def _add_device(draft: _Draft, entry: DeviceEntry, path: str) -> None:
 def _device_kind(draft: _Draft, entry: DeviceEntry, path: str) -> DeviceKind:
     """Return the device's kind: one under ``kinds``, one that an earlier device described, a preset, or its own."""
     flops = _read_flops(draft, f"{path}.flops", entry.flops)
-    bandwidth = None
-    if entry.memory_bandwidth is not None:
-        bandwidth = _read(draft, f"{path}.memory_bandwidth", entry.memory_bandwidth, parse_rate, 1.0)
+    bandwidth = _read_memory_bandwidth(draft, path, entry.memory_bandwidth)
     own = DeviceKind(name=entry.kind, flop_per_s=flops, memory_bytes_per_s=bandwidth)
     has_rates = bool(flops) or bandwidth is not None
     known = _known_kind(draft, entry.kind)

@@ -20,8 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from weft.base.errors import ClusterError
-from weft.cluster.check import check_cluster
-from weft.cluster.cluster import Cluster, Device, DeviceKind, Link
+from weft.cluster.cluster import Cluster, Device, DeviceKind, Link, check_cluster
 from weft.cluster.presets import KindPreset, LinkPreset, find_kind, find_link
 
 LEVELS: Final = ("PIX", "PXB", "PHB", "NODE", "SYS")

@@ -129,11 +129,6 @@ def kind_presets() -> Mapping[str, KindPreset]:
     return _presets().kinds
 
 
-def link_presets() -> Mapping[str, LinkPreset]:
-    """Return all links by name."""
-    return _presets().links
-
-
 def lookup_kind(name: str) -> KindPreset | None:
     """Return the device kind that ``name`` means, or None."""
     presets = _presets()

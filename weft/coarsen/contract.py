@@ -25,8 +25,7 @@ from typing import Final
 import numpy as np
 
 from weft.base.errors import InputError
-from weft.coarsen.given import contract_given
-from weft.coarsen.groups import NO_GROUP, Groups, check_groups, is_free
+from weft.coarsen.groups import NO_GROUP, Groups, check_groups, contract_given, is_free
 from weft.cost.op_classes import EMBEDDING, FUSED_PREFIX, heaviest_class, op_class
 from weft.model.graph import F64, I64, Bool, Graph, TensorRole, check_graph
 

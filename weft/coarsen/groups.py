@@ -7,20 +7,27 @@ of that graph, so the check is that no tensor goes from a group to one with a sm
 Operators that depend on neither inputs nor parameters (``Graph.is_constant``) belong to no group: any device computes
 them for itself, backends even do so once and for all, and they must not tie their readers together. Only a constant
 that is itself a result of the model has a group, since some device must return it.
+
+Where a backend says in which of its kernels an operator occurs (none, one or more), ``choose_kernels`` gives each
+operator one. Where a graph file says something about costs and placement, ``Limits`` says what may be one group, and
+``contract_given`` what then holds for it: times and memory add up; a group may run where all its operators may; it
+shares a device with whatever one of them must share a device with. Operators cannot be one group if that leaves no
+device kind, if they must be with different others, or if they give their times in different ways (one by device kind
+and one by operations, say).
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
 
-from weft.base.errors import ModelError
+from weft.base.errors import InputError, ModelError
 from weft.cost.op_classes import VIEW, base_name, op_class
-from weft.model.graph import I64, Bool, Graph
+from weft.model.graph import I64, Bool, GivenCosts, Graph
 
 How = Literal["none", "rules", "inductor", "onnxruntime"]
 
@@ -186,3 +193,112 @@ def _order_problems(graph: Graph, groups: Groups) -> list[str]:
             f"{groups.of_op[target]} ({groups.labels[groups.of_op[target]]}), but its operator "
             f"{graph.op_names[source]!r} feeds {graph.op_names[target]!r}: groups must be convex and numbered in "
             "topological order" for source, target in edges[pairs[:, 0] > pairs[:, 1]][:_MAX_SHOWN]]
+
+
+def choose_kernels(graph: Graph, known: Sequence[Sequence[int]]) -> list[int]:
+    """Return the kernel of each operator; kernels are numbered in the order in which they run.
+
+    ``known`` are the kernels in which an operator occurs, best first. The operator belongs to the first of them that
+    is not before any kernel whose results it needs, so groups are convex. One that occurs in none (the backend did away
+    with it), and every view, belongs to the kernel that reads what it makes; if there are several, to the last that it
+    reads from.
+    """
+    producers: list[list[int]] = [[] for _ in known]
+    readers: list[list[int]] = [[] for _ in known]
+    for source, target in group_edges(graph).tolist():
+        producers[target].append(source)
+        readers[source].append(target)
+    has_none = (loose_constants(graph) | is_free(graph)).tolist()
+    earliest = [0] * graph.num_ops
+    chosen: list[int | None] = [None] * graph.num_ops
+    for op in range(graph.num_ops):
+        earliest[op] = max((earliest[producer] for producer in producers[op]), default=0)
+        if not has_none[op]:
+            chosen[op] = next((kernel for kernel in known[op] if kernel >= earliest[op]), None)
+        earliest[op] = max(earliest[op], chosen[op] or 0)
+    result = [0] * graph.num_ops
+    for op in reversed(range(graph.num_ops)):
+        kernel = chosen[op]
+        after = {result[reader] for reader in readers[op]}
+        is_late = len(after) == 1 or (after and not producers[op])
+        result[op] = kernel if kernel is not None else min(after) if is_late else earliest[op]
+    return result
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Limit:
+    """What holds for a group so far."""
+
+    keys: frozenset[str] | None
+    """What its times are given by: device kinds or names; the empty set for operations and bytes; None for free ops."""
+    allowed: frozenset[str] | None
+    colocate: str | None
+
+
+class Limits:
+    """What holds for growing groups, by their representative operator."""
+
+    def __init__(self, graph: Graph, free: Bool) -> None:
+        self._limits: list[_Limit] | None = None
+        if graph.given is not None:
+            self._limits = [_limit(graph.given, op, is_free) for op, is_free in enumerate(free.tolist())]
+
+    def allow(self, ops: Iterable[int]) -> bool:
+        """Return whether the groups of these representatives may be one group."""
+        return self._limits is None or _merged([self._limits[op] for op in ops]) is not None
+
+    def join(self, first: int, second: int) -> None:
+        """Note that both groups are one now, represented by ``second``."""
+        if self._limits is not None:
+            merged = _merged([self._limits[first], self._limits[second]])
+            assert merged is not None
+            self._limits[second] = merged
+
+
+def _limit(given: GivenCosts, op: int, is_free: bool) -> _Limit:
+    times, allowed = given.times[op], given.allowed_kinds[op]
+    return _Limit(keys=None if is_free else frozenset(times or ()),
+                  allowed=None if allowed is None else frozenset(allowed), colocate=given.colocate[op])
+
+
+def _merged(limits: Sequence[_Limit]) -> _Limit | None:
+    keys = {limit.keys for limit in limits if limit.keys is not None}
+    texts = {limit.colocate for limit in limits if limit.colocate is not None}
+    sets = [limit.allowed for limit in limits if limit.allowed is not None]
+    allowed = frozenset.intersection(*sets) if sets else None
+    if len(keys) > 1 or len(texts) > 1 or allowed == frozenset():
+        return None
+    return _Limit(keys=next(iter(keys), None), allowed=allowed, colocate=next(iter(texts), None))
+
+
+def contract_given(graph: Graph, members: Sequence[Sequence[int]], kept: Sequence[int],
+                   free: Bool) -> GivenCosts | None:
+    """Return what holds for groups of these operators and for the tensors ``kept``; None if the graph says nothing.
+
+    Raise ``InputError`` where operators cannot be one group.
+    """
+    given = graph.given
+    if given is None:
+        return None
+    limits = []
+    for ops in members:
+        merged = _merged([_limit(given, op, bool(free[op])) for op in ops])
+        if merged is None:
+            names = ", ".join(repr(graph.op_names[op]) for op in ops)
+            raise InputError(f"operators {names} cannot be one group: they may run on no common device kind, must "
+                             "share a device with different others, or give their times in different ways. "
+                             "Take them apart")
+        limits.append(merged)
+    return GivenCosts(
+        times=tuple(_sum_times([given.times[op] for op in ops]) for ops in members),
+        memory_bytes=tuple(sum(given.memory_bytes[op] for op in ops) for ops in members),
+        allowed_kinds=tuple(None if limit.allowed is None else tuple(sorted(limit.allowed)) for limit in limits),
+        colocate=tuple(limit.colocate for limit in limits),
+        transfer_times=tuple(given.transfer_times[tensor] for tensor in kept))
+
+
+def _sum_times(times: Sequence[Mapping[str, float] | None]) -> Mapping[str, float] | None:
+    known = [item for item in times if item]
+    if not known:
+        return times[0] if len(times) == 1 else None
+    return {key: sum(item[key] for item in known if key in item) for key in known[0]}

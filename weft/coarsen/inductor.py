@@ -12,7 +12,7 @@ These are the fusions of inductor's CPU back end, for the forward pass. No compi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -21,8 +21,7 @@ import torch
 from torch import fx
 
 from weft.base.errors import InputError
-from weft.coarsen.groups import Groups, number_groups
-from weft.coarsen.kernels import choose_kernels
+from weft.coarsen.groups import Groups, choose_kernels, number_groups
 from weft.model.graph import Graph
 from weft.model.trace import TracedModel, TracedProgram
 
@@ -97,19 +96,6 @@ def _quiet_inductor(config: Any, hook: Any) -> Iterator[None]:
     with config.patch({_HOOK: hook, "fx_graph_cache": False, "compile_threads": 1}), functorch_config.patch(
             enable_autograd_cache=False):
         yield
-
-
-def compile_graph(module: fx.GraphModule, arguments: Sequence[Any]) -> Callable[..., Any]:
-    """Return ``module`` compiled for arguments like these, without the checks that a call of ``torch.compile`` makes.
-
-    Those checks take longer than a small kernel. Whatever error inductor raises goes through.
-    """
-    import torch._inductor as inductor
-    from torch._inductor import config
-
-    with config.patch(compile_threads=1):
-        compiled: Callable[..., Any] = inductor.compile(module, list(arguments))
-    return compiled
 
 
 def _is_caused_by(problem: BaseException | None, stop: _Stop) -> bool:

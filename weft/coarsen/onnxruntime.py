@@ -20,8 +20,7 @@ from typing import Any
 
 from weft.base.errors import InputError
 from weft.base.scratch import scratch_folder
-from weft.coarsen.groups import Groups, number_groups
-from weft.coarsen.kernels import choose_kernels
+from weft.coarsen.groups import Groups, choose_kernels, number_groups
 from weft.model.graph import Graph
 
 

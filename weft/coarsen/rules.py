@@ -24,8 +24,7 @@ from functools import cache
 from itertools import pairwise
 from typing import Final
 
-from weft.coarsen.given import Limits
-from weft.coarsen.groups import Groups, group_edges, is_free, loose_constants, number_groups
+from weft.coarsen.groups import Groups, Limits, group_edges, is_free, loose_constants, number_groups
 from weft.cost.op_classes import base_name, op_class
 from weft.model.graph import Graph
 

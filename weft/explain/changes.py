@@ -6,8 +6,7 @@ import re
 from collections.abc import Collection
 from dataclasses import replace
 
-from weft.cluster.check import check_cluster
-from weft.cluster.cluster import Cluster, DeviceId, Link
+from weft.cluster.cluster import Cluster, DeviceId, Link, check_cluster
 
 
 def with_more_devices(cluster: Cluster, like: DeviceId, count: int = 1) -> Cluster:

@@ -9,20 +9,28 @@ operators of a split module itself that would meet tensors of two devices, which
 Two things to know about accelerate. It runs what the map puts on ``"cpu"`` on the first GPU, with weights copied there
 for each call, unless ``dispatch_model`` is given ``main_device="cpu"``. And it runs operators of a split module where
 their inputs are, whatever the plan says; where that differs, ``notes`` tells.
+
+``op_properties`` says the same operator by operator, as text for other formats (the metadata of ONNX nodes).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Final
 
 from weft.base.errors import InputError
 from weft.cluster.cluster import Cluster
+from weft.export.degrees import numbers_on_host
 from weft.model.graph import Graph, TensorRole
 from weft.plan.plan import Plan
 
 DeviceName = int | str
 """As PyTorch has it: the number of a GPU, or ``"cpu"``."""
+DEVICE: Final = "weft.device"
+"""The device, or devices joined by a comma where several run the operator."""
+STAGE: Final = "weft.stage"
+"""The plan's stage, or stages likewise."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,14 +94,8 @@ def _device_names(cluster: Cluster, used: list[str]) -> dict[str, DeviceName]:
     if len(hosts) > 1:
         raise InputError(f"the plan uses devices on the hosts {', '.join(sorted(hosts))}: a device map is for one "
                          "machine. Plan for the devices of one host, or run the plan with Weft")
-    names: dict[str, DeviceName] = {}
-    num_gpus = 0
-    for device in cluster.devices:
-        if device.host in hosts:
-            is_cpu = cluster.kinds[device.kind].type == "cpu"
-            names[device.name] = "cpu" if is_cpu else num_gpus
-            num_gpus += not is_cpu
-    return names
+    numbers = numbers_on_host(cluster)
+    return {device.name: numbers.get(device.name, "cpu") for device in cluster.devices if device.host in hosts}
 
 
 def _build_tree(graph: Graph, device_of_op: list[str], state: Iterable[str]) -> dict[str, _Module]:
@@ -134,8 +136,10 @@ def _entries(graph: Graph, tree: dict[str, _Module], path: str,
         yield path, next(iter(module.devices), None)
         return
     if not any(tree[child].devices for child in module.children):
-        first, second = _two_ops(graph, module, device_of_op)
-        raise InputError(f"module {path!r} is on {_list(module.devices)} ({first}, {second}): a device map puts a "
+        first = module.ops[0]
+        second = next(op for op in module.ops if device_of_op[op] != device_of_op[first])
+        where = ", ".join(f"{graph.op_names[op]!r} on {device_of_op[op]!r}" for op in (first, second))
+        raise InputError(f"module {path!r} is on {_list(module.devices)} (operator {where}): a device map puts a "
                          "leaf module on one device. Give its operators one device (a placement of whole layers, such "
                          "as accelerate's own rules make), or run the plan with Weft")
     for name, devices in module.tensors.items():
@@ -145,13 +149,6 @@ def _entries(graph: Graph, tree: dict[str, _Module], path: str,
         yield name, next(iter(devices), None)
     for child in module.children:
         yield from _entries(graph, tree, child, device_of_op)
-
-
-def _two_ops(graph: Graph, module: _Module, device_of_op: list[str]) -> tuple[str, str]:
-    first = module.ops[0]
-    second = next(op for op in module.ops if device_of_op[op] != device_of_op[first])
-    return (f"operator {graph.op_names[first]!r} on {device_of_op[first]!r}",
-            f"{graph.op_names[second]!r} on {device_of_op[second]!r}")
 
 
 def _locations(graph: Graph, tree: dict[str, _Module], device_of_op: list[str]) -> list[str]:
@@ -190,3 +187,19 @@ def _notes(graph: Graph, locations: list[str], device_of_op: list[str], names: d
 
 def _list(devices: Iterable[str]) -> str:
     return " and ".join(repr(device) for device in sorted(devices))
+
+
+def op_properties(plan: Plan, graph: Graph) -> list[dict[str, str]]:
+    """Return ``{"weft.device": ..., "weft.stage": ...}`` of each operator; nothing for one that is in no stage.
+
+    Only constants are in no stage: every stage that needs one computes it.
+    """
+    devices: list[dict[str, None]] = [{} for _ in range(graph.num_ops)]
+    stages: list[dict[str, None]] = [{} for _ in range(graph.num_ops)]
+    for stage in plan.stages:
+        for name in stage.ops:
+            op = graph.op_index[name]
+            stages[op][stage.name] = None
+            devices[op].update(dict.fromkeys(device for replica in stage.replicas for device in replica.devices))
+    return [{DEVICE: ",".join(own), STAGE: ",".join(names)} if names else {}
+            for own, names in zip(devices, stages, strict=True)]

@@ -10,7 +10,8 @@ cost next to nothing and every tool has its own, so they do not count.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,11 +39,6 @@ class LayerList:
     """Those that run after them."""
     notes: tuple[str, ...] = ()
     """Layers and modules that are cut in the plan, and where they are now."""
-
-    @property
-    def num_layers(self) -> int:
-        """Return the number of layers."""
-        return len(self.stages)
 
     def counts(self, num_stages: int) -> tuple[int, ...]:
         """Return how many layers each stage has."""
@@ -165,14 +161,11 @@ def _check_flow(layers: LayerList, plan: Plan, tool: str) -> None:
                          f"parameters: {tool} has nothing to put there. Try fewer stages")
 
 
-def product_modules(graph: Graph) -> set[str]:
-    """Return the modules that multiply by a matrix of parameters of their own or of another."""
+def products(graph: Graph, ops: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """Yield those of the operators that multiply by a matrix of parameters (or a view of one), each with its matrix."""
     parameters = set(graph.parameters.tolist())
-    return {graph.op_modules[op] for op in range(graph.num_ops) if graph.op_kinds[op].startswith(PRODUCTS)
-            and any(_is_matrix(graph, tensor, parameters) for tensor in graph.op_inputs(op).tolist())}
-
-
-def _is_matrix(graph: Graph, tensor: int, parameters: set[int]) -> bool:
-    """Return whether a tensor is a matrix of parameters, or a view of one (such as its transpose)."""
-    base = int(graph.tensor_base[tensor])
-    return (tensor in parameters or base in parameters) and len(graph.tensor_shapes[tensor]) == 2
+    for op in ops:
+        inputs = graph.op_inputs(op).tolist() if graph.op_kinds[op].startswith(PRODUCTS) else []
+        owners = (tensor if tensor in parameters else int(graph.tensor_base[tensor]) for tensor in inputs)
+        found = (owner for owner in owners if owner in parameters and len(graph.tensor_shapes[owner]) == 2)
+        yield from ((op, owner) for owner in itertools.islice(found, 1))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, cast
 
 from weft.plan.orders import Action, Order
@@ -22,26 +22,19 @@ _NEIGHBOUR: Final = {"SEND_F": 1, "RECV_F": -1, "SEND_B": -1, "RECV_B": 1}
 """The stage that a message goes to or comes from, relative to the stage that the cell names."""
 _MAX_PROBLEMS: Final = 1000
 
-_Key = tuple[int, str, int]
+Key = tuple[int, str, int]
+"""(stage, kind, micro-batch); micro-batch -1 for the kinds in ``OF_STAGE``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Cell:
     """One action, and where it was written."""
 
-    stage: int
-    kind: str
-    microbatch: int
-    """-1 for the kinds in ``OF_STAGE``."""
-    rank: int
-    column: int
-    position: int
+    key: Key
+    rank: int = field(kw_only=True)
+    column: int = field(kw_only=True)
+    position: int = field(kw_only=True)
     """Its place among the actions of its rank."""
-
-    @property
-    def key(self) -> _Key:
-        """Return (stage, kind, micro-batch)."""
-        return self.stage, self.kind, self.microbatch
 
     def __str__(self) -> str:
         return _token(self.key)
@@ -55,11 +48,15 @@ class Shape:
     """What the cells are checked against."""
 
     rank_of: Mapping[int, int]
-    """The rank of each stage."""
-    num_stages: int
+    """The rank of each stage; there are as many stages as it names."""
     num_microbatches: int
     place: Callable[[int, int], str]
     """Words for (rank, column); column -1 is the whole row."""
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of stages."""
+        return len(self.rank_of)
 
 
 def require_order(rows: Rows, shape: Shape, what: str) -> Order:
@@ -68,7 +65,7 @@ def require_order(rows: Rows, shape: Shape, what: str) -> Order:
     problems = list(itertools.islice(checker.problems(), _MAX_PROBLEMS)) or list(checker.blocked())
     if problems:
         raise_problems(what, problems)
-    return [[cast(Action, cell.key) for cell in row if cell.kind in COMPUTE] for row in rows]
+    return [[cast(Action, cell.key) for cell in row if cell.key[1] in COMPUTE] for row in rows]
 
 
 class _Checker:
@@ -76,7 +73,7 @@ class _Checker:
 
     def __init__(self, rows: Rows, shape: Shape) -> None:
         self.rows, self.shape = rows, shape
-        self.found: dict[_Key, Cell] = {}
+        self.found: dict[Key, Cell] = {}
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with single cells, then what is missing or in the wrong order on its rank."""
@@ -102,21 +99,20 @@ class _Checker:
         return self.shape.place(cell.rank, cell.column)
 
     def _cell_problem(self, cell: Cell) -> str | None:
+        stage, kind, microbatch = cell.key
         stages, microbatches = self.shape.num_stages, self.shape.num_microbatches
-        if not 0 <= cell.stage < stages:
-            return f"'{cell}' is for stage {cell.stage}, but there are {stages} stages, from 0 to {stages - 1}"
-        if cell.kind not in OF_STAGE and not 0 <= cell.microbatch < microbatches:
-            return (f"'{cell}' is for micro-batch {cell.microbatch}, but there are {microbatches} micro-batches, "
+        if not 0 <= stage < stages:
+            return f"'{cell}' is for stage {stage}, but there are {stages} stages, from 0 to {stages - 1}"
+        if kind not in OF_STAGE and not 0 <= microbatch < microbatches:
+            return (f"'{cell}' is for micro-batch {microbatch}, but there are {microbatches} micro-batches, "
                     f"from 0 to {microbatches - 1}")
-        rank = self.shape.rank_of.get(cell.stage)
-        if rank != cell.rank:
-            return f"'{cell}' is on rank {cell.rank}, but stage {cell.stage} belongs to rank {rank}"
-        before = self.found.get(cell.key)
-        if before is not None and cell.kind not in OF_STAGE:
-            return f"'{cell}' is there already, at {self._at(before)}"
-        step = _NEIGHBOUR.get(cell.kind)
-        if step is not None and not self._has_message(cell.stage, cell.stage + step):
-            return f"'{cell}' has no partner: there is no stage {cell.stage + step} on another rank"
+        if (rank := self.shape.rank_of.get(stage)) != cell.rank:
+            return f"'{cell}' is on rank {cell.rank}, but stage {stage} belongs to rank {rank}"
+        if cell.key in self.found and kind not in OF_STAGE:
+            return f"'{cell}' is there already, at {self._at(self.found[cell.key])}"
+        step = _NEIGHBOUR.get(kind)
+        if step is not None and not self._has_message(stage, stage + step):
+            return f"'{cell}' has no partner: there is no stage {stage + step} on another rank"
         return None
 
     def _has_message(self, stage: int, other: int) -> bool:
@@ -167,9 +163,9 @@ class _Checker:
 
     def blocked(self) -> Iterator[str]:
         """Yield for each rank that cannot come to its end the cell at which it waits."""
-        rows = [[cell for cell in row if cell.kind in COMPUTE] for row in self.rows]
-        heads, done = [0] * len(rows), set[_Key]()
-        waiting: dict[_Key, int] = {}
+        rows = [[cell for cell in row if cell.key[1] in COMPUTE] for row in self.rows]
+        heads, done = [0] * len(rows), set[Key]()
+        waiting: dict[Key, int] = {}
         ready = list(range(len(rows)))
         while ready:
             rank = ready.pop()
@@ -190,14 +186,12 @@ class _Checker:
 
     def _need(self, cell: Cell) -> Cell | None:
         """Return the action of a neighbouring stage that must be done before this one."""
-        if cell.kind == "F":
-            return self.found.get((cell.stage - 1, "F", cell.microbatch))
-        if cell.kind in ("B", "I"):
-            after = cell.stage + 1, cell.microbatch
-            return self.found.get((after[0], "B", after[1])) or self.found.get((after[0], "I", after[1]))
-        return None
+        stage, kind, microbatch = cell.key
+        if kind == "F":
+            return self.found.get((stage - 1, "F", microbatch))
+        return self._compute(stage + 1, "B", microbatch) if kind in ("B", "I") else None
 
 
-def _token(key: _Key) -> str:
+def _token(key: Key) -> str:
     stage, kind, microbatch = key
     return f"{stage}{kind}{microbatch if microbatch >= 0 else ''}"

@@ -10,25 +10,33 @@ puts the order in a CSV into a plan, whose devices are the ranks and whose stage
 PyTorch itself accepts duplicates, micro-batches that do not exist and text behind an action; here all that is refused,
 with row and column (both counted from 1). Of its ``compute_comms`` form the communication is checked and then left out,
 because Weft places its own. ``(0F7;3B2)OVERLAP_F_B`` is read as ``0F7`` and then ``3B2``, as PyTorch runs it.
+
+``schedule_to_csv`` writes a schedule of blocks in the same form, where every block is on one device.
 """
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from typing import Final
+from typing import TYPE_CHECKING, Final, cast
 
 from weft.base.errors import PlanError
 from weft.base.files import read_bytes
 from weft.export.pipelining_check import Cell, Rows, Shape, require_order
-from weft.plan.orders import Order, to_tokens
-from weft.plan.plan import Plan, Replica, SearchInfo, Stage
+from weft.plan.orders import Action, Order, to_tokens
+from weft.plan.plan import Plan, SearchInfo, Stage
 from weft.plan.program import Program
-from weft.plan.structure import parse_action, raise_problems
+from weft.plan.structure import PHASES, parse_action, raise_problems
+
+if TYPE_CHECKING:
+    from weft.search.schedule.problem import ScheduleProblem
+    from weft.search.schedule.schedule import Schedule
 
 _NUMBER: Final = "(0|[1-9][0-9]{0,8})"
 _WITH_MICROBATCH: Final = re.compile(f"{_NUMBER}(F|B|I|W|SEND_F|RECV_F|SEND_B|RECV_B){_NUMBER}")
@@ -45,15 +53,15 @@ def to_csv(plan: Plan) -> str:
     if missing := sorted(set(range(len(devices))) - set(ranks)):
         raise_problems(_THE_PLAN, [f"cluster.devices[{rank}]: {devices[rank]!r} runs no stage, but PyTorch gives every "
                                    "rank a part of the schedule; plan for fewer devices" for rank in missing])
-    shape = Shape(rank_of=dict(enumerate(ranks)), num_stages=len(ranks), num_microbatches=plan.microbatches,
+    shape = Shape(rank_of=dict(enumerate(ranks)), num_microbatches=plan.microbatches,
                   place=lambda rank, column: f"order.{devices[rank]}" + (f"[{column}]" if column >= 0 else ""))
     return _format(require_order(_plan_rows(plan), shape, _THE_PLAN))
 
 
 def order_to_csv(order: Order, *, num_microbatches: int) -> str:
     """Return the actions of each rank as a CSV; raise ``PlanError`` if PyTorch could not run them to the end."""
-    rows = [[Cell(stage=stage, kind=phase, microbatch=index, rank=rank, column=place, position=place)
-             for place, (stage, phase, index) in enumerate(actions)] for rank, actions in enumerate(order)]
+    rows = [[Cell(action, rank=rank, column=place, position=place) for place, action in enumerate(actions)]
+            for rank, actions in enumerate(order)]
     shape = replace(_infer_shape(rows), num_microbatches=num_microbatches, place=_order_place)
     if empty := [rank for rank, row in enumerate(rows) if not row]:
         raise_problems("the order", [f"rank {rank} has nothing to do, which PyTorch refuses" for rank in empty])
@@ -85,7 +93,7 @@ def order_from_csv(plan: Plan, text: str) -> Plan:
     if len(rows) != len(devices):
         raise PlanError(f"{_THE_CSV} has {len(rows)} rows, but the plan has {len(devices)} devices "
                         f"({', '.join(devices[:8])}{', ...' if len(devices) > 8 else ''}): it needs one row for each")
-    shape = Shape(rank_of=dict(enumerate(ranks)), num_stages=len(ranks), num_microbatches=plan.microbatches,
+    shape = Shape(rank_of=dict(enumerate(ranks)), num_microbatches=plan.microbatches,
                   place=lambda rank, column: _csv_place(rank, column, devices[rank]))
     order = require_order(rows, shape, _THE_CSV)
     tokens = to_tokens(order, tuple(stage.name for stage in plan.stages))
@@ -172,8 +180,8 @@ def _plan_rows(plan: Plan) -> Rows:
                 problems.append(f"order.{device}[{place}]: {token!r} is not of the form stage:F:0 with a stage of the "
                                 "plan and a phase F, B, I or W")
                 continue
-            rows[rank_of[device]].append(Cell(stage=number[action[0]], kind=action[1], microbatch=action[2],
-                                              rank=rank_of[device], column=place, position=place))
+            rows[rank_of[device]].append(Cell((number[action[0]], *action[1:]), rank=rank_of[device], column=place,
+                                              position=place))
     if problems:
         raise_problems(_THE_PLAN, problems)
     return rows
@@ -192,9 +200,8 @@ def _read(text: str) -> Rows:
                 if actions is None:
                     problems.append(f"{_csv_place(rank, column)}: {_shown(cell)} is no action; write the stage, F, B, "
                                     "I or W, and the micro-batch, such as 0F1")
-                for stage, kind, index in actions or ():
-                    rows[-1].append(Cell(stage=stage, kind=kind, microbatch=index, rank=rank, column=column,
-                                         position=len(rows[-1])))
+                for action in actions or ():
+                    rows[-1].append(Cell(action, rank=rank, column=column, position=len(rows[-1])))
     except csv.Error as problem:
         raise PlanError(f"{_THE_CSV} cannot be read at line {reader.line_num}: {problem}") from problem
     if problems:
@@ -223,14 +230,10 @@ def _parse_cell(text: str) -> list[tuple[int, str, int]] | None:
 def _infer_shape(rows: Rows) -> Shape:
     """Return the shape that the cells themselves suggest: a stage belongs to the rank that names it first."""
     rank_of: dict[int, int] = {}
-    forwards: dict[int, set[int]] = {}
-    for row in rows:
-        for cell in row:
-            rank_of.setdefault(cell.stage, cell.rank)
-            if cell.kind == "F":
-                forwards.setdefault(cell.stage, set()).add(cell.microbatch)
-    return Shape(rank_of=rank_of, num_stages=len(rank_of), place=_csv_place,
-                 num_microbatches=max((len(found) for found in forwards.values()), default=1))
+    for cell in itertools.chain.from_iterable(rows):
+        rank_of.setdefault(cell.key[0], cell.rank)
+    forwards = Counter(stage for stage, kind, _ in {cell.key for row in rows for cell in row} if kind == "F")
+    return Shape(rank_of=rank_of, num_microbatches=max(forwards.values(), default=1), place=_csv_place)
 
 
 def _csv_place(rank: int, column: int, device: str | None = None) -> str:
@@ -248,22 +251,48 @@ def _shown(text: str) -> str:
 
 def _with_times(stages: Sequence[Stage], order: Order) -> tuple[Stage, ...]:
     """Return the stages with times for the phases in use: lowering would take seconds for those that have none."""
-    used: list[set[str]] = [set() for _ in stages]
-    for actions in order:
-        for stage, phase, _ in actions:
-            used[stage].add(phase)
-    return tuple(replace(stage, replicas=(_with_phases(stage.replicas[0], phases),))
-                 for stage, phases in zip(stages, used, strict=True))
-
-
-def _with_phases(replica: Replica, phases: set[str]) -> Replica:
-    times = dict(replica.times)
-    if "I" in phases and "B" in times and not times.keys() & {"I", "W"}:
-        times["I"] = times["W"] = times["B"] / 2
-    elif "B" in phases and "B" not in times and times.keys() >= {"I", "W"}:
-        times["B"] = times["I"] + times["W"]
-    return replace(replica, times=times)
+    used = {(stage, phase) for actions in order for stage, phase, _ in actions}
+    result = []
+    for index, stage in enumerate(stages):
+        times = dict(stage.replicas[0].times)
+        if (index, "I") in used and "B" in times and not times.keys() & {"I", "W"}:
+            times["I"] = times["W"] = times["B"] / 2
+        elif (index, "B") in used and "B" not in times and times.keys() >= {"I", "W"}:
+            times["B"] = times["I"] + times["W"]
+        result.append(replace(stage, replicas=(replace(stage.replicas[0], times=times),)))
+    return tuple(result)
 
 
 def _format(order: Order) -> str:
     return "".join(",".join(f"{stage}{phase}{index}" for stage, phase, index in actions) + "\n" for actions in order)
+
+
+def schedule_to_csv(schedule: Schedule, roles: Mapping[int, tuple[int, str]]) -> str:
+    """Return the order of the schedule's blocks as a CSV: one row per device, one cell per block and micro-batch.
+
+    ``roles`` gives each block's (stage, phase) by the block's index; phases are F, B, I and W, stages form one chain
+    from 0. Raises ``PlanError`` for blocks on several devices, for blocks without a role or with that of another, and
+    for what PyTorch could not run.
+    """
+    problem = schedule.problem
+    _check_roles(problem, roles)
+    order = [[cast(Action, (*roles[task], index)) for task, index in row]
+             for row in schedule.orders()[: problem.num_devices]]
+    return order_to_csv(order, num_microbatches=schedule.num_microbatches)
+
+
+def _check_roles(problem: ScheduleProblem, roles: Mapping[int, tuple[int, str]]) -> None:
+    problems, taken = [], dict[tuple[int, str], str]()
+    for index, block in enumerate(problem.blocks):
+        role = roles.get(index)
+        if len(block.devices) > 1:
+            names = ", ".join(problem.device_names[device] for device in block.devices)
+            problems.append(f"block {block.name!r} is on several devices ({names}), a stage of a pipelining CSV on one")
+        if role is None:
+            problems.append(f"block {block.name!r} has no role (stage, phase)")
+        elif role[1] not in PHASES:
+            problems.append(f"block {block.name!r} has the phase {role[1]!r}, not one of {', '.join(PHASES)}")
+        elif (other := taken.setdefault(role, block.name)) != block.name:
+            problems.append(f"blocks {other!r} and {block.name!r} are both {role[1]} of stage {role[0]}")
+    if problems:
+        raise_problems("the schedule", problems)

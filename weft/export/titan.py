@@ -22,13 +22,11 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from weft.base.errors import InputError
-from weft.export.axis_roles import axis_roles
-from weft.export.device_grid import DeviceGrid, device_grid
-from weft.export.layer_list import LayerList, find_layers, product_modules
+from weft.export.degrees import DeviceGrid, axis_roles, device_grid
+from weft.export.layer_list import LayerList, find_layers, products
 from weft.export.pipelining_csv import order_to_csv
 from weft.model.graph import Graph
-from weft.plan.order_names import stage_order
-from weft.plan.orders import Order, gpipe, one_f_one_b
+from weft.plan.orders import Order, gpipe, one_f_one_b, stage_order
 from weft.plan.plan import Plan
 from weft.plan.program import Program
 
@@ -132,10 +130,10 @@ def _modules(plan: Plan, graph: Graph, layers: LayerList, notes: list[str]) -> l
         parts[0] = ["tok_embeddings"]
     for index, stage in enumerate(layers.stages):
         parts[stage].append(f"layers.{index}")
-    products = product_modules(graph)
+    multiply = {graph.op_modules[op] for op, _ in products(graph, range(graph.num_ops))}
     names: dict[str, list[str]] = {"norm": [], "output": []}
     for module, stage in layers.after.items():
-        role = "output" if module in products else "norm"
+        role = "output" if module in multiply else "norm"
         names[role].append(module)
         parts[stage] += HEAD if role == "output" else (role,)
         if len(names[role]) > 1:

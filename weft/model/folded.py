@@ -112,16 +112,6 @@ def trace_folded(source: ModelSource, *, batch: int | None = None, mode: Mode | 
     return FoldedModel(traced=traced, runs=runs)
 
 
-def call_details(traced: TracedModel) -> tuple[str, ...]:
-    """Return the arguments of each operator's call as text, with tensors left open.
-
-    It is what ``weft.coarsen.fold.find_runs`` compares operators by, beyond what is in the graph.
-    """
-    nodes, program = traced.program.nodes, traced.program
-    calls = (nodes[program.op_nodes[name][0]] for name in traced.graph.op_names)
-    return tuple(repr(fx.node.map_arg((str(node.target), node.args, node.kwargs), lambda _: None)) for node in calls)
-
-
 def _paths(chain: Chain) -> tuple[str, ...]:
     return chain.paths[chain.first * chain.period :]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 
 from weft.model.graph import Graph
-from weft.plan.order_names import order_name, stage_order
+from weft.plan.orders import order_name, stage_order
 from weft.plan.plan import GradientExchange, ModelRef, Plan, Replica, Stage
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")

@@ -22,7 +22,7 @@ from weft.search.common.problem import Problem
 from weft.search.placements import PLACEMENTS
 from weft.search.schedule.from_plan import PlanProblem, problem_of_plan, with_schedule
 from weft.search.schedule.problem import ScheduleProblem
-from weft.search.schedule.result import ScheduleResult
+from weft.search.schedule.schedule import ScheduleResult
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 

@@ -14,9 +14,8 @@ import numpy as np
 
 from weft.model.graph import F64, I64
 from weft.search.schedule.problem import ScheduleProblem
-from weft.search.schedule.result import ScheduleResult
 from weft.search.schedule.roles import Role, find_roles
-from weft.search.schedule.schedule import TOLERANCE, Phase, Schedule
+from weft.search.schedule.schedule import TOLERANCE, Phase, Schedule, ScheduleResult
 from weft.show.drawing import Shade
 
 _SHADES: Final[dict[Role, Shade]] = {Role.FORWARD: "forward", Role.BACKWARD: "backward",

@@ -15,7 +15,7 @@ from __future__ import annotations
 from typing import IO, Final
 
 from weft.search.schedule.problem import ScheduleProblem
-from weft.search.schedule.result import ScheduleResult
+from weft.search.schedule.schedule import ScheduleResult
 from weft.show.drawing import (
     IDLE,
     ChartLine,

@@ -16,7 +16,7 @@ import numpy as np
 from weft.base.files import write_atomic
 from weft.model.graph import F64, I64
 from weft.search.schedule.problem import ScheduleProblem
-from weft.search.schedule.result import ScheduleResult
+from weft.search.schedule.schedule import ScheduleResult
 from weft.show.drawing import Shade, number
 from weft.show.names import printable, short_list
 from weft.show.page import escape, number_cells, render_page, row_header, section, share_bar, table, tile

@@ -14,7 +14,7 @@ from typing import Final
 
 from weft.base.files import write_atomic
 from weft.search.schedule.problem import ScheduleProblem
-from weft.search.schedule.result import ScheduleResult
+from weft.search.schedule.schedule import ScheduleResult
 from weft.show.drawing import (
     MEANING,
     Shade,

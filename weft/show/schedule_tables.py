@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import IO
 
-from weft.search.schedule.result import ScheduleResult
+from weft.search.schedule.schedule import ScheduleResult
 from weft.show.drawing import number
 from weft.show.schedule_facts import ScheduleFacts, rows_of
 from weft.show.schedule_gantt import print_schedule_gantt

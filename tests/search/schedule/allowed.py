@@ -1,6 +1,6 @@
 """Whether start times are allowed, straight from the problem's description: pairs of tasks, and memory over time.
 
-Slow and separate from ``weft.search.schedule.check``; for schedules whose tasks with memory take time.
+Slow and separate from ``weft.search.schedule.schedule``; for schedules whose tasks with memory take time.
 """
 
 from __future__ import annotations

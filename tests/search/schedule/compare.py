@@ -19,9 +19,8 @@ from tests.search.schedule.oracle import is_feasible, min_makespan
 from tests.search.schedule.oracle_period import can_repeat, gives_back_all, min_period, num_candidates
 from tests.search.schedule.random_problems import RandomProblem
 from weft.base.errors import NoFeasiblePlan
-from weft.search.schedule.check import find_problems
 from weft.search.schedule.problem import ScheduleProblem, with_memory
-from weft.search.schedule.result import ScheduleResult
+from weft.search.schedule.schedule import ScheduleResult, find_problems
 
 Search = Callable[[ScheduleProblem, int], ScheduleResult]
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from weft.base.errors import NoFeasiblePlan
-from weft.search.schedule.check import find_problems
 from weft.search.schedule.problem import ScheduleProblem
-from weft.search.schedule.result import ScheduleResult
-from weft.search.schedule.schedule import Instance, Schedule, replay
+from weft.search.schedule.schedule import Instance, Schedule, ScheduleResult, find_problems, replay
 
 
 def greedy_search(problem: ScheduleProblem, microbatches: int) -> ScheduleResult:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.schedule_shapes import shape
 from tests.search.schedule.oracle_period import can_repeat, gives_back_all, min_period, num_candidates
 from tests.search.schedule.random_problems import random_problem
 from tests.search.schedule.random_schedules import allowed_schedules, in_order
 from tests.search.schedule.test_shapes import PROBLEMS
 from weft.search.schedule.bounds import filling_idle, grows, hold_times, makespan_bound, period_bound, task_tails
-from weft.search.schedule.holds import balanced_holds
-from weft.search.schedule.problem import Block, ScheduleProblem, turned_round
-from weft.search.schedule.problem_file import load_problem
+from weft.search.schedule.problem import Block, ScheduleProblem, load_problem, turned_round
 from weft.search.schedule.schedule import Schedule
-from weft.search.schedule.shapes import shape
+from weft.search.schedule.whole import balanced_holds
 
 SEEDS = (*range(3000, 3070), 248, 439, 603)
 """In the last three, sets of more than half of a resource's tasks that run early would count idle time twice."""

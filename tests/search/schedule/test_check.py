@@ -8,15 +8,14 @@ from random import Random
 import numpy as np
 import pytest
 
+from benchmarks.schedule_shapes import shape
 from tests.search.schedule.allowed import is_allowed
 from tests.search.schedule.oracle import min_makespan, place
 from tests.search.schedule.random_problems import random_problem
 from tests.search.schedule.test_schedule import one_f_one_b, two_devices
 from weft.base.errors import PlanError
-from weft.search.schedule.check import check_schedule, find_problems
 from weft.search.schedule.problem import with_memory
-from weft.search.schedule.schedule import Schedule, replay
-from weft.search.schedule.shapes import shape
+from weft.search.schedule.schedule import Schedule, check_schedule, find_problems, replay
 
 
 def good() -> Schedule:

@@ -7,15 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.schedule_shapes import shape
 from tests.search.schedule.compare import compare
 from tests.search.schedule.oracle import is_feasible, min_makespan, place
 from tests.search.schedule.oracle_period import can_repeat
 from tests.search.schedule.random_problems import RandomProblem, random_problem
 from weft.base.errors import NoFeasiblePlan
 from weft.search.schedule.problem import with_memory
-from weft.search.schedule.result import ScheduleResult
-from weft.search.schedule.schedule import Schedule
-from weft.search.schedule.shapes import shape
+from weft.search.schedule.schedule import Schedule, ScheduleResult
 
 
 def by_oracle(problem, number, **changes) -> ScheduleResult:

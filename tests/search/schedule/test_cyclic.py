@@ -19,7 +19,7 @@ from tests.search.schedule.oracle_period import (
     copies,
 )
 from tests.search.schedule.random_problems import random_problem
-from weft.search.schedule.cyclic import real_clock, tighten
+from weft.search.schedule.cyclic import tighten
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.whole import to_whole
 
@@ -84,7 +84,7 @@ def test_there_are_enough_orders():
 @pytest.mark.parametrize("seed", CYCLIC)
 def test_the_smallest_period_of_the_same_order(seed):
     item = CYCLIC[seed]
-    tight = tighten(real_clock(item.problem), item.starts, item.period)
+    tight = tighten(item.problem, item.starts, item.period)
     assert tight.starts.shape == item.starts.shape
     offsets = item.flat(tight.starts) - tight.period * np.asarray(item.shifts)
     slack = 1e-9 * max(1.0, tight.period)
@@ -117,7 +117,7 @@ def test_whole_periods(seed):
 
 def test_an_order_that_is_tight_already_is_kept():
     for item in list(CYCLIC.values())[:20]:
-        once = tighten(real_clock(item.problem), item.starts, item.period)
+        once = tighten(item.problem, item.starts, item.period)
         if once.period > 0 and min(item.problem.task_times) > 0:
-            again = tighten(real_clock(item.problem), once.starts, once.period)
+            again = tighten(item.problem, once.starts, once.period)
             assert again.period == pytest.approx(once.period)

@@ -10,15 +10,15 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.schedule_shapes import shape
 from tests.search.schedule.compare import compare
 from tests.search.schedule.random_problems import RandomProblem
 from weft.base.errors import NoFeasiblePlan
 from weft.search.common.budget import Budget
-from weft.search.schedule.least_memory import first_schedule
+from weft.search.schedule.first import first_schedule
 from weft.search.schedule.problem import Block, ScheduleProblem, Transfer
-from weft.search.schedule.result import ScheduleResult
+from weft.search.schedule.schedule import ScheduleResult
 from weft.search.schedule.search import schedule
-from weft.search.schedule.shapes import shape
 from weft.search.schedule.steady import find_steady_state
 from weft.search.schedule.whole import to_whole
 
@@ -145,7 +145,7 @@ def test_ctrl_c_while_the_solver_runs():
         import os, signal, threading
         from dataclasses import replace
         from weft.search.schedule.search import schedule
-        from weft.search.schedule.shapes import shape
+        from benchmarks.schedule_shapes import shape
         signal.signal(signal.SIGINT, signal.default_int_handler)
         problem = shape("nn", 4, memory=5)
         problem = replace(problem, blocks=tuple(replace(block, time=block.time * (1 + index % 7 / 30))
@@ -167,7 +167,7 @@ def test_the_same_bytes_whatever_the_hash_seed():
     script = textwrap.dedent("""
         import json
         from weft.search.schedule.search import schedule
-        from weft.search.schedule.shapes import shape
+        from benchmarks.schedule_shapes import shape
         result = schedule(shape("x", 2, memory=2), microbatches=5, seed=3).to_json()
         del result["seconds"]
         print(json.dumps(result))

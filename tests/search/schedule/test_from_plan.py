@@ -19,9 +19,8 @@ from weft.plan.plan import Optimizer, Plan
 from weft.plan.program import Op
 from weft.search.common.problem import Problem, StageSpec, make_plan
 from weft.search.placements import PLACEMENTS
-from weft.search.schedule.check import check_schedule, find_problems
 from weft.search.schedule.from_plan import order_of_schedule, problem_of_plan, resource_name, with_schedule
-from weft.search.schedule.schedule import replay
+from weft.search.schedule.schedule import check_schedule, find_problems, replay
 from weft.search.scheduled import find_schedule
 from weft.simulate.predict import simulate
 

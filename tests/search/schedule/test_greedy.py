@@ -6,13 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.schedule_shapes import SHAPES, shape
 from tests.search.schedule.random_problems import random_problem
 from weft.search.common.budget import Budget
-from weft.search.schedule.check import check_schedule
-from weft.search.schedule.greedy import greedy_schedules, rules
-from weft.search.schedule.least_memory import sequential
+from weft.search.schedule.first import greedy_schedules, rules, sequential
 from weft.search.schedule.problem import with_memory
-from weft.search.schedule.shapes import SHAPES, shape
+from weft.search.schedule.schedule import check_schedule
 
 
 def greedy(problem, num_microbatches, in_flight, effort=9.0):

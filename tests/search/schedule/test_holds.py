@@ -8,12 +8,12 @@ from random import Random
 
 import pytest
 
+from benchmarks.schedule_shapes import SHAPES, shape
 from tests.search.schedule.oracle import place
 from tests.search.schedule.random_problems import random_problem
 from tests.search.schedule.random_schedules import random_sequence
-from weft.search.schedule.holds import Hold, balanced_holds, find_ancestors, find_holds
 from weft.search.schedule.problem import Block, ScheduleProblem
-from weft.search.schedule.shapes import SHAPES, shape
+from weft.search.schedule.whole import Hold, balanced_holds, find_ancestors, find_holds
 
 
 def one_device(*blocks: tuple[float, tuple[int, ...]]) -> ScheduleProblem:

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from weft.base.errors import InputError
-from weft.search.schedule.check import check_schedule
-from weft.search.schedule.problem_file import parse_problem
+from weft.search.schedule.problem import parse_problem
+from weft.search.schedule.schedule import check_schedule
 from weft.search.schedule.search import schedule
 
 

@@ -9,13 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.schedule_shapes import shape
 from tests.search.schedule.pipelines import both_ways, chain, over_and_back, round_and_round, together, uneven
-from weft.search.schedule.check import check_schedule, find_problems
 from weft.search.schedule.named import NAMED, NotApplicable, compare_named, named_schedules
-from weft.search.schedule.problem import ScheduleProblem, with_memory
-from weft.search.schedule.problem_file import load_problem
-from weft.search.schedule.schedule import Schedule
-from weft.search.schedule.shapes import shape
+from weft.search.schedule.problem import ScheduleProblem, load_problem, with_memory
+from weft.search.schedule.schedule import Schedule, check_schedule, find_problems
 
 PROBLEMS = Path(__file__).resolve().parents[3] / "benchmarks" / "problems" / "schedule"
 

@@ -6,13 +6,13 @@ from fractions import Fraction
 
 import pytest
 
+from benchmarks.schedule_shapes import shape
 from tests.search.schedule.allowed import is_allowed
 from tests.search.schedule.oracle import end_of, is_feasible, min_makespan, min_makespan_naive, place
 from tests.search.schedule.oracle_cp import min_makespan_cp
 from tests.search.schedule.oracle_period import gives_back_all, min_period, num_candidates
 from tests.search.schedule.random_problems import random_problem
 from weft.search.schedule.problem import with_memory
-from weft.search.schedule.shapes import shape
 
 
 def value(answer):

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from tests.search.schedule.random_problems import random_problem
 from weft.base.errors import InputError, WeftError
-from weft.search.schedule.problem import with_memory
-from weft.search.schedule.problem_file import load_problem, parse_problem, problem_to_json, save_problem
+from weft.search.schedule.problem import load_problem, parse_problem, problem_to_json, save_problem, with_memory
 
 PROBLEMS = Path(__file__).resolve().parents[3] / "benchmarks" / "problems" / "schedule"
 

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.schedule_shapes import shape
 from tests.search.schedule.pipelines import both_ways, chain, over_and_back, round_and_round, together, uneven
-from weft.search.schedule.problem import Block, ScheduleProblem, Transfer
-from weft.search.schedule.problem_file import load_problem
+from weft.search.schedule.problem import Block, ScheduleProblem, Transfer, load_problem
 from weft.search.schedule.roles import Role, Roles, find_roles
-from weft.search.schedule.shapes import shape
 
 PROBLEMS = Path(__file__).resolve().parents[3] / "benchmarks" / "problems" / "schedule"
 

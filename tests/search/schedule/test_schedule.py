@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.schedule_shapes import shape
 from tests.search.schedule.oracle import min_makespan, place
 from tests.search.schedule.random_problems import random_problem
 from weft.base.errors import PlanError
-from weft.search.schedule.check import check_schedule
 from weft.search.schedule.problem import Block, ScheduleProblem, Transfer
-from weft.search.schedule.schedule import Schedule, phases, play, replay
-from weft.search.schedule.shapes import shape
+from weft.search.schedule.schedule import Schedule, check_schedule, phases, play, replay
 
 
 def one_f_one_b(num_devices: int, num_microbatches: int) -> list[list[tuple[int, int]]]:

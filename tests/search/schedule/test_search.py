@@ -11,13 +11,14 @@ import textwrap
 import pytest
 
 import weft
+from benchmarks.schedule_shapes import SHAPES, shape
 from tests.search.schedule.oracle import min_makespan
 from tests.search.schedule.pipelines import both_ways, chain, over_and_back, round_and_round, uneven
 from weft.base.errors import InputError
-from weft.search.schedule.check import check_schedule
-from weft.search.schedule.named import named_schedules
-from weft.search.schedule.search import MAX_INSTANCES, schedule
-from weft.search.schedule.shapes import SHAPES, shape
+from weft.search.schedule.named import NAMED, named_schedules
+from weft.search.schedule.schedule import check_schedule
+from weft.search.schedule.search import schedule
+from weft.search.schedule.tuning import TUNING
 
 NAMED_PROBLEMS = {
     **{name: shape(name, 4, memory=6) for name in SHAPES},
@@ -99,7 +100,8 @@ def test_enough_of_them_have_named_schedules():
 def test_progress_names_best_and_bound():
     lines: list[str] = []
     result = schedule(shape("v", 4, memory=3), microbatches=8, time_limit=2.0, progress=lines.append)
-    found = [float(line.split()[1]) for line in lines if line.startswith("makespan ")]
+    offers = [line.partition(": makespan ") for line in lines]
+    found = [float(rest.split(",")[0]) for by, is_told, rest in offers if is_told and by in ("search", *NAMED)]
     assert found[-1] == result.makespan
     assert all(before > after for before, after in itertools.pairwise(found))
     assert any("3 per period, trying 16" in line for line in lines)
@@ -113,7 +115,7 @@ def test_the_same_seed_gives_the_same_result_in_every_process():
         from tests.search.schedule.random_problems import random_problem
         from weft.base.errors import NoFeasiblePlan
         from weft.search.schedule.search import schedule
-        from weft.search.schedule.shapes import shape
+        from benchmarks.schedule_shapes import shape
         cases = [random_problem(seed, max_instances=16) for seed in range(8000, 8012)]
         inputs = [(case.problem, case.num_microbatches) for case in cases] + [(shape("v", 3, memory=2), 7)]
         for problem, number in inputs:
@@ -132,7 +134,7 @@ def test_the_same_seed_gives_the_same_result_in_every_process():
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"microbatches": 0}, "must be 1 or more, not 0"), ({"microbatches": MAX_INSTANCES}, "try fewer micro-batches"),
+    ({"microbatches": 0}, "must be 1 or more, not 0"), ({"microbatches": TUNING.max_instances}, "try fewer micro-batches"),
     ({"microbatches": 2, "time_limit": 0.0}, "must be more than 0 seconds"),
     ({"microbatches": 2, "time_limit": float("nan")}, "must be more than 0 seconds")])
 def test_wrong_options_are_refused(options, message):

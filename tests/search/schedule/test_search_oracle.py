@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from benchmarks.schedule_shapes import shape
 from tests.search.schedule.compare import compare
 from tests.search.schedule.oracle import min_makespan
 from tests.search.schedule.random_problems import random_problem
 from weft.base.errors import NoFeasiblePlan
 from weft.search.schedule.problem import with_memory
-from weft.search.schedule.result import ScheduleResult
+from weft.search.schedule.schedule import ScheduleResult
 from weft.search.schedule.search import schedule
-from weft.search.schedule.shapes import shape
 
 
 def search(problem, num_microbatches) -> ScheduleResult:

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.schedule_shapes import SHAPES, shape
 from weft.base.errors import InputError
-from weft.search.schedule.problem_file import load_problem
-from weft.search.schedule.shapes import SHAPES, shape
+from weft.search.schedule.problem import load_problem
 
 PROBLEMS = Path(__file__).resolve().parents[3] / "benchmarks" / "problems" / "schedule"
 FILES = ["v-train-mem4", "v-train-mem3", "x-train-mem4", "m-train-mem6", "m-train-mem5", "nn-train-mem6", "k-train-mem6",

@@ -7,15 +7,14 @@ from functools import cache
 
 import pytest
 
+from benchmarks.schedule_shapes import shape
 from tests.search.schedule.oracle_period import gives_back_all, min_period, num_candidates
 from tests.search.schedule.random_problems import random_problem
 from tests.search.schedule.test_shapes import PROBLEMS
 from weft.search.common.budget import Budget
 from weft.search.schedule.bounds import period_bound
-from weft.search.schedule.check import check_schedule
-from weft.search.schedule.problem import Block, ScheduleProblem, with_memory
-from weft.search.schedule.problem_file import load_problem
-from weft.search.schedule.shapes import shape
+from weft.search.schedule.problem import Block, ScheduleProblem, load_problem, with_memory
+from weft.search.schedule.schedule import check_schedule
 from weft.search.schedule.steady import SteadyState, find_steady_state, variants
 
 PERIODS = {

@@ -7,14 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.schedule_shapes import shape
 from tests.search.schedule.oracle import min_makespan
 from tests.search.schedule.random_problems import random_problem
 from weft.search.common.budget import Budget
 from weft.search.schedule.bounds import makespan_bound
-from weft.search.schedule.check import check_schedule
-from weft.search.schedule.least_memory import sequential
-from weft.search.schedule.shapes import shape
-from weft.search.schedule.unrolled import TO_PROVE, Middle, Slice, Unrolled, prolong, solve_unrolled
+from weft.search.schedule.first import sequential
+from weft.search.schedule.schedule import check_schedule
+from weft.search.schedule.tuning import TUNING, Slice
+from weft.search.schedule.unrolled import Middle, Unrolled, prolong, solve_unrolled
 from weft.search.schedule.whole import WholeProblem, to_whole
 
 MIDDLES = [
@@ -106,7 +107,7 @@ def test_a_known_bound_ends_the_search():
     assert (optimum.makespan, optimum.is_optimal) == (makespan_bound(whole.problem, 3), True)
 
 
-@pytest.mark.parametrize("slices", [(Slice(1.0, lns=True),), TO_PROVE])
+@pytest.mark.parametrize("slices", [(Slice(1.0, lns=True),), TUNING.to_prove])
 def test_hints_are_improved(slices):
     """Also by large neighbourhood search alone, and with memory, whose variables have no hint."""
     whole = to_whole(shape("nn", 4, memory=4))

@@ -9,13 +9,13 @@ from random import Random
 import numpy as np
 import pytest
 
+from benchmarks.schedule_shapes import shape
 from tests.search.schedule.random_problems import random_problem
 from tests.search.schedule.random_schedules import allowed_schedules
-from weft.search.schedule.check import check_schedule
 from weft.search.schedule.problem import Block, ScheduleProblem
-from weft.search.schedule.schedule import play
-from weft.search.schedule.shapes import shape
-from weft.search.schedule.whole import MAX_EXACT, RESOLUTION, WholeProblem, to_whole
+from weft.search.schedule.schedule import check_schedule, play
+from weft.search.schedule.tuning import TUNING
+from weft.search.schedule.whole import WholeProblem, to_whole
 
 
 def with_times(*times: float) -> ScheduleProblem:
@@ -43,19 +43,19 @@ def test_small_common_denominators_are_exact(times, ticks, whole):
     assert (result.ticks, result.times) == (ticks, whole)
 
 
-@pytest.mark.parametrize("times", [(0.1 * 3, 1.0), (1 / 3, 1.0), (1.0, float(MAX_EXACT)), (1e-30, 1.0)])
+@pytest.mark.parametrize("times", [(0.1 * 3, 1.0), (1 / 3, 1.0), (1.0, float(TUNING.max_exact)), (1e-30, 1.0)])
 def test_others_are_rounded(times):
     result = to_whole(with_times(*times))
     assert not result.is_exact
-    assert RESOLUTION <= sum(result.times) <= RESOLUTION + len(times)
-    assert sum(to_whole(with_times(*times), rounding="down").times) <= RESOLUTION
+    assert TUNING.resolution <= sum(result.times) <= TUNING.resolution + len(times)
+    assert sum(to_whole(with_times(*times), rounding="down").times) <= TUNING.resolution
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_rounding_is_to_the_safe_side_and_by_less_than_a_tick(seed):
     problem = random_problem(seed, whole_times=False if seed % 2 else None).problem
     for rounding, resolution in (("up", 7), ("up", 240), ("down", 7), ("down", 240)):
-        whole = to_whole(problem, rounding=rounding, max_exact=10 if seed % 3 else MAX_EXACT, resolution=resolution)
+        whole = to_whole(problem, rounding=rounding, max_exact=10 if seed % 3 else TUNING.max_exact, resolution=resolution)
         pairs = [*zip(whole.times, problem.task_times, strict=True),
                  *((delay, edge.delay) for (_, _, delay), edge in zip(whole.edges, problem.edges, strict=True))]
         for ticks, time in pairs:

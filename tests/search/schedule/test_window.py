@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.schedule_shapes import shape
 from tests.search.schedule.random_schedules import allowed_schedules, in_order
 from weft.search.common.budget import Budget
-from weft.search.schedule.greedy import greedy_schedules
+from weft.search.schedule.bounds import earliest_starts, least_idle
+from weft.search.schedule.first import greedy_schedules
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import Schedule
-from weft.search.schedule.shapes import shape
 from weft.search.schedule.whole import WholeProblem, to_whole
-from weft.search.schedule.window import earliest_starts, least_idle
 
 
 def all_schedules(seed: int) -> tuple[ScheduleProblem, int, list[Schedule]]:

@@ -11,46 +11,18 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
 from weft.model.graph import F64, I64
 from weft.search.schedule.problem import ScheduleProblem
+from weft.search.schedule.whole import WholeProblem
 
+Clock = ScheduleProblem | WholeProblem
+"""A problem in real time or in ticks."""
 ROUNDING: Final = 1e-13
 """Relative to the period: smaller differences between times are rounding."""
-
-
-class Clock(Protocol):
-    """What is needed of a problem: in real time or in ticks."""
-
-    @property
-    def times(self) -> Sequence[float]:
-        """Return the duration of each task."""
-
-    @property
-    def edges(self) -> Sequence[tuple[int, int, float]]:
-        """Return (source, target, delay)."""
-
-    @property
-    def resource_tasks(self) -> Sequence[Sequence[int]]:
-        """Return the tasks of each resource."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RealClock:
-    """A problem's own times."""
-
-    times: tuple[float, ...]
-    edges: tuple[tuple[int, int, float], ...]
-    resource_tasks: tuple[tuple[int, ...], ...]
-
-
-def real_clock(problem: ScheduleProblem) -> RealClock:
-    """Return the problem's own times."""
-    return RealClock(times=problem.task_times, resource_tasks=problem.resource_tasks,
-                     edges=tuple((edge.source, edge.target, edge.delay) for edge in problem.edges))
 
 
 class NoPeriod(ArithmeticError):  # noqa: N818 - it says what was found
@@ -71,9 +43,10 @@ def tighten(clock: Clock, starts: F64, period: float, *, whole: bool = False) ->
     ``starts`` may be in other units than the clock's times: only their order and laps count. ``whole`` rounds the
     period up to a whole number. Raise ``NoPeriod`` where rounding has lost the order.
     """
-    system = _build_system(clock, starts, period)
-    trial = max((sum(clock.times[task] for task in tasks) for tasks in clock.resource_tasks), default=0.0)
-    trial *= starts.shape[1]
+    times: Sequence[float] = clock.task_times if isinstance(clock, ScheduleProblem) else clock.times
+    system = _build_system(clock, times, starts, period)
+    work: Sequence[float] = clock.device_work if isinstance(clock, ScheduleProblem) else clock.work
+    trial = max(work, default=0.0) * starts.shape[1]
     while True:
         potential, cycle = _longest_paths(system, starts.size, trial)
         if cycle is None and whole and trial != math.ceil(trial - 1e-9):
@@ -96,23 +69,23 @@ class _System:
     laps: I64
 
 
-def _build_system(clock: Clock, starts: F64, period: float) -> _System:
+def _build_system(clock: Clock, times: Sequence[float], starts: F64, period: float) -> _System:
     num_copies = starts.shape[1]
     rows: list[tuple[int, int, float, int]] = []
     for source, target, delay in clock.edges:
-        length = clock.times[source] + delay
+        length = times[source] + delay
         rows += [(source * num_copies + k, target * num_copies + k, length, 0) for k in range(num_copies)]
     lap = np.floor(starts / period + 1e-9) if period > 0 else np.zeros_like(starts)
     place = _places(starts - lap * period, period)
     for tasks in clock.resource_tasks:
         # What takes no time comes before what starts with it.
         keys = sorted(itertools.product(tasks, range(num_copies)),
-                      key=lambda key: (place[key], clock.times[key[0]], key))
+                      key=lambda key: (place[key], times[key[0]], key))
         for one, other in itertools.pairwise([*keys, keys[0]] if keys else []):
             wraps = 1 if other == keys[0] else 0
             laps = int(lap[one] - lap[other]) + wraps
             rows.append((one[0] * num_copies + one[1], other[0] * num_copies + other[1],
-                         clock.times[one[0]], laps))
+                         times[one[0]], laps))
     columns = list(zip(*rows, strict=True))
     return _System(sources=np.asarray(columns[0]), targets=np.asarray(columns[1]),
                    lengths=np.asarray(columns[2], dtype=np.float64), laps=np.asarray(columns[3]))

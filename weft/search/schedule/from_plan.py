@@ -94,15 +94,10 @@ def problem_of_plan(plan: Plan, graph: Graph, costs: Costs, cluster: Cluster, *,
 
 def order_of_schedule(plan_problem: PlanProblem, schedule: Schedule) -> dict[str, tuple[str, ...]]:
     """Return the plan's actions on each device, by start time."""
-    problem, order = plan_problem.problem, {}
-    for device, instances in zip(problem.device_names, schedule.orders(), strict=False):
-        order[device] = tuple(_token(plan_problem, task, index) for task, index in instances)
-    return order
-
-
-def _token(plan_problem: PlanProblem, task: int, index: int) -> str:
-    meaning = plan_problem.meaning[task]
-    return f"{plan_problem.stage_names[meaning.stage]}:{meaning.phase}:{plan_problem.lanes[meaning.lane][index]}"
+    meanings, lanes, names = plan_problem.meaning, plan_problem.lanes, plan_problem.stage_names
+    tokens = [[f"{names[item.stage]}:{item.phase}:{index}" for index in lanes[item.lane]] for item in meanings]
+    return {device: tuple(tokens[task][index] for task, index in instances)
+            for device, instances in zip(plan_problem.problem.device_names, schedule.orders(), strict=False)}
 
 
 def with_schedule(plan: Plan, plan_problem: PlanProblem, schedule: Schedule) -> Plan:
@@ -135,13 +130,13 @@ class _Builder:
                    for lane, stages in enumerate(self.patterns)
                    for phase in self.phases for stage in (stages if phase == "F" else reversed(stages))]
         self.index = {(item.lane, item.stage, item.phase): number for number, item in enumerate(meaning)}
-        self.blocks = tuple(self._block(item) for item in meaning)
         names = tuple(stage.name for stage in self.program.plan.stages)
         problem = ScheduleProblem(
             device_names=tuple(self.program.rank_names[rank] for rank in self.used),
             device_memory=tuple(self._limit(rank, num_waiting, reserve) for rank in self.used),
-            blocks=self.blocks, transfers=self._transfers(), free_at="end")
-        return PlanProblem(problem=problem, meaning=tuple(meaning), lanes=self.lanes, stage_names=names)
+            blocks=tuple(map(self._block, meaning)), transfers=self._transfers(), free_at="end")
+        return PlanProblem(problem=_without_idle_links(problem), meaning=tuple(meaning), lanes=self.lanes,
+                           stage_names=names)
 
     # ---- blocks -----------------------------------------------------------------------------------------------------
 
@@ -248,8 +243,7 @@ class _Builder:
                         pair = self.index[key[0]], self.index[key[1]]
                         messages.setdefault(pair, []).append(channel)
                         first[pair] = first.get(pair, False) or number == 0
-        found = [self._transfer(pair, channels, named=first[pair]) for pair, channels in sorted(messages.items())]
-        return _without_idle_links(found, self.blocks)
+        return tuple(self._transfer(pair, channels, named=first[pair]) for pair, channels in sorted(messages.items()))
 
     def _transfer(self, pair: tuple[int, int], channels: list[Channel], *, named: bool) -> Transfer:
         """Return the messages from block to block as one transfer, on the resource that carries most of them.
@@ -340,17 +334,14 @@ def resource_name(cluster: Cluster, resource: int) -> str:
     return link.shared or link.name
 
 
-def _without_idle_links(transfers: list[Transfer], blocks: tuple[Block, ...]) -> tuple[Transfer, ...]:
-    """Return the transfers, as pure delays where those on one direction of a link can never meet."""
-    users: dict[tuple[str | None, bool], list[Transfer]] = {}
-    for item in transfers:
-        users.setdefault(_direction(item, blocks), []).append(item)
-    return tuple(replace(item, link=None) if _never_meet(users[_direction(item, blocks)], blocks) else item
-                 for item in transfers)
-
-
-def _direction(transfer: Transfer, blocks: tuple[Block, ...]) -> tuple[str | None, bool]:
-    return transfer.link, min(blocks[transfer.target].devices) >= min(blocks[transfer.source].devices)
+def _without_idle_links(problem: ScheduleProblem) -> ScheduleProblem:
+    """Return the problem with transfers as pure delays where those on one direction of a link can never meet."""
+    users: dict[tuple[str | None, str], list[Transfer]] = {}
+    for item in problem.transfers:
+        users.setdefault((item.link, problem.sign_of(item)), []).append(item)
+    return replace(problem, transfers=tuple(
+        replace(item, link=None) if _never_meet(users[item.link, problem.sign_of(item)], problem.blocks) else item
+        for item in problem.transfers))
 
 
 def _never_meet(transfers: list[Transfer], blocks: tuple[Block, ...]) -> bool:

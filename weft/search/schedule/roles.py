@@ -83,6 +83,11 @@ class Pipeline:
         return tuple(stage.devices for stage in self.stages if not stage.is_shared)
 
     @property
+    def width(self) -> int:
+        """Return over how many places (sets of devices) it goes."""
+        return len(set(self.places))
+
+    @property
     def all_devices(self) -> frozenset[int]:
         """Return every device that it uses."""
         return frozenset(device for stage in self.stages for device in stage.devices)
@@ -102,11 +107,9 @@ class BlockRole:
     """What one block is."""
 
     role: Role
-    pipeline: int
     stage: int
     """Its stage's position in the pipeline."""
     chunk: int
-    is_shared: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,21 @@ class Roles:
         return any(pipeline.is_split for pipeline in self.pipelines)
 
     @property
+    def has_shared(self) -> bool:
+        """Return whether some stage spans the devices of others."""
+        return any(pipeline.has_shared for pipeline in self.pipelines)
+
+    @property
+    def are_plain_chains(self) -> bool:
+        """Return whether all pipelines are chains of stages that span no others."""
+        return not self.has_shared and all(pipeline.is_chain for pipeline in self.pipelines)
+
+    @property
+    def longest(self) -> int:
+        """Return how many stages the longest pipeline has."""
+        return max(len(pipeline.stages) for pipeline in self.pipelines)
+
+    @property
     def are_apart(self) -> bool:
         """Return whether no two pipelines use the same device."""
         used = [device for pipeline in self.pipelines for device in pipeline.all_devices]
@@ -140,14 +158,13 @@ class Roles:
     def of_blocks(self) -> dict[int, BlockRole]:
         """Return for every block what it is."""
         result = {}
-        for number, pipeline in enumerate(self.pipelines):
-            for place, stage in enumerate(pipeline.stages):
-                whole = Role.BACKWARD if stage.weight is None else Role.INPUT_GRADIENT
-                for role, block in ((Role.FORWARD, stage.forward), (whole, stage.backward),
-                                    (Role.WEIGHT_GRADIENT, stage.weight)):
-                    if block is not None:
-                        result[block] = BlockRole(role=role, pipeline=number, stage=place, chunk=stage.chunk,
-                                                  is_shared=stage.is_shared)
+        for place, stage in ((place, stage) for pipeline in self.pipelines
+                             for place, stage in enumerate(pipeline.stages)):
+            whole = Role.BACKWARD if stage.weight is None else Role.INPUT_GRADIENT
+            for role, block in ((Role.FORWARD, stage.forward), (whole, stage.backward),
+                                (Role.WEIGHT_GRADIENT, stage.weight)):
+                if block is not None:
+                    result[block] = BlockRole(role=role, stage=place, chunk=stage.chunk)
         return result
 
 
@@ -184,18 +201,13 @@ class _Graph:
 
     @staticmethod
     def of(problem: ScheduleProblem) -> _Graph:
-        before: list[set[int]] = [set(block.after) for block in problem.blocks]
-        for transfer in problem.transfers:
-            before[transfer.target].add(transfer.source)
-        after: list[set[int]] = [set() for _ in before]
-        for block, sources in enumerate(before):
-            for source in sources:
-                after[source].add(block)
         order = tuple(task for task in problem.topological if task < problem.num_blocks)
         sets = {block.devices: frozenset(block.devices) for block in problem.blocks}
         shared = frozenset(devices for devices, wide in sets.items()
                            if len(wide) > 1 and any(other < wide for other in sets.values()))
-        return _Graph(tuple(map(frozenset, before)), tuple(map(frozenset, after)), order, shared)
+        return _Graph(tuple(frozenset(edge.source for edge in edges) for edges in problem.unlinked.predecessors),
+                      tuple(frozenset(edge.target for edge in edges) for edges in problem.unlinked.successors),
+                      order, shared)
 
     def components(self) -> list[list[int]]:
         """Return the blocks that depend on each other, each list in order of dependencies."""

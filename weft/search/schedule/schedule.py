@@ -2,14 +2,17 @@
 
 ``starts[t, n]`` is the start of task ``t`` (see ``ScheduleProblem``) of micro-batch ``n``. ``replay`` turns an order of
 blocks on each device into the earliest schedule with that order; every searcher and every named schedule ends in it.
+``check_schedule`` knows no search and says exactly what is wrong with a schedule. ``ScheduleResult`` is what a search
+returns: a checked schedule, how good it is known to be, and the steady state it repeats.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Mapping, Sequence, Set
+import itertools
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -158,19 +161,16 @@ class _Player:
         for order in self.orders:
             if order:
                 self._offer(*order[0])
-        self._offer_free_links()
+        for task, resources in enumerate(self.problem.task_resources):
+            if resources[0] >= len(self.orders) and not self.problem.predecessors[task]:  # a link without an order
+                for index in range(self.starts.shape[1]):
+                    self._offer(task, index)
         while self.queue:
             _, index, task = heapq.heappop(self.queue)
             self._start(task, index)
         if self.left:
             self._raise_blocked()
         return self.starts
-
-    def _offer_free_links(self) -> None:
-        for task in range(self.problem.num_tasks):
-            if self.problem.task_resources[task][0] >= len(self.orders) and not self.problem.predecessors[task]:
-                for index in range(self.starts.shape[1]):
-                    self._offer(task, index)
 
     def _offer(self, task: int, index: int) -> None:
         """Queue the task if nothing but time keeps it from starting."""
@@ -223,18 +223,128 @@ def phases(schedule: Schedule, period: float, period_microbatches: int) -> list[
     result: list[list[Phase]] = []
     for row in schedule.starts:
         step = row[period_microbatches:] - row[: max(0, len(row) - period_microbatches)]
-        first, last = _longest_run(np.abs(step - period) <= tolerance)
-        end = last + period_microbatches if last > first else first
+        repeats = (np.abs(step - period) <= tolerance).tolist()
+        runs = [list(run) for flag, run in itertools.groupby(range(len(repeats)), repeats.__getitem__) if flag]
+        steady = max(runs, key=len, default=[])
+        first, end = (steady[0], steady[-1] + 1 + period_microbatches) if steady else (0, 0)
         result.append(["warm-up" if index < first else "steady" if index < end else "cool-down"
                        for index in range(len(row))])
     return result
 
 
-def _longest_run(flags: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> tuple[int, int]:
-    """Return (first, last + 1) of the longest run of true values, the first of equals."""
-    best, begin = (0, 0), 0
-    for index, flag in enumerate([*flags.tolist(), False]):
-        if not flag:
-            best = (begin, index) if index - begin > best[1] - best[0] else best
-            begin = index + 1
-    return best
+def check_schedule(schedule: Schedule) -> None:
+    """Raise ``PlanError`` that lists all that is wrong: starts, order, overlaps, memory."""
+    problems = find_problems(schedule)
+    if problems:
+        raise PlanError("the schedule is not allowed: " + "; ".join(problems[:8])
+                        + (f"; ... and {len(problems) - 8} more" if len(problems) > 8 else ""), problems)
+
+
+def find_problems(schedule: Schedule) -> list[str]:
+    """Return everything that is wrong with the schedule, as sentences."""
+    problem, starts = schedule.problem, schedule.starts
+    if starts.shape[0] != problem.num_tasks or starts.shape[1] < 1:
+        return [f"it has starts for {starts.shape[0]} tasks and {starts.shape[1]} micro-batches, "
+                f"the problem has {problem.num_tasks} tasks"]
+    if not np.isfinite(starts).all():
+        return ["some starts are not finite numbers"]
+    tolerance = TOLERANCE * max(1e-30, float(schedule.ends.max()))
+    early = [f"{_name(problem, task, index)} starts at {starts[task, index]:.6g}, before 0"
+             for task, index in np.argwhere(starts < -tolerance).tolist()]
+    return [*early, *_dependencies(schedule, tolerance), *_overlaps(schedule, tolerance), *_memory(schedule)]
+
+
+def _name(problem: ScheduleProblem, task: int, index: int) -> str:
+    return f"{problem.task_names[task]} of micro-batch {index}"
+
+
+def _dependencies(schedule: Schedule, tolerance: float) -> Iterator[str]:
+    problem, starts, ends = schedule.problem, schedule.starts, schedule.ends
+    for source, target, delay in problem.edges:
+        for index in np.flatnonzero(ends[source] + delay - starts[target] > tolerance).tolist():
+            yield (f"{_name(problem, target, index)} starts at {starts[target, index]:.6g}, but "
+                   f"{_name(problem, source, index)} ends at {ends[source, index]:.6g}"
+                   + (f" and takes {delay:.6g} to arrive" if delay else ""))
+
+
+def _overlaps(schedule: Schedule, tolerance: float) -> Iterator[str]:
+    problem, starts, ends = schedule.problem, schedule.starts, schedule.ends
+    for name, order in zip(problem.resource_names, schedule.orders(), strict=True):
+        for before, after in itertools.pairwise(order):
+            if ends[before] - starts[after] > tolerance:
+                yield (f"{name} runs {_name(problem, *before)} until {ends[before]:.6g} and "
+                       f"{_name(problem, *after)} from {starts[after]:.6g}")
+
+
+def _memory(schedule: Schedule) -> Iterator[str]:
+    peaks = schedule.peak_memory()
+    for name, limit in zip(schedule.problem.device_names, schedule.problem.device_memory, strict=True):
+        if limit is not None and exceeds(peaks[name], limit):
+            yield f"{name} holds {peaks[name]:.6g} at its fullest, its memory is {limit:.6g}"
+
+
+def exceeds(held: float, limit: float) -> bool:
+    """Return whether this is more than the limit, beyond rounding."""
+    return held > limit + TOLERANCE * max(1.0, abs(limit))
+
+
+Status = Literal["optimal", "feasible"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleResult:
+    """The best schedule found, with bounds."""
+
+    schedule: Schedule
+    status: Status
+    """``optimal`` if no schedule for so many micro-batches is shorter, by proof."""
+    makespan_bound: float
+    """No schedule of so many micro-batches ends earlier."""
+    period: float | None
+    """Duration of the steady state that was found; None where memory admits none (blocks that keep what they take)."""
+    period_microbatches: int | None
+    """Micro-batches in one period."""
+    period_bound: float | None
+    """No steady state takes less time per micro-batch; of however many micro-batches its period is."""
+    seconds: float
+    """CPU seconds of the search."""
+    is_interrupted: bool = False
+    """The search was ended by Ctrl-C."""
+    by: str = "search"
+    """What made the schedule: the search, or the named schedule that it could not beat."""
+
+    @property
+    def makespan(self) -> float:
+        """Return when the last block ends."""
+        return self.schedule.makespan
+
+    @property
+    def bubble(self) -> float | None:
+        """Return the part of a period in which the busiest device is idle."""
+        if self.period is None or self.period_microbatches is None:
+            return None
+        problem = self.schedule.problem
+        busy = max(problem.device_work[: problem.num_devices], default=0.0) * self.period_microbatches
+        return max(0.0, 1.0 - busy / self.period) if self.period > 0 else 0.0
+
+    def phases(self) -> list[list[Phase]]:
+        """Return for each task and micro-batch whether it is in the warm-up, the steady state or the cool-down."""
+        if self.period is None or self.period_microbatches is None:
+            return [["warm-up"] * self.schedule.num_microbatches for _ in range(self.schedule.problem.num_tasks)]
+        return phases(self.schedule, self.period, self.period_microbatches)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result object that ``weft schedule --json`` prints."""
+        problem, starts = self.schedule.problem, self.schedule.starts
+        rows = sorted((float(starts[task, index]), task, index) for task in range(problem.num_tasks)
+                      for index in range(self.schedule.num_microbatches))
+        listed = [[problem.task_names[task], index, start] for start, task, index in rows if task < problem.num_blocks]
+        moved = [[problem.blocks[problem.linked[task - problem.num_blocks].source].name,
+                  problem.blocks[problem.linked[task - problem.num_blocks].target].name, index, start]
+                 for start, task, index in rows if task >= problem.num_blocks]
+        return {
+            "status": self.status, "microbatches": self.schedule.num_microbatches, "makespan": self.makespan,
+            "makespan_bound": self.makespan_bound, "period": self.period,
+            "period_microbatches": self.period_microbatches, "period_bound": self.period_bound, "bubble": self.bubble,
+            "peak_memory": self.schedule.peak_memory(), "starts": listed,
+            **({"transfer_starts": moved} if moved else {}), "seconds": self.seconds}

@@ -1,11 +1,20 @@
 """Schedule search: the main path.
 
-    some schedule within memory          one micro-batch after the other, or NoFeasiblePlan        least_memory
-    named schedules, greedy rules        what everybody would try                                  named, greedy
-    steady state                         smallest period, for K = 1, 2, 3, ... micro-batches       steady
-    completion                           warm-up, steady middle and cool-down found together       unrolled (Middle)
-    all of it at once                    where N is small                                          unrolled
-    bounds                               work, paths, memory; idle while filling and draining      bounds, window
+    variables    start(i, n) >= 0      for every task i (a block or a transfer) of every micro-batch n < N    (Schedule)
+    minimise     the latest start(i, n) + time(i)                                                    (Schedule.makespan)
+    subject to   start(j, n) >= start(i, n) + time(i) + delay      for every edge i -> j                 (_dependencies)
+                 no two tasks of a device, or of a direction of a link, overlap                              (_overlaps)
+                 on every device the memory of the blocks that have begun <= its limit                         (_memory)
+
+(``find_problems`` of ``weft.search.schedule.schedule`` checks all three.) That is too large to be solved as it stands,
+so the search goes in steps:
+
+    some schedule within memory      one micro-batch after the other, or NoFeasiblePlan      first
+    named schedules, greedy rules    what everybody would try                                named, first
+    steady state                     smallest period, for K = 1, 2, 3, ... micro-batches     steady
+    completion                       warm-up, steady middle and cool-down found together     unrolled (Completion)
+    all of it at once                where N is small                                        unrolled
+    bounds                           work, paths, memory; idle while filling and draining    bounds
 
 Every schedule that is kept has passed ``check_schedule``; the best of all is returned, so the result is never worse
 than a named schedule that fits. The search ends when a bound is met, or when its budget is spent.
@@ -18,43 +27,25 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property
-from typing import Final
-
-import numpy as np
 
 from weft.base.errors import InputError
 from weft.model.graph import F64
 from weft.search.common.budget import Budget, OutOfTime, cut_short
-from weft.search.schedule.bounds import makespan_bound, period_bound
-from weft.search.schedule.check import check_schedule, find_problems
-from weft.search.schedule.cyclic import NoPeriod, tighten
-from weft.search.schedule.greedy import greedy_schedules
-from weft.search.schedule.least_memory import first_schedule
+from weft.search.common.incumbent import Incumbent
+from weft.search.schedule.bounds import earliest_starts, least_idle, makespan_bound, period_bound
+from weft.search.schedule.cyclic import NoPeriod
+from weft.search.schedule.first import first_schedule, greedy_schedules
 from weft.search.schedule.named import named_schedules
 from weft.search.schedule.problem import ScheduleProblem
-from weft.search.schedule.result import ScheduleResult
-from weft.search.schedule.schedule import Schedule, play, replay
+from weft.search.schedule.schedule import Schedule, ScheduleResult, check_schedule, find_problems, play, replay
 from weft.search.schedule.steady import SteadyState, find_steady_state, variants
-from weft.search.schedule.unrolled import TO_IMPROVE, Middle, prolong, solve_unrolled
+from weft.search.schedule.tuning import TUNING
+from weft.search.schedule.unrolled import Completion, Middle, prolong, solve_unrolled
 from weft.search.schedule.whole import Rounding, WholeProblem, to_whole
-from weft.search.schedule.window import earliest_starts, least_idle
 
 log = logging.getLogger(__name__)
-
-DEFAULT_SECONDS: Final = 10.0
-"""CPU seconds, about, that the search of a small problem may take where no limit is given."""
-MAX_INSTANCES: Final = 1_000_000
-"""More tasks times micro-batches are refused."""
-MAX_TINY: Final = 60
-"""Up to so many tasks of all micro-batches a finer grid costs little."""
-MAX_FREE: Final = 800
-"""Up to so many tasks of all micro-batches are solved all at once."""
-MAX_UNROLLED: Final = 2_500
-"""Up to so many tasks in warm-up, middle and cool-down are solved together."""
-MAX_GREEDY: Final = 20_000
-"""Greedy rules are tried up to so many tasks of all micro-batches."""
 
 
 def schedule(problem: ScheduleProblem, *, microbatches: int, time_limit: float | None = None,
@@ -68,13 +59,15 @@ def schedule(problem: ScheduleProblem, *, microbatches: int, time_limit: float |
     """
     if microbatches < 1:
         raise InputError(f"the number of micro-batches must be 1 or more, not {microbatches}")
-    if microbatches * problem.num_tasks > MAX_INSTANCES:
+    if microbatches * problem.num_tasks > TUNING.max_instances:
         raise InputError(f"{microbatches} micro-batches of {problem.num_tasks} blocks and transfers are more than "
-                         f"{MAX_INSTANCES} in all; try fewer micro-batches: the steady state is the same")
+                         f"{TUNING.max_instances} in all; try fewer micro-batches: the steady state is the same")
     if time_limit is not None and not time_limit > 0:
         raise InputError(f"the time limit must be more than 0 seconds, not {time_limit}")
     begin = time.process_time()
-    seconds = _default_seconds(problem) if time_limit is None else time_limit
+    seconds = time_limit
+    if seconds is None:  # more for more blocks
+        seconds = TUNING.default_seconds * min(6.0, max(1.0, problem.num_tasks / 24))
     budget = Budget(effort=seconds if effort is None else effort, report=progress,
                     deadline=None if time_limit is None else time.monotonic() + time_limit)
     search = _Search(problem, microbatches, budget, seed)
@@ -82,32 +75,21 @@ def schedule(problem: ScheduleProblem, *, microbatches: int, time_limit: float |
     return search.result(time.process_time() - begin)
 
 
-def _default_seconds(problem: ScheduleProblem) -> float:
-    """Return CPU seconds for a search without a limit: more for more blocks."""
-    return DEFAULT_SECONDS * min(6.0, max(1.0, problem.num_tasks / 24))
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Found:
-    schedule: Schedule
-    by: str
-
-
 class _Search:
-    """The best schedule and the best bound so far."""
+    """The best schedule and the best bound so far, and what the methods tell each other."""
 
     def __init__(self, problem: ScheduleProblem, num_microbatches: int, budget: Budget, seed: int) -> None:
         self.problem, self.num_microbatches, self.budget, self.seed = problem, num_microbatches, budget, seed
         self.effort = budget.effort
         self.whole = self._to_whole("up")
-        self.bound = makespan_bound(problem, num_microbatches)
+        self.best = Incumbent[Schedule](budget=budget, what="makespan", bound=makespan_bound(problem, num_microbatches))
         self.steady: SteadyState | None = None
-        self.completion: _Completion | None = None
-        self.best: _Found | None = None
+        self.completion: Completion | None = None
 
     def _to_whole(self, rounding: Rounding) -> WholeProblem:
-        if self.problem.num_tasks * self.num_microbatches <= MAX_TINY:
-            return to_whole(self.problem, rounding=rounding, max_exact=10**9, resolution=10**6)
+        if self.problem.num_tasks * self.num_microbatches <= TUNING.max_tiny:
+            return to_whole(self.problem, rounding=rounding, max_exact=TUNING.tiny_exact,
+                            resolution=TUNING.tiny_resolution)
         return to_whole(self.problem, rounding=rounding)
 
     @cached_property
@@ -119,14 +101,14 @@ class _Search:
         """Search until a bound is met or the budget is spent; Ctrl-C ends it once there is a schedule."""
         try:
             for phase in self._phases():
-                with cut_short(None if self.best is None else self.budget.deadline), suppress(NoPeriod):
+                with cut_short(None if self.best.answer is None else self.budget.deadline), suppress(NoPeriod):
                     phase()
-                if self.is_done and self.steady is not None:
+                if self.best.is_proven and self.steady is not None:
                     break
         except OutOfTime:
-            self.budget.report(f"time limit: best {self.makespan:.6g}, bound {self.bound:.6g}")
+            self.best.tell("time limit")
         except KeyboardInterrupt:
-            if self.best is None:
+            if self.best.answer is None:
                 raise
             self.budget.is_interrupted = True
 
@@ -135,85 +117,74 @@ class _Search:
         yield self.start
         yield self.try_rules
         yield self.find_steady
-        if self.is_done or self.budget.is_spent:
+        if self.best.is_done:
             return
         yield self.bound_by_order
-        is_small = self.num_microbatches * self.problem.num_tasks <= MAX_FREE
-        yield lambda: self.complete((1, 2) if is_small else (1, 2, 3))
+        is_small = self.num_microbatches * self.problem.num_tasks <= TUNING.max_free
+        yield lambda: self.complete(TUNING.first_sizes[:2] if is_small else TUNING.first_sizes)
         if self.whole.is_exact:
             yield self.bound_by_windows
         if is_small:
-            yield lambda: self.solve_whole(0.7 * self.budget.effort)
+            yield lambda: self.solve_whole(TUNING.whole_share * self.budget.effort)
         if not self.whole.is_exact:
             yield self.bound_by_windows
-        yield lambda: self.complete((3, 5, 7, 10, 14, 20, 28))
+        yield lambda: self.complete(TUNING.later_sizes)
         if is_small:
             yield lambda: self.solve_whole(self.budget.effort)
             yield self.bound_whole
 
-    @property
-    def makespan(self) -> float:
-        return self.best.schedule.makespan if self.best is not None else math.inf
-
-    @property
-    def is_done(self) -> bool:
-        return self.makespan <= self.bound * (1 + 1e-9)
-
-    def offer(self, candidate: Schedule, by: str) -> None:
+    def offer(self, candidate: Schedule, by: str = "search") -> None:
         """Keep the schedule if it is allowed and shorter than the best."""
-        if candidate.makespan >= self.makespan * (1 - 1e-12) or find_problems(candidate):
-            return
-        self.best = _Found(schedule=candidate, by=by)
-        self.budget.report(f"makespan {candidate.makespan:.6g} by {by}, bound {self.bound:.6g}, "
-                           f"gap {100 * (1 - self.bound / candidate.makespan) if candidate.makespan else 0:.2g} %")
+        if self.best.is_better(candidate.makespan) and not find_problems(candidate):
+            self.best.offer(candidate.makespan, candidate, by)
 
     def raise_bound(self, bound: float) -> None:
         """Keep the bound if it is better. One above a schedule that exists would be wrong, and proves nothing."""
-        if bound > self.makespan * (1 + 1e-6):
-            log.warning("a bound of %.9g lies above a schedule of %.9g: left out", bound, self.makespan)
-            return
-        self.bound = max(self.bound, min(bound, self.makespan))  # they may differ by rounding
+        if bound > self.best.value * (1 + 1e-6):
+            log.warning("a bound of %.9g lies above a schedule of %.9g: left out", bound, self.best.value)
+        else:
+            self.best.raise_bound(bound)
 
     def start(self) -> None:
         """Find some schedule."""
-        self.offer(first_schedule(self.problem, self.num_microbatches, self.budget), "search")
+        self.offer(first_schedule(self.problem, self.num_microbatches, self.budget))
 
     def try_rules(self) -> None:
         """Find more schedules by rules."""
         size = self.problem.num_tasks * self.num_microbatches
-        if size > MAX_GREEDY and self.budget.is_spent:
+        if size > TUNING.max_greedy and self.budget.is_spent:
             return
         for name, item in named_schedules(self.problem, self.num_microbatches).items():
             self.offer(item, name)
-        if not self.is_done and size <= MAX_GREEDY:
-            limits = sorted({min(self.num_microbatches, limit) for limit in
-                             ((2, 3, 4, 6, 8, 12) if size <= MAX_GREEDY // 20 else (self.problem.num_devices,))})
+        if not self.best.is_proven and size <= TUNING.max_greedy:
+            limits = TUNING.in_flight if size <= TUNING.max_greedy // 20 else (self.problem.num_devices,)
+            limits = tuple(sorted({min(self.num_microbatches, limit) for limit in limits}))
             for item in greedy_schedules(self.problem, self.num_microbatches, limits, self.budget):
-                self.offer(item, "search")
+                self.offer(item)
 
     def find_steady(self) -> None:
         """Find the smallest period, then a steady state of that period which does well from the start."""
-        with self.budget.lend(0.15 * self.effort) as share:
+        with self.budget.lend(TUNING.steady_share * self.effort) as share:
             self.steady = find_steady_state(self.problem, budget=share, seed=self.seed)
             if self.steady is not None:
                 self._offer_unrolled(self.steady)
         if self.steady is None:
             return
-        with self.budget.lend(0.05 * self.effort) as share:
+        with self.budget.lend(TUNING.variants_share * self.effort) as share:
             others = variants(self.steady, budget=share, seed=self.seed)
             self.steady = replace(next(others, self.steady), proven=self.steady.proven)
             self._offer_unrolled(self.steady)
             for other in others:
-                if self.is_done:
+                if self.best.is_proven:
                     break
                 self._offer_unrolled(other)
 
     def _offer_unrolled(self, steady: SteadyState) -> None:
         """Offer the steady state from the first micro-batch to the last, played as early as its orders allow."""
-        if self.problem.num_tasks * self.num_microbatches > MAX_GREEDY and self.budget.is_spent:
+        if self.problem.num_tasks * self.num_microbatches > TUNING.max_greedy and self.budget.is_spent:
             return
         orders = steady.unroll(self.num_microbatches).orders()
-        self.offer(replay(self.problem, self.num_microbatches, orders), "search")
+        self.offer(replay(self.problem, self.num_microbatches, orders))
 
     def bound_by_order(self) -> None:
         """Bound the makespan by the order of equal micro-batches and the room for them in memory."""
@@ -227,94 +198,88 @@ class _Search:
         if self.steady is None:
             return
         if self.completion is None:
-            ticks = float(self.whole.ticks)
-            tight = tighten(self.whole, self.steady.starts * ticks, self.steady.period * ticks, whole=True)
-            self.completion = _Completion(self.whole, tight.starts, int(tight.period), self.num_microbatches)
+            tight = self.steady.in_ticks(self.whole)
+            self.completion = Completion(self.whole, tight.starts, int(tight.period), self.num_microbatches)
         state = self.completion
         for size in sizes:
             middle = state.middle(size)
-            if middle is None or self.budget.is_spent or self.is_done:
+            if middle is None or self.best.is_done:
                 break
-            if state.total(middle, size) * self.problem.num_tasks > MAX_UNROLLED:
+            if state.total(middle, size) * self.problem.num_tasks > TUNING.max_unrolled:
                 break
             self._complete(state, middle, size)
 
-    def _complete(self, state: _Completion, middle: Middle, size: int) -> None:
+    def _complete(self, state: Completion, middle: Middle, size: int) -> None:
         total = state.total(middle, size)
-        hint = state.hint(middle, total)
-        horizon = round(float((hint + np.asarray(self.whole.times)[:, None]).max()))
         extra = (self.num_microbatches - total) // middle.microbatches * middle.period
-        least = max(0, math.floor(self.bound * float(self.whole.ticks) + 1e-6) - extra)
-        self.budget.report(f"completion: {size} micro-batches of warm-up and cool-down, best {self.makespan:.6g}, "
-                           f"bound {self.bound:.6g}")
-        found = solve_unrolled(self.whole, total, self.budget, horizon=horizon, effort=0.06 * self.effort, least=least,
-                               middle=middle, hint=hint, seed=self.seed, slices=TO_IMPROVE)
+        least = max(0, math.floor(self.best.bound * float(self.whole.ticks) + 1e-6) - extra)
+        self.best.tell(f"{size} micro-batches of warm-up and cool-down")
+        effort = TUNING.completion_share * self.effort
+        found = solve_unrolled(self.whole, total, self.budget, effort=effort, least=least, middle=middle,
+                               hint=state.hint(middle, total), slices=TUNING.to_improve, seed=self.seed)
         if found is not None:
-            state.keep(found.starts, middle)
-            self.offer(self.whole.to_real(prolong(found.starts, middle, self.num_microbatches)), "search")
+            state.last = found.starts, middle
+            self.offer(self.whole.to_real(prolong(found.starts, middle, self.num_microbatches)))
 
     def bound_by_windows(self) -> None:
         """Bound the makespan by what devices must idle while the pipeline fills and drains."""
         lower = self.lower
         longest = max(head + time + tail
                       for head, time, tail in zip(lower.heads(), lower.times, lower.tails(), strict=True))
-        window = min(longest, math.floor(self.bound * float(lower.ticks)) // 2)
-        if window < 1 or lower.num_tasks > 200:
+        window = min(longest, math.floor(self.best.bound * float(lower.ticks)) // 2)
+        if window < 1 or lower.num_tasks > TUNING.max_window:
             return
-        with self.budget.lend(0.1 * self.effort) as share:
+        with self.budget.lend(TUNING.window_share * self.effort) as share:
             self._bound_by_windows(lower, window, share)
 
     def _bound_by_windows(self, lower: WholeProblem, window: int, share: Budget) -> None:
         mirror = lower.reversed()
-        work = [sum(lower.times[task] for task in tasks) for tasks in self.problem.resource_tasks]
-        for device in sorted(range(self.problem.num_devices), key=lambda device: -work[device]):
-            if share.is_spent or self.is_done:
+        for device in sorted(range(self.problem.num_devices), key=lambda device: -lower.work[device]):
+            if share.is_spent or self.best.is_proven:
                 break
-            target = self.makespan * float(lower.ticks) - self.num_microbatches * work[device]
-            if target - 2 * window >= 0:
+            busy = self.num_microbatches * lower.work[device]
+            if self.best.value * float(lower.ticks) - busy - 2 * window >= 0:
                 continue
             effort = share.effort / 6
             idle = sum(least_idle(side, device, window, self.num_microbatches, share, effort=effort, seed=self.seed)
                        for side in (lower, mirror))
-            self.raise_bound((self.num_microbatches * work[device] + idle) / float(lower.ticks))
+            self.raise_bound((busy + idle) / float(lower.ticks))
 
     def solve_whole(self, effort: float) -> None:
         """Solve all micro-batches at once, from the best schedule so far."""
-        if self.best is None or self.budget.is_spent or self.is_done:
+        if self.best.answer is None or self.best.is_done:
             return
-        self.budget.report(f"all at once: best {self.makespan:.6g}, bound {self.bound:.6g}")
-        hint = replay_ticks(self.whole, self.best.schedule)
-        horizon = round(float((hint + np.asarray(self.whole.times)[:, None]).max()))
-        least = math.floor(self.bound * float(self.whole.ticks) + 1e-6)
-        effort = effort if self.whole.is_exact else 0.6 * effort
-        found = solve_unrolled(self.whole, self.num_microbatches, self.budget, horizon=horizon, effort=effort,
-                               least=least, hint=hint, seed=self.seed)
+        self.best.tell("all at once")
+        least = math.floor(self.best.bound * float(self.whole.ticks) + 1e-6)
+        effort = effort if self.whole.is_exact else TUNING.rounded_share * effort
+        found = solve_unrolled(self.whole, self.num_microbatches, self.budget, effort=effort, least=least,
+                               hint=replay_ticks(self.whole, self.best.answer), seed=self.seed)
         if found is None:
             return
-        self.offer(self.whole.to_real(found.starts), "search")
+        self.offer(self.whole.to_real(found.starts))
         if self.whole.is_exact:
             self.raise_bound(found.bound / float(self.whole.ticks))
 
     def bound_whole(self) -> None:
         """Where times had to be rounded: bound the makespan by solving with times rounded down."""
-        if self.whole.is_exact or self.best is None or self.budget.is_spent or self.is_done:
+        if self.whole.is_exact or self.best.answer is None or self.best.is_done:
             return
         lower = self._to_whole("down")
-        horizon = math.ceil(self.makespan * float(lower.ticks)) + 1
+        horizon = math.ceil(self.best.value * float(lower.ticks)) + 1
         found = solve_unrolled(lower, self.num_microbatches, self.budget, horizon=horizon, effort=self.budget.effort,
-                               least=math.floor(self.bound * float(lower.ticks)), seed=self.seed,
-                               hint=replay_ticks(lower, self.best.schedule))
+                               least=math.floor(self.best.bound * float(lower.ticks)), seed=self.seed,
+                               hint=replay_ticks(lower, self.best.answer))
         if found is not None:
             self.raise_bound(found.bound / float(lower.ticks))
 
     def result(self, seconds: float) -> ScheduleResult:
         """Return the best, checked once more."""
-        assert self.best is not None, "start() leaves a schedule or raises"
-        check_schedule(self.best.schedule)
+        assert self.best.answer is not None, "start() leaves a schedule or raises"
+        check_schedule(self.best.answer)
         steady = self.steady
         return ScheduleResult(
-            schedule=self.best.schedule, status="optimal" if self.is_done else "feasible",
-            makespan_bound=min(self.bound, self.makespan), by=self.best.by, seconds=seconds,
+            schedule=self.best.answer, status=self.best.status, by=self.best.by, seconds=seconds,
+            makespan_bound=min(self.best.bound, self.best.value),
             is_interrupted=self.budget.is_interrupted,
             period=steady.period if steady is not None else None,
             period_microbatches=steady.num_microbatches if steady is not None else None,
@@ -325,48 +290,3 @@ def replay_ticks(whole: WholeProblem, schedule: Schedule) -> F64:
     """Return the starts, in ticks, of the earliest schedule in ticks with the same orders."""
     return play(schedule.problem, schedule.num_microbatches, schedule.orders(), times=whole.times,
                 delays=[delay for _, _, delay in whole.edges])
-
-
-class _Completion:
-    """Schedules with a steady middle, each the hint of the next."""
-
-    def __init__(self, whole: WholeProblem, starts: F64, period: int, num_microbatches: int) -> None:
-        self.whole, self.starts, self.period, self.num_microbatches = whole, starts, period, num_microbatches
-        self.number = starts.shape[1]
-        self.laps = self._laps()
-        self.last: tuple[F64, Middle] | None = None
-
-    def _laps(self) -> int:
-        """Return how many periods apart micro-batches no longer share a resource at a time."""
-        ends = self.starts + np.asarray(self.whole.times)[:, None]
-        spans = [ends[list(tasks)].max() - self.starts[list(tasks)].min()
-                 for tasks in self.whole.resource_tasks if tasks]
-        return max(1, *(math.ceil(float(span) / self.period - 1e-9) for span in spans))
-
-    def middle(self, size: int) -> Middle | None:
-        """Return the middle after ``size`` micro-batches of warm-up, or None if there are too few micro-batches.
-
-        With few micro-batches it is so long that nothing needs to be inserted.
-        """
-        middle = Middle(period=self.period, microbatches=self.number, first=size, laps=self.laps)
-        if self.total(middle, size) <= self.num_microbatches:
-            return middle
-        laps = (self.num_microbatches - 2 * size) // self.number - 1
-        return replace(middle, laps=laps, can_grow=False) if laps >= 1 else None
-
-    def total(self, middle: Middle, size: int) -> int:
-        """Return the micro-batches of warm-up, middle and cool-down, so that whole periods make up the rest."""
-        least = middle.end + size
-        return least + (self.num_microbatches - least) % middle.microbatches
-
-    def hint(self, middle: Middle, total: int) -> F64:
-        """Return a schedule of this form: the last one prolonged, or the steady state unrolled."""
-        if self.last is not None and self.last[1].can_grow and (total - self.last[0].shape[1]) % self.number == 0:
-            return prolong(self.last[0], self.last[1], total)
-        laps, copies = np.divmod(np.arange(total) - middle.first, self.number)
-        starts = self.starts[:, copies] + laps * self.period
-        return np.asarray(starts - starts.min(), dtype=np.float64)
-
-    def keep(self, starts: F64, middle: Middle) -> None:
-        """Keep a schedule as the next hint."""
-        self.last = (starts, middle)

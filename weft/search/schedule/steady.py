@@ -2,7 +2,7 @@
 
 Modulo scheduling. For a trial period P (ticks), every task i of each of the K micro-batches has
 
-    start(i, k) = offset(i, k) + P * lap(i, k)          0 <= offset < P
+    start(i, k) = offset(i, k) + P * lap(i, k)          0 <= offset < P                                  (_Builder)
 
     start(j, k) >= start(i, k) + time(i) + delay                        for every edge i -> j            (_add_edges)
     on every resource, offsets do not overlap, round the clock of P                                      (_add_resource)
@@ -10,12 +10,10 @@ Modulo scheduling. For a trial period P (ticks), every task i of each of the K m
         amount * (lap(b) - lap(a) + [a is not after x] - [b is before x])   <=  limit                    (_add_memory)
     sum over holds of amount * (end of b - start of a)  <=  limit * P      (implied; makes proofs quick) (_add_memory)
 
-Micro-batches are interchangeable, so copies of one task are in order of k and within one period of each other. A period
-is feasible if a smaller one is (stretch time), so the smallest is found by bisection; every solution found is tightened
-to the smallest period of its own cyclic order (``tighten``), in real time at the end.
-
-No period is smaller, per micro-batch and for any K, than the work of the busiest resource, nor than what memory admits:
-(sum of amount x shortest possible time held) / limit, on every device (``period_bound``).
+Micro-batches are interchangeable, so copies of one task are in order of k and within one period of each other
+(``_add_order_of_copies``). A period is feasible if a smaller one is (stretch time), so the smallest is found by
+bisection (``_Search.bisect``); every solution found is tightened to the smallest period of its own cyclic order
+(``tighten``), in real time at the end. No period is smaller, per micro-batch and for any K, than ``period_bound``.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Final
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -34,32 +31,17 @@ from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import F64
 from weft.search.common.budget import Budget
 from weft.search.common.cpsat import Solution, solve
+from weft.search.common.incumbent import Incumbent
 from weft.search.schedule.bounds import period_bound
-from weft.search.schedule.check import find_problems
-from weft.search.schedule.cyclic import real_clock, tighten
-from weft.search.schedule.least_memory import first_schedule
+from weft.search.schedule.cyclic import Tight, tighten
+from weft.search.schedule.first import first_schedule
 from weft.search.schedule.problem import ScheduleProblem
-from weft.search.schedule.schedule import Schedule
+from weft.search.schedule.schedule import Schedule, find_problems
+from weft.search.schedule.tuning import TUNING
 from weft.search.schedule.whole import WholeProblem, to_whole
 
-MAX_MICROBATCHES: Final = 4
-"""Micro-batches per period that are tried."""
-MAX_VARIANTS: Final = 30
-"""Other steady states of the same period that are looked at."""
-SLICES: Final = ((0, 0.3), (2, 0.3), (1, 0.4))
-"""How a trial is solved: how much goes into the linear relaxation, and for which part of the trial's time. What takes
-long with one often takes little with another."""
-MAX_UNKNOWN: Final = 3
-"""So many trial periods may stay undecided for one K."""
-MAX_PAIRS: Final = 20_000
-"""Models with more pairs of tasks that share a resource are not built; one micro-batch after the other has to do."""
-QUICK_EFFORT: Final = 1.0
-"""Effort (see ``weft.search.common.cpsat``) for one trial period."""
-VARIANT_EFFORT: Final = 0.15
-"""The same for one random steady state."""
-BOUND_EFFORT: Final = 4.0
-"""The same for the bound itself with one micro-batch per period, which is most often the answer."""
-
+Key = tuple[int, int]
+"""(task, micro-batch of the period)"""
 
 @dataclass(frozen=True, kw_only=True)
 class SteadyState:
@@ -89,6 +71,11 @@ class SteadyState:
         """Return whether the bound is met."""
         return self.rate <= self.bound * (1 + 1e-9)
 
+    def in_ticks(self, whole: WholeProblem) -> Tight:
+        """Return the steady state with the same cyclic order in ticks, with a whole period."""
+        ticks = float(whole.ticks)
+        return tighten(whole, self.starts * ticks, self.period * ticks, whole=True)
+
     def unroll(self, num_microbatches: int) -> Schedule:
         """Return the schedule that repeats the pattern from the first micro-batch to the last."""
         laps, copies = np.divmod(np.arange(num_microbatches), self.num_microbatches)
@@ -97,7 +84,7 @@ class SteadyState:
 
 
 def find_steady_state(problem: ScheduleProblem, *, budget: Budget, seed: int = 0,
-                      max_microbatches: int = MAX_MICROBATCHES) -> SteadyState | None:
+                      max_microbatches: int = TUNING.max_microbatches) -> SteadyState | None:
     """Return the steady state of smallest period per micro-batch that was found; None if memory admits none at all.
 
     First the bound is tried for each K, since meeting it ends the search; then each K is bisected between its bound and
@@ -108,13 +95,11 @@ def find_steady_state(problem: ScheduleProblem, *, budget: Budget, seed: int = 0
         return None
     search = _Search(to_whole(problem), bound, budget, seed)
     search.start()
-    for number in range(1, max_microbatches + 1):
-        if search.has_time and not search.is_done and not search.is_large(number):
-            search.try_bound(number)
-    for number in range(1, max_microbatches + 1):
-        if search.has_time and not search.is_done and not search.is_large(number):
-            search.bisect(number)
-    return None if search.best is None else replace(search.best, proven=tuple(sorted(search.proven)))
+    for attempt in (search.try_bound, search.bisect):
+        for number in range(1, max_microbatches + 1):
+            if search.may_go_on and not search.is_large(number):
+                attempt(number)
+    return None if search.best.answer is None else replace(search.best.answer, proven=tuple(sorted(search.proven)))
 
 
 def variants(steady: SteadyState, *, budget: Budget, seed: int = 0) -> Iterator[SteadyState]:
@@ -125,18 +110,16 @@ def variants(steady: SteadyState, *, budget: Budget, seed: int = 0) -> Iterator[
     search = _Search(to_whole(steady.problem), steady.bound, budget, seed)
     if steady.period <= 0 or search.is_large(steady.num_microbatches):
         return
-    ticks = float(search.whole.ticks)
-    tight = tighten(search.whole, steady.starts * ticks, steady.period * ticks, whole=True)
-    builder = _build(search.whole, int(tight.period), steady.num_microbatches)
-    for number in range(MAX_VARIANTS):
+    tight = steady.in_ticks(search.whole)
+    for number in range(TUNING.max_variants):
         if budget.is_spent:
             break
+        builder = _Builder(search.whole, int(tight.period), steady.num_microbatches)
         if number == 0:
             builder.minimize_latency(tight.starts)
         else:
-            builder = _build(search.whole, int(tight.period), steady.num_microbatches)
             builder.minimize_weighted(Random(f"{seed} {number}"))
-        effort = QUICK_EFFORT if number == 0 else VARIANT_EFFORT
+        effort = TUNING.quick_effort if number == 0 else TUNING.variant_effort
         solution = solve(builder.model, budget, effort=effort, seed=seed + number, linearization=0)
         if not solution.has_values:
             break
@@ -149,19 +132,15 @@ class _Search:
     """The best steady state so far, and what is known to be impossible for each K."""
 
     def __init__(self, whole: WholeProblem, bound: float, budget: Budget, seed: int) -> None:
-        self.whole, self.bound, self.budget, self.seed = whole, bound, budget, seed
-        self.best: SteadyState | None = None
+        self.whole, self.budget, self.seed = whole, budget, seed
+        self.best = Incumbent[SteadyState](budget=budget, what="period per micro-batch", bound=bound)
         self.lowest: dict[int, int] = {}
         """Smallest period (ticks) not yet excluded, by K."""
         self.proven: set[int] = set()
 
     @property
-    def has_time(self) -> bool:
-        return not self.budget.is_spent
-
-    @property
-    def is_done(self) -> bool:
-        return self.best is not None and self.best.is_optimal
+    def may_go_on(self) -> bool:
+        return not self.budget.is_spent and not self.best.is_proven
 
     def start(self) -> None:
         """Begin with one micro-batch after the other."""
@@ -169,26 +148,28 @@ class _Search:
             alone = first_schedule(self.whole.problem, 1, self.budget)
         except NoFeasiblePlan:  # only several together fit: some release what they have not taken
             return
-        if self.is_large(1):
-            self.best = SteadyState(problem=alone.problem, starts=alone.starts, period=alone.makespan, bound=self.bound)
-        elif alone.makespan > 0:
-            self.best = make_steady(self.whole, alone.starts, alone.makespan, self.bound)
+        steady = SteadyState(problem=alone.problem, starts=alone.starts, period=alone.makespan, bound=self.best.bound)
+        if not self.is_large(1):
+            if alone.makespan <= 0:
+                return
+            steady = make_steady(self.whole, alone.starts, alone.makespan, self.best.bound)
+        self.best.offer(steady.rate, steady, "steady state: one micro-batch after the other")
 
     def is_large(self, number: int) -> bool:
         """Return whether the solver's model for K = ``number`` would take long even to build."""
-        return sum((len(tasks) * number) ** 2 // 2 for tasks in self.whole.resource_tasks) > MAX_PAIRS
+        return sum((len(tasks) * number) ** 2 // 2 for tasks in self.whole.resource_tasks) > TUNING.max_pairs
 
     def try_bound(self, number: int) -> None:
         """Try the smallest period that the bound admits for K = ``number``."""
         period = self._least(number)
         if period < self._high(number):
-            self._try(period, number, effort=BOUND_EFFORT if number == 1 else QUICK_EFFORT)
+            self._try(period, number, effort=TUNING.bound_effort if number == 1 else TUNING.quick_effort)
 
     def bisect(self, number: int) -> None:
         """Find the smallest period for K = ``number``: upwards from what is excluded, then by bisection."""
         low, high = max(self._least(number), self.lowest.get(number, 0)), self._high(number)
         period, num_unknown, is_found = low, 0, False
-        while low < high and num_unknown <= MAX_UNKNOWN and self.has_time and not self.is_done:
+        while low < high and num_unknown <= TUNING.max_unknown and self.may_go_on:
             if self._try(period, number) is not None:
                 high, is_found = self._high(number), True
             else:
@@ -201,44 +182,39 @@ class _Search:
 
     def _high(self, number: int) -> int:
         """Return the smallest period, in ticks, that would be no better than the best."""
-        if self.best is None:  # a cyclic order has no critical cycle that is longer than everything together
+        if self.best.answer is None:  # a cyclic order has no critical cycle that is longer than everything together
             return 2 + number * (sum(self.whole.times) + sum(delay for _, _, delay in self.whole.edges))
-        return math.ceil(self.best.rate * number * float(self.whole.ticks) - 1e-6)
+        return math.ceil(self.best.value * number * float(self.whole.ticks) - 1e-6)
 
     def _least(self, number: int) -> int:
         """Return the bound for K = ``number`` in ticks, of the rounded times."""
-        rounded = max((sum(self.whole.times[task] for task in tasks)
-                       for tasks in self.whole.problem.resource_tasks), default=0) * number
-        return max(1, rounded, math.ceil(self.bound * float(self.whole.ticks) * number - 1e-6))
+        rounded = max(self.whole.work, default=0) * number
+        return max(1, rounded, math.ceil(self.best.bound * float(self.whole.ticks) * number - 1e-6))
 
-    def _try(self, period: int, number: int, effort: float = QUICK_EFFORT) -> SteadyState | None:
+    def _try(self, period: int, number: int, effort: float = TUNING.quick_effort) -> SteadyState | None:
         """Return the tightened steady state of this period, if there is one and the solver finds it."""
-        ticks = float(self.whole.ticks)
-        best = f"{self.best.rate:.6g}" if self.best is not None else "none yet"
-        self.budget.report(f"steady state: {number} per period, trying {period / ticks:.6g}; best {best} per "
-                           f"micro-batch, bound {self.bound:.6g}")
-        model = _build(self.whole, period, number)
-        for linearization, part in SLICES:
-            solution = solve(model.model, self.budget, effort=part * effort, seed=self.seed,
-                             linearization=linearization)
-            if solution.status != "unknown" or not self.has_time:
+        self.best.tell(f"steady state: {number} per period, trying {period / float(self.whole.ticks):.6g}")
+        model = _Builder(self.whole, period, number)
+        for item in TUNING.trial_slices:
+            solution = solve(model.model, self.budget, effort=item.part * effort, seed=self.seed,
+                             linearization=item.linearization)
+            if solution.status != "unknown" or self.budget.is_spent:
                 break
         if not solution.has_values:
             if solution.status == "infeasible":
                 self.lowest[number] = max(self.lowest.get(number, 0), period + 1)
             return None
-        found = make_steady(self.whole, model.read(solution), float(period), self.bound)
+        found = make_steady(self.whole, model.read(solution), float(period), self.best.bound)
         if not _fits(found):
             return None
-        if self.best is None or found.rate < self.best.rate * (1 - 1e-12):
-            self.best = found
+        self.best.offer(found.rate, found, f"steady state: {number} per period")
         return found
 
 
 def make_steady(whole: WholeProblem, starts: F64, period: float, bound: float) -> SteadyState:
     """Return the steady state with the cyclic order of these starts (in ticks), tightened in real time."""
     problem = whole.problem
-    tight = tighten(real_clock(problem), starts, period)
+    tight = tighten(problem, starts, period)
     exact = tight.starts - tight.starts.min()
     for task in problem.topological:  # no rounding may turn the order of what takes no time and what depends on it
         for edge in problem.predecessors[task]:
@@ -263,16 +239,11 @@ class _Builder:
         longest = max((whole.times[a] + delay for a, _, delay in whole.edges), default=0)
         # Tasks further apart than this could be moved together by whole periods without harm.
         self.max_lap = max_lap = whole.num_tasks * number * (1 + longest // period) + 2
-        self.offset = {key: self.model.new_int_var(0, period - 1, "") for key in self._keys()}
-        self.lap = {key: self.model.new_int_var(0, max_lap, "") for key in self._keys()}
-        self.start = {key: self.offset[key] + period * self.lap[key] for key in self._keys()}
-        self.before: dict[tuple[tuple[int, int], tuple[int, int]], cp_model.LiteralT] = {}
-
-    def _keys(self) -> list[tuple[int, int]]:
-        return list(itertools.product(range(self.whole.num_tasks), range(self.number)))
-
-    def build(self) -> None:
-        """Add all constraints."""
+        self.keys: list[Key] = list(itertools.product(range(whole.num_tasks), range(number)))
+        self.offset = {key: self.model.new_int_var(0, period - 1, "") for key in self.keys}
+        self.lap = {key: self.model.new_int_var(0, max_lap, "") for key in self.keys}
+        self.start = {key: self.offset[key] + period * self.lap[key] for key in self.keys}
+        self.before: dict[tuple[Key, Key], cp_model.LiteralT] = {}
         first = self.whole.problem.topological[0]
         self.model.add(self.offset[first, 0] == 0)
         self._add_edges()
@@ -287,12 +258,12 @@ class _Builder:
     def minimize_latency(self, hint: F64) -> None:
         """Minimise the time from the first start to the last end of a micro-batch, beginning with these starts."""
         laps = np.floor(hint / self.period)
-        for task, k in self._keys():
+        for task, k in self.keys:
             self.model.add_hint(self.lap[task, k], int(laps[task, k]))
             self.model.add_hint(self.offset[task, k], round(float(hint[task, k] - laps[task, k] * self.period)))
         latency = self.model.new_int_var(0, round(float(hint.max() - hint.min())) + max(self.whole.times), "")
         begin = self.model.new_int_var(0, self.period * self.max_lap, "")
-        for task, k in self._keys():
+        for task, k in self.keys:
             shift = k * self.period // self.number
             self.model.add(begin <= self.start[task, k] - shift + self.period)
             self.model.add(self.start[task, k] + self.whole.times[task] - shift + self.period <= begin + latency)
@@ -300,7 +271,7 @@ class _Builder:
 
     def minimize_weighted(self, rng: Random) -> None:
         """Minimise a random sum of starts."""
-        self.model.minimize(sum(rng.randint(0, 3) * self.start[key] for key in self._keys()))
+        self.model.minimize(sum(rng.randint(0, 3) * self.start[key] for key in self.keys))
 
     def read(self, solution: Solution) -> F64:
         """Return the starts [tasks, K] of the solution."""
@@ -318,7 +289,7 @@ class _Builder:
                 self.model.add(self.start[task, k + 1] >= self.start[task, k] + time)
             self.model.add(self.start[task, 0] + self.period >= self.start[task, self.number - 1] + time)
 
-    def _add_resource(self, keys: list[tuple[int, int]]) -> None:
+    def _add_resource(self, keys: list[Key]) -> None:
         """Forbid overlap round the clock: by a literal for each pair, which memory uses too, and as a whole."""
         times, model = self.whole.times, self.model
         for one, other in itertools.combinations(keys, 2):
@@ -333,7 +304,7 @@ class _Builder:
         model.add_no_overlap([model.new_fixed_size_interval_var(self.offset[key] + lap * self.period, times[key[0]], "")
                               for key in keys for lap in range(2)])
 
-    def _add_memory(self, device: int, keys: list[tuple[int, int]]) -> None:
+    def _add_memory(self, device: int, keys: list[Key]) -> None:
         limit = self.whole.limits[device]
         assert limit is not None
         holds = [hold for hold in self.whole.holds if hold.device == device]
@@ -371,9 +342,3 @@ class _Builder:
                 lag = lags[release]
                 assert lag is not None, "a release depends on its take"
                 self.model.add(self.start[release, k] >= self.start[take, k] + lag)
-
-
-def _build(whole: WholeProblem, period: int, number: int) -> _Builder:
-    builder = _Builder(whole, period, number)
-    builder.build()
-    return builder

@@ -2,10 +2,10 @@
 
 Free (``Middle`` absent): every task of every micro-batch has a start; minimise the makespan
 
-    start(j, n) >= start(i, n) + time(i) + delay                      for every edge i -> j           (_add_edges)
-    start(i, n+1) >= start(i, n) + time(i)                            micro-batches are alike         (_add_edges)
-    no two tasks of a resource overlap                                                                (_add_resources)
-    sum of the amounts of holds [start of take, end of release) at any time <= limit, on every device (_add_memory)
+    start(j, n) >= start(i, n) + time(i) + delay                      for every edge i -> j           (add_order)
+    start(i, n+1) >= start(i, n) + time(i)                            micro-batches are alike         (add_order)
+    no two tasks of a resource overlap                                                                (add_resources)
+    sum of the amounts of holds [start of take, end of release) at any time <= limit, on every device (add_memory)
 
 With a steady middle of period P and K micro-batches per period, the micro-batches from ``first`` on, for ``laps`` + 1
 periods, repeat: start(i, n+K) = start(i, n) + P; warm-up and cool-down are those before and after them. The pattern
@@ -17,8 +17,9 @@ periods can be inserted (``prolong``): two micro-batches that share a resource a
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -26,23 +27,8 @@ from ortools.sat.python import cp_model
 from weft.model.graph import F64
 from weft.search.common.budget import Budget
 from weft.search.common.cpsat import Solution, solve
+from weft.search.schedule.tuning import TUNING, Slice
 from weft.search.schedule.whole import WholeProblem
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    """A part of the effort, and how it is spent."""
-
-    part: float
-    linearization: int = 0
-    """How much of the model goes into the linear relaxation: without one better schedules are found sooner, with one
-    they are proven to be the best sooner."""
-    lns: bool = False
-    """Improve the hint by large neighbourhood search."""
-
-
-TO_IMPROVE: Final = (Slice(0.7), Slice(0.3, lns=True))
-TO_PROVE: Final = (Slice(0.5), Slice(0.3, lns=True), Slice(0.2, linearization=1))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +61,19 @@ class Unrolled:
     is_optimal: bool
 
 
-def solve_unrolled(whole: WholeProblem, num_microbatches: int, budget: Budget, *, horizon: int, effort: float,
-                   least: int = 0, middle: Middle | None = None, hint: F64 | None = None,
-                   slices: tuple[Slice, ...] = TO_PROVE, seed: int = 0) -> Unrolled | None:
+def solve_unrolled(whole: WholeProblem, num_microbatches: int, budget: Budget, *, effort: float, least: int = 0,
+                   horizon: int | None = None, middle: Middle | None = None, hint: F64 | None = None,
+                   slices: tuple[Slice, ...] = TUNING.to_prove, seed: int = 0) -> Unrolled | None:
     """Return the shortest schedule found that ends by ``horizon``, or None.
 
     ``least`` is a known bound: reaching it ends the search (it is not put into the model: the solver would try to meet
-    it rather than improve). ``hint`` [tasks, micro-batches] is a schedule to start
-    from.
+    it rather than improve). ``hint`` [tasks, micro-batches] is a schedule to start from; without a ``horizon`` none
+    that ends later is looked for.
     """
+    if horizon is None:
+        assert hint is not None, "something must limit the model"
+        horizon = whole.end_of(hint)
     builder = _Builder(whole, num_microbatches, horizon=horizon, middle=middle)
-    builder.build()
     best: Unrolled | None = None
     for item in slices:
         if item.lns and hint is None:
@@ -115,6 +103,79 @@ def prolong(starts: F64, middle: Middle, num_microbatches: int) -> F64:
     return np.concatenate([starts[:, :begin], *inserted, moved], axis=1)
 
 
+def add_order(model: cp_model.CpModel, whole: WholeProblem, start: Mapping[tuple[int, int], cp_model.LinearExprT],
+              num_microbatches: int) -> None:
+    """Add what waits for what in a micro-batch, and that micro-batches, which are alike, go in order."""
+    for index in range(num_microbatches):
+        for source, target, delay in whole.edges:
+            model.add(start[target, index] >= start[source, index] + whole.times[source] + delay)
+        for task in range(whole.num_tasks):
+            if index:
+                model.add(start[task, index] >= start[task, index - 1] + whole.times[task])
+
+
+def add_resources(model: cp_model.CpModel, whole: WholeProblem, start: Mapping[tuple[int, int], cp_model.LinearExprT],
+                  num_microbatches: int) -> None:
+    """Add that no two tasks of a resource overlap."""
+    for tasks in whole.resource_tasks:
+        model.add_no_overlap([model.new_fixed_size_interval_var(start[task, index], whole.times[task], "")
+                              for task in tasks for index in range(num_microbatches)])
+
+
+def add_memory(model: cp_model.CpModel, whole: WholeProblem, start: Mapping[tuple[int, int], cp_model.LinearExprT],
+               device: int, num_microbatches: int, horizon: int, *, excess: cp_model.LinearExprT = 0) -> None:
+    """Add that what the device holds at any time is at most its limit and ``excess``; it may have no limit."""
+    limit = whole.limits[device]
+    holds = [hold for hold in whole.holds if hold.device == device]
+    if limit is None or not holds:
+        return
+    before = sum(hold.amount for hold in holds if hold.take is None) * num_microbatches
+    intervals, amounts = [], []
+    for hold, index in itertools.product(holds, range(num_microbatches)):
+        begin = 0 if hold.take is None else start[hold.take, index]
+        end = horizon if hold.release is None else start[hold.release, index] + whole.times[hold.release]
+        intervals.append(model.new_interval_var(begin, model.new_int_var(0, horizon, ""), end, ""))
+        amounts.append(hold.amount)
+    model.add_cumulative(intervals, amounts, limit + before + excess)
+
+
+class Completion:
+    """Schedules with a steady middle, each the hint of the next."""
+
+    def __init__(self, whole: WholeProblem, starts: F64, period: int, num_microbatches: int) -> None:
+        self.starts, self.period, self.num_microbatches = starts, period, num_microbatches
+        self.number = starts.shape[1]
+        self.last: tuple[F64, Middle] | None = None
+        ends = starts + np.asarray(whole.times)[:, None]
+        spans = [ends[list(tasks)].max() - starts[list(tasks)].min() for tasks in whole.resource_tasks if tasks]
+        self.laps = max(1, *(math.ceil(float(span) / period - 1e-9) for span in spans))
+        """Periods after which micro-batches no longer share a resource at a time."""
+
+    def middle(self, size: int) -> Middle | None:
+        """Return the middle after ``size`` micro-batches of warm-up, or None if there are too few micro-batches.
+
+        With few micro-batches it is so long that nothing needs to be inserted.
+        """
+        middle = Middle(period=self.period, microbatches=self.number, first=size, laps=self.laps)
+        if self.total(middle, size) <= self.num_microbatches:
+            return middle
+        laps = (self.num_microbatches - 2 * size) // self.number - 1
+        return replace(middle, laps=laps, can_grow=False) if laps >= 1 else None
+
+    def total(self, middle: Middle, size: int) -> int:
+        """Return the micro-batches of warm-up, middle and cool-down, so that whole periods make up the rest."""
+        least = middle.end + size
+        return least + (self.num_microbatches - least) % middle.microbatches
+
+    def hint(self, middle: Middle, total: int) -> F64:
+        """Return a schedule of this form: the last one prolonged, or the steady state unrolled."""
+        if self.last is not None and self.last[1].can_grow and (total - self.last[0].shape[1]) % self.number == 0:
+            return prolong(self.last[0], self.last[1], total)
+        laps, copies = np.divmod(np.arange(total) - middle.first, self.number)
+        starts = self.starts[:, copies] + laps * self.period
+        return np.asarray(starts - starts.min(), dtype=np.float64)
+
+
 class _Builder:
     """Variables and constraints; see the module's docstring."""
 
@@ -129,6 +190,16 @@ class _Builder:
         self.variables: dict[tuple[int, int], cp_model.IntVar] = {}
         for task, index in itertools.product(range(whole.num_tasks), range(num_microbatches)):
             self._add_start(task, index)
+        add_order(self.model, whole, self.start, num_microbatches)
+        for task in range(whole.num_tasks):
+            end = self.start[task, num_microbatches - 1] + whole.times[task]
+            self.model.add(self.makespan >= end + self.tails[task])
+        add_resources(self.model, whole, self.start, num_microbatches)
+        for device in range(whole.problem.num_devices):
+            add_memory(self.model, whole, self.start, device, num_microbatches, horizon)
+        if middle is not None and middle.can_grow:
+            self._add_cuts(middle)
+        self.model.minimize(self.makespan)
 
     def _add_start(self, task: int, index: int) -> None:
         middle = self.middle
@@ -139,49 +210,6 @@ class _Builder:
         last = self.horizon - self.tails[task] - self.whole.times[task]
         variable = self.model.new_int_var(self.heads[task], max(self.heads[task], last), "")
         self.start[task, index] = self.variables[task, index] = variable
-
-    def build(self) -> None:
-        """Add all constraints and the objective."""
-        self._add_edges()
-        self._add_resources()
-        self._add_memory()
-        if self.middle is not None and self.middle.can_grow:
-            self._add_cuts(self.middle)
-        self.model.minimize(self.makespan)
-
-    def _add_edges(self) -> None:
-        times, start = self.whole.times, self.start
-        for index in range(self.num_microbatches):
-            for source, target, delay in self.whole.edges:
-                self.model.add(start[target, index] >= start[source, index] + times[source] + delay)
-            for task in range(self.whole.num_tasks):
-                if index:
-                    self.model.add(start[task, index] >= start[task, index - 1] + times[task])
-        for task in range(self.whole.num_tasks):
-            end = start[task, self.num_microbatches - 1] + times[task]
-            self.model.add(self.makespan >= end + self.tails[task])
-
-    def _add_resources(self) -> None:
-        for tasks in self.whole.problem.resource_tasks:
-            self.model.add_no_overlap([
-                self.model.new_fixed_size_interval_var(self.start[task, index], self.whole.times[task], "")
-                for task in tasks for index in range(self.num_microbatches)])
-
-    def _add_memory(self) -> None:
-        for device, limit in enumerate(self.whole.limits):
-            holds = [hold for hold in self.whole.holds if hold.device == device]
-            if limit is None or not holds:
-                continue
-            before = sum(hold.amount for hold in holds if hold.take is None) * self.num_microbatches
-            intervals, amounts = [], []
-            for hold, index in itertools.product(holds, range(self.num_microbatches)):
-                begin = 0 if hold.take is None else self.start[hold.take, index]
-                end = self.horizon if hold.release is None else (
-                    self.start[hold.release, index] + self.whole.times[hold.release])
-                size = self.model.new_int_var(0, self.horizon, "")
-                intervals.append(self.model.new_interval_var(begin, size, end, ""))
-                amounts.append(hold.amount)
-            self.model.add_cumulative(intervals, amounts, limit + before)
 
     def _add_cuts(self, middle: Middle) -> None:
         """Separate, on every resource, what comes before the second period of the middle from its last period on."""
@@ -200,8 +228,7 @@ class _Builder:
         """Start the search from this schedule."""
         for (task, index), variable in self.variables.items():
             self.model.add_hint(variable, round(float(starts[task, index])))
-        ends = starts + np.asarray(self.whole.times, dtype=np.float64)[:, None]
-        self.model.add_hint(self.makespan, round(float(ends.max())))
+        self.model.add_hint(self.makespan, self.whole.end_of(starts))
 
     def read(self, solution: Solution) -> Unrolled:
         """Return the solution's starts."""

@@ -1,46 +1,116 @@
-"""The problem in whole numbers, which is what the constraint solver wants; and schedules back in real time.
+"""The problem as the constraint solver wants it: memory as intervals, times and amounts in whole numbers.
 
-Decimal times with a small common denominator are scaled exactly. Others are rounded *up* to a grid of ``RESOLUTION``
-ticks per busiest device and micro-batch: the orders found there are played back in real time, so rounding costs quality
-of the order only, never correctness. For lower bounds times and memory are rounded *down* instead (limits up): what is
-impossible then is impossible in real time, since a real schedule with shorter durations can be shifted onto the grid.
+*Holds.* Every release of memory is matched with blocks of the same micro-batch that took before it (its ancestors), so
+that memory becomes a sum of intervals, which a constraint solver handles far better than running sums. Any matching
+describes the same levels. What is never released is held to the end, what is released without having been taken is held
+from the begin.
+
+*Whole numbers.* Decimal times with a small common denominator are scaled exactly. Others are rounded *up* to a grid of
+``TUNING.resolution`` ticks per busiest device and micro-batch: the orders found there are played back in real time, so
+rounding costs quality of the order only, never correctness. For lower bounds times and memory are rounded *down*
+instead (limits up): what is impossible then is impossible in real time, since a real schedule with shorter durations
+can be shifted onto the grid.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Final, Literal
+from functools import cached_property
+from typing import Final, Generic, Literal, TypeVar
+
+import numpy as np
 
 from weft.model.graph import F64
-from weft.search.schedule.holds import find_holds
-from weft.search.schedule.problem import ScheduleProblem, turned_round
+from weft.search.schedule.problem import ScheduleProblem, follow, grouped, turned_round
 from weft.search.schedule.schedule import TOLERANCE, Schedule, replay
+from weft.search.schedule.tuning import TUNING
 
+Amount = TypeVar("Amount", int, float)
 Rounding = Literal["up", "down"]
 
-RESOLUTION: Final = 240
-"""Ticks per busiest device and micro-batch where times have no small common denominator."""
-MAX_EXACT: Final = 2_000
-"""Exact scaling is used up to so many ticks: finer grids make the solver many times slower."""
-MAX_DELAY: Final = 1_000_000
-"""No delay takes more ticks; beside a longer one, blocks are short, and so are their ticks."""
-MAX_MEMORY: Final = 1 << 30
-"""Amounts and limits of memory are scaled to at most this."""
-MAX_HELD: Final = 1_000_000
-"""A limit that is more than so many times the largest amount is none."""
+_TOLERANCE: Final = 1e-9
+"""Of the largest amount on a device: less than this is rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeHold:
-    """A hold (see ``weft.search.schedule.holds``) with a whole amount."""
+class Hold(Generic[Amount]):
+    """``amount`` on a device from the start of ``take`` to the end of ``release``."""
 
     device: int
     take: int | None
+    """None: held from the begin."""
     release: int | None
-    amount: int
+    """None: held to the end."""
+    amount: Amount
+
+
+def balanced_holds(problem: ScheduleProblem) -> dict[int, list[tuple[int, int, float]]]:
+    """Return (take, release, amount) by device, for the devices where every take is matched with a release.
+
+    Only there is what is held never less than nothing, so that holds bound how many micro-batches there is room for.
+    """
+    result: dict[int, list[tuple[int, int, float]]] = {}
+    holds = find_holds(problem)
+    balanced = _balanced(holds)
+    for hold in holds:
+        if hold.device in balanced and hold.take is not None and hold.release is not None:
+            result.setdefault(hold.device, []).append((hold.take, hold.release, hold.amount))
+    return result
+
+
+def _balanced(holds: Sequence[Hold[Amount]]) -> frozenset[int]:
+    """Return the devices on which every take is matched with a release."""
+    loose = {hold.device for hold in holds if hold.take is None or hold.release is None}
+    return frozenset(hold.device for hold in holds if hold.device not in loose)
+
+
+def find_holds(problem: ScheduleProblem) -> tuple[Hold[float], ...]:
+    """Return the holds of one micro-batch on all devices with a limit; their sums are the blocks' amounts."""
+    ancestors = find_ancestors(problem)
+    holds: list[Hold[float]] = []
+    for device in range(problem.num_devices):
+        if problem.device_memory[device] is not None:
+            holds += _match(problem, device, ancestors)
+    return tuple(holds)
+
+
+def find_ancestors(problem: ScheduleProblem) -> list[int]:
+    """Return for each task the set of tasks that must end before it, as a bit mask."""
+    masks = [0] * problem.num_tasks
+    for task in problem.topological:
+        for edge in problem.predecessors[task]:
+            masks[task] |= masks[edge.source] | 1 << edge.source
+    return masks
+
+
+def _match(problem: ScheduleProblem, device: int, ancestors: list[int]) -> list[Hold[float]]:
+    amounts = {task: problem.memory_of(task) for task in problem.resource_tasks[device]}
+    takes = {task: amount for task, amount in amounts.items() if amount > 0}
+    releases = {task: -amount for task, amount in amounts.items() if amount < 0}
+    smallest = _TOLERANCE * max([1e-300, *takes.values(), *releases.values()])
+    # The latest possible take first, and releases with the fewest candidates first: short holds, few left over.
+    order = {task: place for place, task in enumerate(problem.topological)}
+    mask = sum(1 << task for task in takes)
+    open_takes = sorted(takes, key=lambda task: -order[task])
+    holds = []
+    for release in sorted(releases, key=lambda task: ((ancestors[task] & mask).bit_count(), order[task])):
+        for take in [task for task in open_takes if ancestors[release] >> task & 1]:
+            amount = min(takes[take], releases[release])
+            if amount <= smallest:
+                break
+            holds.append(Hold(device=device, take=take, release=release, amount=amount))
+            takes[take] -= amount
+            releases[release] -= amount
+            if takes[take] <= smallest:
+                open_takes.remove(take)
+    holds += [Hold(device=device, take=task, release=None, amount=left)
+              for task, left in takes.items() if left > smallest]
+    holds += [Hold(device=device, take=None, release=task, amount=left)
+              for task, left in releases.items() if left > smallest]
+    return holds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +122,7 @@ class WholeProblem:
     times: tuple[int, ...]
     edges: tuple[tuple[int, int, int], ...]
     """(source, target, delay)"""
-    holds: tuple[WholeHold, ...]
+    holds: tuple[Hold[int], ...]
     limits: tuple[int | None, ...]
     """Memory of each device."""
     ticks: Fraction
@@ -68,8 +138,12 @@ class WholeProblem:
     @property
     def balanced(self) -> frozenset[int]:
         """Return the devices on which every take is matched with a release."""
-        loose = {hold.device for hold in self.holds if hold.take is None or hold.release is None}
-        return frozenset(hold.device for hold in self.holds if hold.device not in loose)
+        return _balanced(self.holds)
+
+    @cached_property
+    def work(self) -> tuple[int, ...]:
+        """Return the busy ticks of each resource for one micro-batch."""
+        return tuple(sum(self.times[task] for task in tasks) for tasks in self.resource_tasks)
 
     @property
     def resource_tasks(self) -> tuple[tuple[int, ...], ...]:
@@ -81,41 +155,33 @@ class WholeProblem:
         scaled = Schedule(problem=self.problem, starts=starts / float(self.ticks))
         return scaled if self.is_exact else replay(self.problem, scaled.num_microbatches, scaled.orders())
 
+    def end_of(self, starts: F64) -> int:
+        """Return when the last task ends, in ticks, with these starts [tasks, micro-batches]."""
+        return round(float((starts + np.asarray(self.times, dtype=np.float64)[:, None]).max()))
+
     def heads(self) -> list[int]:
         """Return the earliest start of each task in a micro-batch alone."""
-        result = [0] * self.num_tasks
-        incoming = _grouped(self.edges, 1, self.num_tasks)
-        for task in self.problem.topological:
-            for source, _, delay in incoming[task]:
-                result[task] = max(result[task], result[source] + self.times[source] + delay)
-        return result
+        return follow(self._incoming, self.problem.topological, self.times, [0] * self.num_tasks)
 
     def tails(self) -> list[int]:
         """Return the least time from the end of each task to the end of its micro-batch."""
-        result = [0] * self.num_tasks
-        outgoing = _grouped(self.edges, 0, self.num_tasks)
-        for task in reversed(self.problem.topological):
-            for _, target, delay in outgoing[task]:
-                result[task] = max(result[task], delay + self.times[target] + result[target])
-        return result
+        turned = [(target, source, delay) for source, target, delay in self.edges]
+        return follow(grouped(turned, 1, self.num_tasks), self.problem.topological[::-1], self.times,
+                      [0] * self.num_tasks)
 
     def lags_from(self, task: int) -> list[int | None]:
         """Return the least time from the start of ``task`` to the start of every task; None where it need not wait."""
-        result: list[int | None] = [None] * self.num_tasks
-        result[task] = 0
-        outgoing = _grouped(self.edges, 0, self.num_tasks)
-        for source in self.problem.topological:
-            begin = result[source]
-            if begin is not None:
-                for _, target, delay in outgoing[source]:
-                    known = result[target]
-                    result[target] = max(begin + self.times[source] + delay, known if known is not None else 0)
-        return result
+        starts = [-math.inf] * self.num_tasks
+        starts[task] = 0.0
+        lags = follow(self._incoming, self.problem.topological, self.times, starts)
+        return [None if lag == -math.inf else int(lag) for lag in lags]
+
+    @cached_property
+    def _incoming(self) -> list[list[tuple[int, int, int]]]:
+        return grouped(self.edges, 1, self.num_tasks)
 
     def reversed(self) -> WholeProblem:
         """Return the problem backwards in time: takes become releases, so that cool-downs become warm-ups."""
-        from dataclasses import replace
-
         mirror = turned_round(self.problem)
         return WholeProblem(
             problem=mirror, times=self.times, edges=tuple((b, a, delay) for a, b, delay in self.edges),
@@ -123,22 +189,15 @@ class WholeProblem:
             limits=self.limits, ticks=self.ticks, is_exact=self.is_exact)
 
 
-def _grouped(edges: tuple[tuple[int, int, int], ...], key: int, num_tasks: int) -> list[list[tuple[int, int, int]]]:
-    result: list[list[tuple[int, int, int]]] = [[] for _ in range(num_tasks)]
-    for edge in edges:
-        result[edge[key]].append(edge)
-    return result
-
-
-def to_whole(problem: ScheduleProblem, *, rounding: Rounding = "up", max_exact: int = MAX_EXACT,
-             resolution: int = RESOLUTION) -> WholeProblem:
+def to_whole(problem: ScheduleProblem, *, rounding: Rounding = "up", max_exact: int = TUNING.max_exact,
+             resolution: int = TUNING.resolution) -> WholeProblem:
     """Return the problem in ticks: exactly where that takes at most ``max_exact`` ticks, else rounded."""
     work = max(*problem.device_work, 1e-300)
     longest = max((edge.delay for edge in problem.edges), default=0.0)
     scale = _common_scale([*problem.task_times, *(item.time for item in problem.transfers)])
-    is_exact = scale is not None and work * scale <= max_exact and longest * scale <= MAX_DELAY
+    is_exact = scale is not None and work * scale <= max_exact and longest * scale <= TUNING.max_delay
     if scale is None or not is_exact:
-        scale = min(Fraction(resolution) / Fraction(work), Fraction(MAX_DELAY) / Fraction(max(longest, 1e-300)))
+        scale = min(Fraction(resolution) / Fraction(work), Fraction(TUNING.max_delay) / Fraction(max(longest, 1e-300)))
     up = rounding == "up"
     holds, limits, exact_memory = _whole_memory(problem, up=up)
     return WholeProblem(
@@ -159,28 +218,28 @@ def _common_scale(values: Iterable[float]) -> Fraction | None:
     return Fraction(denominator, divisor)
 
 
-def _whole_memory(problem: ScheduleProblem, *, up: bool) -> tuple[tuple[WholeHold, ...], tuple[int | None, ...], bool]:
+def _whole_memory(problem: ScheduleProblem, *, up: bool) -> tuple[tuple[Hold[int], ...], tuple[int | None, ...], bool]:
     """Return holds and limits in whole numbers, each device in its own units, and whether nothing was rounded.
 
     Limits are a little larger by as much as ``check_schedule`` forgives.
     """
-    holds: list[WholeHold] = []
+    holds: list[Hold[int]] = []
     limits: list[int | None] = []
     is_exact = True
     found = find_holds(problem)
     for device, limit in enumerate(problem.device_memory):
         mine = [hold for hold in found if hold.device == device]
         largest = max([hold.amount for hold in mine], default=0.0)
-        if limit is None or not mine or limit > MAX_HELD * largest:
+        if limit is None or not mine or limit > TUNING.max_held * largest:
             limits.append(None)
             continue
         exact = _memory_scale([hold.amount for hold in mine], limit)
-        scale = exact or Fraction(MAX_MEMORY / max(largest, limit))
+        scale = exact or Fraction(TUNING.max_memory / max(largest, limit))
         is_exact &= exact is not None
         for hold in mine:
             product = Fraction(hold.amount) * scale
             amount = round(product) if exact else math.ceil(product) if up else math.floor(product)
-            holds.append(WholeHold(device=device, take=hold.take, release=hold.release, amount=amount))
+            holds.append(Hold(device=device, take=hold.take, release=hold.release, amount=amount))
         room = Fraction(limit * (1 + TOLERANCE)) * scale
         limits.append(math.floor(room) if up or exact else math.ceil(room))
     return tuple(holds), tuple(limits), is_exact
@@ -194,7 +253,7 @@ def _memory_scale(amounts: list[float], limit: float) -> Fraction | None:
                   for ratio, amount in zip(ratios, amounts, strict=True))
     near = Fraction(math.lcm(*(ratio.denominator for ratio in ratios))) / Fraction(largest) if is_near else None
     for scale in (_common_scale(amounts), near):
-        if scale is not None and max(largest, limit) * scale <= MAX_MEMORY:
+        if scale is not None and max(largest, limit) * scale <= TUNING.max_memory:
             return scale
     return None
 

@@ -1,0 +1,113 @@
+"""Constants of the schedule search, in one place: sizes up to which a method is tried, and shares of the effort.
+
+Effort is counted as in ``weft.search.common.cpsat``: about CPU seconds, the same on every machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A part of the effort for one constraint problem, and how it is spent."""
+
+    part: float
+    linearization: int = 0
+    """How much of the model goes into the linear relaxation: without one better schedules are found sooner, with one
+    they are proven to be the best sooner."""
+    lns: bool = False
+    """Improve the hint by large neighbourhood search."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """The search's constants. None of the values comes from a paper; those without a reason are guesses."""
+
+    # ---- the whole search (weft.search.schedule.search)
+    default_seconds: float = 10.0
+    """CPU seconds, about, for a small problem where no limit is given: what a user may want to wait. A guess."""
+    max_instances: int = 1_000_000
+    """More tasks times micro-batches are refused: even to play one order would take many seconds."""
+    max_tiny: int = 60
+    """Up to so many tasks of all micro-batches a finer grid of time costs little. A guess."""
+    tiny_exact: int = 10**9
+    """Exact scaling is used up to so many ticks for those. A guess."""
+    tiny_resolution: int = 10**6
+    """Ticks per busiest device and micro-batch for those, where scaling is not exact. A guess."""
+    max_free: int = 800
+    """Up to so many tasks of all micro-batches are solved all at once. A guess."""
+    max_unrolled: int = 2_500
+    """Up to so many tasks in warm-up, middle and cool-down are solved together. A guess."""
+    max_greedy: int = 20_000
+    """Greedy rules are tried up to so many tasks of all micro-batches: they are plain Python. A guess."""
+    max_window: int = 200
+    """Bounds by windows are computed up to so many tasks of one micro-batch. A guess."""
+    steady_share: float = 0.15
+    """Of the effort, for the steady state. This and the shares below are guesses; what is not spent comes back."""
+    variants_share: float = 0.05
+    """For other steady states of the same period."""
+    completion_share: float = 0.06
+    """For one size of warm-up and cool-down."""
+    window_share: float = 0.1
+    """For bounds by windows."""
+    whole_share: float = 0.7
+    """Of what is left, for all micro-batches at once before long warm-ups and cool-downs are tried."""
+    rounded_share: float = 0.6
+    """Of that, where times were rounded: what is left goes into a bound with times rounded down."""
+    first_sizes: tuple[int, ...] = (1, 2, 3)
+    """Micro-batches of warm-up and cool-down that are tried before anything else; 3 only where all at once is not."""
+    later_sizes: tuple[int, ...] = (3, 5, 7, 10, 14, 20, 28)
+    """Those that are tried after it: about half as many again each time."""
+    in_flight: tuple[int, ...] = (2, 3, 4, 6, 8, 12)
+    """Limits for greedy rules on the micro-batches in flight; for large problems only the number of devices."""
+    # ---- first schedules (weft.search.schedule.first)
+    max_joint_tasks: int = 600
+    """More tasks are not searched together for the least memory, but in equal groups of micro-batches, one group after
+    the other. A guess."""
+    # ---- the steady state (weft.search.schedule.steady)
+    max_microbatches: int = 4
+    """Micro-batches per period that are tried. A guess."""
+    max_variants: int = 30
+    """Other steady states of the same period that are looked at. A guess."""
+    trial_slices: tuple[Slice, ...] = (Slice(0.3), Slice(0.3, linearization=2), Slice(0.4, linearization=1))
+    """How a trial period is solved: what takes long with one linear relaxation often takes little with another."""
+    max_unknown: int = 3
+    """So many trial periods may stay undecided for one number of micro-batches. A guess."""
+    max_pairs: int = 20_000
+    """Models with more pairs of tasks that share a resource are not built; one micro-batch after the other has to do. A
+    guess: pairs are a Python loop and two constraints each."""
+    quick_effort: float = 1.0
+    """Effort for one trial period. A guess."""
+    variant_effort: float = 0.15
+    """Effort for one random steady state. A guess."""
+    bound_effort: float = 4.0
+    """Effort for the bound itself with one micro-batch per period, which is most often the answer."""
+    # ---- all micro-batches, or a steady middle with its ends (weft.search.schedule.unrolled)
+    to_improve: tuple[Slice, ...] = (Slice(0.7), Slice(0.3, lns=True))
+    """For schedules with a steady middle, where only better ones count. A guess."""
+    to_prove: tuple[Slice, ...] = (Slice(0.5), Slice(0.3, lns=True), Slice(0.2, linearization=1))
+    """For all micro-batches at once, where a proof ends the search. A guess."""
+    # ---- whole numbers (weft.search.schedule.whole)
+    resolution: int = 240
+    """Ticks per busiest device and micro-batch where times have no small common denominator; it has many divisors."""
+    max_exact: int = 2_000
+    """Exact scaling is used up to so many ticks: finer grids make the solver many times slower."""
+    max_delay: int = 1_000_000
+    """No delay takes more ticks; beside a longer one, blocks are short, and so are their ticks."""
+    max_memory: int = 1 << 30
+    """Amounts and limits of memory are scaled to at most this, so that sums stay far below the solver's 2^63."""
+    max_held: int = 1_000_000
+    """A limit that is more than so many times the largest amount is none: no more micro-batches are accepted."""
+    # ---- bounds without a solver (weft.search.schedule.bounds)
+    path_chunk: int = 256
+    """Longest paths are followed from so many tasks at once: a bound on memory. A guess."""
+    max_filling_steps: int = 200_000
+    """Steps along edges, about, in all searches for idle time while filling: a part of a second in plain Python."""
+    # ---- split backward (weft.search.schedule.named)
+    overhangs: tuple[float, ...] = (0.0, 0.5, 1.0)
+    """Tried: which part of a weight gradient may delay the next fixed block; the best is taken. A guess."""
+
+
+TUNING: Final = Tuning()
