@@ -20,7 +20,8 @@ Mutator = Callable[[bytes, Random], bytes]
 
 NUMBERS: tuple[Any, ...] = (
     0, 1, -1, 2, 0.5, -0.0, 1e-30, 1e-12, 1e-6, 1e6, 1e12, 1e18, 1e30, 1e31, 5e-324, 1e-300, 1e300, 1.7e308, -1e300, 2**31, 2**32,
-    2**53, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64, -2**63, -2**63 - 1, 10**18, 10**30, 10**400, 1_000_000, 10**9, 65_537)
+    2**53, 2**53 + 1, 2**62, 2**63 - 1, 2**63, 2**64, -2**63, -2**63 - 1, 10**18, 10**30, 1_000_000, 10**9, 65_537,
+    10**400, float("nan"), float("inf"), float("-inf"))
 TEXTS: tuple[str, ...] = (
     "", " ", "x", "0", "-1", "1e999", "nan", "inf", "null", "true", "a>b", "..", "../../etc/passwd", "/dev/zero", "\x00", "\x1b[2J",
     "\u202e", "\U0001f600", "\ud800", "e\u0301" * 50, "x" * 101, "y" * 100_001, "%s%n", "{}", "__proto__", "4 x A100-80GB",
@@ -92,9 +93,17 @@ def mutate_tree(value: Any, rng: Random) -> Any:
     places = _places(root, [])
     container, key = rng.choice(places)
     other, name = rng.choice(places)
-    match rng.randrange(13):
+    match rng.randrange(18):
         case 0 | 1 | 2:
             container[key] = nasty(rng)
+        case 12:
+            _rename_everywhere(places, rng)
+        case 13 | 14:
+            _grow(places, rng)
+        case 15:
+            _turn_round(places, rng)
+        case 16:
+            container[key] = _in_another_type(container[key], rng)
         case 3:
             numbers = [place for place in places if type(place[0][place[1]]) in (int, float)]
             if numbers:
@@ -131,6 +140,56 @@ def mutate_tree(value: Any, rng: Random) -> Any:
                 deep = [deep] if rng.random() < 0.5 else {"a": deep}
             container[key] = deep
     return root[0] if root else None
+
+
+def _rename_everywhere(places: list[tuple[Any, Any]], rng: Random) -> None:
+    """Give something another name wherever it is named, so that the names still fit together."""
+    texts = sorted({place[0][place[1]] for place in places if isinstance(place[0][place[1]], str)})
+    if texts:
+        old, new = rng.choice(texts), rng.choice(TEXTS)
+        for container, key in places:
+            if isinstance(container[key], str) and container[key] == old:
+                container[key] = new
+            elif isinstance(container, dict) and key == old:
+                container[new] = container.pop(key)
+
+
+def _grow(places: list[tuple[Any, Any]], rng: Random) -> None:
+    """Add many copies of an item of a list; what has a name gets one of its own."""
+    lists = [place[0][place[1]] for place in places if isinstance(place[0][place[1]], list) and place[0][place[1]]]
+    if lists:
+        grown = rng.choice(lists)
+        item = rng.choice(grown)
+        for number in range(rng.choice((3, 30, 300, 3000))):
+            copied = copy.deepcopy(item)
+            for key in ("name", "id"):
+                if isinstance(copied, dict) and key in copied:
+                    copied[key] = f"{copied[key]}_{number}" if isinstance(copied[key], str) else 100 + number
+            grown.append(copied)
+
+
+def _turn_round(places: list[tuple[Any, Any]], rng: Random) -> None:
+    """Exchange two values of one object that are of one kind, such as the ends of an edge, or make both the same."""
+    holders = [place[0][place[1]] for place in places if isinstance(place[0][place[1]], dict)]
+    rng.shuffle(holders)
+    for holder in holders:
+        by_kind: dict[type, list[str]] = {}
+        for key, value in holder.items():
+            by_kind.setdefault(type(value), []).append(key)
+        same = [keys for keys in by_kind.values() if len(keys) > 1]
+        if same:
+            one, two = rng.sample(rng.choice(same), 2)
+            holder[one], holder[two] = holder[two], holder[rng.choice((one, two))]
+            return
+
+
+def _in_another_type(value: Any, rng: Random) -> Any:
+    """Return the same value as a reader would not write it: numbers as text, whole ones with a point, alone in a list."""
+    if isinstance(value, bool) or value is None:
+        return rng.choice((int(bool(value)), str(value), [value]))
+    if isinstance(value, int | float):
+        return rng.choice((str(value), [value], bool(value), float(min(value, 1e300)), int(value) if abs(value) < 1e300 else "inf"))
+    return rng.choice(([value], {"value": value}, json.dumps(value), json.dumps(value).encode().hex()))
 
 
 def to_text(value: Any) -> bytes:

@@ -5,15 +5,26 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from benchmarks.attack_commands import (
+    make_model,
+    make_trainer,
+    read_cluster_by_commands,
+    read_plan_by_commands,
+    read_sealed_state,
+    read_store_by_commands,
+    read_texts,
+    read_training,
+    read_weights_by_commands,
+)
+from benchmarks.attack_common import LIMIT_S, Target, call, sibling
+from benchmarks.attack_formats import mutate_arrays, mutate_functions, mutate_plan, mutate_sound_tensors, mutate_texts
 from benchmarks.attack_mutators import (
     NUMBERS,
-    Mutator,
     bomb,
     mutate_bytes,
     mutate_cells,
@@ -23,11 +34,7 @@ from benchmarks.attack_mutators import (
     mutate_tensors,
     mutate_yaml,
 )
-from weft.base.errors import InputError
-from weft.cli.main import main
 
-LIMIT_S = "0.2"
-"""What a search may take where a mutant is a sound file after all."""
 CLUSTER = {
     "format": "weft.cluster", "version": 1, "name": "pair",
     "kinds": {"slow": {"flops": {"float32": "10TFLOP/s"}, "memory": "8GiB", "memory_bandwidth": "100GB/s", "overhead": "5us"}},
@@ -71,31 +78,6 @@ TOPO = ("\tGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tCPU Affinity\nGPU0\t X \tNV4\tNV4\tPIX\
         "GPU2\tNV4\tNV4\t X \tNODE\tPHB\t32-63\nGPU3\tPIX\tSYS\tNODE\t X \tSYS\t32-63\nNIC0\tPXB\tSYS\tPHB\tSYS\t X \t\n\nLegend:\n\n  X = Self\n")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """One kind of file."""
-
-    file: str
-    """Its name in the folder of clean files; a mutant has the same."""
-    mutate: Mutator
-    read: Callable[[Path, bool], None]
-    """Reads the file, and with the flag uses what is in it as the commands do."""
-    weight: int = 10
-    use: float = 1.0
-    """Part of the mutants that is used as well as read."""
-    bombs: bool = False
-    """Some mutants are small files, compressed, of very many values."""
-
-
-def call(*arguments: object) -> None:
-    """Run a command in this process; what it says is nobody's."""
-    code = main([str(item) for item in arguments])
-    if code not in (0, 1, 2, 3):
-        raise AssertionError(f"exit code {code}")
-    if code >= 2:
-        raise InputError(f"exit code {code}")
-
-
 # ---- clean files ----------------------------------------------------------------------------------------------------
 
 
@@ -118,8 +100,8 @@ def world() -> dict[str, Any]:
     torch.set_num_threads(1)
     cluster = parse_cluster({"format": "weft.cluster", "version": 1, "hosts": [
         {"name": "a", "devices": "2 x A100-80GB", "intra": "nvlink3"}]})
-    folded = trace_folded(source_of_module(_model(), torch.zeros(8, 4)), batch=2)
-    whole = trace_folded(source_of_module(_model(), torch.zeros(8, 4)), batch=8)
+    folded = trace_folded(source_of_module(make_model(), torch.zeros(8, 4)), batch=2)
+    whole = trace_folded(source_of_module(make_model(), torch.zeros(8, 4)), batch=8)
     graph = folded.traced.graph
     costs = estimate_costs(graph, cluster)
     plan = one_f_one_b_equal(Problem(graph=graph, cluster=cluster, costs=costs, options=PlanOptions(batch=8)), 4)
@@ -127,25 +109,6 @@ def world() -> dict[str, Any]:
     program = check_plan(plan, graph, cluster)
     return {"cluster": cluster, "graph": graph, "plan": plan, "costs": costs, "program": program, "sharded": sharded,
             "whole": whole.traced.graph, "timeline": simulate(program, costs, cluster)}
-
-
-def _model() -> Any:
-    """Return a small model that draws random numbers and has buffers; its forward gives the loss."""
-    import torch
-
-    class Model(torch.nn.Module):
-        """Two linear layers, and what lies between them."""
-
-        def __init__(self) -> None:
-            super().__init__()
-            self.one, self.norm, self.two = torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            """Return the loss."""
-            return self.two(torch.nn.functional.dropout(self.norm(self.one(x)), 0.1)).square().mean()
-
-    torch.manual_seed(0)
-    return Model()
 
 
 def make_clean(folder: Path) -> None:
@@ -165,6 +128,24 @@ def make_clean(folder: Path) -> None:
     make_trainer().save_checkpoint(folder / "checkpoint", extra={"epoch": 1})
     step = next((folder / "checkpoint").iterdir())
     shutil.copytree(step, folder / "state")
+    _write_training(folder)
+    (folder / "texts.json").write_text("[]")
+
+
+def _write_training(folder: Path) -> None:
+    """Write a training folder that is done, and the examples of a case."""
+    from dataclasses import asdict
+
+    from weft.search.deploy.examples import write_examples
+    from weft.search.deploy.expert import Effort, make_examples
+    from weft.search.deploy.train import Progress, TrainOptions, train_policy
+
+    write_examples(folder / "examples.npz", make_examples(5, None, Effort(anneal_steps=10, tree_steps=2, num_states=3)))
+    row = Progress(round=1, epoch=1, num_states=3, loss=1.0, held_out_loss=1.0, value_error=0.1, agreement=0.5, regret=0.1)
+    (folder / "training").mkdir()
+    (folder / "training" / "round-0.json").write_text(json.dumps([asdict(row)]))
+    shutil.copy(folder / "policy.safetensors", folder / "training" / "round-0.safetensors")
+    train_policy(folder / "trained.safetensors", folder / "training", TrainOptions(rounds=1, cases=1, epochs=1))
 
 
 def _write_planned(folder: Path) -> None:
@@ -230,30 +211,13 @@ def _write_run(folder: Path) -> None:
                           timeline=world()["timeline"]), folder / "run")
 
 
-@functools.cache
-def make_trainer() -> Any:
-    """Return a trainer of one rank, with an optimizer's state and random numbers."""
-    import torch
-
-    import weft
-
-    trainer = weft.parallelize(_model(), torch.randn(4, 4), "1 x A100-80GB", device="cpu")
-    trainer.step(torch.randn(4, 4))
-    return trainer
-
-
 # ---- readers --------------------------------------------------------------------------------------------------------
-
-
-def _sibling(path: Path, name: str) -> Path:
-    """Return a clean file beside the mutant's folder."""
-    return path.parent.parent / "clean" / name
 
 
 def _read_cluster(path: Path, use: bool) -> None:
     call("cluster", "show", path, "--json")
     if use:
-        call("place", _sibling(path, "graph.json"), path, "--time-limit", LIMIT_S, "--json", "-q")
+        call("place", sibling(path, "graph.json"), path, "--time-limit", LIMIT_S, "--json", "-q")
 
 
 def _read_topo(path: Path, use: bool) -> None:
@@ -266,7 +230,7 @@ def _read_graph(path: Path, use: bool) -> None:
     load_graph(path)
     if use:
         objective = "throughput" if len(path.read_bytes()) % 2 else "latency"
-        call("place", path, _sibling(path, "cluster.json"), "--time-limit", LIMIT_S, "--objective", objective, "-q", "-o",
+        call("place", path, sibling(path, "cluster.json"), "--time-limit", LIMIT_S, "--objective", objective, "-q", "-o",
              path.parent / "out.json", "--html", path.parent / "out.html", "--svg", path.parent / "out.svg")
 
 
@@ -277,7 +241,7 @@ def _read_traced(path: Path, use: bool) -> None:
     graph = load_graph(path)
     estimate_costs(graph, world()["cluster"])
     if use:
-        call("plan", path, _sibling(path, "cluster.json"), "--time-limit", LIMIT_S, "--strategy", "single", "-q", "--json")
+        call("plan", path, sibling(path, "cluster.json"), "--time-limit", LIMIT_S, "--strategy", "single", "-q", "--json")
 
 
 def _read_onnx(path: Path, use: bool) -> None:
@@ -285,7 +249,7 @@ def _read_onnx(path: Path, use: bool) -> None:
 
     load_onnx(path)
     if use:
-        call("place", path, _sibling(path, "cluster.json"), "--time-limit", LIMIT_S, "-q", "--json")
+        call("place", path, sibling(path, "cluster.json"), "--time-limit", LIMIT_S, "-q", "--json")
 
 
 def _read_plan(path: Path, use: bool, like: str = "plan", model: str = "graph") -> None:
@@ -372,25 +336,31 @@ def _read_policy(path: Path, use: bool) -> None:
     read_policy(path)
 
 
+def _read_examples(path: Path, use: bool) -> None:
+    from weft.search.deploy.examples import read_examples
+
+    read_examples(path)
+
+
 def _read_run(path: Path, use: bool) -> None:
     from weft.run.result import load_result
 
     folder = path.parent / "run"
-    shutil.copytree(_sibling(path, "run"), folder)
+    shutil.copytree(sibling(path, "run"), folder)
     shutil.copy(path, folder / path.name)
     load_result(folder)
 
 
 def _read_state(path: Path, use: bool) -> None:
     folder = path.parent / "step-00000001"
-    shutil.copytree(_sibling(path, "state"), folder)
+    shutil.copytree(sibling(path, "state"), folder)
     shutil.copy(path, folder / path.name)
     make_trainer().load_checkpoint(folder)
 
 
 def _read_options(path: Path, use: bool) -> None:
     arguments = json.loads(path.read_bytes())
-    call(*(str(_sibling(path, item[1:])) if item.startswith("@") else item for item in arguments))
+    call(*(str(sibling(path, item[1:])) if item.startswith("@") else item for item in arguments))
 
 
 OPTIONS: tuple[tuple[list[str], tuple[str, ...]], ...] = (
@@ -435,6 +405,23 @@ TARGETS: Mapping[str, Target] = {
     "checkpoint model": Target(file="state/model.safetensors", mutate=mutate_tensors, read=_read_state, weight=6),
     "checkpoint optimizer": Target(file="state/optimizer.safetensors", mutate=mutate_tensors, read=_read_state, weight=6),
     "checkpoint random": Target(file="state/random.safetensors", mutate=mutate_tensors, read=_read_state, weight=3),
+    "cluster (commands)": Target(file="cluster.json", mutate=mutate_json, read=read_cluster_by_commands, weight=6),
+    "plan (commands)": Target(file="plan.json", mutate=mutate_plan, read=read_plan_by_commands, weight=16),
+    "profile store (commands)": Target(file="store.db", mutate=mutate_sqlite, read=read_store_by_commands, weight=4),
+    "policy weights (sound)": Target(file="policy.safetensors", mutate=mutate_sound_tensors, read=read_weights_by_commands, weight=2),
+    "ONNX (grown)": Target(file="model.onnx", mutate=mutate_functions, read=_read_onnx, weight=6, use=0.05),
+    "run gradients (arrays)": Target(file="run/gradients.npz", mutate=mutate_arrays, read=_read_run, weight=4),
+    "training examples": Target(file="examples.npz", mutate=mutate_arrays, read=_read_examples, weight=5),
+    "training curve": Target(file="training/round-0.json", mutate=mutate_json, read=read_training, weight=3, bombs=True),
+    "training options": Target(file="training/training.json", mutate=mutate_json, read=read_training, weight=2, bombs=True),
+    "checkpoint record (sealed)": Target(file="state/checkpoint.json", mutate=mutate_json, read=read_sealed_state, weight=10, use=0.3),
+    "checkpoint model (sealed)": Target(file="state/model.safetensors", mutate=mutate_sound_tensors, read=read_sealed_state, weight=5,
+                                        use=0.3),
+    "checkpoint optimizer (sealed)": Target(file="state/optimizer.safetensors", mutate=mutate_sound_tensors, read=read_sealed_state,
+                                            weight=6, use=0.3),
+    "checkpoint random (sealed)": Target(file="state/random.safetensors", mutate=mutate_sound_tensors, read=read_sealed_state, weight=4,
+                                         use=0.3),
+    "texts on the command line": Target(file="texts.json", mutate=mutate_texts, read=read_texts, weight=5),
     "options": Target(file="options.json", mutate=mutate_options, read=_read_options, weight=4),
 }
 

@@ -3,8 +3,9 @@
     python -m benchmarks.bench_attack [--mutants 20000] [--seed 0] [--only KIND] [--workers 2] [--json] [--show 10]
 
 Mutants know the structure of the file: trees of JSON and YAML, tables and pages of sqlite, headers of safetensors, nodes
-of ONNX, cells of CSV; see ``attack_mutators``. A mutant is read and, if it is a sound file after all, used: checked,
-simulated, drawn, searched for a moment (``attack_targets``). Workers are processes of their own; each mutant's CPU time
+of ONNX, cells of CSV (``attack_mutators``); some stay sound as files and lie in what they say (``attack_formats``). A
+mutant is read and, if it is a sound file after all, used: checked, simulated, drawn, searched for a moment
+(``attack_targets``; by whole commands ``attack_commands``). Workers are processes of their own; each mutant's CPU time
 and the peak of its memory are taken. Defects, of which there must be none:
 
 ``untyped``  any exception but Weft's own errors, or the end of the process
@@ -36,8 +37,8 @@ from benchmarks.attack_targets import TARGETS, make_clean, make_mutant
 from weft.base.errors import WeftError
 
 MAX_S, MAX_MIB = 5.0, 1024
-HANG_S = 120.0
-"""A worker that says nothing for so long is ended; what it was at is slow."""
+HANG_S, HANG_CPU_S = 900.0, 60.0
+"""A worker that says nothing for so long, or computes for so long meanwhile, is ended; what it was at is slow."""
 ROOM = 6 << 30
 """No mutant may take more address space than this; what needs more is fat."""
 Job = tuple[str, int]
@@ -162,7 +163,14 @@ class Worker:
         self.process = context.Process(target=_work, args=(self.jobs, self.seed, self.clean, other), daemon=True)
         self.process.start()
         other.close()
-        self.heard = time.monotonic()
+        self.heard, self.heard_cpu = time.monotonic(), 0.0
+
+    def _cpu_s(self) -> float:
+        """Return what the process has computed so far, so that a busy machine makes nothing slow."""
+        with contextlib.suppress(OSError):
+            fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return 0.0
 
     def hear(self) -> Iterator[Verdict]:
         """Yield what the worker has to say; go on with another process where one has ended in mid-air."""
@@ -172,7 +180,7 @@ class Worker:
             self.process.join(10)
             yield from self._replace(f"the process ended with {self.process.exitcode}", 0.0)
             return
-        self.heard = time.monotonic()
+        self.heard, self.heard_cpu = time.monotonic(), self._cpu_s()
         if message is None:
             self.jobs = []
         elif isinstance(message, Verdict):
@@ -183,10 +191,10 @@ class Worker:
 
     def check_time(self) -> Iterator[Verdict]:
         """End the process if it has not been heard for long."""
-        if self.jobs and time.monotonic() - self.heard > HANG_S:
+        if self.jobs and (time.monotonic() - self.heard > HANG_S or self._cpu_s() - self.heard_cpu > HANG_CPU_S):
             self.process.kill()
             self.process.join(10)
-            yield from self._replace("no end", HANG_S)
+            yield from self._replace("no end", HANG_CPU_S)
 
     def _replace(self, why: str, seconds: float) -> Iterator[Verdict]:
         kind, number = self.current or self.jobs[0]

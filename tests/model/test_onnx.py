@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 import warnings
 
 import numpy as np
@@ -212,3 +213,75 @@ def test_a_size_that_no_model_has_is_refused(tmp_path):
     path.write_bytes(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)]).SerializeToString())
     with pytest.raises(ModelError, match=r"tensor 'x' has the shape .* elements in all"):
         load_onnx(path)
+
+
+# ---- small files that would become large ------------------------------------------------------------------------------
+
+
+def nested_functions(depth, size=1):
+    """Return functions each of which calls the one before it twice; the first has so many numbers in it."""
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid("f", 1)]
+    constant = helper.make_node("Constant", [], ["c"], value=helper.make_tensor("c", TensorProto.FLOAT, [size], [0.0] * size))
+    functions = [helper.make_function("f", "F0", ["a"], ["b"], [constant, helper.make_node("Relu", ["a"], ["b"])], imports)]
+    for number in range(1, depth):
+        calls = [helper.make_node(f"F{number - 1}", [read], [made], domain="f") for read, made in (("a", "t"), ("t", "b"))]
+        functions.append(helper.make_function("f", f"F{number}", ["a"], ["b"], calls, imports))
+    return functions
+
+
+def with_functions(path, functions):
+    graph = helper.make_graph([helper.make_node(functions[-1].name, ["x"], ["y"], domain="f")], "g", [value("x", 2, 3)],
+                              [value("y", 2, 3)])
+    imports = [helper.make_opsetid("", 17), helper.make_opsetid("f", 1)]
+    path.write_bytes(helper.make_model(graph, functions=functions, opset_imports=imports).SerializeToString())
+    return path
+
+
+def test_functions_that_call_each_other_twice_are_counted_before_they_are_inlined(tmp_path):
+    assert load_onnx(with_functions(tmp_path / "few.onnx", nested_functions(5))).num_ops == 16
+    with pytest.raises(ModelError, match=r"so often that [\d,]{13} operators of [\d,]+ bytes would come from them: at most 100,000"):
+        load_onnx(with_functions(tmp_path / "many.onnx", nested_functions(31)))
+    with pytest.raises(ModelError, match=r"so often that [\d,]+ operators of [\d,]{13} bytes would come from them"):
+        load_onnx(with_functions(tmp_path / "large.onnx", nested_functions(16, size=20_000)))
+
+
+def test_functions_that_call_themselves_are_refused(tmp_path):
+    functions = nested_functions(3)
+    functions[0].node[1].op_type, functions[0].node[1].domain = "F2", "f"
+    with pytest.raises(ModelError, match="must not be recursive"):
+        load_onnx(with_functions(tmp_path / "cycle.onnx", functions))
+
+
+def test_many_nodes_of_one_name_take_no_longer_than_others(tmp_path):
+    nodes = [helper.make_node("Relu", ["x"], [f"t{index}"], name="n") for index in range(20_000)]
+    begin = time.process_time()
+    graph = load_onnx(model_of(nodes, [value("x", 2)], [value("t0", 2)], path=tmp_path / "names.onnx"))
+    assert time.process_time() - begin < 10  # more than 40 s where each name was tried from the first number on
+    assert len(set(graph.op_names)) == 20_000
+
+
+def growing(kind):
+    """Return nodes whose values onnx would write down one by one: 2^28 or more of them."""
+    start, limit, step = (helper.make_tensor(name, TensorProto.INT64, [], [number])
+                          for name, number in (("a", 0), ("b", 2**40), ("d", 1)))
+    if kind == "range":
+        return [helper.make_node("Range", ["a", "b", "d"], ["r"])], [start, limit, step]
+    doubled = [helper.make_node("Concat", [f"s{index}"] * 2, [f"s{index + 1}"], axis=0) for index in range(28)]
+    return [helper.make_node("Shape", ["x"], ["s0"]), *doubled, helper.make_node("Identity", ["s28"], ["r"])], []
+
+
+@pytest.mark.parametrize("kind", ["range", "concat"])
+@pytest.mark.parametrize("complete", [True, False])
+def test_values_of_long_shape_tensors_are_not_followed(tmp_path, kind, complete):
+    nodes, stored_ = growing(kind)
+    nodes.append(helper.make_node("Cast", ["r"], ["y"], to=TensorProto.FLOAT))
+    outputs = [value("y", 1)]
+    if not complete:  # a shape that depends on values
+        nodes += [helper.make_node("Shape", ["x"], ["p"]), helper.make_node("Slice", ["p", "p", "p"], ["q"]),
+                  helper.make_node("ConstantOfShape", ["q"], ["z"])]
+        outputs.append(value("z", 1))
+    path = model_of(nodes, [value("x", 2, 3)], outputs, stored_, tmp_path / "long.onnx")
+    begin = time.process_time()
+    with contextlib.nullcontext() if complete else pytest.raises(ModelError, match="cannot be inferred"):
+        load_onnx(path)
+    assert time.process_time() - begin < 5

@@ -239,6 +239,51 @@ def test_state_that_the_optimizer_cannot_use_changes_nothing(trainer, tmp_path):
     assert trainer.optimizer.state[trainer.optimizer.param_groups[0]["params"][0]]["step"].item() == step == 2
 
 
+def test_state_without_what_other_parameters_have_is_refused(trainer, tmp_path):
+    """It was loaded, and PyTorch's Adam ended the next step with KeyError."""
+    path = trainer.save_checkpoint(tmp_path)
+    data = (path / OPTIMIZER_FILE).read_bytes()
+    (path / OPTIMIZER_FILE).write_bytes(data.replace(b'"last.weight.exp_avg_sq"', b'"last.weight.exp_avg_qs"'))
+    make_old(path)
+    with pytest.raises(InputError, match=r"Adam cannot take over its state .* no 'exp_avg_sq' of 'last.weight'.*optimizer=False"):
+        trainer.load_checkpoint(path)
+    trainer.step(batch(1))
+
+
+def test_options_whose_parts_are_of_another_kind_are_refused(trainer, tmp_path):
+    path = trainer.save_checkpoint(tmp_path)
+    groups = json.loads((path / RECORD_FILE).read_text())["groups"]
+    make_old(path, groups=[{**groups[0], "betas": [0.9, {"a": 1}]}])
+    with pytest.raises(InputError, match=r"groups\[0\].betas is .*, where Adam has \(0.9, 0.999\): it is damaged"):
+        trainer.load_checkpoint(path)
+    trainer.step(batch(1))
+
+
+class Noisy(Net):
+    """Draws random numbers."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.mse_loss(functional.dropout(self.last(self.first(x)), 0.5), y)
+
+
+def test_a_state_of_random_numbers_that_is_none_changes_nothing(monkeypatch, tmp_path):
+    """The model was loaded before PyTorch refused the state with RuntimeError."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    with weft.parallelize(Noisy().double(), batch(0), "1 x cpu") as made:
+        path = made.save_checkpoint(tmp_path)
+        made.step(batch(0))
+        before = made.state_dict()
+        data = bytearray((path / "random.safetensors").read_bytes())
+        start = 8 + int.from_bytes(data[:8], "little")
+        data[start:] = bytes(len(data) - start)
+        (path / "random.safetensors").write_bytes(data)
+        make_old(path)
+        with pytest.raises(InputError, match=r"state of random numbers 'rank0.alone' that is none"):
+            made.load_checkpoint(path)
+        assert all(torch.equal(value, before[key]) for key, value in made.state_dict().items())
+
+
 def test_a_state_dict_of_another_kind_is_refused(trainer):
     state = {name: value.clone() for name, value in trainer.state_dict().items()}
     trainer.load_state_dict({name: value.float() if value.is_floating_point() else value for name, value in state.items()})

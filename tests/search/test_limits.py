@@ -119,6 +119,23 @@ def test_other_threads_and_packages_that_mind_are_not_interrupted(monkeypatch):
             pass
 
 
+def test_the_end_of_an_outer_time_is_not_taken_for_that_of_the_first_strategy(monkeypatch):
+    def ended(*arguments, **options):
+        raise OutOfTime
+
+    monkeypatch.setitem(planner.STRATEGIES, "data-parallel", ended)
+    with pytest.raises(OutOfTime):  # it was ValueError: nothing to take the best of
+        compare_strategies(equal_problem(), ["data-parallel"], time_limit_s=LIMIT_S)
+
+
+def test_records_that_numpy_compares_do_not_make_a_type_error_of_the_end():
+    records = np.zeros(3, dtype="i8,i8")
+    for _ in range(20):
+        with pytest.raises(OutOfTime), cut_short(time.monotonic() + 1e-3):  # noqa: PT012
+            while True:
+                _ = records[1:] != records[:-1]  # numpy asks Python for the dtype of both
+
+
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 

@@ -47,6 +47,12 @@ _SIZES: Final[Mapping[str, float]] = {
     "complex128": 16, "int4": 0.5, "uint4": 0.5}
 _MAX_ELEMENTS: Final = 1 << 50
 """Larger tensors are refused: a petabyte is none of a model."""
+_MAX_FOLLOWED: Final = 5_000_000
+"""So many values of shape tensors are followed at most; it takes a second and 700 MB."""
+_MAX_INLINED: Final = 100_000
+"""No more nodes may come from local functions."""
+_MAX_INLINED_BYTES: Final = 256 << 20
+"""Nor may these nodes be larger."""
 _NAMES: Final[Mapping[str, str]] = {"float": "float32", "double": "float64"}
 """ONNX's own names of dtypes that have others here."""
 
@@ -84,7 +90,10 @@ def read_model(path: str | os.PathLike[str]) -> Any:
     try:
         model = onnx.load_model_from_string(data)
         if model.functions:
+            _check_functions(model, str(path))
             model = importlib.import_module("onnx.inliner").inline_local_functions(model)
+    except ModelError:
+        raise
     except Exception as problem:  # protobuf, onnx and C++ errors of many types
         raise ModelError(f"{str(path)!r} is not a readable ONNX file: {_first_line(problem)}") from problem
     if not model.graph.node:
@@ -92,6 +101,46 @@ def read_model(path: str | os.PathLike[str]) -> Any:
     if not all(isinstance(name, str) for name in _all_names(model.graph)):  # protobuf gives bytes for bad UTF-8
         raise ModelError(f"{str(path)!r} is not a readable ONNX file: it holds names that are not text")
     return model
+
+
+def _check_functions(model: Any, where: str) -> None:
+    """Refuse local functions that call each other so often that a small file would become a very large model."""
+    functions = {(item.domain, item.name, item.overload): item for item in model.functions}
+    sizes: dict[tuple[str, str, str], tuple[int, int]] = {}
+    open_, begun = list(functions), set()
+    while open_:
+        key = open_.pop()
+        if key in sizes:
+            continue
+        if key not in begun:
+            begun.add(key)
+            called = dict.fromkeys(_calls(functions[key].node, functions))
+            open_ += [key, *(call for call in called if call not in sizes)]
+        else:
+            sizes[key] = _inlined_size(functions[key].node, sizes)  # of a cycle, which onnx refuses, only a part
+    nodes, num_bytes = _inlined_size(model.graph.node, sizes)
+    if nodes > _MAX_INLINED or num_bytes > _MAX_INLINED_BYTES:
+        raise ModelError(f"{where}: its functions call each other so often that {nodes:,} operators of {num_bytes:,} "
+                         f"bytes would come from them: at most {_MAX_INLINED:,} of {_MAX_INLINED_BYTES:,} bytes are "
+                         "read")
+
+
+def _calls(nodes: Any, known: Mapping[tuple[str, str, str], Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield the local functions that the nodes call, also in loops and branches, as often as they do."""
+    for node in nodes:
+        key = (node.domain, node.op_type, node.overload)
+        if key in known:
+            yield key
+        for attribute in node.attribute:
+            for graph in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                yield from _calls(graph.node, known)
+
+
+def _inlined_size(nodes: Any, sizes: Mapping[tuple[str, str, str], tuple[int, int]]) -> tuple[int, int]:
+    """Return how many nodes come from the functions that these call, with these themselves, and their bytes."""
+    called = [sizes[key] for key in _calls(nodes, sizes)]
+    return (len(nodes) + sum(count for count, _ in called),
+            sum(node.ByteSize() for node in nodes) + sum(num_bytes for _, num_bytes in called))
 
 
 def _all_names(graph: Any) -> Iterator[Any]:
@@ -129,14 +178,53 @@ def _fix_dims(model: Any, dims: Mapping[str, int], batch: int | None) -> None:
 
 
 def _infer(model: Any, where: str) -> Any:
-    onnx = _onnx()
+    """Return the model with all shapes that can be inferred.
+
+    The values of shape tensors are followed only where shapes depend on them, and where that is little work: onnx keeps
+    an object for every element of a tensor with one dimension.
+    """
     for value in model.graph.output:  # the exporter's symbolic output shapes would stand in the way
         value.type.tensor_type.ClearField("shape")
     del model.graph.value_info[:]
+    inferred = _infer_shapes(model, where, follow_values=False)
+    if _is_complete(inferred.graph) or _num_followed(inferred.graph) > _MAX_FOLLOWED:
+        return inferred
+    return _infer_shapes(model, where, follow_values=True)
+
+
+def _infer_shapes(model: Any, where: str, *, follow_values: bool) -> Any:
     try:
-        return onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
+        return _onnx().shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=follow_values)
     except Exception as problem:
         raise ModelError(f"{where}: shapes cannot be inferred: {_first_line(problem)}") from problem
+
+
+def _is_complete(graph: Any) -> bool:
+    """Return whether the shapes of all that the nodes make are known."""
+    known = {value.name for value in (*graph.value_info, *graph.output) if min(_shape_of(value)[0], default=0) >= 0}
+    return all(name in known for node in graph.node for name in node.output if name)
+
+
+def _num_followed(graph: Any) -> int:
+    """Return how many elements of tensors with one dimension are looked at at most if their values are followed.
+
+    Where a shape is not known yet, the output is taken to be as long as the longest input, and of ``Concat`` as all.
+    """
+    length = {tensor.name: tensor.dims[0] if len(tensor.dims) == 1 else 1 for tensor in graph.initializer}
+    for value in (*graph.value_info, *graph.input, *graph.output):
+        shape = _shape_of(value)[0]
+        if min(shape, default=0) >= 0:
+            length[value.name] = shape[0] if len(shape) == 1 else 1
+    total = 0
+    for node in graph.node:
+        read = [length.get(name, 1) for name in node.input]
+        longest = sum(read) if node.op_type == "Concat" else max(read, default=1)
+        for name in node.output:
+            total += length.setdefault(name, longest)
+        total += sum(read)
+        if total > _MAX_FOLLOWED:
+            break
+    return total
 
 
 # ---- reading ------------------------------------------------------------------------------------------------------
@@ -179,7 +267,8 @@ class _Reader:
     ops: list[_Op] = field(default_factory=list)
     ids: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, tuple[Shape, str]] = field(default_factory=dict)
-    names: set[str] = field(default_factory=set)
+    names: dict[str, int] = field(default_factory=dict)
+    """Of operators, with the number that the next one of the name is tried with."""
     warnings: dict[str, None] = field(default_factory=dict)
 
     def read(self) -> None:
@@ -267,11 +356,12 @@ class _Reader:
                              "takes: the file is not a valid ONNX model") from problem
 
     def _unique(self, name: str) -> str:
-        unique, number = name, 0
+        unique, number = name, self.names.get(name, 0)
         while unique in self.names:
             number += 1
             unique = f"{name}_{number}"
-        self.names.add(unique)
+        self.names[name] = number
+        self.names.setdefault(unique, 0)
         return unique
 
     def finish(self, name: str) -> Graph:

@@ -7,9 +7,10 @@ is taken as it is.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ from weft.run.optimizers import MasterWeights, refresh_masters
 from weft.run.tensor_file import DTYPES, TensorFile
 
 log = logging.getLogger(__name__)
+_OWN_KEYS: Final = (torch.optim.Adafactor, torch.optim.LBFGS)
+"""PyTorch's optimizers that keep something else for one parameter than for another of its group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +116,7 @@ class OptimizerState:
 
         def change() -> Callable[[], None]:
             undo, state, packed = self._undo(), self._read(file, record), self.optimizer.state_dict()
+            self._check_keys(state)
             names = {id(tensor): name for name, tensor in self._parameters.items()}
             for group, saved in zip(self.optimizer.param_groups, packed["param_groups"], strict=True):
                 for tensor, index in zip(group["params"], saved["params"], strict=True):
@@ -172,12 +176,29 @@ class OptimizerState:
         for index, (group, options) in enumerate(zip(self.optimizer.param_groups, saved, strict=True)):
             for key, value in options.items():
                 before = group.get(key)
-                is_as_long = isinstance(value, list | tuple) and isinstance(before, tuple) and len(value) == len(before)
+                is_as_long = isinstance(value, list | tuple) and isinstance(before, tuple) and len(value) == len(
+                    before) and all(isinstance(one, int | float) for one, other in zip(value, before, strict=True)
+                                    if isinstance(other, int | float))
                 is_number = isinstance(value, int | float | None)
                 if (isinstance(before, tuple) and not is_as_long) or (
                         isinstance(before, Tensor | int | float) and not is_number):
                     raise InputError(f"the checkpoint's groups[{index}].{key} is {value!r:.60}, where {self.kind} has "
                                      f"{before!r:.60}: it is damaged. Use an earlier one, or load with optimizer=False")
+
+    def _check_keys(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise ``InputError`` where one of PyTorch's optimizers would have less for a parameter than for others."""
+        if not type(self.optimizer).__module__.startswith("torch.optim.") or isinstance(self.optimizer, _OWN_KEYS):
+            return
+        names = {id(tensor): name for name, tensor in self._parameters.items()}
+        for group in self.optimizer.param_groups:
+            mine = [name for tensor in group["params"] if (name := names.get(id(tensor), "")) in state]
+            counts = Counter(key for name in mine for key in state[name])
+            wanted = {key for key, count in counts.items() if 2 * count > len(mine)}
+            for name in mine:
+                if missing := wanted - set(state[name]):
+                    raise InputError(f"{self.kind} cannot take over its state from the checkpoint, which has no "
+                                     f"{min(missing)!r} of {name!r}, but of other parameters: it is damaged. Use an "
+                                     "earlier one, or load with optimizer=False")
 
     def _read(self, file: TensorFile | None, record: CheckpointRecord) -> dict[str, dict[str, Any]]:
         """Return the state of this rank's parameters by name and key, its parts only."""

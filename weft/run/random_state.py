@@ -112,4 +112,9 @@ class RankRandom:
                 raise InputError(f"{str(file.path)!r} has no state of random numbers {name!r} as this run has it: it "
                                  "was written on another kind of device, or by another version")
             found[name.partition(".")[2]] = file.read(name)
+            try:  # before anything is changed
+                torch.Generator(self._device).set_state(found[name.partition(".")[2]])
+            except RuntimeError as problem:
+                raise InputError(f"{str(file.path)!r} has a state of random numbers {name!r} that is none ({problem}): "
+                                 "it is damaged. Use an earlier checkpoint") from problem
         return lambda: self.restore(found)

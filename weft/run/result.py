@@ -11,18 +11,16 @@ import json
 import math
 import re
 import shutil
-import tokenize
-import zipfile
-import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
+from weft.array_files import read_arrays
 from weft.base.errors import InputError, RunError
 from weft.base.files import check_output, decode, encode, load_json, write_atomic, written_together
 from weft.run.memory_report import RankMemory
@@ -202,20 +200,13 @@ def load_result(folder: Path) -> RunResult:
 
 
 def _load_gradients(path: Path) -> dict[str, npt.NDArray[np.float64]]:
-    """Return the arrays in the file, which are as large as the file says and no larger than it is."""
-    try:
-        with zipfile.ZipFile(path) as members:
-            if any(item.file_size > path.stat().st_size for item in members.infolist()):
-                raise InputError(f"{str(path)!r} is not a file of gradients: its parts are larger than the file")
-        with np.load(path, allow_pickle=False) as stored:
-            return {name: _real(stored[name], name, path) for name in stored.files}
-    except (OSError, ValueError, EOFError, KeyError, NotImplementedError, RuntimeError, zipfile.BadZipFile, zlib.error,
-            SyntaxError, tokenize.TokenError) as problem:
-        raise InputError(f"{str(path)!r} is not a readable file of gradients: {problem}") from problem
+    """Return the arrays in the file, which are as large as the file says and, being unpacked, no larger than it is."""
+    found = read_arrays(path, max_bytes=path.stat().st_size)
+    return {name: _real(array, name, path) for name, array in found.items()}
 
 
-def _real(array: object, name: str, path: Path) -> npt.NDArray[np.float64]:
-    if not isinstance(array, np.ndarray) or array.dtype != np.float64:
+def _real(array: npt.NDArray[Any], name: str, path: Path) -> npt.NDArray[np.float64]:
+    if array.dtype != np.float64:
         raise InputError(f"{str(path)!r}: {name!r} is no array of float64")
     return array
 

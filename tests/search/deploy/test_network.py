@@ -336,6 +336,20 @@ def test_examples_come_back_from_their_file(tmp_path):
         read_examples(tmp_path / "case.npz")
 
 
+@pytest.mark.parametrize("change", [
+    lambda arrays: {**arrays, "count": np.asarray([1, 2])}, lambda arrays: {**arrays, "count": np.asarray(2)},
+    lambda arrays: {**arrays, "flow": arrays["flow"][:1]}, lambda arrays: {**arrays, "gaps": arrays["gaps"] * np.nan},
+    lambda arrays: {**arrays, "group": arrays["group"] + 1000}, lambda arrays: {**arrays, "world": np.asarray(1.0)},
+    lambda arrays: {name: array for name, array in arrays.items() if name != "links"}])
+def test_examples_that_do_not_fit_together_are_damaged(tmp_path, change):
+    write_examples(tmp_path / "case.npz", make_examples(5, None, QUICK.effort))
+    with np.load(tmp_path / "case.npz") as stored:
+        arrays = dict(stored)
+    np.savez_compressed(tmp_path / "case.npz", **change(arrays))
+    with pytest.raises(InputError, match=r"are damaged .*: delete the file"):
+        read_examples(tmp_path / "case.npz")
+
+
 @pytest.mark.parametrize(("options", "message"), [
     (["--workers", "0"], "--workers must be 1 or more"), (["--out", "weights.bin"], "must end in .safetensors"),
     (["--device", "tpu"], "--device must be cpu or cuda"), (["--rounds", "0"], "must be 1 or more")])

@@ -11,6 +11,9 @@ from tests.search.place.odd_inputs import chain, cluster, edge, graph, op
 from tests.search.place.random_problems import random_problem
 from tests.search.place.worlds import problem_of
 from weft.base.errors import ClusterError, InputError, ModelError
+from weft.cluster.cluster_file import parse_cluster
+from weft.cost.costs import Costs, estimate_costs
+from weft.model.graph_file import parse_graph
 from weft.search.place.problem import check_placement, unit_weights
 
 LINKS = [{"from": "x", "to": "s", "bandwidth": 4, "latency": 0.25}, {"from": "y", "to": "s", "bandwidth": 2}]
@@ -26,6 +29,30 @@ def test_an_operator_without_a_device_is_named():
     only_z = {"name": "lonely", "times": {"x": 1, "y": 1, "z": 1}, "on": ["z"]}
     with pytest.raises(ModelError, match=r"'lonely' can run on no device .* allows z, .* of the kinds x, y"):
         problem_of(graph([only_z]), cluster())
+
+
+def test_clusters_of_too_many_devices_for_all_pairs_are_refused_at_once():
+    many = [{"name": f"d{index}", "kind": "x", "host": "h"} for index in range(1025)]
+    large = {**cluster(), "devices": [*cluster()["devices"], *many]}
+    with pytest.raises(ClusterError, match=r"has 1,027 devices, and placement, .* at most 1,024: place on a part .* `weft plan`"):
+        problem_of(graph([op("a", 1, 2)]), large)
+
+
+def test_equal_routes_are_timed_once_and_as_each_alone(monkeypatch):
+    rates = [{"from": f"d{index}", "to": "s", "bandwidth": 1 + index % 2, "latency": 0.25 * (index % 3)} for index in range(24)]
+    devices = [{"name": f"d{index}", "kind": "x", "host": "h"} for index in range(24)]
+    content = {**cluster(links=LINKS), "devices": devices, "links": rates, "switches": ["s"]}
+    timed = []
+    transfer = Costs.transfer
+    monkeypatch.setattr(Costs, "transfer", lambda self, *what: timed.append(what) or transfer(self, *what))
+    problem = problem_of(graph([op("a", 1), op("b", 1)], [edge("a", "b", bytes=8)]), content)
+    assert len(timed) <= 2 * 12
+    monkeypatch.undo()
+    costs = estimate_costs(parse_graph(graph([op("a", 1)])), parse_cluster(content))
+    for source, target in ((0, 1), (5, 2), (22, 23), (4, 4)):
+        assert problem.latency_s[source, target] == costs.transfer(0.0, source, target).seconds
+        assert problem.latency_s[source, target] + 1e9 * problem.s_per_byte[source, target] == pytest.approx(
+            costs.transfer(1e9, source, target).seconds)
 
 
 def test_units_are_numbered_without_holes_and_allow_what_all_members_allow():

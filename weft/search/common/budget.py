@@ -20,6 +20,8 @@ AGAIN_S: Final = 0.05
 NOT_INSIDE: Final = frozenset(("numba", "llvmlite", "importlib", "_frozen_importlib", "torch", "threading",
                                "concurrent", "ctypes"))
 """Packages that an exception out of nowhere may leave in disorder, or that turn it into another one."""
+NOT_IN_MODULE: Final = "numpy._core._internal"
+"""Likewise; compiled code calls it, for instance to compare records. The rest of numpy may be interrupted."""
 
 
 class OutOfTime(BaseException):
@@ -130,7 +132,8 @@ def cut_short(deadline: float | None) -> Iterator[None]:
 def _may_raise(frame: FrameType | None) -> bool:
     """Return whether nothing that runs at this moment must not be interrupted."""
     while frame is not None:
-        if frame.f_globals.get("__name__", "").partition(".")[0] in NOT_INSIDE:
+        name = frame.f_globals.get("__name__", "")
+        if name == NOT_IN_MODULE or name.partition(".")[0] in NOT_INSIDE:
             return False
         frame = frame.f_back
     return True

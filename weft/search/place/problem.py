@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 
@@ -30,6 +30,8 @@ from weft.model.graph import F64, I64, Graph, TensorRole
 
 Objective = Literal["latency", "throughput"]
 
+MAX_DEVICES: Final = 1024
+"""Tables of all pairs of devices are made; with as many as this they take seconds and a gigabyte."""
 _PROBE_BYTES = 1e9
 """Transfer times are affine in the bytes; they are found from the times of none and of so many."""
 
@@ -167,6 +169,10 @@ def problem_from_graph(graph: Graph, cluster: Cluster, costs: Costs) -> PlacePro
     Constants that any device can compute for itself (``Graph.is_constant``) stay operators of the problem: coarsening
     removes them.
     """
+    if cluster.num_devices > MAX_DEVICES:
+        raise ClusterError(f"cluster {cluster.name!r} has {cluster.num_devices:,} devices, and placement, which knows "
+                           f"every pair of them, takes at most {MAX_DEVICES:,}: place on a part of them, or use "
+                           "`weft plan`")
     devices = [DeviceId(index) for index in range(cluster.num_devices)]
     time_s = costs.op_seconds("F")[:, list(costs.column_of_device)].copy()
     _forbid(graph, cluster, time_s)
@@ -275,13 +281,13 @@ def _pair_costs(cluster: Cluster, costs: Costs, *, is_needed: bool) -> tuple[F64
     latency_s, s_per_byte = np.zeros((count, count)), np.zeros((count, count))
     problem: ClusterError | None = None
     num_ways = 0
+    known: dict[tuple[float, float], tuple[float, float]] = {}
     for source in range(count):
         for target in range(count):
             if source == target:
                 continue
             try:
-                none = costs.transfer(0.0, source, target).seconds
-                many = costs.transfer(_PROBE_BYTES, source, target).seconds
+                none, many = _pair_seconds(cluster, costs, source, target, known)
             except ClusterError as error:
                 problem, none, many = error, np.inf, np.inf
             else:
@@ -291,6 +297,21 @@ def _pair_costs(cluster: Cluster, costs: Costs, *, is_needed: bool) -> tuple[F64
     if problem is not None and num_ways == 0 and is_needed:
         raise problem
     return latency_s, s_per_byte
+
+
+def _pair_seconds(cluster: Cluster, costs: Costs, source: int, target: int,
+                  known: dict[tuple[float, float], tuple[float, float]]) -> tuple[float, float]:
+    """Return the seconds for nothing and for many bytes; without measured fits equal routes take equally long."""
+    key = None
+    if not costs.comm_fits:
+        route = cluster.route(DeviceId(source), DeviceId(target))
+        key = route.latency_s, route.bytes_per_s
+        if key in known:
+            return known[key]
+    found = (costs.transfer(0.0, source, target).seconds, costs.transfer(_PROBE_BYTES, source, target).seconds)
+    if key is not None:
+        known[key] = found
+    return found
 
 
 def _resources(cluster: Cluster, latency_s: F64, devices: Sequence[DeviceId]) -> tuple[I64, I64, tuple[str, ...]]:
