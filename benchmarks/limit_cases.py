@@ -44,16 +44,23 @@ def place_cluster(num_devices: int, *, every_link: bool, memory: str = "80GB") -
             "devices": [{"name": name, "kind": "gpu"} for name in names], "links": links}
 
 
-def strategy_graph(num_nodes: int, seed: int, *, tightness: float | None) -> dict[str, Any]:
-    """Return a strategy graph; ``tightness`` of the largest usage is the limit, None for no limit."""
+def strategy_graph(num_nodes: int, seed: int, *, tightness: float | None, counts: tuple[int, ...] = (2, 4, 6, 9),
+                   far: bool = False) -> dict[str, Any]:
+    """Return a strategy graph; ``tightness`` of the largest usage is the limit, None for no limit.
+
+    Nodes have as many strategies as one of ``counts`` says. With ``far`` edges lead to any node before, so that no
+    reduction goes far.
+    """
     draw = random.Random(seed)
-    counts = [draw.choice((2, 4, 6, 9)) for _ in range(num_nodes)]
+    counts = [draw.choice(counts) for _ in range(num_nodes)]
     intervals = [[index, index + draw.choice((1, 3, 20, 300))] for index in range(num_nodes)]
     costs = [[draw.randrange(1000) for _ in range(count)] for count in counts]
     usages = [[draw.randrange(1, 1000) for _ in range(count)] for count in counts]
     ends, edge_costs = [], []
     for node in range(1, num_nodes):
-        for other in sorted({max(0, node - draw.choice((1, 2, 5, 50))) for _ in range(draw.choice((1, 1, 2)))}):
+        before = [draw.randrange(node) if far else max(0, node - draw.choice((1, 2, 5, 50)))
+                  for _ in range(3 if far else draw.choice((1, 1, 2)))]
+        for other in sorted(set(before)):
             ends.append([other, node])
             edge_costs.append([draw.choice((0, draw.randrange(2000)))
                                for _ in range(counts[other] * counts[node])])
@@ -68,6 +75,32 @@ def strategy_graph(num_nodes: int, seed: int, *, tightness: float | None) -> dic
     problem = {"name": f"random-{num_nodes}", "nodes": {"intervals": intervals, "costs": costs, "usages": usages},
                "edges": {"nodes": ends, "costs": edge_costs}}
     return {"problem": problem | ({} if tightness is None else {"usage_limit": int(tightness * peak)})}
+
+
+def dense_graph(num_ops: int, degree: int, seed: int) -> dict[str, Any]:
+    """Return a graph file in which each operator reads from ``degree`` of the 200 before it."""
+    draw = random.Random(seed)
+    ops = [{"name": f"op{index}", "kind": "matmul", "memory": 1 << 20,
+            "times": {"gpu": round(draw.uniform(1e-5, 1e-3), 8)}} for index in range(num_ops)]
+    edges = [{"from": f"op{source}", "to": f"op{index}", "bytes": 1 << (12 + source % 10)} for index in range(1, num_ops)
+             for source in sorted(draw.sample(range(max(0, index - 200), index), min(index, degree)))]
+    return {"format": "weft.graph", "version": 1, "ops": ops, "edges": edges}
+
+
+def partition_problem(num_nodes: int, width: int, seed: int, *, colours: float) -> dict[str, Any]:
+    """Return a dnn-partitioning problem in layers; a part of the nodes share a colour with one nearby."""
+    draw = random.Random(seed)
+    nodes: list[dict[str, Any]] = []
+    for index in range(num_nodes):
+        seconds = draw.uniform(0.1, 2.0)
+        nodes.append({"id": index, "supportedOnFpga": int(draw.random() < 0.95), "cpuLatency": 20 * seconds,
+                      "fpgaLatency": seconds, "isBackwardNode": False, "size": draw.uniform(0.5, 2.0),
+                      "colorClass": index if draw.random() >= colours or index < 4 else index - draw.randrange(1, 4)})
+    costs = [draw.uniform(0.01, 0.5) for _ in range(num_nodes)]
+    edges = [{"sourceId": source, "destId": index, "cost": costs[source]} for index in range(width, num_nodes)
+             for source in sorted({(index // width - 1) * width + draw.randrange(width)
+                                   for _ in range(draw.choice((1, 2, 3)))})]
+    return {"maxSizePerFPGA": 0.2 * num_nodes, "maxFPGAs": 8, "maxCPUs": 2, "nodes": nodes, "edges": edges}
 
 
 def schedule_problem(num_devices: int, *, chunks: int = 1, room: float | None = 1.0) -> dict[str, Any]:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from benchmarks.limit_cases import place_cluster, place_graph, schedule_problem, strategy_graph
 from tests.search.joint.worlds import equal_problem
+from weft.base.errors import NoFeasiblePlan
 from weft.cli.main import main
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
@@ -136,6 +139,24 @@ def test_records_that_numpy_compares_do_not_make_a_type_error_of_the_end():
                 _ = records[1:] != records[:-1]  # numpy asks Python for the dtype of both
 
 
+def test_a_pause_inside_moves_the_end_and_nothing_is_raised_in_it():
+    budget = time_budget(4 * LIMIT_S)
+    seen = []
+
+    def work():
+        with budget.paused():
+            end = time.monotonic() + 8 * LIMIT_S
+            while time.monotonic() < end:
+                pass
+        seen.append(budget.paused_s)
+        endless()
+
+    with pytest.raises(OutOfTime), cut_short(budget):
+        work()
+    assert seen[0] >= 8 * LIMIT_S
+    assert budget.is_late
+
+
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 
@@ -147,6 +168,12 @@ def test_a_joint_search_that_takes_for_ever_leaves_the_plans_before_it(monkeypat
     assert not found.is_complete
     assert not found.is_interrupted
     check_plan(found.best.plan, problem.graph, problem.cluster)
+
+
+def test_a_deadline_around_a_comparison_that_has_nothing_yet_ends_it_all(monkeypatch):
+    monkeypatch.setattr(planner, "joint_search", endless)
+    with pytest.raises(OutOfTime), cut_short(time.monotonic() + LIMIT_S):
+        compare_strategies(equal_problem(), [], joint=True, time_limit_s=TOO_LONG_S)
 
 
 def test_the_joint_search_keeps_what_it_had_when_it_is_cut_short(monkeypatch):
@@ -233,6 +260,43 @@ def test_a_deployment_that_is_cut_short_is_at_least_data_parallel(monkeypatch):
     assert found.plan.search.status == "feasible"
 
 
+def test_ctrl_c_keeps_what_fits_and_the_fewest_devices_that_are_known(monkeypatch):
+    from weft.planning.objectives import Target, fewest_devices
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    problem, budget = equal_problem(), time_budget(None)
+    monkeypatch.setattr(fitting._Fitter, "_replicated", interrupted)
+    found = fitting.fit(problem, budget=budget)
+    assert [item.setting.strategy for item in found.candidates] == ["single"]
+    assert (found.is_complete, budget.is_interrupted) == (False, True)
+
+    sizes = []
+
+    def search(part, splits):
+        sizes.append(part.cluster.num_devices)
+        return compare_strategies(part, ["single"]) if len(sizes) == 1 else interrupted()
+
+    reached = fewest_devices(problem, Target(text="slow", step_time_s=1e9), search, splits={},
+                             costs_of=lambda graph, cluster: estimate_costs(graph, cluster))
+    assert len(sizes) == 2
+    assert len(reached.devices) == problem.cluster.num_devices
+    assert reached.comparison.is_interrupted
+
+
+def test_a_deployment_that_may_fit_with_more_time_is_not_called_impossible(monkeypatch):
+    monkeypatch.setattr(deploying, "_seed", endless)
+
+    def nothing_fits(*arguments):
+        raise NoFeasiblePlan("a0 has too little", missing_bytes=5, device="a0")
+
+    monkeypatch.setattr(deploying, "check_plan", nothing_fits)
+    with pytest.raises(NoFeasiblePlan, match="within the time limit, though there may be one") as caught:
+        deploying.deploy(equal_problem(), budget=time_budget(LIMIT_S))
+    assert (caught.value.missing_bytes, caught.value.device) == (5, "a0")
+
+
 # ---- problem files -----------------------------------------------------------------------------------------------------
 
 
@@ -269,6 +333,16 @@ def test_a_named_method_is_given_up_in_time_and_compared_without(monkeypatch):
     assert rows["auto"].result is not None
 
 
+def test_methods_are_not_begun_after_the_time_limit():
+    rows = {row.method: row for row in placing.compare(graph_problem(50), time_limit=1e-6)}
+    assert rows["auto"].result is not None
+    assert {row.reason for row in rows.values()} == {"not tried: the time limit was reached", ""}
+
+
+def test_compiled_code_is_loaded_by_a_problem_of_two_operators():
+    placing.load_compiled()
+
+
 def test_the_first_choice_of_strategies_fits_and_is_the_answer_if_there_is_no_time(monkeypatch):
     for seed in range(5):
         graph = parse_strategy_graph(strategy_graph(300, seed, tightness=0.5))
@@ -296,6 +370,50 @@ def test_a_schedule_that_is_cut_short_is_the_best_so_far(monkeypatch):
     monkeypatch.setattr(scheduling._Search, "find_steady", endless)
     found = scheduling.schedule(problem, microbatches=6, time_limit=0.3)
     assert found.makespan_bound <= found.makespan < np.inf
+
+
+def test_a_large_schedule_begins_with_one_micro_batch_moved(monkeypatch):
+    from weft.search.schedule import first as first_ones
+    from weft.search.schedule.schedule import find_problems
+
+    for transfers in ([], [{"from": "f0", "to": "f1", "time": 0.5, "link": "d0-d1"}]):
+        problem = parse_problem(schedule_problem(4, chunks=2, room=0.5) | {"transfers": transfers})
+        played = first_ones.sequential(problem, 9)
+        moved = first_ones.repeated(problem, 9)
+        assert find_problems(moved) == []
+        assert moved.starts.shape == played.starts.shape
+        assert moved.makespan >= played.makespan
+        monkeypatch.setattr(first_ones, "TUNING", replace(first_ones.TUNING, max_played=1))
+        first = first_ones.first_schedule(problem, 9, Budget(effort=1.0))
+        assert (first.starts == moved.starts).all()
+
+
+def test_hopeful_named_schedules_come_first_where_there_is_little_time():
+    from weft.search.schedule.named import named_schedules, usable_schedules
+
+    problem = parse_problem(schedule_problem(4))
+    names = [name for name, _ in usable_schedules(problem, 6, hopeful_first=True)]
+    assert names[0] == "1f1b"
+    assert sorted(names) == sorted(named_schedules(problem, 6))
+
+
+def test_large_results_are_written_without_line_breaks():
+    from weft.cli import common
+
+    value = {"starts": [[index, index + 0.5] for index in range(common.LARGE_RESULT + 1)]}
+    assert "\n" not in common.to_json_text(value)
+    assert json.loads(common.to_json_text(value)) == value
+    assert common.to_json_text({"a": [1]}) == json.dumps({"a": [1]}, indent=1)
+
+
+@pytest.mark.parametrize("command", [("shard", "s.json"), ("schedule", "p.json", "-n", "4"), ("place", "g.json", "c.json")])
+def test_imports_are_reported_by_every_searcher(command, tmp_path, monkeypatch, capsys):
+    for name, value in (("s.json", strategy_graph(20, 1, tightness=None)), ("p.json", schedule_problem(2)),
+                        ("g.json", place_graph(20, "chain", 1)), ("c.json", place_cluster(2, every_link=True))):
+        (tmp_path / name).write_text(json.dumps(value))
+    monkeypatch.chdir(tmp_path)
+    assert main([*command, "--time-limit", "1", "--json", "--quiet"]) == 0
+    assert json.loads(capsys.readouterr().out)["import_seconds"] >= 0
 
 
 def test_earliest_start_in_slices_is_the_same_as_at_once(monkeypatch):

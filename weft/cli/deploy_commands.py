@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from weft.base.errors import InputError, NoFeasiblePlan
 from weft.cli.common import (
+    BEST_SO_FAR,
     MAX_SEED,
     ClusterArgument,
     JsonOption,
@@ -21,11 +22,16 @@ from weft.cli.common import (
     check_outputs,
     check_time_limit,
     choice,
+    end_interrupted,
     print_json,
     reporter,
 )
 
+PLAIN_GRACE_S: Final = 0.3
+"""So long data parallelism, to compare with, may take after the time limit: small models need less."""
+
 if TYPE_CHECKING:
+    from weft.search.common.budget import Budget
     from weft.search.common.problem import Problem
     from weft.search.deploy.search import Deployment
 
@@ -89,35 +95,48 @@ def deploy(
     if out is not None:
         save_plan(found.plan, out)
         report(f"plan written to {out}")
-    plain = _data_parallel(problem)
+    plain = _data_parallel(problem, budget)
     if as_json:
         print_json({"status": found.plan.search.status, "method": found.method, "step_time": found.step_time_s,
-                    "bound": found.bound_s, "data_parallel": plain, "microbatches": found.plan.microbatches,
-                    "simulations": found.num_simulations, "seconds": found.cpu_seconds,
-                    "import_seconds": import_s, "tracing_seconds": budget.paused_s,
+                    "bound": found.bound_s, "data_parallel": plain if isinstance(plain, float) else None,
+                    "data_parallel_reason": None if isinstance(plain, float) else plain,
+                    "microbatches": found.plan.microbatches, "simulations": found.num_simulations,
+                    "seconds": found.cpu_seconds, "import_seconds": import_s, "tracing_seconds": budget.paused_s,
                     "plan": plan_to_json(found.plan)})
     else:
         _print_deployment(found, plain)
+    if budget.is_interrupted:
+        end_interrupted(BEST_SO_FAR)
 
 
-def _data_parallel(problem: Problem) -> float | None:
-    """Return the step time of plain data parallelism with all-reduce, None where it does not fit."""
+def _data_parallel(problem: Problem, budget: Budget) -> float | str:
+    """Return the step time of plain data parallelism with all-reduce, or why it is not known."""
+    from weft.search.common.budget import OutOfTime, cut_short
     from weft.search.deploy.search import DeployOptions
     from weft.search.deploy.search import deploy as search
 
+    if budget.is_interrupted:
+        return "not timed: interrupted"
+    end = None if budget.deadline is None else max(budget.deadline, time.monotonic() + PLAIN_GRACE_S)
     try:
-        return search(problem, DeployOptions(method="data-parallel")).step_time_s
+        with cut_short(end):
+            return search(problem, DeployOptions(method="data-parallel")).step_time_s
     except NoFeasiblePlan:
-        return None
+        return "does not fit"
+    except OutOfTime:
+        return "not timed: the time limit was reached"
+    except KeyboardInterrupt:
+        budget.is_interrupted = True
+        return "not timed: interrupted"
 
 
-def _print_deployment(found: Deployment, plain: float | None) -> None:
+def _print_deployment(found: Deployment, plain: float | str) -> None:
     from weft.show.facts import exchange_facts, plan_facts, program_of, stage_facts
     from weft.show.tables import exchanges_table, plan_table, print_text_table, seconds, stages_table
 
     program = program_of([found.timeline])
     table = plan_table(plan_facts(found.plan, [found.timeline]))
-    against = "does not fit" if plain is None else f"{seconds(plain)}, {plain / found.step_time_s:.2f} times this"
+    against = plain if isinstance(plain, str) else f"{seconds(plain)}, {plain / found.step_time_s:.2f} times this"
     print_text_table(replace(table, rows=(*table.rows, ("data parallel", against))))
     print_text_table(stages_table(stage_facts(program, found.timeline)))
     exchanges = exchange_facts(program, found.timeline)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shlex
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, get_args
 
@@ -12,6 +13,7 @@ import typer
 
 from weft.base.errors import InputError, NoFeasiblePlan
 from weft.cli.common import (
+    BEST_SO_FAR,
     ClusterArgument,
     JsonOption,
     ModelArgument,
@@ -21,6 +23,7 @@ from weft.cli.common import (
     check_time_limit,
     choice,
     cluster_of_plan,
+    end_interrupted,
     graph_of_plan,
     is_zoo_name,
     print_json,
@@ -126,6 +129,7 @@ def _refuse(given: dict[str, object], why: str) -> None:
 
 def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: Path | None, *, replans: bool,
                   time_limit: float, as_json: bool, report: Callable[[str], None]) -> None:
+    begin = time.perf_counter()
     from weft.cost.costs import load_costs
     from weft.explain.explanation import explain as explain_plan
     from weft.explain.replan import Request
@@ -135,7 +139,7 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
     from weft.search.common.problem import PlanOptions
     from weft.simulate.predict import simulate
 
-    budget = time_budget(time_limit)
+    import_s, budget = time.perf_counter() - begin, time_budget(time_limit)
     item = load_plan(path)
     target, spec = cluster_of_plan(item, cluster), model or item.model.name
     report(f"tracing {spec}")
@@ -150,7 +154,7 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
     program = check_plan(item, graph, target)
     timeline = simulate(program, request.costs_of(graph, target), target)
     _show(explain_plan(program.plan, request, target, timeline, replans=replans, deadline=budget.deadline,
-                       report=report), budget, as_json=as_json)
+                       report=report), budget, import_s, as_json=as_json)
 
 
 def _of_latency(plan: Plan) -> int | None:
@@ -158,24 +162,27 @@ def _of_latency(plan: Plan) -> int | None:
     return 1 if plan.model.mode == "inference" and plan.microbatches == 1 else None
 
 
-def _show(found: Explanation, budget: Budget, *, as_json: bool) -> None:
+def _show(found: Explanation, budget: Budget, import_s: float, *, as_json: bool) -> None:
     from weft.show.explain_tables import explanation_json, print_explanation
 
     if as_json:
-        print_json({**explanation_json(found), "tracing_seconds": budget.paused_s})
+        print_json({**explanation_json(found), "import_seconds": import_s, "tracing_seconds": budget.paused_s})
     else:
         print_explanation(found)
+    if found.is_interrupted:
+        end_interrupted(BEST_SO_FAR)
 
 
 def _explain_request(model: str, on: str, asked: _Asked, profile: Path | None, *, replans: bool, time_limit: float,
                      as_json: bool, report: Callable[[str], None]) -> None:
     """Plan, and explain the best plan; or say what would make a plan possible."""
+    begin = time.perf_counter()
     from weft.cluster import read_cluster
     from weft.explain.explanation import explain as explain_plan
     from weft.explain.replan import replan
     from weft.search.common.budget import time_budget
 
-    budget = time_budget(time_limit)
+    import_s, budget = time.perf_counter() - begin, time_budget(time_limit)
     target = read_cluster(on)
     with budget.paused():
         request = _request(model, asked, profile, report)
@@ -183,31 +190,36 @@ def _explain_request(model: str, on: str, asked: _Asked, profile: Path | None, *
     try:
         comparison = replan(problem, request, time_limit_s=(budget.seconds_left or 0.0) / 3, report=report)
     except NoFeasiblePlan as miss:
-        _relax(miss, problem, request, deadline=budget.deadline, as_json=as_json, report=report)
+        _relax(miss, problem, request, budget, import_s, as_json=as_json, report=report)
         return
     best = comparison.best
     assert best.plan is not None, "replan raises otherwise"
     assert best.timeline is not None
     if best.timeline.step_time_s != best.step_time_s:
         report(f"note: on so many devices one replica stands for all; the whole step is {best.step_time_s:.6g} s")
-    _show(explain_plan(best.plan, request, target, best.timeline, replans=replans, comparison=comparison,
-                       deadline=budget.deadline, report=report), budget, as_json=as_json)
+    found = explain_plan(best.plan, request, target, best.timeline, comparison=comparison, problem=problem,
+                         replans=replans and not comparison.is_interrupted, deadline=budget.deadline, report=report)
+    _show(replace(found, is_interrupted=found.is_interrupted or comparison.is_interrupted), budget, import_s,
+          as_json=as_json)
 
 
-def _relax(miss: NoFeasiblePlan, problem: Problem, request: Request, *, deadline: float | None, as_json: bool,
+def _relax(miss: NoFeasiblePlan, problem: Problem, request: Request, budget: Budget, import_s: float, *, as_json: bool,
            report: Callable[[str], None]) -> None:
     """Print the smallest changes that help; raise ``miss`` if there are none."""
     from weft.explain.relax import smallest_relaxation
     from weft.show.explain_tables import print_relaxations, relaxations_json
 
     report("nothing fits: searching the smallest changes that help")
-    found = smallest_relaxation(problem, request, deadline=deadline, report=report)
+    found = smallest_relaxation(problem, request, deadline=budget.deadline, budget=budget, report=report)
     if not found:
         raise miss
     if as_json:
-        print_json(relaxations_json(str(miss), found))
+        print_json({**relaxations_json(str(miss), found), "import_seconds": import_s,
+                    "tracing_seconds": budget.paused_s})
     else:
         print_relaxations(str(miss), found)
+    if budget.is_interrupted:
+        end_interrupted(BEST_SO_FAR)
 
 
 def _request(model: str, asked: _Asked, profile: Path | None, report: Callable[[str], None]) -> Request:
@@ -248,13 +260,14 @@ def fit(
 
     Exit codes: 0 it fits, 3 it does not.
     """
+    begin = time.perf_counter()
     from weft.cluster import read_cluster
     from weft.planning.fit import fit as find_fit
     from weft.search.common.budget import time_budget
     from weft.show.explain_tables import fit_json, print_fit
 
     asked = _Asked(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, optimizer=optimizer)
-    report = reporter(quiet)
+    report, import_s = reporter(quiet), time.perf_counter() - begin
     check_time_limit(time_limit)
     check_outputs({"--out": out}, (model.partition(":")[0], cluster))
     budget = time_budget(time_limit, report)
@@ -268,9 +281,12 @@ def fit(
     if out is not None and found.recommended is not None:
         _write(out, problem, found, split, report)
     if as_json:
-        print_json({**fit_json(found, command), "complete": found.is_complete, "tracing_seconds": budget.paused_s})
+        print_json({**fit_json(found, command), "complete": found.is_complete, "import_seconds": import_s,
+                    "tracing_seconds": budget.paused_s})
     else:
         print_fit(found, command or "")
+    if budget.is_interrupted:
+        end_interrupted(BEST_SO_FAR)
     if found.recommended is None:
         raise found.miss()
 

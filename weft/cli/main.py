@@ -7,6 +7,7 @@ stdout, everything else to stderr. Nothing heavy is imported before a command ne
 
 from __future__ import annotations
 
+import signal
 import sys
 
 import typer
@@ -86,7 +87,12 @@ def main(arguments: list[str] | None = None) -> int:
 def entry() -> None:
     """Run the command line and exit with its code."""
     end_on_signals()
-    sys.exit(finish_output(main()))
+    try:
+        code = finish_output(main())
+    except KeyboardInterrupt:  # while the end of another one was told
+        code = INTERRUPTED
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # there is nothing left to end, and Python would show where it was
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,13 +10,16 @@ import typer
 
 from weft.base.errors import InputError
 from weft.cli.common import (
+    BEST_SO_FAR,
     JsonOption,
     QuietOption,
     SeedOption,
     check_outputs,
     check_time_limit,
+    end_interrupted,
     print_json,
     reporter,
+    to_json_text,
     without_seconds,
 )
 
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 LEAST_S = 0.01
 """Seconds that the search has at least, however long reading took."""
+WRITING_S = 2e-6
+"""Seconds, about, that writing one start takes: they are taken off a time limit."""
 
 
 def schedule(
@@ -45,30 +49,34 @@ def schedule(
     quiet: QuietOption = False,
 ) -> None:
     """Find the order in which micro-batches flow through blocks on devices: shortest, within the memory."""
+    imports = time.perf_counter()
     from weft.search.schedule.problem import load_problem
     from weft.search.schedule.search import schedule as search
 
+    import_s, begin = time.perf_counter() - imports, time.monotonic()
     _check_options(microbatches, time_limit, width)
-    begin = time.monotonic()
     check_outputs({"--html": html, "--svg": svg, "--out": out}, (problem,))
     item = load_problem(problem)
     report = reporter(quiet)
-    left = None if time_limit is None else max(LEAST_S, time_limit - (time.monotonic() - begin))
+    writing_s = WRITING_S * microbatches * item.num_tasks
+    left = None if time_limit is None else max(LEAST_S, time_limit - (time.monotonic() - begin) - writing_s)
     result = search(item, microbatches=microbatches, time_limit=left, seed=seed, progress=report)
     compared = _compare(item, result) if compare else []
     value = _result_json(result, compared)
     if out is not None:
         from weft.base.files import write_atomic
 
-        write_atomic(out, json.dumps(without_seconds(value), indent=1, allow_nan=False) + "\n")
+        write_atomic(out, to_json_text(without_seconds(value)) + "\n")
         report(f"result written to {out}")
     _write_pictures(result, compared, name=problem.name, html=html, svg=svg)
     if as_json:
-        print_json(value)
+        print_json({**value, "import_seconds": import_s})
     else:
         from weft.show.schedule_tables import print_schedule
 
         print_schedule(result, compared, width=width)
+    if result.is_interrupted:
+        end_interrupted(BEST_SO_FAR)
 
 
 def _check_options(microbatches: int, time_limit: float | None, width: int | None) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, get_args
 
 from weft.base.errors import InputError, ModelError
-from weft.cli.common import choice, print_json
+from weft.cli.common import BEST_SO_FAR, choice, end_interrupted, print_json
 
 if TYPE_CHECKING:
     from weft.cluster.cluster import Cluster
@@ -46,11 +47,13 @@ class ModelOptions:
 
 def shard_model_command(spec: str, cluster_text: str, options: ModelOptions) -> None:
     """Search the sharding of a model, then print, write or export it."""
+    begin = time.perf_counter()
     from weft.cluster import read_cluster
     from weft.search.common.budget import time_budget
     from weft.show.sharding_facts import sharding_facts
     from weft.show.sharding_tables import print_sharding, sharding_json
 
+    import_s = time.perf_counter() - begin
     budget = time_budget(options.time_limit, options.report)
     if options.export is not None:
         choice("--export", options.export, EXPORTS)
@@ -63,15 +66,23 @@ def shard_model_command(spec: str, cluster_text: str, options: ModelOptions) -> 
     facts = sharding_facts(found.best, folded)
     if options.export is not None:
         _export(facts, folded, options)
+        _end_if_interrupted(budget)
         return
     if options.out is not None:
         _write(options.out, sharding_json(facts, found.named), options)
     if options.plan is not None:
         _write_plan(options.plan, folded, cluster, found.best.mesh.shape, limit, options, budget)
     if options.as_json:
-        print_json({**sharding_json(facts, found.named), "tracing_seconds": budget.paused_s})
+        print_json({**sharding_json(facts, found.named), "import_seconds": import_s,
+                    "tracing_seconds": budget.paused_s})
     else:
         print_sharding(facts, found.named)
+    _end_if_interrupted(budget)
+
+
+def _end_if_interrupted(budget: Budget) -> None:
+    if budget.is_interrupted:
+        end_interrupted(BEST_SO_FAR)
 
 
 def parse_mesh(text: str, num_devices: int) -> tuple[int, ...]:

@@ -56,6 +56,8 @@ class Explanation:
     comparison: Comparison | None = None
     """What planning again for the same cluster came to; None if it was not tried."""
     changes: tuple[Change, ...] = ()
+    is_interrupted: bool = False
+    """Ctrl-C has ended the planning."""
 
     @property
     def busiest(self) -> DeviceWaits:
@@ -109,14 +111,15 @@ def _shape(plan: Plan) -> object:
 
 
 def explain(plan: Plan, request: Request, cluster: Cluster, timeline: Timeline, *, replans: bool = True,
-            comparison: Comparison | None = None, deadline: float | None = None,
+            comparison: Comparison | None = None, problem: Problem | None = None, deadline: float | None = None,
             report: Report = lambda text: None) -> Explanation:
     """Return the explanation of a plan that was simulated; with ``replans`` also what planning again says.
 
-    ``comparison`` is what planning for the same cluster came to, where that is known. ``deadline`` is on
-    ``time.monotonic``'s clock and for all planning; Ctrl-C keeps what there is by then.
+    ``comparison`` is what planning for the same cluster came to, where that is known, and ``problem`` what it was
+    planned as: what is known of its costs is not computed again. ``deadline`` is on ``time.monotonic``'s clock and for
+    all planning; Ctrl-C keeps what there is by then.
     """
-    problem = request.problem(cluster)
+    problem = problem or request.problem(cluster)
     assert timeline.program is not None
     times = link_seconds(link_bytes(timeline.program, problem.costs, cluster), link_rates(cluster))
     result = Explanation(
@@ -144,6 +147,7 @@ def _plan_again(result: Explanation, problem: Problem, request: Request, deadlin
                                       report=report):
             changes.append(change)
     except KeyboardInterrupt:
+        result = replace(result, is_interrupted=True)
         report("interrupted: nothing further is planned")
     return replace(result, changes=settled(changes))
 

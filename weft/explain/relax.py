@@ -22,7 +22,7 @@ from weft.cost.costs import estimate_costs
 from weft.explain.changes import with_memory, with_more_devices
 from weft.explain.replan import THRIFTY, Report, Request, find_splits, fits_jointly, least_missing, replan
 from weft.planning.compare import Candidate, microbatch_choices
-from weft.search.common.budget import OutOfTime, cut_short, time_budget
+from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.problem import Problem, divisors
 from weft.search.deploy.deployer import NO_SPLITS, Splits
 
@@ -67,11 +67,11 @@ class _Found:
 
 
 def smallest_relaxation(problem: Problem, request: Request | None = None, *, deadline: float | None = None,
-                        report: Report = lambda text: None) -> list[Relaxation]:
+                        budget: Budget | None = None, report: Report = lambda text: None) -> list[Relaxation]:
     """Return the changes, settings before hardware; empty if nothing was found before the deadline.
 
     ``request`` is what ``problem`` was made from: with it, other precisions are tried too. ``deadline`` is on
-    ``time.monotonic``'s clock; Ctrl-C ends the search as well.
+    ``time.monotonic``'s clock; Ctrl-C ends the search as well, and marks the ``budget``.
     """
     asked = request or Request(graph=problem.graph, options=problem.options,
                                costs_of=lambda graph, cluster: estimate_costs(graph, cluster,
@@ -86,8 +86,10 @@ def smallest_relaxation(problem: Problem, request: Request | None = None, *, dea
             for number, search in enumerate(searches):
                 for found in search(problem, asked, enough):
                     report(f"planning with {found.change}")
-                    planned = _plan(found, deadline, len(searches) - number, report)
+                    planned, is_interrupted = _plan(found, deadline, len(searches) - number, report)
                     result += [] if planned is None else [planned]
+                    if is_interrupted:
+                        raise KeyboardInterrupt
                     if enough.is_late:
                         raise OutOfTime
     except OutOfTime:
@@ -96,6 +98,8 @@ def smallest_relaxation(problem: Problem, request: Request | None = None, *, dea
         report("interrupted: nothing further is tried")
         if not result:
             raise
+        if budget is not None:
+            budget.is_interrupted = True
     return result
 
 
@@ -122,15 +126,17 @@ class _Enough:
         return fits_jointly(problem, self.splits if same else NO_SPLITS, deadline=self.deadline)
 
 
-def _plan(found: _Found, deadline: float | None, num_left: int, report: Report) -> Relaxation | None:
-    """Return the change with its best plan; None if the planner finds none after all."""
+def _plan(found: _Found, deadline: float | None, num_left: int, report: Report) -> tuple[Relaxation | None, bool]:
+    """Return the change with its best plan, None if the planner finds none after all; and whether Ctrl-C has ended it.
+    """
     left = None if deadline is None else max(0.0, deadline - time.monotonic()) / num_left
     try:
-        best = replan(found.problem, found.request, time_limit_s=left, report=report).best
+        planned = replan(found.problem, found.request, time_limit_s=left, report=report)
     except NoFeasiblePlan as miss:
         report(f"note: {found.change} is not enough for the planner: {miss}")
-        return None
-    return Relaxation(kind=found.kind, change=found.change, options=found.options, problem=found.problem, best=best)
+        return None, False
+    return Relaxation(kind=found.kind, change=found.change, options=found.options, problem=found.problem,
+                      best=planned.best), planned.is_interrupted
 
 
 # Settings ------------------------------------------------------------------------------------------------------------

@@ -97,15 +97,24 @@ def _folded(model: str, mode: Mode, batch: int, dtype: str) -> FoldedModel:
     return trace_folded(source, batch=batch)
 
 
-def best_joint(problem: Problem, splits: Splits = NO_SPLITS, *, deadline: float | None = None) -> Candidate | None:
-    """Return what the search over data, tensor and pipeline parallelism finds in a few seconds, if anything."""
+def best_joint(problem: Problem, splits: Splits = NO_SPLITS, *, deadline: float | None = None,
+               budget: Budget | None = None) -> Candidate | None:
+    """Return what the search over data, tensor and pipeline parallelism finds in a few seconds, if anything.
+
+    Ctrl-C marks the ``budget``; without one it raises as usual.
+    """
     if problem.cluster.num_devices < 2:
         return None
     limit_s = JOINT_S if deadline is None else min(JOINT_S, max(0.0, deadline - time.monotonic()))
     try:
-        return compare_strategies(problem, (), joint=True, splits=splits, time_limit_s=limit_s).best
+        found = compare_strategies(problem, (), joint=True, splits=splits, time_limit_s=limit_s)
     except NoFeasiblePlan:
         return None
+    if found.is_interrupted:
+        if budget is None:
+            raise KeyboardInterrupt
+        budget.is_interrupted = True
+    return found.best
 
 
 def fits_jointly(problem: Problem, splits: Splits = NO_SPLITS, *, deadline: float | None = None) -> bool:

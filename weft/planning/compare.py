@@ -150,7 +150,7 @@ def _search_all(searches: Mapping[str, Callable[[], Candidate]], bound_s: float,
             with cut_short(_end_of_search(budget, has_plan=has_plan, is_first=not candidates)):
                 candidates.append(search())
         except OutOfTime:
-            if not candidates:  # the first is not cut short here, so it is the time of whoever asked that is over
+            if not candidates:  # the first is never cut short here: it is for a caller, and nothing is known yet
                 raise
             budget.report(f"time limit: {name} is cut short")
             break

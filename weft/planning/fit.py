@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Final, Literal
 
 from weft.base.errors import ModelError, NoFeasiblePlan
@@ -112,7 +112,7 @@ class Fit:
     recommended: FitCandidate | None
     """None if nothing fits."""
     is_complete: bool = True
-    """No strategy was left out because of the time limit."""
+    """No strategy was left out because of the time limit or Ctrl-C."""
 
     @property
     def nearest(self) -> FitCandidate:
@@ -124,7 +124,7 @@ class Fit:
         use, setting = self.nearest.fullest, self.nearest.setting
         assert use.capacity_bytes is not None, "it does not fit"
         missing = use.peak_bytes - use.capacity_bytes
-        cut = "" if self.is_complete else " of what the time limit allowed to try"
+        cut = "" if self.is_complete else " of what there was time to try"
         return NoFeasiblePlan(
             f"nothing{cut} fits; the nearest is {describe(setting)}: {use.device!r} needs "
             f"{format_bytes(use.peak_bytes)} but has {format_bytes(use.capacity_bytes)}, {format_bytes(missing)} too "
@@ -144,7 +144,7 @@ def describe(setting: Setting) -> str:
 def fit(problem: Problem, *, split: Split = lambda degree: NO_SPLITS, budget: Budget | None = None) -> Fit:
     """Return which strategies fit, and which of them to take; ``split`` says how teams of a size divide operators.
 
-    What is not known by the budget's deadline is left out, but for the first strategy.
+    What is not known by the budget's deadline is left out, but for the first strategy. Ctrl-C marks the budget.
     """
     fitter, budget = _Fitter(problem, split), budget or time_budget(None)
     candidates: list[FitCandidate] = []
@@ -154,9 +154,10 @@ def fit(problem: Problem, *, split: Split = lambda degree: NO_SPLITS, budget: Bu
         return Fit(candidates=tuple(candidates), recommended=None, is_complete=is_complete)
     best = recommended = min(fitting, key=_preference)
     try:
-        with cut_short(budget.deadline):
+        with cut_short(budget):
             recommended = fitter.as_planned(best)
-    except OutOfTime:
+    except (KeyboardInterrupt, OutOfTime) as ended:
+        budget.is_interrupted |= isinstance(ended, KeyboardInterrupt)
         is_complete = False
     return Fit(candidates=tuple(recommended if item is best else item for item in candidates), recommended=recommended,
                is_complete=is_complete)
@@ -167,13 +168,17 @@ def _try_all(fitter: _Fitter, candidates: list[FitCandidate], budget: Budget) ->
     found = fitter.candidates()
     candidates += itertools.islice(found, 1)
     try:
-        with cut_short(budget.deadline):
+        with cut_short(budget):
             for item in found:
                 candidates.append(item)
             if not any(item.fits for item in candidates):
-                candidates += fitter.joint(budget.deadline)
+                candidates += fitter.joint(budget)
     except OutOfTime:
         budget.report("time limit: strategies that were not reached are left out")
+        return False
+    except KeyboardInterrupt:
+        budget.is_interrupted = True
+        budget.report("interrupted: strategies that were not reached are left out")
         return False
     return True
 
@@ -186,6 +191,7 @@ def splitter(problem: Problem, fold: Callable[[], FoldedModel], costs_of: Callab
         routes = [cluster.route(one, other) for one in team for other in team if one != other]
         return cluster.devices[team[0]].kind, tuple((route.bytes_per_s, route.latency_s) for route in routes)
 
+    @cache
     def split(degree: int) -> Splits:
         from weft.search.shard.tensor_costs import split_operators
 
@@ -287,11 +293,11 @@ class _Fitter:
         if self.problem.is_training and not fits:
             yield self._pipeline(again=True)
 
-    def joint(self, deadline: float | None) -> Iterator[FitCandidate]:
+    def joint(self, budget: Budget) -> Iterator[FitCandidate]:
         """Yield the best plan of the joint search, if it finds one."""
         groups = self.problem.cluster.groups_by_host_and_kind()
         splits = {key: value for degree, _ in teams_by_degree(groups) for key, value in self.split(degree).items()}
-        best = best_joint(self.problem, splits, deadline=deadline)
+        best = best_joint(self.problem, splits, deadline=budget.deadline, budget=budget)
         if best is None or best.plan is None:
             return
         account = account_memory(lower(best.plan, self.problem.graph))

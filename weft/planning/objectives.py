@@ -170,7 +170,7 @@ def fewest_devices(problem: Problem, target: Target, search: Search, *, splits: 
                    is_late: Callable[[], bool] = lambda: False) -> Reached:
     """Return the fewest devices, in the order of their speed, whose plan reaches the target.
 
-    Once it ``is_late`` no smaller number is planned any more: the fewest known by then are returned.
+    Once it ``is_late``, or after Ctrl-C, no smaller number is planned any more: the fewest known by then are returned.
 
     Raise ``NoFeasiblePlan``, which says what the whole cluster reaches, if it does not reach it.
     """
@@ -179,6 +179,9 @@ def fewest_devices(problem: Problem, target: Target, search: Search, *, splits: 
     ends = [sum(len(group) for group in groups[: index + 1]) for index in range(len(groups))]
     order = [device for group in groups for device in group]
     if trials.plan(order) is None:
+        if trials.interrupted_in:
+            progress(f"interrupted before the target {target.text} was reached")
+            raise KeyboardInterrupt
         raise _not_reached(problem, target, trials)
     last = _first_true(len(ends), lambda index: trials.plan(order[: ends[index]]) is not None)
     first = ends[last - 1] if last else 0
@@ -188,6 +191,7 @@ def fewest_devices(problem: Problem, target: Target, search: Search, *, splits: 
     assert found is not None, "it was planned above"
     names = tuple(problem.cluster.devices[device].name for device in sorted(order[:count]))
     comparison = with_bound(bind_to_cluster(found, problem), problem.work_bound())
+    comparison = replace(comparison, interrupted_in=trials.interrupted_in)
     return Reached(comparison=comparison, devices=names, attempts=tuple(trials.attempts.values()))
 
 
@@ -218,6 +222,10 @@ class _Trials:
         self.attempts: dict[tuple[DeviceId, ...], Attempt] = {}
         self.found: dict[tuple[DeviceId, ...], Comparison | None] = {}
         self.miss: NoFeasiblePlan | None = None
+        self.is_complete = True
+        """The whole cluster was planned for to the end."""
+        self.interrupted_in = ""
+        """The strategy in whose search Ctrl-C came."""
 
     def plan(self, devices: Sequence[DeviceId]) -> Comparison | None:
         """Return the comparison for these devices if its best plan reaches the target."""
@@ -229,8 +237,9 @@ class _Trials:
     def _plan(self, devices: tuple[DeviceId, ...]) -> Comparison | None:
         names = tuple(self.problem.cluster.devices[device].name for device in devices)
         is_all = len(names) == self.problem.cluster.num_devices
-        if not is_all and self.is_late():
-            self.progress(f"time limit: {len(names)} devices are not tried")
+        if not is_all and (self.interrupted_in or self.is_late()):
+            why = "interrupted" if self.interrupted_in else "time limit"
+            self.progress(f"{why}: {len(names)} devices are not tried")
             return None
         try:
             part = self.problem if is_all else part_of(self.problem, devices, self.costs_of)
@@ -248,6 +257,13 @@ class _Trials:
         except NoFeasiblePlan as miss:
             self.miss = miss
             return None
+        except KeyboardInterrupt:
+            if is_all:
+                raise
+            self.interrupted_in = f"fewer devices ({len(names)})"
+            return None
+        self.interrupted_in = comparison.interrupted_in
+        self.is_complete &= comparison.is_complete or not is_all
         seconds = comparison.best.step_time_s
         reaches = seconds <= limit_s
         self.attempts[devices] = Attempt(devices=names, bound_s=bound_s, step_time_s=seconds, reaches=reaches)
@@ -261,10 +277,11 @@ def _not_reached(problem: Problem, target: Target, trials: _Trials) -> NoFeasibl
         assert trials.miss is not None, "the whole cluster is always planned"
         return trials.miss
     batch, seconds = problem.options.batch, attempt.step_time_s
+    more = "" if trials.is_complete else "The time limit ended the search: with more time it may be. "
     return NoFeasiblePlan(
         f"the target {target.text} (a step of {format_time(target.step_time_s)}) is not reached: the best plan for all "
         f"{problem.cluster.num_devices} devices takes {format_time(seconds)} ({batch / seconds:.4g} samples/s), and "
-        f"none can take less than {format_time(attempt.bound_s)}. Try a target of {format_time(seconds)} or "
+        f"none can take less than {format_time(attempt.bound_s)}. {more}Try a target of {format_time(seconds)} or "
         f"{batch / seconds:.4g}/s, a larger batch, or more devices.")
 
 

@@ -42,6 +42,8 @@ class Budget:
     clock: Callable[[], float] = time.monotonic
     paused_s: float = 0.0
     """Seconds that did not count."""
+    num_pauses: int = 0
+    """So many pauses, one in the other, are going on."""
 
     @property
     def seconds_left(self) -> float | None:
@@ -84,9 +86,11 @@ class Budget:
     def paused(self) -> Iterator[None]:
         """Let what is done inside not count: the deadline moves by as long as it takes."""
         begin = self.clock()
+        self.num_pauses += 1
         try:
             yield
         finally:
+            self.num_pauses -= 1
             took_s = self.clock() - begin
             self.paused_s += took_s
             if self.deadline is not None:
@@ -100,19 +104,26 @@ def time_budget(time_limit_s: float | None, report: Callable[[str], None] = lamb
 
 
 @contextmanager
-def cut_short(deadline: float | None) -> Iterator[None]:
-    """Raise ``OutOfTime`` inside the block when the deadline (``time.monotonic``'s clock) is past.
+def cut_short(end: float | Budget | None) -> Iterator[None]:
+    """Raise ``OutOfTime`` inside the block when the deadline (``time.monotonic``'s clock, or a budget's) is past.
+
+    A budget's deadline may move, by pauses inside the block; nothing is raised in these.
 
     Compiled code and imports are not interrupted, only what comes after them. Signals reach the main thread alone: in
     others nothing happens. Of two blocks, one in the other, the sooner deadline counts in the inner one.
     """
+    deadline, budget = (end.deadline, end) if isinstance(end, Budget) else (end, None)
     if deadline is None or threading.current_thread() is not threading.main_thread():
         yield
         return
     is_on = True
 
     def ring(number: int, frame: FrameType | None) -> None:
-        if is_on and _may_raise(frame):
+        if not is_on or (budget is not None and budget.num_pauses):
+            return
+        if budget is not None and not budget.is_late and (outer_s == 0 or time.monotonic() < begin + outer_s):
+            signal.setitimer(signal.ITIMER_REAL, max(1e-6, budget.seconds_left or 0.0), AGAIN_S)  # it has moved
+        elif _may_raise(frame):
             raise OutOfTime
 
     handler = signal.signal(signal.SIGALRM, ring)

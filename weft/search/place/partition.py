@@ -39,7 +39,7 @@ def solve_partition(problem: PartitionProblem, *, objective: Objective, contiguo
     if time_limit is not None and not time_limit > 0:
         raise InputError(f"the time limit must be more than 0 seconds, not {time_limit}")
     begin = time.process_time()
-    _compile(objective)
+    compile_searches(objective)
     budget = Budget(effort=DEFAULT_EFFORT if time_limit is None else time_limit, report=progress,
                     deadline=None if time_limit is None else time.monotonic() + time_limit)
     with ended_by_ctrl_c(budget):
@@ -59,7 +59,7 @@ def solve_partition(problem: PartitionProblem, *, objective: Objective, contiguo
                            is_interrupted=budget.is_interrupted)
 
 
-def _compile(objective: Objective) -> None:
+def compile_searches(objective: Objective) -> None:
     """Compile what the search needs, or read it from the disk: that is not to count against its time."""
     value = {"maxSizePerFPGA": 1, "maxFPGAs": 1, "maxCPUs": 1, "edges": [{"sourceId": 0, "destId": 1, "cost": 1}],
              "nodes": [{"id": node, "supportedOnFpga": 1, "cpuLatency": 1, "fpgaLatency": 1} for node in range(2)]}

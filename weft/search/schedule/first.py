@@ -43,9 +43,27 @@ def sequential(problem: ScheduleProblem, num_microbatches: int, order: Sequence[
     return replay(problem, num_microbatches, orders)
 
 
+def repeated(problem: ScheduleProblem, num_microbatches: int, order: Sequence[int] | None = None) -> Schedule:
+    """Return the schedule that runs one micro-batch as often as needed, as soon as it can without overlap.
+
+    The order of tasks is that of ``sequential``, which may start some of them earlier.
+    """
+    starts = sequential(problem, 1, order).starts
+    ends = starts + np.asarray(problem.task_times)[:, None]
+    period = max((float(ends[list(tasks)].max() - starts[list(tasks)].min())
+                  for tasks in problem.resource_tasks if tasks), default=0.0)
+    return Schedule(problem=problem, starts=starts + period * np.arange(num_microbatches))
+
+
 def first_schedule(problem: ScheduleProblem, num_microbatches: int, budget: Budget) -> Schedule:
     """Return some schedule within memory; raise ``NoFeasiblePlan`` that names device and memory if there is none."""
-    for order in (problem.topological, _frugal_order(problem)):
+    orders = (problem.topological, _frugal_order(problem))
+    if problem.num_tasks * num_microbatches > TUNING.max_played:
+        for order in orders:
+            simple = repeated(problem, num_microbatches, order)
+            if not find_problems(simple):
+                return simple
+    for order in orders:
         simple = sequential(problem, num_microbatches, order)
         if not find_problems(simple):
             return simple

@@ -46,6 +46,8 @@ DeviceOrders = list[list[Instance]]
 """The blocks of each device, in order."""
 Place = tuple[int, ...]
 """Devices that run a stage together."""
+_HOPEFUL: Final = frozenset(("1f1b", "1f1b+", "interleaved", "forward-only"))
+"""Good, and within most memories."""
 
 
 class NotApplicable(PlanError):  # noqa: N818 - it is an answer rather than a fault
@@ -78,22 +80,32 @@ def named_schedule(name: str, problem: ScheduleProblem, num_microbatches: int) -
 
 def compare_named(problem: ScheduleProblem, num_microbatches: int) -> list[NamedRow]:
     """Return a row for every named schedule: usable ones, those that hold too much, and those that do not apply."""
+    return list(_rows(problem, num_microbatches, tuple(NAMED)))
+
+
+def _rows(problem: ScheduleProblem, num_microbatches: int, names: Sequence[str]) -> Iterator[NamedRow]:
     roles = find_roles(problem)
-    rows = []
-    for name in NAMED:
+    for name in names:
         try:
             schedule = _make(name, problem, roles, num_microbatches)
         except NotApplicable as error:
-            rows.append(NamedRow(name=name, schedule=None, reason=str(error)))
+            yield NamedRow(name=name, schedule=None, reason=str(error))
         else:
-            rows.append(NamedRow(name=name, schedule=schedule, reason="; ".join(find_problems(schedule))))
-    return rows
+            yield NamedRow(name=name, schedule=schedule, reason="; ".join(find_problems(schedule)))
 
 
 def named_schedules(problem: ScheduleProblem, num_microbatches: int) -> dict[str, Schedule]:
     """Return by name the schedules that apply, fit the memory and pass ``check_schedule``."""
-    return {row.name: row.schedule for row in compare_named(problem, num_microbatches)
-            if row.schedule is not None and row.is_usable}
+    return dict(usable_schedules(problem, num_microbatches))
+
+
+def usable_schedules(problem: ScheduleProblem, num_microbatches: int, *,
+                     hopeful_first: bool = False) -> Iterator[tuple[str, Schedule]]:
+    """Yield what ``named_schedules`` returns, one after the other; ``hopeful_first`` is the order for little time."""
+    names = sorted(NAMED, key=lambda name: name not in _HOPEFUL) if hopeful_first else list(NAMED)
+    for row in _rows(problem, num_microbatches, names):
+        if row.schedule is not None and row.is_usable:
+            yield row.name, row.schedule
 
 
 def _make(name: str, problem: ScheduleProblem, roles: Roles | None, num_microbatches: int) -> Schedule:

@@ -17,7 +17,7 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from weft.base.errors import PlanError
-from weft.model.graph import F64
+from weft.model.graph import F64, I64
 from weft.search.schedule.problem import ScheduleProblem
 
 Instance = tuple[int, int]
@@ -59,14 +59,22 @@ class Schedule:
         Tasks without duration that start together are in order of micro-batch, then of dependencies; but what releases
         memory runs before what takes it, as far as dependencies allow.
         """
-        rank = {task: place for place, task in enumerate(self.problem.topological)}
-        ends = self.ends
-        first = self._instant_places(rank)
+        return [list(zip(tasks.tolist(), indices.tolist(), strict=True)) for tasks, indices in self.order_arrays()]
+
+    def order_arrays(self) -> list[tuple[I64, I64]]:
+        """Return what ``orders`` does, as the tasks and the micro-batches of each resource."""
+        rank = np.empty(self.problem.num_tasks, dtype=np.int64)
+        rank[list(self.problem.topological)] = np.arange(self.problem.num_tasks)
+        ends, first = self.ends, np.zeros(self.starts.shape, dtype=np.int64)
+        for (task, index), place in self._instant_places(dict(enumerate(rank.tolist()))).items():
+            first[task, index] = place
         result = []
-        for tasks in self.problem.resource_tasks:
-            items = [(self.starts[task, index], ends[task, index], first.get((task, index), 0), index, rank[task], task)
-                     for task in tasks for index in range(self.num_microbatches)]
-            result.append([(task, index) for *_, index, _, task in sorted(items)])
+        for held in self.problem.resource_tasks:
+            tasks = np.repeat(np.asarray(held, dtype=np.int64), self.num_microbatches)
+            indices = np.tile(np.arange(self.num_microbatches), len(held))
+            order = np.lexsort((tasks, rank[tasks], indices, first[tasks, indices], ends[tasks, indices],
+                                self.starts[tasks, indices]))
+            result.append((tasks[order], indices[order]))
         return result
 
     def _instant_places(self, rank: Mapping[int, int]) -> dict[Instance, int]:
@@ -83,11 +91,9 @@ class Schedule:
 
     def peak_memory(self) -> dict[str, float]:
         """Return the most that each device holds at any time."""
-        peaks = {}
-        for name, order in zip(self.problem.device_names, self.orders(), strict=False):
-            levels = np.cumsum([self.problem.memory_of(task) for task, _ in order])
-            peaks[name] = float(levels.max(initial=0.0))
-        return peaks
+        amounts = np.asarray([self.problem.memory_of(task) for task in range(self.problem.num_tasks)], dtype=np.float64)
+        return {name: float(np.cumsum(amounts[tasks]).max(initial=0.0))
+                for name, (tasks, _) in zip(self.problem.device_names, self.order_arrays(), strict=False)}
 
 
 def _releases_first(problem: ScheduleProblem, group: Set[Instance], rank: Mapping[int, int]) -> list[Instance]:
@@ -150,11 +156,13 @@ class _Player:
             self.later[edge.source].append((edge.target, delay))
         self.heads = [0] * len(orders)
         self.free_at = [0.0] * len(problem.resource_names)
-        self.starts = np.full((problem.num_tasks, num_microbatches), np.nan)
-        self.missing = np.tile(np.asarray([[len(edges)] for edges in problem.predecessors]), (1, num_microbatches))
-        self.ready_at = np.zeros((problem.num_tasks, num_microbatches))
+        self.num_microbatches = num_microbatches
+        # Lists of lists: one entry at a time, they take a fraction of an array's time.
+        self.starts: list[list[float | None]] = [[None] * num_microbatches for _ in range(problem.num_tasks)]
+        self.missing = [[len(edges)] * num_microbatches for edges in problem.predecessors]
+        self.ready_at = [[0.0] * num_microbatches for _ in range(problem.num_tasks)]
         self.queue: list[tuple[float, int, int]] = []
-        self.left = self.starts.size
+        self.left = problem.num_tasks * num_microbatches
 
     def play(self) -> F64:
         """Return the starts of all tasks."""
@@ -163,41 +171,45 @@ class _Player:
                 self._offer(*order[0])
         for task, resources in enumerate(self.problem.task_resources):
             if resources[0] >= len(self.orders) and not self.problem.predecessors[task]:  # a link without an order
-                for index in range(self.starts.shape[1]):
+                for index in range(self.num_microbatches):
                     self._offer(task, index)
         while self.queue:
             _, index, task = heapq.heappop(self.queue)
             self._start(task, index)
         if self.left:
             self._raise_blocked()
-        return self.starts
+        return np.asarray(self.starts, dtype=np.float64).reshape(self.problem.num_tasks, self.num_microbatches)
 
     def _offer(self, task: int, index: int) -> None:
         """Queue the task if nothing but time keeps it from starting."""
-        if self.missing[task, index] or not np.isnan(self.starts[task, index]):
+        if self.missing[task][index] or self.starts[task][index] is not None:
             return
-        for resource in self.problem.task_resources[task]:
+        resources = self.problem.task_resources[task]
+        for resource in resources:
             if resource < len(self.orders) and self.orders[resource][self.heads[resource]] != (task, index):
                 return
-        at = float(self.ready_at[task, index])
-        if self.problem.task_resources[task][0] < len(self.orders):
-            at = max(at, *(self.free_at[resource] for resource in self.problem.task_resources[task]))
-            self.starts[task, index] = at
+        at = self.ready_at[task][index]
+        if resources[0] < len(self.orders):
+            at = max(at, *[self.free_at[resource] for resource in resources])
+            self.starts[task][index] = at
         heapq.heappush(self.queue, (at, index, task))
 
     def _start(self, task: int, index: int) -> None:
         resources = self.problem.task_resources[task]
         if resources[0] >= len(self.orders):  # a link that serves transfers as they come
-            self.starts[task, index] = max(float(self.ready_at[task, index]), self.free_at[resources[0]])
-        end = float(self.starts[task, index]) + self.times[task]
+            self.starts[task][index] = max(self.ready_at[task][index], self.free_at[resources[0]])
+        start = self.starts[task][index]
+        assert start is not None, "it is set when a task is offered, or just now"
+        end = start + self.times[task]
         self.left -= 1
         for resource in resources:
             self.free_at[resource] = end
             if resource < len(self.orders):
                 self.heads[resource] += 1
         for target, delay in self.later[task]:
-            self.missing[target, index] -= 1
-            self.ready_at[target, index] = max(self.ready_at[target, index], end + delay)
+            self.missing[target][index] -= 1
+            ready_at = self.ready_at[target]
+            ready_at[index] = max(ready_at[index], end + delay)
             self._offer(target, index)
         for resource in resources:
             if resource < len(self.orders) and self.heads[resource] < len(self.orders[resource]):
@@ -269,11 +281,12 @@ def _dependencies(schedule: Schedule, tolerance: float) -> Iterator[str]:
 
 def _overlaps(schedule: Schedule, tolerance: float) -> Iterator[str]:
     problem, starts, ends = schedule.problem, schedule.starts, schedule.ends
-    for name, order in zip(problem.resource_names, schedule.orders(), strict=True):
-        for before, after in itertools.pairwise(order):
-            if ends[before] - starts[after] > tolerance:
-                yield (f"{name} runs {_name(problem, *before)} until {ends[before]:.6g} and "
-                       f"{_name(problem, *after)} from {starts[after]:.6g}")
+    for name, (tasks, indices) in zip(problem.resource_names, schedule.order_arrays(), strict=True):
+        late = ends[tasks[:-1], indices[:-1]] - starts[tasks[1:], indices[1:]] > tolerance
+        for place in np.flatnonzero(late).tolist():
+            before, after = ((int(tasks[at]), int(indices[at])) for at in (place, place + 1))
+            yield (f"{name} runs {_name(problem, *before)} until {ends[before]:.6g} and "
+                   f"{_name(problem, *after)} from {starts[after]:.6g}")
 
 
 def _memory(schedule: Schedule) -> Iterator[str]:
@@ -336,12 +349,14 @@ class ScheduleResult:
     def to_json(self) -> dict[str, Any]:
         """Return the result object that ``weft schedule --json`` prints."""
         problem, starts = self.schedule.problem, self.schedule.starts
-        rows = sorted((float(starts[task, index]), task, index) for task in range(problem.num_tasks)
-                      for index in range(self.schedule.num_microbatches))
-        listed = [[problem.task_names[task], index, start] for start, task, index in rows if task < problem.num_blocks]
+        order = np.argsort(starts, axis=None, kind="stable")  # of equals by task, then by micro-batch
+        tasks, indices = np.divmod(order, self.schedule.num_microbatches)
+        rows = list(zip(starts.ravel()[order].tolist(), tasks.tolist(), indices.tolist(), strict=True))
+        names, num_blocks = problem.task_names, problem.num_blocks
+        listed = [[names[task], index, start] for start, task, index in rows if task < num_blocks]
         moved = [[problem.blocks[problem.linked[task - problem.num_blocks].source].name,
                   problem.blocks[problem.linked[task - problem.num_blocks].target].name, index, start]
-                 for start, task, index in rows if task >= problem.num_blocks]
+                 for start, task, index in rows if task >= num_blocks]
         return {
             "status": self.status, "microbatches": self.schedule.num_microbatches, "makespan": self.makespan,
             "makespan_bound": self.makespan_bound, "period": self.period,

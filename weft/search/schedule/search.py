@@ -37,7 +37,7 @@ from weft.search.common.incumbent import Incumbent
 from weft.search.schedule.bounds import earliest_starts, least_idle, makespan_bound, period_bound
 from weft.search.schedule.cyclic import NoPeriod
 from weft.search.schedule.first import first_schedule, greedy_schedules
-from weft.search.schedule.named import named_schedules
+from weft.search.schedule.named import usable_schedules
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import Schedule, ScheduleResult, check_schedule, find_problems, play, replay
 from weft.search.schedule.steady import SteadyState, find_steady_state, variants
@@ -154,7 +154,8 @@ class _Search:
         size = self.problem.num_tasks * self.num_microbatches
         if size > TUNING.max_greedy and self.budget.is_spent:
             return
-        for name, item in named_schedules(self.problem, self.num_microbatches).items():
+        for name, item in usable_schedules(self.problem, self.num_microbatches,
+                                           hopeful_first=self.budget.deadline is not None):
             self.offer(item, name)
         if not self.best.is_proven and size <= TUNING.max_greedy:
             limits = TUNING.in_flight if size <= TUNING.max_greedy // 20 else (self.problem.num_devices,)

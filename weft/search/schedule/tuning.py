@@ -30,6 +30,8 @@ class Tuning:
     """CPU seconds, about, for a small problem where no limit is given: what a user may want to wait. A guess."""
     max_instances: int = 1_000_000
     """More tasks times micro-batches are refused: even to play one order would take many seconds."""
+    max_played: int = 20_000
+    """Of more tasks in all, micro-batches one after the other are one of them, moved: playing them takes seconds."""
     max_tiny: int = 60
     """Up to so many tasks of all micro-batches a finer grid of time costs little. A guess."""
     tiny_exact: int = 10**9

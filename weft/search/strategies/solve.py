@@ -47,6 +47,8 @@ class ShardSolution:
     """The strategy of every node."""
     seconds: float
     """Wall time."""
+    is_interrupted: bool = False
+    """The search was ended by Ctrl-C."""
 
     @property
     def gap(self) -> float:
@@ -82,7 +84,8 @@ def solve(graph: StrategyGraph, *, time_limit: float | None = None, seed: int = 
     lower = search.bound if search.bound > -math.inf else lowest_cost(graph)
     bound = judged.cost if _is_proof(search.is_proven, judged.cost) else _rounded(lower, judged.cost)
     solution = ShardSolution(status="optimal" if bound >= judged.cost else "feasible", cost=judged.cost, bound=bound,
-                             usage_peak=judged.usage_peak, choice=tuple(choice), seconds=time.monotonic() - begin)
+                             usage_peak=judged.usage_peak, choice=tuple(choice), seconds=time.monotonic() - begin,
+                             is_interrupted=budget.is_interrupted)
     if not is_whole:
         budget.report(f"time limit: best {solution.cost:.12g}, bound {bound:.12g}, gap {100.0 * solution.gap:.3f} %")
     return solution
