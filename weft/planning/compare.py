@@ -19,7 +19,7 @@ from weft.plan.plan import Plan, with_search
 from weft.search.baselines import STRATEGIES, Strategy
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c, time_budget
 from weft.search.common.problem import Problem, divisors
-from weft.search.deploy.deployer import NO_SPLITS, Splits
+from weft.search.deploy.splits import NO_SPLITS, Splits
 from weft.search.joint.finalists import LARGE, Tried
 from weft.search.joint.search import joint_search
 from weft.search.placements import PLACEMENTS

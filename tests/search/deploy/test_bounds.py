@@ -8,14 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.policy_training.cases import training_case
 from tests.search.deploy.worlds import cluster_of, deployer_of, host, problem_of
-from weft.search.deploy.cases import training_case
 from weft.search.deploy.deployer import Deployer
 from weft.search.deploy.local import Annealer
 from weft.search.deploy.search import DeployOptions, make_deployers
 from weft.search.deploy.seeds import data_parallel_choices, find_taste, heft_choices, uniform_choices
-from weft.search.deploy.stages import staged_choices
-from weft.search.deploy.stages_kernel import least_limit, least_sums
+from weft.search.deploy.stages import least_limit, least_sums, staged_choices
 from weft.search.deploy.tree import Found
 
 TWO_HOSTS = (host("a", 2), host("b", 2, rate="2GFLOP/s"))

@@ -27,11 +27,10 @@ from weft.plan.check import check_plan
 from weft.plan.plan import Plan, with_search
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
 from weft.search.common.problem import Problem, divisors
-from weft.search.deploy.deployer import NO_SPLITS, Deployer, Splits, make_world
-from weft.search.deploy.local import Annealer
-from weft.search.deploy.op_groups import MAX_GROUPS, group_operators
+from weft.search.deploy.deployer import Deployer, make_world
+from weft.search.deploy.local import Annealer, polish
+from weft.search.deploy.op_groups import group_operators
 from weft.search.deploy.policy import Policy, UniformPolicy
-from weft.search.deploy.polish import polish
 from weft.search.deploy.seeds import (
     Choice,
     data_parallel_choices,
@@ -40,38 +39,16 @@ from weft.search.deploy.seeds import (
     two_part_choices,
     uniform_choices,
 )
+from weft.search.deploy.splits import NO_SPLITS, Splits
 from weft.search.deploy.stages import staged_choices
 from weft.search.deploy.to_plan import deployment_plan
 from weft.search.deploy.tree import Found, TreeSearch
+from weft.search.deploy.tuning import TUNING
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 
 Method = Literal["auto", "tree", "anneal", "heft", "data-parallel"]
 METHODS: Final[tuple[Method, ...]] = get_args(Method)
-MAX_MICROBATCHES: Final = 16
-NUM_FINALISTS: Final = 5
-NUM_POLISHED: Final = 2
-FIRST_STEPS: Final = 40
-"""Simulations of the tree search before anything else: where the network knows the model's like, they are enough."""
-SLACK: Final = 1.3
-"""Seeds that are slower than the best by more than such a factor are of no use."""
-MAX_CHAINS: Final = 8
-"""Annealings at the beginning, from different seeds."""
-FAR_OFF: Final = 2.0
-"""A seed that is slower than the best by such a factor is not annealed."""
-HEAT_STEPS: Final = 800
-"""Steps of all annealings together, in a round that leaves the better half of them."""
-NUM_LEFT: Final = 3
-"""Once so few are left, one goes on in each round."""
-ANNEAL_STEPS: Final = 400
-HOT: Final = 0.02
-"""The temperature that annealings in ``auto`` begin with; seeds are good, so it is lower than in annealing alone."""
-TREE_STEPS: Final = 40
-"""Steps of the tree search in a round; fewer while it finds nothing better."""
-PATIENCE: Final = 6
-"""Rounds without a better deployment that end the search, where no limit is given."""
-TREE_PATIENCE: Final = 900
-"""Steps of the tree search alone, where no limit is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +61,7 @@ class DeployOptions:
     max_simulations: int | None = None
     """Deployments that the search may look at, those that it has met before included; rounds are not cut short."""
     seed: int = 0
-    max_groups: int = MAX_GROUPS
+    max_groups: int = TUNING.max_groups
     use_factors: bool = True
     """Let layers exchange sufficient factors where that is faster."""
     use_shares: bool = True
@@ -169,7 +146,7 @@ class _Race:
         key = found.deployer.microbatches, tuple(found.evaluation.layout_of.tolist())
         before = self.best.key if self.finalists else (np.inf, np.inf)
         self.finalists[key] = found
-        if len(self.finalists) > NUM_FINALISTS:
+        if len(self.finalists) > TUNING.num_finalists:
             self.finalists.pop(max(self.finalists, key=lambda key: self.finalists[key].key))
         if found.key >= before:
             return
@@ -219,7 +196,7 @@ def microbatch_numbers(problem: Problem) -> list[int]:
     """Return the numbers of micro-batches to try."""
     if problem.options.microbatches is not None:
         return [problem.options.microbatches]
-    every = [number for number in divisors(problem.options.batch) if number <= MAX_MICROBATCHES]
+    every = [number for number in divisors(problem.options.batch) if number <= TUNING.max_microbatches]
     powers = [number for number in every if number & (number - 1) == 0]
     return powers if len(powers) > 1 else every[:4]
 
@@ -235,12 +212,12 @@ def _run(race: _Race, deployers: list[Deployer], policy: Policy, first: Found) -
         case "tree":
             tree = TreeSearch(deployers, policy)
             while not race.is_over and (race.options.cpu_seconds or race.options.max_simulations
-                                        or deployers[0].num_asked < TREE_PATIENCE):
+                                        or deployers[0].num_asked < TUNING.tree_patience):
                 race.take(tree.step(), "tree search")
         case "anneal":
             annealer = Annealer(deployers, first, seed=race.options.seed, clock=race.clock)
             for _ in _rounds(race):
-                annealer.run(ANNEAL_STEPS)
+                annealer.run(TUNING.anneal_steps)
                 race.take_round([annealer], (), "annealing")
         case "auto":
             tree = TreeSearch(deployers, policy)
@@ -248,7 +225,7 @@ def _run(race: _Race, deployers: list[Deployer], policy: Policy, first: Found) -
             if not race.is_over:
                 _auto_rounds(race, tree, alike)
             if race.options.use_shares:
-                for found in sorted(race.finalists.values(), key=lambda found: found.key)[:NUM_POLISHED]:
+                for found in sorted(race.finalists.values(), key=lambda found: found.key)[:TUNING.num_polished]:
                     race.take(polish(found), "shares of devices")
 
 
@@ -262,18 +239,18 @@ def _seed(race: _Race, tree: TreeSearch, first: Found) -> list[Found]:
     deployers = tree.deployers
     _attempt(race, data_parallel_choices(deployers), "data parallel", slack=1.0)
     _attempt(race, heft_choices(deployers), "HEFT", slack=1.0)
-    for _ in range(FIRST_STEPS):
+    for _ in range(TUNING.first_steps):
         if race.is_late:
             break
         race.take(tree.step(), "tree search")
     alike = [first]
     if not race.is_over:
         staged = ((deployer, choice) for deployer in deployers for choice in staged_choices(deployer))
-        _attempt(race, staged, "pipeline of stages", slack=SLACK)
+        _attempt(race, staged, "pipeline of stages", slack=TUNING.slack)
     if not race.is_over:
-        alike += _attempt(race, uniform_choices(deployers), "all groups alike", slack=SLACK)
+        alike += _attempt(race, uniform_choices(deployers), "all groups alike", slack=TUNING.slack)
     if not race.is_over:
-        _attempt(race, two_part_choices(alike), "two parts", slack=SLACK)
+        _attempt(race, two_part_choices(alike), "two parts", slack=TUNING.slack)
     return alike
 
 
@@ -302,7 +279,7 @@ def _rounds(race: _Race) -> Iterator[int]:
             known, last_better = len(race.history), number
         number += 1
         unlimited = race.options.cpu_seconds is None and race.options.max_simulations is None
-        if unlimited and number - last_better > PATIENCE:
+        if unlimited and number - last_better > TUNING.patience:
             return
 
 
@@ -311,7 +288,7 @@ def _auto_rounds(race: _Race, whole: TreeSearch, alike: Sequence[Found]) -> None
     twins = [deployer.twin() for deployer in deployers]
     race.deployers += twins
     chains = _make_chains(race, twins, alike)
-    heats, steps = _heats(chains), TREE_STEPS
+    heats, steps = _heats(chains), TUNING.tree_steps
     with ThreadPoolExecutor(max_workers=1) as second_core:
         for number in _rounds(race):
             heat = next(heats)
@@ -325,7 +302,7 @@ def _auto_rounds(race: _Race, whole: TreeSearch, alike: Sequence[Found]) -> None
                     found.append((*race.clock(), step))
                 if race.is_late:
                     break
-            steps = TREE_STEPS if found else max(steps // 2, TREE_STEPS // 8)
+            steps = TUNING.tree_steps if found else max(steps // 2, TUNING.tree_steps // 8)
             annealed.result()
             race.take_round(heat.chains, found, f"round {number + 1}")
             if number % 4 == 3 and race.best.key < chains[0].best.key:
@@ -346,10 +323,10 @@ def _make_chains(race: _Race, deployers: Sequence[Deployer], alike: Sequence[Fou
     taste = find_taste(race.deployers[: len(deployers)], alike)
     starts = {(found.deployer.microbatches, found.choice): found for found in (*race.starts.values(), alike[0])}
     order = sorted(starts.values(), key=lambda found: found.key)
-    limit = order[0].key[0], FAR_OFF * order[0].key[1]
+    limit = order[0].key[0], TUNING.far_off * order[0].key[1]
     return [Annealer(deployers, _moved(start, deployers), seed=race.options.seed + number, taste=taste,
                      clock=race.clock)
-            for number, start in enumerate(order[:MAX_CHAINS]) if start.key <= limit]
+            for number, start in enumerate(order[:TUNING.max_chains]) if start.key <= limit]
 
 
 def _heats(chains: list[Annealer]) -> Iterator[_Heat]:
@@ -358,20 +335,20 @@ def _heats(chains: list[Annealer]) -> Iterator[_Heat]:
     ``chains`` are sorted and thinned out on the way.
     """
     every = list(chains)
-    while len(chains) > NUM_LEFT:
-        yield _Heat(chains=tuple(chains), num_steps=HEAT_STEPS // len(chains))
+    while len(chains) > TUNING.num_left:
+        yield _Heat(chains=tuple(chains), num_steps=TUNING.heat_steps // len(chains))
         chains.sort(key=lambda chain: chain.best.key)
         del chains[(len(chains) + 1) // 2 :]
     for number in itertools.count():
         chains.sort(key=lambda chain: chain.best.key)
         chain = chains[_ruler(number) % len(chains)]
         chain.peers = [peer.best.choice for peer in every if peer is not chain]
-        yield _Heat(chains=(chain,), num_steps=ANNEAL_STEPS)
+        yield _Heat(chains=(chain,), num_steps=TUNING.anneal_steps)
 
 
 def _anneal(race: _Race, heat: _Heat) -> None:
     for chain in heat.chains:
-        chain.run(heat.num_steps, hot=HOT, is_late=lambda: race.is_late)
+        chain.run(heat.num_steps, hot=TUNING.hot, is_late=lambda: race.is_late)
 
 
 def _moved(found: Found, deployers: Sequence[Deployer]) -> Found:

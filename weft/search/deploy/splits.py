@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from weft.base.errors import ModelError, NoFeasiblePlan
 from weft.cluster.cluster import Cluster, DeviceId
+from weft.cost.costs import Costs
+from weft.model.graph import Graph
+from weft.model.load import has_module
+from weft.model.notes import NOTE, rule_notes
+from weft.model.source import ModelSource, resolve_model
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
-from weft.search.deploy.deployer import Splits
+from weft.search.common.problem import Problem
+from weft.search.deploy.tuning import TUNING
 
 if TYPE_CHECKING:
-    from weft.cost.costs import Costs
     from weft.model.folded import FoldedModel
-    from weft.model.graph import Graph
-    from weft.model.source import ModelSource
-    from weft.search.common.problem import Problem
     from weft.search.shard.tensor_costs import TensorCosts
 
-MAX_DEGREE: Final = 16
-SPLITS_PART: Final = 0.25
-"""Part of a time limit that finding out how devices divide operators may take."""
+Splits = Mapping[tuple[int, int], "TensorCosts"]
+"""How devices divide operators, by device group and number of devices."""
+NO_SPLITS: Final[Splits] = MappingProxyType({})
 
 
 def load_splits(model: str | ModelSource, problem: Problem, costs_of: Callable[[Graph], Costs], *,
@@ -30,9 +33,6 @@ def load_splits(model: str | ModelSource, problem: Problem, costs_of: Callable[[
     ``budget`` is for the whole search, of which this takes a part; tracing does not count.
     """
     from weft.model.folded import trace_folded
-    from weft.model.load import has_module
-    from weft.model.notes import NOTE, rule_notes
-    from weft.model.source import ModelSource, resolve_model
 
     if next(teams_by_degree(problem.cluster.groups_by_host_and_kind()), None) is None or not has_module(model):
         return {}
@@ -46,7 +46,7 @@ def load_splits(model: str | ModelSource, problem: Problem, costs_of: Callable[[
             folded = trace_folded(source, batch=problem.graph.batch)
         for note in rule_notes(folded.traced):
             report(f"{NOTE}{note}")
-        return find_splits(problem, folded, costs_of, budget=budget.part(SPLITS_PART))
+        return find_splits(problem, folded, costs_of, budget=budget.part(TUNING.splits_part))
     except ModelError as miss:
         report(f"note: operators are not divided: {miss}")
         return {}
@@ -87,7 +87,7 @@ def is_size_known(problem: Problem) -> bool:
 def teams_by_degree(groups: Sequence[Sequence[DeviceId]]) -> Iterator[tuple[int, list[int]]]:
     """Yield each degree with the device groups that have a team of so many."""
     degree = 2
-    while degree <= MAX_DEGREE:
+    while degree <= TUNING.max_degree:
         members = [index for index, group in enumerate(groups) if len(group) >= degree]
         if members:
             yield degree, members

@@ -38,7 +38,6 @@ from weft.cost.op_classes import op_classes
 from weft.cost.roofline import peak_rate
 from weft.model.graph import I64, NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Graph
 from weft.plan.factors import LinearUse, find_factors
-from weft.search.deploy.selection import select_projects
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
 
@@ -213,6 +212,8 @@ def _all_terms(layers: Sequence[LinearLayer], *, num_samples: int, own_samples: 
 
 def _pays(terms: Sequence[LayerTerms]) -> frozenset[int]:
     """Return the weights that pay for their factors, latency apart."""
+    from weft.search.deploy.selection import select_projects
+
     weights = {weight: index for index, weight in enumerate(dict.fromkeys(term.layer.weight for term in terms))}
     inputs = {tensor: index for index, tensor in enumerate(dict.fromkeys(term.layer.input for term in terms))}
     profits, needs = [0.0] * len(weights), [dict[int, None]() for _ in weights]

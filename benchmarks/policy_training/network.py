@@ -9,7 +9,7 @@ the features ``e`` of their edges,
     weight = softmax over j of (q_i . k_j / sqrt(W / H) + a . e_ij),    message = sum over j of weight (v_j, e_ij)
 
 Each action is scored from the group it is for, the device groups it uses and its own estimates, so any number of
-devices and actions will do. This module is for training; ``weft.search.deploy.forward`` is what the search asks.
+devices and actions will do. This module is for training; ``weft.search.deploy.policy`` is what the search asks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weft.search.deploy.features import WIDTHS, Features
-from weft.search.deploy.forward import HIDDEN, NUM_HEADS, NUM_LAYERS, check_shapes
-from weft.search.deploy.weights import F32
+from weft.search.deploy.features import F32, WIDTHS, Features
+from weft.search.deploy.policy import HIDDEN, NUM_HEADS, NUM_LAYERS, check_shapes
 
 _MASKED: Final = -1e9
 
