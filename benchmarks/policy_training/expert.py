@@ -34,7 +34,7 @@ from weft.search.deploy.op_groups import group_operators
 from weft.search.deploy.policy import NetworkPolicy
 from weft.search.deploy.search import microbatch_numbers
 from weft.search.deploy.stages import staged_choices
-from weft.search.deploy.tree import Found, TreeSearch
+from weft.search.deploy.tree import TreeSearch
 
 Choice = tuple[int, ...]
 MAX_GAP: Final = 10.0
@@ -124,8 +124,7 @@ class _Expert:
         self.good = sorted(dict.fromkeys(self.good), key=self.loss)[:40]
 
     def _anneal(self, choice: Choice, *, seed: int) -> None:
-        start = Found(deployer=self.deployer, choice=choice, evaluation=self.deployer.evaluate(choice))
-        annealer = Annealer([self.deployer], start, seed=seed)
+        annealer = Annealer([self.deployer], self.deployer.find(choice), seed=seed)
         for hot in (0.05, 0.02, 0.01, 0.004):
             annealer.run(self.effort.anneal_steps // 4, hot=hot, cold=hot / 4)
             self.good.append(annealer.best.choice)

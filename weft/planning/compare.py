@@ -215,8 +215,7 @@ def _deploy_builder(options: DeployOptions, splits: Splits, budget: Budget) -> S
     def build(problem: Problem, microbatches: int) -> Plan:
         lent = budget.part(0.7)
         try:
-            return deploy(problem, options, splits=splits, policy=load_policy(), progress=budget.report,
-                          budget=lent).plan
+            return deploy(problem, options, splits=splits, policy=load_policy(), budget=lent).plan
         finally:
             budget.is_interrupted |= lent.is_interrupted
 

@@ -54,6 +54,20 @@ class Evaluation:
         return self.missing_bytes == 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A deployment that was evaluated, as a choice for each group; several choices may be the same deployment."""
+
+    deployer: Deployer
+    choice: tuple[int, ...]
+    evaluation: Evaluation
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Return what to minimise: bytes that are missing, then time."""
+        return self.evaluation.missing_bytes, self.evaluation.seconds
+
+
 class Deployer:
     """Evaluates deployments for one number of micro-batches; see the module's docstring."""
 
@@ -108,6 +122,10 @@ class Deployer:
         parameters = self.exchanges.group_bytes
         weight = work / max(work.sum(), 1e-300) + parameters / max(parameters.sum(), 1.0)
         return tuple(int(group) for group in np.argsort(-weight, kind="stable"))
+
+    def find(self, choice: Sequence[int]) -> Found:
+        """Return the deployment of this choice with how it runs."""
+        return Found(deployer=self, choice=tuple(choice), evaluation=self.evaluate(choice))
 
     def evaluate(self, choice: Sequence[int]) -> Evaluation:
         """Return how the deployment runs in which group ``g`` takes action ``choice[g]``."""

@@ -22,8 +22,7 @@ import numpy as np
 
 from weft.model.graph import F64, I64
 from weft.search.deploy.actions import Layout
-from weft.search.deploy.deployer import Deployer, Evaluation
-from weft.search.deploy.tree import Found
+from weft.search.deploy.deployer import Deployer, Evaluation, Found
 from weft.search.deploy.tuning import TUNING
 
 
@@ -91,7 +90,7 @@ class Annealer:
             evaluation = deployer.evaluate_within(choice, limit_s)
             return None if evaluation is None else Found(deployer=deployer, choice=choice, evaluation=evaluation)
         deployer, choice = self._neighbour()
-        found = Found(deployer=deployer, choice=choice, evaluation=deployer.evaluate(choice))
+        found = deployer.find(choice)
         return found if self._accepts(found, temperature) else None
 
     def _accepts(self, found: Found, temperature: float) -> bool:

@@ -8,9 +8,8 @@ import numpy as np
 
 from weft.model.graph import F64
 from weft.search.deploy.actions import Action
-from weft.search.deploy.deployer import Deployer
+from weft.search.deploy.deployer import Deployer, Found
 from weft.search.deploy.local import Taste
-from weft.search.deploy.tree import Found
 from weft.search.deploy.tuning import TUNING
 
 Choice = tuple[int, ...]

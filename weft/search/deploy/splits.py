@@ -15,7 +15,6 @@ from weft.model.notes import NOTE, rule_notes
 from weft.model.source import ModelSource, resolve_model
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.problem import Problem
-from weft.search.deploy.tuning import TUNING
 
 if TYPE_CHECKING:
     from weft.model.folded import FoldedModel
@@ -24,6 +23,10 @@ if TYPE_CHECKING:
 Splits = Mapping[tuple[int, int], "TensorCosts"]
 """How devices divide operators, by device group and number of devices."""
 NO_SPLITS: Final[Splits] = MappingProxyType({})
+MAX_DEGREE: Final = 16
+"""No more devices divide operators together: hosts rarely have more."""
+SPLITS_PART: Final = 0.25
+"""Part of a time limit that finding out how devices divide operators may take; a guess."""
 
 
 def load_splits(model: str | ModelSource, problem: Problem, costs_of: Callable[[Graph], Costs], *,
@@ -46,7 +49,7 @@ def load_splits(model: str | ModelSource, problem: Problem, costs_of: Callable[[
             folded = trace_folded(source, batch=problem.graph.batch)
         for note in rule_notes(folded.traced):
             report(f"{NOTE}{note}")
-        return find_splits(problem, folded, costs_of, budget=budget.part(TUNING.splits_part))
+        return find_splits(problem, folded, costs_of, budget=budget.part(SPLITS_PART))
     except ModelError as miss:
         report(f"note: operators are not divided: {miss}")
         return {}
@@ -87,7 +90,7 @@ def is_size_known(problem: Problem) -> bool:
 def teams_by_degree(groups: Sequence[Sequence[DeviceId]]) -> Iterator[tuple[int, list[int]]]:
     """Yield each degree with the device groups that have a team of so many."""
     degree = 2
-    while degree <= TUNING.max_degree:
+    while degree <= MAX_DEGREE:
         members = [index for index, group in enumerate(groups) if len(group) >= degree]
         if members:
             yield degree, members

@@ -20,23 +20,9 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from weft.model.graph import F64, I64
-from weft.search.deploy.deployer import Deployer, Evaluation
+from weft.search.deploy.deployer import Deployer, Evaluation, Found
 from weft.search.deploy.policy import Policy
 from weft.search.deploy.tuning import TUNING
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A deployment that was evaluated."""
-
-    deployer: Deployer
-    choice: tuple[int, ...]
-    evaluation: Evaluation
-
-    @property
-    def key(self) -> tuple[float, float]:
-        """Return what to minimise: bytes that are missing, then time."""
-        return self.evaluation.missing_bytes, self.evaluation.seconds
 
 
 @dataclass(slots=True, eq=False)
@@ -141,7 +127,7 @@ class TreeSearch:
                      np.zeros(num_actions, dtype=np.int64), np.zeros(num_actions), np.full(num_actions, -math.inf))
 
     def _found(self, deployer: Deployer, choice: tuple[int, ...]) -> Found:
-        found = Found(deployer=deployer, choice=choice, evaluation=deployer.evaluate(choice))
+        found = deployer.find(choice)
         if self.best is None or found.key < self.best.key:
             self.best = found
         return found

@@ -26,10 +26,6 @@ class Tuning:
     """Up to so many devices each has an action of its own; a guess."""
     max_microbatches: int = 16
     """A guess."""
-    max_degree: int = 16
-    """No more devices divide operators together: hosts rarely have more."""
-    splits_part: float = 0.25
-    """Part of a time limit that finding out how devices divide operators may take; a guess."""
     full_bucket: int = 10
     """A bucket of gradients is full when its bytes take so many times its latency; a guess."""
 
