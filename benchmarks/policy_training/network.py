@@ -14,16 +14,19 @@ devices and actions will do. This module is for training; ``weft.search.deploy.p
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from weft.base.files import write_atomic
+from weft.base.tensor_file import Entry, file_begin, file_order
 from weft.search.deploy.features import F32, WIDTHS, Features
-from weft.search.deploy.policy import HIDDEN, NUM_HEADS, NUM_LAYERS, check_shapes
+from weft.search.deploy.policy import FORMAT, HIDDEN, NUM_HEADS, NUM_LAYERS, check_shapes
 
 _MASKED: Final = -1e9
 
@@ -205,3 +208,10 @@ def from_arrays(arrays: dict[str, F32]) -> DeployNetwork:
     network.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()}, assign=True)
     network.eval()
     return network
+
+
+def write_policy(path: Path, arrays: Mapping[str, F32], facts: Mapping[str, str]) -> None:
+    """Write a network's weights and facts about their training."""
+    entries = {name: Entry(dtype="F32", shape=array.shape) for name, array in arrays.items()}
+    data = (np.ascontiguousarray(arrays[name], dtype="<f4").tobytes() for name in file_order(entries))
+    write_atomic(path, file_begin(entries, {**facts, **FORMAT}) + b"".join(data))

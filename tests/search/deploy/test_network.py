@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks.policy_training.expert import Effort, make_examples, read_examples, write_examples
-from benchmarks.policy_training.network import DeployNetwork, from_arrays, make_batch, to_arrays
+from benchmarks.policy_training.network import DeployNetwork, from_arrays, make_batch, to_arrays, write_policy
 from benchmarks.policy_training.train import TrainOptions, train_policy
 from tests.search.deploy.worlds import even_splits
 from tests.worlds import chain_graph
@@ -35,7 +35,6 @@ from weft.search.deploy.policy import (
     load_policy,
     read_policy,
     weight_shapes,
-    write_policy,
 )
 
 HOSTS = {"a": (2, "fast", 20e9), "b": (1, "slow", 8e9), "c": (1, "middle", 8e9)}

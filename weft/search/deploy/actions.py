@@ -37,12 +37,6 @@ class Action:
     degree: int = 1
     """Devices that divide operators among them."""
 
-    def describe(self, names: Sequence[str]) -> str:
-        """Return it in words; ``names`` are those of the device groups."""
-        where = "+".join(names[group] for group in self.device_groups)
-        kind = f"{self.kind} of {self.degree}" if self.degree > 1 else self.kind
-        return f"{kind}{' by speed' if self.by_speed else ''} on {where}"
-
     def teams(self, groups: Sequence[Sequence[DeviceId]]) -> list[tuple[DeviceId, ...]]:
         """Return the devices that divide operators among them, team by team; ``groups`` are all device groups."""
         return [tuple(groups[group][first : first + self.degree]) for group in self.device_groups

@@ -22,8 +22,7 @@ from typing import Final, Protocol
 import numpy as np
 
 from weft.base.errors import InputError
-from weft.base.files import write_atomic
-from weft.base.tensor_file import Entry, TensorFile, file_begin, file_order
+from weft.base.tensor_file import TensorFile
 from weft.model.graph import F64
 from weft.search.deploy.deployer import Deployer, Evaluation
 from weft.search.deploy.features import F32, WIDTHS, Features, Featurizer, without_feedback
@@ -286,10 +285,3 @@ def read_policy(path: Path) -> dict[str, F32]:
                          f"this Weft needs {FORMAT['format']!r}, version {FORMAT['version']!r}")
     check_shapes(arrays)
     return arrays
-
-
-def write_policy(path: Path, arrays: Mapping[str, F32], facts: Mapping[str, str]) -> None:
-    """Write a network's weights and facts about their training."""
-    entries = {name: Entry(dtype="F32", shape=array.shape) for name, array in arrays.items()}
-    data = (np.ascontiguousarray(arrays[name], dtype="<f4").tobytes() for name in file_order(entries))
-    write_atomic(path, file_begin(entries, {**facts, **FORMAT}) + b"".join(data))
