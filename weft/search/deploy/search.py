@@ -152,7 +152,10 @@ class _Race:
 
     def take(self, found: Found, what: str, when: tuple[int, float] | None = None) -> None:
         """Keep a deployment if it is among the best; it was found then, by ``clock``, or now."""
-        self.finalists[found.deployer.microbatches, tuple(found.evaluation.layout_of.tolist())] = found
+        key = found.deployer.microbatches, tuple(found.evaluation.layout_of.tolist())
+        if key in self.finalists and self.finalists[key] is self.best.answer:
+            self.best.answer = found  # the same deployment: further searches begin with the choice that was met last
+        self.finalists[key] = found
         if len(self.finalists) > TUNING.num_finalists:
             self.finalists.pop(max(self.finalists, key=lambda key: self.finalists[key].key))
         excess, seconds = found.key
