@@ -22,7 +22,7 @@ demo: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check weft tests benchmarks examples
-	$(BIN)/mypy weft
+	$(BIN)/mypy -p weft -p benchmarks.policy_training
 
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile

@@ -195,7 +195,8 @@ def _write_store(path: Path) -> None:
 def _write_policy(path: Path) -> None:
     import numpy as np
 
-    from weft.search.deploy.policy import WEIGHTS, read_policy, write_policy
+    from benchmarks.policy_training.network import write_policy
+    from weft.search.deploy.policy import WEIGHTS, read_policy
 
     arrays = read_policy(WEIGHTS)
     write_policy(path, {name: np.zeros_like(array) for name, array in arrays.items()}, {})

@@ -20,7 +20,7 @@ from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
 from weft.model.graph import Graph
 from weft.model.load import load_graph_for
-from weft.search.deploy.sufficient import Decision, LayerTerms, break_even_rows, decide_on_cluster, linear_layers
+from weft.search.deploy.sufficient import Decision, LayerTerms, decide_on_cluster, linear_layers
 
 LAB = {"devices": "1 x cpu", "network": {"bandwidth": "200Mbit/s", "latency": "100us"}}
 TAG = {"devices": "1 x V100-16GB", "network": {"bandwidth": "2.81GB/s", "latency": "12us"}}
@@ -107,6 +107,16 @@ def convolutions() -> Iterator[Row]:
         yield Row(f"convolutions of {model}", f"{len(found)} of {len(convs)} use factors", "off", not found and bool(convs))
 
 
+def break_even_rows(num_in: int, num_out: int) -> float:
+    """Return the rows of all workers below which factors are fewer bytes to move than the gradient, in rings."""
+    return 2 * num_in * num_out / (num_in + num_out)
+
+
+def factors_s(term: LayerTerms) -> float:
+    """Return the seconds of factors if no other layer read the input."""
+    return term.input_s + term.gradient_s + term.compute_s
+
+
 def by_shape(decision: Decision) -> dict[tuple[int, int], list[LayerTerms]]:
     groups: dict[tuple[int, int], list[LayerTerms]] = {}
     for term in decision.terms:
@@ -121,7 +131,7 @@ def describe(decision: Decision) -> str:
         num_on, first = sum(term.uses_factors for term in terms), terms[0]
         word = "off" if not num_on else "on" if num_on == len(terms) else f"on for {num_on} of {len(terms)}"
         parts.append(f"{num_in}x{num_out} {word} ({first.num_rows} rows, even at {break_even_rows(num_in, num_out):.0f}; "
-                     f"{format_time(first.factors_s)} against {format_time(first.reduce_s)})")
+                     f"{format_time(factors_s(first))} against {format_time(first.reduce_s)})")
     return (f"{format_time(decision.seconds)} against {format_time(decision.all_reduce_s)} for all layers\n         "
             + "\n         ".join(parts))
 
@@ -129,7 +139,7 @@ def describe(decision: Decision) -> str:
 def details(decision: Decision) -> dict[str, Any]:
     shapes = [{"in": num_in, "out": num_out, "layers": len(terms), "on": sum(term.uses_factors for term in terms),
                "rows": terms[0].num_rows, "break_even_rows": break_even_rows(num_in, num_out),
-               "factors_s": terms[0].factors_s, "all_reduce_s": terms[0].reduce_s}
+               "factors_s": factors_s(terms[0]), "all_reduce_s": terms[0].reduce_s}
               for (num_in, num_out), terms in by_shape(decision).items()]
     return {"seconds": decision.seconds, "all_reduce_s": decision.all_reduce_s,
             "gathered_bytes": decision.gathered_bytes, "shapes": shapes}

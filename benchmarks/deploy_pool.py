@@ -93,7 +93,7 @@ def open_pool(num_workers: int, lines: Path | None = None) -> Iterator[Pool]:
 
 def _warm_up() -> None:
     """Load compiled code and the network once, so that no search pays for it."""
-    from weft.search.deploy.cases import training_case
+    from benchmarks.policy_training.cases import training_case
     from weft.search.deploy.search import DeployOptions, deploy
 
     deploy(training_case(5), DeployOptions(method="auto", max_simulations=300), policy=policy("network"))

@@ -20,8 +20,8 @@ from weft.base.errors import NoFeasiblePlan
 from weft.plan.plan import split_samples
 from weft.planning.compare import compare_strategies, evaluate
 from weft.search.common.problem import Problem, divisors
-from weft.search.deploy.deployer import Splits
 from weft.search.deploy.search import DeployOptions, deploy
+from weft.search.deploy.splits import Splits
 from weft.search.joint.build import build_plan
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator

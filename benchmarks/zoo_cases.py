@@ -17,7 +17,7 @@ from weft.search.common.problem import PlanOptions, Problem
 if TYPE_CHECKING:
     from weft.model.folded import FoldedModel
     from weft.model.graph import Graph
-    from weft.search.deploy.deployer import Splits
+    from weft.search.deploy.splits import Splits
 
 PROBLEMS: Final = Path(__file__).resolve().parent / "problems"
 CLUSTERS: Final[Mapping[str, Path]] = {

@@ -108,9 +108,16 @@ def _warm_simulator() -> None:
 
 
 def _training_problem() -> Any:
-    from weft.search.deploy.cases import training_case
+    from weft.cluster.cluster_file import parse_cluster
+    from weft.cost.costs import estimate_costs
+    from weft.model.load import load_graph_for
+    from weft.search.common.problem import PlanOptions, Problem
 
-    return training_case(0)
+    graph = load_graph_for("vgg-19:width=8,image=32", batch=16, dtype="float32", batch_dims=True)
+    cluster = parse_cluster({
+        "format": "weft.cluster", "version": 1, "network": {"bandwidth": "10Gbit/s", "latency": "20us"},
+        "hosts": [{"name": "a", "devices": "2 x A100-80GB", "intra": "nvlink3"}, {"name": "b", "devices": "1 x V100"}]})
+    return Problem(graph=graph, cluster=cluster, costs=estimate_costs(graph, cluster), options=PlanOptions(batch=16))
 
 
 def _warm_deploy() -> None:

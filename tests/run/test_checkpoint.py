@@ -18,6 +18,7 @@ from benchmarks.resume_ranks import Job, Ranks, reference_losses
 from tests.run.plans import MODELS, pipeline_plan, replicated_plan, source_of, traced
 from tests.run.sharded_plans import sharded_plan, sharding_of
 from weft.base.errors import InputError
+from weft.base.tensor_file import Entry
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import Optimizer, save_plan
 from weft.run.checkpoint_folder import (
@@ -28,7 +29,7 @@ from weft.run.checkpoint_folder import (
     latest_checkpoint,
     read_record,
 )
-from weft.run.tensor_file import Entry, TensorFile, TensorWriter
+from weft.run.tensor_file import TensorFile, TensorWriter
 
 pytestmark = pytest.mark.timeout(120)
 MODEL, BATCH, NORM = "tied_gpt", 8, 0.5

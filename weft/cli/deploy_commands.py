@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
@@ -34,6 +36,11 @@ if TYPE_CHECKING:
     from weft.search.common.budget import Budget
     from weft.search.common.problem import Problem
     from weft.search.deploy.search import Deployment
+
+SOURCE: Final = Path(__file__).resolve().parents[2]
+"""The folder that has the package in it; a checkout of the source has more beside it."""
+TRAINING: Final = "benchmarks/policy_training"
+"""What trains the network, in the source."""
 
 
 def deploy(
@@ -89,7 +96,7 @@ def deploy(
     problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options)
     splits = load_splits(model, problem, lambda graph: load_costs(graph, target, profile, dtype), report=report,
                          budget=budget) if tensor and searching.method == "auto" else {}
-    found = search(problem, searching, splits=splits, policy=load_policy(weights), progress=report, budget=budget)
+    found = search(problem, searching, splits=splits, policy=load_policy(weights), budget=budget)
     for note in recompute_notes(graph, found.plan):
         report(f"note: {note}")
     if out is not None:
@@ -165,9 +172,22 @@ def train_policy(
         raise InputError(f"--out must end in .safetensors, not {str(out)!r}")
     check_outputs({"--out": out, "the loss curve": out.with_suffix(".json")},
                   folders={"--resume": resume or out.with_suffix(".training")})
-    from weft.search.deploy.train import TrainOptions, check_device
-    from weft.search.deploy.train import train_policy as train
+    training = _training_code()
+    training.check_device(device)
+    options = training.TrainOptions(rounds=rounds, cases=cases, epochs=epochs, seed=seed)
+    training.train_policy(out, resume or out.with_suffix(".training"), options, workers=workers, device=device,
+                          report=reporter(quiet))
 
-    check_device(device)
-    options = TrainOptions(rounds=rounds, cases=cases, epochs=epochs, seed=seed)
-    train(out, resume or out.with_suffix(".training"), options, workers=workers, device=device, report=reporter(quiet))
+
+def _training_code() -> Any:
+    """Return the module that trains the network: it is in the source of Weft, not in an installed package.
+
+    Nobody plans with it, and the random models and clusters that it learns from are of use to nothing else.
+    """
+    if not (SOURCE / TRAINING).is_dir():
+        raise InputError(f"there is no folder {TRAINING} in {str(SOURCE)!r}: train-policy needs the random models and "
+                         "clusters in it, which come with the source of Weft and not with an installed package. Get "
+                         "the source, install it with 'pip install -e .', and try again")
+    if str(SOURCE) not in sys.path:
+        sys.path.insert(0, str(SOURCE))  # processes that make examples get the same path
+    return importlib.import_module(f"{TRAINING.replace('/', '.')}.train")

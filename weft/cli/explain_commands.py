@@ -296,7 +296,7 @@ def _splitter(model: str, problem: Problem, request: Request, budget: Budget) ->
     from weft.model.load import has_module
     from weft.model.source import ModelSource, resolve_model
     from weft.planning.fit import splitter
-    from weft.search.deploy.deployer import NO_SPLITS
+    from weft.search.deploy.splits import NO_SPLITS
 
     if not has_module(model):
         return lambda degree: NO_SPLITS

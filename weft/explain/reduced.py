@@ -29,7 +29,7 @@ from weft.plan.orders import forward_only, one_f_one_b
 from weft.plan.plan import Plan, split_samples
 from weft.search.baselines import cut_places, equal_cuts, prefix_sums, state_bytes, whole_model
 from weft.search.common.problem import Problem, StageSpec, make_plan
-from weft.search.deploy.deployer import Splits
+from weft.search.deploy.splits import Splits
 
 Team = tuple[DeviceId, ...]
 MORE = 2

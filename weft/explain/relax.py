@@ -24,7 +24,7 @@ from weft.explain.replan import THRIFTY, Report, Request, find_splits, fits_join
 from weft.planning.compare import Candidate, microbatch_choices
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.problem import Problem, divisors
-from weft.search.deploy.deployer import NO_SPLITS, Splits
+from weft.search.deploy.splits import NO_SPLITS, Splits
 
 LOWER: Final = {"float64": ("float32", "bfloat16"), "float32": ("bfloat16",)}
 """Precisions below each one."""

@@ -18,7 +18,7 @@ from weft.planning.compare import Candidate, Comparison, compare_strategies, mic
 from weft.search.baselines import STRATEGIES
 from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import PlanOptions, Problem
-from weft.search.deploy.deployer import NO_SPLITS, Splits
+from weft.search.deploy.splits import NO_SPLITS, Splits
 
 if TYPE_CHECKING:
     from weft.model.folded import FoldedModel

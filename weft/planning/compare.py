@@ -19,7 +19,7 @@ from weft.plan.plan import Plan, with_search
 from weft.search.baselines import STRATEGIES, Strategy
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c, time_budget
 from weft.search.common.problem import Problem, divisors
-from weft.search.deploy.deployer import NO_SPLITS, Splits
+from weft.search.deploy.splits import NO_SPLITS, Splits
 from weft.search.joint.finalists import LARGE, Tried
 from weft.search.joint.search import joint_search
 from weft.search.placements import PLACEMENTS
@@ -217,8 +217,7 @@ def _deploy_builder(options: DeployOptions, splits: Splits, budget: Budget) -> S
     def build(problem: Problem, microbatches: int) -> Plan:
         lent = budget.part(0.7)
         try:
-            return deploy(problem, options, splits=splits, policy=load_policy(), progress=budget.report,
-                          budget=lent).plan
+            return deploy(problem, options, splits=splits, policy=load_policy(), budget=lent).plan
         finally:
             budget.is_interrupted |= lent.is_interrupted
 

@@ -37,8 +37,7 @@ from weft.search.baselines import STRATEGIES, state_bytes
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.fair import fair_samples
 from weft.search.common.problem import Problem, divisors
-from weft.search.deploy.deployer import NO_SPLITS, Splits
-from weft.search.deploy.splits import teams_by_degree
+from weft.search.deploy.splits import NO_SPLITS, Splits, teams_by_degree
 
 Name = Literal["single", "data-parallel", "data-parallel-by-speed", "tensor", "pipeline", "1f1b-balanced", "joint"]
 Split = Callable[[int], Splits]

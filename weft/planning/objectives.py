@@ -25,7 +25,7 @@ from weft.model.graph import Graph
 from weft.plan.plan import ClusterRef, Mode, Plan
 from weft.planning.compare import Candidate, Comparison, evaluate
 from weft.search.common.problem import Problem
-from weft.search.deploy.deployer import Splits
+from weft.search.deploy.splits import Splits
 
 Objective = Literal["throughput", "latency"]
 Search = Callable[[Problem, Splits], Comparison]

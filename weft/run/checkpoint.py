@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from weft.base.errors import InputError, ModelError, RunError
+from weft.base.tensor_file import Entry, file_order
 from weft.model.weights import initial_value
 from weft.plan.holders import parameter_copies, parameter_holdings
 from weft.plan.plan import Plan, format_plan
@@ -44,7 +45,7 @@ from weft.run.optimizer_state import OptimizerState
 from weft.run.prepare import Prepared
 from weft.run.shard_parameters import cut_region, held_regions, put_region
 from weft.run.state_shares import StateShares, rows_of_region
-from weft.run.tensor_file import DTYPES, Entry, TensorFile, TensorWriter, dtype_name, file_order
+from weft.run.tensor_file import DTYPES, TensorFile, TensorWriter, dtype_name
 from weft.run.transport import Transport
 
 log = logging.getLogger(__name__)

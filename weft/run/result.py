@@ -20,7 +20,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from weft.array_files import read_arrays
+from weft.base.array_files import read_arrays
 from weft.base.errors import InputError, RunError
 from weft.base.files import check_output, decode, encode, load_json, write_atomic, written_together
 from weft.run.memory_report import RankMemory

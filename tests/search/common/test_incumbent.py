@@ -69,3 +69,18 @@ def test_what_a_part_of_a_budget_leaves_comes_back():
         share.is_interrupted = True
     assert budget.effort == 9.0
     assert budget.is_interrupted
+
+
+def test_less_over_a_limit_is_better_whatever_the_values_and_proves_nothing():
+    best, lines = incumbent(unit="s")
+    best.raise_bound(3.0)
+    assert best.offer(3.0, "too large", by="first", excess=2e9)
+    assert (best.is_proven, best.status) == (False, "feasible")
+    assert lines == ["first: makespan 3 s, over the limit by 2e+09, bound 3 s, gap 0 %"]
+    assert not best.offer(2.0, "larger still", excess=3e9)
+    assert not best.offer(math.inf, "nothing")
+    assert best.offer(5.0, "less", excess=1e9)
+    assert best.offer(9.0, "fits")
+    assert not best.offer(4.0, "does not fit", excess=1.0)
+    assert best.offer(8.0, "fits as well")
+    assert (best.value, best.excess) == (8.0, 0.0)

@@ -8,15 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.policy_training.cases import training_case
 from tests.search.deploy.worlds import cluster_of, deployer_of, host, problem_of
-from weft.search.deploy.cases import training_case
 from weft.search.deploy.deployer import Deployer
 from weft.search.deploy.local import Annealer
 from weft.search.deploy.search import DeployOptions, make_deployers
 from weft.search.deploy.seeds import data_parallel_choices, find_taste, heft_choices, uniform_choices
-from weft.search.deploy.stages import staged_choices
-from weft.search.deploy.stages_kernel import least_limit, least_sums
-from weft.search.deploy.tree import Found
+from weft.search.deploy.stages import least_limit, least_sums, staged_choices
 
 TWO_HOSTS = (host("a", 2), host("b", 2, rate="2GFLOP/s"))
 
@@ -92,7 +90,7 @@ def test_quick_annealing_is_never_worse_than_it_began_with_and_repeats_itself() 
     results = []
     for _ in range(2):
         deployer = deployer_of(problem, microbatches=2)
-        start = Found(deployer=deployer, choice=(0,) * 6, evaluation=deployer.evaluate((0,) * 6))
+        start = deployer.find((0,) * 6)
         annealer = Annealer([deployer], start, seed=1, taste=find_taste([deployer], [start]))
         annealer.peers = [tuple(range(6))]
         results.append(annealer.run(300))

@@ -10,6 +10,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.policy_training.cases import (
+    LEAST_LOAD,
+    MAX_DEVICES,
+    MOST_LOAD,
+    PRESETS,
+    network_load,
+    state_bytes,
+    training_case,
+)
+from benchmarks.policy_training.models import FAMILIES, GraphDraft, random_model
 from weft.cluster.cluster import DeviceId
 from weft.cluster.cluster_file import load_cluster
 from weft.cluster.presets import kind_presets
@@ -17,10 +27,6 @@ from weft.cost.op_classes import op_class
 from weft.model.graph import TensorRole, check_graph
 from weft.plan.plan import Optimizer
 from weft.search.common.problem import Problem
-from weft.search.deploy.case_clusters import MAX_DEVICES, PRESETS
-from weft.search.deploy.case_graph import GraphDraft
-from weft.search.deploy.case_models import FAMILIES, random_model
-from weft.search.deploy.cases import LEAST_LOAD, MOST_LOAD, network_load, state_bytes, training_case
 from weft.search.deploy.deployer import Deployer
 from weft.search.deploy.op_groups import group_operators
 from weft.search.deploy.sufficient import linear_layers

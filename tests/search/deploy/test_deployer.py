@@ -15,8 +15,8 @@ TWO_HOSTS = (host("a", 2), host("b", 2, rate="2GFLOP/s"))
 
 def index_of(deployer: Deployer, text: str) -> int:
     """Return the number of the action described so."""
-    names = "ab"[: len(deployer.device_groups)]
-    return [action.describe(names) for action in deployer.actions].index(text)
+    return [f"{action.kind}{' by speed' if action.by_speed else ''} on {'+'.join('ab'[group] for group in action.device_groups)}"
+            for action in deployer.actions].index(text)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2, 4])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -11,23 +12,30 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.policy_training.expert import Effort, make_examples, read_examples, write_examples
+from benchmarks.policy_training.network import DeployNetwork, from_arrays, make_batch, to_arrays, write_policy
+from benchmarks.policy_training.train import TrainOptions, train_policy
 from tests.search.deploy.worlds import even_splits
 from tests.worlds import chain_graph
 from weft.base.errors import InputError
+from weft.base.tensor_file import Entry, file_begin, file_order
+from weft.cli import deploy_commands
 from weft.cli.main import main
 from weft.cluster.cluster import Cluster, Device, DeviceKind, Link
 from weft.cost.costs import estimate_costs
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.deployer import Deployer
-from weft.search.deploy.examples import read_examples, write_examples
-from weft.search.deploy.expert import Effort, make_examples
 from weft.search.deploy.features import WIDTHS, Featurizer, without_feedback
-from weft.search.deploy.forward import ForwardNetwork, weight_shapes
-from weft.search.deploy.network import DeployNetwork, from_arrays, make_batch, to_arrays
 from weft.search.deploy.op_groups import group_operators
-from weft.search.deploy.policy import NetworkPolicy, UniformPolicy, load_policy, read_policy, write_policy
-from weft.search.deploy.train import TrainOptions, train_policy
-from weft.search.deploy.weights import read_weights, write_weights
+from weft.search.deploy.policy import (
+    FORMAT,
+    ForwardNetwork,
+    NetworkPolicy,
+    UniformPolicy,
+    load_policy,
+    read_policy,
+    weight_shapes,
+)
 
 HOSTS = {"a": (2, "fast", 20e9), "b": (1, "slow", 8e9), "c": (1, "middle", 8e9)}
 
@@ -265,16 +273,15 @@ def test_broken_weights_give_one_warning_and_the_uniform_policy(tmp_path, caplog
 def test_missing_weights_other_versions_and_other_shapes_are_refused(tmp_path, caplog, network):
     assert isinstance(load_policy(tmp_path / "none.safetensors"), UniformPolicy)
     assert "no file" in caplog.text
-    path, arrays = tmp_path / "p.safetensors", to_arrays(network)
-    write_policy(path, to_arrays(network), {})
-    _, texts = read_weights(path)
+    path, arrays, texts = tmp_path / "p.safetensors", to_arrays(network), FORMAT
     name = next(iter(arrays))
     for changed, facts, message in (
             (arrays, {**texts, "version": "99"}, "version '99'"), (arrays, {}, "is for None"),
             ({**arrays, name: arrays[name][:-1]}, texts, "the network needs"),
             ({**arrays, "more": np.zeros(1, np.float32)}, texts, "1 names, first 'more'"),
             ({key: array for key, array in arrays.items() if key != name}, texts, "1 names")):
-        write_weights(path, changed, facts)
+        entries = {key: Entry(dtype="F32", shape=array.shape) for key, array in changed.items()}
+        path.write_bytes(file_begin(entries, facts) + b"".join(changed[key].tobytes() for key in file_order(entries)))
         with pytest.raises(InputError, match=message):
             read_policy(path)
 
@@ -358,3 +365,13 @@ def test_bad_training_options_are_refused(capsys, tmp_path, monkeypatch, options
     assert main(["train-policy", *options]) == 2
     assert message in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_training_needs_the_source_and_says_so(capsys, tmp_path, monkeypatch):
+    command = [sys.executable, "-m", "weft", "train-policy", "--device", "tpu", "--out", str(tmp_path / "p.safetensors")]
+    env = {**os.environ, "PYTHONPATH": str(deploy_commands.SOURCE)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, cwd=tmp_path, env=env)
+    assert "--device must be cpu or cuda" in done.stderr, "its code is found from any folder"
+    monkeypatch.setattr(deploy_commands, "SOURCE", tmp_path)
+    assert main(["train-policy", "--out", str(tmp_path / "p.safetensors")]) == 2
+    assert "there is no folder benchmarks/policy_training" in " ".join(capsys.readouterr().err.split())

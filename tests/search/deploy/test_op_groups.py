@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from tests.search.deploy.worlds import cluster_of, host, problem_of
-from weft.search.deploy.op_groups import OVERWEIGHT, _cut, group_operators
+from weft.search.deploy.op_groups import _cut, group_operators
+from weft.search.deploy.tuning import TUNING
 
 
 def total(prefix: np.ndarray, cost: np.ndarray, cap: float, chosen: tuple[int, ...]) -> float:
     """Return what a cut costs, from the formula in the module."""
     excess = sum(max(0.0, (prefix[b] - prefix[a]) / cap - 1.0) for a, b in itertools.pairwise(chosen))
-    return float(sum(cost[place] for place in chosen[1:-1]) + OVERWEIGHT * excess)
+    return float(sum(cost[place] for place in chosen[1:-1]) + TUNING.overweight * excess)
 
 
 @pytest.mark.parametrize("seed", range(20))

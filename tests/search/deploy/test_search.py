@@ -12,7 +12,7 @@ from weft.plan.check import check_plan
 from weft.search.deploy.local import Annealer
 from weft.search.deploy.policy import UniformPolicy
 from weft.search.deploy.search import DeployOptions, deploy, microbatch_numbers
-from weft.search.deploy.tree import Found, TreeSearch
+from weft.search.deploy.tree import TreeSearch
 
 TWO_HOSTS = (host("a", 1), host("b", 1, rate="2GFLOP/s"))
 
@@ -32,7 +32,7 @@ def test_the_tree_finds_the_best_of_all_deployments() -> None:
 def test_annealing_never_returns_worse_than_it_began_with() -> None:
     problem = problem_of(cluster_of(*TWO_HOSTS))
     deployer = deployer_of(problem)
-    start = Found(deployer=deployer, choice=(0,) * 6, evaluation=deployer.evaluate((0,) * 6))
+    start = deployer.find((0,) * 6)
     assert Annealer([deployer], start, seed=1).run(200).key <= start.key
 
 

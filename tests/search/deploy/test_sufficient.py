@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.deploy_factors import break_even_rows, factors_s
 from tests.model.helpers import source_of
 from weft.base.errors import InputError
 from weft.cluster.cluster_file import parse_cluster
@@ -22,8 +23,8 @@ from weft.model.trace import trace
 from weft.plan.factors import find_factors
 from weft.search.deploy.selection import select_projects
 from weft.search.deploy.sufficient import (
+    Decision,
     LinearLayer,
-    break_even_rows,
     decide,
     decide_on_cluster,
     line_at,
@@ -111,6 +112,12 @@ def layer(op: int, num_in: int, num_out: int, *, x: int | None = None, weight: i
                        num_out=num_out, element_bytes=4, dtype="float32")
 
 
+def parameters(decision: Decision) -> tuple[int, ...]:
+    """Return the tensors whose gradients come from factors: weights and biases, in order."""
+    found = (tensor for item in decision.chosen for tensor in (item.weight, item.bias) if tensor is not None)
+    return tuple(sorted(set(found)))
+
+
 RING = {size: tuple(step_counts(kind, Algorithm.RING, size) for kind in (Collective.ALL_GATHER, Collective.ALL_REDUCE))
         for size in range(2, 17)}
 
@@ -120,7 +127,7 @@ def ring(size: int, *, bytes_per_s: float = 1e9, latency_s: float = 0.0) -> dict
     return {"gather": gather, "reduce": reduce}
 
 
-def seconds_of(layers, weights, *, num_samples, num_workers, gather, reduce, s_per_flop, own_samples, overlap) -> float:
+def seconds_of(layers, weights, *, num_samples, num_workers, gather, reduce, s_per_flop, own_samples) -> float:
     """Return what the gradients of ``layers`` take if these weights use factors, written out once more."""
     summed, gathered, multiplied = 0, {}, 0
     for weight in {item.weight for item in layers} - set(weights):
@@ -136,7 +143,7 @@ def seconds_of(layers, weights, *, num_samples, num_workers, gather, reduce, s_p
     talk = reduce.latency_s + 4 * summed * reduce.s_per_byte
     if gathered:
         talk += gather.at(4 * sum(gathered.values()))
-    return (1 - overlap) * talk + multiplied * s_per_flop
+    return talk + multiplied * s_per_flop
 
 
 def random_case(rng: np.random.Generator):
@@ -154,7 +161,7 @@ def random_case(rng: np.random.Generator):
                             weight=shared.weight if ties else None))
     lines = ring(num_workers, bytes_per_s=float(rng.choice([1e7, 1e9])), latency_s=float(rng.choice([0.0, 1e-6, 1e-5])))
     return layers, {"num_samples": num_samples, "num_workers": num_workers, **lines,
-                    "s_per_flop": float(rng.choice([0.0, 1e-12, 1e-9])), "overlap": float(rng.choice([0.0, 0.6])),
+                    "s_per_flop": float(rng.choice([0.0, 1e-12, 1e-9])),
                     "own_samples": float(rng.integers(0, num_samples + 1))}
 
 
@@ -231,7 +238,6 @@ def test_products_of_other_rows_count():
     assert decide([item], s_per_flop=0.99 * turn, **options).chosen
     assert not decide([item], s_per_flop=1.01 * turn, **options).chosen
     assert decide([item], s_per_flop=1.01 * turn, own_samples=3, **options).chosen
-    assert not decide([item], s_per_flop=0.99 * turn, overlap=0.5, **options).chosen
 
 
 def test_latency_is_paid_once_for_all_layers():
@@ -244,7 +250,7 @@ def test_latency_is_paid_once_for_all_layers():
 
 def test_one_worker_has_nothing_to_exchange():
     found = decide([layer(0, 64, 64)], num_samples=4, num_workers=1, gather=Line(0, 0), reduce=Line(0, 0), s_per_flop=1e-12)
-    assert (found.chosen, found.seconds, found.gathered_bytes, found.parameters) == ((), 0.0, 0, ())
+    assert (found.chosen, found.seconds, found.gathered_bytes, parameters(found)) == ((), 0.0, 0, ())
 
 
 def test_terms_say_what_each_way_costs():
@@ -257,13 +263,13 @@ def test_terms_say_what_each_way_costs():
     assert term.gradient_s == pytest.approx(4 * 16 * 50 / 2 / 1e6)
     assert term.compute_s == pytest.approx(2 * 100 * 50 * 8 * 1e-12)
     assert term.uses_factors
-    assert found.seconds == pytest.approx(term.factors_s)
-    assert found.parameters == (1000, 3000)
+    assert found.seconds == pytest.approx(factors_s(term))
+    assert parameters(found) == (1000, 3000)
 
 
 @pytest.mark.parametrize(("options", "message"), [
     ({"num_samples": 0}, "one sample or more"), ({"num_workers": 0}, "one worker"),
-    ({"own_samples": 9}, "9 of 8 samples"), ({"overlap": 1.5}, "from 0 to 1"), ({"overlap": float("nan")}, "from 0 to 1"),
+    ({"own_samples": 9}, "9 of 8 samples"),
     ({"s_per_flop": float("inf")}, "finite"), ({"gather": Line(0.0, float("inf"))}, "link without bandwidth"),
     ({"reduce": Line(-1.0, 0.0)}, "zero or more"),
 ])
@@ -339,7 +345,7 @@ def test_the_runtime_finds_factors_for_what_was_chosen_and_nothing_beside_them()
     assert len(layers) == 7
     found = decide(layers, num_samples=2, num_workers=2, s_per_flop=0.0, **ring(2))
     assert len(found.chosen) > 2
-    factors = find_factors(graph, found.parameters)
+    factors = find_factors(graph, parameters(found))
     assert {use.op for use in factors.uses} == {item.op for item in found.chosen}
     assert factors.shared == ()
 
@@ -380,7 +386,7 @@ def test_vgg_19_at_batch_4_uses_factors_for_all_its_linear_layers(num_workers, n
     costs = costs_of(graph, world(num_workers, network=network))
     found = decide_on_cluster(layers, costs, range(num_workers), num_samples=4 * num_workers)
     assert found.chosen == layers
-    assert len(found.parameters) == 6
+    assert len(parameters(found)) == 6
     assert found.seconds < found.all_reduce_s / 5
 
 

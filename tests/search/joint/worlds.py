@@ -16,8 +16,7 @@ from weft.planning.compare import evaluate
 from weft.search.baselines import STRATEGIES
 from weft.search.common.budget import Budget
 from weft.search.common.problem import PlanOptions, Problem, divisors
-from weft.search.deploy.deployer import Splits
-from weft.search.deploy.splits import find_splits
+from weft.search.deploy.splits import Splits, find_splits
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.search import rank_settings

@@ -36,19 +36,23 @@ class Incumbent(Generic[Answer]):
     """Relative: so close to the value the bound is a proof."""
     bound: float = -math.inf
     value: float = math.inf
+    excess: float = 0.0
+    """By how much the answer is over a limit, such as that of memory: less is better, whatever the values."""
     answer: Answer | None = None
     by: str = ""
     """Who found the answer."""
 
-    def is_better(self, value: float) -> bool:
+    def is_better(self, value: float, excess: float = 0.0) -> bool:
         """Return whether a value would be kept."""
+        if self.answer is not None and excess != self.excess:
+            return value < math.inf and excess < self.excess
         return value < math.inf and not value >= self.value - SAME * abs(self.value if self.answer is not None else 0.0)
 
-    def offer(self, value: float, answer: Answer, by: str = "") -> bool:
+    def offer(self, value: float, answer: Answer, by: str = "", excess: float = 0.0) -> bool:
         """Keep the answer if it is better than the best so far; return whether it was kept."""
-        if not self.is_better(value):
+        if not self.is_better(value, excess):
             return False
-        self.value, self.answer, self.by = value, answer, by
+        self.value, self.excess, self.answer, self.by = value, excess, answer, by
         self.tell(by)
         return True
 
@@ -66,7 +70,7 @@ class Incumbent(Generic[Answer]):
     @property
     def is_proven(self) -> bool:
         """Return whether nothing can be better."""
-        return self.answer is not None and self.bound >= self.value - self.proof * abs(self.value)
+        return self.answer is not None and self.excess == 0 and self.bound >= self.value - self.proof * abs(self.value)
 
     @property
     def is_done(self) -> bool:
@@ -82,6 +86,7 @@ class Incumbent(Generic[Answer]):
         """Report where the search is: what is being done, the best so far, the bound and the gap."""
         unit = f" {self.unit}" if self.unit else ""
         best = "nothing yet" if self.answer is None else f"{self.value:.6g}{unit}"
+        best += f", over the limit by {self.excess:.4g}" if self.excess else ""
         gap = "" if self.answer is None or self.bound == -math.inf else f", gap {100 * self.gap:.2g} %"
         bound = "" if self.bound == -math.inf else f", bound {min(self.bound, self.value):.6g}{unit}"
         self.budget.report(f"{text}: {self.what} {best}{bound}{gap}" if text else f"{self.what} {best}{bound}{gap}")

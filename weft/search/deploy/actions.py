@@ -8,6 +8,8 @@
 - ``tensor``: devices of a device group divide the operators, ``degree`` of them together; these teams share the
   samples by their speed.
 - ``single``: one device does it all.
+
+A ``Layout`` is what that comes to for one group: which devices run it, on how many samples of a micro-batch.
 """
 
 from __future__ import annotations
@@ -15,15 +17,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
 from weft.cluster.cluster import DeviceId
+from weft.search.deploy.tuning import TUNING
 
 Kind = Literal["replicate", "pipeline", "pipeline groups", "tensor", "single"]
-MAX_SUBSETS: Final = 31
-"""So many sets of device groups are considered; all of them where there are up to five groups."""
-MAX_SINGLE: Final = 16
-"""Up to so many devices each has an action of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,16 +37,33 @@ class Action:
     degree: int = 1
     """Devices that divide operators among them."""
 
-    def describe(self, names: Sequence[str]) -> str:
-        """Return it in words; ``names`` are those of the device groups."""
-        where = "+".join(names[group] for group in self.device_groups)
-        kind = f"{self.kind} of {self.degree}" if self.degree > 1 else self.kind
-        return f"{kind}{' by speed' if self.by_speed else ''} on {where}"
-
     def teams(self, groups: Sequence[Sequence[DeviceId]]) -> list[tuple[DeviceId, ...]]:
         """Return the devices that divide operators among them, team by team; ``groups`` are all device groups."""
         return [tuple(groups[group][first : first + self.degree]) for group in self.device_groups
                 for first in range(0, len(groups[group]), self.degree)]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Which devices run a group, and how many samples of a micro-batch each replica takes."""
+
+    replicas: tuple[tuple[tuple[DeviceId, ...], int], ...]
+    """(devices, samples)"""
+
+    @property
+    def devices(self) -> tuple[DeviceId, ...]:
+        """Return all devices."""
+        return tuple(device for devices, _ in self.replicas for device in devices)
+
+    @property
+    def is_divided(self) -> bool:
+        """Return whether devices divide operators among them."""
+        return len(self.replicas[0][0]) > 1
+
+    @property
+    def num_samples(self) -> int:
+        """Return the samples of a micro-batch."""
+        return sum(samples for _, samples in self.replicas)
 
 
 def list_actions(groups: Sequence[Sequence[DeviceId]], speeds: Sequence[float], *,
@@ -76,7 +92,7 @@ def list_actions(groups: Sequence[Sequence[DeviceId]], speeds: Sequence[float], 
             if all((group, degree) in teams and len(groups[group]) % degree == 0 for group in subset):
                 add("tensor", degree=degree)
     for index, group in enumerate(groups):
-        few = sum(len(group) for group in groups) <= MAX_SINGLE
+        few = sum(len(group) for group in groups) <= TUNING.max_single
         for device in group if few else group[:1]:
             actions.append(Action(kind="single", devices=(device,), device_groups=(index,)))
     return tuple(actions)
@@ -88,7 +104,7 @@ def device_subsets(groups: Sequence[Sequence[DeviceId]], speeds: Sequence[float]
     Where there are too many, those that leave out the slowest groups, single groups, and pairs are taken.
     """
     every = range(len(groups))
-    if 2 ** len(groups) - 1 <= MAX_SUBSETS:
+    if 2 ** len(groups) - 1 <= TUNING.max_subsets:
         return tuple(subset for size in reversed(range(1, len(groups) + 1))
                      for subset in itertools.combinations(every, size))
     power = [sum(speeds[device] for device in group) for group in groups]
@@ -96,4 +112,4 @@ def device_subsets(groups: Sequence[Sequence[DeviceId]], speeds: Sequence[float]
     subsets = [tuple(sorted(by_power[:size])) for size in reversed(range(1, len(groups) + 1))]
     subsets += [(group,) for group in every]
     subsets += [tuple(sorted(pair)) for pair in itertools.combinations(by_power, 2)]
-    return tuple(dict.fromkeys(subsets))[:MAX_SUBSETS]
+    return tuple(dict.fromkeys(subsets))[:TUNING.max_subsets]

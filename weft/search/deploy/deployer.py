@@ -8,10 +8,9 @@ simulation. ``weft.search.deploy.to_plan`` makes the plan.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -22,43 +21,19 @@ from weft.model.graph import F64, I64, Graph
 from weft.plan.plan import split_samples
 from weft.plan.stage_memory import stage_memory
 from weft.search.common.problem import Problem
-from weft.search.deploy.actions import Action, list_actions
-from weft.search.deploy.columns import Layouts, Outcome, World
+from weft.search.deploy.actions import Action, Layout, list_actions
+from weft.search.deploy.blocks import Layouts, Outcome, World
 from weft.search.deploy.exchange import Exchanges
+from weft.search.deploy.kernel import least_seconds, run
 from weft.search.deploy.op_groups import OpGroups
+from weft.search.deploy.splits import NO_SPLITS, Splits
 
 if TYPE_CHECKING:
     from weft.search.shard.tensor_costs import TensorCosts
 
-Splits = Mapping[tuple[int, int], "TensorCosts"]
-"""How devices divide operators, by device group and number of devices."""
-NO_SPLITS: Final[Splits] = MappingProxyType({})
 PASSES: Final[tuple[Phase, Phase]] = ("F", "B")
 _ROUNDING: Final = 1e-9
 """Sums in another order may differ by such a part."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Which devices run a group, and how many samples of a micro-batch each replica takes."""
-
-    replicas: tuple[tuple[tuple[DeviceId, ...], int], ...]
-    """(devices, samples)"""
-
-    @property
-    def devices(self) -> tuple[DeviceId, ...]:
-        """Return all devices."""
-        return tuple(device for devices, _ in self.replicas for device in devices)
-
-    @property
-    def is_divided(self) -> bool:
-        """Return whether devices divide operators among them."""
-        return len(self.replicas[0][0]) > 1
-
-    @property
-    def num_samples(self) -> int:
-        """Return the samples of a micro-batch."""
-        return sum(samples for _, samples in self.replicas)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +52,20 @@ class Evaluation:
     def fits(self) -> bool:
         """Return whether it fits the memory of all devices, by estimate."""
         return self.missing_bytes == 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """A deployment that was evaluated, as a choice for each group; several choices may be the same deployment."""
+
+    deployer: Deployer
+    choice: tuple[int, ...]
+    evaluation: Evaluation
+
+    @property
+    def key(self) -> tuple[float, float]:
+        """Return what to minimise: bytes that are missing, then time."""
+        return self.evaluation.missing_bytes, self.evaluation.seconds
 
 
 class Deployer:
@@ -134,6 +123,10 @@ class Deployer:
         weight = work / max(work.sum(), 1e-300) + parameters / max(parameters.sum(), 1.0)
         return tuple(int(group) for group in np.argsort(-weight, kind="stable"))
 
+    def find(self, choice: Sequence[int]) -> Found:
+        """Return the deployment of this choice with how it runs."""
+        return Found(deployer=self, choice=tuple(choice), evaluation=self.evaluate(choice))
+
     def evaluate(self, choice: Sequence[int]) -> Evaluation:
         """Return how the deployment runs in which group ``g`` takes action ``choice[g]``."""
         return self.evaluate_layouts(self.layouts_of(choice))
@@ -173,13 +166,9 @@ class Deployer:
         return self._bound(self.layouts_of(choice))
 
     def _bound(self, layout_of: I64) -> float:
-        from weft.search.deploy.bounds import least_seconds
-
         return least_seconds(self.tables, layout_of, len(self.speeds), self.microbatches, self.problem.is_training)
 
     def _simulate(self, layout_of: I64, *, must_fit: bool = False, limit_s: float = np.inf) -> Evaluation:
-        from weft.search.deploy.kernel import run
-
         if self.splits and not (self._teams_agree(layout_of) and self._ties_agree(layout_of)):
             return self._impossible(layout_of)
         buckets = self.exchanges.buckets(layout_of.tolist(), self.layouts)
@@ -217,8 +206,8 @@ class Deployer:
     def layouts_of(self, choice: Sequence[int]) -> I64:
         """Return the layout of each group; pipelines are cut where the groups with the same action begin and end."""
         result: list[int] = []
-        for action, run in itertools.groupby(choice):
-            first, last = len(result), len(result) + len(list(run))
+        for action, stretch in itertools.groupby(choice):
+            first, last = len(result), len(result) + len(list(stretch))
             key = int(action), first, last
             known = self._runs.get(key)
             if known is None:

@@ -11,7 +11,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -22,15 +21,11 @@ from weft.model.graph import F64, I64
 from weft.plan.memory import optimizer_bytes
 from weft.plan.plan import GradientMethod
 from weft.search.common.problem import Problem
-from weft.search.deploy.columns import Buckets
+from weft.search.deploy.actions import Layout
+from weft.search.deploy.blocks import Buckets
 from weft.search.deploy.op_groups import OpGroups
 from weft.search.deploy.sufficient import Decision, decide_on_cluster, linear_layers, padding
-
-if TYPE_CHECKING:
-    from weft.search.deploy.deployer import Layout
-
-LATENCIES: Final = 10
-"""A bucket is full when its bytes take so many times its latency."""
+from weft.search.deploy.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,7 +218,7 @@ class Exchanges:
     def _full(self, devices: tuple[DeviceId, ...]) -> float:
         """Return how many bytes make a bucket large enough."""
         latency, rate = self._line(devices)
-        return LATENCIES * latency / rate if rate > 0 else np.inf
+        return TUNING.full_bucket * latency / rate if rate > 0 else np.inf
 
     def _line(self, devices: tuple[DeviceId, ...]) -> tuple[float, float]:
         """Return latency and seconds per byte of a large all-reduce among devices."""

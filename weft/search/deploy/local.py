@@ -6,38 +6,24 @@ annealing is quicker: moves prefer some actions, borders move farther, two actio
 other good deployments, and the limit up to which a move is accepted is drawn first, so that most simulations end early
 or need not begin. It sometimes begins with pipelines spelled out: what was one action for all their stages can then be
 changed stage by stage.
+
+At the end of a search ``polish`` moves samples from devices that have too much to do to others, one by one. Shares by
+speed are rounded to whole samples and know nothing of links and memory; the simulation does. Each try moves a sample
+of one layout, for all groups that have it, from one of its busiest devices to one of its idlest.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 
 from weft.model.graph import F64, I64
-from weft.search.deploy.deployer import Deployer
-from weft.search.deploy.tree import Found
-
-HOT: Final = 0.05
-COLD: Final = 0.001
-"""Temperatures, as parts of the step time."""
-SAME: Final = 0.2
-"""Part of the moves that take an action which some group has already."""
-NEAR: Final = 0.3
-"""Part of the moves that take an action which is like the one before."""
-PEERS: Final = 0.3
-"""Part of the changes of a stretch that take it from another good deployment."""
-SWAP: Final = 0.05
-"""Part of the other changes of a stretch in whose place two actions change places everywhere."""
-FAR: Final = 0.3
-"""Part of the moves of a border that may go far: up to a quarter of the groups."""
-SPELL: Final = 0.5
-"""Part of the runs that begin with pipelines spelled out."""
-LATE_STEPS: Final = 16
-"""The clock is read after so many steps: that is not free."""
+from weft.search.deploy.actions import Layout
+from weft.search.deploy.deployer import Deployer, Evaluation, Found
+from weft.search.deploy.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -52,9 +38,9 @@ class Taste:
     def pick(self, rng: np.random.Generator, choice: I64, before: int) -> int:
         """Return an action for groups that had another ``before``, in the deployment ``choice``."""
         kind = rng.random()
-        if kind < SAME:
+        if kind < TUNING.same:
             return int(rng.choice(choice))
-        if kind < SAME + NEAR and self.near[before]:
+        if kind < TUNING.same + TUNING.near and self.near[before]:
             return self.near[before][int(rng.integers(len(self.near[before])))]
         return int(np.searchsorted(np.cumsum(self.likely), rng.random()).clip(max=len(self.likely) - 1))
 
@@ -76,11 +62,11 @@ class Annealer:
         self.progress: list[tuple[int, float, Found]] = []
         """When it got better, in the last run."""
 
-    def run(self, num_steps: int, *, hot: float = HOT, cold: float = COLD,
+    def run(self, num_steps: int, *, hot: float = TUNING.hot_alone, cold: float = TUNING.cold,
             is_late: Callable[[], bool] = lambda: False) -> Found:
         """Take so many steps, from hot to cold, unless it is late before, and return the best so far."""
         self.progress = []
-        if self.taste is not None and self.rng.random() < SPELL:
+        if self.taste is not None and self.rng.random() < TUNING.spell:
             deployer = self.current.deployer
             self.current = replace(self.current, choice=deployer.spelled_out(self.current.choice))
         for step in range(num_steps):
@@ -91,7 +77,7 @@ class Annealer:
                 if found.key < self.best.key:
                     self.best = found
                     self.progress.append((*self.clock(), found))
-            if step % LATE_STEPS == LATE_STEPS - 1 and is_late():
+            if step % TUNING.late_steps == TUNING.late_steps - 1 and is_late():
                 break
         self.current = self.best
         return self.best
@@ -104,7 +90,7 @@ class Annealer:
             evaluation = deployer.evaluate_within(choice, limit_s)
             return None if evaluation is None else Found(deployer=deployer, choice=choice, evaluation=evaluation)
         deployer, choice = self._neighbour()
-        found = Found(deployer=deployer, choice=choice, evaluation=deployer.evaluate(choice))
+        found = deployer.find(choice)
         return found if self._accepts(found, temperature) else None
 
     def _accepts(self, found: Found, temperature: float) -> bool:
@@ -139,7 +125,7 @@ class Annealer:
     def _move_border(self, choice: I64, borders: I64) -> None:
         rng = self.rng
         border, reach = int(rng.choice(borders)), int(rng.integers(1, 4))
-        if self.taste is not None and rng.random() < FAR:
+        if self.taste is not None and rng.random() < TUNING.far:
             reach = int(rng.integers(1, 1 + max(1, len(choice) // 4)))
         if rng.random() < 0.5:
             choice[max(0, border + 1 - reach) : border + 1] = choice[border + 1]
@@ -149,9 +135,9 @@ class Annealer:
     def _change_stretch(self, choice: I64) -> None:
         rng = self.rng
         first, last = sorted(rng.integers(0, len(choice) + 1, size=2).tolist())
-        if self.peers and rng.random() < PEERS:
+        if self.peers and rng.random() < TUNING.peers:
             choice[first:last] = self.peers[int(rng.integers(len(self.peers)))][first:last]
-        elif self.taste is not None and rng.random() < SWAP:
+        elif self.taste is not None and rng.random() < TUNING.swap:
             one, other = (int(rng.choice(choice)) for _ in range(2))
             choice[:] = np.where(choice == one, other, np.where(choice == other, one, choice))
         else:
@@ -162,3 +148,43 @@ class Annealer:
         if self.taste is None:
             return int(self.rng.integers(len(self.deployers[0].actions)))
         return self.taste.pick(self.rng, choice, int(choice[group]))
+
+
+def polish(found: Found) -> Found:
+    """Return the deployment with the best shares that single moves lead to."""
+    best, tries = found.evaluation, 0
+    improved = True
+    while improved and tries < TUNING.max_tries:
+        improved = False
+        for other in _neighbours(found.deployer, best):
+            tries += 1
+            if (other.missing_bytes, other.seconds) < (best.missing_bytes, best.seconds * (1 - 1e-9)):
+                best, improved = other, True
+                break
+            if tries >= TUNING.max_tries:
+                break
+    return replace(found, evaluation=best)
+
+
+def _neighbours(deployer: Deployer, evaluation: Evaluation) -> Iterator[Evaluation]:
+    busy = evaluation.outcome.busy_s + evaluation.outcome.used / np.maximum(deployer.world.capacity, 1.0) * 1e-9
+    for number in np.unique(evaluation.layout_of).tolist():
+        layout = deployer.layouts[number]
+        if len(layout.replicas) < 2:
+            continue
+        load = [max(float(busy[device]) for device in devices) for devices, _ in layout.replicas]
+        order = sorted(range(len(load)), key=lambda index: (load[index], index))
+        for source in reversed(order[-TUNING.num_ends:]):
+            for target in order[:TUNING.num_ends]:
+                if source != target:
+                    moved = _with_move(layout, source, target)
+                    layout_of = evaluation.layout_of.copy()
+                    layout_of[layout_of == number] = deployer.layout_id(moved)
+                    yield deployer.evaluate_layouts(layout_of)
+
+
+def _with_move(layout: Layout, source: int, target: int) -> Layout:
+    """Return the layout with one sample moved; a replica without samples is left out."""
+    change = {source: -1, target: 1}
+    counts = ((devices, samples + change.get(index, 0)) for index, (devices, samples) in enumerate(layout.replicas))
+    return Layout(tuple((devices, samples) for devices, samples in counts if samples))

@@ -4,26 +4,22 @@ The operators are in topological order, so any cut of that order into pieces giv
 other in a circle. Which cuts: with ``w`` the work of an operator (its part of all time plus its part of all parameter
 bytes) and ``c(p)`` the bytes that cross place ``p`` as a part of all bytes that operators write,
 
-    minimise   sum over cuts of (c(p) + price)  +  OVERWEIGHT * sum over groups of max(0, work / cap - 1)
+    minimise   sum over cuts of (c(p) + price)  +  overweight * sum over groups of max(0, work / cap - 1)
 
-which a dynamic program over places solves exactly; the price of a cut rises until there are few enough. A place is no
-cut where a tensor crosses that replicas could not divide: one that mixes the samples of a batch (a loss), or whose
-samples do not lie along its first dimension.
+which a dynamic program over places (``_cut``) solves exactly; the price of a cut rises until there are few enough. A
+place is no cut where a tensor crosses that replicas could not divide (``_cannot_be_divided``): one that mixes the
+samples of a batch (a loss), or whose samples do not lie along its first dimension.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
 
 import numpy as np
 
 from weft.model.graph import F64, I64, NO_BATCH_DIM, Bool, Graph, TensorRole
-
-MAX_GROUPS: Final = 60
-OVERWEIGHT: Final = 1.0
-"""What a group with twice the work that it should have costs, as a part of all bytes."""
+from weft.search.deploy.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,7 +98,7 @@ class OpGroups:
         return {item: tuple(sorted(groups)) for item, groups in sorted(readers.items())}
 
 
-def group_operators(graph: Graph, seconds: F64, *, max_groups: int = MAX_GROUPS) -> OpGroups:
+def group_operators(graph: Graph, seconds: F64, *, max_groups: int = TUNING.max_groups) -> OpGroups:
     """Return at most ``max_groups`` groups of operators, which take ``seconds``; see the module's docstring."""
     parameter_bytes = _parameter_bytes(graph)
     work = seconds / max(float(seconds.sum()), 1e-300) + parameter_bytes / max(float(parameter_bytes.sum()), 1.0)
@@ -129,7 +125,7 @@ def _cut(prefix: F64, cost: F64, cap: float) -> list[int]:
     for place in range(1, num_places):
         first = max(0, int(np.searchsorted(prefix, prefix[place] - 4 * cap)) - 1)
         excess = np.maximum(0.0, (prefix[place] - prefix[first:place]) / cap - 1.0)
-        total = best[first:place] + OVERWEIGHT * excess
+        total = best[first:place] + TUNING.overweight * excess
         where = int(np.argmin(total))
         best[place], before[place] = total[where] + (cost[place] if place < num_places - 1 else 0.0), first + where
     chosen = [num_places - 1]

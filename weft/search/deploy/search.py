@@ -1,20 +1,29 @@
 """The search for a deployment: seeds, tree search with a learned prior, and local improvement, raced with each other.
 
-``auto`` first tries data parallelism, HEFT and some steps of the tree search; then the best pipelines of stages by a
-dynamic program, every action for all groups alike, the best actions two by two, each for a part of the groups; all for
-every number of micro-batches. What cannot be better by its bounds is not simulated. Then it goes in rounds: on one core
-the tree search, in turns from nothing and from the best deployment so far, on the other annealing from the best seeds,
-of which half are dropped after each round until few are left. A round is a fixed number of steps on each, so the result
-is the same for the same seed unless a time limit ends the search. At the end the best few become plans, which are
-checked and simulated in full; the fastest that fits is the result. So it is never worse than data parallelism or HEFT.
-The other methods are parts of it, to compare with.
+    choose      m, a number of micro-batches (``microbatch_numbers``), and for each group ``g`` of operators that follow
+                each other (``group_operators``) an action ``a[g]``: which devices, how they share (``list_actions``)
+    minimise    T(m, a), the seconds of a step by a compiled simulation (``Deployer.evaluate``, ``kernel.run``)
+    subject to  what device ``d`` holds at most <= its memory, for all ``d`` (``Evaluation.missing_bytes``)
+                a device is in one tp group wherever it is used (``Deployer._teams_agree``)
+                groups that share a parameter are divided alike (``Deployer._ties_agree``)
+    bounds      T(m, a) >= what its devices, links and exchanges have to do (``least_seconds``, ``find_bounds``)
+                T(m, a) >= all devices busy all the time and nothing sent, for all m and a (``Problem.work_bound``)
+
+Nothing is proven: the bound of all devices busy is rarely reached. ``auto`` first tries data parallelism, HEFT and some
+steps of the tree search; then the best pipelines of stages by a dynamic program, every action for all groups alike, the
+best actions two by two, each for a part of the groups; all for every number of micro-batches. What cannot be better by
+its bounds is not simulated. Then it goes in rounds: on one core the tree search, in turns from nothing and from the
+best deployment so far, on the other annealing from the best seeds, of which half are dropped after each round until few
+are left. A round is a fixed number of steps on each, so the result is the same for the same seed unless a time limit
+ends the search. At the end the best few become plans, which are checked and simulated in full; the fastest that fits is
+the result. So it is never worse than data parallelism or HEFT. The other methods are parts of it, to compare with.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal, get_args
@@ -22,56 +31,26 @@ from typing import Final, Literal, get_args
 import numpy as np
 
 from weft.base.errors import InputError, NoFeasiblePlan
-from weft.base.units import format_bytes
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan, with_search
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
+from weft.search.common.incumbent import Incumbent
 from weft.search.common.problem import Problem, divisors
-from weft.search.deploy.deployer import NO_SPLITS, Deployer, Splits, make_world
-from weft.search.deploy.local import Annealer
-from weft.search.deploy.op_groups import MAX_GROUPS, group_operators
+from weft.search.deploy import seeds
+from weft.search.deploy.deployer import Deployer, Found, make_world
+from weft.search.deploy.local import Annealer, polish
+from weft.search.deploy.op_groups import group_operators
 from weft.search.deploy.policy import Policy, UniformPolicy
-from weft.search.deploy.polish import polish
-from weft.search.deploy.seeds import (
-    Choice,
-    data_parallel_choices,
-    find_taste,
-    heft_choices,
-    two_part_choices,
-    uniform_choices,
-)
+from weft.search.deploy.splits import NO_SPLITS, Splits
 from weft.search.deploy.stages import staged_choices
 from weft.search.deploy.to_plan import deployment_plan
-from weft.search.deploy.tree import Found, TreeSearch
+from weft.search.deploy.tree import TreeSearch
+from weft.search.deploy.tuning import TUNING
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 
 Method = Literal["auto", "tree", "anneal", "heft", "data-parallel"]
 METHODS: Final[tuple[Method, ...]] = get_args(Method)
-MAX_MICROBATCHES: Final = 16
-NUM_FINALISTS: Final = 5
-NUM_POLISHED: Final = 2
-FIRST_STEPS: Final = 40
-"""Simulations of the tree search before anything else: where the network knows the model's like, they are enough."""
-SLACK: Final = 1.3
-"""Seeds that are slower than the best by more than such a factor are of no use."""
-MAX_CHAINS: Final = 8
-"""Annealings at the beginning, from different seeds."""
-FAR_OFF: Final = 2.0
-"""A seed that is slower than the best by such a factor is not annealed."""
-HEAT_STEPS: Final = 800
-"""Steps of all annealings together, in a round that leaves the better half of them."""
-NUM_LEFT: Final = 3
-"""Once so few are left, one goes on in each round."""
-ANNEAL_STEPS: Final = 400
-HOT: Final = 0.02
-"""The temperature that annealings in ``auto`` begin with; seeds are good, so it is lower than in annealing alone."""
-TREE_STEPS: Final = 40
-"""Steps of the tree search in a round; fewer while it finds nothing better."""
-PATIENCE: Final = 6
-"""Rounds without a better deployment that end the search, where no limit is given."""
-TREE_PATIENCE: Final = 900
-"""Steps of the tree search alone, where no limit is given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +63,7 @@ class DeployOptions:
     max_simulations: int | None = None
     """Deployments that the search may look at, those that it has met before included; rounds are not cut short."""
     seed: int = 0
-    max_groups: int = MAX_GROUPS
+    max_groups: int = TUNING.max_groups
     use_factors: bool = True
     """Let layers exchange sufficient factors where that is faster."""
     use_shares: bool = True
@@ -114,16 +93,17 @@ class Deployment:
 class _Race:
     """What the methods have found so far."""
 
-    budget: Budget
     options: DeployOptions
-    progress: Callable[[str], None]
-    bound_s: float
+    first: Found
+    """Data parallelism."""
+    deployers: list[Deployer]
+    best: Incumbent[Found]
     begin: float = field(default_factory=time.process_time)
     finalists: dict[tuple[int, tuple[int, ...]], Found] = field(default_factory=dict)
+    """The best few, by numbers of micro-batches and layouts."""
     starts: dict[int | str, Found] = field(default_factory=dict)
-    """The best seed for each number of micro-batches."""
+    """The best seed for each number of micro-batches, and of each kind."""
     history: list[tuple[int, float, float]] = field(default_factory=list)
-    deployers: list[Deployer] = field(default_factory=list)
 
     @property
     def num_simulations(self) -> int:
@@ -136,7 +116,7 @@ class _Race:
     @property
     def is_late(self) -> bool:
         late = self.options.cpu_seconds is not None and self.seconds >= self.options.cpu_seconds
-        return self.budget.is_spent or late
+        return self.best.budget.is_spent or late
 
     @property
     def is_over(self) -> bool:
@@ -144,8 +124,14 @@ class _Race:
         return self.is_late or (most is not None and sum(item.num_asked for item in self.deployers) >= most)
 
     @property
-    def best(self) -> Found:
-        return min(self.finalists.values(), key=lambda found: found.key)
+    def leader(self) -> Found:
+        """Return the best deployment so far."""
+        return self.best.answer or self.first
+
+    @property
+    def ranking(self) -> list[Found]:
+        """Return the finalists, the best first."""
+        return sorted(self.finalists.values(), key=lambda found: found.key)
 
     def clock(self) -> tuple[int, float]:
         """Return the simulations and the CPU seconds so far."""
@@ -158,7 +144,7 @@ class _Race:
             if found.key < known.key:
                 self.starts[kind] = found
 
-    def take_round(self, chains: Sequence[Annealer], steps: Sequence[tuple[int, float, Found]], what: str) -> None:
+    def take_round(self, chains: Iterable[Annealer], steps: Sequence[tuple[int, float, Found]], what: str) -> None:
         """Keep what annealings and the ``steps`` of a tree search beside them found, in the order of time."""
         every = itertools.chain(steps, *(chain.progress for chain in chains))
         for count, seconds, found in sorted(every, key=lambda item: item[0]):
@@ -167,21 +153,18 @@ class _Race:
     def take(self, found: Found, what: str, when: tuple[int, float] | None = None) -> None:
         """Keep a deployment if it is among the best; it was found then, by ``clock``, or now."""
         key = found.deployer.microbatches, tuple(found.evaluation.layout_of.tolist())
-        before = self.best.key if self.finalists else (np.inf, np.inf)
+        if key in self.finalists and self.finalists[key] is self.best.answer:
+            self.best.answer = found  # the same deployment: further searches begin with the choice that was met last
         self.finalists[key] = found
-        if len(self.finalists) > NUM_FINALISTS:
+        if len(self.finalists) > TUNING.num_finalists:
             self.finalists.pop(max(self.finalists, key=lambda key: self.finalists[key].key))
-        if found.key >= before:
-            return
-        self.history.append((*(when or self.clock()), found.evaluation.seconds))
-        fits = "" if found.evaluation.fits else f", {format_bytes(found.evaluation.missing_bytes)} too large"
-        self.progress(f"{what}: best {found.evaluation.seconds:.6g} s{fits}, bound {self.bound_s:.6g} s, "
-                      f"{self.num_simulations} simulations")
+        excess, seconds = found.key
+        if self.best.offer(seconds, found, f"{what}, {self.num_simulations} simulations", excess):
+            self.history.append((*(when or self.clock()), seconds))
 
 
 def deploy(problem: Problem, options: DeployOptions | None = None, *, splits: Splits = NO_SPLITS,
-           policy: Policy | None = None, budget: Budget | None = None,
-           progress: Callable[[str], None] = lambda text: None) -> Deployment:
+           policy: Policy | None = None, budget: Budget | None = None) -> Deployment:
     """Return the fastest deployment found, as a checked plan; raise ``NoFeasiblePlan`` if nothing fits the memory.
 
     With ``splits`` (``weft.search.deploy.splits``) devices may divide operators: tensor parallelism.
@@ -191,18 +174,18 @@ def deploy(problem: Problem, options: DeployOptions | None = None, *, splits: Sp
         options = replace(options, use_factors=False)
     if options.method not in METHODS:
         raise InputError(f"there is no method {options.method!r}; choose from {', '.join(METHODS)}")
-    race = _Race(budget=budget or Budget(effort=float("inf")), options=options, progress=progress,
-                 bound_s=problem.work_bound())
+    budget = budget or Budget(effort=float("inf"))
+    begin, bound_s = time.process_time(), problem.work_bound()
     deployers = make_deployers(problem, options, splits)
-    race.deployers += deployers
-    whole = (0,) * deployers[0].groups.num_groups
-    first = Found(deployer=deployers[0], choice=whole, evaluation=deployers[0].evaluate(whole))
+    first = deployers[0].find((0,) * deployers[0].groups.num_groups)
+    race = _Race(options=options, first=first, deployers=list(deployers), begin=begin,
+                 best=Incumbent(budget=budget, what="step time", unit="s", bound=bound_s))
     race.take(first, "data parallel")
     try:
-        with ended_by_ctrl_c(race.budget), cut_short(race.budget.deadline):
-            _run(race, deployers, policy or UniformPolicy(), first)
+        with ended_by_ctrl_c(budget), cut_short(budget.deadline):
+            _run(race, deployers, policy or UniformPolicy())
     except OutOfTime:
-        race.progress(f"time limit: {race.num_simulations} simulations")
+        race.best.tell(f"time limit, {race.num_simulations} simulations")
     return _finish(race, problem)
 
 
@@ -219,71 +202,67 @@ def microbatch_numbers(problem: Problem) -> list[int]:
     """Return the numbers of micro-batches to try."""
     if problem.options.microbatches is not None:
         return [problem.options.microbatches]
-    every = [number for number in divisors(problem.options.batch) if number <= MAX_MICROBATCHES]
+    every = [number for number in divisors(problem.options.batch) if number <= TUNING.max_microbatches]
     powers = [number for number in every if number & (number - 1) == 0]
     return powers if len(powers) > 1 else every[:4]
 
 
-def _run(race: _Race, deployers: list[Deployer], policy: Policy, first: Found) -> None:
-    """Search by the method that is asked for; ``first`` is data parallelism."""
-    whole = first.choice
+def _run(race: _Race, deployers: list[Deployer], policy: Policy) -> None:
+    """Search by the method that is asked for."""
     match race.options.method:
         case "data-parallel":
-            _take_all(race, ((deployer, whole) for deployer in deployers[1:]), "data parallel")
+            for deployer in deployers[1:]:
+                race.take(deployer.find(race.first.choice), "data parallel")
         case "heft":
-            _take_all(race, heft_choices(deployers), "HEFT")
+            for deployer, choice in seeds.heft_choices(deployers):
+                race.take(deployer.find(choice), "HEFT")
         case "tree":
             tree = TreeSearch(deployers, policy)
             while not race.is_over and (race.options.cpu_seconds or race.options.max_simulations
-                                        or deployers[0].num_asked < TREE_PATIENCE):
+                                        or deployers[0].num_asked < TUNING.tree_patience):
                 race.take(tree.step(), "tree search")
         case "anneal":
-            annealer = Annealer(deployers, first, seed=race.options.seed, clock=race.clock)
+            annealer = Annealer(deployers, race.first, seed=race.options.seed, clock=race.clock)
             for _ in _rounds(race):
-                annealer.run(ANNEAL_STEPS)
+                annealer.run(TUNING.anneal_steps)
                 race.take_round([annealer], (), "annealing")
         case "auto":
             tree = TreeSearch(deployers, policy)
-            alike = _seed(race, tree, first)
+            alike = _seed(race, tree)
             if not race.is_over:
                 _auto_rounds(race, tree, alike)
             if race.options.use_shares:
-                for found in sorted(race.finalists.values(), key=lambda found: found.key)[:NUM_POLISHED]:
+                for found in race.ranking[:TUNING.num_polished]:
                     race.take(polish(found), "shares of devices")
 
 
-def _take_all(race: _Race, choices: Iterable[tuple[Deployer, Choice]], what: str) -> None:
-    for deployer, choice in choices:
-        race.take(Found(deployer=deployer, choice=choice, evaluation=deployer.evaluate(choice)), what)
-
-
-def _seed(race: _Race, tree: TreeSearch, first: Found) -> list[Found]:
+def _seed(race: _Race, tree: TreeSearch) -> list[Found]:
     """Try what the rounds may begin with; return what was simulated of all groups alike."""
     deployers = tree.deployers
-    _attempt(race, data_parallel_choices(deployers), "data parallel", slack=1.0)
-    _attempt(race, heft_choices(deployers), "HEFT", slack=1.0)
-    for _ in range(FIRST_STEPS):
+    _attempt(race, seeds.data_parallel_choices(deployers), "data parallel", slack=1.0)
+    _attempt(race, seeds.heft_choices(deployers), "HEFT", slack=1.0)
+    for _ in range(TUNING.first_steps):
         if race.is_late:
             break
         race.take(tree.step(), "tree search")
-    alike = [first]
+    alike = [race.first]
     if not race.is_over:
         staged = ((deployer, choice) for deployer in deployers for choice in staged_choices(deployer))
-        _attempt(race, staged, "pipeline of stages", slack=SLACK)
+        _attempt(race, staged, "pipeline of stages", slack=TUNING.slack)
     if not race.is_over:
-        alike += _attempt(race, uniform_choices(deployers), "all groups alike", slack=SLACK)
+        alike += _attempt(race, seeds.uniform_choices(deployers), "all groups alike", slack=TUNING.slack)
     if not race.is_over:
-        _attempt(race, two_part_choices(alike), "two parts", slack=SLACK)
+        _attempt(race, seeds.two_part_choices(alike), "two parts", slack=TUNING.slack)
     return alike
 
 
-def _attempt(race: _Race, seeds: Iterable[tuple[Deployer, Choice]], what: str, *, slack: float) -> list[Found]:
-    """Return those of the seeds that take at most ``slack`` times as long as the best so far."""
+def _attempt(race: _Race, choices: Iterable[tuple[Deployer, seeds.Choice]], what: str, *, slack: float) -> list[Found]:
+    """Return those of the deployments that take at most ``slack`` times as long as the best so far."""
     result = []
-    for deployer, choice in seeds:
+    for deployer, choice in choices:
         if race.is_late:
             break
-        best = race.best.evaluation
+        best = race.leader.evaluation
         limit_s = slack * best.seconds
         evaluation = deployer.evaluate_within(choice, limit_s) if best.fits else deployer.evaluate(choice)
         if evaluation is not None:
@@ -302,7 +281,7 @@ def _rounds(race: _Race) -> Iterator[int]:
             known, last_better = len(race.history), number
         number += 1
         unlimited = race.options.cpu_seconds is None and race.options.max_simulations is None
-        if unlimited and number - last_better > PATIENCE:
+        if unlimited and number - last_better > TUNING.patience:
             return
 
 
@@ -311,73 +290,66 @@ def _auto_rounds(race: _Race, whole: TreeSearch, alike: Sequence[Found]) -> None
     twins = [deployer.twin() for deployer in deployers]
     race.deployers += twins
     chains = _make_chains(race, twins, alike)
-    heats, steps = _heats(chains), TREE_STEPS
+    heats, num_steps = _heats(chains), TUNING.tree_steps
     with ThreadPoolExecutor(max_workers=1) as second_core:
         for number in _rounds(race):
-            heat = next(heats)
-            annealed = second_core.submit(_anneal, race, heat)
-            tree = TreeSearch(deployers, whole.policy, start=_moved(race.best, deployers)) if number % 2 else whole
-            known, found = race.best.key, []
-            for _ in range(steps):
+            heat, anneal_steps = next(heats)
+            annealed = second_core.submit(_anneal, race, heat, anneal_steps)
+            tree = TreeSearch(deployers, whole.policy, start=_moved(race.leader, deployers)) if number % 2 else whole
+            known, found = race.leader.key, []
+            for _ in range(num_steps):
                 step = tree.step()
                 if step.key < known:
                     known = step.key
                     found.append((*race.clock(), step))
                 if race.is_late:
                     break
-            steps = TREE_STEPS if found else max(steps // 2, TREE_STEPS // 8)
+            num_steps = TUNING.tree_steps if found else max(num_steps // 2, TUNING.tree_steps // 8)
             annealed.result()
-            race.take_round(heat.chains, found, f"round {number + 1}")
-            if number % 4 == 3 and race.best.key < chains[0].best.key:
-                chains[0].current = chains[0].best = _moved(race.best, twins)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Heat:
-    """What is annealed in a round."""
-
-    chains: tuple[Annealer, ...]
-    num_steps: int
-    """Of each."""
+            race.take_round(heat, found, f"round {number + 1}")
+            if number % 4 == 3 and race.leader.key < chains[0].best.key:
+                chains[0].current = chains[0].best = _moved(race.leader, twins)
 
 
 def _make_chains(race: _Race, deployers: Sequence[Deployer], alike: Sequence[Found]) -> list[Annealer]:
     """Return annealings from the best seeds of each kind, the best first."""
-    taste = find_taste(race.deployers[: len(deployers)], alike)
+    taste = seeds.find_taste(race.deployers[: len(deployers)], alike)
     starts = {(found.deployer.microbatches, found.choice): found for found in (*race.starts.values(), alike[0])}
     order = sorted(starts.values(), key=lambda found: found.key)
-    limit = order[0].key[0], FAR_OFF * order[0].key[1]
+    limit = order[0].key[0], TUNING.far_off * order[0].key[1]
     return [Annealer(deployers, _moved(start, deployers), seed=race.options.seed + number, taste=taste,
                      clock=race.clock)
-            for number, start in enumerate(order[:MAX_CHAINS]) if start.key <= limit]
+            for number, start in enumerate(order[:TUNING.max_chains]) if start.key <= limit]
 
 
-def _heats(chains: list[Annealer]) -> Iterator[_Heat]:
-    """Yield what to anneal, round by round: the better half goes on until few are left; these take turns then.
+def _heats(chains: list[Annealer]) -> Iterator[tuple[tuple[Annealer, ...], int]]:
+    """Yield what to anneal, round by round, and for how many steps each.
+
+    The better half goes on until few are left; these take turns then, the best every other time.
 
     ``chains`` are sorted and thinned out on the way.
     """
     every = list(chains)
-    while len(chains) > NUM_LEFT:
-        yield _Heat(chains=tuple(chains), num_steps=HEAT_STEPS // len(chains))
+    while len(chains) > TUNING.num_left:
+        yield tuple(chains), TUNING.heat_steps // len(chains)
         chains.sort(key=lambda chain: chain.best.key)
         del chains[(len(chains) + 1) // 2 :]
     for number in itertools.count():
         chains.sort(key=lambda chain: chain.best.key)
         chain = chains[_ruler(number) % len(chains)]
         chain.peers = [peer.best.choice for peer in every if peer is not chain]
-        yield _Heat(chains=(chain,), num_steps=ANNEAL_STEPS)
+        yield (chain,), TUNING.anneal_steps
 
 
-def _anneal(race: _Race, heat: _Heat) -> None:
-    for chain in heat.chains:
-        chain.run(heat.num_steps, hot=HOT, is_late=lambda: race.is_late)
+def _anneal(race: _Race, chains: Iterable[Annealer], num_steps: int) -> None:
+    for chain in chains:
+        chain.run(num_steps, hot=TUNING.hot, is_late=lambda: race.is_late)
 
 
 def _moved(found: Found, deployers: Sequence[Deployer]) -> Found:
     """Return the same deployment for other deployers."""
     deployer = next(item for item in deployers if item.microbatches == found.deployer.microbatches)
-    return Found(deployer=deployer, choice=found.choice, evaluation=deployer.evaluate(found.choice))
+    return deployer.find(found.choice)
 
 
 def _ruler(number: int) -> int:
@@ -389,8 +361,8 @@ def _finish(race: _Race, problem: Problem) -> Deployment:
     """Return the best of the finalists as a checked plan."""
     best: tuple[Plan, Timeline] | None = None
     miss: NoFeasiblePlan | None = None
-    for found in sorted(race.finalists.values(), key=lambda found: found.key):
-        if not np.isfinite(found.evaluation.seconds) or (best is not None and race.budget.is_late):
+    for found in race.ranking:
+        if not np.isfinite(found.evaluation.seconds) or (best is not None and race.best.budget.is_late):
             continue
         plan = deployment_plan(found.deployer, found.evaluation, by=f"deploy {race.options.method}")
         try:
@@ -409,10 +381,10 @@ def _finish(race: _Race, problem: Problem) -> Deployment:
         if race.budget.is_interrupted:  # nothing is known yet
             raise KeyboardInterrupt from miss
         raise miss
-    plan = with_search(best[0], status="feasible", step_time=best[1].step_time_s, bound=race.bound_s,
+    plan = with_search(best[0], status="feasible", step_time=best[1].step_time_s, bound=race.best.bound,
                        seed=race.options.seed)
     timeline = best[1]
     if timeline.program is not None:
         timeline = replace(timeline, program=replace(timeline.program, plan=plan))
-    return Deployment(plan=plan, timeline=timeline, method=race.options.method, bound_s=race.bound_s,
+    return Deployment(plan=plan, timeline=timeline, method=race.options.method, bound_s=race.best.bound,
                       num_simulations=race.num_simulations, cpu_seconds=race.seconds, history=tuple(race.history))

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Final
 
 import numpy as np
 
 from weft.model.graph import F64
 from weft.search.deploy.actions import Action
-from weft.search.deploy.deployer import Deployer
+from weft.search.deploy.deployer import Deployer, Found
 from weft.search.deploy.local import Taste
-from weft.search.deploy.tree import Found
+from weft.search.deploy.tuning import TUNING
 
-FLAT: Final = 0.3
-"""Part of the moves whose action may be any, of those that follow the actions' worth."""
-NUM_PARTS: Final = 10
-NUM_PLACES: Final = 12
-"""So many actions, and places between them, make deployments in two parts."""
 Choice = tuple[int, ...]
 
 
@@ -46,10 +40,11 @@ def uniform_choices(deployers: Sequence[Deployer]) -> list[tuple[Deployer, Choic
 
 def two_part_choices(alike: Sequence[Found]) -> Iterator[tuple[Deployer, Choice]]:
     """Yield deployments in two parts: up to a place one of the best actions for all, then another one."""
-    best = sorted(alike, key=lambda found: found.key)[:NUM_PARTS]
+    best = sorted(alike, key=lambda found: found.key)[:TUNING.num_parts]
     for first in best:
         deployer, num_groups = first.deployer, first.deployer.groups.num_groups
-        places = sorted({round(num_groups * part / NUM_PLACES) for part in range(1, NUM_PLACES)} - {0, num_groups})
+        places = sorted({round(num_groups * part / TUNING.num_places)
+                         for part in range(1, TUNING.num_places)} - {0, num_groups})
         for second in best:
             if second.deployer is deployer and second is not first:
                 for place in places:
@@ -71,7 +66,7 @@ def find_taste(deployers: Sequence[Deployer], alike: Sequence[Found]) -> Taste:
              for deployer in deployers]
     least = (used * np.asarray(power)).min(axis=0)
     weights = np.square(least.min() / least)
-    likely: F64 = FLAT / len(weights) + (1 - FLAT) * weights / weights.sum()
+    likely: F64 = TUNING.flat / len(weights) + (1 - TUNING.flat) * weights / weights.sum()
     actions = deployers[0].actions
     near = tuple(tuple(index for index, other in enumerate(actions) if _is_near(action, other)) for action in actions)
     return Taste(likely=likely, near=near)

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
 from weft.base.errors import ModelError, NoFeasiblePlan
 from weft.cluster.cluster import Cluster, DeviceId
+from weft.cost.costs import Costs
+from weft.model.graph import Graph
+from weft.model.load import has_module
+from weft.model.notes import NOTE, rule_notes
+from weft.model.source import ModelSource, resolve_model
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
-from weft.search.deploy.deployer import Splits
+from weft.search.common.problem import Problem
 
 if TYPE_CHECKING:
-    from weft.cost.costs import Costs
     from weft.model.folded import FoldedModel
-    from weft.model.graph import Graph
-    from weft.model.source import ModelSource
-    from weft.search.common.problem import Problem
     from weft.search.shard.tensor_costs import TensorCosts
 
+Splits = Mapping[tuple[int, int], "TensorCosts"]
+"""How devices divide operators, by device group and number of devices."""
+NO_SPLITS: Final[Splits] = MappingProxyType({})
 MAX_DEGREE: Final = 16
+"""No more devices divide operators together: hosts rarely have more."""
 SPLITS_PART: Final = 0.25
-"""Part of a time limit that finding out how devices divide operators may take."""
+"""Part of a time limit that finding out how devices divide operators may take; a guess."""
 
 
 def load_splits(model: str | ModelSource, problem: Problem, costs_of: Callable[[Graph], Costs], *,
@@ -30,9 +36,6 @@ def load_splits(model: str | ModelSource, problem: Problem, costs_of: Callable[[
     ``budget`` is for the whole search, of which this takes a part; tracing does not count.
     """
     from weft.model.folded import trace_folded
-    from weft.model.load import has_module
-    from weft.model.notes import NOTE, rule_notes
-    from weft.model.source import ModelSource, resolve_model
 
     if next(teams_by_degree(problem.cluster.groups_by_host_and_kind()), None) is None or not has_module(model):
         return {}

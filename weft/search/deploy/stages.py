@@ -15,27 +15,24 @@ from all last stages that are within the limit:
 
 Where groups share a parameter, there are pipelines in which they are in one stage, too, so that its gradients need not
 be exchanged: the first of them has the work of all. The simulation then judges the best of all these.
+
+``least_limit`` and ``least_sums`` are that program, compiled. A state ``D`` says how many devices of each device group
+are in use, as a number with the digits of ``digits``: the first device group counts least. ``taken`` is [places, device
+groups], what a stage there takes; ``work`` is [places, groups + 1], the work of the groups before each; ``crossing`` is
+[places, groups + 1].
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 import numpy as np
 
+from weft.base.compiled import compiled
 from weft.model.graph import F64, I64
 from weft.search.deploy.deployer import Deployer
-
-MAX_STATES: Final = 2000
-"""With more parts of the cluster, device groups are taken as a whole; with still more, other seeds have to do."""
-LIMITS: Final = (1.0, 1.1, 1.25, 1.5, 2.0)
-"""Times the least limit for which there is a pipeline."""
-NUM_BEST: Final = 8
-"""So many pipelines are tried for each number of micro-batches."""
-MUCH: Final = 4.0
-"""A group does not part from the next one if so many times more crosses after it than before it."""
+from weft.search.deploy.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,10 +52,10 @@ def staged_choices(deployer: Deployer) -> Iterator[tuple[int, ...]]:
     sizes = [len(group) for group in deployer.device_groups]
     places = _single_places(deployer) + _replicating_places(deployer)
     digits = np.asarray([size + 1 for size in sizes], dtype=np.int64)
-    if np.prod(digits, dtype=np.float64) > MAX_STATES:
+    if np.prod(digits, dtype=np.float64) > TUNING.max_states:
         places, digits = [place for place in places if place.is_whole], np.full(len(sizes), 2)
         places = [replace(place, taken=tuple(min(count, 1) for count in place.taken)) for place in places]
-    if len(places) < 2 or np.prod(digits, dtype=np.float64) > MAX_STATES:
+    if len(places) < 2 or np.prod(digits, dtype=np.float64) > TUNING.max_states:
         return
     together = _together(deployer)
     for moved in (together, {}) if together else ({},):
@@ -74,7 +71,7 @@ def _together(deployer: Deployer) -> dict[int, int]:
         homes = sorted(deployer.groups.home_of_parameter[tensor])
         for home in homes[1:]:
             stop = home + 1
-            while stop < deployer.groups.num_groups and crossing[stop] > MUCH * crossing[home]:
+            while stop < deployer.groups.num_groups and crossing[stop] > TUNING.much * crossing[home]:
                 stop += 1
             for group in range(home, stop):
                 first.setdefault(group, first.get(homes[0], homes[0]))
@@ -83,21 +80,19 @@ def _together(deployer: Deployer) -> dict[int, int]:
 
 def _best_pipelines(deployer: Deployer, places: Sequence[_Place], digits: I64,
                     moved: Mapping[int, int]) -> list[tuple[int, ...]]:
-    from weft.search.deploy.stages_kernel import least_limit, least_sums
-
     taken = np.asarray([place.taken for place in places], dtype=np.int64)
     times = [_times(deployer, place, moved) for place in places]
     work, crossing = np.stack([item[0] for item in times]), np.stack([item[1] for item in times])
     limit = float(least_limit(digits, taken, work, crossing))
     found: dict[tuple[int, ...], float] = {}
-    for factor in LIMITS:
+    for factor in TUNING.limits:
         sums, last = least_sums(digits, taken, work, crossing, limit * factor * (1 + 1e-9))
-        for state in np.argsort(sums, kind="stable")[: 4 * NUM_BEST].tolist():
+        for state in np.argsort(sums, kind="stable")[: 4 * TUNING.num_pipelines].tolist():
             if np.isfinite(sums[state]):
                 choice, slowest = _choice(places, taken, digits, last, work, crossing, state)
                 seconds = float(sums[state]) + (deployer.microbatches - 1) * slowest
                 found[choice] = min(found.get(choice, np.inf), seconds)
-    return sorted(found, key=lambda choice: (found[choice], choice))[:NUM_BEST]
+    return sorted(found, key=lambda choice: (found[choice], choice))[:TUNING.num_pipelines]
 
 
 def _choice(places: Sequence[_Place], taken: I64, digits: I64, last: I64, work: F64, crossing: F64,
@@ -157,3 +152,74 @@ def _replicating_places(deployer: Deployer) -> list[_Place]:
 def _taken(deployer: Deployer, groups: tuple[int, ...], count: int | None = None) -> tuple[int, ...]:
     return tuple((count or len(members)) if group in groups else 0
                  for group, members in enumerate(deployer.device_groups))
+
+
+# ---- the dynamic program --------------------------------------------------------------------------------------------
+
+
+@compiled
+def _before(digits: I64, taken: I64, state: int) -> int:
+    """Return the state before a stage that takes so much was added; -1 if there is none."""
+    weight, rest, before = 1, state, state
+    for group in range(len(digits)):
+        if rest % digits[group] < taken[group]:
+            return -1
+        before -= taken[group] * weight
+        rest //= digits[group]
+        weight *= digits[group]
+    return before
+
+
+@compiled
+def _num_states(digits: I64) -> int:
+    number = 1
+    for digit in digits:
+        number *= digit
+    return number
+
+
+@compiled
+def least_limit(digits: I64, taken: I64, work: F64, crossing: F64) -> float:
+    """Return the least bottleneck of a pipeline of all groups: the time of its slowest stage or crossing."""
+    num_states, num_groups = _num_states(digits), work.shape[1] - 1
+    best = np.full((num_states, num_groups + 1), np.inf)
+    best[:, 0] = 0.0
+    for state in range(1, num_states):
+        for place in range(len(taken)):
+            before = _before(digits, taken[place], state)
+            if before < 0:
+                continue
+            for stop in range(1, num_groups + 1):
+                for first in range(stop):
+                    value = max(best[before, first], work[place, stop] - work[place, first], crossing[place, first])
+                    best[state, stop] = min(best[state, stop], value)
+    return float(best[:, num_groups].min())
+
+
+@compiled
+def least_sums(digits: I64, taken: I64, work: F64, crossing: F64, limit: float) -> tuple[F64, I64]:
+    """Return the least sum of stages and crossings within the limit, by state, and [states, groups + 1, 2] last stages.
+
+    A last stage is (place, first group). States whose devices are not all needed have the sum infinity.
+    """
+    num_states, num_groups = _num_states(digits), work.shape[1] - 1
+    best = np.full((num_states, num_groups + 1), np.inf)
+    last = np.zeros((num_states, num_groups + 1, 2), dtype=np.int64)
+    best[0, 0] = 0.0
+    for state in range(1, num_states):
+        for place in range(len(taken)):
+            before = _before(digits, taken[place], state)
+            if before < 0:
+                continue
+            for first in range(num_groups):
+                if best[before, first] == np.inf or crossing[place, first] > limit:
+                    continue
+                for stop in range(first + 1, num_groups + 1):
+                    seconds = work[place, stop] - work[place, first]
+                    if seconds > limit:
+                        break
+                    value = best[before, first] + seconds + crossing[place, first]
+                    if value < best[state, stop]:
+                        best[state, stop] = value
+                        last[state, stop, 0], last[state, stop, 1] = place, first
+    return best[:, num_groups].copy(), last

@@ -6,10 +6,10 @@ position. With ``N`` rows in a step, over all workers and micro-batches, there a
     all-reduce:  sum the weight's gradient over the workers       in * out elements
     factors:     gather x and g on every worker, multiply there   N * (in + out) elements, N rows multiplied
 
-An all-reduce in rings moves its bytes twice, so factors move less if ``N < 2 in out / (in + out)``, the
-``break_even_rows``. They also take the time to multiply the other workers' rows, ``2 in out (N - own)`` operations,
-and the latency of one more collective; and an input that several layers read (query, key and value) is gathered once
-for all of them. So it is one question for all layers together (``decide``):
+An all-reduce in rings moves its bytes twice, so factors move less if ``N < 2 in out / (in + out)``. They also take the
+time to multiply the other workers' rows, ``2 in out (N - own)`` operations, and the latency of one more collective; and
+an input that several layers read (query, key and value) is gathered once for all of them. So it is one question for all
+layers together (``decide``):
 
     maximise   sum over chosen weights of (all-reduce - extra products)  -  sum over their factors of the gathering
                -  latency of the gathering, if anything is chosen
@@ -38,7 +38,6 @@ from weft.cost.op_classes import op_classes
 from weft.cost.roofline import peak_rate
 from weft.model.graph import I64, NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Graph
 from weft.plan.factors import LinearUse, find_factors
-from weft.search.deploy.selection import select_projects
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
 
@@ -64,11 +63,6 @@ class LinearLayer:
     def parameter_bytes(self) -> int:
         """Return the bytes of weight and bias."""
         return (self.num_in * self.num_out + (self.num_out if self.bias is not None else 0)) * self.element_bytes
-
-
-def break_even_rows(num_in: int, num_out: int) -> float:
-    """Return the rows of all workers below which factors are fewer bytes to move than the gradient, in rings."""
-    return 2 * num_in * num_out / (num_in + num_out)
 
 
 def linear_layers(graph: Graph) -> tuple[LinearLayer, ...]:
@@ -115,7 +109,7 @@ def _rows_per_sample(graph: Graph, tensor: int) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerTerms:
-    """What both ways cost for one layer, and which was chosen. Communication is what overlap leaves of it."""
+    """What both ways cost for one layer, and which was chosen."""
 
     layer: LinearLayer
     num_rows: int
@@ -129,11 +123,6 @@ class LayerTerms:
     compute_s: float
     """Multiplying the rows of the other workers."""
     uses_factors: bool
-
-    @property
-    def factors_s(self) -> float:
-        """Return the seconds of factors if no other layer read the input."""
-        return self.input_s + self.gradient_s + self.compute_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,42 +142,31 @@ class Decision:
         """Return the layers that use factors."""
         return tuple(term.layer for term in self.terms if term.uses_factors)
 
-    @property
-    def parameters(self) -> tuple[int, ...]:
-        """Return the tensors whose gradients come from factors: weights and biases, in order."""
-        found = (tensor for layer in self.chosen for tensor in (layer.weight, layer.bias) if tensor is not None)
-        return tuple(sorted(set(found)))
-
 
 def decide(layers: Sequence[LinearLayer], *, num_samples: int, num_workers: int, gather: Line, reduce: Line,
-           s_per_flop: float, own_samples: float | None = None, overlap: float = 0.0) -> Decision:
+           s_per_flop: float, own_samples: float | None = None) -> Decision:
     """Return the layers that should use factors, the best choice there is under these costs.
 
     ``num_samples`` are those of a whole step, all workers and micro-batches together. ``gather`` and ``reduce`` are the
     times of the collectives among the workers, by the size of the whole tensor as ``weft.cost.collectives`` has it.
     ``s_per_flop`` is the time of an operation of a matrix product on the worker that needs longest for the rows of the
-    others, and ``own_samples`` what it has itself (default: an even share). ``overlap`` is the part of communication
-    that is hidden behind other work, the same for both ways.
+    others, and ``own_samples`` what it has itself (default: an even share).
     """
     own = num_samples / max(num_workers, 1) if own_samples is None else own_samples
-    _check(num_samples, num_workers, (gather, reduce), s_per_flop, own, overlap)
-    exposed = 1.0 - overlap
-    terms = _all_terms(layers, num_samples=num_samples, own_samples=own, gather_s_per_byte=exposed * gather.s_per_byte,
-                       reduce_s_per_byte=exposed * reduce.s_per_byte, s_per_flop=s_per_flop)
-    all_reduce_s = exposed * reduce.latency_s + sum(term.reduce_s for term in terms)
+    _check(num_samples, num_workers, (gather, reduce), s_per_flop, own)
+    terms = _all_terms(layers, num_samples=num_samples, own_samples=own, gather_s_per_byte=gather.s_per_byte,
+                       reduce_s_per_byte=reduce.s_per_byte, s_per_flop=s_per_flop)
+    all_reduce_s = reduce.latency_s + sum(term.reduce_s for term in terms)
     none = Decision(terms=terms, gathered_bytes=0, all_reduce_s=all_reduce_s, seconds=all_reduce_s)
-    some = _with_factors(none, _pays(terms), latency_s=exposed * gather.latency_s)
+    some = _with_factors(none, _pays(terms), latency_s=gather.latency_s)
     return some if some.seconds < none.seconds else none
 
 
-def _check(num_samples: int, num_workers: int, lines: Sequence[Line], s_per_flop: float, own_samples: float,
-           overlap: float) -> None:
+def _check(num_samples: int, num_workers: int, lines: Sequence[Line], s_per_flop: float, own_samples: float) -> None:
     if num_samples < 1 or num_workers < 1:
         raise InputError(f"a step needs one worker and one sample or more, not {num_workers} and {num_samples}")
     if not 0 <= own_samples <= num_samples:
         raise InputError(f"the slowest worker has {own_samples} of {num_samples} samples: give 0 to {num_samples}")
-    if not 0 <= overlap <= 1:
-        raise InputError(f"the hidden part of communication is {overlap!r}: it must be from 0 to 1")
     figures = [s_per_flop, *(figure for line in lines for figure in (line.latency_s, line.s_per_byte))]
     if not all(0 <= figure < math.inf for figure in figures):
         raise InputError(f"times per operation and byte must be zero or more and finite, not {figures}: look for a "
@@ -213,6 +191,8 @@ def _all_terms(layers: Sequence[LinearLayer], *, num_samples: int, own_samples: 
 
 def _pays(terms: Sequence[LayerTerms]) -> frozenset[int]:
     """Return the weights that pay for their factors, latency apart."""
+    from weft.search.deploy.selection import select_projects
+
     weights = {weight: index for index, weight in enumerate(dict.fromkeys(term.layer.weight for term in terms))}
     inputs = {tensor: index for index, tensor in enumerate(dict.fromkeys(term.layer.input for term in terms))}
     profits, needs = [0.0] * len(weights), [dict[int, None]() for _ in weights]
@@ -244,7 +224,7 @@ def _with_factors(none: Decision, weights: frozenset[int], *, latency_s: float) 
 
 
 def decide_on_cluster(layers: Sequence[LinearLayer], costs: Costs, devices: Sequence[int], *, num_samples: int,
-                      shares: Sequence[float] | None = None, overlap: float = 0.0) -> Decision:
+                      shares: Sequence[float] | None = None) -> Decision:
     """Return the decision for workers on ``devices``, with the collectives' times and compute rates of ``costs``.
 
     ``shares`` are the parts of the samples that the workers have (default: even).
@@ -259,7 +239,7 @@ def decide_on_cluster(layers: Sequence[LinearLayer], costs: Costs, devices: Sequ
     worst = max(((1 - part) * product_s_per_flop(kind, dtype), product_s_per_flop(kind, dtype), part)
                 for part, kind in zip(parts, kinds, strict=True) for dtype in dtypes)
     gather = line_at(costs, Collective.ALL_GATHER, factor_bytes, devices)
-    return decide(layers, num_samples=num_samples, num_workers=len(devices), overlap=overlap,
+    return decide(layers, num_samples=num_samples, num_workers=len(devices),
                   gather=replace(gather, s_per_byte=gather.s_per_byte * padding(parts)),
                   reduce=line_at(costs, Collective.ALL_REDUCE, sum(layer.parameter_bytes for layer in layers), devices),
                   s_per_flop=worst[1], own_samples=worst[2] * num_samples)

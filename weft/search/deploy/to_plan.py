@@ -13,8 +13,9 @@ from weft.model.graph import F64, I64
 from weft.plan.orders import Action
 from weft.plan.plan import GradientExchange, Plan
 from weft.search.common.problem import StageSpec, make_plan
+from weft.search.deploy.actions import Layout
 from weft.search.deploy.blocks import find_blocks
-from weft.search.deploy.deployer import PASSES, Deployer, Evaluation, Layout
+from weft.search.deploy.deployer import PASSES, Deployer, Evaluation
 from weft.search.deploy.exchange import Bucket
 
 

@@ -4,7 +4,7 @@ A node of the tree has decided the actions of the first groups in the order of w
 follow the heaviest decided one, or, in a restart from a good deployment, stay as they are there. So every node is a
 whole deployment, and its value is that of a simulation. Each step goes down from the root by
 
-    argmax over actions  Q + EXPLORE * P * sqrt(visits of the node) / (1 + visits of the action)
+    argmax over actions  Q + explore * P * sqrt(visits of the node) / (1 + visits of the action)
 
 to a node that has not been simulated, simulates it, and takes its value up. ``P`` is the policy's prior. ``Q`` lies
 between the mean and the best of the values below, scaled to 0..1 by what has been seen. The first decision, above all
@@ -16,31 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Final
 
 import numpy as np
 
 from weft.model.graph import F64, I64
-from weft.search.deploy.deployer import Deployer, Evaluation
+from weft.search.deploy.deployer import Deployer, Evaluation, Found
 from weft.search.deploy.policy import Policy
-
-EXPLORE: Final = 1.2
-BEST_PART: Final = 0.5
-"""Part of the best value below, beside the mean, in what an action is worth."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """A deployment that was evaluated."""
-
-    deployer: Deployer
-    choice: tuple[int, ...]
-    evaluation: Evaluation
-
-    @property
-    def key(self) -> tuple[float, float]:
-        """Return what to minimise: bytes that are missing, then time."""
-        return self.evaluation.missing_bytes, self.evaluation.seconds
+from weft.search.deploy.tuning import TUNING
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +94,7 @@ class TreeSearch:
         worth = [self._scaled(float(node.best.max())) if node.visits.any() else self._scaled(node.value)
                  for node in self._roots]
         explore = math.sqrt(self._visits.sum() + 1) / (1 + self._visits) / len(self._roots)
-        chosen = int(np.argmax(np.asarray(worth) + EXPLORE * explore))
+        chosen = int(np.argmax(np.asarray(worth) + TUNING.explore * explore))
         self._visits[chosen] += 1
         return chosen
 
@@ -122,8 +104,8 @@ class TreeSearch:
         visited = node.visits > 0
         mean = np.where(visited, node.total / np.maximum(node.visits, 1), node.value)
         best = np.where(visited, node.best, node.value)
-        worth = self._scaled(BEST_PART * best + (1 - BEST_PART) * mean)
-        explore = EXPLORE * node.prior * math.sqrt(node.visits.sum() + 1) / (1 + node.visits)
+        worth = self._scaled(TUNING.best_part * best + (1 - TUNING.best_part) * mean)
+        explore = TUNING.explore * node.prior * math.sqrt(node.visits.sum() + 1) / (1 + node.visits)
         return int(np.argmax(worth + explore))
 
     def _scaled(self, value: F64 | float) -> F64:
@@ -145,7 +127,7 @@ class TreeSearch:
                      np.zeros(num_actions, dtype=np.int64), np.zeros(num_actions), np.full(num_actions, -math.inf))
 
     def _found(self, deployer: Deployer, choice: tuple[int, ...]) -> Found:
-        found = Found(deployer=deployer, choice=choice, evaluation=deployer.evaluate(choice))
+        found = deployer.find(choice)
         if self.best is None or found.key < self.best.key:
             self.best = found
         return found

@@ -20,7 +20,7 @@ from weft.plan.plan import Replica, Stage
 from weft.plan.stage_memory import stage_memory
 from weft.search.baselines import Segment, crossing_bytes, cut_places, prefix_sums
 from weft.search.common.problem import TENSOR_AXIS, Problem
-from weft.search.deploy.deployer import Splits
+from weft.search.deploy.splits import Splits
 from weft.search.joint.setting import Team
 from weft.search.shard.tensor_costs import TensorCosts
 

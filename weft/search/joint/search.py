@@ -17,7 +17,7 @@ from typing import Final
 from weft.base.errors import NoFeasiblePlan, PlanError
 from weft.search.common.budget import Budget, OutOfTime
 from weft.search.common.problem import Problem, divisors
-from weft.search.deploy.deployer import NO_SPLITS, Splits
+from weft.search.deploy.splits import NO_SPLITS, Splits
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.finalists import LARGE, JointResult, Tried, evaluate, refine

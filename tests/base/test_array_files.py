@@ -9,7 +9,7 @@ import zipfile
 import numpy as np
 import pytest
 
-from weft.array_files import read_arrays
+from weft.base.array_files import read_arrays
 from weft.base.errors import InputError
 
 

@@ -6,27 +6,34 @@ them with decisions that are not so good, and tries every action for the group t
 completed in several ways: as in good deployments, and with the action taken by the groups next to it or by all. The
 best of those is what the action is worth. States are as the tree search meets them: undecided groups follow the
 heaviest one, or stay as they are in a good deployment.
+
+The examples of a case are one file: a compressed archive of arrays in half precision, without code.
 """
 
 from __future__ import annotations
 
+import io
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Final
 
 import numpy as np
 
+from benchmarks.policy_training.cases import training_case
+from weft.base.array_files import read_arrays
+from weft.base.errors import InputError
+from weft.base.files import write_atomic
 from weft.model.graph import F64
-from weft.search.deploy.cases import training_case
 from weft.search.deploy.deployer import Deployer
-from weft.search.deploy.features import Features, Featurizer
+from weft.search.deploy.features import WIDTHS, Features, Featurizer
 from weft.search.deploy.local import Annealer
 from weft.search.deploy.op_groups import group_operators
 from weft.search.deploy.policy import NetworkPolicy
 from weft.search.deploy.search import microbatch_numbers
 from weft.search.deploy.stages import staged_choices
-from weft.search.deploy.tree import Found, TreeSearch
+from weft.search.deploy.tree import TreeSearch
 
 Choice = tuple[int, ...]
 MAX_GAP: Final = 10.0
@@ -116,8 +123,7 @@ class _Expert:
         self.good = sorted(dict.fromkeys(self.good), key=self.loss)[:40]
 
     def _anneal(self, choice: Choice, *, seed: int) -> None:
-        start = Found(deployer=self.deployer, choice=choice, evaluation=self.deployer.evaluate(choice))
-        annealer = Annealer([self.deployer], start, seed=seed)
+        annealer = Annealer([self.deployer], self.deployer.find(choice), seed=seed)
         for hot in (0.05, 0.02, 0.01, 0.004):
             annealer.run(self.effort.anneal_steps // 4, hot=hot, cold=hot / 4)
             self.good.append(annealer.best.choice)
@@ -220,3 +226,67 @@ def _stretch(is_open: F64, group: int) -> list[int]:
             result.append(other)
             other += step
     return result
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+MAX_BYTES: Final = 256 << 20
+"""Unpacked; a case has a thousandth of that."""
+_SHARED: Final = ("flow", "members")
+"""Features that all states of a case have in common."""
+_OWN: Final = tuple(field.name for field in fields(Features) if field.name not in (*_SHARED, "group"))
+
+
+def write_examples(path: Path, examples: Sequence[Example]) -> None:
+    """Write the examples of one case; there may be none."""
+    arrays: dict[str, Any] = {"count": np.asarray(len(examples))}
+    if examples:
+        states = [example.features for example in examples]
+        arrays |= {name: getattr(states[0], name).astype(np.float16) for name in _SHARED}
+        arrays |= {name: np.stack([getattr(state, name) for state in states]).astype(np.float16) for name in _OWN}
+        arrays["group"] = np.asarray([state.group for state in states], dtype=np.int64)
+        arrays["gaps"] = np.stack([example.gaps for example in examples]).astype(np.float16)
+        arrays["value"] = np.asarray([example.value for example in examples], dtype=np.float32)
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, **arrays)
+    write_atomic(path, buffer.getvalue())
+
+
+def read_examples(path: Path) -> list[Example]:
+    """Return the examples of one case."""
+    try:
+        arrays = read_arrays(path, max_bytes=MAX_BYTES)
+        return [_example(arrays, row) for row in range(_count(arrays))]
+    except (InputError, KeyError, ValueError, IndexError, TypeError, OverflowError) as problem:
+        raise InputError(f"the examples in {str(path)!r} are damaged ({problem}): delete the file, and it is made "
+                         "again") from problem
+
+
+def _count(arrays: Mapping[str, np.ndarray]) -> int:
+    """Return how many examples there are, after checking that all arrays fit together and are finite."""
+    count = int(arrays["count"])
+    if count == 0:
+        return 0
+    own = (*_OWN, "group", "gaps", "value")
+    groups, devices, actions = (arrays[name].shape[axis] for name, axis in (("ops", 1), ("devices", 1), ("actions", 1)))
+    sizes = {"ops": (groups,), "devices": (devices,), "flow": (groups, groups), "links": (devices, devices),
+             "place": (groups, devices), "actions": (actions,), "members": (actions,), "world": (), "group": None,
+             "gaps": None, "value": None}
+    for name, size in sizes.items():
+        rows = (count,) if name in own else ()
+        wanted = (*rows, *size, WIDTHS.get(name, devices)) if size is not None else (
+            (count, actions) if name == "gaps" else (count,))
+        if arrays[name].shape != wanted:
+            raise ValueError(f"{name} has the shape {list(arrays[name].shape)}, not {list(wanted)}")
+        if not np.isfinite(arrays[name]).all():
+            raise ValueError(f"{name} has numbers that are not finite")
+    if arrays["group"].dtype.kind != "i" or arrays["group"].min() < 0 or arrays["group"].max() >= groups:
+        raise ValueError(f"group must be one of {groups}")
+    return count
+
+
+def _example(arrays: Mapping[str, np.ndarray], row: int) -> Example:
+    own = {name: arrays[name][row] for name in _OWN}
+    shared = {name: arrays[name] for name in _SHARED}
+    return Example(features=Features(**own, **shared, group=int(arrays["group"][row])), gaps=arrays["gaps"][row],
+                   value=float(arrays["value"][row]))

@@ -1,7 +1,7 @@
 """Training of the network for deployments: expert iteration on generated cases.
 
-Each round makes examples of new cases (``weft.search.deploy.expert``), from the second round on with the network so far
-at the expert's hand, and then trains on the examples of all rounds. The loss of a state is the cross-entropy against
+Each round makes examples of new cases (the module ``expert``), from the second round on with the network so far at the
+expert's hand, and then trains on the examples of all rounds. The loss of a state is the cross-entropy against
 
     softmax over actions of (-gap / temperature)
 
@@ -27,13 +27,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.policy_training.expert import Effort, Example, make_examples, read_examples, write_examples
+from benchmarks.policy_training.network import Batch, DeployNetwork, from_arrays, make_batch, to_arrays, write_policy
 from weft.base.errors import InputError
 from weft.base.files import decode, load_json, write_atomic
-from weft.search.deploy.examples import read_examples, write_examples
-from weft.search.deploy.expert import Effort, Example, make_examples
 from weft.search.deploy.features import without_feedback
-from weft.search.deploy.network import Batch, DeployNetwork, from_arrays, make_batch, to_arrays
-from weft.search.deploy.policy import NetworkPolicy, read_policy, write_policy
+from weft.search.deploy.policy import NetworkPolicy, read_policy
 
 HELD_OUT: Final = 10
 """One case in so many is not trained on."""

@@ -9,22 +9,24 @@ the features ``e`` of their edges,
     weight = softmax over j of (q_i . k_j / sqrt(W / H) + a . e_ij),    message = sum over j of weight (v_j, e_ij)
 
 Each action is scored from the group it is for, the device groups it uses and its own estimates, so any number of
-devices and actions will do. This module is for training; ``weft.search.deploy.forward`` is what the search asks.
+devices and actions will do. This module is for training; ``weft.search.deploy.policy`` is what the search asks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from weft.search.deploy.features import WIDTHS, Features
-from weft.search.deploy.forward import HIDDEN, NUM_HEADS, NUM_LAYERS, check_shapes
-from weft.search.deploy.weights import F32
+from weft.base.files import write_atomic
+from weft.base.tensor_file import Entry, file_begin, file_order
+from weft.search.deploy.features import F32, WIDTHS, Features
+from weft.search.deploy.policy import FORMAT, HIDDEN, NUM_HEADS, NUM_LAYERS, check_shapes
 
 _MASKED: Final = -1e9
 
@@ -206,3 +208,10 @@ def from_arrays(arrays: dict[str, F32]) -> DeployNetwork:
     network.load_state_dict({name: torch.from_numpy(array) for name, array in arrays.items()}, assign=True)
     network.eval()
     return network
+
+
+def write_policy(path: Path, arrays: Mapping[str, F32], facts: Mapping[str, str]) -> None:
+    """Write a network's weights and facts about their training."""
+    entries = {name: Entry(dtype="F32", shape=array.shape) for name, array in arrays.items()}
+    data = (np.ascontiguousarray(arrays[name], dtype="<f4").tobytes() for name in file_order(entries))
+    write_atomic(path, file_begin(entries, {**facts, **FORMAT}) + b"".join(data))
