@@ -20,7 +20,7 @@ from weft.show.tables import (
     make_console,
     per_second,
     percent,
-    print_text_table,
+    print_tables,
     seconds,
 )
 from weft.simulate.timeline import Timeline
@@ -70,8 +70,7 @@ def _joined(a: Mapping[str, int], b: Mapping[str, int]) -> Iterator[tuple[str, t
 def print_diff(diff: PlanDiff, a: Predicted, b: Predicted, *, file: IO[str] | None = None,
                width: int | None = None) -> None:
     """Draw what differs and what is predicted, and say at the end whether the plans are the same."""
-    for table in diff_tables(diff, a, b):
-        print_text_table(table, file, width)
+    print_tables(*diff_tables(diff, a, b), file=file, width=width)
     make_console(file, width).print(diff_sentence(diff))
 
 

@@ -1,24 +1,28 @@
-"""The facts about plans and timelines that people ask for, as plain records. Tables and pages only format them."""
+"""The facts about plans and timelines that people ask for, as plain records. Tables and pages only format them.
+
+They are about a plan, its stages, gradient exchanges and devices, the strategies that were compared, how far a
+prediction was off against a run (``error_facts``), and what each link of the cluster carries (``link_facts``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from weft.base.errors import PlanError
-from weft.model.graph import F64
+from weft.cluster.cluster import Cluster
+from weft.model.graph import F64, I64
 from weft.plan.plan import Plan
 from weft.plan.program import Op, Phase, Program
-from weft.show.names import short_modules
-from weft.simulate.timeline import Timeline
+from weft.show.names import short_list, short_modules
+from weft.simulate.timeline import RankSummary, Timeline
 
 if TYPE_CHECKING:
-    from weft.cluster.cluster import Cluster
     from weft.planning.compare import Candidate, Comparison
-
 
 _NOTABLE: Final = 0.1
 """Parts of a loss that are smaller than this part of it are not named."""
@@ -28,20 +32,9 @@ _NOTABLE: Final = 0.1
 class PlanFacts:
     """A plan in one row."""
 
-    model: str
-    mode: str
-    dtype: str
-    batch: int
-    microbatches: int
-    num_stages: int
+    plan: Plan
     num_devices: int
     """Devices that have work."""
-    num_cluster_devices: int
-    optimizer: str
-    strategy: str
-    """Who made the plan."""
-    status: str
-    """``optimal``, ``feasible`` or ``heuristic``."""
     step_time_s: float | None
     """Predicted."""
     measured_s: float | None
@@ -53,7 +46,7 @@ class PlanFacts:
     @property
     def samples_per_s(self) -> float | None:
         """Return the predicted throughput."""
-        return self.batch / self.step_time_s if self.step_time_s else None
+        return self.plan.model.batch / self.step_time_s if self.step_time_s else None
 
     @property
     def gap(self) -> float | None:
@@ -108,24 +101,18 @@ class ExchangeFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceFacts:
+class DeviceFacts(RankSummary):
     """Where one device's time and memory go; busy, exposed communication and bubble add up to the step."""
 
-    device: str
     step_time_s: float
-    busy_s: float
-    exposed_s: float
-    bubble_s: float
-    peak_bytes: int
-    peak_memory: Mapping[str, int]
-    """Bytes by category when the total is largest."""
     capacity_bytes: int | None
     """None is unlimited or unknown."""
 
     @property
-    def idle_s(self) -> float:
-        """Return the time in which the device does not compute."""
-        return self.exposed_s + self.bubble_s
+    def shares(self) -> dict[str, float]:
+        """Return the parts of the step."""
+        whole = self.step_time_s or 1.0
+        return {"busy": self.busy_s / whole, "exposed": self.exposed_s / whole, "bubble": self.bubble_s / whole}
 
     @property
     def capacity_used(self) -> float | None:
@@ -195,10 +182,7 @@ def plan_facts(plan: Plan, timelines: Sequence[Timeline] = ()) -> PlanFacts:
     predicted, measured = pick(timelines, "predicted"), pick(timelines, "measured")
     used = {device for stage in plan.stages for replica in stage.replicas for device in replica.devices}
     return PlanFacts(
-        model=plan.model.name, mode=plan.model.mode, dtype=plan.model.dtype, batch=plan.model.batch,
-        microbatches=plan.microbatches, num_stages=len(plan.stages), num_devices=len(used),
-        num_cluster_devices=len(plan.cluster.devices), optimizer=plan.optimizer.kind, strategy=plan.search.by,
-        status=plan.search.status, step_time_s=predicted.step_time_s if predicted else plan.search.step_time,
+        plan=plan, num_devices=len(used), step_time_s=predicted.step_time_s if predicted else plan.search.step_time,
         measured_s=measured.step_time_s if measured else None, bound_s=plan.search.bound,
         bubble=predicted.bubble if predicted else None)
 
@@ -276,12 +260,8 @@ def _bucket_time(program: Program, timeline: Timeline, bucket: int) -> float:
 
 def device_facts(timeline: Timeline, capacities: Mapping[str, int | None] | None = None) -> tuple[DeviceFacts, ...]:
     """Return each device's share of the step and its peak memory."""
-    known = capacities or {}
-    return tuple(
-        DeviceFacts(device=item.device, step_time_s=timeline.step_time_s, busy_s=item.busy_s, exposed_s=item.exposed_s,
-                    bubble_s=item.bubble_s, peak_bytes=item.peak_bytes, peak_memory=item.peak_memory,
-                    capacity_bytes=known.get(item.device))
-        for item in timeline.summary())
+    return tuple(DeviceFacts(**asdict(item), step_time_s=timeline.step_time_s,
+                             capacity_bytes=(capacities or {}).get(item.device)) for item in timeline.summary())
 
 
 def plan_cluster(plan: Plan) -> Cluster | None:
@@ -339,3 +319,129 @@ def extra_parts(row: StrategyFacts, best: StrategyFacts) -> dict[str, float]:
     more = {name: value - best.parts.get(name, 0.0) for name, value in row.parts.items()}
     least = _NOTABLE * max(row.step_time_s - best.step_time_s, 0.0)
     return {name: value for name, value in sorted(more.items(), key=lambda item: -item[1]) if value > least}
+
+
+_PHASES: Final = {Phase.F: "forward", Phase.B: "backward", Phase.I: "input gradients", Phase.W: "weight gradients"}
+_OTHERS: Final = {Op.RECV: "transfers", Op.COLLECTIVE: "gradient exchange", Op.STEP: "optimizer"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorFacts:
+    """One kind of work in both timelines."""
+
+    what: str
+    stage: str
+    """Empty for all stages together."""
+    count: int
+    predicted_s: float
+    """Mean of one instruction."""
+    measured_s: float
+
+    @property
+    def error(self) -> float | None:
+        """Return by how much the prediction is above the measurement, as a part of the latter."""
+        return relative(self.predicted_s, self.measured_s)
+
+
+def error_facts(program: Program, predicted: Timeline, measured: Timeline) -> tuple[ErrorFacts, ...]:
+    """Return each kind of work: over all stages, then stage by stage where there are several."""
+    return tuple(_error_rows(program, predicted, measured))
+
+
+def _error_rows(program: Program, predicted: Timeline, measured: Timeline) -> Iterator[ErrorFacts]:
+    computes = program.op == Op.COMPUTE
+    stages = np.asarray([instance.stage for instance in program.instances], dtype=np.int64)
+    for phase, what in _PHASES.items():
+        yield from _error_row(what, "", np.flatnonzero(computes & (program.phase == phase)), predicted, measured)
+    for op, what in _OTHERS.items():
+        yield from _error_row(what, "", np.flatnonzero(program.op == op), predicted, measured)
+    if len(program.plan.stages) < 2:
+        return
+    stage_of = np.full(program.num_instructions, -1, dtype=np.int64)
+    stage_of[computes] = stages[program.instance[computes]]
+    for index, stage in enumerate(program.plan.stages):
+        for phase, what in _PHASES.items():
+            members = np.flatnonzero((stage_of == index) & (program.phase == phase))
+            yield from _error_row(what, stage.name, members, predicted, measured)
+
+
+def _error_row(what: str, stage: str, members: I64, predicted: Timeline,
+               measured: Timeline) -> Iterator[ErrorFacts]:
+    if len(members):
+        means = [float((item.end_s - item.start_s)[members].mean()) for item in (predicted, measured)]
+        yield ErrorFacts(what=what, stage=stage, count=len(members), predicted_s=means[0], measured_s=means[1])
+
+
+def mean_error(rows: Sequence[ErrorFacts]) -> float | None:
+    """Return the mean of the sizes of the errors of computes, each kind weighted by the time it takes."""
+    known = [(abs(row.error), row.count * row.measured_s) for row in rows
+             if row.error is not None and not row.stage and row.what in _PHASES.values()]
+    whole = sum(weight for _, weight in known)
+    return sum(error * weight for error, weight in known) / whole if whole else None
+
+
+MAX_PARTS: Final = 3
+"""Longer lists of links are cut."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFacts:
+    """Links that are equally fast and carry equally much."""
+
+    names: tuple[str, ...]
+    """``a0>a/fabric``, or the name of a shared medium."""
+    bytes_per_s: float | None
+    """None where the cluster gives no rates for links."""
+    latency_s: float | None
+    num_bytes: int
+    """Over each of them."""
+    busy: float | None
+    """Part of the step that the bytes take at the link's rate; the rest it is idle or waits for slower links."""
+
+
+def link_facts(program: Program, cluster: Cluster, step_time_s: float) -> tuple[LinkFacts, ...]:
+    """Return the links that carry something in a step of that length, the busiest first.
+
+    Bytes are those of tensors between stages and of gradients; what the devices of one replica exchange inside a
+    sharded stage is not among them.
+    """
+    from weft.cost.costs import estimate_costs
+    from weft.simulate.traffic import link_bytes
+
+    costs = estimate_costs(program.graph, cluster, dtype=program.plan.model.dtype)
+    rates: dict[str, tuple[float, float]] = {}
+    for link in cluster.links:
+        name = link.shared if link.shared is not None else link.name
+        rates.setdefault(name, (link.bytes_per_s, link.latency_s))
+    groups: dict[tuple[tuple[float, float] | None, int], list[str]] = {}
+    for name, num_bytes in link_bytes(program, costs, cluster).items():
+        groups.setdefault((rates.get(name), num_bytes), []).append(name)
+    rows = [_facts(tuple(names), rate, num_bytes, step_time_s) for (rate, num_bytes), names in groups.items()]
+    return tuple(sorted(rows, key=lambda row: (-(row.busy or 0.0), -row.num_bytes)))
+
+
+def _facts(names: tuple[str, ...], rate: tuple[float, float] | None, num_bytes: int, step_time_s: float) -> LinkFacts:
+    bytes_per_s, latency_s = rate if rate is not None else (None, None)
+    busy = num_bytes / bytes_per_s / step_time_s if bytes_per_s and step_time_s > 0 else None
+    return LinkFacts(names=names, bytes_per_s=bytes_per_s, latency_s=latency_s, num_bytes=num_bytes, busy=busy)
+
+
+def link_title(names: Sequence[str]) -> str:
+    """Return the names of alike links in short form.
+
+    >>> link_title(["a0>a/fabric", "a/fabric>a0", "a1>a/fabric", "a/fabric>a1"])
+    'a0 - a1 > a/fabric, a/fabric > a0 - a1'
+    """
+    pairs = [tuple(name.split(">")) for name in names if name.count(">") == 1]
+    num_sources = Counter(pair[1] for pair in pairs)
+    into: dict[str, list[str]] = {}
+    out_of: dict[str, list[str]] = {}
+    for source, target in pairs:
+        if num_sources[target] > 1:
+            into.setdefault(target, []).append(source)
+        else:
+            out_of.setdefault(source, []).append(target)
+    parts = [f"{short_list(sources, limit=4)} > {target}" for target, sources in into.items()]
+    parts += [f"{source} > {short_list(targets, limit=4)}" for source, targets in out_of.items()]
+    parts += [name for name in names if name.count(">") != 1]
+    return ", ".join(parts[:MAX_PARTS]) + (f", {len(parts) - MAX_PARTS} more" if len(parts) > MAX_PARTS else "")

@@ -17,8 +17,7 @@ import numpy as np
 from weft.model.graph import Graph
 from weft.plan.plan import Plan, Stage
 from weft.plan.program import Program
-from weft.show.names import short_list
-from weft.show.sharding_words import ATTENTION, factor_word
+from weft.show.names import ATTENTION, factor_word, short_list
 
 OUTSIDE: Final = "outside modules"
 _SAMPLES: Final = ("m", "b0", "d0")

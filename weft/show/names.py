@@ -1,4 +1,4 @@
-"""Short, safe names for people: module lists, device lists, and text that is safe to print.
+"""Short, safe names for people: module lists, device lists, words of shardings, and text that is safe to print.
 
 >>> short_modules([["transformer.h.0.attn", "transformer.h.1.mlp"], ["transformer.h.2.attn", "transformer.ln_f"]])
 ('h.0 - h.1', 'h.2, ln_f')
@@ -116,3 +116,25 @@ def _strip_common(names: set[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[st
         if len(set(stripped.values())) < len(stripped):
             return short
         short = stripped
+
+
+ATTENTION: Final = ("aten.scaled_dot_product_attention", "aten.softmax", "aten._softmax")
+_LINEAR: Final = ("aten.linear", "aten.addmm", "aten.mm", "aten.bmm", "aten.matmul")
+_WORDS: Final = {"heads": "heads", "kv": "heads", "group": "query heads", "vocab": "vocabulary", "classes": "classes",
+                 "images": "samples", "batch": "samples", "out": "output channels", "in": "input channels",
+                 "channels": "channels", "experts": "experts"}
+
+
+def factor_word(kind: str, name: str) -> str:
+    """Return what splitting the factor of an operator of that kind is called.
+
+    >>> factor_word("aten.addmm.default", "n"), factor_word("aten.embedding", "vocab"), factor_word("aten.relu", "d2")
+    ('column', 'vocabulary', 'dim 2')
+    """
+    if kind.startswith(_LINEAR):
+        return {"n": "column", "k": "row"}.get(name, "rows")
+    if kind.startswith("aten.embedding") and name == "d":
+        return "column"
+    if kind.startswith(ATTENTION[1:]) and name == "d1":
+        return "heads"
+    return _WORDS.get(name, f"dim {name[1:]}" if name[0] == "d" and name[1:].isdecimal() else name)

@@ -19,6 +19,7 @@ from weft.model.graph import F64, I64
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.result import PlaceResult
 from weft.search.place.timetable import Sent, Timetable
+from weft.show.chart import Row
 
 Why = Literal["start", "input", "transfer", "device", "link"]
 """What an item waited for last: nothing, an operator that it reads from, a tensor on its way, its device, its link."""
@@ -35,19 +36,6 @@ class Waits:
     why: tuple[Why, ...]
     start_s: F64
     end_s: F64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """What one device does, or one thing that transfers occupy; by start."""
-
-    name: str
-    is_link: bool
-    items: I64
-    starts: F64
-    ends: F64
-    busy_s: float
-    """Time in which something runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,11 +92,10 @@ def item_names(timetable: Timetable) -> tuple[str, ...]:
 
 def device_rows(timetable: Timetable) -> list[Row]:
     """Return what every device does."""
-    ends = timetable.end_s
     rows = []
     for device, name in enumerate(timetable.problem.device_names):
         ops = np.flatnonzero(timetable.device == device)
-        rows.append(_row(name, False, ops, timetable.start_s[ops], ends[ops]))
+        rows.append(_row(name, ops, timetable.start_s[ops], timetable.end_s[ops], is_link=False))
     return rows
 
 
@@ -130,7 +117,7 @@ def link_rows(timetable: Timetable) -> list[Row]:
         is_way = len(shared) > 1 and len(pairs) == 1
         name = ">".join(problem.device_names[end] for end in min(pairs)) if is_way else shared[0]
         which = np.asarray(carried, dtype=np.int64)
-        rows.append(_row(name, True, which + problem.num_ops, starts[which], ends[which]))
+        rows.append(_row(name, which + problem.num_ops, starts[which], ends[which], is_link=True))
     return rows
 
 
@@ -162,10 +149,10 @@ def resources_of(problem: PlaceProblem, source: int, target: int) -> list[int]:
     return found
 
 
-def _row(name: str, is_link: bool, items: I64, starts: F64, ends: F64) -> Row:
+def _row(name: str, items: I64, starts: F64, ends: F64, *, is_link: bool) -> Row:
     order = np.lexsort((ends, starts))
     return Row(name=name, is_link=is_link, items=items[order].astype(np.int64), starts=starts[order],
-               ends=ends[order], busy_s=_covered(starts[order], ends[order]))
+               ends=ends[order], busy=_covered(starts[order], ends[order]))
 
 
 def _covered(starts: F64, ends: F64) -> float:
@@ -193,11 +180,11 @@ def device_use(result: PlaceResult) -> list[DeviceUse]:
 def transfer_use(result: PlaceResult) -> TransferUse:
     """Return how much is sent, and what is occupied longest."""
     table = result.timetable
-    busiest = max(link_rows(table), key=lambda row: row.busy_s, default=None)
+    busiest = max(link_rows(table), key=lambda row: row.busy, default=None)
     return TransferUse(
         count=len(table.transfers), time_s=sum(sent.end_s - sent.start_s for sent in table.transfers),
         num_bytes=float(sum(table.problem.tensor_bytes[sent.tensor] for sent in table.transfers)),
-        busiest=None if busiest is None else busiest.name, busiest_s=0.0 if busiest is None else busiest.busy_s)
+        busiest=None if busiest is None else busiest.name, busiest_s=0.0 if busiest is None else busiest.busy)
 
 
 def memory_curves(timetable: Timetable) -> list[tuple[F64, F64]]:
