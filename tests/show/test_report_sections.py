@@ -6,9 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from weft.show.html_details import links
-from weft.show.html_sections import exchanges
-from weft.show.report_data import MAX_INSTRUCTIONS, report_data, shown_rows
 
 from tests.show.helpers import (
     HOSTILE,
@@ -40,9 +37,10 @@ from weft.show.facts import (
     mean_parts,
     plan_cluster,
 )
-from weft.show.html import render_report
+from weft.show.html import exchanges, links, render_report
 from weft.show.page import embed_json
 from weft.show.plan_drawings import COLUMNS, MAX_PANELS, fullest, memory_panels, panel_svg, scale_of
+from weft.show.timeline_chart import MAX_INSTRUCTIONS, report_data, shown_rows
 from weft.simulate.timeline import make_timeline
 from weft.simulate.traffic import link_bytes
 

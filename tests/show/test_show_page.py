@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from tests.show.test_html import Page
 from tests.test_readme import ROOT, check_page
-from weft.show.period import MAX_MICROBATCHES, TOLERANCE
-from weft.show.report_data import MAX_INSTRUCTIONS, MAX_SINGLE
+from weft.show.timeline_chart import MAX_INSTRUCTIONS, MAX_MICROBATCHES, MAX_SINGLE, TOLERANCE
 
 PAGE = ROOT / "docs" / "show.md"
 

@@ -12,10 +12,10 @@ from weft.plan.diff import PlanDiff, plan_order_name
 from weft.plan.plan import Plan
 from weft.show.facts import PlanFacts, plan_facts, relative
 from weft.show.names import short_list, short_modules, shorten
+from weft.show.plan_tables import batch_text, model_text
 from weft.show.tables import (
     UNKNOWN,
     TextTable,
-    batch_text,
     cut_table,
     make_console,
     per_second,
@@ -111,23 +111,23 @@ def summary_table(diff: PlanDiff, a: Predicted, b: Predicted) -> TextTable:
 
 
 def _devices_text(plan: Plan, facts: PlanFacts) -> str:
-    return f"{facts.num_devices} of {facts.num_cluster_devices} devices: {short_list(plan.cluster.devices)}"
+    return f"{facts.num_devices} of {len(plan.cluster.devices)} devices: {short_list(plan.cluster.devices)}"
 
 
 def _optimizer_text(plan: Plan, facts: PlanFacts) -> str:
-    if facts.mode != "training":
+    if plan.model.mode != "training":
         return UNKNOWN
-    return facts.optimizer + (", state divided" if plan.optimizer.sharded else "")
+    return plan.optimizer.kind + (", state divided" if plan.optimizer.sharded else "")
 
 
 _ROWS: Final[tuple[tuple[str, Callable[[Plan, PlanFacts], str], tuple[str, ...]], ...]] = (
-    ("model", lambda plan, facts: f"{facts.model} ({facts.mode}, {facts.dtype})", ("model", "mode", "dtype")),
+    ("model", lambda plan, facts: model_text(plan), ("model", "mode", "dtype")),
     ("cluster", _devices_text, ("cluster",)),
-    ("batch", lambda plan, facts: batch_text(facts), ("batch", "micro-batches")),
-    ("stages", lambda plan, facts: str(facts.num_stages), ("stages",)),
+    ("batch", lambda plan, facts: batch_text(plan), ("batch", "micro-batches")),
+    ("stages", lambda plan, facts: str(len(plan.stages)), ("stages",)),
     ("order", lambda plan, facts: plan_order_name(plan) or "of its own", ("order",)),
     ("optimizer", _optimizer_text, ("optimizer",)),
-    ("made by", lambda plan, facts: f"{facts.strategy} ({facts.status})", ()))
+    ("made by", lambda plan, facts: f"{plan.search.by} ({plan.search.status})", ()))
 """Rows of the summary: what, how a plan's cell is written, and the differences that it shows."""
 
 

@@ -13,13 +13,13 @@ from weft.planning.compare import Candidate
 from weft.planning.fit import Fit, FitCandidate, Use, describe
 from weft.show.facts import strategy_facts
 from weft.show.names import printable
+from weft.show.plan_tables import print_comparison
 from weft.show.tables import (
     MAX_DEVICE_ROWS,
     UNKNOWN,
     TextTable,
     cut_table,
     percent,
-    print_comparison,
     print_tables,
     seconds,
 )
@@ -191,16 +191,16 @@ def print_fit(item: Fit, command: str, file: IO[str] | None = None, width: int |
     rows = tuple((("* " if row is item.recommended else "  ") + describe(row.setting), row.fullest.device,
                   format_bytes(row.fullest.peak_bytes), *_margin(row.fullest), seconds(row.rough_s),
                   "yes" if row.fits else "no") for row in item.candidates)
-    print_tables(TextTable(
+    tables = [TextTable(
         title="Fit", header=("how", "fullest device", "peak", "left", "part", "step, roughly", "fits"), rows=rows,
         numeric=frozenset({2, 3, 4, 5}),
-        marked=frozenset(index for index, row in enumerate(item.candidates) if row is item.recommended)), file, width)
-    if item.recommended is None:
-        return
-    cells = [(use.device, format_bytes(use.peak_bytes), *_margin(use)) for use in item.recommended.uses]
-    print_tables(cut_table("Memory of each device", ("device", "peak", "left", "part"), cells, MAX_DEVICE_ROWS),
-                     file, width)
-    print(command, file=file)
+        marked=frozenset(index for index, row in enumerate(item.candidates) if row is item.recommended))]
+    if item.recommended is not None:
+        cells = [(use.device, format_bytes(use.peak_bytes), *_margin(use)) for use in item.recommended.uses]
+        tables.append(cut_table("Memory of each device", ("device", "peak", "left", "part"), cells, MAX_DEVICE_ROWS))
+    print_tables(*tables, file=file, width=width)
+    if item.recommended is not None:
+        print(command, file=file)
 
 
 def _margin(use: Use) -> tuple[str, str]:

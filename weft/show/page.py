@@ -122,8 +122,8 @@ def chart_data(charts: Mapping[str, Chart], *, devices: Sequence[Mapping[str, An
 
 def _timeline(title: str, chart: Chart) -> dict[str, Any]:
     unit = 10.0 ** (math.floor(math.log10(chart.span)) - 8) if chart.span > 0 else 1.0
-    starts, ends = ([time for row in chart.rows for time in _whole(times(row), unit)] for times in (
-        lambda row: row.starts, lambda row: row.ends))
+    starts = [time for row in chart.rows for time in _whole(row.starts, unit)]
+    ends = [time for row in chart.rows for time in _whole(row.ends, unit)]
     steady = {"steady": [row.steady and _whole(np.asarray(row.steady), unit) for row in chart.rows]} if any(
         row.steady for row in chart.rows) else {}
     return {"title": title, "step_time_s": chart.span, "unit_s": unit, "start": starts,

@@ -133,8 +133,8 @@ def _joined(row: Row, short_s: float) -> _Boxes:
 
 def _columns(boxes: Sequence[_Boxes], waits: Waits) -> dict[str, list[int]]:
     """Return the boxes in columns; ``after`` is the box of what each waited for."""
-    first, last = ([item for box in boxes for item in items(box).tolist()] for items in (
-        lambda box: box.row.items, lambda box: box.last))
+    first = [item for box in boxes for item in box.row.items.tolist()]
+    last = [item for box in boxes for item in box.last.tolist()]
     box_of: dict[int, int] = {}
     for at, ends in enumerate(zip(first, last, strict=True)):
         for item in ends:

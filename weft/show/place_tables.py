@@ -1,6 +1,6 @@
 """What ``weft place`` prints and its page says: a summary, devices, why it takes as long as it does, the methods.
 
-Of a dnn-partitioning problem, whose numbers have no units, a summary and every device are printed (``print_partition``).
+Of a dnn-partitioning problem, whose numbers have no units, it prints a summary and every device (``print_partition``).
 """
 
 from __future__ import annotations
