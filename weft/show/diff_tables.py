@@ -13,16 +13,7 @@ from weft.plan.plan import Plan
 from weft.show.facts import PlanFacts, plan_facts, relative
 from weft.show.names import short_list, short_modules, shorten
 from weft.show.plan_tables import batch_text, model_text
-from weft.show.tables import (
-    UNKNOWN,
-    TextTable,
-    cut_table,
-    make_console,
-    per_second,
-    percent,
-    print_tables,
-    seconds,
-)
+from weft.show.tables import UNKNOWN, TextTable, cut_table, make_console, per_second, percent, print_tables, seconds
 from weft.simulate.timeline import Timeline
 
 MAX_ROWS: Final = 32

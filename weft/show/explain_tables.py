@@ -14,15 +14,7 @@ from weft.planning.fit import Fit, FitCandidate, Use, describe
 from weft.show.facts import strategy_facts
 from weft.show.names import printable
 from weft.show.plan_tables import print_comparison
-from weft.show.tables import (
-    MAX_DEVICE_ROWS,
-    UNKNOWN,
-    TextTable,
-    cut_table,
-    percent,
-    print_tables,
-    seconds,
-)
+from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, cut_table, percent, print_tables, seconds
 
 KINDS: Final = {"compute": "computing", "optimizer": "optimizer", "transfer": "between stages", "exchange": "gradients",
                 "latency": "latency"}

@@ -15,17 +15,24 @@ import numpy as np
 
 from weft.base.errors import PlanError
 from weft.cluster.cluster import Cluster
-from weft.model.graph import F64, I64
-from weft.plan.plan import Plan
+from weft.cluster.cluster_file import parse_cluster
+from weft.cost.costs import estimate_costs
+from weft.model.graph import F64, I64, Graph
+from weft.plan.plan import Plan, Replica
 from weft.plan.program import Op, Phase, Program
-from weft.show.names import short_list, short_modules
+from weft.show.names import grouped, short_list, short_modules
 from weft.simulate.timeline import RankSummary, Timeline
+from weft.simulate.traffic import link_bytes
 
 if TYPE_CHECKING:
     from weft.planning.compare import Candidate, Comparison
 
 _NOTABLE: Final = 0.1
 """Parts of a loss that are smaller than this part of it are not named."""
+MAX_PARTS: Final = 3
+"""Longer lists of links are cut."""
+_PHASES: Final = {Phase.F: "forward", Phase.B: "backward", Phase.I: "input gradients", Phase.W: "weight gradients"}
+_OTHERS: Final = {Op.RECV: "transfers", Op.COLLECTIVE: "gradient exchange", Op.STEP: "optimizer"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,25 +200,27 @@ def stage_facts(program: Program, timeline: Timeline | None = None) -> tuple[Sta
     modules = short_modules([stage.modules or [graph.op_modules[op] for op in ops]
                              for stage, ops in zip(plan.stages, program.stage_ops, strict=True)])
     times = _phase_times(program, timeline)
-    groups: dict[tuple[object, ...], StageFacts] = {}
-    for index, instance in enumerate(program.instances):
-        stage = plan.stages[instance.stage]
-        replica = stage.replicas[instance.replica]
-        forward_s, backward_s = times[index]
-        key = (instance.stage, replica.share, tuple(sorted(replica.mesh.items())), _rounded(forward_s),
-               _rounded(backward_s))
-        known = groups.get(key)
-        groups[key] = StageFacts(
-            name=stage.name, modules=modules[instance.stage], num_ops=len(stage.ops),
-            replicas=(*(known.replicas if known else ()), replica.devices), mesh=replica.mesh, share=replica.share,
-            microbatches=stage.microbatches, parameter_bytes=_parameter_bytes(program, instance.stage),
-            recompute=stage.recompute, forward_s=known.forward_s if known else forward_s,
-            backward_s=known.backward_s if known else backward_s)
-    return tuple(groups.values())
 
+    def replica_of(index: int) -> Replica:
+        instance = program.instances[index]
+        return plan.stages[instance.stage].replicas[instance.replica]
 
-def _rounded(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds:.3g}"
+    def looks(index: int) -> object:
+        replica = replica_of(index)
+        rounded = tuple("" if seconds is None else f"{seconds:.3g}" for seconds in times[index])
+        return program.instances[index].stage, replica.share, tuple(sorted(replica.mesh.items())), rounded
+
+    rows = []
+    for members in grouped(range(len(program.instances)), looks):
+        number, replica, (forward_s, backward_s) = (
+            program.instances[members[0]].stage, replica_of(members[0]), times[members[0]])
+        stage, parameters = plan.stages[number], parameters_of(graph, program.stage_ops[number].tolist())
+        rows.append(StageFacts(
+            name=stage.name, modules=modules[number], num_ops=len(stage.ops), mesh=replica.mesh, share=replica.share,
+            replicas=tuple(replica_of(index).devices for index in members), microbatches=stage.microbatches,
+            parameter_bytes=int(graph.tensor_bytes[parameters].sum()), recompute=stage.recompute, forward_s=forward_s,
+            backward_s=backward_s))
+    return tuple(rows)
 
 
 def _phase_times(program: Program, timeline: Timeline | None) -> list[tuple[float | None, float | None]]:
@@ -231,26 +240,24 @@ def _phase_times(program: Program, timeline: Timeline | None) -> list[tuple[floa
             for index in range(len(program.instances))]
 
 
-def _parameter_bytes(program: Program, stage: int) -> int:
-    graph = program.graph
-    read = [graph.op_inputs(int(op)) for op in program.stage_ops[stage]]
-    tensors = np.unique(np.concatenate(read)) if read else np.zeros(0, dtype=np.int64)
-    return int(graph.tensor_bytes[np.intersect1d(tensors, graph.parameters)].sum())
+def parameters_of(graph: Graph, ops: Sequence[int]) -> I64:
+    """Return the parameters that some operators read."""
+    read = [graph.op_inputs(op) for op in ops]
+    return np.intersect1d(np.concatenate(read), graph.parameters) if read else np.zeros(0, dtype=np.int64)
 
 
 def exchange_facts(program: Program, timeline: Timeline | None = None) -> tuple[ExchangeFacts, ...]:
     """Return the gradient exchanges of the program, buckets of the same method and devices together."""
-    rank_names, tensor_names = program.rank_names, program.graph.tensor_names
-    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for index, bucket in enumerate(program.buckets):
-        groups.setdefault((bucket.method, bucket.ranks), []).append(index)
-    return tuple(ExchangeFacts(
-        method=method, parameters=tuple(tensor_names[tensor] for index in group
-                                        for tensor in program.buckets[index].parameters),
-        devices=tuple(rank_names[rank] for rank in ranks), num_buckets=len(group),
-        num_bytes=sum(program.buckets[index].num_bytes for index in group),
-        time_s=None if timeline is None else sum(_bucket_time(program, timeline, index) for index in group))
-        for (method, ranks), group in groups.items())
+    rows = []
+    for members in grouped(range(len(program.buckets)), lambda index: (
+            program.buckets[index].method, program.buckets[index].ranks)):
+        buckets = [program.buckets[index] for index in members]
+        rows.append(ExchangeFacts(
+            method=buckets[0].method, devices=tuple(program.rank_names[rank] for rank in buckets[0].ranks),
+            parameters=tuple(program.graph.tensor_names[tensor] for bucket in buckets for tensor in bucket.parameters),
+            num_bytes=sum(bucket.num_bytes for bucket in buckets), num_buckets=len(buckets),
+            time_s=None if timeline is None else sum(_bucket_time(program, timeline, index) for index in members)))
+    return tuple(rows)
 
 
 def _bucket_time(program: Program, timeline: Timeline, bucket: int) -> float:
@@ -268,8 +275,6 @@ def plan_cluster(plan: Plan) -> Cluster | None:
     """Return the cluster that the plan describes, or None where it describes none."""
     if plan.cluster.description is None:
         return None
-    from weft.cluster.cluster_file import parse_cluster
-
     return parse_cluster(plan.cluster.description, where="the plan's cluster.description")
 
 
@@ -319,10 +324,6 @@ def extra_parts(row: StrategyFacts, best: StrategyFacts) -> dict[str, float]:
     more = {name: value - best.parts.get(name, 0.0) for name, value in row.parts.items()}
     least = _NOTABLE * max(row.step_time_s - best.step_time_s, 0.0)
     return {name: value for name, value in sorted(more.items(), key=lambda item: -item[1]) if value > least}
-
-
-_PHASES: Final = {Phase.F: "forward", Phase.B: "backward", Phase.I: "input gradients", Phase.W: "weight gradients"}
-_OTHERS: Final = {Op.RECV: "transfers", Op.COLLECTIVE: "gradient exchange", Op.STEP: "optimizer"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -380,10 +381,6 @@ def mean_error(rows: Sequence[ErrorFacts]) -> float | None:
     return sum(error * weight for error, weight in known) / whole if whole else None
 
 
-MAX_PARTS: Final = 3
-"""Longer lists of links are cut."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkFacts:
     """Links that are equally fast and carry equally much."""
@@ -405,9 +402,6 @@ def link_facts(program: Program, cluster: Cluster, step_time_s: float) -> tuple[
     Bytes are those of tensors between stages and of gradients; what the devices of one replica exchange inside a
     sharded stage is not among them.
     """
-    from weft.cost.costs import estimate_costs
-    from weft.simulate.traffic import link_bytes
-
     costs = estimate_costs(program.graph, cluster, dtype=program.plan.model.dtype)
     rates: dict[str, tuple[float, float]] = {}
     for link in cluster.links:

@@ -12,11 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from weft.model.graph import Graph
 from weft.plan.plan import Plan, Stage
 from weft.plan.program import Program
+from weft.show.facts import parameters_of
 from weft.show.names import ATTENTION, factor_word, short_list
 
 OUTSIDE: Final = "outside modules"
@@ -133,7 +132,7 @@ def _facts(program: Program, members: Sequence[_Layer], stages_of: Mapping[int, 
     ops = [op for layer in members for op in layer.ops]
     return LayerFacts(
         title=_title([layer.path for layer in members]), count=len(members),
-        num_ops=len(first.ops), parameter_bytes=int(graph.tensor_bytes[_parameters(graph, first.ops)].sum()),
+        num_ops=len(first.ops), parameter_bytes=int(graph.tensor_bytes[parameters_of(graph, first.ops)].sum()),
         work=float(graph.flops[ops].sum()) / whole, stages=tuple(counts.items()),
         splits=tuple(_splits(program, first, stages_of)),
         is_joint=any(len(replica.devices) > 1 for stage in program.plan.stages if stage.name in counts
@@ -147,12 +146,6 @@ def _title(paths: Sequence[str]) -> str:
     return f"{_family(paths[0])}.{short_list((path.rpartition('.')[2] for path in paths), limit=4)}"
 
 
-def _parameters(graph: Graph, ops: Sequence[int]) -> list[int]:
-    read = [graph.op_inputs(op) for op in ops]
-    tensors = np.unique(np.concatenate(read)) if read else np.zeros(0, dtype=np.int64)
-    return [int(tensor) for tensor in np.intersect1d(tensors, graph.parameters)]
-
-
 def _splits(program: Program, layer: _Layer, stages_of: Mapping[int, Sequence[int]]) -> Iterator[Split]:
     """Yield how the modules with parameters, the attention and the loss of a layer are split, alike ones together."""
     graph, plan = program.graph, program.plan
@@ -160,7 +153,7 @@ def _splits(program: Program, layer: _Layer, stages_of: Mapping[int, Sequence[in
     for op in layer.ops:
         stage = next((plan.stages[index] for index in stages_of.get(op, ()) if plan.stages[index].sharding), None)
         kind = graph.op_kinds[op]
-        parameters = _parameters(graph, [op])
+        parameters = parameters_of(graph, [op]).tolist()
         if stage is None or not (parameters or kind.startswith(ATTENTION) or "loss" in kind):
             continue
         name = graph.op_names[op].removeprefix(f"{layer.path}.") if layer.path else graph.op_names[op]

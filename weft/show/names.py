@@ -9,9 +9,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeVar
 
+_Item = TypeVar("_Item")
 _NUMBERED: Final = re.compile(r"(.*?)(\d{1,9})")
 _MAX_DEEPER: Final = 3
 """A module that two stages divide is named so many levels deeper at most."""
@@ -39,6 +40,18 @@ def shorten(text: str, length: int) -> str:
         return text[:length]
     left = (length - 2) // 2
     return text[:left] + ".." + text[len(text) - (length - 2 - left):]
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], object]) -> list[list[_Item]]:
+    """Return the items in groups that are alike by ``key``, in the order of the first of each.
+
+    >>> grouped(["a0", "b0", "a1"], lambda name: name[0])
+    [['a0', 'a1'], ['b0']]
+    """
+    groups: dict[object, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
 
 
 def short_list(names: Iterable[str], *, limit: int = 6) -> str:

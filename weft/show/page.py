@@ -182,6 +182,12 @@ def table(label: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, l
             f"<thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></div>")
 
 
+def table_section(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, lead: str = "",
+                  after: str = "", **options: Any) -> str:
+    """Return a section that is a table of that name, with the options of ``table``, and what comes ``after`` it."""
+    return section(title, table(title, header, rows, **options) + after, lead=lead)
+
+
 def _table_row(row: Sequence[str], kinds: Sequence[str], style: str) -> str:
     first, *others = (cell if isinstance(cell, Html) else escape(cell) for cell in row)
     cells = [f"<td{_class(kind)}>{cell}</td>" for cell, kind in zip(others, kinds[1:], strict=False)]

@@ -299,8 +299,7 @@ def _devices(view: PlaceView) -> str:
                                    {"busy": min(1.0, row.share)}),
                      page.with_bar(memory, {"activations": min(1.0, row.peak_bytes / row.capacity)})
                      if row.capacity else memory))
-    header = ("Device", "#Operators", "Time", "Memory at its peak")
-    return page.section("Devices", page.table("Devices", header, body))
+    return page.table_section("Devices", ("Device", "#Operators", "Time", "Memory at its peak"), body)
 
 
 def _why(view: PlaceView) -> str:

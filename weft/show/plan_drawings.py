@@ -11,8 +11,9 @@ chip's edge is its kind's, which is written on it, too. Every text is escaped.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from typing import Final, NamedTuple
 
@@ -23,7 +24,7 @@ from weft.cluster.cluster import Cluster, Link
 from weft.model.graph import I64
 from weft.plan.memory import CATEGORIES
 from weft.plan.plan import Plan
-from weft.show.names import printable, short_list, shorten
+from weft.show.names import grouped, printable, short_list, shorten
 from weft.simulate.timeline import Timeline
 
 MAX_HOSTS: Final = 12
@@ -34,6 +35,33 @@ MAX_DEVICES: Final = 32
 """Of more devices, those of a host that are alike in everything are drawn as one."""
 MAX_CHIPS: Final = 16
 """Of more different devices in a host, those of a kind are drawn as one, whatever runs there."""
+NUM_COLOURS: Final = 8
+_WIDTH: Final = 1120
+_CHIP: Final = (126, 60)
+_GAP: Final = 8
+_PAD: Final = 14
+_HEAD: Final = 34
+_COLUMNS: Final = 4
+_BUS: Final = 46
+"""Between a row of hosts and the bar of the network below it."""
+_BAR: Final = 24
+_SPINE: Final = 22
+"""Room for the lines that join the bars of several rows."""
+_CHARACTER: Final = 8
+"""Pixels of a wide character of a card's title."""
+_WIDEST_HEAD: Final = 340
+_CHARACTERS: Final = 16
+"""That fit into a chip's line."""
+MAX_PANELS: Final = 24
+"""Of more different devices, those that are fullest are drawn."""
+COLUMNS: Final = 120
+_HEIGHT: Final = 72
+_MARGIN: Final = 1.06
+_FAR: Final = 4
+"""A capacity that is more than so many times the peak is not drawn."""
+
+
+# ---- the cluster
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +92,6 @@ class HostFacts:
 class ClusterFacts:
     """All that is drawn."""
 
-    name: str
     kinds: Mapping[str, int]
     """How many devices there are of each kind."""
     hosts: tuple[HostFacts, ...]
@@ -79,19 +106,15 @@ def cluster_facts(cluster: Cluster, plan: Plan) -> ClusterFacts:
     host_of = _nodes_by_host(cluster)
     outside = tuple(name for name in cluster.switches if name not in host_of)
     work = _work(plan)
-    kinds: dict[str, int] = {}
-    members: dict[str, list[ChipFacts]] = {}
-    for device in cluster.devices:
-        kinds[device.kind] = kinds.get(device.kind, 0) + 1
-        members.setdefault(device.host, []).append(ChipFacts(
-            names=(device.name,), kind=device.kind, memory_bytes=device.memory_bytes,
-            work=tuple(work.get(device.name, ()))))
-    links = _links_by_host(cluster.links, host_of)
-    if cluster.num_devices > MAX_DEVICES:
-        members = {name: _fold_chips(chips) for name, chips in members.items()}
-    hosts = [_host(name, chips, links.get(name, ()), host_of) for name, chips in members.items()]
-    return ClusterFacts(name=cluster.name, kinds=kinds, hosts=_fold_hosts(hosts), switches=outside,
-                        direct=_direct(cluster.links, host_of))
+    links, hosts = _links_by_host(cluster.links, host_of), []
+    for devices in grouped(cluster.devices, lambda device: device.host):
+        name = devices[0].host
+        chips = [ChipFacts(names=(device.name,), kind=device.kind, memory_bytes=device.memory_bytes,
+                           work=tuple(work.get(device.name, ()))) for device in devices]
+        hosts.append(_host(name, chips if cluster.num_devices <= MAX_DEVICES else _fold_chips(chips),
+                           links.get(name, ()), host_of))
+    return ClusterFacts(kinds=Counter(device.kind for device in cluster.devices), hosts=_fold_hosts(hosts),
+                        switches=outside, direct=_direct(cluster.links, host_of))
 
 
 def _nodes_by_host(cluster: Cluster) -> dict[str, str]:
@@ -137,36 +160,23 @@ def _host(name: str, chips: Sequence[ChipFacts], links: Iterable[Link], host_of:
 
 def _fold_chips(chips: Sequence[ChipFacts]) -> list[ChipFacts]:
     """Return alike devices together; where too many kinds of work are left, those of a kind with all its work."""
-    exact: dict[object, list[ChipFacts]] = {}
-    rough: dict[object, list[ChipFacts]] = {}
-    for chip in chips:
-        exact.setdefault((chip.kind, chip.memory_bytes, chip.work), []).append(chip)
-        rough.setdefault((chip.kind, chip.memory_bytes), []).append(chip)
-    groups = exact if len(exact) <= MAX_CHIPS else rough
-    return [_join_chips(group) for group in groups.values()]
+    groups = grouped(chips, lambda chip: (chip.kind, chip.memory_bytes, chip.work))
+    if len(groups) > MAX_CHIPS:
+        groups = grouped(chips, lambda chip: (chip.kind, chip.memory_bytes))
+    return [_join_chips(group) for group in groups]
 
 
 def _join_chips(chips: Sequence[ChipFacts]) -> ChipFacts:
-    first = chips[0]
-    return ChipFacts(names=tuple(name for chip in chips for name in chip.names), kind=first.kind,
-                     memory_bytes=first.memory_bytes,
-                     work=tuple(dict.fromkeys(item for chip in chips for item in chip.work)))
+    return replace(chips[0], names=tuple(name for chip in chips for name in chip.names),
+                   work=tuple(dict.fromkeys(item for chip in chips for item in chip.work)))
 
 
 def _fold_hosts(hosts: Sequence[HostFacts]) -> tuple[HostFacts, ...]:
     """Return alike hosts together where there are several; where many are left, all with equal hardware."""
-    exact: dict[object, list[HostFacts]] = {}
-    for host in hosts:
-        work = tuple(chip.work for chip in host.chips)
-        exact.setdefault((_hardware(host), work), []).append(host)
-    drawn = [group for members in exact.values()
+    exact = grouped(hosts, lambda host: (_hardware(host), tuple(chip.work for chip in host.chips)))
+    drawn = [group for members in exact
              for group in ([members] if len(members) >= MIN_ALIKE else [[host] for host in members])]
-    if len(drawn) > MAX_HOSTS:
-        rough: dict[object, list[HostFacts]] = {}
-        for host in hosts:
-            rough.setdefault(_hardware(host), []).append(host)
-        drawn = list(rough.values())
-    return tuple(_join_hosts(group) for group in drawn)
+    return tuple(map(_join_hosts, drawn if len(drawn) <= MAX_HOSTS else grouped(hosts, _hardware)))
 
 
 def _hardware(host: HostFacts) -> object:
@@ -175,12 +185,8 @@ def _hardware(host: HostFacts) -> object:
 
 
 def _join_hosts(hosts: Sequence[HostFacts]) -> HostFacts:
-    first = hosts[0]
-    if len(hosts) == 1:
-        return first
-    chips = tuple(_join_chips(column) for column in zip(*(host.chips for host in hosts), strict=True))
-    return HostFacts(names=tuple(name for host in hosts for name in host.names), chips=chips, inside=first.inside,
-                     outside=first.outside)
+    return replace(hosts[0], names=tuple(name for host in hosts for name in host.names),
+                   chips=tuple(map(_join_chips, zip(*(host.chips for host in hosts), strict=True))))
 
 
 def _direct(links: Iterable[Link], host_of: Mapping[str, str]) -> tuple[tuple[str, str, float], ...]:
@@ -197,25 +203,6 @@ def chip_title(chip: ChipFacts, num_hosts: int) -> str:
     if len(chip.names) == 1:
         return chip.names[0]
     return f"{chip.names[0]} ..." if num_hosts == len(chip.names) > 1 else short_list(chip.names, limit=2)
-
-
-NUM_COLOURS: Final = 8
-_WIDTH: Final = 1120
-_CHIP: Final = (126, 60)
-_GAP: Final = 8
-_PAD: Final = 14
-_HEAD: Final = 34
-_COLUMNS: Final = 4
-_BUS: Final = 46
-"""Between a row of hosts and the bar of the network below it."""
-_BAR: Final = 24
-_SPINE: Final = 22
-"""Room for the lines that join the bars of several rows."""
-_CHARACTER: Final = 8
-"""Pixels of a wide character of a card's title."""
-_WIDEST_HEAD: Final = 340
-_CHARACTERS: Final = 16
-"""That fit into a chip's line."""
 
 
 class _Card(NamedTuple):
@@ -349,13 +336,7 @@ def _bar(name: str, number: int, row: Sequence[_Card], y: int, bar: int, end: in
            "</text>")
 
 
-MAX_PANELS: Final = 24
-"""Of more different devices, those that are fullest are drawn."""
-COLUMNS: Final = 120
-_HEIGHT: Final = 72
-_MARGIN: Final = 1.06
-_FAR: Final = 4
-"""A capacity that is more than so many times the peak is not drawn."""
+# ---- memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

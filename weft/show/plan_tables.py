@@ -10,24 +10,11 @@ from typing import IO, Final
 from weft.base.units import format_bytes
 from weft.plan.memory import CATEGORIES
 from weft.plan.plan import Plan
+from weft.show import facts
 from weft.show.chart import counted
 from weft.show.drawing import print_chart
-from weft.show.facts import (
-    DeviceFacts,
-    ExchangeFacts,
-    PlanFacts,
-    StageFacts,
-    StrategyFacts,
-    TriedFacts,
-    device_facts,
-    exchange_facts,
-    pick,
-    plan_capacities,
-    plan_facts,
-    program_of,
-    stage_facts,
-)
-from weft.show.names import short_list
+from weft.show.facts import DeviceFacts, StrategyFacts
+from weft.show.names import grouped, short_list
 from weft.show.tables import (
     MAX_DEVICE_ROWS,
     UNKNOWN,
@@ -52,32 +39,32 @@ CHART_ROWS: Final = 16
 
 def plan_tables(plan: Plan, timelines: Sequence[Timeline]) -> list[TextTable]:
     """Return the plan's summary, its stages, and its gradient exchanges if there are any."""
-    program, shown = program_of(timelines), pick(timelines, "predicted") or timelines[0]
-    exchanges = exchange_facts(program, shown)
-    return [plan_table(plan_facts(plan, timelines)), stages_table(stage_facts(program, shown)),
+    program, shown = facts.program_of(timelines), facts.pick(timelines, "predicted") or timelines[0]
+    exchanges = facts.exchange_facts(program, shown)
+    return [plan_table(facts.plan_facts(plan, timelines)), stages_table(facts.stage_facts(program, shown)),
             *([exchanges_table(exchanges)] if exchanges else ())]
 
 
-def plan_table(facts: PlanFacts) -> TextTable:
+def plan_table(item: facts.PlanFacts) -> TextTable:
     """Return the plan as rows of (what, value)."""
-    plan = facts.plan
-    devices, num_all = str(facts.num_devices), len(plan.cluster.devices)
+    plan = item.plan
+    devices, num_all = str(item.num_devices), len(plan.cluster.devices)
     rows = [
         ("model", model_text(plan)),
         ("batch", batch_text(plan)),
-        ("devices", devices if facts.num_devices == num_all else f"{devices} of {num_all}"),
+        ("devices", devices if item.num_devices == num_all else f"{devices} of {num_all}"),
         ("stages", str(len(plan.stages))),
         ("strategy", plan.search.by),
-        ("predicted step", f"{seconds(facts.step_time_s)}, {per_second(facts.samples_per_s)} samples"
-         if facts.step_time_s is not None else UNKNOWN),
-        ("bound", bound_text(facts)),
+        ("predicted step", f"{seconds(item.step_time_s)}, {per_second(item.samples_per_s)} samples"
+         if item.step_time_s is not None else UNKNOWN),
+        ("bound", bound_text(item)),
         ("status", plan.search.status),
     ]
-    if facts.bubble is not None:
-        rows.insert(-1, ("bubble", percent(facts.bubble)))
-    if facts.measured_s is not None:
-        rows.insert(6, ("measured step", f"{seconds(facts.measured_s)}, "
-                                         f"{percent(facts.measured_difference, signed=True)} against the prediction"))
+    if item.bubble is not None:
+        rows.insert(-1, ("bubble", percent(item.bubble)))
+    if item.measured_s is not None:
+        rows.insert(6, ("measured step", f"{seconds(item.measured_s)}, "
+                                         f"{percent(item.measured_difference, signed=True)} against the prediction"))
     return TextTable(header=("plan", ""), rows=tuple(rows))
 
 
@@ -92,14 +79,14 @@ def batch_text(plan: Plan) -> str:
     return f"{batch} in {counted(count, 'micro-batch')} of {batch // count}"
 
 
-def bound_text(facts: PlanFacts) -> str:
+def bound_text(item: facts.PlanFacts) -> str:
     """Return the bound and the gap to it in words."""
-    if facts.bound_s is None:
+    if item.bound_s is None:
         return "none known"
-    return f"{seconds(facts.bound_s)} (gap {percent(facts.gap)})"
+    return f"{seconds(item.bound_s)} (gap {percent(item.gap)})"
 
 
-def stages_table(rows: Sequence[StageFacts]) -> TextTable:
+def stages_table(rows: Sequence[facts.StageFacts]) -> TextTable:
     """Return the stages, one row for replicas that are alike."""
     cells = tuple(
         (row.name, stage_modules(row), str(row.num_ops), stage_devices(row), share_text(row),
@@ -108,7 +95,7 @@ def stages_table(rows: Sequence[StageFacts]) -> TextTable:
                      rows=cells, numeric=frozenset({2, 4, 5, 6, 7}))
 
 
-def stage_modules(row: StageFacts) -> str:
+def stage_modules(row: facts.StageFacts) -> str:
     """Return a stage's modules, with what is special about the stage."""
     notes = ["recomputed"] if row.recompute else []
     if row.microbatches is not None:
@@ -116,7 +103,7 @@ def stage_modules(row: StageFacts) -> str:
     return (row.modules or UNKNOWN) + (f" ({', '.join(notes)})" if notes else "")
 
 
-def stage_devices(row: StageFacts) -> str:
+def stage_devices(row: facts.StageFacts) -> str:
     """Return the devices of a row's replicas: ``a0``, ``a0 + a1`` for a joint replica, ``a0 - a7`` for many alike."""
     if all(len(devices) == 1 for devices in row.replicas):
         return short_list(devices[0] for devices in row.replicas)
@@ -126,13 +113,13 @@ def stage_devices(row: StageFacts) -> str:
     return f"{text} ({mesh})" if mesh else text
 
 
-def share_text(row: StageFacts) -> str:
+def share_text(row: facts.StageFacts) -> str:
     """Return the batch share of each of the row's replicas."""
     share = percent(row.share).replace(".0 %", " %")
     return share if len(row.replicas) == 1 else f"{len(row.replicas)} x {share}"
 
 
-def exchanges_table(rows: Sequence[ExchangeFacts]) -> TextTable:
+def exchanges_table(rows: Sequence[facts.ExchangeFacts]) -> TextTable:
     """Return the gradient exchanges."""
     cells = tuple((row.how, f"{len(row.parameters)}: {short_list(row.parameters, limit=3)}",
                    format_bytes(row.num_bytes), short_list(row.devices), seconds(row.time_s)) for row in rows)
@@ -210,9 +197,9 @@ def print_timeline(timeline: Timeline, *, capacities: Mapping[str, int | None] |
     """Draw where each device's time and memory go."""
     known = capacities
     if known is None and timeline.program is not None:
-        known = plan_capacities(timeline.program.plan)
+        known = facts.plan_capacities(timeline.program.plan)
     title = f"{timeline.kind.capitalize()} step: {seconds(timeline.step_time_s)}, bubble {percent(timeline.bubble)}"
-    rows = device_facts(timeline, known)
+    rows = facts.device_facts(timeline, known)
     if make_console(file, width).width >= WIDE:
         print_tables(devices_table(rows, title=title), file=file, width=width)
     else:
@@ -225,14 +212,14 @@ def print_plan(plan: Plan, timelines: Sequence[Timeline], *, width: int | None =
     """Draw the whole plan: summary, stages, gradient exchanges, and for each timeline its devices and Gantt chart."""
     print_tables(*plan_tables(plan, timelines), file=file, width=width)
     for timeline in timelines:
-        print_timeline(timeline, capacities=plan_capacities(plan), file=file, width=width)
-        print_chart(timeline_chart(timeline, program_of(timelines)), width=width, max_rows=CHART_ROWS, file=file)
+        print_timeline(timeline, capacities=facts.plan_capacities(plan), file=file, width=width)
+        print_chart(timeline_chart(timeline, facts.program_of(timelines)), width=width, max_rows=CHART_ROWS, file=file)
 
 
 # ---- what the joint search tried
 
 
-def tried_tables(rows: Sequence[TriedFacts], *, limit: int = MAX_TRIED) -> Iterator[TextTable]:
+def tried_tables(rows: Sequence[facts.TriedFacts], *, limit: int = MAX_TRIED) -> Iterator[TextTable]:
     """Yield the best settings, then how many were left out for which reason."""
     known = sorted((row for row in rows if row.estimate_s is not None), key=_time)
     if known:
@@ -242,23 +229,20 @@ def tried_tables(rows: Sequence[TriedFacts], *, limit: int = MAX_TRIED) -> Itera
         more = len(known) - len(cells)
         yield TextTable(title="Tried", header=("setting", "estimate", "simulated", "why not"), rows=cells,
                         numeric=frozenset({1, 2}), notes=(f"and {more} more that were estimated",) if more else ())
-    reasons: dict[str, list[TriedFacts]] = {}
-    for row in rows:
-        if row.estimate_s is None:
-            reasons.setdefault(_kind(row), []).append(row)
-    if reasons:
+    left_out = grouped((row for row in rows if row.estimate_s is None), _kind)
+    if left_out:
         yield TextTable(title="Left out", header=("reason", "settings", "such as"), numeric=frozenset({1}),
-                        rows=tuple((kind, str(len(items)), _example(items[0])) for kind, items in sorted(
-                            reasons.items(), key=lambda item: (-len(item[1]), item[0]))))
+                        rows=tuple((_kind(items[0]), str(len(items)), _example(items[0])) for items in sorted(
+                            left_out, key=lambda items: (-len(items), _kind(items[0])))))
 
 
-def _time(row: TriedFacts) -> float:
+def _time(row: facts.TriedFacts) -> float:
     """Return what a setting came to: as simulated, or else as estimated."""
     assert row.estimate_s is not None
     return row.estimate_s if row.step_time_s is None else row.step_time_s
 
 
-def _why(row: TriedFacts, best_s: float) -> str:
+def _why(row: facts.TriedFacts, best_s: float) -> str:
     if row.reason:
         return row.reason
     loss = percent(_time(row) / best_s - 1, signed=True) if best_s > 0 else ""
@@ -267,13 +251,13 @@ def _why(row: TriedFacts, best_s: float) -> str:
     return "the best" if row.step_time_s <= best_s else f"{loss}"
 
 
-def _kind(row: TriedFacts) -> str:
+def _kind(row: facts.TriedFacts) -> str:
     """Return a reason without its figures."""
     text = row.reason.removeprefix(f"{row.setting}: ")
     return re.split(r"[:0-9]", text, maxsplit=1)[0].strip() or "no reason given"
 
 
-def _example(row: TriedFacts) -> str:
+def _example(row: facts.TriedFacts) -> str:
     return f"{row.setting}: {row.reason.removeprefix(f'{row.setting}: ')}"
 
 

@@ -205,8 +205,8 @@ def _compared(rows: Sequence[ScheduleFacts]) -> str:
     styles = {index: "chosen" if row.is_best else "refused" for index, row in enumerate(rows)
               if row.is_best or row.reason}
     header = ("Schedule", "#Makespan", "#Against best", "#Idle", "#Peak memory per device", "~Fits")
-    return page.section("Named schedules", page.table("Named schedules", header, body, styles=styles),
-                        lead="Idle is the part of the makespan in which the device with the most work does nothing.")
+    return page.table_section("Named schedules", header, body, styles=styles, lead=(
+        "Idle is the part of the makespan in which the device with the most work does nothing."))
 
 
 def _devices(result: ScheduleResult) -> str:
@@ -218,4 +218,4 @@ def _devices(result: ScheduleResult) -> str:
         memory = f"{number(peak)} of {limit_text(limit)}"
         body.append((printable(row.name), page.with_bar(f"busy {percent(busy)}", {"busy": busy}),
                      page.with_bar(memory, {"activations": peak / whole if whole > 0 else 0.0}) if limit else memory))
-    return page.section("Devices", page.table("Devices", ("Device", "Time", "Memory at its peak"), body))
+    return page.table_section("Devices", ("Device", "Time", "Memory at its peak"), body)
