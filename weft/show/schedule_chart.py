@@ -34,6 +34,7 @@ from weft.show.chart import (
     marks_legend,
     microbatch_look,
     number,
+    quietest_cut,
     shade_keys,
 )
 from weft.show.names import printable, short_list
@@ -105,21 +106,13 @@ def find_steady(result: ScheduleResult) -> Steady | None:
     cuts = starts[(starts > after + slack) & (starts <= until + slack)]
     if not len(cuts):
         return None
-    cut = _best_cut(schedule, cuts)
+    num_blocks = schedule.problem.num_blocks
+    cut = quietest_cut(cuts, schedule.starts[:num_blocks].ravel(), schedule.ends[:num_blocks].ravel(), slack)
     inside = (schedule.starts >= cut - slack) & (schedule.starts < cut + period - slack)
     if (inside.sum(axis=1) != number).any():
         return None  # micro-batches that overtake each other
     return Steady(start=float(cuts[0]), end=float(cuts[-1]) + period, period_start=cut, period_end=cut + period,
                   num_microbatches=number)
-
-
-def _best_cut(schedule: Schedule, cuts: F64) -> float:
-    """Return the cut at which the fewest blocks run, of equals the nearest to the middle."""
-    blocks, slack = schedule.problem.num_blocks, TOLERANCE * schedule.makespan
-    starts, ends = np.sort(schedule.starts[:blocks].ravel()), np.sort(schedule.ends[:blocks].ravel())
-    running = np.searchsorted(starts, cuts - slack) - np.searchsorted(ends, cuts + slack)
-    distance = np.round(np.abs(cuts - (cuts[0] + cuts[-1]) / 2) / slack) if slack > 0 else cuts
-    return float(cuts[np.lexsort((distance, running))[0]])
 
 
 def block_shades(problem: ScheduleProblem) -> tuple[Shade, ...]:

@@ -40,6 +40,7 @@ from weft.show.chart import (
     Steady,
     marks_legend,
     microbatch_look,
+    quietest_cut,
     shade_keys,
 )
 from weft.show.facts import program_of
@@ -246,13 +247,9 @@ def _longest_span(starts: F64, count: int, length_s: float) -> tuple[float, floa
 
 def _quietest(timeline: Timeline, start_s: float, end_s: float, length_s: float) -> float:
     """Return where to cut a period out of the middle of the span: at the start before which the fewest computes run."""
-    runs = np.flatnonzero(timeline.runs)
-    starts, ends = np.sort(timeline.start_s[runs]), np.sort(timeline.end_s[runs])
+    starts, ends = timeline.start_s[timeline.runs], timeline.end_s[timeline.runs]
     middle_s = (start_s + end_s - length_s) / 2
     low, high = max(start_s, middle_s - length_s / 2), min(end_s - length_s, middle_s + length_s / 2)
     slack = 1e-9 * length_s
     cuts = np.unique(starts[(starts >= low - slack) & (starts <= high + slack)])
-    if not len(cuts):
-        return max(start_s, middle_s)
-    under_way = np.searchsorted(starts, cuts - slack) - np.searchsorted(ends, cuts + slack, side="right")
-    return float(cuts[int(np.argmin(under_way))])
+    return quietest_cut(cuts, starts, ends, slack) if len(cuts) else max(start_s, middle_s)
