@@ -15,6 +15,7 @@ size is bounded by its width and number of rows. Every text in it is escaped.
 
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import textwrap
@@ -25,7 +26,7 @@ from typing import IO, Final, NamedTuple
 
 import numpy as np
 
-from weft.model.graph import F64, I64
+from weft.model.graph import F64
 from weft.show.chart import DARK, Chart, Key, Row, Steady, counted, period_text, shortened
 from weft.show.names import printable, shorten
 from weft.show.tables import make_console
@@ -105,26 +106,16 @@ def _row_line(chart: Chart, row: Row, name: str, num_cells: int) -> _Line:
 
 def row_cells(row: Row, span: float, num_cells: int) -> list[int]:
     """Return the item that fills most of each cell, or -1 where over half of it is idle."""
-    boxes = row if row.is_message is None else row.only(~row.is_message)
-    cells = _fill_cells(boxes.starts, boxes.ends, span, num_cells)
-    return [int(boxes.items[index]) if index >= 0 else -1 for index in cells.tolist()]
-
-
-def _fill_cells(starts: F64, ends: F64, span: float, num_cells: int) -> I64:
-    """Return which box fills most of each cell of the time from 0 to ``span``, or -1 where over half of it is idle."""
-    shown = np.full(num_cells, -1, dtype=np.int64)
-    if span <= 0:
-        return shown
-    most, busy = np.zeros(num_cells), np.zeros(num_cells)
-    scale = num_cells / span
-    for index, (low, high) in enumerate(zip((starts * scale).tolist(), (ends * scale).tolist(), strict=True)):
-        for cell in range(int(low + 1e-9), min(num_cells, int(np.ceil(high - 1e-9)))):
+    boxes, scale = row if row.is_message is None else row.only(~row.is_message), num_cells / span if span > 0 else 0.0
+    shown, most, busy = [-1] * num_cells, [0.0] * num_cells, [0.0] * num_cells
+    for item, low, high in zip(boxes.items.tolist(), (boxes.starts * scale).tolist(), (boxes.ends * scale).tolist(),
+                               strict=True):
+        for cell in range(int(low + 1e-9), min(num_cells, math.ceil(high - 1e-9))):
             covered = min(high, cell + 1) - max(low, cell)
             busy[cell] += covered
             if covered > most[cell] + 1e-9:
-                most[cell], shown[cell] = covered, index
-    shown[busy < 0.5 - 1e-9] = -1
-    return shown
+                most[cell], shown[cell] = covered, item
+    return [item if part >= 0.5 - 1e-9 else -1 for item, part in zip(shown, busy, strict=True)]
 
 
 def phase_ruler(steady: Steady, span: float, num_cells: int) -> str:

@@ -280,7 +280,11 @@ def plan_cluster(plan: Plan) -> Cluster | None:
 
 def plan_capacities(plan: Plan) -> dict[str, int | None]:
     """Return the memory of each device by the cluster that the plan describes; empty where it describes none."""
-    cluster = plan_cluster(plan)
+    return capacities_of(plan_cluster(plan))
+
+
+def capacities_of(cluster: Cluster | None) -> dict[str, int | None]:
+    """Return the memory of each device; empty where the cluster is not known."""
     return {device.name: device.memory_bytes for device in cluster.devices} if cluster else {}
 
 

@@ -66,7 +66,7 @@ def render_report(timelines: Sequence[Timeline], *, plan: Plan | None = None,
     plan = part if plan is None else plan
     is_part = (plan.stages, plan.microbatches) != (part.stages, part.microbatches)
     cluster = facts.plan_cluster(plan) if cluster is None else cluster
-    known = _capacities(cluster) if capacities is None else capacities
+    known = facts.capacities_of(cluster) if capacities is None else capacities
     shown = facts.pick(timelines, "predicted") or timelines[0]
     period = find_period(replace(shown, program=program))
     item, devices = facts.plan_facts(plan, () if is_part else timelines), facts.device_facts(shown, known)
@@ -90,17 +90,6 @@ def render_report(timelines: Sequence[Timeline], *, plan: Plan | None = None,
         "footer": "Written by Weft. Memory is by the plan's account of what each device holds. "
                   f"Plan for model {plan.model.digest} on cluster {plan.cluster.digest}.",
     }, report_data(program, timelines, known, period, only_used=is_part))
-
-
-def _capacities(cluster: Cluster | None) -> dict[str, int | None]:
-    return {device.name: device.memory_bytes for device in cluster.devices} if cluster else {}
-
-
-def _errors(program: Program, timelines: Sequence[Timeline]) -> str:
-    predicted, measured = facts.pick(timelines, "predicted"), facts.pick(timelines, "measured")
-    if predicted is None or measured is None:
-        return ""
-    return errors(facts.error_facts(program, predicted, measured), predicted, measured)
 
 
 # ---- figures and settings
@@ -212,8 +201,12 @@ def _gradients(plan: Plan) -> str:
 # ---- predicted against measured
 
 
-def errors(rows: Sequence[facts.ErrorFacts], predicted: Timeline, measured: Timeline) -> str:
-    """Return the prediction against the run."""
+def _errors(program: Program, timelines: Sequence[Timeline]) -> str:
+    """Return the prediction against the run, if there are both."""
+    predicted, measured = facts.pick(timelines, "predicted"), facts.pick(timelines, "measured")
+    if predicted is None or measured is None:
+        return ""
+    rows = facts.error_facts(program, predicted, measured)
     step = facts.ErrorFacts(what="step", stage="", count=1, predicted_s=predicted.step_time_s,
                       measured_s=measured.step_time_s)
     header = ("What", "#Number", "#Predicted", "#Measured", "#Prediction off by", "")

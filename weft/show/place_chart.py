@@ -25,19 +25,11 @@ from weft.base.units import format_time
 from weft.model.graph import F64, I64
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.timetable import Timetable
+from weft.show import place_facts as facts
 from weft.show.chart import Chart, Key, Look, Row, part_colour, part_look
 from weft.show.names import printable
 from weft.show.page import chart_data
-from weft.show.place_facts import (
-    WHY,
-    Waits,
-    critical_items,
-    device_rows,
-    find_waits,
-    item_names,
-    link_rows,
-    memory_curves,
-)
+from weft.show.place_facts import WHY, Waits, find_waits
 
 LETTERS: Final = 26
 MAX_NAMES: Final = 160
@@ -51,9 +43,9 @@ _SHORT: Final = 1 / 4000
 def place_chart(timetable: Timetable, *, title: str = "Placement", to_text: Callable[[float], str] = format_time,
                 waits: Waits | None = None) -> Chart:
     """Return the chart of the timetable."""
-    problem, names, parts = timetable.problem, item_names(timetable), graph_parts(timetable)
+    problem, names, parts = timetable.problem, facts.item_names(timetable), graph_parts(timetable)
     waits, letters = find_waits(timetable) if waits is None else waits, item_letters(timetable)
-    critical = set(critical_items(waits, problem.num_ops))
+    critical = set(facts.critical_items(waits, problem.num_ops))
 
     def look(item: int) -> Look:
         start, end = float(waits.start_s[item]), float(waits.end_s[item])
@@ -63,8 +55,8 @@ def place_chart(timetable: Timetable, *, title: str = "Placement", to_text: Call
 
     keys = (Key(tuple(part_colour(step / 5, is_strong=is_strong) for step in range(6)), text) for is_strong, text in (
         (True, "on the critical path"), (False, "others, from first to last operator")))
-    return Chart(title=title, rows=(*device_rows(timetable), *link_rows(timetable)), span=timetable.latency_s,
-                 look=look, to_text=to_text, legend=_legend(problem), keys=tuple(keys))
+    return Chart(title=title, rows=(*facts.device_rows(timetable), *facts.link_rows(timetable)), look=look,
+                 span=timetable.latency_s, to_text=to_text, legend=_legend(problem), keys=tuple(keys))
 
 
 def graph_parts(timetable: Timetable) -> F64:
@@ -114,7 +106,7 @@ def placement_data(timetable: Timetable, to_text: Callable[[float], str] = forma
     capacities = [limit if math.isfinite(limit) else None for limit in timetable.problem.capacity.tolist()]
     devices = [{"name": printable(row.name), "link": row.is_link, "capacity": limit}
                for row, limit in zip_longest(chart.rows, capacities)]
-    curves = [(times, amounts.tolist()) for times, amounts in memory_curves(timetable)]
+    curves = [(times, amounts.tolist()) for times, amounts in facts.memory_curves(timetable)]
     idle: list[tuple[F64, list[float]]] = [(np.zeros(0), [])] * (len(chart.rows) - len(curves))
     return chart_data({"placement": replace(chart, rows=tuple(item.row for item in boxes))}, devices=devices, what=what,
                       columns=_columns(boxes, waits), microbatches=1, whys=list(WHY.values()),
@@ -146,8 +138,8 @@ def _columns(boxes: Sequence[_Boxes], waits: Waits) -> dict[str, list[int]]:
 
 
 def _what(timetable: Timetable, boxes: Sequence[_Boxes], waits: Waits) -> Iterator[dict[str, Any]]:
-    problem, names, parts = timetable.problem, item_names(timetable), graph_parts(timetable)
-    critical = set(critical_items(waits, problem.num_ops))
+    problem, names, parts = timetable.problem, facts.item_names(timetable), graph_parts(timetable)
+    critical = set(facts.critical_items(waits, problem.num_ops))
     for box in boxes:
         for first, last, count in zip(box.row.items.tolist(), box.last.tolist(), box.num_items.tolist(), strict=True):
             is_sent = first >= problem.num_ops

@@ -20,6 +20,7 @@ from weft.search.place.problem import PlaceProblem
 from weft.search.place.result import PlaceResult
 from weft.search.place.timetable import Sent, Timetable
 from weft.show.chart import Row
+from weft.show.names import grouped
 
 Why = Literal["start", "input", "transfer", "device", "link"]
 """What an item waited for last: nothing, an operator that it reads from, a tensor on its way, its device, its link."""
@@ -90,13 +91,18 @@ def item_names(timetable: Timetable) -> tuple[str, ...]:
                                  f"{problem.device_names[sent.target]}" for sent in timetable.transfers))
 
 
+def item_times(timetable: Timetable) -> tuple[F64, F64]:
+    """Return when every item starts and ends."""
+    sent = timetable.transfers
+    return (np.concatenate((timetable.start_s, [item.start_s for item in sent])),
+            np.concatenate((timetable.end_s, [item.end_s for item in sent])))
+
+
 def device_rows(timetable: Timetable) -> list[Row]:
     """Return what every device does."""
-    rows = []
-    for device, name in enumerate(timetable.problem.device_names):
-        ops = np.flatnonzero(timetable.device == device)
-        rows.append(_row(name, ops, timetable.start_s[ops], timetable.end_s[ops], is_link=False))
-    return rows
+    times = item_times(timetable)
+    return [_row(name, np.flatnonzero(timetable.device == device), times, is_link=False)
+            for device, name in enumerate(timetable.problem.device_names)]
 
 
 def link_rows(timetable: Timetable) -> list[Row]:
@@ -106,18 +112,14 @@ def link_rows(timetable: Timetable) -> list[Row]:
     where the transfers are all between the same two.
     """
     problem, sent = timetable.problem, timetable.transfers
-    starts, ends = np.array([item.start_s for item in sent]), np.array([item.end_s for item in sent])
-    names: dict[tuple[int, ...], list[str]] = {}
-    for name, members in _members(timetable):
-        if members:
-            names.setdefault(tuple(members), []).append(name)
-    rows = []
-    for carried, shared in names.items():
+    rows, times = [], item_times(timetable)
+    used = [(name, members) for name, members in _members(timetable) if members]
+    for alike in grouped(used, lambda item: tuple(item[1])):
+        carried, shared = alike[0][1], [name for name, _ in alike]
         pairs = {(sent[index].source, sent[index].target) for index in carried}
         is_way = len(shared) > 1 and len(pairs) == 1
         name = ">".join(problem.device_names[end] for end in min(pairs)) if is_way else shared[0]
-        which = np.asarray(carried, dtype=np.int64)
-        rows.append(_row(name, which + problem.num_ops, starts[which], ends[which], is_link=True))
+        rows.append(_row(name, np.asarray(carried, dtype=np.int64) + problem.num_ops, times, is_link=True))
     return rows
 
 
@@ -149,7 +151,8 @@ def resources_of(problem: PlaceProblem, source: int, target: int) -> list[int]:
     return found
 
 
-def _row(name: str, items: I64, starts: F64, ends: F64, *, is_link: bool) -> Row:
+def _row(name: str, items: I64, times: tuple[F64, F64], *, is_link: bool) -> Row:
+    starts, ends = times[0][items], times[1][items]
     order = np.lexsort((ends, starts))
     return Row(name=name, is_link=is_link, items=items[order].astype(np.int64), starts=starts[order],
                ends=ends[order], busy=_covered(starts[order], ends[order]))
@@ -238,8 +241,7 @@ def _held_tensors(timetable: Timetable) -> Iterator[_Held]:
 def find_waits(timetable: Timetable) -> Waits:
     """Return what every item waited for last; of equals what it reads comes before what held its device."""
     problem, sent, num_ops = timetable.problem, timetable.transfers, timetable.problem.num_ops
-    start_s = np.concatenate((timetable.start_s, [item.start_s for item in sent]))
-    end_s = np.concatenate((timetable.end_s, [item.end_s for item in sent]))
+    start_s, end_s = item_times(timetable)
     after = np.full(len(start_s), -1, dtype=np.int64)
     why: list[Why] = ["start"] * len(start_s)
     slack = 1e-12 * float(end_s.max(initial=0.0))

@@ -16,23 +16,12 @@ from weft.base.units import format_bytes, format_time
 from weft.search.place.partition_result import PartitionResult
 from weft.search.place.result import PlaceResult
 from weft.show import page
+from weft.show import place_facts as facts
 from weft.show.chart import Chart, counted, number
 from weft.show.drawing import print_chart
 from weft.show.names import printable, shorten
 from weft.show.place_chart import place_chart, placement_data
-from weft.show.place_facts import (
-    WHY,
-    DeviceUse,
-    Segment,
-    Waits,
-    critical_path,
-    device_use,
-    find_waits,
-    item_names,
-    items_at,
-    longest_items,
-    transfer_use,
-)
+from weft.show.place_facts import WHY, DeviceUse, Segment, Waits
 from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, cut_table, percent, print_tables
 
 MAX_SEGMENTS: Final = 12
@@ -128,7 +117,7 @@ def operators_text(view: PlaceView) -> str:
 
 def transfers_text(view: PlaceView) -> str:
     """Return the sum of all transfers, and the busiest link."""
-    use = transfer_use(view.result)
+    use = facts.transfer_use(view.result)
     if not use.count:
         return "none"
     size = f", {format_bytes(use.num_bytes)}" if use.num_bytes else ""
@@ -140,7 +129,8 @@ def devices_table(view: PlaceView, *, limit: int = MAX_DEVICE_ROWS) -> TextTable
     """Return operators, time and memory of every device; rows beyond ``limit`` are cut."""
     cells = [(row.name, *((view.kinds[row.name],) if view.kinds else ()), f"{row.num_ops:,}", view.to_text(row.busy_s),
               percent(row.share), format_bytes(row.peak_bytes), capacity_text(row),
-              percent(row.peak_bytes / row.capacity) if row.capacity else UNKNOWN) for row in device_use(view.result)]
+              percent(row.peak_bytes / row.capacity) if row.capacity else UNKNOWN)
+             for row in facts.device_use(view.result)]
     kind = ("kind",) if view.kinds else ()
     header = ("device", *kind, "ops", "busy", "share", "peak memory", "capacity", "used")
     table = cut_table("Devices", header, cells, limit)
@@ -158,8 +148,8 @@ def capacity_text(row: DeviceUse) -> str:
 def critical_table(view: PlaceView, *, limit: int = MAX_SEGMENTS) -> TextTable:
     """Return the critical path of the timetable in time order; of a long one the longest parts."""
     table = view.result.timetable
-    waits, names = find_waits(table), item_names(table)
-    segments = critical_path(table, waits)
+    waits, names = facts.find_waits(table), facts.item_names(table)
+    segments = facts.critical_path(table, waits)
     shown = shown_segments(segments, limit)
     latency = table.latency_s
     cells = [(view.to_text(part.start_s) if part.start_s > 0 else "0", part.where, segment_text(part, names),
@@ -206,9 +196,9 @@ def path_text(segments: Sequence[Segment], latency: float) -> str:
 
 def longest_text(view: PlaceView, waits: Waits, items: Sequence[int], whole: float) -> str:
     """Return the items that take longest."""
-    names = item_names(view.result.timetable)
+    names = facts.item_names(view.result.timetable)
     parts = []
-    for item in longest_items(waits, items, NUM_LONGEST):
+    for item in facts.longest_items(waits, items, NUM_LONGEST):
         time_s = float(waits.end_s[item] - waits.start_s[item])
         share = percent(time_s / whole if whole > 0 else 0.0)
         parts.append(f"{shorten(printable(names[item]), NAME_WIDTH)} {view.to_text(time_s)} ({share})")
@@ -224,7 +214,7 @@ def loads_table(view: PlaceView, *, limit: int = MAX_SEGMENTS) -> TextTable:
     whole, notes = cut_table("Load per request", ("where", "load", "of the largest"), cells, limit), []
     if cells:
         name, load = busy[0]
-        longest = longest_text(view, find_waits(table), items_at(table, name), load)
+        longest = longest_text(view, facts.find_waits(table), facts.items_at(table, name), load)
         notes = [f"{name} is the bottleneck" + (f"; {longest}" if longest else "")]
     return replace(whole, notes=tuple(notes))
 
@@ -269,7 +259,7 @@ def render_placement_report(view: PlaceView) -> str:
 
 
 def _tiles(view: PlaceView) -> str:
-    result, use = view.result, transfer_use(view.result)
+    result, use = view.result, facts.transfer_use(view.result)
     busiest = f"busiest {printable(use.busiest)}: {view.to_text(use.busiest_s)}" if use.busiest else "nothing is sent"
     items = [(value_name(result).capitalize(), view.to_text(result.value), f"status {result.status}"),
              ("Lower bound", view.to_text(result.bound), f"gap {percent(result.gap)}"),
@@ -284,7 +274,7 @@ def _tiles(view: PlaceView) -> str:
 
 def _fullest(view: PlaceView) -> tuple[str, str]:
     """Return the peak of the device that is fullest, and a note on it."""
-    uses = device_use(view.result)
+    uses = facts.device_use(view.result)
     row = max(uses, key=lambda item: (item.peak_bytes / (item.capacity or math.inf), item.peak_bytes))
     limit = "no limit" if row.capacity is None else f"{percent(row.peak_bytes / max(row.capacity, 1.0))} used"
     return format_bytes(row.peak_bytes), f"on {printable(row.name)}, {limit}"
@@ -292,7 +282,7 @@ def _fullest(view: PlaceView) -> tuple[str, str]:
 
 def _devices(view: PlaceView) -> str:
     body = []
-    for row in device_use(view.result):
+    for row in facts.device_use(view.result):
         memory = f"{format_bytes(row.peak_bytes)} of {capacity_text(row)}"
         body.append((page.tagged(printable(row.name), printable(view.kinds.get(row.name, ""))), f"{row.num_ops:,}",
                      page.with_bar(f"busy {view.to_text(row.busy_s)}, {percent(row.share)}",
@@ -308,8 +298,8 @@ def _why(view: PlaceView) -> str:
         loads = loads_table(view, limit=page.MAX_ROWS)
         return page.section("Load per request", page.html_table(loads), lead=" ".join(map(printable, loads.notes)))
     timetable = view.result.timetable
-    waits = find_waits(timetable)
-    segments = critical_path(timetable, waits)
+    waits = facts.find_waits(timetable)
+    segments = facts.critical_path(timetable, waits)
     items = [item for part in segments for item in part.items]
     longest = longest_text(view, waits, items, timetable.latency_s)
     lead = f"{path_text(segments, timetable.latency_s).replace('in all', 'In all')}; {longest}."

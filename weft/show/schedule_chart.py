@@ -22,21 +22,8 @@ from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.result import ScheduleResult
 from weft.search.schedule.roles import Role, find_roles
 from weft.search.schedule.schedule import TOLERANCE, Schedule
-from weft.show.chart import (
-    DARK,
-    Chart,
-    Key,
-    Look,
-    Row,
-    Shade,
-    Steady,
-    counted,
-    marks_legend,
-    microbatch_look,
-    number,
-    quietest_cut,
-    shade_keys,
-)
+from weft.show import chart
+from weft.show.chart import Chart, Look, Row, Shade, Steady, number
 from weft.show.names import printable, short_list
 from weft.show.page import chart_data
 
@@ -56,18 +43,18 @@ def schedule_chart(result: ScheduleResult, title: str = "Schedule") -> Chart:
         start = float(schedule.starts[task, microbatch])
         tip = (f"{problem.task_names[task]} of micro-batch {microbatch}: {number(start)} to "
                f"{number(start + problem.task_times[task])}")
-        return microbatch_look(microbatch, schedule.num_microbatches, shades[task],
-                               tip=f"{tip}, {phases[task][microbatch]}" if phases else tip,
-                               is_joint=len(problem.task_resources[task]) > 1)
+        return chart.microbatch_look(
+            microbatch, schedule.num_microbatches, shades[task], is_joint=len(problem.task_resources[task]) > 1,
+            tip=f"{tip}, {phases[task][microbatch]}" if phases else tip)
 
     is_joint = any(len(block.devices) > 1 for block in problem.blocks)
     return Chart(
-        title=f"{title}: {counted(schedule.num_microbatches, 'micro-batch')} in {number(result.makespan)}",
+        title=f"{title}: {chart.counted(schedule.num_microbatches, 'micro-batch')} in {number(result.makespan)}",
         rows=rows_of(result), span=result.makespan, steady=find_steady(result), look=look, to_text=number,
         shortest=min((block.time for block in problem.blocks if block.time > 0), default=0.0),
-        legend=marks_legend(set(shades), schedule.num_microbatches),
-        keys=(*shade_keys(set(shades), schedule.num_microbatches),
-              *([Key(("#ffffff",), "on several devices", DARK)] if is_joint else [])))
+        legend=chart.marks_legend(set(shades), schedule.num_microbatches),
+        keys=(*chart.shade_keys(set(shades), schedule.num_microbatches),
+              *([chart.Key(("#ffffff",), "on several devices", chart.DARK)] if is_joint else [])))
 
 
 def rows_of(result: ScheduleResult) -> tuple[Row, ...]:
@@ -107,7 +94,7 @@ def find_steady(result: ScheduleResult) -> Steady | None:
     if not len(cuts):
         return None
     num_blocks = schedule.problem.num_blocks
-    cut = quietest_cut(cuts, schedule.starts[:num_blocks].ravel(), schedule.ends[:num_blocks].ravel(), slack)
+    cut = chart.quietest_cut(cuts, schedule.starts[:num_blocks].ravel(), schedule.ends[:num_blocks].ravel(), slack)
     inside = (schedule.starts >= cut - slack) & (schedule.starts < cut + period - slack)
     if (inside.sum(axis=1) != number).any():
         return None  # micro-batches that overtake each other
@@ -151,17 +138,17 @@ def memory_curve(schedule: Schedule, row: Row) -> tuple[F64, F64]:
 
 def schedule_data(result: ScheduleResult) -> dict[str, Any]:
     """Return everything that the page's script draws."""
-    problem, count, chart = result.schedule.problem, result.schedule.num_microbatches, schedule_chart(result)
-    devices = chart.rows[: problem.num_devices]
-    chart = replace(chart, rows=tuple(_with_transfers(problem, count, chart.rows)))
-    items = np.concatenate([row.items for row in chart.rows])
+    problem, count, drawn = result.schedule.problem, result.schedule.num_microbatches, schedule_chart(result)
+    devices = drawn.rows[: problem.num_devices]
+    drawn = replace(drawn, rows=tuple(_with_transfers(problem, count, drawn.rows)))
+    items = np.concatenate([row.items for row in drawn.rows])
     columns, more = {"what": (items // count).tolist(), "microbatch": (items % count).tolist()}, {}
     if result.period is not None:
         phases = [_PARTS.index(name) for names in result.phases() for name in names]
         columns["part"], more["parts"] = [phases[item] for item in items.tolist()], list(_PARTS)
     curves = [memory_curve(result.schedule, row) for row in devices]
     return chart_data(
-        {"schedule": chart}, microbatches=count, what=_what(problem), columns=columns, **more,
+        {"schedule": drawn}, microbatches=count, what=_what(problem), columns=columns, **more,
         devices=[{"name": printable(name), "capacity": limit} for name, limit in
                  zip(problem.device_names, problem.device_memory, strict=True)],
         memory=[[(times, [float(f"{value:.9g}") for value in amounts.tolist()]) for times, amounts in curves]])

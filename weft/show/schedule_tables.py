@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from weft.search.schedule.named import NamedRow
 from weft.search.schedule.result import ScheduleResult
@@ -33,14 +33,6 @@ class ScheduleFacts:
     """Why there is none, or why it does not fit."""
 
 
-class PeriodTexts(NamedTuple):
-    """The steady state in words."""
-
-    each: str
-    """Time for each micro-batch."""
-    note: str
-
-
 def print_schedule(result: ScheduleResult, compared: Sequence[ScheduleFacts] = (), *, width: int | None = None,
                    file: IO[str] | None = None) -> None:
     """Print the result, and the comparison if there is one."""
@@ -52,12 +44,13 @@ def print_schedule(result: ScheduleResult, compared: Sequence[ScheduleFacts] = (
 
 def summary_table(result: ScheduleResult) -> TextTable:
     """Return the result as rows of (what, value)."""
-    period, by = period_texts(result), "" if result.by == "search" else f" ({result.by}; the search found none shorter)"
+    each, note = period_texts(result)
+    by = "" if result.by == "search" else f" ({result.by}; the search found none shorter)"
     return TextTable(header=("schedule", ""), rows=(
         ("status", result.status + by),
         ("micro-batches", str(result.schedule.num_microbatches)),
         ("makespan", f"{number(result.makespan)} (bound {number(result.makespan_bound)}, gap {gap_text(result)})"),
-        ("period per micro-batch", f"{period.each} ({period.note})"),
+        ("period per micro-batch", f"{each} ({note})"),
         ("bubble", f"{percent(result.bubble)} of a period" if result.bubble is not None else UNKNOWN),
         ("search", f"{result.seconds:.3g} CPU seconds")))
 
@@ -69,14 +62,14 @@ def gap_text(result: ScheduleResult) -> str:
     return percent(max(0.0, result.makespan / result.makespan_bound - 1))
 
 
-def period_texts(result: ScheduleResult) -> PeriodTexts:
+def period_texts(result: ScheduleResult) -> tuple[str, str]:
     """Return the period per micro-batch, and its bound and make-up in words."""
     bound = UNKNOWN if result.period_bound is None else number(result.period_bound)
     if result.period is None or result.period_microbatches is None:
-        return PeriodTexts(each=UNKNOWN, note=f"bound {bound}, no steady state known")
+        return UNKNOWN, f"bound {bound}, no steady state known"
     each = number(result.period / result.period_microbatches)
     many = counted(result.period_microbatches, "micro-batch")
-    return PeriodTexts(each=each, note=f"bound {bound}; {many} in a period of {number(result.period)}")
+    return each, f"bound {bound}; {many} in a period of {number(result.period)}"
 
 
 def memory_table(result: ScheduleResult, *, limit: int = MAX_DEVICE_ROWS) -> TextTable:
@@ -174,10 +167,9 @@ def render_schedule_report(result: ScheduleResult, *, title: str = "Schedule",
 
 
 def _tiles(result: ScheduleResult) -> str:
-    period = period_texts(result)
     return page.tiles([("Makespan", number(result.makespan), f"status {result.status}"),
                        ("Lower bound", number(result.makespan_bound), f"gap {gap_text(result)}"),
-                       ("Period per micro-batch", period.each, period.note),
+                       ("Period per micro-batch", *period_texts(result)),
                        ("Bubble", percent(result.bubble), "of a period, on the busiest device"),
                        ("Peak memory", *_fullest(result))])
 

@@ -23,6 +23,12 @@ from weft.sharding.factors import NOT_SPLIT
 from weft.sharding.tensor_layout import WHOLE, Layout
 from weft.show.names import ATTENTION, factor_word
 
+OUTSIDE: Final = "outside layers"
+Direction = Literal["forward", "backward", "weights", "gradients", "update"]
+DIRECTIONS: Final[tuple[Direction, ...]] = ("forward", "backward", "weights", "gradients", "update")
+"""Weights that are stored in pieces are gathered for use, in both passes; gradients are added up and scattered; after
+the update, weights whose states alone are in pieces are gathered."""
+
 
 class Unit(NamedTuple):
     """Copies of a run that have their choices together: the first, a variant of the middle, or the last."""
@@ -65,6 +71,10 @@ class ShardingReader:
     def choice_of(self, key: tuple[int, int]) -> int:
         """Return what a node, given by part and variant, chose."""
         return self.sharding.choice[self.nodes[key]]
+
+    def at(self, part: int, variant: int) -> tuple[int, int]:
+        """Return the node of a part that goes with a variant: its own, or the one for all of them."""
+        return next(key for key in ((part, variant), (part, -1), (part, 0)) if key in self.nodes)
 
     def unit_of(self, key: tuple[int, int]) -> Unit | None:
         """Return the copies that a node belongs to; None for what is in no run."""
@@ -122,17 +132,10 @@ class ShardingReader:
     def parameter_words(self, key: tuple[int, int]) -> tuple[str, ...]:
         """Return for each axis how the parameter of a node is stored, see ``stored_words``."""
         edge = self.reader_of[key[0]]
-        reader = next(item for item in ((edge.reader, key[1]), (edge.reader, -1), (edge.reader, 0))
-                      if item in self.nodes)
-        used = self.resharding.layouts[int(edge.reads[self.choice_of(reader)])]
+        used = self.resharding.layouts[int(edge.reads[self.choice_of(self.at(edge.reader, key[1]))])]
         return self.stored_words(key[0], self.choice_of(key), used)
 
 
-OUTSIDE: Final = "outside layers"
-Direction = Literal["forward", "backward", "weights", "gradients", "update"]
-DIRECTIONS: Final[tuple[Direction, ...]] = ("forward", "backward", "weights", "gradients", "update")
-"""Weights that are stored in pieces are gathered for use, in both passes; gradients are added up and scattered; after
-the update, weights whose states alone are in pieces are gathered."""
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
     """How one module of a layer (or the attention, or the loss) is split."""

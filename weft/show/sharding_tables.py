@@ -25,7 +25,7 @@ from weft.search.shard.compare import NamedResult
 from weft.search.strategies.solve import ShardSolution
 from weft.search.strategies.strategy_graph import StrategyGraph, evaluate
 from weft.sharding.tensor_layout import Placement
-from weft.show.names import short_list
+from weft.show.names import grouped, short_list
 from weft.show.sharding_facts import OUTSIDE, Exchange, LayerClass, ShardingFacts, ShardingReader, Use
 from weft.show.tables import TextTable, percent, print_tables
 
@@ -67,12 +67,10 @@ def layers_table(facts: ShardingFacts) -> TextTable:
     axes = [f"{axis.name} ({axis.size})" for axis in facts.axes]
     rows: list[tuple[str, ...]] = []
     for layer in facts.layers:
-        groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
-        for use in layer.uses:
-            groups.setdefault((use.words, use.stored), []).append(use.name)
-        for number, ((words, stored), names) in enumerate(groups.items()):
-            title = layer_label(layer) if number == 0 else ""
-            rows.append((title, short_list(names, limit=12), *words, stored_text(stored, facts)))
+        for number, uses in enumerate(grouped(layer.uses, lambda use: (use.words, use.stored))):
+            names = short_list((use.name for use in uses), limit=12)
+            rows.append((layer_label(layer) if number == 0 else "", names, *uses[0].words,
+                         stored_text(uses[0].stored, facts)))
     return TextTable(title="Layers", header=("layers", "modules", *axes, "parameters"), rows=tuple(rows))
 
 
@@ -278,14 +276,12 @@ def _around(reader: ShardingReader, key: tuple[int, int], axis: int) -> tuple[st
     before = after = "Replicate"
     for edge in reader.parts.edges:
         if edge.reader == key[0] and not edge.is_parameter:
-            giver = next(item for item in ((edge.giver, key[1]), (edge.giver, -1), (edge.giver, 0))
-                         if item in reader.nodes)
-            value = reader.parts.parts[edge.giver].values[edge.output][reader.choice_of(giver)]
+            given = reader.choice_of(reader.at(edge.giver, key[1]))
+            value = reader.parts.parts[edge.giver].values[edge.output][given]
             before = _layout_text(layouts[int(value)][axis])
         elif edge.giver == key[0]:
-            user = next(item for item in ((edge.reader, key[1]), (edge.reader, -1), (edge.reader, 0))
-                        if item in reader.nodes)
-            after = _layout_text(layouts[int(edge.reads[reader.choice_of(user)])][axis])
+            wanted = edge.reads[reader.choice_of(reader.at(edge.reader, key[1]))]
+            after = _layout_text(layouts[int(wanted)][axis])
     return before, after
 
 

@@ -29,20 +29,8 @@ import numpy as np
 from weft.base.units import format_time
 from weft.model.graph import F64, Bool
 from weft.plan.program import Op, Phase, Program
-from weft.show.chart import (
-    DARK,
-    NEUTRAL,
-    Chart,
-    Key,
-    Look,
-    Row,
-    Shade,
-    Steady,
-    marks_legend,
-    microbatch_look,
-    quietest_cut,
-    shade_keys,
-)
+from weft.show import chart
+from weft.show.chart import Chart, Row, Shade, Steady
 from weft.show.facts import program_of
 from weft.show.names import short_list
 from weft.show.page import chart_data
@@ -76,24 +64,25 @@ def timeline_chart(timeline: Timeline, program: Program | None = None, *, ranks:
                         steady=None if steady is None else (steady.start, steady.end)))
     has_steps = bool((timeline.end_s > timeline.start_s)[program.op == Op.STEP].any())
     shades = {SHADES[Phase(phase)] for phase in set(program.phase[program.op == Op.COMPUTE].tolist())}
-    legend = marks_legend(shades, program.plan.microbatches)
+    legend = chart.marks_legend(shades, program.plan.microbatches)
     seconds = (timeline.end_s - timeline.start_s)[program.op == Op.COMPUTE]
     return Chart(
         title=f"{program.plan.model.name}: {timeline.kind} step of {format_time(timeline.step_time_s)}",
         rows=tuple(rows), span=timeline.step_time_s, steady=steady, to_text=format_time,
         shortest=float(seconds[seconds > 0].min(initial=timeline.step_time_s)), look=lambda item: _look(program, item),
         legend=f"{legend}; {STEP} optimizer" if has_steps else legend,
-        keys=(*shade_keys(shades, program.plan.microbatches), Key((NEUTRAL,), "optimizer, gradient exchange")))
+        keys=(*chart.shade_keys(shades, program.plan.microbatches),
+              chart.Key((chart.NEUTRAL,), "optimizer, gradient exchange")))
 
 
-def _look(program: Program, item: int) -> Look:
+def _look(program: Program, item: int) -> chart.Look:
     """Return the micro-batch's look, of the optimizer and of gradient exchanges a neutral one."""
     shade, tip = SHADES[Phase(int(program.phase[item]))], program.label(item)
     if program.op[item] in (Op.SEND, Op.RECV):
         shade = "backward" if program.channels[int(program.channel[item])].kind == "gradient" else "forward"
     if program.microbatch[item] < 0:
-        return Look(mark=STEP, style="reverse", fill=NEUTRAL, ink=DARK, text="", tip=tip)
-    return microbatch_look(int(program.microbatch[item]), program.plan.microbatches, shade, tip=tip)
+        return chart.Look(mark=STEP, style="reverse", fill=chart.NEUTRAL, ink=chart.DARK, text="", tip=tip)
+    return chart.microbatch_look(int(program.microbatch[item]), program.plan.microbatches, shade, tip=tip)
 
 
 # ---- for the page
@@ -252,4 +241,4 @@ def _quietest(timeline: Timeline, start_s: float, end_s: float, length_s: float)
     low, high = max(start_s, middle_s - length_s / 2), min(end_s - length_s, middle_s + length_s / 2)
     slack = 1e-9 * length_s
     cuts = np.unique(starts[(starts >= low - slack) & (starts <= high + slack)])
-    return quietest_cut(cuts, starts, ends, slack) if len(cuts) else max(start_s, middle_s)
+    return chart.quietest_cut(cuts, starts, ends, slack) if len(cuts) else max(start_s, middle_s)
