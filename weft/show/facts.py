@@ -7,7 +7,7 @@ prediction was off against a run (``error_facts``), and what each link of the cl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -350,31 +350,20 @@ class ErrorFacts:
 
 def error_facts(program: Program, predicted: Timeline, measured: Timeline) -> tuple[ErrorFacts, ...]:
     """Return each kind of work: over all stages, then stage by stage where there are several."""
-    return tuple(_error_rows(program, predicted, measured))
-
-
-def _error_rows(program: Program, predicted: Timeline, measured: Timeline) -> Iterator[ErrorFacts]:
-    computes = program.op == Op.COMPUTE
-    stages = np.asarray([instance.stage for instance in program.instances], dtype=np.int64)
-    for phase, what in _PHASES.items():
-        yield from _error_row(what, "", np.flatnonzero(computes & (program.phase == phase)), predicted, measured)
-    for op, what in _OTHERS.items():
-        yield from _error_row(what, "", np.flatnonzero(program.op == op), predicted, measured)
-    if len(program.plan.stages) < 2:
-        return
+    computes, stages = program.op == Op.COMPUTE, program.plan.stages
     stage_of = np.full(program.num_instructions, -1, dtype=np.int64)
-    stage_of[computes] = stages[program.instance[computes]]
-    for index, stage in enumerate(program.plan.stages):
-        for phase, what in _PHASES.items():
-            members = np.flatnonzero((stage_of == index) & (program.phase == phase))
-            yield from _error_row(what, stage.name, members, predicted, measured)
-
-
-def _error_row(what: str, stage: str, members: I64, predicted: Timeline,
-               measured: Timeline) -> Iterator[ErrorFacts]:
-    if len(members):
-        means = [float((item.end_s - item.start_s)[members].mean()) for item in (predicted, measured)]
-        yield ErrorFacts(what=what, stage=stage, count=len(members), predicted_s=means[0], measured_s=means[1])
+    stage_of[computes] = [program.instances[index].stage for index in program.instance[computes]]
+    kinds = [(what, "", computes & (program.phase == phase)) for phase, what in _PHASES.items()]
+    kinds += [(what, "", program.op == op) for op, what in _OTHERS.items()]
+    kinds += [(what, stage.name, (stage_of == index) & (program.phase == phase)) for index, stage in enumerate(stages)
+              for phase, what in _PHASES.items() if len(stages) > 1]
+    rows = []
+    for what, stage_name, members in kinds:
+        if members.any():
+            means = [float((item.end_s - item.start_s)[members].mean()) for item in (predicted, measured)]
+            rows.append(ErrorFacts(what=what, stage=stage_name, count=int(members.sum()), predicted_s=means[0],
+                                   measured_s=means[1]))
+    return tuple(rows)
 
 
 def mean_error(rows: Sequence[ErrorFacts]) -> float | None:
@@ -411,17 +400,14 @@ def link_facts(program: Program, cluster: Cluster, step_time_s: float) -> tuple[
     for link in cluster.links:
         name = link.shared if link.shared is not None else link.name
         rates.setdefault(name, (link.bytes_per_s, link.latency_s))
-    groups: dict[tuple[tuple[float, float] | None, int], list[str]] = {}
-    for name, num_bytes in link_bytes(program, costs, cluster).items():
-        groups.setdefault((rates.get(name), num_bytes), []).append(name)
-    rows = [_facts(tuple(names), rate, num_bytes, step_time_s) for (rate, num_bytes), names in groups.items()]
+    carried = link_bytes(program, costs, cluster)
+    rows = []
+    for names in grouped(carried, lambda name: (rates.get(name), carried[name])):
+        (bytes_per_s, latency_s), num_bytes = rates.get(names[0], (None, None)), carried[names[0]]
+        busy = num_bytes / bytes_per_s / step_time_s if bytes_per_s and step_time_s > 0 else None
+        rows.append(LinkFacts(names=tuple(names), bytes_per_s=bytes_per_s, latency_s=latency_s, num_bytes=num_bytes,
+                              busy=busy))
     return tuple(sorted(rows, key=lambda row: (-(row.busy or 0.0), -row.num_bytes)))
-
-
-def _facts(names: tuple[str, ...], rate: tuple[float, float] | None, num_bytes: int, step_time_s: float) -> LinkFacts:
-    bytes_per_s, latency_s = rate if rate is not None else (None, None)
-    busy = num_bytes / bytes_per_s / step_time_s if bytes_per_s and step_time_s > 0 else None
-    return LinkFacts(names=names, bytes_per_s=bytes_per_s, latency_s=latency_s, num_bytes=num_bytes, busy=busy)
 
 
 def link_title(names: Sequence[str]) -> str:

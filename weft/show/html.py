@@ -77,7 +77,9 @@ def render_report(timelines: Sequence[Timeline], *, plan: Plan | None = None,
     drawn_on = facts.plan_cluster(part) if is_part else cluster
     return page.render_page({
         "title": f"{plan.model.name}: Weft plan report", "mark": "plan report", "last_column": "Bytes",
-        "heading": _heading(item), "subtitle": _subtitle(item),
+        "heading": f"{plan.model.name} on {counted(item.num_devices, 'device')}",
+        "subtitle": f"{plan.model.mode.capitalize()} in {plan.model.dtype}, batch {batch_text(plan)}, "
+                    f"{counted(len(plan.stages), 'stage')}, planned by {plan.search.by}",
         "tiles": _tiles(item, devices),
         "before": _settings(plan, item, period, cluster.name if cluster else None)
         + (_part_note(plan, part, shown) if is_part else ""),
@@ -93,16 +95,6 @@ def render_report(timelines: Sequence[Timeline], *, plan: Plan | None = None,
 
 
 # ---- figures and settings
-
-
-def _heading(item: facts.PlanFacts) -> str:
-    return f"{item.plan.model.name} on {counted(item.num_devices, 'device')}"
-
-
-def _subtitle(item: facts.PlanFacts) -> str:
-    plan = item.plan
-    return (f"{plan.model.mode.capitalize()} in {plan.model.dtype}, batch {batch_text(plan)}, "
-            f"{counted(len(plan.stages), 'stage')}, planned by {plan.search.by}")
 
 
 def _tiles(item: facts.PlanFacts, devices: Sequence[facts.DeviceFacts]) -> str:
@@ -134,7 +126,8 @@ def _settings(plan: Plan, item: facts.PlanFacts, period: Steady | None, cluster_
              ("Stages and replicas", _shape(plan)), ("Recomputation", _recomputation(plan)),
              ("Optimizer", _optimizer(plan)), ("Gradients", _gradients(plan))]
     if period is not None:
-        items.append(("Steady state", _period_text(period)))
+        many = f", {period.num_microbatches} micro-batches each" if period.num_microbatches > 1 else ""
+        items.append(("Steady state", f"repeats every {seconds(period.length)}{many}"))
     return f'<section aria-label="Settings">{page.definitions(items)}</section>'
 
 
@@ -146,12 +139,6 @@ def _part_note(plan: Plan, part: Plan, shown: Timeline) -> str:
             f"{used} devices and {part.microbatches} of {plan.microbatches} micro-batches, "
             f"{seconds(shown.step_time_s)}. The cluster and the step above are the whole.")
     return f'<p class="note">{page.escape(text)}</p>'
-
-
-def _period_text(period: Steady) -> str:
-    """Return how often a step repeats, in words."""
-    count = period.num_microbatches
-    return f"repeats every {seconds(period.length)}" + (f", {count} micro-batches each" if count > 1 else "")
 
 
 def _shape(plan: Plan) -> str:

@@ -55,7 +55,8 @@ def render_page(values: Mapping[str, str], data: Any) -> str:
     texts = {name: value if name in _IS_HTML else escape(value) for name, value in values.items()}
     return _fill(_read("report.html"), {
         "second_column": "Micro-batch", "before": "", **texts, "navigation": _navigation(values["sections"]),
-        "policy": _policy(style, script), "style": style, "script": script, "data": embed_json(data)})
+        "policy": f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
+                  "base-uri 'none'; form-action 'none'", "style": style, "script": script, "data": embed_json(data)})
 
 
 def _read(name: str) -> str:
@@ -79,11 +80,6 @@ def _navigation(sections: str) -> str:
         return ""
     items = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in (("timeline", "Timeline"), *found))
     return f'<nav aria-label="Sections"><ul>{items}</ul></nav>'
-
-
-def _policy(style: str, script: str) -> str:
-    return (f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
-            "base-uri 'none'; form-action 'none'")
 
 
 def _digest(text: str) -> str:

@@ -8,7 +8,7 @@ Followed back from the operator that ends last, these waits are the critical pat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple
@@ -310,8 +310,3 @@ def critical_path(timetable: Timetable, waits: Waits | None = None) -> list[Segm
             segments.append(Segment(items=(item,), where=where, start_s=float(waits.start_s[item]), why=waits.why[item],
                                     end_s=float(waits.end_s[item]), is_transfer=is_transfer))
     return segments
-
-
-def longest_items(waits: Waits, items: Sequence[int], limit: int) -> list[int]:
-    """Return the items that take longest, longest first."""
-    return sorted(items, key=lambda item: (waits.start_s[item] - waits.end_s[item], item))[:limit]

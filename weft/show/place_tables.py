@@ -198,8 +198,9 @@ def longest_text(view: PlaceView, waits: Waits, items: Sequence[int], whole: flo
     """Return the items that take longest."""
     names = facts.item_names(view.result.timetable)
     parts = []
-    for item in facts.longest_items(waits, items, NUM_LONGEST):
-        time_s = float(waits.end_s[item] - waits.start_s[item])
+    times = waits.end_s - waits.start_s
+    for item in sorted(items, key=lambda item: (-times[item], item))[:NUM_LONGEST]:
+        time_s = float(times[item])
         share = percent(time_s / whole if whole > 0 else 0.0)
         parts.append(f"{shorten(printable(names[item]), NAME_WIDTH)} {view.to_text(time_s)} ({share})")
     return f"longest: {', '.join(parts)}" if parts else ""

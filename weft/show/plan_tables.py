@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import IO, Final
 
@@ -192,12 +192,9 @@ def print_comparison(rows: Sequence[StrategyFacts], *, file: IO[str] | None = No
     print_tables(table, file=file, width=width)
 
 
-def print_timeline(timeline: Timeline, *, capacities: Mapping[str, int | None] | None = None,
-                   file: IO[str] | None = None, width: int | None = None) -> None:
+def print_timeline(timeline: Timeline, *, file: IO[str] | None = None, width: int | None = None) -> None:
     """Draw where each device's time and memory go."""
-    known = capacities
-    if known is None and timeline.program is not None:
-        known = facts.plan_capacities(timeline.program.plan)
+    known = None if timeline.program is None else facts.plan_capacities(timeline.program.plan)
     title = f"{timeline.kind.capitalize()} step: {seconds(timeline.step_time_s)}, bubble {percent(timeline.bubble)}"
     rows = facts.device_facts(timeline, known)
     if make_console(file, width).width >= WIDE:
@@ -212,8 +209,9 @@ def print_plan(plan: Plan, timelines: Sequence[Timeline], *, width: int | None =
     """Draw the whole plan: summary, stages, gradient exchanges, and for each timeline its devices and Gantt chart."""
     print_tables(*plan_tables(plan, timelines), file=file, width=width)
     for timeline in timelines:
-        print_timeline(timeline, capacities=facts.plan_capacities(plan), file=file, width=width)
-        print_chart(timeline_chart(timeline, facts.program_of(timelines)), width=width, max_rows=CHART_ROWS, file=file)
+        known = replace(timeline, program=facts.program_of(timelines))
+        print_timeline(known, file=file, width=width)
+        print_chart(timeline_chart(known), width=width, max_rows=CHART_ROWS, file=file)
 
 
 # ---- what the joint search tried

@@ -147,14 +147,12 @@ def sharding_json(facts: ShardingFacts, named: Sequence[NamedResult] = ()) -> di
 
 
 def _layer_json(layer: LayerClass, facts: ShardingFacts) -> dict[str, Any]:
-    return {"layers": layer.title, "count": layer.count, "modules": {use.name: _use_json(use) for use in layer.uses},
+    return {"layers": layer.title, "count": layer.count, "modules": {
+                use.name: {"split": list(use.words), **({"stored": list(use.stored)} if use.stored else {})}
+                for use in layer.uses},
             "collectives": [{"when": item.direction, "collective": item.kind, "axis": facts.axes[item.axis].name,
                              "count": item.count, "bytes": item.num_bytes, "seconds": item.seconds}
                             for item in layer.exchanges]}
-
-
-def _use_json(use: Use) -> dict[str, Any]:
-    return {"split": list(use.words), **({"stored": list(use.stored)} if use.stored else {})}
 
 
 def _named_json(row: NamedResult) -> dict[str, Any]:
