@@ -4,9 +4,8 @@ from xml.etree import ElementTree
 
 from tests.show.helpers import hostile_cluster, hostile_timeline, wide_timeline
 from weft.cluster.cluster_file import parse_cluster
-from weft.show.cluster_facts import ClusterFacts, cluster_facts
-from weft.show.cluster_svg import cluster_svg
 from weft.show.facts import plan_cluster
+from weft.show.plan_drawings import ClusterFacts, cluster_facts, cluster_svg
 
 
 def facts_of(timeline) -> ClusterFacts:

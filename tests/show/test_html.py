@@ -13,7 +13,7 @@ from weft.plan.program import Op
 from weft.show.facts import StrategyFacts
 from weft.show.html import render_report, write_report
 from weft.show.page import embed_json
-from weft.show.report_data import report_data
+from weft.show.timeline_chart import report_data
 
 ROWS = (StrategyFacts(strategy="1f1b", is_chosen=True, step_time_s=9.0, samples_per_s=2 / 9, microbatches=2, bubble=1 / 3,
                       peak_bytes={"d0": 1 << 30, "d1": 2 << 30}, bound_s=6.0, status="feasible"),

@@ -17,20 +17,24 @@ from tests.show.place_results import diamond, hostile, pipelined, random_result,
 from tests.show.test_browser import spot, state
 from tests.show.test_html import Page
 from tests.show.test_place_tables import METHODS, RANDOM
-from weft.show.drawing import number, part_colour
+from weft.show.chart import number, part_colour
+from weft.show.drawing import format_chart, print_chart, render_svg
+from weft.show.place_chart import item_letters, place_chart, placement_data
 from weft.show.place_facts import critical_items, device_rows, find_waits, item_names, link_rows
-from weft.show.place_gantt import format_placement, item_letters, print_placement_gantt
-from weft.show.place_html import placement_data, render_placement_report, write_placement_report
-from weft.show.place_svg import render_placement_svg, write_placement_svg
+from weft.show.place_tables import render_placement_report
 
 SPACE = "{http://www.w3.org/2000/svg}"
+
+
+def write_report(path, view):
+    path.write_text(render_placement_report(view), encoding="utf-8")
 
 
 # ---- text
 
 
 def test_the_diamond_is_drawn_as_by_hand():
-    lines = format_placement(diamond(), width=39).splitlines()
+    lines = format_chart(place_chart(diamond().timetable), width=39).splitlines()
     assert lines[:5] == ["g   |AAAAbbbbbbbbbbbbbbbb..DDDD|   92 %",
                          "c   |......CCCCCCCCCCCC........|   46 %",
                          "g>c |....AA....................|    8 %",
@@ -45,13 +49,13 @@ def test_letters_follow_the_graph_from_a_to_z():
     assert letters[:260].tolist() == [op // 10 for op in range(260)]
     for index, sent in enumerate(result.timetable.transfers):
         assert letters[260 + index] == letters[result.problem.producer[sent.tensor]]
-    assert "from the first to the last of the graph" in " ".join(format_placement(result).split())
+    assert "from the first to the last of the graph" in " ".join(format_chart(place_chart(result.timetable)).split())
 
 
 @pytest.mark.parametrize("width", [1, 30, 47, 100, 250])
 @pytest.mark.parametrize("result", [diamond(), *RANDOM[:3], random_result(300, 24)])
 def test_no_line_is_longer_than_the_width(width, result):
-    lines = format_placement(result, width=width, max_rows=9).splitlines()
+    lines = format_chart(place_chart(result.timetable), width=width, max_rows=9).splitlines()
     assert max(map(len, lines)) <= max(30, width)
     rows = len(device_rows(result.timetable)) + len(link_rows(result.timetable))
     assert len([line for line in lines if "|" in line]) == min(rows, 9 if rows == 9 else 8 if rows > 9 else rows)
@@ -67,9 +71,9 @@ def test_colours_appear_on_a_terminal_only(monkeypatch):
             return True
 
     plain, coloured = io.StringIO(), Terminal()
-    print_placement_gantt(diamond(), width=60, file=plain)
-    print_placement_gantt(diamond(), width=60, file=coloured)
-    assert plain.getvalue().rstrip() == format_placement(diamond(), width=60)
+    print_chart(place_chart(diamond().timetable), width=60, file=plain)
+    print_chart(place_chart(diamond().timetable), width=60, file=coloured)
+    assert plain.getvalue().rstrip() == format_chart(place_chart(diamond().timetable), width=60)
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured.getvalue()) == plain.getvalue()
     assert "\x1b[1;" in coloured.getvalue()
 
@@ -79,9 +83,9 @@ def test_operators_without_duration_can_be_drawn():
     problem = replace(result.problem, time_s=np.zeros_like(result.problem.time_s), tensor_bytes=np.zeros(3))
     table = replace(result.timetable, problem=problem, start_s=np.zeros(4), transfers=())
     still = replace(result, timetable=replace(table, device=np.zeros(4, dtype=np.int64)), value=0.0, bound=0.0)
-    assert "g |....." in format_placement(still)
-    assert ElementTree.fromstring(render_placement_svg(view_of(still))) is not None
-    assert placement_data(view_of(still))["timelines"][0]["step_time_s"] == 0.0
+    assert "g |....." in format_chart(place_chart(still.timetable))
+    assert ElementTree.fromstring(render_svg(view_of(still).chart())) is not None
+    assert placement_data(still.timetable)["timelines"][0]["step_time_s"] == 0.0
     assert "nothing takes any time" in render_placement_report(view_of(still))
 
 
@@ -93,7 +97,7 @@ def boxes_of(text: str):
 
 
 def test_boxes_are_at_their_times_and_the_critical_path_is_strong():
-    boxes = {box.find(f"{SPACE}title").text: box for box in boxes_of(render_placement_svg(view_of(diamond()), width=124 + 650))}
+    boxes = {box.find(f"{SPACE}title").text: box for box in boxes_of(render_svg(view_of(diamond()).chart(), width=124 + 650))}
     assert set(boxes) == {
         "in: 0 us to 1 s (1 s), waited for nothing", "left: 1 s to 5 s (4 s), waited for input",
         "right: 1.5 s to 4.5 s (3 s), waited for transfer", "out: 5.5 s to 6.5 s (1 s), waited for transfer",
@@ -109,13 +113,13 @@ def test_boxes_are_at_their_times_and_the_critical_path_is_strong():
 
 def test_pictures_of_large_placements_are_bounded():
     result = random_result(10_000, 16)
-    assert len(render_placement_svg(view_of(result))) < 4e6
-    assert len(format_placement(result).splitlines()) < 45
-    assert "... 33 more" in render_placement_svg(view_of(random_result(400, 20, contention="port")), max_rows=28)
+    assert len(render_svg(view_of(result).chart())) < 4e6
+    assert len(format_chart(place_chart(result.timetable)).splitlines()) < 45
+    assert "... 33 more" in render_svg(view_of(random_result(400, 20, contention="port")).chart(), max_rows=28)
 
 
 def test_hostile_names_stay_text_in_svg(tmp_path):
-    write_placement_svg(tmp_path / "a.svg", view_of(hostile(), title=HOSTILE[1]))
+    (tmp_path / "a.svg").write_text(render_svg(view_of(hostile(), title=HOSTILE[1]).chart()))
     root = ElementTree.parse(tmp_path / "a.svg").getroot()
     assert {element.tag.removeprefix(SPACE) for element in root.iter()} == {"svg", "title", "rect", "line", "text"}
     assert any(box.find(f"{SPACE}title").text.startswith("<img src=x onerror=alert(1)>: ")
@@ -141,7 +145,7 @@ def test_the_page_has_the_figures_the_devices_the_path_and_the_methods():
 
 @pytest.mark.parametrize("result", [diamond(), *RANDOM])
 def test_the_data_says_what_the_timetable_says(result):
-    table, data = result.timetable, placement_data(view_of(result))
+    table, data = result.timetable, placement_data(result.timetable)
     waits, names = find_waits(table), item_names(table)
     critical = set(critical_items(waits, result.problem.num_ops))
     rows = [*device_rows(table), *link_rows(table)]
@@ -168,7 +172,7 @@ def test_the_data_says_what_the_timetable_says(result):
     else:
         assert "memory" not in timeline
     json.dumps(data, allow_nan=False)
-    assert placement_data(view_of(result, to_text=number))["plain"] is True
+    assert placement_data(result.timetable, number)["plain"] is True
 
 
 def test_large_graphs_stay_loadable():
@@ -178,9 +182,9 @@ def test_large_graphs_stay_loadable():
 
 def test_runs_of_short_operators_are_one_box_on_a_very_large_page(monkeypatch):
     result = random_result(9_000, 3, contention="none")
-    fine = placement_data(view_of(result))
-    monkeypatch.setattr("weft.show.place_html.MAX_BOXES", 1000)
-    data = placement_data(view_of(result))
+    fine = placement_data(result.timetable)
+    monkeypatch.setattr("weft.show.place_chart.MAX_BOXES", 1000)
+    data = placement_data(result.timetable)
     assert len(data["what"]) < len(fine["what"])
     joined = [what for what in data["what"] if " in a row: " in what["label"]]
     assert joined
@@ -194,7 +198,7 @@ def test_runs_of_short_operators_are_one_box_on_a_very_large_page(monkeypatch):
 
 def test_hostile_names_stay_text_in_the_page(tmp_path):
     methods = (METHODS[0], replace(METHODS[2], method=HOSTILE[0], reason=HOSTILE[1]))
-    write_placement_report(tmp_path / "a.html", view_of(hostile(), title=HOSTILE[1], methods=methods))
+    write_report(tmp_path / "a.html", view_of(hostile(), title=HOSTILE[1], methods=methods))
     text = (tmp_path / "a.html").read_text()
     page, clean = Page(text), Page(render_placement_report(view_of(diamond(), methods=METHODS)))
     assert set(page.tags) <= set(clean.tags)
@@ -219,7 +223,7 @@ def browser():
 @pytest.mark.timeout(120)
 class TestInBrowser:
     def test_every_operator_and_transfer_is_drawn_and_hover_says_what_it_waited_for(self, browser, tmp_path):
-        write_placement_report(tmp_path / "a.html", view_of(diamond()))
+        write_report(tmp_path / "a.html", view_of(diamond()))
         browser.open(tmp_path / "a.html")
         assert state(browser)["drawn"] == 6
         browser.evaluate("document.getElementById('chart').scrollIntoView()")
@@ -243,7 +247,7 @@ class TestInBrowser:
         assert browser.complaints() == []
 
     def test_link_rows_can_be_hidden_and_the_table_has_the_waits(self, browser, tmp_path):
-        write_placement_report(tmp_path / "a.html", view_of(RANDOM[1]))
+        write_report(tmp_path / "a.html", view_of(RANDOM[1]))
         browser.open(tmp_path / "a.html")
         tall = browser.evaluate("document.getElementById('chart-space').offsetHeight")
         browser.evaluate("document.getElementById('show-communication').click()")
@@ -257,14 +261,14 @@ class TestInBrowser:
         assert browser.complaints() == []
 
     def test_a_large_page_draws_quickly_enough_to_use(self, browser, tmp_path):
-        write_placement_report(tmp_path / "a.html", view_of(random_result(10_000, 16)))
+        write_report(tmp_path / "a.html", view_of(random_result(10_000, 16)))
         browser.open(tmp_path / "a.html")
         assert state(browser)["drawn"] > 1000
         assert browser.complaints() == []
 
     @pytest.mark.parametrize("dark", [False, True])
     def test_hostile_names_do_nothing_on_a_narrow_page(self, browser, tmp_path, dark):
-        write_placement_report(tmp_path / "a.html", view_of(hostile(), title=HOSTILE[0], methods=METHODS))
+        write_report(tmp_path / "a.html", view_of(hostile(), title=HOSTILE[0], methods=METHODS))
         browser.events.clear()
         browser.open(tmp_path / "a.html", width=390, height=844, dark=dark)
         browser.mouse("mouseMoved", *spot(browser, 0.1))

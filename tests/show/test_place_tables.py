@@ -21,7 +21,7 @@ from tests.show.place_results import (
     view_of,
 )
 from weft.search.place.timetable import check_timetable
-from weft.show.drawing import number
+from weft.show.chart import number
 from weft.show.place_facts import (
     critical_items,
     critical_path,
@@ -125,9 +125,9 @@ def test_rows_have_every_operator_and_every_transfer(result):
     assert len({tuple(row.items.tolist()) for row in links}) == len(links)
     for row in [*rows, *links]:
         assert (np.diff(row.starts) >= 0).all()
-        assert row.busy_s <= table.latency_s + 1e-9
+        assert row.busy <= table.latency_s + 1e-9
         if result.problem.resource_names or not row.is_link:
-            assert row.busy_s == pytest.approx((row.ends - row.starts).sum())
+            assert row.busy == pytest.approx((row.ends - row.starts).sum())
 
 
 def test_a_way_of_several_links_is_one_row_named_by_its_devices():
@@ -143,7 +143,7 @@ def test_overlapping_transfers_count_once():
         covered = np.zeros(len(grid), dtype=bool)
         for start, end in zip(row.starts, row.ends, strict=True):
             covered |= (grid >= start) & (grid < end)
-        assert row.busy_s == pytest.approx(covered.mean() * result.timetable.latency_s, rel=0.02)
+        assert row.busy == pytest.approx(covered.mean() * result.timetable.latency_s, rel=0.02)
 
 
 def test_use_of_devices_and_links():

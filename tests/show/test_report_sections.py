@@ -25,15 +25,22 @@ from weft.plan.memory import CATEGORIES
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import Replica
 from weft.plan.program import Op
-from weft.show.facts import ExchangeFacts, StrategyFacts, TriedFacts, extra_parts, mean_parts, plan_cluster
-from weft.show.html import render_report
-from weft.show.html_details import links
-from weft.show.html_sections import exchanges
-from weft.show.link_facts import link_facts, link_title
-from weft.show.memory_svg import COLUMNS, MAX_PANELS, fullest, memory_panels, panel_svg, scale_of
+from weft.show.facts import (
+    ExchangeFacts,
+    StrategyFacts,
+    TriedFacts,
+    error_facts,
+    extra_parts,
+    link_facts,
+    link_title,
+    mean_error,
+    mean_parts,
+    plan_cluster,
+)
+from weft.show.html import exchanges, links, render_report
 from weft.show.page import embed_json
-from weft.show.report_data import MAX_INSTRUCTIONS, report_data, shown_rows
-from weft.show.run_facts import error_facts, mean_error
+from weft.show.plan_drawings import COLUMNS, MAX_PANELS, fullest, memory_panels, panel_svg, scale_of
+from weft.show.timeline_chart import MAX_INSTRUCTIONS, report_data, shown_rows
 from weft.simulate.timeline import make_timeline
 from weft.simulate.traffic import link_bytes
 

@@ -18,13 +18,16 @@ from tests.show.schedule_results import chain, hostile, in_groups, joint, one_f_
 from tests.show.test_browser import place, spot, state
 from tests.show.test_html import Page
 from weft.search.schedule.schedule import check_schedule
-from weft.show.drawing import box_colour
-from weft.show.schedule_facts import ScheduleFacts, block_shades, find_steady, make_view, memory_curve, rows_of
-from weft.show.schedule_gantt import format_schedule, print_schedule_gantt
-from weft.show.schedule_html import render_schedule_report, schedule_data, write_schedule_report
-from weft.show.schedule_svg import COOL_DOWN, WARM_UP, render_schedule_svg, write_schedule_svg
+from weft.show.chart import box_colour, shortened
+from weft.show.drawing import COOL_DOWN, LEFT, RIGHT, WARM_UP, format_chart, print_chart, render_svg
+from weft.show.schedule_chart import block_shades, find_steady, memory_curve, rows_of, schedule_chart, schedule_data
+from weft.show.schedule_tables import ScheduleFacts, render_schedule_report
 
 SPACE = "{http://www.w3.org/2000/svg}"
+
+
+def write_report(path, *args, **options):
+    path.write_text(render_schedule_report(*args, **options), encoding="utf-8")
 
 
 def grouped(size: int, num_microbatches: int = 8):
@@ -69,17 +72,17 @@ def test_the_period_is_cut_where_nothing_runs_if_there_is_such_a_place():
     result_of(one_f_one_b(chain(2), 2), 9.0, 9), result_of(one_f_one_b(chain(2), 6), 5.0, 1)])
 def test_without_a_whole_period_nothing_is_marked(result):
     assert find_steady(result) is None
-    assert "[" not in format_schedule(result)
-    assert "class='period'" not in render_schedule_svg(result)
+    assert "[" not in format_chart(schedule_chart(result))
+    assert "class='period'" not in render_svg(schedule_chart(result))
     assert "period" not in schedule_data(result)
 
 
 def test_a_long_steady_part_is_shortened_by_whole_periods():
     result = pipelined(4, 40)
-    view = make_view(result, max_span=80.0)
+    view = shortened(schedule_chart(result), 80.0)
     assert view.span == pytest.approx(result.makespan - 4.0 * view.num_periods)
     assert 76.0 < view.span <= 80.0
-    whole = make_view(result, max_span=1000.0)
+    whole = shortened(schedule_chart(result), 1000.0)
     assert (whole.span, whole.gap, whole.num_periods) == (result.makespan, None, 0)
     for short, full in zip(view.rows, whole.rows, strict=True):
         # What is left out is as much work as so many periods have, and boxes still do not overlap.
@@ -87,7 +90,7 @@ def test_a_long_steady_part_is_shortened_by_whole_periods():
         assert lost == pytest.approx(4.0 * view.num_periods)
         assert (np.diff(short.starts) >= -1e-9).all()
         assert (short.starts[1:] >= short.ends[:-1] - 1e-9).all()
-    least = make_view(result, max_span=1.0)
+    least = shortened(schedule_chart(result), 1.0)
     assert least.steady.period_end == least.gap
     assert least.span > 1.0
 
@@ -127,7 +130,7 @@ def test_the_memory_curve_has_the_peak_and_ends_where_it_began(free_at):
 
 
 def test_a_pipeline_is_drawn_as_by_hand():
-    lines = format_schedule(pipelined(2, 6), width=40).splitlines()
+    lines = format_chart(schedule_chart(pipelined(2, 6)), width=40).splitlines()
     assert lines[:4] == ["d0 |01...aaa2bbb3ccc4ddd5eee.fff|   86 %",
                          "d1 |.0aaa1bbb2ccc3ddd4eee5fff...|   86 %",
                          "         --------[==]-------",
@@ -137,12 +140,12 @@ def test_a_pipeline_is_drawn_as_by_hand():
 
 
 def test_warm_up_and_cool_down_are_named_where_there_is_room():
-    text = format_schedule(pipelined(4, 8), width=100)
+    text = format_chart(schedule_chart(pipelined(4, 8)), width=100)
     assert re.search(r"^ +warm-up +-*\[=+\]-* cool-down$", text, re.MULTILINE)
 
 
 def test_links_have_rows_of_their_own_below_the_devices():
-    lines = format_schedule(pipelined(2, 3, links=True), width=60).splitlines()
+    lines = format_chart(schedule_chart(pipelined(2, 3, links=True)), width=60).splitlines()
     assert [line.split()[0] for line in lines[:4]] == ["d0", "d1", "l0+", "l0-"]
     assert set(lines[2].split("|")[1]) == set(".012")
     assert set(lines[3].split("|")[1]) == set(".abc")
@@ -150,7 +153,7 @@ def test_links_have_rows_of_their_own_below_the_devices():
 
 def test_of_a_long_schedule_the_ends_and_one_period_are_drawn():
     result = pipelined(4, 128)
-    text = format_schedule(result, width=100)
+    text = format_chart(schedule_chart(result), width=100)
     rows = [line.split("|")[1] for line in text.splitlines()[:4]]
     left_out = int(re.search(r"~ (\d+) more periods, not shown", " ".join(text.split()))[1])
     assert all(row.count("~") == 1 for row in rows)
@@ -163,7 +166,7 @@ def test_of_a_long_schedule_the_ends_and_one_period_are_drawn():
 @pytest.mark.parametrize("width", [1, 30, 47, 100, 250])
 @pytest.mark.parametrize("result", [pipelined(4, 8), pipelined(12, 300), grouped(3), pipelined(3, 5, links=True)])
 def test_no_line_is_longer_than_the_width_and_the_period_is_marked_once(width, result):
-    text = format_schedule(result, width=width, max_rows=9)
+    text = format_chart(schedule_chart(result), width=width, max_rows=9)
     lines = text.splitlines()
     assert max(map(len, lines)) <= max(30, width)
     assert len([line for line in lines if "|" in line]) <= 9
@@ -182,10 +185,10 @@ def test_colours_appear_on_a_terminal_only_and_joint_blocks_are_underlined(monke
             return True
 
     plain, coloured, alone = io.StringIO(), Terminal(), Terminal()
-    print_schedule_gantt(grouped(2), width=60, file=plain)
-    print_schedule_gantt(grouped(2), width=60, file=coloured)
-    print_schedule_gantt(pipelined(2, 4), width=60, file=alone)
-    assert plain.getvalue().rstrip() == format_schedule(grouped(2), width=60)
+    print_chart(schedule_chart(grouped(2)), width=60, file=plain)
+    print_chart(schedule_chart(grouped(2)), width=60, file=coloured)
+    print_chart(schedule_chart(pipelined(2, 4)), width=60, file=alone)
+    assert plain.getvalue().rstrip() == format_chart(schedule_chart(grouped(2)), width=60)
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured.getvalue()) == plain.getvalue()
     assert "\x1b[1;4;38;5;16;48;5;75m" in coloured.getvalue()
     assert "\x1b[1;4" not in alone.getvalue()
@@ -194,7 +197,7 @@ def test_colours_appear_on_a_terminal_only_and_joint_blocks_are_underlined(monke
 
 def test_hostile_names_cannot_move_the_cursor():
     out = io.StringIO()
-    print_schedule_gantt(result_of(one_f_one_b(hostile(), 3)), file=out)
+    print_chart(schedule_chart(result_of(one_f_one_b(hostile(), 3))), file=out)
     assert all(line.isprintable() for line in out.getvalue().splitlines())
     out.getvalue().encode()
 
@@ -203,8 +206,8 @@ def test_blocks_without_duration_and_empty_devices_can_be_drawn():
     problem = replace(joint(), device_names=("d0", "d1", "spare"), device_memory=(8.0, None, 0.0), blocks=tuple(
         replace(block, time=0.0) for block in joint().blocks))
     result = result_of(in_groups(problem, 3, 1), None, None, makespan_bound=0.0)
-    assert "spare |....." in format_schedule(result)
-    assert ElementTree.fromstring(render_schedule_svg(result)) is not None
+    assert "spare |....." in format_chart(schedule_chart(result))
+    assert ElementTree.fromstring(render_svg(schedule_chart(result))) is not None
     assert schedule_data(result)["timelines"][0]["step_time_s"] == 0.0
     assert "spare" in render_schedule_report(result)
 
@@ -223,16 +226,16 @@ def titles_of(text: str) -> list[str]:
 @pytest.mark.parametrize("result", [pipelined(3, 7), grouped(2), pipelined(3, 4, links=True)])
 def test_every_block_is_a_box_in_the_row_of_each_of_its_devices(result):
     problem = result.schedule.problem
-    names = Counter(title.split(" of micro-batch ")[0] for title in titles_of(render_schedule_svg(result)))
+    names = Counter(title.split(" of micro-batch ")[0] for title in titles_of(render_svg(schedule_chart(result))))
     assert names == {name: len(resources) * result.schedule.num_microbatches
                      for name, resources in zip(problem.task_names, problem.task_resources, strict=True)}
 
 
 def test_boxes_are_at_their_times_in_the_micro_batches_colours():
     result = pipelined(2, 6)  # a makespan of 28
-    boxes = {box.find(f"{SPACE}title").text: box for box in boxes_of(render_schedule_svg(result, width=108 + 2800))}
+    boxes = {box.find(f"{SPACE}title").text: box for box in boxes_of(render_svg(schedule_chart(result), width=LEFT + RIGHT + 2800))}
     box = boxes["b0 of micro-batch 0: 5 to 8, steady"]
-    assert float(box.get("x")) == pytest.approx(96 + 500, abs=0.1)
+    assert float(box.get("x")) == pytest.approx(LEFT + 500, abs=0.1)
     assert float(box.get("width")) == pytest.approx(299, abs=0.1)
     assert box.get("fill") == box_colour(0, 6, "backward")
     assert boxes["f0 of micro-batch 0: 0 to 1, warm-up"].get("fill") == box_colour(0, 6, "forward")
@@ -241,18 +244,18 @@ def test_boxes_are_at_their_times_in_the_micro_batches_colours():
 
 
 def test_joint_blocks_have_an_outline():
-    for box in boxes_of(render_schedule_svg(grouped(2))):
+    for box in boxes_of(render_svg(schedule_chart(grouped(2)))):
         assert (box.get("stroke") is not None) == (box.find(f"{SPACE}title").text[0] in "eh")
 
 
 @pytest.mark.parametrize("result", RESULTS)
 def test_one_period_is_framed_and_phases_are_tinted(result):
-    root = ElementTree.fromstring(render_schedule_svg(result))
+    root = ElementTree.fromstring(render_svg(schedule_chart(result)))
     rects = list(root.iter(f"{SPACE}rect"))
     frames = [rect for rect in rects if rect.get("class") == "period"]
     assert len(frames) == 1
-    view = make_view(result, max_span=result.makespan if not any(rect.get("class") == "gap" for rect in rects) else 121.5)
-    scale = (1080 - 108) / view.span
+    view = shortened(schedule_chart(result), result.makespan if not any(rect.get("class") == "gap" for rect in rects) else (1080 - LEFT - RIGHT) / 8)
+    scale = (1080 - LEFT - RIGHT) / view.span
     assert float(frames[0].get("width")) == pytest.approx(result.period * scale, abs=0.1)
     tints = {name: [rect for rect in rects if rect.get("class") == name] for name in ("warm-up", "steady", "cool-down")}
     assert len(tints["steady"]) == len(rows_of(result))
@@ -266,16 +269,16 @@ def test_one_period_is_framed_and_phases_are_tinted(result):
 def test_pictures_of_large_schedules_are_bounded():
     result = pipelined(32, 256)
     without = replace(result, period=None, period_microbatches=None)
-    assert len(render_schedule_svg(result)) < 1e6
-    assert len(render_schedule_svg(without)) < 3e6  # nothing to leave out: all 16384 blocks, as narrow as they are
+    assert len(render_svg(schedule_chart(result))) < 1e6
+    assert len(render_svg(schedule_chart(without))) < 3e6  # nothing to leave out: all 16384 blocks, as narrow as they are
     assert len(render_schedule_report(result)) < 2e6
-    assert len(format_schedule(result, width=200).splitlines()) < 45
-    assert "... 33 more" in render_schedule_svg(pipelined(40, 2), max_rows=8)
+    assert len(format_chart(schedule_chart(result), width=200).splitlines()) < 45
+    assert "... 33 more" in render_svg(schedule_chart(pipelined(40, 2)), max_rows=8)
 
 
 def test_hostile_names_stay_text_in_svg(tmp_path):
     result = result_of(one_f_one_b(hostile(), 3))
-    write_schedule_svg(tmp_path / "a.svg", result, title=HOSTILE[1])
+    (tmp_path / "a.svg").write_text(render_svg(schedule_chart(result, HOSTILE[1])))
     root = ElementTree.parse(tmp_path / "a.svg").getroot()
     assert {element.tag.removeprefix(SPACE) for element in root.iter()} == {"svg", "title", "rect", "line", "text"}
     assert any(title.startswith("<img src=x onerror=alert(1)> of micro-batch 0") for title in titles_of(
@@ -330,7 +333,7 @@ def test_the_data_says_what_the_schedule_says(result):
 
 def test_hostile_names_stay_text_in_the_page(tmp_path):
     result = result_of(one_f_one_b(hostile(), 3), by=HOSTILE[2])
-    write_schedule_report(tmp_path / "a.html", result, title=HOSTILE[1], compared=[
+    write_report(tmp_path / "a.html", result, title=HOSTILE[1], compared=[
         replace(COMPARED[0], name=HOSTILE[0]), COMPARED[2]])
     text = (tmp_path / "a.html").read_text()
     page, clean = Page(text), Page(render_schedule_report(pipelined(2, 3), title="a", compared=COMPARED))
@@ -364,7 +367,7 @@ class TestInBrowser:
 
     def test_every_block_is_drawn_and_hover_tells_about_it(self, browser, tmp_path):
         result = pipelined(2, 6)
-        write_schedule_report(tmp_path / "a.html", result, title="a")
+        write_report(tmp_path / "a.html", result, title="a")
         browser.open(tmp_path / "a.html")
         assert state(browser)["drawn"] == 4 * 6
         browser.evaluate("document.getElementById('chart').scrollIntoView()")
@@ -382,7 +385,7 @@ class TestInBrowser:
 
     def test_the_period_is_marked_where_it_is(self, browser, tmp_path):
         result = pipelined(2, 6)
-        write_schedule_report(tmp_path / "a.html", result, title="a")
+        write_report(tmp_path / "a.html", result, title="a")
         browser.open(tmp_path / "a.html")
         steady, box = find_steady(result), place(browser)
         left, right = state(browser)["periodFrom"], state(browser)["periodTo"]
@@ -394,7 +397,7 @@ class TestInBrowser:
         assert "several" not in legend
 
     def test_transfers_and_joint_blocks(self, browser, tmp_path):
-        write_schedule_report(tmp_path / "links.html", pipelined(2, 3, links=True), title="links")
+        write_report(tmp_path / "links.html", pipelined(2, 3, links=True), title="links")
         browser.open(tmp_path / "links.html")
         assert state(browser)["drawn"] == 6 * 3
         browser.evaluate("document.getElementById('chart').scrollIntoView()")
@@ -404,7 +407,7 @@ class TestInBrowser:
         text = browser.evaluate("document.getElementById('tip').innerText")
         assert "f0>f1 mb 0" in text
         assert "l0+" in text
-        write_schedule_report(tmp_path / "joint.html", grouped(2), title="joint")
+        write_report(tmp_path / "joint.html", grouped(2), title="joint")
         browser.open(tmp_path / "joint.html")
         assert browser.evaluate("document.getElementById('show-communication')") is None
         assert state(browser)["drawn"] == 8 * (4 + 2 * 2)
@@ -418,7 +421,7 @@ class TestInBrowser:
 
     @pytest.mark.parametrize("dark", [False, True])
     def test_hostile_names_do_nothing_on_a_narrow_page(self, browser, tmp_path, dark):
-        write_schedule_report(tmp_path / "a.html", result_of(one_f_one_b(hostile(), 3)), title=HOSTILE[0], compared=COMPARED)
+        write_report(tmp_path / "a.html", result_of(one_f_one_b(hostile(), 3)), title=HOSTILE[0], compared=COMPARED)
         browser.events.clear()
         browser.open(tmp_path / "a.html", width=390, height=844, dark=dark)
         browser.mouse("mouseMoved", *spot(browser, 0.1))

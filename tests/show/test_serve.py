@@ -27,7 +27,7 @@ def server():
         thread = threading.Thread(target=opened.run, daemon=True)
         thread.start()
         yield opened
-        opened.stop()
+        opened.shutdown()
         thread.join(timeout=10)
         assert not thread.is_alive()
 

@@ -19,9 +19,8 @@ from weft.search.shard.compare import sensible_shapes
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.named import named
 from weft.search.shard.roles import find_roles
-from weft.show.sharding_exports import parallelize_plan, titan_settings
 from weft.show.sharding_facts import OUTSIDE, heads_note, sharding_facts
-from weft.show.sharding_tables import layers_table, print_sharding
+from weft.show.sharding_tables import layers_table, parallelize_plan, print_sharding, titan_settings
 
 LAYERS = 5
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from xml.etree import ElementTree
+
 from tests.show.test_html import Page
+from tests.show.test_timeline_chart import SPACE
 from tests.test_readme import ROOT, check_page
-from weft.show.period import MAX_MICROBATCHES, TOLERANCE
-from weft.show.report_data import MAX_INSTRUCTIONS, MAX_SINGLE
+from weft.show.timeline_chart import MAX_INSTRUCTIONS, MAX_MICROBATCHES, MAX_SINGLE, TOLERANCE
 
 PAGE = ROOT / "docs" / "show.md"
 
 
 def test_the_commands_write_the_pages(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert check_page(PAGE, capsys) == 3
+    assert check_page(PAGE, capsys) == 4
+    picture = ElementTree.parse(tmp_path / "tiny.svg").getroot()
+    assert any(rect.get("class") == "period" for rect in picture.iter(f"{SPACE}rect"))
     planned, both = Page((tmp_path / "tiny.html").read_text()), Page((tmp_path / "both.html").read_text())
     assert "Strategies" in planned.text
     assert "Predicted against measured" in both.text

@@ -31,20 +31,18 @@ from weft.show.facts import (
     stage_facts,
     strategy_facts,
 )
-from weft.show.tables import (
-    column_widths,
+from weft.show.plan_tables import (
     devices_table,
     exchanges_table,
     peak_text,
-    percent,
     plan_table,
     print_comparison,
     print_plan,
-    print_table,
     print_timeline,
     stages_table,
     strategies_table,
 )
+from weft.show.tables import column_widths, percent, print_table
 from weft.simulate import simulate
 
 
@@ -225,7 +223,7 @@ def played_empty(program):
 
 
 def test_importing_the_package_loads_neither_rich_nor_torch():
-    code = ("import sys, weft.show.tables, weft.show.gantt, weft.show.html; "
+    code = ("import sys, weft.show.plan_tables, weft.show.drawing, weft.show.html; "
             "print([name for name in ('rich', 'torch', 'numba', 'ortools', 'yaml') if name in sys.modules])")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 
 from weft.show.facts import StrategyFacts, TriedFacts
-from weft.show.tried import print_tried, tried_tables
+from weft.show.plan_tables import print_tried, tried_tables
 
 
 def row(setting, estimate=None, simulated=None, reason=""):

@@ -138,17 +138,12 @@ def _data_parallel(problem: Problem, budget: Budget) -> float | str:
 
 
 def _print_deployment(found: Deployment, plain: float | str) -> None:
-    from weft.show.facts import exchange_facts, plan_facts, program_of, stage_facts
-    from weft.show.tables import exchanges_table, plan_table, print_text_table, seconds, stages_table
+    from weft.show.plan_tables import plan_tables
+    from weft.show.tables import print_tables, seconds
 
-    program = program_of([found.timeline])
-    table = plan_table(plan_facts(found.plan, [found.timeline]))
+    table, *others = plan_tables(found.plan, [found.timeline])
     against = plain if isinstance(plain, str) else f"{seconds(plain)}, {plain / found.step_time_s:.2f} times this"
-    print_text_table(replace(table, rows=(*table.rows, ("data parallel", against))))
-    print_text_table(stages_table(stage_facts(program, found.timeline)))
-    exchanges = exchange_facts(program, found.timeline)
-    if exchanges:
-        print_text_table(exchanges_table(exchanges))
+    print_tables(replace(table, rows=(*table.rows, ("data parallel", against))), *others)
 
 
 def train_policy(

@@ -280,15 +280,15 @@ def _write_result(value: dict[str, Any], options: PlaceOptions) -> None:
 
 
 def _write_pictures(view: PlaceView, options: PlaceOptions) -> None:
-    if options.html is not None:
-        from weft.show.place_html import write_placement_report
+    from weft.base.files import write_atomic
+    from weft.show.drawing import render_svg
+    from weft.show.place_tables import render_placement_report
 
-        write_placement_report(options.html, view)
+    if options.html is not None:
+        write_atomic(options.html, render_placement_report(view))
         options.report(f"page written to {options.html}")
     if options.svg is not None:
-        from weft.show.place_svg import write_placement_svg
-
-        write_placement_svg(options.svg, view)
+        write_atomic(options.svg, render_svg(view.chart()))
         options.report(f"picture written to {options.svg}")
 
 
@@ -298,7 +298,7 @@ def _write_pictures(view: PlaceView, options: PlaceOptions) -> None:
 def _place_partition(path: str, options: PlaceOptions) -> None:
     imports = time.perf_counter()
     from weft.search.place.partition import compile_searches, load_partition, solve_partition
-    from weft.show.partition_tables import print_partition
+    from weft.show.place_tables import print_partition
 
     compile_searches(choice("--objective", options.objective, OBJECTIVES))
     times = {"import_seconds": time.perf_counter() - imports}

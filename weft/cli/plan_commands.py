@@ -93,8 +93,7 @@ def plan(
     from weft.planning.objectives import Objective, request_for
     from weft.search.common.problem import PlanOptions
     from weft.show.facts import strategy_facts
-    from weft.show.tables import print_comparison
-    from weft.show.tried import print_tried
+    from weft.show.plan_tables import print_comparison, print_tried
 
     report, import_s = reporter(quiet), time.perf_counter() - begin
     check_time_limit(time_limit)
@@ -148,11 +147,11 @@ def simulate(
     timeline = predict_plan(load_plan(plan), model, cluster, profile)
     if out is not None:
         save_timeline(timeline, out)
-    _write_pictures([timeline], None, html=None, trace=trace)
+    _write_pictures([timeline], None, trace=trace)
     if as_json:
         print_json(timeline_json(timeline))
     else:
-        from weft.show.tables import print_timeline
+        from weft.show.plan_tables import print_timeline
 
         print_timeline(timeline)
 
@@ -164,6 +163,7 @@ def show(
     profile: ProfileOption = None,
     timeline: TimelineOption = None,
     html: HtmlOption = None,
+    svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture of the predicted step here.")] = None,
     trace: Annotated[Path | None, typer.Option(
         "--trace", help="Write a Perfetto trace (.json.gz) here, with the prediction and all timelines side by "
         "side.")] = None,
@@ -172,21 +172,21 @@ def show(
 ) -> None:
     """Print a plan as tables and a Gantt chart, or write it as a page or a trace."""
     from weft.plan.plan import load_plan, plan_to_json
-    from weft.show.tables import print_plan
+    from weft.show.plan_tables import print_plan
     from weft.simulate.timeline_file import load_timeline
 
-    check_outputs({"--html": html, "--trace": trace}, (plan, cluster, profile, *(timeline or ())))
+    check_outputs({"--html": html, "--svg": svg, "--trace": trace}, (plan, cluster, profile, *(timeline or ())))
     item = load_plan(plan)
     if as_json:
         print_json(plan_to_json(item))
-        if html is None and trace is None:
+        if html is None and svg is None and trace is None:
             return
     predicted = predict_plan(item, model, cluster, profile)
     timelines = [predicted, *(load_timeline(path, program=predicted.program) for path in timeline or ())]
     if not as_json:
         assert predicted.program is not None
         print_plan(predicted.program.plan, timelines, width=width)
-    _write_pictures(timelines, None, html=html, trace=trace)
+    _write_pictures(timelines, None, html=html, svg=svg, trace=trace)
 
 
 def check(
@@ -215,14 +215,21 @@ def predict_plan(plan: Plan, model: str | None, cluster: str | None, profile: Pa
     return simulate_program(program, load_costs(graph, target, profile, plan.model.dtype), target)
 
 
-def _write_pictures(timelines: list[Timeline], comparison: Comparison | None, *, html: Path | None,
-                    trace: Path | None) -> None:
+def _write_pictures(timelines: list[Timeline], comparison: Comparison | None, *, html: Path | None = None,
+                    svg: Path | None = None, trace: Path | None = None) -> None:
     if html is not None:
         from weft.show.facts import strategy_facts
         from weft.show.html import write_report
 
         write_report(html, timelines, plan=comparison.best.plan if comparison else None,
                      comparison=strategy_facts(comparison) if comparison else None)
+    if svg is not None:
+        from weft.base.files import write_atomic
+        from weft.show.drawing import render_svg
+        from weft.show.timeline_chart import find_period, timeline_chart
+
+        chart = timeline_chart(timelines[0], steady=find_period(timelines[0]))
+        write_atomic(svg, render_svg(chart))
     if trace is not None:
         from weft.simulate.perfetto import write_trace
 

@@ -26,7 +26,7 @@ from weft.cli.common import (
 if TYPE_CHECKING:
     from weft.search.schedule.problem import ScheduleProblem
     from weft.search.schedule.schedule import ScheduleResult
-    from weft.show.schedule_facts import ScheduleFacts
+    from weft.show.schedule_tables import ScheduleFacts
 
 LEAST_S = 0.01
 """Seconds that the search has at least, however long reading took."""
@@ -90,7 +90,7 @@ def _check_options(microbatches: int, time_limit: float | None, width: int | Non
 
 def _compare(problem: ScheduleProblem, result: ScheduleResult) -> list[ScheduleFacts]:
     from weft.search.schedule.named import compare_named
-    from weft.show.schedule_facts import compare_facts
+    from weft.show.schedule_tables import compare_facts
 
     return compare_facts(result, compare_named(problem, result.schedule.num_microbatches))
 
@@ -99,7 +99,7 @@ def _result_json(result: ScheduleResult, compared: list[ScheduleFacts]) -> dict[
     """Return the result object; compared with named schedules, it lists these as well."""
     value = result.to_json()
     if compared:
-        from weft.show.schedule_facts import facts_json
+        from weft.show.schedule_tables import facts_json
 
         value["named"] = [facts_json(row) for row in compared if not row.is_search]
     return value
@@ -107,12 +107,13 @@ def _result_json(result: ScheduleResult, compared: list[ScheduleFacts]) -> dict[
 
 def _write_pictures(result: ScheduleResult, compared: list[ScheduleFacts], *, name: str, html: Path | None,
                     svg: Path | None) -> None:
+    from weft.base.files import write_atomic
+    from weft.show.drawing import render_svg
+    from weft.show.schedule_chart import schedule_chart
+    from weft.show.schedule_tables import render_schedule_report
+
     title = name.removesuffix(".gz").removesuffix(".json")
     if html is not None:
-        from weft.show.schedule_html import write_schedule_report
-
-        write_schedule_report(html, result, title=title, compared=compared)
+        write_atomic(html, render_schedule_report(result, title=title, compared=compared))
     if svg is not None:
-        from weft.show.schedule_svg import write_schedule_svg
-
-        write_schedule_svg(svg, result, title=title)
+        write_atomic(svg, render_svg(schedule_chart(result, title)))

@@ -115,6 +115,6 @@ def solve_problem(graph: StrategyGraph, *, begin: float, time_limit: float | Non
 
 
 def _print_solution(graph: StrategyGraph, solution: ShardSolution) -> None:
-    from weft.show.shard_tables import print_strategies
+    from weft.show.sharding_tables import print_strategies
 
     print_strategies(graph, solution)

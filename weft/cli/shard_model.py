@@ -158,7 +158,7 @@ def search(folded: FoldedModel, cluster: Cluster, shapes: list[tuple[int, ...]] 
 
 
 def _export(facts: ShardingFacts, folded: FoldedModel, options: ModelOptions) -> None:
-    from weft.show.sharding_exports import parallelize_plan, titan_settings
+    from weft.show.sharding_tables import parallelize_plan, titan_settings
 
     value = parallelize_plan(facts, folded) if options.export == EXPORTS[0] else titan_settings(facts)
     for difference in value["differences"]:

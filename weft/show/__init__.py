@@ -1,1 +1,1 @@
-"""How plans and timelines look to people: tables and Gantt charts in the terminal, and a page for the browser."""
+"""How plans, schedules and placements look to people: tables and charts in the terminal, pictures, pages."""

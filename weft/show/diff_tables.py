@@ -12,17 +12,8 @@ from weft.plan.diff import PlanDiff, plan_order_name
 from weft.plan.plan import Plan
 from weft.show.facts import PlanFacts, plan_facts, relative
 from weft.show.names import short_list, short_modules, shorten
-from weft.show.tables import (
-    UNKNOWN,
-    TextTable,
-    batch_text,
-    cut_table,
-    make_console,
-    per_second,
-    percent,
-    print_text_table,
-    seconds,
-)
+from weft.show.plan_tables import batch_text, model_text
+from weft.show.tables import UNKNOWN, TextTable, cut_table, make_console, per_second, percent, print_tables, seconds
 from weft.simulate.timeline import Timeline
 
 MAX_ROWS: Final = 32
@@ -70,8 +61,7 @@ def _joined(a: Mapping[str, int], b: Mapping[str, int]) -> Iterator[tuple[str, t
 def print_diff(diff: PlanDiff, a: Predicted, b: Predicted, *, file: IO[str] | None = None,
                width: int | None = None) -> None:
     """Draw what differs and what is predicted, and say at the end whether the plans are the same."""
-    for table in diff_tables(diff, a, b):
-        print_text_table(table, file, width)
+    print_tables(*diff_tables(diff, a, b), file=file, width=width)
     make_console(file, width).print(diff_sentence(diff))
 
 
@@ -83,8 +73,7 @@ def diff_sentence(diff: PlanDiff) -> str:
 def diff_tables(diff: PlanDiff, a: Predicted, b: Predicted) -> Iterator[TextTable]:
     """Yield the tables: both plans, then what differs where, then memory and links of both."""
     yield summary_table(diff, a, b)
-    yield from (table for table in (_stages_table(diff), _moves_table(diff), _sharding_table(diff), _orders_table(diff),
-                                    _exchanges_table(diff)) if table.rows)
+    yield from (table for table in _differences(diff) if table.rows)
     yield _pairs_table("Peak memory", "device", dict(_joined(a.peak_bytes, b.peak_bytes)), format_bytes)
     links = dict(_joined(a.link_bytes, b.link_bytes))
     if links:
@@ -112,56 +101,44 @@ def summary_table(diff: PlanDiff, a: Predicted, b: Predicted) -> TextTable:
 
 
 def _devices_text(plan: Plan, facts: PlanFacts) -> str:
-    return f"{facts.num_devices} of {facts.num_cluster_devices} devices: {short_list(plan.cluster.devices)}"
+    return f"{facts.num_devices} of {len(plan.cluster.devices)} devices: {short_list(plan.cluster.devices)}"
 
 
 def _optimizer_text(plan: Plan, facts: PlanFacts) -> str:
-    if facts.mode != "training":
+    if plan.model.mode != "training":
         return UNKNOWN
-    return facts.optimizer + (", state divided" if plan.optimizer.sharded else "")
+    return plan.optimizer.kind + (", state divided" if plan.optimizer.sharded else "")
 
 
 _ROWS: Final[tuple[tuple[str, Callable[[Plan, PlanFacts], str], tuple[str, ...]], ...]] = (
-    ("model", lambda plan, facts: f"{facts.model} ({facts.mode}, {facts.dtype})", ("model", "mode", "dtype")),
+    ("model", lambda plan, facts: model_text(plan), ("model", "mode", "dtype")),
     ("cluster", _devices_text, ("cluster",)),
-    ("batch", lambda plan, facts: batch_text(facts), ("batch", "micro-batches")),
-    ("stages", lambda plan, facts: str(facts.num_stages), ("stages",)),
+    ("batch", lambda plan, facts: batch_text(plan), ("batch", "micro-batches")),
+    ("stages", lambda plan, facts: str(len(plan.stages)), ("stages",)),
     ("order", lambda plan, facts: plan_order_name(plan) or "of its own", ("order",)),
     ("optimizer", _optimizer_text, ("optimizer",)),
-    ("made by", lambda plan, facts: f"{facts.strategy} ({facts.status})", ()))
+    ("made by", lambda plan, facts: f"{plan.search.by} ({plan.search.status})", ()))
 """Rows of the summary: what, how a plan's cell is written, and the differences that it shows."""
 
 
-def _stages_table(diff: PlanDiff) -> TextTable:
-    rows = [(stage.a or UNKNOWN, stage.b or UNKNOWN, change.what, shorten(change.a, WIDEST), shorten(change.b, WIDEST))
-            for stage in diff.stages for change in stage.changes]
-    return _cut("Stages that differ", ("A", "B", "what", "in A", "in B"), rows)
-
-
-def _moves_table(diff: PlanDiff) -> TextTable:
+def _differences(diff: PlanDiff) -> Iterator[TextTable]:
+    """Yield a table for each part of a plan: what differs there."""
+    yield _cut("Stages that differ", ("A", "B", "what", "in A", "in B"), [
+        (stage.a or UNKNOWN, stage.b or UNKNOWN, change.what, shorten(change.a, WIDEST), shorten(change.b, WIDEST))
+        for stage in diff.stages for change in stage.changes])
     modules = short_modules([list(move.modules) for move in diff.moves])
-    rows = [(short_list(move.a) or UNKNOWN, short_list(move.b) or UNKNOWN, str(len(move.ops)), text or UNKNOWN,
-             format_bytes(move.parameter_bytes)) for move, text in zip(diff.moves, modules, strict=True)]
-    return _cut("Operators that moved", ("from", "to", "ops", "modules", "parameters"), rows, numeric={2, 4})
-
-
-def _sharding_table(diff: PlanDiff) -> TextTable:
-    rows = [(change.kind, change.name, str(change.count), change.a, change.b) for change in diff.sharding]
-    return _cut("Sharding", ("", "name", "layers", "A", "B"), rows, numeric={2})
-
-
-def _orders_table(diff: PlanDiff) -> TextTable:
-    rows = [(change.device, str(change.num_a), str(change.num_b), str(change.position), change.a or "end",
-             change.b or "end") for change in diff.orders]
-    return _cut("Order", ("device", "actions in A", "in B", "first difference at", "A", "B"), rows,
-                numeric={1, 2, 3})
-
-
-def _exchanges_table(diff: PlanDiff) -> TextTable:
-    rows = [(shorten(change.a, WIDEST), shorten(change.b, WIDEST),
-             f"{len(change.parameters)}: {short_list(change.parameters, limit=2)}", format_bytes(change.num_bytes))
-            for change in diff.exchanges]
-    return _cut("Gradient exchanges", ("A", "B", "parameters", "bytes"), rows, numeric={3})
+    yield _cut("Operators that moved", ("from", "to", "ops", "modules", "parameters"), [
+        (short_list(move.a) or UNKNOWN, short_list(move.b) or UNKNOWN, str(len(move.ops)), text or UNKNOWN,
+         format_bytes(move.parameter_bytes)) for move, text in zip(diff.moves, modules, strict=True)], numeric={2, 4})
+    yield _cut("Sharding", ("", "name", "layers", "A", "B"), [
+        (change.kind, change.name, str(change.count), change.a, change.b) for change in diff.sharding], numeric={2})
+    yield _cut("Order", ("device", "actions in A", "in B", "first difference at", "A", "B"), [
+        (change.device, str(change.num_a), str(change.num_b), str(change.position), change.a or "end",
+         change.b or "end") for change in diff.orders], numeric={1, 2, 3})
+    yield _cut("Gradient exchanges", ("A", "B", "parameters", "bytes"), [
+        (shorten(change.a, WIDEST), shorten(change.b, WIDEST),
+         f"{len(change.parameters)}: {short_list(change.parameters, limit=2)}", format_bytes(change.num_bytes))
+        for change in diff.exchanges], numeric={3})
 
 
 def _pairs_table(title: str, what: str, pairs: Mapping[str, tuple[int | None, int | None]],

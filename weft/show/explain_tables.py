@@ -13,16 +13,8 @@ from weft.planning.compare import Candidate
 from weft.planning.fit import Fit, FitCandidate, Use, describe
 from weft.show.facts import strategy_facts
 from weft.show.names import printable
-from weft.show.tables import (
-    MAX_DEVICE_ROWS,
-    UNKNOWN,
-    TextTable,
-    cut_table,
-    percent,
-    print_comparison,
-    print_text_table,
-    seconds,
-)
+from weft.show.plan_tables import print_comparison
+from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, cut_table, percent, print_tables, seconds
 
 KINDS: Final = {"compute": "computing", "optimizer": "optimizer", "transfer": "between stages", "exchange": "gradients",
                 "latency": "latency"}
@@ -43,18 +35,15 @@ def print_explanation(item: Explanation, file: IO[str] | None = None, width: int
     if idle:
         print(f"{idle} of {len(item.waits)} devices have no work.", file=file)
     print(file=file)
-    tables = [path_table(item), waits_table(item), memory_table(item)]
-    if item.links:
-        tables.append(links_table(item))
-    for table in tables:
-        print_text_table(table, file, width)
+    links = [links_table(item)] if item.links else []
+    print_tables(path_table(item), waits_table(item), memory_table(item), *links, file=file, width=width)
     if item.comparison is not None:
         print_comparison(strategy_facts(item.comparison), file=file, width=width)
         for line in comparison_lines(item):
             print(printable(line), file=file)
         print(file=file)
     if item.changes:
-        print_text_table(changes_table(item), file, width)
+        print_tables(changes_table(item), file=file, width=width)
 
 
 def path_table(item: Explanation) -> TextTable:
@@ -178,8 +167,8 @@ def print_relaxations(reason: str, rows: Sequence[Relaxation], file: IO[str] | N
     print(file=file)
     cells = tuple((row.change, row.options or UNKNOWN, seconds(row.best.step_time_s), row.best.strategy)
                   for row in rows)
-    print_text_table(TextTable(title="Each of these is enough (planned)", rows=cells, numeric=frozenset({2}),
-                               header=("change", "options of weft plan", "step", "strategy")), file, width)
+    print_tables(TextTable(title="Each of these is enough (planned)", rows=cells, numeric=frozenset({2}),
+                           header=("change", "options of weft plan", "step", "strategy")), file=file, width=width)
 
 
 def relaxations_json(reason: str, rows: Sequence[Relaxation]) -> dict[str, Any]:
@@ -194,16 +183,16 @@ def print_fit(item: Fit, command: str, file: IO[str] | None = None, width: int |
     rows = tuple((("* " if row is item.recommended else "  ") + describe(row.setting), row.fullest.device,
                   format_bytes(row.fullest.peak_bytes), *_margin(row.fullest), seconds(row.rough_s),
                   "yes" if row.fits else "no") for row in item.candidates)
-    print_text_table(TextTable(
+    tables = [TextTable(
         title="Fit", header=("how", "fullest device", "peak", "left", "part", "step, roughly", "fits"), rows=rows,
         numeric=frozenset({2, 3, 4, 5}),
-        marked=frozenset(index for index, row in enumerate(item.candidates) if row is item.recommended)), file, width)
-    if item.recommended is None:
-        return
-    cells = [(use.device, format_bytes(use.peak_bytes), *_margin(use)) for use in item.recommended.uses]
-    print_text_table(cut_table("Memory of each device", ("device", "peak", "left", "part"), cells, MAX_DEVICE_ROWS),
-                     file, width)
-    print(command, file=file)
+        marked=frozenset(index for index, row in enumerate(item.candidates) if row is item.recommended))]
+    if item.recommended is not None:
+        cells = [(use.device, format_bytes(use.peak_bytes), *_margin(use)) for use in item.recommended.uses]
+        tables.append(cut_table("Memory of each device", ("device", "peak", "left", "part"), cells, MAX_DEVICE_ROWS))
+    print_tables(*tables, file=file, width=width)
+    if item.recommended is not None:
+        print(command, file=file)
 
 
 def _margin(use: Use) -> tuple[str, str]:

@@ -1,47 +1,47 @@
-"""The facts about plans and timelines that people ask for, as plain records. Tables and pages only format them."""
+"""The facts about plans and timelines that people ask for, as plain records. Tables and pages only format them.
+
+They are about a plan, its stages, gradient exchanges and devices, the strategies that were compared, how far a
+prediction was off against a run (``error_facts``), and what each link of the cluster carries (``link_facts``).
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from weft.base.errors import PlanError
-from weft.model.graph import F64
-from weft.plan.plan import Plan
+from weft.cluster.cluster import Cluster
+from weft.cluster.cluster_file import parse_cluster
+from weft.cost.costs import estimate_costs
+from weft.model.graph import F64, I64, Graph
+from weft.plan.plan import Plan, Replica
 from weft.plan.program import Op, Phase, Program
-from weft.show.names import short_modules
-from weft.simulate.timeline import Timeline
+from weft.show.names import grouped, short_list, short_modules
+from weft.simulate.timeline import RankSummary, Timeline
+from weft.simulate.traffic import link_bytes
 
 if TYPE_CHECKING:
-    from weft.cluster.cluster import Cluster
     from weft.planning.compare import Candidate, Comparison
-
 
 _NOTABLE: Final = 0.1
 """Parts of a loss that are smaller than this part of it are not named."""
+MAX_PARTS: Final = 3
+"""Longer lists of links are cut."""
+_PHASES: Final = {Phase.F: "forward", Phase.B: "backward", Phase.I: "input gradients", Phase.W: "weight gradients"}
+_OTHERS: Final = {Op.RECV: "transfers", Op.COLLECTIVE: "gradient exchange", Op.STEP: "optimizer"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanFacts:
     """A plan in one row."""
 
-    model: str
-    mode: str
-    dtype: str
-    batch: int
-    microbatches: int
-    num_stages: int
+    plan: Plan
     num_devices: int
     """Devices that have work."""
-    num_cluster_devices: int
-    optimizer: str
-    strategy: str
-    """Who made the plan."""
-    status: str
-    """``optimal``, ``feasible`` or ``heuristic``."""
     step_time_s: float | None
     """Predicted."""
     measured_s: float | None
@@ -53,7 +53,7 @@ class PlanFacts:
     @property
     def samples_per_s(self) -> float | None:
         """Return the predicted throughput."""
-        return self.batch / self.step_time_s if self.step_time_s else None
+        return self.plan.model.batch / self.step_time_s if self.step_time_s else None
 
     @property
     def gap(self) -> float | None:
@@ -108,24 +108,18 @@ class ExchangeFacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceFacts:
+class DeviceFacts(RankSummary):
     """Where one device's time and memory go; busy, exposed communication and bubble add up to the step."""
 
-    device: str
     step_time_s: float
-    busy_s: float
-    exposed_s: float
-    bubble_s: float
-    peak_bytes: int
-    peak_memory: Mapping[str, int]
-    """Bytes by category when the total is largest."""
     capacity_bytes: int | None
     """None is unlimited or unknown."""
 
     @property
-    def idle_s(self) -> float:
-        """Return the time in which the device does not compute."""
-        return self.exposed_s + self.bubble_s
+    def shares(self) -> dict[str, float]:
+        """Return the parts of the step."""
+        whole = self.step_time_s or 1.0
+        return {"busy": self.busy_s / whole, "exposed": self.exposed_s / whole, "bubble": self.bubble_s / whole}
 
     @property
     def capacity_used(self) -> float | None:
@@ -195,10 +189,7 @@ def plan_facts(plan: Plan, timelines: Sequence[Timeline] = ()) -> PlanFacts:
     predicted, measured = pick(timelines, "predicted"), pick(timelines, "measured")
     used = {device for stage in plan.stages for replica in stage.replicas for device in replica.devices}
     return PlanFacts(
-        model=plan.model.name, mode=plan.model.mode, dtype=plan.model.dtype, batch=plan.model.batch,
-        microbatches=plan.microbatches, num_stages=len(plan.stages), num_devices=len(used),
-        num_cluster_devices=len(plan.cluster.devices), optimizer=plan.optimizer.kind, strategy=plan.search.by,
-        status=plan.search.status, step_time_s=predicted.step_time_s if predicted else plan.search.step_time,
+        plan=plan, num_devices=len(used), step_time_s=predicted.step_time_s if predicted else plan.search.step_time,
         measured_s=measured.step_time_s if measured else None, bound_s=plan.search.bound,
         bubble=predicted.bubble if predicted else None)
 
@@ -209,25 +200,27 @@ def stage_facts(program: Program, timeline: Timeline | None = None) -> tuple[Sta
     modules = short_modules([stage.modules or [graph.op_modules[op] for op in ops]
                              for stage, ops in zip(plan.stages, program.stage_ops, strict=True)])
     times = _phase_times(program, timeline)
-    groups: dict[tuple[object, ...], StageFacts] = {}
-    for index, instance in enumerate(program.instances):
-        stage = plan.stages[instance.stage]
-        replica = stage.replicas[instance.replica]
-        forward_s, backward_s = times[index]
-        key = (instance.stage, replica.share, tuple(sorted(replica.mesh.items())), _rounded(forward_s),
-               _rounded(backward_s))
-        known = groups.get(key)
-        groups[key] = StageFacts(
-            name=stage.name, modules=modules[instance.stage], num_ops=len(stage.ops),
-            replicas=(*(known.replicas if known else ()), replica.devices), mesh=replica.mesh, share=replica.share,
-            microbatches=stage.microbatches, parameter_bytes=_parameter_bytes(program, instance.stage),
-            recompute=stage.recompute, forward_s=known.forward_s if known else forward_s,
-            backward_s=known.backward_s if known else backward_s)
-    return tuple(groups.values())
 
+    def replica_of(index: int) -> Replica:
+        instance = program.instances[index]
+        return plan.stages[instance.stage].replicas[instance.replica]
 
-def _rounded(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds:.3g}"
+    def looks(index: int) -> object:
+        replica = replica_of(index)
+        rounded = tuple("" if seconds is None else f"{seconds:.3g}" for seconds in times[index])
+        return program.instances[index].stage, replica.share, tuple(sorted(replica.mesh.items())), rounded
+
+    rows = []
+    for members in grouped(range(len(program.instances)), looks):
+        number, replica, (forward_s, backward_s) = (
+            program.instances[members[0]].stage, replica_of(members[0]), times[members[0]])
+        stage, parameters = plan.stages[number], parameters_of(graph, program.stage_ops[number].tolist())
+        rows.append(StageFacts(
+            name=stage.name, modules=modules[number], num_ops=len(stage.ops), mesh=replica.mesh, share=replica.share,
+            replicas=tuple(replica_of(index).devices for index in members), microbatches=stage.microbatches,
+            parameter_bytes=int(graph.tensor_bytes[parameters].sum()), recompute=stage.recompute, forward_s=forward_s,
+            backward_s=backward_s))
+    return tuple(rows)
 
 
 def _phase_times(program: Program, timeline: Timeline | None) -> list[tuple[float | None, float | None]]:
@@ -247,26 +240,24 @@ def _phase_times(program: Program, timeline: Timeline | None) -> list[tuple[floa
             for index in range(len(program.instances))]
 
 
-def _parameter_bytes(program: Program, stage: int) -> int:
-    graph = program.graph
-    read = [graph.op_inputs(int(op)) for op in program.stage_ops[stage]]
-    tensors = np.unique(np.concatenate(read)) if read else np.zeros(0, dtype=np.int64)
-    return int(graph.tensor_bytes[np.intersect1d(tensors, graph.parameters)].sum())
+def parameters_of(graph: Graph, ops: Sequence[int]) -> I64:
+    """Return the parameters that some operators read."""
+    read = [graph.op_inputs(op) for op in ops]
+    return np.intersect1d(np.concatenate(read), graph.parameters) if read else np.zeros(0, dtype=np.int64)
 
 
 def exchange_facts(program: Program, timeline: Timeline | None = None) -> tuple[ExchangeFacts, ...]:
     """Return the gradient exchanges of the program, buckets of the same method and devices together."""
-    rank_names, tensor_names = program.rank_names, program.graph.tensor_names
-    groups: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-    for index, bucket in enumerate(program.buckets):
-        groups.setdefault((bucket.method, bucket.ranks), []).append(index)
-    return tuple(ExchangeFacts(
-        method=method, parameters=tuple(tensor_names[tensor] for index in group
-                                        for tensor in program.buckets[index].parameters),
-        devices=tuple(rank_names[rank] for rank in ranks), num_buckets=len(group),
-        num_bytes=sum(program.buckets[index].num_bytes for index in group),
-        time_s=None if timeline is None else sum(_bucket_time(program, timeline, index) for index in group))
-        for (method, ranks), group in groups.items())
+    rows = []
+    for members in grouped(range(len(program.buckets)), lambda index: (
+            program.buckets[index].method, program.buckets[index].ranks)):
+        buckets = [program.buckets[index] for index in members]
+        rows.append(ExchangeFacts(
+            method=buckets[0].method, devices=tuple(program.rank_names[rank] for rank in buckets[0].ranks),
+            parameters=tuple(program.graph.tensor_names[tensor] for bucket in buckets for tensor in bucket.parameters),
+            num_bytes=sum(bucket.num_bytes for bucket in buckets), num_buckets=len(buckets),
+            time_s=None if timeline is None else sum(_bucket_time(program, timeline, index) for index in members)))
+    return tuple(rows)
 
 
 def _bucket_time(program: Program, timeline: Timeline, bucket: int) -> float:
@@ -276,26 +267,24 @@ def _bucket_time(program: Program, timeline: Timeline, bucket: int) -> float:
 
 def device_facts(timeline: Timeline, capacities: Mapping[str, int | None] | None = None) -> tuple[DeviceFacts, ...]:
     """Return each device's share of the step and its peak memory."""
-    known = capacities or {}
-    return tuple(
-        DeviceFacts(device=item.device, step_time_s=timeline.step_time_s, busy_s=item.busy_s, exposed_s=item.exposed_s,
-                    bubble_s=item.bubble_s, peak_bytes=item.peak_bytes, peak_memory=item.peak_memory,
-                    capacity_bytes=known.get(item.device))
-        for item in timeline.summary())
+    return tuple(DeviceFacts(**asdict(item), step_time_s=timeline.step_time_s,
+                             capacity_bytes=(capacities or {}).get(item.device)) for item in timeline.summary())
 
 
 def plan_cluster(plan: Plan) -> Cluster | None:
     """Return the cluster that the plan describes, or None where it describes none."""
     if plan.cluster.description is None:
         return None
-    from weft.cluster.cluster_file import parse_cluster
-
     return parse_cluster(plan.cluster.description, where="the plan's cluster.description")
 
 
 def plan_capacities(plan: Plan) -> dict[str, int | None]:
     """Return the memory of each device by the cluster that the plan describes; empty where it describes none."""
-    cluster = plan_cluster(plan)
+    return capacities_of(plan_cluster(plan))
+
+
+def capacities_of(cluster: Cluster | None) -> dict[str, int | None]:
+    """Return the memory of each device; empty where the cluster is not known."""
     return {device.name: device.memory_bytes for device in cluster.devices} if cluster else {}
 
 
@@ -339,3 +328,104 @@ def extra_parts(row: StrategyFacts, best: StrategyFacts) -> dict[str, float]:
     more = {name: value - best.parts.get(name, 0.0) for name, value in row.parts.items()}
     least = _NOTABLE * max(row.step_time_s - best.step_time_s, 0.0)
     return {name: value for name, value in sorted(more.items(), key=lambda item: -item[1]) if value > least}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ErrorFacts:
+    """One kind of work in both timelines."""
+
+    what: str
+    stage: str
+    """Empty for all stages together."""
+    count: int
+    predicted_s: float
+    """Mean of one instruction."""
+    measured_s: float
+
+    @property
+    def error(self) -> float | None:
+        """Return by how much the prediction is above the measurement, as a part of the latter."""
+        return relative(self.predicted_s, self.measured_s)
+
+
+def error_facts(program: Program, predicted: Timeline, measured: Timeline) -> tuple[ErrorFacts, ...]:
+    """Return each kind of work: over all stages, then stage by stage where there are several."""
+    computes, stages = program.op == Op.COMPUTE, program.plan.stages
+    stage_of = np.full(program.num_instructions, -1, dtype=np.int64)
+    stage_of[computes] = [program.instances[index].stage for index in program.instance[computes]]
+    kinds = [(what, "", computes & (program.phase == phase)) for phase, what in _PHASES.items()]
+    kinds += [(what, "", program.op == op) for op, what in _OTHERS.items()]
+    kinds += [(what, stage.name, (stage_of == index) & (program.phase == phase)) for index, stage in enumerate(stages)
+              for phase, what in _PHASES.items() if len(stages) > 1]
+    rows = []
+    for what, stage_name, members in kinds:
+        if members.any():
+            means = [float((item.end_s - item.start_s)[members].mean()) for item in (predicted, measured)]
+            rows.append(ErrorFacts(what=what, stage=stage_name, count=int(members.sum()), predicted_s=means[0],
+                                   measured_s=means[1]))
+    return tuple(rows)
+
+
+def mean_error(rows: Sequence[ErrorFacts]) -> float | None:
+    """Return the mean of the sizes of the errors of computes, each kind weighted by the time it takes."""
+    known = [(abs(row.error), row.count * row.measured_s) for row in rows
+             if row.error is not None and not row.stage and row.what in _PHASES.values()]
+    whole = sum(weight for _, weight in known)
+    return sum(error * weight for error, weight in known) / whole if whole else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkFacts:
+    """Links that are equally fast and carry equally much."""
+
+    names: tuple[str, ...]
+    """``a0>a/fabric``, or the name of a shared medium."""
+    bytes_per_s: float | None
+    """None where the cluster gives no rates for links."""
+    latency_s: float | None
+    num_bytes: int
+    """Over each of them."""
+    busy: float | None
+    """Part of the step that the bytes take at the link's rate; the rest it is idle or waits for slower links."""
+
+
+def link_facts(program: Program, cluster: Cluster, step_time_s: float) -> tuple[LinkFacts, ...]:
+    """Return the links that carry something in a step of that length, the busiest first.
+
+    Bytes are those of tensors between stages and of gradients; what the devices of one replica exchange inside a
+    sharded stage is not among them.
+    """
+    costs = estimate_costs(program.graph, cluster, dtype=program.plan.model.dtype)
+    rates: dict[str, tuple[float, float]] = {}
+    for link in cluster.links:
+        name = link.shared if link.shared is not None else link.name
+        rates.setdefault(name, (link.bytes_per_s, link.latency_s))
+    carried = link_bytes(program, costs, cluster)
+    rows = []
+    for names in grouped(carried, lambda name: (rates.get(name), carried[name])):
+        (bytes_per_s, latency_s), num_bytes = rates.get(names[0], (None, None)), carried[names[0]]
+        busy = num_bytes / bytes_per_s / step_time_s if bytes_per_s and step_time_s > 0 else None
+        rows.append(LinkFacts(names=tuple(names), bytes_per_s=bytes_per_s, latency_s=latency_s, num_bytes=num_bytes,
+                              busy=busy))
+    return tuple(sorted(rows, key=lambda row: (-(row.busy or 0.0), -row.num_bytes)))
+
+
+def link_title(names: Sequence[str]) -> str:
+    """Return the names of alike links in short form.
+
+    >>> link_title(["a0>a/fabric", "a/fabric>a0", "a1>a/fabric", "a/fabric>a1"])
+    'a0 - a1 > a/fabric, a/fabric > a0 - a1'
+    """
+    pairs = [tuple(name.split(">")) for name in names if name.count(">") == 1]
+    num_sources = Counter(pair[1] for pair in pairs)
+    into: dict[str, list[str]] = {}
+    out_of: dict[str, list[str]] = {}
+    for source, target in pairs:
+        if num_sources[target] > 1:
+            into.setdefault(target, []).append(source)
+        else:
+            out_of.setdefault(source, []).append(target)
+    parts = [f"{short_list(sources, limit=4)} > {target}" for target, sources in into.items()]
+    parts += [f"{source} > {short_list(targets, limit=4)}" for source, targets in out_of.items()]
+    parts += [name for name in names if name.count(">") != 1]
+    return ", ".join(parts[:MAX_PARTS]) + (f", {len(parts) - MAX_PARTS} more" if len(parts) > MAX_PARTS else "")

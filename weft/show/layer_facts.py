@@ -8,17 +8,16 @@ operators are, one by one: name inside the layer, kind, work, and how the plan s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-import numpy as np
-
 from weft.model.graph import Graph
-from weft.plan.plan import Plan, Stage
+from weft.plan.plan import Stage
 from weft.plan.program import Program
-from weft.show.names import short_list
-from weft.show.sharding_words import ATTENTION, factor_word
+from weft.show.facts import parameters_of
+from weft.show.names import ATTENTION, factor_word, grouped, short_list
 
 OUTSIDE: Final = "outside modules"
 _SAMPLES: Final = ("m", "b0", "d0")
@@ -56,36 +55,11 @@ class LayerFacts:
     """Several devices run one of the stages together."""
 
 
-class _Op(NamedTuple):
-    """What counts of an operator when layers are compared."""
-
-    name: str
-    """Inside the layer; empty where it is not named after its layer."""
-    kind: str
-    flops: float
-    axes: tuple[str, ...]
-    words: tuple[str, ...]
-
-
-class _Layer(NamedTuple):
-    path: str
-    ops: list[int]
-
-
 def layer_facts(program: Program) -> tuple[LayerFacts, ...]:
     """Return the classes of layers of the program's plan, in the order of the model."""
-    graph, plan = program.graph, program.plan
-    stages_of = _stages_of(program)
-    layers: dict[str, _Layer] = {}
-    for op, module in enumerate(graph.op_modules):
-        path = layer_path(module)
-        layers.setdefault(path, _Layer(path, [])).ops.append(op)
-    classes: dict[tuple[str, tuple[_Op, ...]], list[_Layer]] = {}
-    for layer in layers.values():
-        seen = tuple(_describe(graph, plan, op, layer.path, stages_of) for op in layer.ops)
-        classes.setdefault((_family(layer.path), seen), []).append(layer)
-    whole = float(graph.flops.sum()) or 1.0
-    return tuple(_facts(program, members, stages_of, whole) for members in classes.values())
+    reader = _Reader(program)
+    layers = grouped(range(len(program.graph.op_modules)), lambda op: layer_path(program.graph.op_modules[op]))
+    return tuple(map(reader.facts, grouped(layers, reader.looks)))
 
 
 def layer_path(module: str) -> str:
@@ -106,39 +80,66 @@ def _family(path: str) -> str:
     return head if last.isdecimal() else path
 
 
-def _stages_of(program: Program) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for stage, ops in enumerate(program.stage_ops):
-        for op in ops.tolist():
-            found.setdefault(op, []).append(stage)
-    return found
+class _Reader:
+    """Says of layers, given as their operators, what is shown of them."""
 
+    def __init__(self, program: Program) -> None:
+        self.graph, self.plan = program.graph, program.plan
+        self.stages_of: dict[int, list[int]] = {}
+        for stage, ops in enumerate(program.stage_ops):
+            for op in ops.tolist():
+                self.stages_of.setdefault(op, []).append(stage)
 
-def _describe(graph: Graph, plan: Plan, op: int, path: str, stages_of: Mapping[int, Sequence[int]]) -> _Op:
-    name = graph.op_names[op]
-    stage = next((plan.stages[index] for index in stages_of.get(op, ()) if plan.stages[index].sharding), None)
-    words = () if stage is None else tuple(stage.sharding.ops.get(name, ()))
-    axes = tuple(stage.replicas[0].mesh) if words and stage is not None else ()
-    inner = name.removeprefix(f"{path}.") if path and name.startswith(f"{path}.") else ""
-    return _Op(inner, graph.op_kinds[op], float(graph.flops[op]), axes, words)
+    def path(self, ops: Sequence[int]) -> str:
+        """Return the layer's path."""
+        return layer_path(self.graph.op_modules[ops[0]])
 
+    def sharding_of(self, op: int) -> tuple[Stage | None, tuple[str, ...]]:
+        """Return the stage that divides the operator over devices, if one does, and how it does over each axis."""
+        stages = (self.plan.stages[index] for index in self.stages_of.get(op, ()))
+        stage = next((stage for stage in stages if stage.sharding), None)
+        return stage, () if stage is None else tuple(stage.sharding.ops.get(self.graph.op_names[op], ()))
 
-def _facts(program: Program, members: Sequence[_Layer], stages_of: Mapping[int, Sequence[int]],
-           whole: float) -> LayerFacts:
-    graph, first = program.graph, members[0]
-    counts: dict[str, int] = {}
-    for layer in members:
-        for stage in dict.fromkeys(index for op in layer.ops for index in stages_of.get(op, ())):
-            name = program.plan.stages[stage].name
-            counts[name] = counts.get(name, 0) + 1
-    ops = [op for layer in members for op in layer.ops]
-    return LayerFacts(
-        title=_title([layer.path for layer in members]), count=len(members),
-        num_ops=len(first.ops), parameter_bytes=int(graph.tensor_bytes[_parameters(graph, first.ops)].sum()),
-        work=float(graph.flops[ops].sum()) / whole, stages=tuple(counts.items()),
-        splits=tuple(_splits(program, first, stages_of)),
-        is_joint=any(len(replica.devices) > 1 for stage in program.plan.stages if stage.name in counts
-                     for replica in stage.replicas))
+    def looks(self, ops: Sequence[int]) -> object:
+        """Return what layers that are alike have in common."""
+        path, graph, found = self.path(ops), self.graph, []
+        for op in ops:
+            name, (stage, words) = graph.op_names[op], self.sharding_of(op)
+            axes = tuple(stage.replicas[0].mesh) if words and stage is not None else ()
+            inner = name.removeprefix(f"{path}.") if path and name.startswith(f"{path}.") else ""
+            found.append((inner, graph.op_kinds[op], float(graph.flops[op]), axes, words))
+        return _family(path), tuple(found)
+
+    def facts(self, layers: Sequence[Sequence[int]]) -> LayerFacts:
+        """Return the record of layers that are alike."""
+        graph, first, stages = self.graph, layers[0], self.plan.stages
+        counts = Counter(stages[index].name for ops in layers for index in dict.fromkeys(
+            index for op in ops for index in self.stages_of.get(op, ())))
+        return LayerFacts(
+            title=_title([self.path(ops) for ops in layers]), count=len(layers), num_ops=len(first),
+            parameter_bytes=int(graph.tensor_bytes[parameters_of(graph, first)].sum()),
+            work=float(graph.flops[[op for ops in layers for op in ops]].sum()) / (float(graph.flops.sum()) or 1.0),
+            stages=tuple(counts.items()), splits=tuple(self.splits(first)),
+            is_joint=any(len(replica.devices) > 1 for stage in stages if stage.name in counts
+                         for replica in stage.replicas))
+
+    def splits(self, ops: Sequence[int]) -> Iterator[Split]:
+        """Yield how modules with parameters, attention and loss of a layer are split, alike ones together."""
+        graph, path = self.graph, self.path(ops)
+        groups: dict[tuple[tuple[tuple[str, str], ...], tuple[str, ...]], dict[str, None]] = {}
+        for op in ops:
+            kind, (stage, words) = graph.op_kinds[op], self.sharding_of(op)
+            parameters = parameters_of(graph, [op]).tolist()
+            if stage is None or not (parameters or kind.startswith(ATTENTION) or "loss" in kind):
+                continue
+            name = graph.op_names[op].removeprefix(f"{path}.") if path else graph.op_names[op]
+            shown = name.rpartition(".")[0] or path.rpartition(".")[2] or name if parameters else name
+            axes = tuple(stage.replicas[0].mesh)
+            used = tuple((axis, said) for axis, word in zip(axes, words or ("",) * len(axes), strict=True)
+                         if (said := _word(kind, word)))
+            groups.setdefault((used, _stored(graph, stage, parameters, axes)), {}).setdefault(shown)
+        for (used, stored), names in groups.items():
+            yield Split(tuple(names), used, stored)
 
 
 def _title(paths: Sequence[str]) -> str:
@@ -146,33 +147,6 @@ def _title(paths: Sequence[str]) -> str:
     if len(paths) == 1:
         return paths[0] or OUTSIDE
     return f"{_family(paths[0])}.{short_list((path.rpartition('.')[2] for path in paths), limit=4)}"
-
-
-def _parameters(graph: Graph, ops: Sequence[int]) -> list[int]:
-    read = [graph.op_inputs(op) for op in ops]
-    tensors = np.unique(np.concatenate(read)) if read else np.zeros(0, dtype=np.int64)
-    return [int(tensor) for tensor in np.intersect1d(tensors, graph.parameters)]
-
-
-def _splits(program: Program, layer: _Layer, stages_of: Mapping[int, Sequence[int]]) -> Iterator[Split]:
-    """Yield how the modules with parameters, the attention and the loss of a layer are split, alike ones together."""
-    graph, plan = program.graph, program.plan
-    groups: dict[tuple[tuple[tuple[str, str], ...], tuple[str, ...]], dict[str, None]] = {}
-    for op in layer.ops:
-        stage = next((plan.stages[index] for index in stages_of.get(op, ()) if plan.stages[index].sharding), None)
-        kind = graph.op_kinds[op]
-        parameters = _parameters(graph, [op])
-        if stage is None or not (parameters or kind.startswith(ATTENTION) or "loss" in kind):
-            continue
-        name = graph.op_names[op].removeprefix(f"{layer.path}.") if layer.path else graph.op_names[op]
-        shown = name.rpartition(".")[0] or layer.path.rpartition(".")[2] or name if parameters else name
-        axes = tuple(stage.replicas[0].mesh)
-        words = tuple((axis, _word(kind, word)) for axis, word in zip(axes, stage.sharding.ops.get(
-            graph.op_names[op], ("",) * len(axes)), strict=True))
-        used = tuple((axis, word) for axis, word in words if word)
-        groups.setdefault((used, _stored(graph, stage, parameters, axes)), {}).setdefault(shown)
-    for (used, stored), names in groups.items():
-        yield Split(tuple(names), used, stored)
 
 
 def _stored(graph: Graph, stage: Stage, parameters: Sequence[int], axes: Sequence[str]) -> tuple[str, ...]:

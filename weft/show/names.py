@@ -1,4 +1,4 @@
-"""Short, safe names for people: module lists, device lists, and text that is safe to print.
+"""Short, safe names for people: module lists, device lists, words of shardings, and text that is safe to print.
 
 >>> short_modules([["transformer.h.0.attn", "transformer.h.1.mlp"], ["transformer.h.2.attn", "transformer.ln_f"]])
 ('h.0 - h.1', 'h.2, ln_f')
@@ -9,9 +9,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final, TypeVar
 
+_Item = TypeVar("_Item")
 _NUMBERED: Final = re.compile(r"(.*?)(\d{1,9})")
 _MAX_DEEPER: Final = 3
 """A module that two stages divide is named so many levels deeper at most."""
@@ -39,6 +40,18 @@ def shorten(text: str, length: int) -> str:
         return text[:length]
     left = (length - 2) // 2
     return text[:left] + ".." + text[len(text) - (length - 2 - left):]
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], object]) -> list[list[_Item]]:
+    """Return the items in groups that are alike by ``key``, in the order of the first of each.
+
+    >>> grouped(["a0", "b0", "a1"], lambda name: name[0])
+    [['a0', 'a1'], ['b0']]
+    """
+    groups: dict[object, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return list(groups.values())
 
 
 def short_list(names: Iterable[str], *, limit: int = 6) -> str:
@@ -116,3 +129,25 @@ def _strip_common(names: set[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[st
         if len(set(stripped.values())) < len(stripped):
             return short
         short = stripped
+
+
+ATTENTION: Final = ("aten.scaled_dot_product_attention", "aten.softmax", "aten._softmax")
+_LINEAR: Final = ("aten.linear", "aten.addmm", "aten.mm", "aten.bmm", "aten.matmul")
+_WORDS: Final = {"heads": "heads", "kv": "heads", "group": "query heads", "vocab": "vocabulary", "classes": "classes",
+                 "images": "samples", "batch": "samples", "out": "output channels", "in": "input channels",
+                 "channels": "channels", "experts": "experts"}
+
+
+def factor_word(kind: str, name: str) -> str:
+    """Return what splitting the factor of an operator of that kind is called.
+
+    >>> factor_word("aten.addmm.default", "n"), factor_word("aten.embedding", "vocab"), factor_word("aten.relu", "d2")
+    ('column', 'vocabulary', 'dim 2')
+    """
+    if kind.startswith(_LINEAR):
+        return {"n": "column", "k": "row"}.get(name, "rows")
+    if kind.startswith("aten.embedding") and name == "d":
+        return "column"
+    if kind.startswith(ATTENTION[1:]) and name == "d1":
+        return "heads"
+    return _WORDS.get(name, f"dim {name[1:]}" if name[0] == "d" and name[1:].isdecimal() else name)

@@ -1,8 +1,19 @@
-"""Self-contained pages: the frame that all reports share, and the pieces of HTML that they are made of.
+"""Self-contained pages: the frame that all reports share, the data of their chart, and the HTML of figures and tables.
 
 A page loads nothing: style, script and data are inside it, and its content security policy admits exactly that style
 and that script by their digests, so that even a name which got through unescaped could neither run nor fetch anything.
 Every text goes through ``escape``.
+
+The script gets charts in columns, as plain JSON values of linear size (``chart_data``):
+
+    {"devices": [{"name": "d0", "capacity": 16e9}], "microbatches": 8,
+     "what": [{"label": "F s0", "op": "compute", "phase": "F", "backward": false, "bytes": null}, ...],
+     "program": {"rank_start": [0, 30, ...], "what": [0, 0, 1, ...], "microbatch": [0, 1, 0, ...]},
+     "timelines": [{"title": "predicted", "unit_s": 1e-9, "start": [...], "duration": [...],
+                    "memory": [{"at": [...], "bytes": [...]}, ...], ...}]}
+
+Times are whole multiples of ``unit_s``, nine digits for the whole. Where the chart repeats, ``period`` is one period,
+and a timeline's ``steady`` has the span for each row.
 """
 
 from __future__ import annotations
@@ -11,28 +22,41 @@ import base64
 import hashlib
 import html
 import json
+import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any, Final
+
+import numpy as np
+
+from weft.model.graph import F64
+from weft.show.chart import Chart, number, period_text
+from weft.show.names import printable
+from weft.show.tables import TextTable
 
 _SCRIPTS: Final = ("report_draw.js", "report.js")
 _PLACEHOLDER: Final = re.compile(r"\{\{(\w+)\}\}")
 _HEADING: Final = re.compile(r'<h2 id="([a-z-]+)">([A-Za-z ]+)</h2>')
 _MIN_LINKS: Final = 4
+_IS_HTML: Final = ("tiles", "before", "sections")
+MAX_ROWS: Final = 256
+"""Longer tables are cut; the chart has all devices."""
 
 
 def render_page(values: Mapping[str, str], data: Any) -> str:
     """Return the page's text: ``report.html`` with the values in their places and ``data`` for its script.
 
-    The values are HTML: ``title``, ``mark`` (what sort of report), ``heading``, ``subtitle``, ``tiles``, ``sections``,
-    ``footer``, and of the table of instructions ``last_column`` and, if it is not of micro-batches, ``second_column``.
-    ``before`` is what stands before the timeline, if anything does.
+    Text are ``title``, ``mark`` (what sort of report), ``heading``, ``subtitle``, ``footer``, and of the table of
+    instructions ``last_column`` and, if it is not of micro-batches, ``second_column``; the others are HTML: ``tiles``,
+    ``sections``, and ``before``, what stands before the timeline, if anything does.
     """
     style, script = _read("report.css"), _script()
+    texts = {name: value if name in _IS_HTML else escape(value) for name, value in values.items()}
     return _fill(_read("report.html"), {
-        "second_column": "Micro-batch", "before": "", **values, "navigation": _navigation(values["sections"]),
-        "policy": _policy(style, script), "style": style, "script": script, "data": embed_json(data)})
+        "second_column": "Micro-batch", "before": "", **texts, "navigation": _navigation(values["sections"]),
+        "policy": f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
+                  "base-uri 'none'; form-action 'none'", "style": style, "script": script, "data": embed_json(data)})
 
 
 def _read(name: str) -> str:
@@ -58,11 +82,6 @@ def _navigation(sections: str) -> str:
     return f'<nav aria-label="Sections"><ul>{items}</ul></nav>'
 
 
-def _policy(style: str, script: str) -> str:
-    return (f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
-            "base-uri 'none'; form-action 'none'")
-
-
 def _digest(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
@@ -73,14 +92,64 @@ def embed_json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
+# ---- data of the chart
+
+
+def chart_data(charts: Mapping[str, Chart], *, devices: Sequence[Mapping[str, Any]], what: Sequence[Mapping[str, Any]],
+               columns: Mapping[str, Sequence[int]], memory: Sequence[Sequence[tuple[F64, Sequence[float]]]] = (),
+               **more: Any) -> dict[str, Any]:
+    """Return what the page's script draws: charts of the same boxes by title.
+
+    ``devices`` says what each row is, ``columns`` what each box is (``what`` has the entries), ``memory`` for each
+    chart and row what is held from each time on.
+    """
+    first = next(iter(charts.values()))
+    data = {"plain": first.to_text is number, "devices": list(devices), "what": list(what),
+            "program": {"rank_start": np.cumsum([0, *(len(row.items) for row in first.rows)]).tolist(), **columns},
+            "timelines": [_timeline(title, chart) for title, chart in charts.items()], **more}
+    for timeline, rows in zip(data["timelines"], memory, strict=False):
+        timeline["memory"] = [{"at": _whole(times, timeline["unit_s"]), "bytes": amounts} for times, amounts in rows]
+    for chart in charts.values():
+        if chart.steady is not None:
+            data["period"] = {"from": chart.steady.period_start, "to": chart.steady.period_end,
+                              "text": f"one {period_text(chart.steady, chart.to_text)}"}
+    return data
+
+
+def _timeline(title: str, chart: Chart) -> dict[str, Any]:
+    unit = 10.0 ** (math.floor(math.log10(chart.span)) - 8) if chart.span > 0 else 1.0
+    starts = [time for row in chart.rows for time in _whole(row.starts, unit)]
+    ends = [time for row in chart.rows for time in _whole(row.ends, unit)]
+    steady = {"steady": [row.steady and _whole(np.asarray(row.steady), unit) for row in chart.rows]} if any(
+        row.steady for row in chart.rows) else {}
+    return {"title": title, "step_time_s": chart.span, "unit_s": unit, "start": starts,
+            "duration": [end - start for start, end in zip(starts, ends, strict=True)],
+            "busy": [round(row.share(chart.span), 6) for row in chart.rows], **steady}
+
+
+def _whole(times: F64, unit: float) -> list[int]:
+    whole: list[int] = np.round(times / unit).astype(np.int64).tolist()
+    return whole
+
+
+# ---- figures and tables
+
+
+class Html(str):
+    """Text that is HTML already; all other text is escaped."""
+
+    __slots__ = ()
+
+
 def escape(text: str) -> str:
     """Return the text as HTML; a percent sign stays with its number."""
     return html.escape(text).replace(" %", "&nbsp;%")
 
 
-def tile(name: str, value: str, note: str) -> str:
-    """Return one key figure."""
-    return f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd>{escape(note)}</dd></div>"
+def tiles(figures: Iterable[tuple[str, str, str]]) -> str:
+    """Return key figures: each a name, a value and a note."""
+    return "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd><dd>{escape(note)}</dd></div>"
+                   for name, value, note in figures)
 
 
 def section(title: str, body: str, *, lead: str = "") -> str:
@@ -90,32 +159,65 @@ def section(title: str, body: str, *, lead: str = "") -> str:
     return f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2>{note}{body}</section>'
 
 
-def table(label: str, header: Iterable[str], body: Iterable[str]) -> str:
-    """Return a table; a header that begins with ``#`` is of a column of numbers."""
-    heads = "".join(f'<th scope="col" class="n">{escape(name[1:])}</th>' if name.startswith("#")
-                    else f'<th scope="col">{escape(name)}</th>' for name in header)
+def table(label: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, limit: int = MAX_ROWS,
+          num_more: int | None = None, styles: Mapping[int, str] | None = None) -> str:
+    """Return a table whose first column is the header of each row.
+
+    A name in the header that begins with ``#`` is of a column of numbers, with ``~`` of one whose text is wrapped. The
+    last cell of a row that is shorter takes what is left. ``styles`` are classes of rows. Of more rows than ``limit``
+    the others are counted, as ``num_more`` if that is given.
+    """
+    kinds = [{"#": "n", "~": "wrap"}.get(name[:1], "") for name in header]
+    heads = "".join(f'<th scope="col"{_class("n" if kind == "n" else "")}>{escape(name.lstrip("#~"))}</th>'
+                    for name, kind in zip(header, kinds, strict=True))
+    body = [_table_row(row, kinds, (styles or {}).get(index, "")) for index, row in enumerate(rows[:limit])]
+    if len(rows) > limit:
+        more = len(rows) - limit if num_more is None else num_more
+        body.append(f'<tr><td colspan="{len(header)}" class="dim">{more} more</td></tr>')
     return (f'<div class="card scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table>'
             f"<thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></div>")
 
 
-def row_header(text: str, *, tag: str = "") -> str:
-    """Return the first cell of a row, with a small mark behind it."""
-    mark = f'<span class="tag">{escape(tag)}</span>' if tag else ""
-    return f'<th scope="row">{escape(text)}{mark}</th>'
+def table_section(title: str, header: Sequence[str], rows: Sequence[Sequence[str]], *, lead: str = "",
+                  after: str = "", **options: Any) -> str:
+    """Return a section that is a table of that name, with the options of ``table``, and what comes ``after`` it."""
+    return section(title, table(title, header, rows, **options) + after, lead=lead)
 
 
-def number_cells(texts: Iterable[str]) -> str:
-    """Return cells of numbers."""
-    return "".join(f'<td class="n">{escape(text)}</td>' for text in texts)
+def _table_row(row: Sequence[str], kinds: Sequence[str], style: str) -> str:
+    first, *others = (cell if isinstance(cell, Html) else escape(cell) for cell in row)
+    cells = [f"<td{_class(kind)}>{cell}</td>" for cell, kind in zip(others, kinds[1:], strict=False)]
+    if len(row) < len(kinds):
+        cells[-1] = f'<td colspan="{len(kinds) - len(row) + 1}" class="wrap">{others[-1]}</td>'
+    return f'<tr{_class(style)}><th scope="row">{first}</th>{"".join(cells)}</tr>'
 
 
-def share_bar(shares: Mapping[str, float]) -> str:
-    """Return a bar of parts of a whole, by class of the style; the rest stays empty."""
+def _class(name: str) -> str:
+    return f' class="{name}"' if name else ""
+
+
+def html_table(item: TextTable, header: Sequence[str] = (), *, limit: int = MAX_ROWS) -> str:
+    """Return a table of the terminal as HTML, under other names if a ``header`` is given."""
+    names = header or [name.capitalize() for name in item.header]
+    marks = ("#" if index and index in item.numeric else "~" if index else "" for index in range(len(names)))
+    return table(item.title, [mark + name for mark, name in zip(marks, names, strict=True)],
+                 [tuple(map(printable, row)) for row in item.rows], limit=limit,
+                 styles=dict.fromkeys(item.marked, "chosen"))
+
+
+def tagged(text: str, tag: str = "") -> Html:
+    """Return a row's header with a small mark behind it."""
+    return Html(escape(text) + (f'<span class="tag">{escape(tag)}</span>' if tag else ""))
+
+
+def with_bar(text: str, shares: Mapping[str, float]) -> Html:
+    """Return a cell of text over a bar of parts of a whole, by class of the style; the rest stays empty."""
     x, parts = 0.0, []
     for name, share in shares.items():
         parts.append(f'<rect class="{name}" x="{x:.2f}%" width="{100 * share:.2f}%" height="100%"/>')
         x += 100 * share
-    return f'<svg class="parts" aria-hidden="true">{"".join(parts)}</svg>'
+    before = text if isinstance(text, Html) else escape(text)
+    return Html(f'{before}<svg class="parts" aria-hidden="true">{"".join(parts)}</svg>')
 
 
 def colour_key(names: Mapping[str, str]) -> str:

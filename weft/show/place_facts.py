@@ -8,7 +8,7 @@ Followed back from the operator that ends last, these waits are the critical pat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Final, Literal, NamedTuple
@@ -19,6 +19,8 @@ from weft.model.graph import F64, I64
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.result import PlaceResult
 from weft.search.place.timetable import Sent, Timetable
+from weft.show.chart import Row
+from weft.show.names import grouped
 
 Why = Literal["start", "input", "transfer", "device", "link"]
 """What an item waited for last: nothing, an operator that it reads from, a tensor on its way, its device, its link."""
@@ -35,19 +37,6 @@ class Waits:
     why: tuple[Why, ...]
     start_s: F64
     end_s: F64
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """What one device does, or one thing that transfers occupy; by start."""
-
-    name: str
-    is_link: bool
-    items: I64
-    starts: F64
-    ends: F64
-    busy_s: float
-    """Time in which something runs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +91,18 @@ def item_names(timetable: Timetable) -> tuple[str, ...]:
                                  f"{problem.device_names[sent.target]}" for sent in timetable.transfers))
 
 
+def item_times(timetable: Timetable) -> tuple[F64, F64]:
+    """Return when every item starts and ends."""
+    sent = timetable.transfers
+    return (np.concatenate((timetable.start_s, [item.start_s for item in sent])),
+            np.concatenate((timetable.end_s, [item.end_s for item in sent])))
+
+
 def device_rows(timetable: Timetable) -> list[Row]:
     """Return what every device does."""
-    ends = timetable.end_s
-    rows = []
-    for device, name in enumerate(timetable.problem.device_names):
-        ops = np.flatnonzero(timetable.device == device)
-        rows.append(_row(name, False, ops, timetable.start_s[ops], ends[ops]))
-    return rows
+    times = item_times(timetable)
+    return [_row(name, np.flatnonzero(timetable.device == device), times, is_link=False)
+            for device, name in enumerate(timetable.problem.device_names)]
 
 
 def link_rows(timetable: Timetable) -> list[Row]:
@@ -119,18 +112,14 @@ def link_rows(timetable: Timetable) -> list[Row]:
     where the transfers are all between the same two.
     """
     problem, sent = timetable.problem, timetable.transfers
-    starts, ends = np.array([item.start_s for item in sent]), np.array([item.end_s for item in sent])
-    names: dict[tuple[int, ...], list[str]] = {}
-    for name, members in _members(timetable):
-        if members:
-            names.setdefault(tuple(members), []).append(name)
-    rows = []
-    for carried, shared in names.items():
+    rows, times = [], item_times(timetable)
+    used = [(name, members) for name, members in _members(timetable) if members]
+    for alike in grouped(used, lambda item: tuple(item[1])):
+        carried, shared = alike[0][1], [name for name, _ in alike]
         pairs = {(sent[index].source, sent[index].target) for index in carried}
         is_way = len(shared) > 1 and len(pairs) == 1
         name = ">".join(problem.device_names[end] for end in min(pairs)) if is_way else shared[0]
-        which = np.asarray(carried, dtype=np.int64)
-        rows.append(_row(name, True, which + problem.num_ops, starts[which], ends[which]))
+        rows.append(_row(name, np.asarray(carried, dtype=np.int64) + problem.num_ops, times, is_link=True))
     return rows
 
 
@@ -162,10 +151,11 @@ def resources_of(problem: PlaceProblem, source: int, target: int) -> list[int]:
     return found
 
 
-def _row(name: str, is_link: bool, items: I64, starts: F64, ends: F64) -> Row:
+def _row(name: str, items: I64, times: tuple[F64, F64], *, is_link: bool) -> Row:
+    starts, ends = times[0][items], times[1][items]
     order = np.lexsort((ends, starts))
     return Row(name=name, is_link=is_link, items=items[order].astype(np.int64), starts=starts[order],
-               ends=ends[order], busy_s=_covered(starts[order], ends[order]))
+               ends=ends[order], busy=_covered(starts[order], ends[order]))
 
 
 def _covered(starts: F64, ends: F64) -> float:
@@ -193,11 +183,11 @@ def device_use(result: PlaceResult) -> list[DeviceUse]:
 def transfer_use(result: PlaceResult) -> TransferUse:
     """Return how much is sent, and what is occupied longest."""
     table = result.timetable
-    busiest = max(link_rows(table), key=lambda row: row.busy_s, default=None)
+    busiest = max(link_rows(table), key=lambda row: row.busy, default=None)
     return TransferUse(
         count=len(table.transfers), time_s=sum(sent.end_s - sent.start_s for sent in table.transfers),
         num_bytes=float(sum(table.problem.tensor_bytes[sent.tensor] for sent in table.transfers)),
-        busiest=None if busiest is None else busiest.name, busiest_s=0.0 if busiest is None else busiest.busy_s)
+        busiest=None if busiest is None else busiest.name, busiest_s=0.0 if busiest is None else busiest.busy)
 
 
 def memory_curves(timetable: Timetable) -> list[tuple[F64, F64]]:
@@ -251,8 +241,7 @@ def _held_tensors(timetable: Timetable) -> Iterator[_Held]:
 def find_waits(timetable: Timetable) -> Waits:
     """Return what every item waited for last; of equals what it reads comes before what held its device."""
     problem, sent, num_ops = timetable.problem, timetable.transfers, timetable.problem.num_ops
-    start_s = np.concatenate((timetable.start_s, [item.start_s for item in sent]))
-    end_s = np.concatenate((timetable.end_s, [item.end_s for item in sent]))
+    start_s, end_s = item_times(timetable)
     after = np.full(len(start_s), -1, dtype=np.int64)
     why: list[Why] = ["start"] * len(start_s)
     slack = 1e-12 * float(end_s.max(initial=0.0))
@@ -321,8 +310,3 @@ def critical_path(timetable: Timetable, waits: Waits | None = None) -> list[Segm
             segments.append(Segment(items=(item,), where=where, start_s=float(waits.start_s[item]), why=waits.why[item],
                                     end_s=float(waits.end_s[item]), is_transfer=is_transfer))
     return segments
-
-
-def longest_items(waits: Waits, items: Sequence[int], limit: int) -> list[int]:
-    """Return the items that take longest, longest first."""
-    return sorted(items, key=lambda item: (waits.start_s[item] - waits.end_s[item], item))[:limit]

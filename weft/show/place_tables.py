@@ -1,29 +1,28 @@
-"""What ``weft place`` prints: a summary, devices, why it takes as long as it does, the chart, the methods."""
+"""What ``weft place`` prints and its page says: a summary, devices, why it takes as long as it does, the methods.
+
+Of a dnn-partitioning problem, whose numbers have no units, it prints a summary and every device (``print_partition``).
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import IO, Final
 
+import numpy as np
+
 from weft.base.units import format_bytes, format_time
+from weft.search.place.partition_result import PartitionResult
 from weft.search.place.result import PlaceResult
+from weft.show import page
+from weft.show import place_facts as facts
+from weft.show.chart import Chart, counted, number
+from weft.show.drawing import print_chart
 from weft.show.names import printable, shorten
-from weft.show.place_facts import (
-    WHY,
-    DeviceUse,
-    Segment,
-    Waits,
-    critical_path,
-    device_use,
-    find_waits,
-    item_names,
-    items_at,
-    longest_items,
-    transfer_use,
-)
-from weft.show.place_gantt import print_placement_gantt
-from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, cut_table, percent, print_text_table
+from weft.show.place_chart import place_chart, placement_data
+from weft.show.place_facts import WHY, DeviceUse, Segment, Waits
+from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, cut_table, percent, print_tables
 
 MAX_SEGMENTS: Final = 12
 """Of a longer critical path so many of the longest parts are shown."""
@@ -60,6 +59,11 @@ class PlaceView:
     to_text: Callable[[float], str] = field(default=format_time)
     """How times are written."""
 
+    def chart(self) -> Chart:
+        """Return the chart of the result's timetable."""
+        return place_chart(self.result.timetable, to_text=self.to_text,
+                           title=f"{self.title}: {value_name(self.result)} {self.to_text(self.result.value)}")
+
 
 def sorted_methods(rows: Iterable[MethodFacts]) -> tuple[MethodFacts, ...]:
     """Return the best first, of equals ``auto``; those without a value last."""
@@ -68,15 +72,11 @@ def sorted_methods(rows: Iterable[MethodFacts]) -> tuple[MethodFacts, ...]:
 
 def print_placement(view: PlaceView, *, width: int | None = None, file: IO[str] | None = None) -> None:
     """Print the result, and the comparison if there is one."""
-    print_text_table(summary_table(view), file, width)
-    print_text_table(devices_table(view), file, width)
-    if view.result.objective == "throughput":
-        print_text_table(loads_table(view), file, width)
-    else:
-        print_text_table(critical_table(view), file, width)
-    print_placement_gantt(view.result, width=width, to_text=view.to_text, file=file)
+    why = loads_table(view) if view.result.objective == "throughput" else critical_table(view)
+    print_tables(summary_table(view), devices_table(view), why, file=file, width=width)
+    print_chart(view.chart(), width=width, file=file)
     if view.methods:
-        print_text_table(methods_table(view), file, width)
+        print_tables(methods_table(view), file=file, width=width)
 
 
 def summary_table(view: PlaceView) -> TextTable:
@@ -89,7 +89,7 @@ def summary_table(view: PlaceView) -> TextTable:
         *([("latency of one request", view.to_text(result.timetable.latency_s))]
           if result.objective == "throughput" else []),
         ("status", f"{result.status}, {by}"),
-        *([("request", f"{view.batch:,} sample{'s' if view.batch != 1 else ''}")] if view.batch is not None else []),
+        *([("request", samples_text(view.batch))] if view.batch is not None else []),
         ("operators", operators_text(view)),
         ("transfers", transfers_text(view)),
         ("search", f"{result.seconds:.3g} CPU seconds")))
@@ -98,6 +98,11 @@ def summary_table(view: PlaceView) -> TextTable:
 def value_name(result: PlaceResult) -> str:
     """Return what the value is."""
     return "latency" if result.objective == "latency" else "time per request"
+
+
+def samples_text(batch: int) -> str:
+    """Return how many samples a request has."""
+    return f"{batch:,} sample{'s' if batch != 1 else ''}"
 
 
 def operators_text(view: PlaceView) -> str:
@@ -112,7 +117,7 @@ def operators_text(view: PlaceView) -> str:
 
 def transfers_text(view: PlaceView) -> str:
     """Return the sum of all transfers, and the busiest link."""
-    use = transfer_use(view.result)
+    use = facts.transfer_use(view.result)
     if not use.count:
         return "none"
     size = f", {format_bytes(use.num_bytes)}" if use.num_bytes else ""
@@ -124,7 +129,8 @@ def devices_table(view: PlaceView, *, limit: int = MAX_DEVICE_ROWS) -> TextTable
     """Return operators, time and memory of every device; rows beyond ``limit`` are cut."""
     cells = [(row.name, *((view.kinds[row.name],) if view.kinds else ()), f"{row.num_ops:,}", view.to_text(row.busy_s),
               percent(row.share), format_bytes(row.peak_bytes), capacity_text(row),
-              percent(row.peak_bytes / row.capacity) if row.capacity else UNKNOWN) for row in device_use(view.result)]
+              percent(row.peak_bytes / row.capacity) if row.capacity else UNKNOWN)
+             for row in facts.device_use(view.result)]
     kind = ("kind",) if view.kinds else ()
     header = ("device", *kind, "ops", "busy", "share", "peak memory", "capacity", "used")
     table = cut_table("Devices", header, cells, limit)
@@ -142,8 +148,8 @@ def capacity_text(row: DeviceUse) -> str:
 def critical_table(view: PlaceView, *, limit: int = MAX_SEGMENTS) -> TextTable:
     """Return the critical path of the timetable in time order; of a long one the longest parts."""
     table = view.result.timetable
-    waits, names = find_waits(table), item_names(table)
-    segments = critical_path(table, waits)
+    waits, names = facts.find_waits(table), facts.item_names(table)
+    segments = facts.critical_path(table, waits)
     shown = shown_segments(segments, limit)
     latency = table.latency_s
     cells = [(view.to_text(part.start_s) if part.start_s > 0 else "0", part.where, segment_text(part, names),
@@ -154,7 +160,7 @@ def critical_table(view: PlaceView, *, limit: int = MAX_SEGMENTS) -> TextTable:
     if len(shown) < len(segments):
         rest = sum(part.time_s for part in segments) - sum(part.time_s for part in shown)
         count = len(segments) - len(shown)
-        notes.insert(0, f"not shown: {count} shorter part{'s' if count > 1 else ''}, {view.to_text(rest)} in all")
+        notes.insert(0, f"not shown: {counted(count, 'shorter part')}, {view.to_text(rest)} in all")
     return TextTable(title="Critical path", rows=tuple(cells), notes=tuple(notes),
                      header=("start", "where", "what", "time", "part", "waited for"), numeric=frozenset({0, 3, 4}))
 
@@ -190,10 +196,11 @@ def path_text(segments: Sequence[Segment], latency: float) -> str:
 
 def longest_text(view: PlaceView, waits: Waits, items: Sequence[int], whole: float) -> str:
     """Return the items that take longest."""
-    names = item_names(view.result.timetable)
+    names = facts.item_names(view.result.timetable)
     parts = []
-    for item in longest_items(waits, items, NUM_LONGEST):
-        time_s = float(waits.end_s[item] - waits.start_s[item])
+    times = waits.end_s - waits.start_s
+    for item in sorted(items, key=lambda item: (-times[item], item))[:NUM_LONGEST]:
+        time_s = float(times[item])
         share = percent(time_s / whole if whole > 0 else 0.0)
         parts.append(f"{shorten(printable(names[item]), NAME_WIDTH)} {view.to_text(time_s)} ({share})")
     return f"longest: {', '.join(parts)}" if parts else ""
@@ -208,7 +215,7 @@ def loads_table(view: PlaceView, *, limit: int = MAX_SEGMENTS) -> TextTable:
     whole, notes = cut_table("Load per request", ("where", "load", "of the largest"), cells, limit), []
     if cells:
         name, load = busy[0]
-        longest = longest_text(view, find_waits(table), items_at(table, name), load)
+        longest = longest_text(view, facts.find_waits(table), facts.items_at(table, name), load)
         notes = [f"{name} is the bottleneck" + (f"; {longest}" if longest else "")]
     return replace(whole, notes=tuple(notes))
 
@@ -232,3 +239,116 @@ def _ratio(value: float | None, best: float | None) -> str:
     if value is None or not best:
         return UNKNOWN
     return f"{value / best:.3f}"
+
+
+# ---- the page
+
+
+def render_placement_report(view: PlaceView) -> str:
+    """Return the page's text: key figures, an interactive chart, devices, the critical path, methods."""
+    title, problem = printable(view.title), view.result.problem
+    request = "" if view.batch is None else f", {samples_text(view.batch)} in a request"
+    return page.render_page({
+        "title": f"{title}: Weft placement", "mark": "placement", "heading": title, "second_column": "Waited for",
+        "last_column": "Bytes", "tiles": _tiles(view),
+        "subtitle": f"{operators_text(view)} operators on {counted(problem.num_devices, 'device')}{request}, by "
+                    f"{printable(view.result.by)}",
+        "sections": "\n".join([_devices(view), _why(view), *(
+            [page.section("Methods", page.html_table(methods_table(view)))] if view.methods else [])]),
+        "footer": "Written by Weft. Times are simulated from the costs of operators and links.",
+    }, placement_data(view.result.timetable, view.to_text))
+
+
+def _tiles(view: PlaceView) -> str:
+    result, use = view.result, facts.transfer_use(view.result)
+    busiest = f"busiest {printable(use.busiest)}: {view.to_text(use.busiest_s)}" if use.busiest else "nothing is sent"
+    items = [(value_name(result).capitalize(), view.to_text(result.value), f"status {result.status}"),
+             ("Lower bound", view.to_text(result.bound), f"gap {percent(result.gap)}"),
+             ("Transfers", f"{use.count:,}", (f"{format_bytes(use.num_bytes)}; " if use.num_bytes else "") + busiest),
+             ("Peak memory", *_fullest(view))]
+    if result.is_interrupted:
+        items.append(("Search", "interrupted", "the best so far"))
+    if result.objective == "throughput":
+        items.insert(1, ("Latency", view.to_text(result.timetable.latency_s), "of one request alone"))
+    return page.tiles(items)
+
+
+def _fullest(view: PlaceView) -> tuple[str, str]:
+    """Return the peak of the device that is fullest, and a note on it."""
+    uses = facts.device_use(view.result)
+    row = max(uses, key=lambda item: (item.peak_bytes / (item.capacity or math.inf), item.peak_bytes))
+    limit = "no limit" if row.capacity is None else f"{percent(row.peak_bytes / max(row.capacity, 1.0))} used"
+    return format_bytes(row.peak_bytes), f"on {printable(row.name)}, {limit}"
+
+
+def _devices(view: PlaceView) -> str:
+    body = []
+    for row in facts.device_use(view.result):
+        memory = f"{format_bytes(row.peak_bytes)} of {capacity_text(row)}"
+        body.append((page.tagged(printable(row.name), printable(view.kinds.get(row.name, ""))), f"{row.num_ops:,}",
+                     page.with_bar(f"busy {view.to_text(row.busy_s)}, {percent(row.share)}",
+                                   {"busy": min(1.0, row.share)}),
+                     page.with_bar(memory, {"activations": min(1.0, row.peak_bytes / row.capacity)})
+                     if row.capacity else memory))
+    return page.table_section("Devices", ("Device", "#Operators", "Time", "Memory at its peak"), body)
+
+
+def _why(view: PlaceView) -> str:
+    """Return what the value comes from: the most loaded, or the critical path."""
+    if view.result.objective == "throughput":
+        loads = loads_table(view, limit=page.MAX_ROWS)
+        return page.section("Load per request", page.html_table(loads), lead=" ".join(map(printable, loads.notes)))
+    timetable = view.result.timetable
+    waits = facts.find_waits(timetable)
+    segments = facts.critical_path(timetable, waits)
+    items = [item for part in segments for item in part.items]
+    longest = longest_text(view, waits, items, timetable.latency_s)
+    lead = f"{path_text(segments, timetable.latency_s).replace('in all', 'In all')}; {longest}."
+    body = page.html_table(critical_table(view, limit=page.MAX_ROWS))
+    return page.section("Critical path", body, lead=printable(lead))
+
+
+# ---- a problem of the dnn-partitioning benchmark
+
+
+def print_partition(result: PartitionResult, *, width: int | None = None, file: IO[str] | None = None) -> None:
+    """Print the split."""
+    print_tables(partition_summary(result), partition_devices(result), file=file, width=width)
+
+
+def partition_summary(result: PartitionResult) -> TextTable:
+    """Return the result as rows of (what, value)."""
+    problem = result.problem
+    name = "latency" if result.objective == "latency" else "largest load"
+    status = result.status + (", contiguous" if result.contiguous else "") + (
+        ", interrupted" if result.is_interrupted else "")
+    devices = f"{problem.num_accelerators} accelerators, " + (
+        "any number of CPUs" if result.objective == "latency" else f"{problem.num_cpus} CPUs")
+    return TextTable(header=("split", problem.name), rows=(
+        (name, f"{number(result.value)} (bound {number(result.bound)}, gap {percent(result.gap)})"),
+        ("status", status),
+        ("nodes", f"{problem.num_nodes:,} in {problem.num_units:,} units that share a device"),
+        ("devices", devices),
+        ("search", f"{result.seconds:.3g} CPU seconds")))
+
+
+def partition_devices(result: PartitionResult, *, limit: int = MAX_DEVICE_ROWS) -> TextTable:
+    """Return nodes, load and memory of every device; for latency, when its set of nodes runs."""
+    problem, figures = result.problem, result.figures
+    is_latency = result.objective == "latency"
+    cells = []
+    for index, name in enumerate(result.device_names):
+        nodes = np.flatnonzero(result.device == index)
+        is_accelerator = index < problem.num_accelerators
+        is_timed = is_accelerator or not is_latency
+        share = figures.loads[index] / result.value if result.value > 0 else 0.0
+        used = format_bytes(figures.used[index]) if is_accelerator else ""
+        memory = f"{used} of {format_bytes(problem.capacity)}" if is_accelerator else "no limit"
+        row = [name, f"{len(nodes):,}", number(figures.loads[index]) if is_timed else UNKNOWN,
+               percent(share) if is_timed else UNKNOWN, memory]
+        if is_latency:
+            has_span = is_accelerator and len(nodes) > 0
+            row += [number(figures.start_s[nodes[0]]), number(figures.end_s[nodes[0]])] if has_span else [UNKNOWN] * 2
+        cells.append(tuple(row))
+    header = ("device", "nodes", "load", "share", "memory", *(("start", "end") if is_latency else ()))
+    return cut_table("Devices", header, cells, limit)

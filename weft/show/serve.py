@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from types import TracebackType
 from typing import Any, Final
 
 from weft.base.errors import InputError
@@ -20,43 +19,36 @@ _HEADERS: Final = {
     "Cross-Origin-Resource-Policy": "same-origin"}
 
 
-class PageServer:
+class PageServer(ThreadingHTTPServer):
     """Serves one page until it is closed or interrupted."""
+
+    daemon_threads = True
 
     def __init__(self, text: str, *, port: int = 0) -> None:
         """Bind to the port; 0 takes a free one. Raise ``InputError`` where that is not possible."""
-        self._server = _bind(text.encode(), port)
-
-    def __enter__(self) -> PageServer:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-                 ) -> None:
-        self._server.server_close()
+        if not 0 <= port <= 65535:
+            raise InputError(f"port {port} does not exist: give one from 0 to 65535 (0 takes a free one)")
+        self.page = text.encode()
+        try:
+            super().__init__((ADDRESS, port), _Handler)
+        except OSError as problem:
+            raise InputError(f"cannot listen on {ADDRESS}:{port}: {problem.strerror}. Try another --port, or 0 for "
+                             "any free one") from problem
 
     @property
     def address(self) -> str:
         """Return where the page is: ``http://127.0.0.1:40123/``."""
-        return f"http://{ADDRESS}:{self._server.server_port}/"
+        return f"http://{ADDRESS}:{self.server_port}/"
 
     def run(self) -> None:
-        """Serve until ``stop`` is called from another thread, or Ctrl-C."""
-        self._server.serve_forever()
-
-    def stop(self) -> None:
-        """End ``run``."""
-        self._server.shutdown()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    page = b""
+        """Serve until ``shutdown`` is called from another thread, or Ctrl-C."""
+        self.serve_forever()
 
 
 class _Handler(BaseHTTPRequestHandler):
     """Answers with the page, or with an empty refusal."""
 
-    server: _Server
+    server: PageServer
     server_version = "weft"
     sys_version = ""
     timeout = 30
@@ -76,22 +68,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def _status(self) -> HTTPStatus:
-        host = self.headers.get("Host", "")
-        if host not in (f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")):
+        if self.headers.get("Host", "") not in (f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")):
             return HTTPStatus.FORBIDDEN
         return HTTPStatus.OK if self.path == "/" else HTTPStatus.NOT_FOUND
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name in the base class
         """Say nothing."""
-
-
-def _bind(page: bytes, port: int) -> _Server:
-    if not 0 <= port <= 65535:
-        raise InputError(f"port {port} does not exist: give one from 0 to 65535 (0 takes a free one)")
-    try:
-        server = _Server((ADDRESS, port), _Handler)
-    except OSError as problem:
-        raise InputError(f"cannot listen on {ADDRESS}:{port}: {problem.strerror}. Try another --port, or 0 for any "
-                         "free one") from problem
-    server.page = page
-    return server

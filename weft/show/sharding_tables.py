@@ -1,27 +1,49 @@
-"""What ``weft shard MODEL CLUSTER`` prints: the plan by classes of layers, its collectives, and the named plans."""
+"""A sharding as tables, as JSON, and as settings of other tools where these can say the same.
+
+``weft shard MODEL CLUSTER`` prints the plan by classes of layers, its collectives and the named plans
+(``print_sharding``), ``weft shard PROBLEM`` a strategy graph's cost, bound and usage, and what costs most
+(``print_strategies``). For other tools:
+
+- ``parallelize_plan``: for each module the style of ``torch.distributed.tensor.parallel`` (``ColwiseParallel``, ...)
+  with its layouts, for ``parallelize_module`` along the mesh's last axis;
+- ``titan_settings``: degrees of parallelism as torchtitan names them.
+
+The matrix products and the attention of layers must be as the tool can have them, else there is an ``InputError`` that
+names the one in the way. What else differs (a norm, the embedding) is listed under ``differences``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import IO, Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import IO, Any, Final
 
+from weft.base.errors import InputError
 from weft.base.units import format_bytes, format_time
+from weft.model.folded import FoldedModel
 from weft.search.shard.compare import NamedResult
-from weft.show.names import short_list
-from weft.show.sharding_facts import Exchange, LayerClass, ShardingFacts, Use
-from weft.show.tables import TextTable, percent, print_text_table
+from weft.search.strategies.solve import ShardSolution
+from weft.search.strategies.strategy_graph import StrategyGraph, evaluate
+from weft.sharding.tensor_layout import Placement
+from weft.show.names import grouped, short_list
+from weft.show.sharding_facts import OUTSIDE, Exchange, LayerClass, ShardingFacts, ShardingReader, Use
+from weft.show.tables import TextTable, percent, print_tables
 
 STORED = {"whole": "whole", "split": "split", "pieces": "in pieces", "states": "states in pieces"}
 """How a parameter is stored, in words."""
+MOST_SHOWN: Final = 8
+"""Rows of the table of what costs most."""
+STYLES: Final = {("linear", "column"): "ColwiseParallel", ("linear", "row"): "RowwiseParallel",
+                 ("embedding", "column"): "ColwiseParallel", ("embedding", "vocabulary"): "RowwiseParallel",
+                 ("other", "positions"): "SequenceParallel"}
+_TENSOR: Final = ("column", "row", "heads", "vocabulary", "classes", "positions", "whole")
 
 
 def print_sharding(facts: ShardingFacts, named: Sequence[NamedResult] = (), *, width: int | None = None,
                    file: IO[str] | None = None) -> None:
     """Print the sharding, and the comparison if there is one."""
-    for table in (summary_table(facts), layers_table(facts), exchanges_table(facts)):
-        print_text_table(table, file, width)
-    if named:
-        print_text_table(named_table(facts, named), file, width)
+    compared = [named_table(facts, named)] if named else []
+    print_tables(summary_table(facts), layers_table(facts), exchanges_table(facts), *compared, file=file, width=width)
 
 
 def summary_table(facts: ShardingFacts) -> TextTable:
@@ -45,12 +67,10 @@ def layers_table(facts: ShardingFacts) -> TextTable:
     axes = [f"{axis.name} ({axis.size})" for axis in facts.axes]
     rows: list[tuple[str, ...]] = []
     for layer in facts.layers:
-        groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
-        for use in layer.uses:
-            groups.setdefault((use.words, use.stored), []).append(use.name)
-        for number, ((words, stored), names) in enumerate(groups.items()):
-            title = layer_label(layer) if number == 0 else ""
-            rows.append((title, short_list(names, limit=12), *words, stored_text(stored, facts)))
+        for number, uses in enumerate(grouped(layer.uses, lambda use: (use.words, use.stored))):
+            names = short_list((use.name for use in uses), limit=12)
+            rows.append((layer_label(layer) if number == 0 else "", names, *uses[0].words,
+                         stored_text(uses[0].stored, facts)))
     return TextTable(title="Layers", header=("layers", "modules", *axes, "parameters"), rows=tuple(rows))
 
 
@@ -127,14 +147,12 @@ def sharding_json(facts: ShardingFacts, named: Sequence[NamedResult] = ()) -> di
 
 
 def _layer_json(layer: LayerClass, facts: ShardingFacts) -> dict[str, Any]:
-    return {"layers": layer.title, "count": layer.count, "modules": {use.name: _use_json(use) for use in layer.uses},
+    return {"layers": layer.title, "count": layer.count, "modules": {
+                use.name: {"split": list(use.words), **({"stored": list(use.stored)} if use.stored else {})}
+                for use in layer.uses},
             "collectives": [{"when": item.direction, "collective": item.kind, "axis": facts.axes[item.axis].name,
                              "count": item.count, "bytes": item.num_bytes, "seconds": item.seconds}
                             for item in layer.exchanges]}
-
-
-def _use_json(use: Use) -> dict[str, Any]:
-    return {"split": list(use.words), **({"stored": list(use.stored)} if use.stored else {})}
 
 
 def _named_json(row: NamedResult) -> dict[str, Any]:
@@ -142,3 +160,191 @@ def _named_json(row: NamedResult) -> dict[str, Any]:
         return {"plan": row.name, "feasible": False, "least_bytes": row.least_bytes, "reason": row.reason}
     return {"plan": row.name, "feasible": True, "mesh": list(row.sharding.mesh.shape), "seconds": row.sharding.seconds,
             "status": row.sharding.status, "held_bytes": round(row.sharding.held_bytes)}
+
+
+# ---- a strategy graph
+
+
+def print_strategies(graph: StrategyGraph, solution: ShardSolution, *, width: int | None = None,
+                     file: IO[str] | None = None) -> None:
+    """Print the solution of a strategy graph."""
+    print_tables(strategies_table(graph, solution), costs_table(graph, solution), file=file, width=width)
+
+
+def strategies_table(graph: StrategyGraph, solution: ShardSolution) -> TextTable:
+    """Return the solution as rows of (what, value)."""
+    peak = evaluate(graph, solution.choice)
+    limit = graph.usage_limit
+    part = "no limit" if limit is None else f"limit {figure(limit)}" + (
+        f", {percent(solution.usage_peak / limit)} used" if limit else "")
+    return TextTable(header=("strategies", graph.name), rows=(
+        ("cost", f"{figure(solution.cost)} (bound {figure(solution.bound)}, gap {100.0 * solution.gap:.3g} %)"),
+        ("status", solution.status),
+        ("usage", f"{figure(solution.usage_peak)} at time {peak.peak_time} ({part})"),
+        ("graph", f"{graph.num_nodes} nodes, {len(graph.edges)} edges"),
+        ("search", f"{solution.seconds:.3g} seconds")))
+
+
+def costs_table(graph: StrategyGraph, solution: ShardSolution) -> TextTable:
+    """Return the nodes and edges of the choice that cost most."""
+    choice = solution.choice
+    parts = [(cost[chosen].item(), f"node {node}", str(chosen))
+             for node, (cost, chosen) in enumerate(zip(graph.costs, choice, strict=True))]
+    parts += [(matrix[choice[a], choice[b]].item(), f"edge {a} - {b}", f"{choice[a]}, {choice[b]}")
+              for (a, b), matrix in zip(graph.edges.tolist(), graph.edge_costs, strict=True)]
+    parts.sort(key=lambda part: -part[0])
+    total = solution.cost or 1
+    rows = tuple((what, chosen, figure(cost), percent(cost / total)) for cost, what, chosen in parts[:MOST_SHOWN])
+    return TextTable(title="What costs most", header=("what", "strategy", "cost", "of all"), rows=rows)
+
+
+def figure(value: float) -> str:
+    """Return a number as it is if it is whole, else with nine digits."""
+    return str(value) if isinstance(value, int) else f"{value:.9g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Module:
+    """A module with a parameter, on one axis."""
+
+    paths: list[str]
+    kind: str
+    """``linear``, ``embedding`` or ``other``."""
+    word: str
+    input: str
+    """Layout in which its input comes."""
+    output: str
+    """Layout in which its output is wanted."""
+    is_strict: bool
+    """It is a matrix product of a layer."""
+
+
+# ---- parallelize_module ---------------------------------------------------------------------------------------------
+
+
+def parallelize_plan(facts: ShardingFacts, folded: FoldedModel) -> dict[str, Any]:
+    """Return the plan of ``parallelize_module`` for the last axis: module path to style and layouts."""
+    axis = facts.axes[-1]
+    plan: dict[str, Any] = {}
+    differences: list[str] = []
+    for module in _modules(ShardingReader(facts.sharding, folded), len(facts.axes) - 1):
+        if module.word == "whole":
+            continue
+        style = STYLES.get((module.kind, module.word))
+        if style is None and module.is_strict:
+            raise InputError(f"parallelize_module cannot say this sharding: on the mesh's last axis ({axis.name!r}) "
+                             f"{module.paths[0]!r} ({module.kind}) is split by {module.word}. Try another --mesh, with "
+                             "the axis that splits layers last")
+        for path in module.paths:
+            if style is None:
+                differences.append(f"{path}: {module.word} ({axis.name})")
+            elif style == "SequenceParallel":
+                plan[path] = {"style": style}
+            else:
+                plan[path] = {"style": style, "input_layouts": module.input, "output_layouts": module.output}
+    return {"mesh": [item.size for item in facts.axes], "mesh_dim_names": [item.name for item in facts.axes],
+            "axis": axis.name, "plan": plan, "differences": differences}
+
+
+def _modules(reader: ShardingReader, axis: int) -> Iterator[_Module]:
+    """Yield the modules with parameters, as they are split on an axis; each once, by its largest parameter."""
+    largest: dict[str, float] = {}
+    found: dict[str, _Module] = {}
+    for key in reader.nodes:
+        part = reader.parts.parts[key[0]]
+        for edge in reader.parameters_of.get(key[0], ()) if part.kind == "op" else ():
+            name = reader.parts.parts[edge.giver].name.rpartition(".")[0]
+            paths = reader.full_names(key, name)
+            if edge.num_bytes <= largest.get(paths[0], 0.0):
+                continue
+            largest[paths[0]] = edge.num_bytes
+            kind = reader.kind_of[part.name]
+            what = next((item for item in ("linear", "embedding") if kind.startswith(f"aten.{item}")), "other")
+            before, after = _around(reader, key, axis)
+            is_product = kind.startswith(("aten.linear", "aten.addmm", "aten.mm", "aten.matmul"))
+            found[paths[0]] = _Module(
+                paths=paths, kind=what, word=reader.op_words(key[0], reader.choice_of(key))[axis], input=before,
+                output=after, is_strict=is_product and reader.unit_of(key) is not None)
+    yield from found.values()
+
+
+def _around(reader: ShardingReader, key: tuple[int, int], axis: int) -> tuple[str, str]:
+    """Return the layouts on an axis in which an operator's input comes, and in which its output is wanted."""
+    layouts = reader.resharding.layouts
+    before = after = "Replicate"
+    for edge in reader.parts.edges:
+        if edge.reader == key[0] and not edge.is_parameter:
+            given = reader.choice_of(reader.at(edge.giver, key[1]))
+            value = reader.parts.parts[edge.giver].values[edge.output][given]
+            before = _layout_text(layouts[int(value)][axis])
+        elif edge.giver == key[0]:
+            wanted = edge.reads[reader.choice_of(reader.at(edge.reader, key[1]))]
+            after = _layout_text(layouts[int(wanted)][axis])
+    return before, after
+
+
+def _layout_text(placement: Placement) -> str:
+    return f"Shard({placement.dim})" if placement.is_split else "Replicate" if placement.dim == -1 else "Partial"
+
+
+# ---- torchtitan -----------------------------------------------------------------------------------------------------
+
+
+def titan_settings(facts: ShardingFacts) -> dict[str, Any]:
+    """Return torchtitan's degrees of parallelism that mean this sharding."""
+    degrees = {"data_parallel_replicate_degree": 1, "data_parallel_shard_degree": 1, "tensor_parallel_degree": 1}
+    settings: dict[str, Any] = {}
+    differences: list[str] = []
+    for number, axis in enumerate(facts.axes):
+        kind = "tensor" if any(use.words[number] in ("column", "row", "heads") and _is_strict(layer, use)
+                               for layer in facts.layers for use in layer.uses) else "data"
+        differences += _differences(facts, number, _TENSOR if kind == "tensor" else ("samples",), kind)
+        if kind == "tensor":
+            if degrees["tensor_parallel_degree"] > 1:
+                raise InputError("torchtitan cannot say this sharding: two axes of the mesh split layers by heads or "
+                                 "width, and it has one. Try --mesh with fewer axes")
+            degrees["tensor_parallel_degree"] = axis.size
+            settings["enable_sequence_parallel"] = any(
+                use.words[number] == "positions" for layer in facts.layers for use in layer.uses)
+            continue
+        stored = _main_storage(facts, number)
+        if stored == "whole":
+            degrees["data_parallel_replicate_degree"] *= axis.size
+        else:
+            degrees["data_parallel_shard_degree"] *= axis.size
+            settings["fsdp_reshard_after_forward"] = "always" if stored == "pieces" else "never"
+            if stored == "states":
+                differences.append("only optimizer states are in pieces: gradients and states are with "
+                                   "fsdp_reshard_after_forward = never, which is closest")
+    return {"parallelism": {**degrees, "pipeline_parallel_degree": 1, **settings}, "differences": differences}
+
+
+def _is_strict(layer: LayerClass, use: Use) -> bool:
+    """Return whether a module is a matrix product or the attention of a layer."""
+    return layer.title != OUTSIDE and (use.is_matrix or not use.stored)
+
+
+def _differences(facts: ShardingFacts, axis: int, allowed: tuple[str, ...], kind: str) -> list[str]:
+    """Return what is split otherwise than a kind of axis does; raise for what must not be."""
+    found = []
+    for layer in facts.layers:
+        for use in layer.uses:
+            word = use.words[axis]
+            if word in allowed or (word == "whole" and not _is_strict(layer, use)):
+                continue
+            if _is_strict(layer, use):
+                done = "done by every device" if word == "whole" else f"split by {word}"
+                raise InputError(f"torchtitan cannot say this sharding: {use.name!r} of {layer.title!r} is {done} on "
+                                 f"axis {facts.axes[axis].name!r}, which would be {kind} parallel")
+            found.append(f"{layer.title} {use.name}: {use.words[axis]} ({facts.axes[axis].name})")
+    return found
+
+
+def _main_storage(facts: ShardingFacts, axis: int) -> str:
+    """Return how most layers store their matrices on an axis; raise where layers differ."""
+    kinds = {use.stored[axis] for layer in facts.layers if layer.title != OUTSIDE for use in layer.uses
+             if use.stored and use.is_matrix}
+    if len(kinds) > 1:
+        raise InputError(f"torchtitan cannot say this sharding: on axis {facts.axes[axis].name!r} matrices are stored "
+                         f"in several ways ({', '.join(sorted(kinds))})")
+    return kinds.pop() if kinds else "whole"

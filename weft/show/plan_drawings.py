@@ -1,0 +1,426 @@
+"""The drawings of a plan's page beside the chart: the cluster with what runs where, and memory over time.
+
+The cluster has a card for each host, a chip for each device, lines to the network. A switch that touches the devices of
+one host only belongs to that host; other switches join hosts. Hosts that are alike in devices, links and stages are one
+record, and so are alike devices of a large host. Of memory there is a small drawing for each device: what it holds, by
+category, under its capacity; devices that hold the same at the same times share one.
+
+Colours and fonts are the page's (``report.css``), so that drawings follow its light and dark scheme; the colour of a
+chip's edge is its kind's, which is written on it, too. Every text is escaped.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from html import escape
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from weft.base.units import format_bytes, format_rate
+from weft.cluster.cluster import Cluster, Link
+from weft.model.graph import I64
+from weft.plan.memory import CATEGORIES
+from weft.plan.plan import Plan
+from weft.show.names import grouped, printable, short_list, shorten
+from weft.simulate.timeline import Timeline
+
+MAX_HOSTS: Final = 12
+"""Of more hosts, those with equal hardware are drawn as one, whatever runs there."""
+MIN_ALIKE: Final = 3
+"""So many hosts that are alike in everything are drawn as one."""
+MAX_DEVICES: Final = 32
+"""Of more devices, those of a host that are alike in everything are drawn as one."""
+MAX_CHIPS: Final = 16
+"""Of more different devices in a host, those of a kind are drawn as one, whatever runs there."""
+NUM_COLOURS: Final = 8
+_WIDTH: Final = 1120
+_CHIP: Final = (126, 60)
+_GAP: Final = 8
+_PAD: Final = 14
+_HEAD: Final = 34
+_COLUMNS: Final = 4
+_BUS: Final = 46
+"""Between a row of hosts and the bar of the network below it."""
+_BAR: Final = 24
+_SPINE: Final = 22
+"""Room for the lines that join the bars of several rows."""
+_CHARACTER: Final = 8
+"""Pixels of a wide character of a card's title."""
+_WIDEST_HEAD: Final = 340
+_CHARACTERS: Final = 16
+"""That fit into a chip's line."""
+MAX_PANELS: Final = 24
+"""Of more different devices, those that are fullest are drawn."""
+COLUMNS: Final = 120
+_HEIGHT: Final = 72
+_MARGIN: Final = 1.06
+_FAR: Final = 4
+"""A capacity that is more than so many times the peak is not drawn."""
+
+
+# ---- the cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChipFacts:
+    """A device, or alike ones of a host."""
+
+    names: tuple[str, ...]
+    kind: str
+    memory_bytes: int | None
+    work: tuple[str, ...]
+    """The stages, each with its part of the batch where there are several replicas; empty for an idle device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostFacts:
+    """A host, or alike ones."""
+
+    names: tuple[str, ...]
+    chips: tuple[ChipFacts, ...]
+    """Of alike hosts those of the first; stages are those of all of them."""
+    inside: tuple[float, ...]
+    """Rates of the links inside, the fastest first, in bytes per second."""
+    outside: Mapping[str, float]
+    """The rate to each switch that joins hosts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterFacts:
+    """All that is drawn."""
+
+    kinds: Mapping[str, int]
+    """How many devices there are of each kind."""
+    hosts: tuple[HostFacts, ...]
+    switches: tuple[str, ...]
+    """Those that join hosts."""
+    direct: tuple[tuple[str, str, float], ...]
+    """Links from host to host without a switch: names and rate."""
+
+
+def cluster_facts(cluster: Cluster, plan: Plan) -> ClusterFacts:
+    """Return what is drawn of the cluster and of the plan on it."""
+    host_of = _nodes_by_host(cluster)
+    outside = tuple(name for name in cluster.switches if name not in host_of)
+    work = _work(plan)
+    links, hosts = _links_by_host(cluster.links, host_of), []
+    for devices in grouped(cluster.devices, lambda device: device.host):
+        name = devices[0].host
+        chips = [ChipFacts(names=(device.name,), kind=device.kind, memory_bytes=device.memory_bytes,
+                           work=tuple(work.get(device.name, ()))) for device in devices]
+        hosts.append(_host(name, chips if cluster.num_devices <= MAX_DEVICES else _fold_chips(chips),
+                           links.get(name, ()), host_of))
+    return ClusterFacts(kinds=Counter(device.kind for device in cluster.devices), hosts=_fold_hosts(hosts),
+                        switches=outside, direct=_direct(cluster.links, host_of))
+
+
+def _nodes_by_host(cluster: Cluster) -> dict[str, str]:
+    """Return the host of every device, and of every switch that touches devices of one host only."""
+    host_of = {device.name: device.host for device in cluster.devices}
+    touched: dict[str, set[str]] = {}
+    for link in cluster.links:
+        for switch, other in ((link.source, link.target), (link.target, link.source)):
+            if switch not in cluster.device_index and other in cluster.device_index:
+                touched.setdefault(switch, set()).add(host_of[other])
+    return host_of | {switch: next(iter(hosts)) for switch, hosts in touched.items() if len(hosts) == 1}
+
+
+def _work(plan: Plan) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for stage in plan.stages:
+        for replica in stage.replicas:
+            share = f" {100 * replica.share:.3g} %" if len(stage.replicas) > 1 else ""
+            for device in replica.devices:
+                found.setdefault(device, []).append(stage.name + share)
+    return found
+
+
+def _links_by_host(links: Iterable[Link], host_of: Mapping[str, str]) -> dict[str, list[Link]]:
+    found: dict[str, list[Link]] = {}
+    for link in links:
+        for host in dict.fromkeys(host_of[end] for end in (link.source, link.target) if end in host_of):
+            found.setdefault(host, []).append(link)
+    return found
+
+
+def _host(name: str, chips: Sequence[ChipFacts], links: Iterable[Link], host_of: Mapping[str, str]) -> HostFacts:
+    inside: set[float] = set()
+    outside: dict[str, float] = {}
+    for link in links:
+        ends = [host_of.get(link.source), host_of.get(link.target)]
+        if ends == [name, name]:
+            inside.add(link.bytes_per_s)
+        elif ends[1] is None:
+            outside[link.target] = max(link.bytes_per_s, outside.get(link.target, 0.0))
+    return HostFacts(names=(name,), chips=tuple(chips), inside=tuple(sorted(inside, reverse=True)), outside=outside)
+
+
+def _fold_chips(chips: Sequence[ChipFacts]) -> list[ChipFacts]:
+    """Return alike devices together; where too many kinds of work are left, those of a kind with all its work."""
+    groups = grouped(chips, lambda chip: (chip.kind, chip.memory_bytes, chip.work))
+    if len(groups) > MAX_CHIPS:
+        groups = grouped(chips, lambda chip: (chip.kind, chip.memory_bytes))
+    return [_join_chips(group) for group in groups]
+
+
+def _join_chips(chips: Sequence[ChipFacts]) -> ChipFacts:
+    return replace(chips[0], names=tuple(name for chip in chips for name in chip.names),
+                   work=tuple(dict.fromkeys(item for chip in chips for item in chip.work)))
+
+
+def _fold_hosts(hosts: Sequence[HostFacts]) -> tuple[HostFacts, ...]:
+    """Return alike hosts together where there are several; where many are left, all with equal hardware."""
+    exact = grouped(hosts, lambda host: (_hardware(host), tuple(chip.work for chip in host.chips)))
+    drawn = [group for members in exact
+             for group in ([members] if len(members) >= MIN_ALIKE else [[host] for host in members])]
+    return tuple(map(_join_hosts, drawn if len(drawn) <= MAX_HOSTS else grouped(hosts, _hardware)))
+
+
+def _hardware(host: HostFacts) -> object:
+    chips = tuple((chip.kind, chip.memory_bytes, len(chip.names)) for chip in host.chips)
+    return chips, host.inside, tuple(host.outside.items())
+
+
+def _join_hosts(hosts: Sequence[HostFacts]) -> HostFacts:
+    return replace(hosts[0], names=tuple(name for host in hosts for name in host.names),
+                   chips=tuple(map(_join_chips, zip(*(host.chips for host in hosts), strict=True))))
+
+
+def _direct(links: Iterable[Link], host_of: Mapping[str, str]) -> tuple[tuple[str, str, float], ...]:
+    found: dict[tuple[str, str], float] = {}
+    for link in links:
+        hosts = {host_of.get(link.source), host_of.get(link.target)}
+        if len(hosts) == 2 and None not in hosts and (link.target, link.source) not in found:
+            found[link.source, link.target] = link.bytes_per_s
+    return tuple((source, target, rate) for (source, target), rate in found.items())
+
+
+def chip_title(chip: ChipFacts, num_hosts: int) -> str:
+    """Return the names of a chip: ``a0``, ``a0 - a7`` for alike ones, ``a0 ...`` for one in each of alike hosts."""
+    if len(chip.names) == 1:
+        return chip.names[0]
+    return f"{chip.names[0]} ..." if num_hosts == len(chip.names) > 1 else short_list(chip.names, limit=2)
+
+
+class _Card(NamedTuple):
+    host: HostFacts
+    x: int
+    width: int
+    columns: int
+    height: int
+
+
+def cluster_svg(facts: ClusterFacts) -> str:
+    """Return the drawing as an ``svg`` element."""
+    kinds = {name: index % NUM_COLOURS for index, name in enumerate(facts.kinds)}
+    rows = _rows(facts.hosts)
+    left = _SPINE if len(rows) > 1 and facts.switches else 0
+    parts: list[str] = []
+    ends: dict[str, list[int]] = {}
+    y = right = 0
+    for row in rows:
+        bottom = y + max(card.height for card in row)
+        end = max(card.x + card.width for card in row)
+        for card in row:
+            parts += _card(card, y, kinds)
+        bars = [name for name in facts.switches if any(name in card.host.outside for card in row)]
+        for number, name in enumerate(bars):
+            at = bottom + _BUS + number * (_BAR + _GAP)
+            parts += _bar(name, number, row, y, at, end)
+            ends.setdefault(name, []).append(at + _BAR // 2)
+        y = (bottom + _BUS + len(bars) * (_BAR + _GAP) - _GAP if bars else bottom) + 20
+        right = max(right, end)
+    parts += _spines(ends, left)
+    label = escape(f"Cluster of {sum(facts.kinds.values())} devices")
+    return (f'<svg class="cluster" width="{right + left + 2}" height="{y - 18}" '
+            f'viewBox="{-left - 1} -1 {right + left + 2} {y - 18}" role="img" aria-label="{label}">'
+            f'{"".join(parts)}</svg>')
+
+
+def _rows(hosts: Sequence[HostFacts]) -> list[list[_Card]]:
+    """Return the hosts in rows that fit the page: in one row if narrower hosts make that possible."""
+    widest = 2 * _COLUMNS if len(hosts) == 1 else _COLUMNS
+    for columns in range(widest, 1, -1):
+        rows = _fill_rows(hosts, columns)
+        if len(rows) == 1:
+            return rows
+    return _fill_rows(hosts, widest)
+
+
+def _fill_rows(hosts: Sequence[HostFacts], most: int) -> list[list[_Card]]:
+    """Return the hosts in rows, with so many devices side by side at most."""
+    rows: list[list[_Card]] = [[]]
+    x = 0
+    for host in hosts:
+        columns = min(most, max(1, len(host.chips)))
+        width = max(2 * _PAD + columns * (_CHIP[0] + _GAP) - _GAP, _head_width(host))
+        lines = -(-len(host.chips) // columns)
+        if rows[-1] and x + width > _WIDTH:
+            rows.append([])
+            x = 0
+        rows[-1].append(_Card(host, x, width, columns, _HEAD + lines * (_CHIP[1] + _GAP) - _GAP + _PAD))
+        x += width + 18
+    return rows
+
+
+def _spines(ends: dict[str, list[int]], left: int) -> Iterator[str]:
+    """Yield for each switch the line that joins its bars of several rows."""
+    for number, places in enumerate(ends.values()):
+        if len(places) > 1:
+            x = -left + 3 + 5 * number
+            yield f'<line class="wire" x1="{x}" x2="{x}" y1="{places[0]}" y2="{places[-1]}"/>'
+            yield from (f'<line class="wire" x1="{x}" x2="0" y1="{at}" y2="{at}"/>' for at in places)
+
+
+def _head_width(host: HostFacts) -> int:
+    """Return how wide a card must be for its title and rates, within reason."""
+    num_characters = len("".join(_head(host)))
+    return min(_WIDEST_HEAD, 2 * _PAD + 24 + _CHARACTER * num_characters)
+
+
+def _head(host: HostFacts) -> tuple[str, str, str]:
+    """Return the title of a card, how many hosts it is, and the rates inside."""
+    times = f" \u00d7 {len(host.names)}" if len(host.names) > 1 else ""
+    rates = ", ".join(format_rate(rate) for rate in host.inside[:2])
+    return f"Host {short_list(map(printable, host.names), limit=2)}", times, rates
+
+
+def _card(card: _Card, y: int, kinds: dict[str, int]) -> Iterator[str]:
+    host = card.host
+    num_hosts = len(host.names)
+    title, times, rates = _head(host)
+    yield f'<rect class="host" x="{card.x}" y="{y}" width="{card.width}" height="{card.height}" rx="9"/>'
+    room = (card.width - 2 * _PAD - 24) // _CHARACTER - len(rates) - len(times)
+    yield (f'<text class="strong" x="{card.x + _PAD}" y="{y + 22}">{escape(shorten(title, max(9, room)))}'
+           f'<tspan class="times">{times}</tspan></text>')
+    if rates:
+        yield f'<text class="soft end" x="{card.x + card.width - _PAD}" y="{y + 22}">{escape(rates)}</text>'
+    for index, chip in enumerate(host.chips):
+        line, column = divmod(index, card.columns)
+        yield from _chip(chip, num_hosts, card.x + _PAD + column * (_CHIP[0] + _GAP),
+                         y + _HEAD + line * (_CHIP[1] + _GAP), kinds[chip.kind])
+
+
+def _chip(chip: ChipFacts, num_hosts: int, x: int, y: int, colour: int) -> Iterator[str]:
+    wide, tall = _CHIP
+    memory = "" if chip.memory_bytes is None else f", {format_bytes(chip.memory_bytes)}"
+    work = short_list(map(printable, chip.work), limit=2) if chip.work else "idle"
+    name = printable(chip_title(chip, num_hosts))
+    count = len(chip.names) // num_hosts
+    full = f"{short_list(map(printable, chip.names))}: {printable(chip.kind)}{memory}; " + (
+        short_list(map(printable, chip.work), limit=12) if chip.work else "no work")
+    yield (f'<g><title>{escape(full)}</title>'
+           f'<rect class="chip{"" if chip.work else " idle"}" x="{x}" y="{y}" width="{wide}" height="{tall}" rx="6"/>'
+           f'<rect class="kind-{colour}" x="{x}" y="{y + 6}" width="4" height="{tall - 12}" rx="2"/>')
+    times = f" \u00d7 {count}" if count > 1 else ""
+    title = shorten(name, _CHARACTERS - len(times)) + times
+    yield f'<text class="strong" x="{x + 12}" y="{y + 18}">{escape(title)}</text>'
+    yield f'<text x="{x + 12}" y="{y + 35}">{escape(shorten(work, _CHARACTERS + 1))}</text>'
+    yield f'<text class="soft small" x="{x + 12}" y="{y + 51}">{escape(shorten(printable(chip.kind), 19))}</text></g>'
+
+
+def _bar(name: str, number: int, row: Sequence[_Card], y: int, bar: int, end: int) -> Iterator[str]:
+    """Yield a switch that joins hosts: a bar below them, and a line from each with its rate."""
+    for card in row:
+        rate = card.host.outside.get(name)
+        if rate is None:
+            continue
+        x = card.x + card.width // 2 + 90 * number
+        yield f'<line class="wire" x1="{x}" x2="{x}" y1="{y + card.height}" y2="{bar}"/>'
+        yield f'<text class="soft" x="{x + 8}" y="{bar - 12}">{escape(format_rate(rate))}</text>'
+    yield f'<rect class="bar" x="0" y="{bar}" width="{end}" height="{_BAR}" rx="6"/>'
+    yield (f'<text class="soft middle" x="{end / 2:.0f}" y="{bar + 16}">{escape(shorten(printable(name), 60))}'
+           "</text>")
+
+
+# ---- memory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class MemoryPanel:
+    """What some devices hold over the step."""
+
+    devices: tuple[str, ...]
+    capacity_bytes: int | None
+    num_bytes: I64
+    """[column, category], in the order of ``CATEGORIES``."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """Return the largest total."""
+        return int(self.num_bytes.sum(axis=1).max())
+
+    @property
+    def shows_capacity(self) -> bool:
+        """Return whether the capacity is near enough to be drawn."""
+        return self.capacity_bytes is not None and self.capacity_bytes <= _FAR * self.peak_bytes
+
+
+def memory_panels(timeline: Timeline, capacities: Mapping[str, int | None]) -> tuple[MemoryPanel, ...]:
+    """Return what the devices hold, alike ones together, in the order of the first of each; idle ones are left out."""
+    groups: dict[tuple[int | None, bytes], tuple[list[str], I64]] = {}
+    for rank, device in enumerate(timeline.devices):
+        columns = _columns(timeline, rank)
+        if columns.any():
+            key = (capacities.get(device), columns.tobytes())
+            groups.setdefault(key, ([], columns))[0].append(device)
+    return tuple(MemoryPanel(devices=tuple(devices), capacity_bytes=capacity, num_bytes=columns)
+                 for (capacity, _), (devices, columns) in groups.items())
+
+
+def fullest(panels: Sequence[MemoryPanel]) -> tuple[MemoryPanel, ...]:
+    """Return the panels to draw, in their order: all, or those that are fullest."""
+    if len(panels) <= MAX_PANELS:
+        return tuple(panels)
+    by_use = sorted(range(len(panels)), key=lambda index: -panels[index].peak_bytes / (
+        panels[index].capacity_bytes or 1))
+    return tuple(panels[index] for index in sorted(by_use[:MAX_PANELS]))
+
+
+def _columns(timeline: Timeline, rank: int) -> I64:
+    """Return for each column of the drawing the row of the memory curve that is largest within it."""
+    curve = timeline.memory_curve(rank)
+    edges = np.linspace(0.0, timeline.step_time_s, COLUMNS + 1)
+    first = np.maximum(np.searchsorted(curve.time_s, edges[:-1], side="right") - 1, 0)
+    last = np.maximum(np.searchsorted(curve.time_s, edges[1:], side="left"), first + 1)
+    total = curve.num_bytes.sum(axis=1)
+    rows = [low + int(np.argmax(total[low:high])) for low, high in zip(first.tolist(), last.tolist(), strict=True)]
+    result: I64 = curve.num_bytes[rows]
+    return result
+
+
+def scale_of(panels: Sequence[MemoryPanel]) -> int:
+    """Return the peak that drawings without a capacity share as their scale."""
+    return max((panel.peak_bytes for panel in panels if not panel.shows_capacity), default=1)
+
+
+def panel_svg(panel: MemoryPanel, shared_peak: int) -> str:
+    """Return the drawing as an ``svg`` element that fills the width it is given."""
+    top = _MARGIN * max(panel.peak_bytes, (panel.capacity_bytes or 0) if panel.shows_capacity else shared_peak, 1)
+    below = np.concatenate([np.zeros((COLUMNS, 1), dtype=np.int64), np.cumsum(panel.num_bytes, axis=1)], axis=1)
+    parts = [f'<path class="{name}" d="{"".join(_area(below[:, index], below[:, index + 1], top))}"/>'
+             for index, name in enumerate(CATEGORIES) if panel.num_bytes[:, index].any()]
+    if panel.shows_capacity and panel.capacity_bytes is not None:
+        y = _HEIGHT * (1 - panel.capacity_bytes / top)
+        parts.append(f'<line class="limit" x1="0" x2="{COLUMNS}" y1="{y:.1f}" y2="{y:.1f}"/>')
+    return (f'<svg class="memory" viewBox="0 0 {COLUMNS} {_HEIGHT}" preserveAspectRatio="none" aria-hidden="true">'
+            f'{"".join(parts)}</svg>')
+
+
+def _area(low: I64, high: I64, top: float) -> Iterator[str]:
+    """Yield the path of an area between two lines of steps."""
+    forth, back = _steps(high, top), _steps(low[::-1], top)
+    yield f"M0 {forth[0][1]}"
+    yield from (f"V{y}H{x}" for x, y in forth)
+    yield from (f"V{y}H{COLUMNS - x}" for x, y in back)
+    yield "Z"
+
+
+def _steps(values: I64, top: float) -> list[tuple[int, str]]:
+    """Return (end, height) of each run of equal heights, as numbers of the drawing."""
+    heights = [f"{_HEIGHT * (1 - value / top):.1f}".removesuffix(".0") for value in values.tolist()]
+    ends = [index for index in range(1, len(heights)) if heights[index] != heights[index - 1]]
+    return [(end, heights[end - 1]) for end in (*ends, len(heights))]

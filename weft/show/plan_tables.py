@@ -1,0 +1,265 @@
+"""A plan and the comparison of strategies in the terminal. ``*_table`` return plain text, ``print_*`` draw it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import IO, Final
+
+from weft.base.units import format_bytes
+from weft.plan.memory import CATEGORIES
+from weft.plan.plan import Plan
+from weft.show import facts
+from weft.show.chart import counted
+from weft.show.drawing import print_chart
+from weft.show.facts import DeviceFacts, StrategyFacts
+from weft.show.names import grouped, short_list
+from weft.show.tables import (
+    MAX_DEVICE_ROWS,
+    UNKNOWN,
+    TextTable,
+    cut_table,
+    make_console,
+    per_second,
+    percent,
+    print_tables,
+    seconds,
+)
+from weft.show.timeline_chart import timeline_chart
+from weft.simulate.timeline import Timeline
+
+NARROW: Final = 100
+"""Below this width the comparison of strategies leaves columns out."""
+WIDE: Final = 130
+"""From this width on, a device's time and memory are in one table."""
+MAX_TRIED: Final = 20
+CHART_ROWS: Final = 16
+
+
+def plan_tables(plan: Plan, timelines: Sequence[Timeline]) -> list[TextTable]:
+    """Return the plan's summary, its stages, and its gradient exchanges if there are any."""
+    program, shown = facts.program_of(timelines), facts.pick(timelines, "predicted") or timelines[0]
+    exchanges = facts.exchange_facts(program, shown)
+    return [plan_table(facts.plan_facts(plan, timelines)), stages_table(facts.stage_facts(program, shown)),
+            *([exchanges_table(exchanges)] if exchanges else ())]
+
+
+def plan_table(item: facts.PlanFacts) -> TextTable:
+    """Return the plan as rows of (what, value)."""
+    plan = item.plan
+    devices, num_all = str(item.num_devices), len(plan.cluster.devices)
+    rows = [
+        ("model", model_text(plan)),
+        ("batch", batch_text(plan)),
+        ("devices", devices if item.num_devices == num_all else f"{devices} of {num_all}"),
+        ("stages", str(len(plan.stages))),
+        ("strategy", plan.search.by),
+        ("predicted step", f"{seconds(item.step_time_s)}, {per_second(item.samples_per_s)} samples"
+         if item.step_time_s is not None else UNKNOWN),
+        ("bound", bound_text(item)),
+        ("status", plan.search.status),
+    ]
+    if item.bubble is not None:
+        rows.insert(-1, ("bubble", percent(item.bubble)))
+    if item.measured_s is not None:
+        rows.insert(6, ("measured step", f"{seconds(item.measured_s)}, "
+                                         f"{percent(item.measured_difference, signed=True)} against the prediction"))
+    return TextTable(header=("plan", ""), rows=tuple(rows))
+
+
+def model_text(plan: Plan) -> str:
+    """Return the model in words."""
+    return f"{plan.model.name} ({plan.model.mode}, {plan.model.dtype})"
+
+
+def batch_text(plan: Plan) -> str:
+    """Return the batch and its division in words."""
+    batch, count = plan.model.batch, plan.microbatches
+    return f"{batch} in {counted(count, 'micro-batch')} of {batch // count}"
+
+
+def bound_text(item: facts.PlanFacts) -> str:
+    """Return the bound and the gap to it in words."""
+    if item.bound_s is None:
+        return "none known"
+    return f"{seconds(item.bound_s)} (gap {percent(item.gap)})"
+
+
+def stages_table(rows: Sequence[facts.StageFacts]) -> TextTable:
+    """Return the stages, one row for replicas that are alike."""
+    cells = tuple(
+        (row.name, stage_modules(row), str(row.num_ops), stage_devices(row), share_text(row),
+         format_bytes(row.parameter_bytes), seconds(row.forward_s), seconds(row.backward_s)) for row in rows)
+    return TextTable(title="Stages", header=("stage", "modules", "ops", "devices", "share", "parameters", "F", "B"),
+                     rows=cells, numeric=frozenset({2, 4, 5, 6, 7}))
+
+
+def stage_modules(row: facts.StageFacts) -> str:
+    """Return a stage's modules, with what is special about the stage."""
+    notes = ["recomputed"] if row.recompute else []
+    if row.microbatches is not None:
+        notes.append("micro-batches " + short_list(map(str, row.microbatches)))
+    return (row.modules or UNKNOWN) + (f" ({', '.join(notes)})" if notes else "")
+
+
+def stage_devices(row: facts.StageFacts) -> str:
+    """Return the devices of a row's replicas: ``a0``, ``a0 + a1`` for a joint replica, ``a0 - a7`` for many alike."""
+    if all(len(devices) == 1 for devices in row.replicas):
+        return short_list(devices[0] for devices in row.replicas)
+    shown = [" + ".join(devices) if len(devices) <= 4 else short_list(devices) for devices in row.replicas]
+    mesh = " x ".join(f"{axis} {size}" for axis, size in row.mesh.items())
+    text = ", ".join(shown[:4]) + (f", {len(shown) - 4} more" if len(shown) > 4 else "")
+    return f"{text} ({mesh})" if mesh else text
+
+
+def share_text(row: facts.StageFacts) -> str:
+    """Return the batch share of each of the row's replicas."""
+    share = percent(row.share).replace(".0 %", " %")
+    return share if len(row.replicas) == 1 else f"{len(row.replicas)} x {share}"
+
+
+def exchanges_table(rows: Sequence[facts.ExchangeFacts]) -> TextTable:
+    """Return the gradient exchanges."""
+    cells = tuple((row.how, f"{len(row.parameters)}: {short_list(row.parameters, limit=3)}",
+                   format_bytes(row.num_bytes), short_list(row.devices), seconds(row.time_s)) for row in rows)
+    return TextTable(title="Gradient exchanges", header=("method", "parameters", "bytes", "devices", "time"),
+                     rows=cells, numeric=frozenset({2, 4}))
+
+
+def devices_table(rows: Sequence[DeviceFacts], *, title: str = "Devices", limit: int = MAX_DEVICE_ROWS) -> TextTable:
+    """Return where each device's time and memory go; memory is at the device's peak. Rows beyond ``limit`` are cut."""
+    time, memory = times_table(rows, limit=limit), memory_table(rows, limit=limit)
+    return TextTable(title=title, header=time.header + memory.header[1:],
+                     rows=tuple(left + right[1:] for left, right in zip(time.rows, memory.rows, strict=True)),
+                     numeric=frozenset(range(1, len(time.header) + len(memory.header) - 1)))
+
+
+def times_table(rows: Sequence[DeviceFacts], *, title: str = "Time", limit: int = MAX_DEVICE_ROWS) -> TextTable:
+    """Return where each device's time goes."""
+    cells = [(row.device, *map(percent, row.shares.values()), seconds(row.idle_s)) for row in rows]
+    return cut_table(title, ("device", "busy", "exposed comm", "bubble", "idle"), cells, limit)
+
+
+def memory_table(rows: Sequence[DeviceFacts], *, title: str = "Memory", limit: int = MAX_DEVICE_ROWS) -> TextTable:
+    """Return what each device holds at its peak, by category, against its capacity."""
+    categories = [name for name in CATEGORIES if any(row.peak_memory.get(name) for row in rows)]
+    cells = [(row.device, *(format_bytes(row.peak_memory.get(name, 0)) for name in categories),
+              format_bytes(row.peak_bytes), percent(row.capacity_used),
+              UNKNOWN if row.capacity_bytes is None else format_bytes(row.capacity_bytes)) for row in rows]
+    return cut_table(title, ("device", *categories, "peak", "used", "capacity"), cells, limit)
+
+
+def strategies_table(rows: Sequence[StrategyFacts]) -> TextTable:
+    """Return the comparison of strategies: the chosen one is marked, reasons why there is no plan are notes."""
+    cells = tuple(
+        (("* " if row.is_chosen else "  ") + row.strategy, seconds(row.step_time_s), per_second(row.samples_per_s),
+         UNKNOWN if row.microbatches is None else str(row.microbatches), peak_text(row), percent(row.bubble),
+         seconds(row.bound_s), row.status) for row in rows)
+    return TextTable(
+        title="Strategies", rows=cells, numeric=frozenset({1, 2, 3, 5, 6}),
+        header=("strategy", "step", "samples", "mb", "peak per device", "bubble", "bound", "status"),
+        marked=frozenset(index for index, row in enumerate(rows) if row.is_chosen),
+        notes=tuple(f"{row.strategy}: {row.reason}" for row in rows if row.reason))
+
+
+def _without(table: TextTable, columns: set[str]) -> TextTable:
+    """Return the table without some columns."""
+    kept = [index for index, name in enumerate(table.header) if name not in columns]
+    return replace(table, header=tuple(table.header[index] for index in kept),
+                   rows=tuple(tuple(row[index] for index in kept) for row in table.rows),
+                   numeric=frozenset(kept.index(index) for index in table.numeric if index in kept))
+
+
+def peak_text(row: StrategyFacts) -> str:
+    """Return the range of the peaks of all devices that hold something: ``2.016 - 2.297 GiB``."""
+    peaks = sorted(value for value in (row.peak_bytes or {}).values() if value > 0)
+    if not peaks:
+        return UNKNOWN
+    low, high = format_bytes(peaks[0]), format_bytes(peaks[-1])
+    if low == high:
+        return high
+    return f"{low.removesuffix(high[high.index(' '):])} - {high}"
+
+
+def print_comparison(rows: Sequence[StrategyFacts], *, file: IO[str] | None = None, width: int | None = None) -> None:
+    """Draw the comparison of strategies; on a narrow terminal the bounds are below it."""
+    table = strategies_table(rows)
+    if make_console(file, width).width < NARROW:
+        bounds = dict.fromkeys(seconds(row.bound_s) for row in rows if row.bound_s is not None)
+        note = f"bound: {', '.join(bounds) or UNKNOWN}"
+        table = replace(_without(table, {"mb", "bound"}), notes=(*table.notes, note))
+    print_tables(table, file=file, width=width)
+
+
+def print_timeline(timeline: Timeline, *, file: IO[str] | None = None, width: int | None = None) -> None:
+    """Draw where each device's time and memory go."""
+    known = None if timeline.program is None else facts.plan_capacities(timeline.program.plan)
+    title = f"{timeline.kind.capitalize()} step: {seconds(timeline.step_time_s)}, bubble {percent(timeline.bubble)}"
+    rows = facts.device_facts(timeline, known)
+    if make_console(file, width).width >= WIDE:
+        print_tables(devices_table(rows, title=title), file=file, width=width)
+    else:
+        print_tables(times_table(rows, title=title), memory_table(rows, title="Memory at each device's peak"),
+                     file=file, width=width)
+
+
+def print_plan(plan: Plan, timelines: Sequence[Timeline], *, width: int | None = None,
+               file: IO[str] | None = None) -> None:
+    """Draw the whole plan: summary, stages, gradient exchanges, and for each timeline its devices and Gantt chart."""
+    print_tables(*plan_tables(plan, timelines), file=file, width=width)
+    for timeline in timelines:
+        known = replace(timeline, program=facts.program_of(timelines))
+        print_timeline(known, file=file, width=width)
+        print_chart(timeline_chart(known), width=width, max_rows=CHART_ROWS, file=file)
+
+
+# ---- what the joint search tried
+
+
+def tried_tables(rows: Sequence[facts.TriedFacts], *, limit: int = MAX_TRIED) -> Iterator[TextTable]:
+    """Yield the best settings, then how many were left out for which reason."""
+    known = sorted((row for row in rows if row.estimate_s is not None), key=_time)
+    if known:
+        best = min((row.step_time_s for row in known if row.step_time_s is not None), default=_time(known[0]))
+        cells = tuple((row.setting, seconds(row.estimate_s), seconds(row.step_time_s), _why(row, best))
+                      for row in known[:limit])
+        more = len(known) - len(cells)
+        yield TextTable(title="Tried", header=("setting", "estimate", "simulated", "why not"), rows=cells,
+                        numeric=frozenset({1, 2}), notes=(f"and {more} more that were estimated",) if more else ())
+    left_out = grouped((row for row in rows if row.estimate_s is None), _kind)
+    if left_out:
+        yield TextTable(title="Left out", header=("reason", "settings", "such as"), numeric=frozenset({1}),
+                        rows=tuple((_kind(items[0]), str(len(items)), _example(items[0])) for items in sorted(
+                            left_out, key=lambda items: (-len(items), _kind(items[0])))))
+
+
+def _time(row: facts.TriedFacts) -> float:
+    """Return what a setting came to: as simulated, or else as estimated."""
+    assert row.estimate_s is not None
+    return row.estimate_s if row.step_time_s is None else row.step_time_s
+
+
+def _why(row: facts.TriedFacts, best_s: float) -> str:
+    if row.reason:
+        return row.reason
+    loss = percent(_time(row) / best_s - 1, signed=True) if best_s > 0 else ""
+    if row.step_time_s is None:
+        return f"{loss}, not simulated"
+    return "the best" if row.step_time_s <= best_s else f"{loss}"
+
+
+def _kind(row: facts.TriedFacts) -> str:
+    """Return a reason without its figures."""
+    text = row.reason.removeprefix(f"{row.setting}: ")
+    return re.split(r"[:0-9]", text, maxsplit=1)[0].strip() or "no reason given"
+
+
+def _example(row: facts.TriedFacts) -> str:
+    return f"{row.setting}: {row.reason.removeprefix(f'{row.setting}: ')}"
+
+
+def print_tried(strategies: Sequence[StrategyFacts], *, file: IO[str] | None = None, width: int | None = None) -> None:
+    """Draw the tables of every strategy that kept what it tried."""
+    for strategy in strategies:
+        print_tables(*tried_tables(strategy.tried), file=file, width=width)
