@@ -374,11 +374,11 @@ def _finish(race: _Race, problem: Problem) -> Deployment:
             best = plan, timeline
     if best is None:
         assert miss is not None, "there is at least one finalist"
-        if race.budget.is_late:
+        if race.best.budget.is_late:
             raise NoFeasiblePlan(f"no deployment that fits was found within the time limit, though there may be one: "
                                  f"give it more time. Of the nearest: {miss}", missing_bytes=miss.missing_bytes,
                                  device=miss.device)
-        if race.budget.is_interrupted:  # nothing is known yet
+        if race.best.budget.is_interrupted:  # nothing is known yet
             raise KeyboardInterrupt from miss
         raise miss
     plan = with_search(best[0], status="feasible", step_time=best[1].step_time_s, bound=race.best.bound,
