@@ -1,7 +1,8 @@
 """Random small models that combine what real ones do: each is a chain of pieces, drawn with their features from a seed.
 
-All pieces take and give a tensor of samples, places and channels, [BATCH, LENGTH, WIDTH], and treat samples apart,
-batch norm excepted. The loss is a mean over samples. All is in double precision, complex tensors in complex128.
+All pieces take and give a tensor of samples, places and channels, [batch, length, width], and treat samples apart,
+batch norm excepted. The loss is a mean over samples. All is in double precision, complex tensors in complex128. Models
+of one seed and unlike scales are the same but for the numbers of places, channels and words, which grow with the scale.
 """
 
 from __future__ import annotations
@@ -17,17 +18,28 @@ from torch.nn import functional
 
 from weft.model.source import ModelSource
 
-LENGTH: Final = 4
-WIDTH: Final = 8
-WORDS: Final = 11
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How large the tensors of a model are, but for the number of samples."""
+
+    length: int
+    width: int
+    words: int
+
+
+def size_of(scale: int) -> Size:
+    """Return the size of a scale: the smallest, times the scale."""
+    return Size(length=4 * scale, width=8 * scale, words=11 * scale)
 
 
 class Linear(nn.Module):
     """A linear layer and a nonlinearity."""
 
-    def __init__(self, act: str) -> None:
+    def __init__(self, size: Size, act: str) -> None:
         super().__init__()
-        self.linear, self.act = nn.Linear(WIDTH, WIDTH), act
+        width = size.width
+        self.linear, self.act = nn.Linear(width, width), act
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return getattr(functional, self.act)(self.linear(x)) + x
@@ -36,9 +48,10 @@ class Linear(nn.Module):
 class LayerNorm(nn.Module):
     """Normalizes channels, then doubles their number and halves it again."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        width = size.width
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return x + self.down(functional.gelu(self.up(self.norm(x))))
@@ -47,9 +60,9 @@ class LayerNorm(nn.Module):
 class GroupNorm(nn.Module):
     """Normalizes groups of channels."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.norm = nn.GroupNorm(2, WIDTH)
+        self.norm = nn.GroupNorm(2, size.width)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return self.norm(x.transpose(1, 2)).transpose(1, 2)
@@ -58,9 +71,9 @@ class GroupNorm(nn.Module):
 class BatchNorm(nn.Module):
     """Normalizes over samples, and so mixes them; keeps running statistics."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.norm = nn.BatchNorm1d(WIDTH)
+        self.norm = nn.BatchNorm1d(size.width)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return self.norm(x.transpose(1, 2)).transpose(1, 2) + x
@@ -69,28 +82,30 @@ class BatchNorm(nn.Module):
 class Attention(nn.Module):
     """Attention of two heads, by one operator or by its parts."""
 
-    def __init__(self, fused: bool) -> None:
+    def __init__(self, size: Size, fused: bool) -> None:
         super().__init__()
-        self.fused, self.qkv, self.out = fused, nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.register_buffer("mask", torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril())
+        width = size.width
+        self.fused, self.qkv, self.out = fused, nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.register_buffer("mask", torch.ones(size.length, size.length, dtype=torch.bool).tril())
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        batch = x.shape[0]
-        q, k, v = self.qkv(x).view(batch, LENGTH, 3, 2, WIDTH // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, 2, width // 2).permute(2, 0, 3, 1, 4).unbind(0)
         if self.fused:
             mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:
             scores = (q @ k.transpose(-1, -2)).masked_fill(~self.mask, float("-inf"))
             mixed = functional.softmax(scores, -1) @ v
-        return x + self.out(mixed.transpose(1, 2).reshape(batch, LENGTH, WIDTH))
+        return x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
 class Convolution(nn.Module):
     """A convolution over places."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.conv = nn.Conv1d(WIDTH, WIDTH, 3, padding=1)
+        width = size.width
+        self.conv = nn.Conv1d(width, width, 3, padding=1)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return torch.tanh(self.conv(x.transpose(1, 2)).transpose(1, 2)) + x
@@ -99,27 +114,30 @@ class Convolution(nn.Module):
 class Pieces(nn.Module):
     """Cuts the channels in unequal parts, treats them apart and puts them together another way round."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, size: Size, how: str) -> None:
         super().__init__()
-        self.how, self.first, self.second = how, nn.Linear(WIDTH // 2, WIDTH // 2), nn.Linear(WIDTH // 2, WIDTH // 2)
+        width = size.width
+        self.how, self.first, self.second = how, nn.Linear(width // 2, width // 2), nn.Linear(width // 2, width // 2)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         if self.how == "chunk":
             a, b = x.chunk(2, dim=-1)
         elif self.how == "split":
-            a, c, d = x.split([WIDTH // 2, 1, WIDTH // 2 - 1], dim=-1)
+            half = x.shape[-1] // 2
+            a, c, d = x.split([half, 1, half - 1], dim=-1)
             b = torch.cat([d, c], dim=-1)
         else:
-            a, b = x.reshape(x.shape[0], LENGTH, WIDTH // 2, 2).unbind(-1)
+            a, b = x.reshape(*x.shape[:2], -1, 2).unbind(-1)
         return torch.cat([self.second(b), torch.sigmoid(self.first(a))], dim=-1)
 
 
 class InPlace(nn.Module):
     """Changes tensors where they lie: activations, and parts of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.linear, self.scale = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.ones(WIDTH))
+        width = size.width
+        self.linear, self.scale = nn.Linear(width, width), nn.Parameter(torch.ones(width))
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         y = self.linear(x)
@@ -132,56 +150,59 @@ class InPlace(nn.Module):
 class Views(nn.Module):
     """Parameters and activations behind views of several kinds."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.mix, self.flat = nn.Parameter(torch.randn(WIDTH, WIDTH) / 3), nn.Parameter(torch.randn(2 * WIDTH) / 3)
+        width = size.width
+        self.mix, self.flat = nn.Parameter(torch.randn(width, width) / 3), nn.Parameter(torch.randn(2 * width) / 3)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         y = (x.flip(1) @ self.mix.t()).permute(1, 0, 2).contiguous().transpose(0, 1)
-        y = y * self.flat.view(2, WIDTH)[0] + self.flat[WIDTH:].expand(LENGTH, WIDTH)
+        y = y * self.flat.view(2, -1)[0] + self.flat[x.shape[-1]:].expand(x.shape[1:])
         return x + y.narrow(1, 0, 1).expand_as(x) + y.unsqueeze(2).squeeze(2)
 
 
 class Rotary(nn.Module):
     """Turns pairs of channels as complex numbers, by constants or by a complex parameter."""
 
-    def __init__(self, trained: bool) -> None:
+    def __init__(self, size: Size, trained: bool) -> None:
         super().__init__()
-        angles = torch.arange(LENGTH * WIDTH // 2, dtype=torch.float64).view(LENGTH, WIDTH // 2) / 5
+        width = size.width
+        angles = torch.arange(size.length * width // 2, dtype=torch.float64).view(size.length, width // 2) / 5
         turn = torch.polar(torch.ones_like(angles), angles)
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.linear = nn.Linear(width, width)
         if trained:
             self.turn = nn.Parameter(turn)
         else:
             self.register_buffer("turn", turn)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        pairs = torch.view_as_complex(self.linear(x).reshape(x.shape[0], LENGTH, WIDTH // 2, 2))
+        pairs = torch.view_as_complex(self.linear(x).reshape(*x.shape[:2], -1, 2))
         return x + torch.view_as_real(pairs * self.turn).flatten(2)
 
 
 class Fourier(nn.Module):
     """Multiplies frequencies by complex weights: a chain of complex operators that a cut may fall into."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(LENGTH // 2 + 1, WIDTH, dtype=torch.complex128) / 3)
+        self.weight = nn.Parameter(torch.randn(size.length // 2 + 1, size.width, dtype=torch.complex128) / 3)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         spectrum = torch.fft.rfft(x, dim=1)
         spectrum = spectrum * self.weight
         spectrum = spectrum + spectrum.conj() * 0.5
-        return x + torch.fft.irfft(spectrum, n=LENGTH, dim=1)
+        return x + torch.fft.irfft(spectrum, n=x.shape[1], dim=1)
 
 
 class Counter(nn.Module):
     """Counts its calls in a buffer, and reads a constant one."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
+        width = size.width
+        self.linear = nn.Linear(width, width)
         self.register_buffer("calls", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("shift", torch.linspace(-1, 1, WIDTH, dtype=torch.float64))
+        self.register_buffer("shift", torch.linspace(-1, 1, width, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         self.calls.add_(1)
@@ -191,9 +212,10 @@ class Counter(nn.Module):
 class Dropout(nn.Module):
     """Dropout that is switched off."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.linear, self.drop = nn.Linear(WIDTH, WIDTH), nn.Dropout(0.0)
+        width = size.width
+        self.linear, self.drop = nn.Linear(width, width), nn.Dropout(0.0)
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
         return self.drop(self.linear(x)) + x
@@ -202,23 +224,31 @@ class Dropout(nn.Module):
 class Scalars(nn.Module):
     """A parameter of one number, constants made in the forward, and a choice by comparison."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size) -> None:
         super().__init__()
-        self.gate, self.bias = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.gate, self.bias = nn.Parameter(torch.tensor(0.3)), nn.Parameter(torch.zeros(1, 1, size.width))
 
     def forward(self, x: Tensor) -> Tensor:  # noqa: D102
-        places = torch.arange(LENGTH, dtype=x.dtype, device=x.device).view(1, LENGTH, 1) / LENGTH
+        length = x.shape[1]
+        places = torch.arange(length, dtype=x.dtype, device=x.device).view(1, length, 1) / length
         return torch.where(x > 0, x * self.gate, x * 0.1) + places * self.gate.exp() + self.bias + x
 
 
-PIECES: Final[dict[str, Callable[[random.Random], nn.Module]]] = {
-    "linear": lambda rng: Linear(rng.choice(["relu", "gelu", "tanh", "silu", "softplus"])),
-    "layer norm": lambda rng: LayerNorm(), "group norm": lambda rng: GroupNorm(), "batch norm": lambda rng: BatchNorm(),
-    "attention": lambda rng: Attention(rng.random() < 0.5), "convolution": lambda rng: Convolution(),
-    "chunk/cat": lambda rng: Pieces(rng.choice(["chunk", "split", "unbind"])), "in-place": lambda rng: InPlace(),
-    "views": lambda rng: Views(), "complex": lambda rng: Rotary(trained=False),
-    "complex parameter": lambda rng: Rotary(trained=True) if rng.random() < 0.5 else Fourier(),
-    "counting buffer": lambda rng: Counter(), "dropout off": lambda rng: Dropout(), "scalars": lambda rng: Scalars()}
+PIECES: Final[dict[str, Callable[[random.Random, Size], nn.Module]]] = {
+    "linear": lambda rng, size: Linear(size, rng.choice(["relu", "gelu", "tanh", "silu", "softplus"])),
+    "layer norm": lambda rng, size: LayerNorm(size),
+    "group norm": lambda rng, size: GroupNorm(size),
+    "batch norm": lambda rng, size: BatchNorm(size),
+    "attention": lambda rng, size: Attention(size, rng.random() < 0.5),
+    "convolution": lambda rng, size: Convolution(size),
+    "chunk/cat": lambda rng, size: Pieces(size, rng.choice(["chunk", "split", "unbind"])),
+    "in-place": lambda rng, size: InPlace(size),
+    "views": lambda rng, size: Views(size),
+    "complex": lambda rng, size: Rotary(size, trained=False),
+    "complex parameter": lambda rng, size: Rotary(size, trained=True) if rng.random() < 0.5 else Fourier(size),
+    "counting buffer": lambda rng, size: Counter(size),
+    "dropout off": lambda rng, size: Dropout(size),
+    "scalars": lambda rng, size: Scalars(size)}
 
 WHOLE: Final = ("tied", "frozen", "unused parameter", "several outputs", "several inputs", "shared twice", "skip",
                 "used in two stages")
@@ -229,19 +259,19 @@ FEATURES: Final = (*PIECES, *WHOLE)
 class RandomNet(nn.Module):
     """A chain of pieces with some features of the whole; see ``draw_model``."""
 
-    def __init__(self, rng: random.Random, pieces: tuple[str, ...], features: frozenset[str]) -> None:
+    def __init__(self, rng: random.Random, pieces: tuple[str, ...], features: frozenset[str], size: Size) -> None:
         super().__init__()
-        self.features = features
-        self.start = nn.Linear(WIDTH, WIDTH)
-        self.pieces = nn.ModuleList(PIECES[name](rng) for name in pieces)
-        self.words = nn.Embedding(WORDS, WIDTH) if "several inputs" in features or "tied" in features else None
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        width, self.features = size.width, features
+        self.start = nn.Linear(width, width)
+        self.pieces = nn.ModuleList(PIECES[name](rng, size) for name in pieces)
+        self.words = nn.Embedding(size.words, width) if "several inputs" in features or "tied" in features else None
+        self.head = nn.Linear(width, size.words, bias=False)
         if "tied" in features:
             self.head.weight = self.words.weight
-        self.twice = nn.Linear(WIDTH, WIDTH) if "shared twice" in features else None
-        self.both = nn.Parameter(torch.ones(WIDTH)) if "used in two stages" in features else None
-        self.unused = nn.Linear(WIDTH, 3) if "unused parameter" in features else None
-        self.second_head = nn.Linear(WIDTH, 2) if "several outputs" in features else None
+        self.twice = nn.Linear(width, width) if "shared twice" in features else None
+        self.both = nn.Parameter(torch.ones(width)) if "used in two stages" in features else None
+        self.unused = nn.Linear(width, 3) if "unused parameter" in features else None
+        self.second_head = nn.Linear(width, 2) if "several outputs" in features else None
         if "frozen" in features:
             frozen = rng.sample(list(self.parameters()), k=max(1, len(list(self.parameters())) // 4))
             for parameter in frozen:
@@ -289,9 +319,9 @@ class DrawnModel:
         return f"model {self.seed} ({', '.join(self.features)})"
 
 
-def draw_model(seed: int, mode: str = "training") -> DrawnModel:
+def draw_model(seed: int, mode: str = "training", scale: int = 1) -> DrawnModel:
     """Return the model of a seed: two to five pieces and up to four features of the whole, batch norm in one of six."""
-    rng = random.Random(seed)
+    rng, size = random.Random(seed), size_of(scale)
     names = [name for name in PIECES if name != "batch norm"]
     pieces = rng.sample(names, k=rng.randint(2, 5)) + ["batch norm"] * (rng.random() < 1 / 6)
     rng.shuffle(pieces)
@@ -299,13 +329,13 @@ def draw_model(seed: int, mode: str = "training") -> DrawnModel:
 
     def build(mode: str) -> nn.Module:
         torch.manual_seed(seed)
-        module = RandomNet(random.Random(seed + 1), tuple(pieces), features)
+        module = RandomNet(random.Random(seed + 1), tuple(pieces), features, size)
         return module.double()
 
     def sample(mode: str, batch: int, data_seed: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(1000 * seed + data_seed)
-        x = torch.randn(batch, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
-        words = (torch.randint(WORDS, (batch, LENGTH), generator=generator) for _ in range(2))
+        x = torch.randn(batch, size.length, size.width, generator=generator, dtype=torch.float64)
+        words = (torch.randint(size.words, (batch, size.length), generator=generator) for _ in range(2))
         wanted = (next(words),) if "several inputs" in features else ()
         return (x, *wanted, *((next(words),) if mode == "training" else ()))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from random import Random
 
 import numpy as np
@@ -16,6 +16,7 @@ from tests.worlds import chain_graph, dag_graph, pipeline, plain_cluster, plan_o
 from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import Graph, TensorRole
 from weft.plan.check import check_memory, check_plan
+from weft.plan.gradient_memory import gradients_live
 from weft.plan.layout import stage_inputs
 from weft.plan.lower import lower
 from weft.plan.memory import CATEGORIES, account_memory, optimizer_bytes, static_bytes
@@ -69,31 +70,12 @@ class Recount:
         wrote = [int(item) for item in self.graph.op_outputs(op)] if self.graph.op_kinds[op] == "aten.relu" else []
         return {self.base(int(item)) for item in (*self.graph.op_inputs(op), *wrote)}
 
-    def gradient_of(self, tensor: int) -> int:
-        """Return the tensor whose gradient is handed on as that of this one: by an addition that alone reads it."""
-        readers = [op for op in range(self.graph.num_ops) for item in self.graph.op_inputs(op) if int(item) == tensor]
-        if len(readers) == 1 and self.graph.op_kinds[readers[0]] == "aten.add":
-            (written,) = (int(item) for item in self.graph.op_outputs(readers[0]))
-            if self.graph.tensor_bytes[written] == self.graph.tensor_bytes[tensor]:
-                return self.gradient_of(written)
-        return tensor
-
     def operands(self) -> set[int]:
         read = {self.base(int(item)) for op in self.ops if self.waits(op) for item in self.graph.op_inputs(op)}
         return self.saved & (read | {self.base(tensor) for tensor in self.inputs} - self.made)
 
-    def deferred(self, ops: list[int], arriving: set[int]) -> float:
-        """Return the gradients that operators leave for later, those that arrived aside, each memory once."""
-        found: dict[int, float] = {}
-        for op in ops:
-            for tensor in (int(item) for item in self.graph.op_outputs(op)) if self.waits(op) else ():
-                root = self.gradient_of(tensor)
-                if root not in {self.gradient_of(item) for item in arriving}:
-                    found.setdefault(root, self.size(tensor))
-        return sum(found.values())
-
-    def kept_for_weights(self, arriving: set[int]) -> int:
-        return round(sum(self.storage(base) for base in self.operands()) + self.deferred(self.ops[::-1], arriving))
+    def kept_for_weights(self, begins: dict[int, str]) -> int:
+        return round(sum(self.storage(base) for base in self.operands()) + self.gradients(begins, split=True)[2])
 
     def weights_room(self) -> int:
         return round(max((sum(map(self.size, self.weights(op))) for op in self.ops
@@ -123,33 +105,92 @@ class Recount:
             most = max(most, sum(map(self.storage, before & (own - kept) & after | before & kept)))
         return round(most)
 
-    def wanted(self) -> set[int]:
-        touched = {int(item) for op in self.ops for item in (*self.graph.op_inputs(op), *self.graph.op_outputs(op))}
-        return {self.base(item) for item in touched if self.differentiable(item)}
+    def gradients(self, begins: dict[int, str], *, split: bool) -> tuple[list[float], list[float], float]:
+        """Return what gradients take in the backward of each operator, after it, and what is left for later.
 
-    def rise(self, *, let_go: set[int], fresh: set[int] = frozenset(), split: set[int] | None = None) -> int:
+        Blocks of memory are numbered; those of the caller and of the queue have users that never let go.
+        """
+        sizes: list[float] = []
+        place: dict[int, int] = {}
+        caller, queue, elsewhere = set(), set(), {}
+        for tensor, how in begins.items():
+            place[tensor] = len(sizes)
+            caller.add(len(sizes))
+            elsewhere[len(sizes)] = self.size(tensor) if how == "handed" else 0.0
+            sizes.append(self.size(tensor) if how == "sum" else 0.0)
+
+        def total(more: list[int]) -> float:
+            return sum(sizes[block] for block in {*place.values(), *caller, *queue, *more})
+
+        def is_free(tensor: int, more: list[int]) -> bool:
+            block = place[tensor]
+            return list(place.values()).count(block) == 1 and block not in {*caller, *queue, *more}
+
+        def new(size: float) -> int:
+            sizes.append(size)
+            return len(sizes) - 1
+
+        during, after = [], []
+        for op in self.ops[::-1]:
+            given = [place.pop(int(item)) for item in self.graph.op_outputs(op) if int(item) in place]
+            read = [int(item) for item in self.graph.op_inputs(op)] if given else []
+            wanted = [item for item in read if self.differentiable(item)
+                      and self.graph.tensor_role[item] == TensorRole.ACTIVATION]
+            hands_on = self.graph.op_kinds[op] == "aten.add"
+            written = [int(item) for item in self.graph.op_outputs(op)]
+            made = [(item, given[0] if hands_on and self.size(item) == self.size(written[0]) else new(self.size(item)))
+                    for item in wanted]
+            during.append(total(given + [block for _, block in made]))
+            queue |= set(given) if split and self.waits(op) else set()
+            most = total([block for _, block in made])
+            while made:
+                tensor, block = made.pop(0)
+                rest = [item for _, item in made]
+                if tensor not in place:
+                    place[tensor] = block
+                elif not is_free(tensor, [block, *rest]):
+                    old, place[tensor] = place[tensor], new(self.size(tensor))
+                    most = max(most, total([old, block, *rest]))
+            for tensor in self.inputs & set(place):
+                left = [item for item in self.ops if item < op and tensor in self.graph.op_inputs(item)]
+                if not left and not is_free(tensor, []) and tensor in map(int, self.graph.op_inputs(op)):
+                    old, place[tensor] = place[tensor], new(self.size(tensor))
+                    most = max(most, total([old]))
+            after.append(most)
+        return during, after, sum(elsewhere.get(block, 0.0) + sizes[block] for block in queue)
+
+    def rise(self, begins: dict[int, str], *, let_go: set[int], fresh: set[int] = frozenset(),
+             split: bool = False) -> int:
         """Return the most above what is kept at first, in the backward of any operator.
 
         Gradients, less what is let go of, new ones of parameters, and those that are added to their sums; ``split``:
-        where those of weights are left for later, which gradients arrive.
+        where those of weights are left for later.
         """
         ops = self.ops[::-1]
         totals = []
-        for step, op in enumerate(ops):
-            done, now = set().union(*map(self.touched, ops[:step])), set().union(*map(self.touched, ops[:step + 1]))
-            left = set().union(*map(self.touched, ops[step:]))
-            needed = set().union(*map(self.needs, ops[step:]))
-            unread = {base for base in let_go if not any(base in self.needs(item) for item in ops)}
-            gone = {base for base in let_go if (base not in left if base in unread else base not in needed)}
-            assert gone <= done | set().union(*map(self.needs, ops[:step]))
-            totals.append(sum(map(self.storage, now & left & self.wanted())) - sum(map(self.storage, gone))
-                          + sum(self.size(tensor) for tensor in fresh & now))
-            if split is None:
-                totals[-1] += sum(self.size(tensor) for tensor in self.weights(op) - fresh)
-            else:
-                totals[-1] += self.deferred(ops[:step], split)
-                totals[-1] += 0 if self.waits(op) else sum(map(self.size, self.weights(op)))
+        for step, (op, during, after) in enumerate(zip(ops, *self.gradients(begins, split=split)[:2], strict=True)):
+            weights = sum(self.size(tensor) for tensor in self.new_weights(op) - fresh)
+            if split and self.waits(op):
+                weights = 0.0
+            weights += sum(self.size(tensor) for tensor in fresh & set().union(*map(self.touched_tensors, ops[:step + 1])))
+            totals += [during + weights - self.gone(let_go, step), after + weights - self.gone(let_go, step + 1)]
         return round(max(totals))
+
+    def gone(self, let_go: set[int], step: int) -> float:
+        """Return what nobody needs any more when so many backwards have run."""
+        ops = self.ops[::-1]
+        left, needed = set().union(*map(self.touched, ops[step:])), set().union(*map(self.needs, ops[step:]))
+        unread = {base for base in let_go if not any(base in self.needs(item) for item in ops)}
+        return sum(self.storage(base) for base in let_go if (base not in left if base in unread else base not in needed))
+
+    def touched_tensors(self, op: int) -> set[int]:
+        return {int(item) for item in (*self.graph.op_inputs(op), *self.graph.op_outputs(op))}
+
+    def new_weights(self, op: int) -> set[int]:
+        """Return the parameters whose gradient an operator makes; one that hands its own on makes none."""
+        size = self.size(int(self.graph.op_outputs(op)[0]))
+        hands_on = self.graph.op_kinds[op] == "aten.add"
+        return {tensor for tensor in self.weights(op) if not (hands_on and self.size(tensor) == size)}
 
     def own(self) -> set[int]:
         """Return the storages that are kept besides what came."""
@@ -250,7 +291,7 @@ def _receive(program: Program, index: int, microbatch: int, held: dict[tuple[obj
     if channel.kind == "gradient":
         rest = channel.num_bytes
     elif not channel.whole and program.plan.model.mode == "training":
-        rest = channel.num_bytes  # pieces are kept beside what they are put together to
+        rest = 0  # pieces are put together in the forward, which is the last to need them
     elif program.plan.model.mode != "training" or again:
         rest = 0
     else:
@@ -265,17 +306,26 @@ def _fresh(program: Program, stages: dict[Member, Recount], instance: int, rank:
     return stages[member_of(program, instance)].parameters() - exchanged
 
 
-def _arriving(program: Program, meaning: Meaning, instance: int) -> set[int]:
-    """Return the tensors whose gradient is one whole message; nothing if another stage of the rank gives some, too."""
-    item = program.instances[instance]
-    others = [other for other in meaning.members() if instance_reads(meaning, other, member_of(program, instance))]
-    if any(set(meaning.ranks[other]) & set(item.ranks) for other in others):
-        return set()
-    channels = [channel for channel in program.channels if channel.kind == "gradient" and instance in channel.consumers]
-    if not all(channel.whole for channel in channels):
-        return set()
-    found = [(channel.target, tensor) for channel in channels for tensor in channel.tensors]
-    return {tensor for rank, tensor in found if found.count((rank, tensor)) == 1}
+def _begins(program: Program, meaning: Meaning, stage: Recount, instance: int) -> dict[int, str]:
+    """Return where the gradients are that a backward begins with: in one message, handed over on the rank, or a sum."""
+    item, graph = program.instances[instance], program.graph
+    crossing = set().union(*meaning.reads)
+    result = {}
+    for tensor in sorted(stage.made & crossing | stage.made & {graph.outputs[0]}):
+        ways = {rank: [] for rank in item.ranks}
+        for channel in program.channels:
+            if channel.kind == "gradient" and instance in channel.consumers and tensor in channel.tensors:
+                ways[channel.target].append("message" if channel.whole else "piece")
+        for other in meaning.members():
+            if tensor in meaning.reads[other[0]] and instance_reads(meaning, other, member_of(program, instance)):
+                same = meaning.samples[other] == meaning.samples[member_of(program, instance)]
+                for rank in set(meaning.ranks[other]) & set(item.ranks):
+                    ways[rank].append("handed" if same else "piece")
+        found = [way for way in ways.values() if way]
+        is_single = found and all(len(way) == 1 and way != ["piece"] for way in found)
+        if stage.differentiable(tensor):
+            result[tensor] = ("message" if any(way == ["message"] for way in found) else "handed") if is_single else "sum"
+    return result
 
 
 def instance_reads(meaning: Meaning, reader: Member, maker: Member) -> bool:
@@ -293,9 +343,10 @@ def _inside(program: Program, meaning: Meaning, stages: dict[Member, Recount], i
     again = stage.forward_peak() if program.plan.stages[item.stage].recompute else 0
     if phase == Phase.W:
         return stage.weights_room()
+    begins = _begins(program, meaning, stage, instance)
     if phase == Phase.B:
-        return again + stage.rise(let_go=stage.own(), fresh=fresh)
-    return again + stage.rise(let_go=stage.own() - stage.operands(), split=_arriving(program, meaning, instance))
+        return again + stage.rise(begins, let_go=stage.own(), fresh=fresh)
+    return again + stage.rise(begins, let_go=stage.own() - stage.operands(), split=True)
 
 
 def _after(program: Program, meaning: Meaning, stages: dict[Member, Recount], instance: int, microbatch: int,
@@ -307,14 +358,25 @@ def _after(program: Program, meaning: Meaning, stages: dict[Member, Recount], in
         held["output", member, microbatch] = stage.total(stage.outputs) - (
             stage.total(stage.outputs & stage.saved) if keeps else 0)
         if stage.training:
-            held["kept", member, microbatch] = round(sum(map(stage.size, stage.inputs))) if again else stage.total(
-                stage.saved)
+            held["kept", member, microbatch] = (round(sum(map(stage.size, stage.inputs))) if again else stage.total(
+                stage.saved)) + _assembled(program, stage, instance)
     elif phase == Phase.I:
-        held["kept", member, microbatch] = stage.kept_for_weights(_arriving(program, meaning, instance))
+        held["kept", member, microbatch] = stage.kept_for_weights(
+            _begins(program, meaning, stage, instance)) + _assembled(program, stage, instance)
     else:
         del held["kept", member, microbatch]
     if phase in (Phase.B, Phase.I):
         held["gradient", member, microbatch] = stage.given_back()
+
+
+def _assembled(program: Program, stage: Recount, instance: int) -> int:
+    """Return the inputs that are put together of pieces and stay though no backward needs them."""
+    item = program.instances[instance]
+    if program.plan.stages[item.stage].recompute or all(
+            program.channels[index].whole for index in item.forward_channels):
+        return 0
+    came = {stage.base(tensor) for tensor in stage.inputs} - stage.made
+    return round(sum(map(stage.size, stage.inputs))) - stage.total(came & stage.saved)
 
 
 @pytest.mark.parametrize("part", range(4))
@@ -359,10 +421,10 @@ def test_chain_in_numbers():
     assert rows["B s1 mb 0"] == (8 + 4 + 8 + 4, 0)  # y0 and the loss are kept; their gradients are live
     assert rows["send grad s1>s0 mb 0"] == (0, 8)  # the gradient waits to be sent
     assert rows["recv grad s1>s0 mb 0"] == (8, 8)
-    assert rows["B s0 mb 0"] == (8 + 8, 8)
+    assert rows["B s0 mb 0"] == (8, 8)  # y0; its gradient is in the buffer it came in, and none is made
     assert rows["sgd step"] == (0, 0)
-    assert account.peak(0) == {"parameters": 4, "gradients": 4, "optimizer": 0, "activations": 16, "buffers": 8}
-    assert account.peak_bytes(0) == 32
+    assert account.peak(0) == {"parameters": 4, "gradients": 4, "optimizer": 0, "activations": 8, "buffers": 8}
+    assert account.peak_bytes(0) == 24
 
 
 def test_receives_of_a_stage_on_several_devices_end_on_their_own_rank():
@@ -493,7 +555,7 @@ def test_sharded_optimizer_states_are_divided_among_the_holders():
 def test_a_plan_that_does_not_fit_says_where_and_how_much_is_missing():
     graph, plan = pipeline("gpipe", 2, 4)
     first, second = (account_memory(lower(plan, graph)).peak_bytes(rank) for rank in (0, 1))
-    assert (first, second) == (64, 68)
+    assert (first, second) == (56, 68)
     check_memory(lower(plan, graph), plain_cluster(2, memory_bytes=68))
     for capacity, others in ((65, ""), (54, ", and 1 more devices have too little as well")):
         cluster = plain_cluster(2, memory_bytes=capacity)
@@ -511,4 +573,83 @@ def test_in_flight_microbatches_of_1f1b_show_in_the_peak():
     account = account_memory(lower(plan, graph))
     for rank in range(1, 5):
         most = account.activations[account.rank_start[rank]:account.rank_start[rank + 1]].max()
-        assert most == (6 - rank) * (8 + 8) + (8 + 8) + 4  # what each keeps, the gradients of one, and its weight's
+        assert most == (6 - rank) * (8 + 8) + 8 + 4  # what each keeps, the gradient that one makes, and its weight's
+
+
+def walked(graph: Graph, *, begins: dict[int, float], inputs: list[int] | None = None, defers: bool = False,
+           elsewhere: dict[int, float] | None = None) -> tuple[list[float], list[float], float]:
+    """Return what gradients take during the backward of each operator, when it is done, and what is left for later."""
+    ops = range(graph.num_ops)
+    steps = [Walked(kind=graph.op_kinds[op], read=graph.op_inputs(op).tolist(), written=graph.op_outputs(op).tolist(),
+                    can_wait=graph.op_kinds[op] == "aten.linear") for op in ops]
+    live = gradients_live(steps, sizes=graph.tensor_bytes.astype(float), inputs=inputs or [], begins=begins,
+                          wanted=graph.needs_gradient & (graph.tensor_role == TensorRole.ACTIVATION),
+                          elsewhere=elsewhere or {}, defers=defers)
+    return live.during.tolist(), live.joining.tolist(), live.deferred
+
+
+@dataclass
+class Walked:
+    kind: str
+    read: list[int]
+    written: list[int]
+    can_wait: bool = False
+    is_view: bool = False
+    backward_room: float = 0.0
+
+
+def kinds_of(graph: Graph, kinds: dict[int, str]) -> Graph:
+    return replace(graph, op_kinds=tuple(kinds.get(op, "aten.mul") for op in range(graph.num_ops)))
+
+
+def test_gradients_of_several_readers_are_there_together_until_they_are_added():
+    """Was: one gradient for a tensor however many read it."""
+    graph = kinds_of(dag_graph([[-1], [0], [0], [1, 2]], sizes=[100, 100, 100, 4], weights=[0, None, None, None]), {})
+    loss = graph.tensor_index["y3"]
+    during, joining, _ = walked(graph, begins={loss: 4.0})
+    # 3: gradients of y1 and y2; 2: y2's and one of y0 beside y1's; 1: y1's, another of y0 beside the first; 0: y0's.
+    assert during == [4 + 200, 4 + 300, 4 + 300, 4 + 100]
+    assert joining == [4 + 200, 4 + 200, 4 + 200, 4]
+
+
+def test_an_addition_hands_its_gradient_on_and_it_is_added_to_in_place_when_it_is_free():
+    graph = kinds_of(dag_graph([[-1], [0], [0, 1], [2]], sizes=[100, 100, 100, 4], weights=[0, None, None, None]),
+                     {2: "aten.add"})
+    during, joining, _ = walked(graph, begins={graph.tensor_index["y3"]: 4.0})
+    # 3: y2's; 2: handed on to y0 and y1; 1: a new one for y0, which is free to be added to by then; 0: y0's.
+    assert during == [4 + 100, 4 + 100, 4 + 200, 4 + 100]
+    assert joining == [4 + 100, 4 + 100, 4 + 200, 4], "y1's, which was y0's as well, goes before y0's are added"
+    held = gradients_live([Walked(kind="aten.mul", read=[0], written=[1])], sizes=np.asarray([100.0, 4.0]), inputs=[],
+                          wanted=np.asarray([True, True]), begins={0: 100.0, 1: 4.0}, elsewhere={}, defers=False)
+    assert held.joining.tolist() == [4 + 300], "what the caller holds is not added to in place: the sum is a third"
+
+
+def test_what_a_backward_begins_with_stays_and_an_input_gets_a_gradient_of_its_own():
+    """Was: gradients that are put together of pieces counted until their producer's backward, as others do."""
+    graph = kinds_of(dag_graph([[-1], [0]], sizes=[100, 100], weights=[0, None]), {1: "aten.add"})
+    y0, y1 = (graph.tensor_index[name] for name in ("y0", "y1"))
+    steps = [Walked(kind="aten.add", read=[y0], written=[y1])]
+    live = gradients_live(steps, sizes=graph.tensor_bytes.astype(float), inputs=[y0], begins={y1: 100.0},
+                          wanted=graph.needs_gradient, elsewhere={}, defers=False)
+    assert live.during.tolist() == [100]
+    assert live.joining.tolist() == [200], "the sum, which the caller has, and a copy to hand on"
+
+
+def test_gradients_that_wait_for_those_of_weights_count_once_and_what_was_handed_over_after_the_backward():
+    graph = kinds_of(dag_graph([[-1], [0]], sizes=[100, 100]), {0: "aten.linear", 1: "aten.linear"})
+    y1 = graph.tensor_index["y1"]
+    assert walked(graph, begins={y1: 0.0}, defers=True)[2] == 100, "that of y0; a message's buffer counts elsewhere"
+    assert walked(graph, begins={y1: 0.0}, elsewhere={y1: 100.0}, defers=True)[2] == 200
+    assert walked(graph, begins={y1: 100.0}, defers=True)[2] == 200
+
+
+def test_what_lies_scattered_as_traced_is_copied_to_be_sent():
+    """Was: only what transpositions and the like give was; an elementwise operator keeps its operand's strides."""
+    graph, plan = pipeline("gpipe", 2, 1)
+    plain = account_memory(lower(plan, graph)).buffers
+    scattered = replace(graph, is_scattered=np.asarray([name == "y0" for name in graph.tensor_names]))
+    copied = account_memory(lower(plan, scattered)).buffers - plain
+    assert copied.max() == 8
+    nothing = replace(graph, is_scattered=np.zeros(graph.num_tensors, dtype=bool), op_kinds=("aten.transpose",) * 2)
+    plan = replace(plan, model=replace(plan.model, digest=nothing.digest))
+    assert (account_memory(lower(plan, nothing)).buffers == plain).all(), "what was looked at counts, not the kind"

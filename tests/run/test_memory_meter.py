@@ -19,7 +19,7 @@ from weft.cli.main import main
 from weft.model.live_storages import LiveStorages
 from weft.plan.memory import CATEGORIES, account_memory
 from weft.plan.plan import Optimizer, Plan, save_plan
-from weft.run.live_memory import storage_bytes
+from weft.run.live_memory import CpuMemory, storage_bytes
 from weft.run.memory_meter import MemoryMeter, compare_memory, measure_step, measured_account
 from weft.run.optimizers import make_optimizer
 from weft.run.prepare import Tracer
@@ -75,6 +75,60 @@ def test_tensors_of_a_helper_thread_count_and_may_be_freed_elsewhere():
     assert memory.now() == 8000
     kept.clear()
     assert memory.now() == 0
+
+
+def test_the_meter_lets_autograd_add_up_in_place():
+    """Was: operators were watched by a dispatch mode, under which autograd adds up in new memory: too much was measured."""
+    x = torch.ones(1000, dtype=torch.float64, requires_grad=True)
+    y = x * 2
+    total = (y.tanh() * y.exp() * y.sin()).sum()  # three gradients of y are added up
+    with CpuMemory([x]) as memory:
+        memory.begin()
+        total.backward()
+        memory.end()
+    (reading,) = memory.readings()
+    assert reading.peak - reading.before == 5 * 8000
+    watched = LiveStorages()
+    total = (lambda y: (y.tanh() * y.exp() * y.sin()).sum())(x * 2)
+    x.grad = None
+    with watched.watching():
+        before = watched.now()
+        total.backward()
+    assert watched.peak() - before >= reading.peak - reading.before, "who watches operators sees at least as much"
+
+
+def test_a_workspace_is_told_from_what_an_operator_gives():
+    x = torch.ones(8, 6, dtype=torch.complex128)
+    with CpuMemory() as memory:
+        memory.begin()
+        kept = torch.fft.irfft(x, n=8, dim=0)
+        memory.end()
+        memory.begin()
+        more = kept + 1
+        memory.end()
+    first, second = memory.readings()
+    assert first.inside > 0
+    assert any(name.startswith("aten::") for name in first.at)
+    assert first.peak - first.inside == storage_bytes([kept])
+    assert (second.before, second.peak, second.inside) == (
+        storage_bytes([kept]), storage_bytes([kept, more]), 0)
+
+
+def test_another_thread_that_is_watched_counts():
+    kept = []
+    with CpuMemory() as memory:
+        memory.begin()
+
+        def work() -> None:
+            with memory.watching():
+                kept.append(torch.zeros(1000, dtype=torch.float64))
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        memory.end()
+    (reading,) = memory.readings()
+    assert reading.peak - reading.before == 8000
 
 
 @pytest.mark.parametrize("optimizer", ["none", "adam"])

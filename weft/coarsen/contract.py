@@ -113,6 +113,7 @@ class _Contraction:
             tensor_dtypes=tuple(graph.tensor_dtypes[tensor] for tensor in kept),
             tensor_role=role, tensor_producer=self.owner[kept], tensor_bytes=graph.tensor_bytes[kept],
             tensor_base=np.where(base >= 0, new_id[base], -1), is_saved=graph.is_saved[kept],
+            is_scattered=graph.is_scattered[kept] if len(graph.is_scattered) else graph.is_scattered,
             tensor_batch_dim=graph.tensor_batch_dim[kept], outputs=tuple(int(new_id[t]) for t in graph.outputs),
             tied=graph.tied, batch=graph.batch, has_backward=graph.has_backward, backward_source=graph.backward_source,
             given=contract_given(graph, members, kept.tolist(), self.free), warnings=graph.warnings,

@@ -347,6 +347,7 @@ def _tensor_columns(tensors: list[_Tensor]) -> dict[str, Any]:
     def column(values: list[int]) -> Any:
         return np.array(values, dtype=np.int64)
 
+    scattered = np.array([_is_scattered(tensor.value) for tensor in tensors], dtype=np.bool_)
     return {
         "tensor_names": tuple(tensor.name for tensor in tensors),
         "tensor_shapes": tuple(tuple(int(size) for size in tensor.value.shape) for tensor in tensors),
@@ -356,8 +357,14 @@ def _tensor_columns(tensors: list[_Tensor]) -> dict[str, Any]:
         "tensor_bytes": column([tensor.value.numel() * tensor.value.element_size() for tensor in tensors]),
         "tensor_base": column([tensor.base for tensor in tensors]),
         "is_saved": np.array([tensor.is_saved for tensor in tensors], dtype=np.bool_),
+        "is_scattered": scattered if scattered.any() else scattered[:0],
         "tensor_batch_dim": np.full(len(tensors), UNKNOWN_BATCH_DIM, dtype=np.int64),
     }
+
+
+def _is_scattered(value: torch.Tensor) -> bool:
+    """Return whether a tensor must be copied to lie in one piece with its own values."""
+    return not value.is_contiguous() or value.is_conj() or value.is_neg()
 
 
 def _has_gradient(value: torch.Tensor) -> bool:

@@ -141,6 +141,8 @@ class Graph:
     """Bytes that an operator takes while it runs, beyond what it reads, gives and keeps."""
     backward_room_bytes: F64 = field(default_factory=lambda: np.zeros(0), repr=False)
     """The same for its backward: beyond what was kept, and the gradients it is given and gives."""
+    is_scattered: Bool = field(default_factory=lambda: np.zeros(0, dtype=bool), repr=False)
+    """By tensor: it does not lie in one piece and in order; empty where nobody has looked."""
 
     def __post_init__(self) -> None:
         for column in _OPTIONAL_COLUMNS:
@@ -336,6 +338,8 @@ def _length_problems(graph: Graph) -> list[str]:
             actual = len(getattr(graph, column))
             if actual != length:
                 problems.append(f"column {column} has {actual} entries, not {length}")
+    if len(graph.is_scattered) not in (0, graph.num_tensors):
+        problems.append(f"column is_scattered has {len(graph.is_scattered)} entries, not {graph.num_tensors}")
     if len(graph.input_start) != graph.num_ops + 1 or graph.input_start[0] != 0 or (
             graph.input_start[-1] != len(graph.inputs)) or np.any(np.diff(graph.input_start) < 0):
         problems.append("input_start does not divide inputs among the operators")

@@ -174,6 +174,8 @@ def _full_graph(record: GraphRecord, where: str, name: str) -> Graph:
         tensor_base=np.array([-1 if tensor.view_of is None else ids[tensor.view_of] for tensor in tensors],
                              dtype=np.int64),
         is_saved=np.array([tensor.saved for tensor in tensors], dtype=np.bool_),
+        is_scattered=np.array([tensor.scattered for tensor in tensors] if any(
+            tensor.scattered for tensor in tensors) else [], dtype=np.bool_),
         tensor_batch_dim=np.array([tensor.batch_dim for tensor in tensors], dtype=np.int64))
 
 
@@ -311,6 +313,8 @@ def _tensor_to_json(graph: Graph, tensor: int) -> dict[str, Any]:
         result["view_of"] = graph.tensor_names[base]
     if graph.is_saved[tensor]:
         result["saved"] = True
+    if len(graph.is_scattered) and graph.is_scattered[tensor]:
+        result["scattered"] = True
     if graph.tensor_batch_dim[tensor] != UNKNOWN_BATCH_DIM:
         result["batch_dim"] = int(graph.tensor_batch_dim[tensor])
     return result

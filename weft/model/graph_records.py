@@ -70,6 +70,7 @@ class TensorRecord:
     dtype: str = ""
     view_of: str | None = None
     saved: bool = False
+    scattered: bool = False
     batch_dim: int = UNKNOWN_BATCH_DIM
 
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -32,7 +33,7 @@ from weft.plan.holders import parameter_parts
 from weft.plan.layout import stage_inputs
 from weft.plan.local_tensors import local_tensors
 from weft.plan.plan import Optimizer
-from weft.plan.program import Channel, Op, Phase, Program
+from weft.plan.program import Channel, Instance, Op, Phase, Program
 from weft.plan.stage_memory import StageMemory, stage_memory
 
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -185,25 +186,35 @@ def instance_memories(program: Program) -> list[StageMemory]:
     for index, item in enumerate(program.instances):
         stage, ops = program.plan.stages[item.stage], program.stage_ops[item.stage]
         replica, fresh = stage.replicas[item.replica], absent.anywhere(index)
-        arriving = _arriving_gradients(program, index)
-        key = item.stage, item.num_samples, tuple(sorted(replica.mesh.items())), fresh, arriving
+        arriving, handed = _single_gradients(program, index, inputs)
+        key = item.stage, item.num_samples, tuple(sorted(replica.mesh.items())), fresh, arriving, handed
         if key not in known:
             known[key] = stage_memory(
                 program.graph, ops, num_samples=item.num_samples, training=training, crossing=crossing, fresh=fresh,
-                arriving=arriving, local=local_tensors(program.graph, stage, replica, ops, crossing))
+                arriving=arriving, handed=handed, local=local_tensors(program.graph, stage, replica, ops, crossing))
         result.append(known[key])
     return result
 
 
-def _arriving_gradients(program: Program, index: int) -> frozenset[int]:
-    """Return the tensors of an instance whose gradient is what one message brings; of others it is a sum."""
+def _single_gradients(program: Program, index: int,
+                      inputs: Sequence[I64]) -> tuple[frozenset[int], frozenset[int]]:
+    """Return the tensors of an instance whose gradient is what one message brings, or one stage on its rank has made.
+
+    Those of others are sums, or put together of pieces.
+    """
     item = program.instances[index]
-    if any(set(item.ranks) & set(program.instances[other].ranks) for other in item.consumers):
-        return frozenset()
-    channels = [program.channels[channel] for channel in item.gradient_channels]
-    counts = Counter((channel.target, tensor) for channel in channels for tensor in channel.tensors)
-    return frozenset(tensor for (_, tensor), count in counts.items() if count == 1) if all(
-        channel.whole for channel in channels) else frozenset()
+    messages, near = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for channel in (program.channels[channel] for channel in item.gradient_channels):
+        messages.update({(channel.target, tensor): 1 if channel.whole else 2 for tensor in channel.tensors})
+    for other in item.consumers:
+        reader = program.instances[other]
+        for rank in set(reader.ranks) & set(item.ranks):
+            near.update({(rank, tensor): 1 if reader.samples == item.samples else 2
+                         for tensor in inputs[reader.stage].tolist()})
+    total = messages + near
+    single = {tensor for _, tensor in total} - {tensor for (_, tensor), count in total.items() if count > 1}
+    return (frozenset(single & {tensor for _, tensor in messages}),
+            frozenset(single & {tensor for _, tensor in near} - {tensor for _, tensor in messages}))
 
 
 def _activation_bytes(program: Program, memories: list[StageMemory], fresh: _FreshGradients) -> I64:
@@ -213,11 +224,11 @@ def _activation_bytes(program: Program, memories: list[StageMemory], fresh: _Fre
     extra, first = np.zeros((2, *change.shape), dtype=np.int64)
     for index, (instance, memory) in enumerate(zip(program.instances, memories, strict=True)):
         recompute = program.plan.stages[instance.stage].recompute
-        kept = memory.inputs if recompute else memory.saved
         if training:
-            change[index] = (kept, -kept, memory.saved_for_weights - kept, -memory.saved_for_weights)
-        pieces = any(not program.channels[channel].whole for channel in instance.forward_channels)
-        forward = memory.forward_peak + (memory.inputs if pieces else 0)
+            rest = assembled_bytes(program, instance, memory)
+            kept, for_weights = (memory.inputs if recompute else memory.saved) + rest, memory.saved_for_weights + rest
+            change[index] = (kept, -kept, for_weights - kept, -for_weights)
+        forward = memory.forward_peak + (memory.inputs if is_assembled(program, instance) else 0)
         again = memory.forward_peak if recompute else 0
         extra[index] = (forward, memory.backward_rise + again, memory.split_rise + again, memory.weights_room)
         first[index, Phase.B] = memory.first_rise - memory.backward_rise
@@ -257,18 +268,28 @@ def _received_bytes(program: Program, places: _Places) -> I64:
 def passing_bytes(program: Program, channel: Channel) -> int:
     """Return what of a channel's message nobody keeps for a backward, though its buffer stays until then.
 
-    Pieces are put together in another buffer, which is what the backward needs: they are there besides it.
+    Pieces are put together in another buffer when the forward begins: nobody needs them any more when it ends.
     """
-    if channel.kind == "gradient" or program.plan.model.mode != "training":
+    if channel.kind == "gradient" or program.plan.model.mode != "training" or not channel.whole:
         return 0
-    if not channel.whole:
-        return channel.num_bytes
     if any(program.plan.stages[program.instances[item].stage].recompute for item in channel.consumers):
         return 0
     graph, tensors = program.graph, np.asarray(channel.tensors, dtype=np.int64)
     sizes = graph.tensor_bytes[tensors]
     kept = graph.is_saved[graph.memory_root[tensors]]
     return round(channel.num_bytes * float(sizes[~kept].sum()) / max(1, int(sizes.sum())))
+
+
+def is_assembled(program: Program, instance: Instance) -> bool:
+    """Return whether what an instance reads arrives in pieces."""
+    return any(not program.channels[channel].whole for channel in instance.forward_channels)
+
+
+def assembled_bytes(program: Program, instance: Instance, memory: StageMemory) -> int:
+    """Return what no backward needs of the inputs that pieces are put together to; they stay until the backward."""
+    if program.plan.stages[instance.stage].recompute or not is_assembled(program, instance):
+        return 0
+    return max(0, memory.inputs - memory.saved_inputs)
 
 
 def _handed_over_bytes(program: Program, places: _Places, memories: list[StageMemory]) -> I64:
@@ -319,7 +340,9 @@ def _copied_to_send(program: Program) -> I64:
 
 
 def _is_scattered(graph: Graph, tensor: int) -> bool:
-    """Return whether the tensor does not lie in one piece: what makes it leaves it so, or it is a view of such."""
+    """Return whether the tensor does not lie in one piece: as traced, else by what makes it or what it is a view of."""
+    if len(graph.is_scattered):
+        return bool(graph.is_scattered[tensor])
     while graph.tensor_producer[tensor] >= 0:
         op = int(graph.tensor_producer[tensor])
         if graph.op_kinds[op] in _SCATTERING:

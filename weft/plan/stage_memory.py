@@ -19,6 +19,7 @@ import numpy as np
 
 from weft.model.graph import F64, I64, NO_BATCH_DIM, Bool, Graph, TensorRole
 from weft.model.weight_gradients import MADE_FIRST, can_wait
+from weft.plan.gradient_memory import GradientsLive, gives_on, gradients_live
 from weft.plan.layout import stage_inputs
 from weft.plan.local_tensors import LocalTensor
 
@@ -39,6 +40,8 @@ class StageMemory:
     """What gradients of weights need after the gradients of inputs: operands and incoming gradients."""
     inputs: int
     """Tensors from other stages."""
+    saved_inputs: int
+    """The part of ``inputs`` that is also in ``saved``."""
     outputs: int
     """Tensors that other stages read."""
     saved_outputs: int
@@ -61,15 +64,17 @@ class StageMemory:
 
 def stage_memory(graph: Graph, ops: I64, *, num_samples: int, training: bool, crossing: I64,
                  local: Mapping[int, LocalTensor] = MappingProxyType({}), fresh: frozenset[int] = frozenset(),
-                 arriving: frozenset[int] = frozenset()) -> StageMemory:
+                 arriving: frozenset[int] = frozenset(), handed: frozenset[int] = frozenset()) -> StageMemory:
     """Return the memory figures of the stage with these operators; ``crossing`` are the tensors between stages.
 
     ``local`` is what one device of the stage has of tensors that are not whole there. ``fresh`` are parameters whose
-    gradients are not there before the first backward, ``arriving`` the tensors whose gradients other ranks send.
+    gradients are not there before the first backward. The gradients of ``arriving`` tensors lie in a message's buffer,
+    those of ``handed`` ones with the stage of the rank that made them; others are sums, or put together of pieces.
     """
     view = _StageView(graph, ops, num_samples, local)
     saved = view.saved(training=training)
-    outputs = np.unique(view.root[view.as_read[crossing[view.is_made[crossing]]]])
+    handed_over = crossing[view.is_made[crossing]]
+    outputs = np.unique(view.root[view.as_read[handed_over]])
     kept = view.mask(saved)
     inside = view.inside() if training else 0.0
     own_saved = saved[~view.is_from_outside[saved]]
@@ -77,13 +82,16 @@ def stage_memory(graph: Graph, ops: I64, *, num_samples: int, training: bool, cr
     work, first = np.zeros((2, 1))
     rise, split = first, _Split()
     if training:
-        live = view.gradients_live()
-        work, above = live + view.weights_room(), live - view.released(own_saved)
+        begins = view.begins(handed_over, arriving | handed)
+        live = view.gradients_live(begins)
+        work, above = live.most() + view.weights_room(), live.above(view.released(own_saved))
         rise, first = above + view.weights_room(), above + view.fresh(fresh) + view.weights_room(without=fresh)
-        split = view.split(own_saved, live, arriving)
+        split = view.split(own_saved, begins, handed)
     return StageMemory(
         saved=_whole(view.size[saved].sum() + inside), saved_for_weights=_whole(split.kept),
-        inputs=_whole(view.sizes[view.inputs].sum()), outputs=_whole(view.size[outputs].sum()),
+        inputs=_whole(view.sizes[view.inputs].sum()),
+        saved_inputs=_whole(view.size[saved[view.is_from_outside[saved]]].sum()),
+        outputs=_whole(view.size[outputs].sum()),
         saved_outputs=_whole(view.size[outputs[kept[outputs]]].sum()),
         input_gradients=_whole(view.sizes[gradients].sum()),
         forward_peak=_whole(view.forward_live(own_saved, training=training).max()),
@@ -109,8 +117,10 @@ class _Split:
 class _Step:
     """An operator, or a move of a tensor to the layout in which it is read."""
 
+    kind: str
     read: list[int]
     written: list[int]
+    is_view: bool = False
     weights: tuple[int, ...] = ()
     """Parameters among what it reads."""
     can_wait: bool = False
@@ -168,7 +178,9 @@ class _StageView:
                         if graph.tensor_role[tensor] == TensorRole.PARAMETER and graph.needs_gradient[tensor])
         kind = graph.op_kinds[op]
         room = scale * part
-        return _Step(read=read, written=graph.op_outputs(op).tolist(), weights=weights,
+        written = graph.op_outputs(op).tolist()
+        return _Step(kind=kind, read=read, written=written, weights=weights,
+                     is_view=bool(written) and all(graph.tensor_base[tensor] >= 0 for tensor in written),
                      can_wait=bool(weights) and can_wait(kind), made_first=kind in MADE_FIRST,
                      keeps_result=kind in KEEPS_RESULT or not kind.startswith("aten."),
                      inside=float(graph.saved_inside_bytes[op]) * room,
@@ -210,7 +222,7 @@ class _StageView:
         """Put each move before the first operator that reads what it brings, or at the end."""
         made = {tensor for step in self.steps for tensor in step.written}
         moves = {int(self.as_read[tensor]): _Step(
-            read=[tensor], written=[int(self.as_read[tensor])] if item.is_copied else [],
+            kind="", read=[tensor], written=[int(self.as_read[tensor])] if item.is_copied else [],
             forward_room=item.forward_room * whole[tensor], backward_room=item.backward_room * whole[tensor])
             for tensor, item in local.items()
             if tensor in made and (item.is_copied or item.forward_room or item.backward_room)}
@@ -226,29 +238,20 @@ class _StageView:
         """Return the storages that are kept for the backward."""
         return self._saved_storages(self.is_touched) if training else np.zeros(0, dtype=np.int64)
 
-    def split(self, saved: I64, live: F64, arriving: frozenset[int]) -> _Split:
-        """Return what a backward in two parts takes; ``saved`` are storages of its own, ``live`` gradients in it.
+    def split(self, saved: I64, begins: Mapping[int, float], handed: frozenset[int]) -> _Split:
+        """Return what a backward in two parts takes; ``saved`` are storages of its own.
 
         What came from outside stays in its buffer until the second part has run. So does a gradient that another rank
-        sent, which is counted there.
+        sent, which is counted there; not so one that another stage on the rank has ``handed`` over.
         """
         waiting = [step for step in self.steps if step.can_wait]
         operands = self._saved_storages(self.mask([tensor for step in waiting for tensor in step.read])
                                         | self.is_from_outside)
-        root, count = self.graph.gradient_root, self.graph.num_tensors
-        counted = {int(root[tensor]) for tensor in arriving}
-        kept, gradients = np.zeros((2, len(self.steps) + 1))
-        for place, step in enumerate(self.steps[::-1]):
-            kept[place + 1] = step.inside if not step.can_wait else 0.0
-            for tensor in step.written if step.can_wait else ():
-                if int(root[tensor % count]) not in counted:
-                    counted.add(int(root[tensor % count]))
-                    gradients[place + 1] += self.sizes[tensor]
-        last, storages = self._needed_until(np.setdiff1d(saved, operands))
-        np.add.at(kept, last + 1, self.size[storages])
-        rise = live - np.cumsum(kept)[:-1] + np.cumsum(gradients)[:-1] + self.weights_room(waiting=False)
-        inside = sum(step.inside for step in waiting)
-        return _Split(kept=float(self.size[operands].sum() + gradients.sum()) + inside, rise=float(rise.max()),
+        live = self.gradients_live(begins, handed=handed, defers=True)
+        inside = [0.0 if step.can_wait else step.inside for step in self.steps[::-1]]
+        rise = live.above(self._released(np.setdiff1d(saved, operands), inside)) + self.weights_room(waiting=False)
+        kept = float(self.size[operands].sum()) + sum(step.inside for step in waiting) + live.deferred
+        return _Split(kept=kept, rise=float(rise.max()),
                       room=float(max((self.sizes[list(step.weights)].sum() for step in waiting if step.made_first),
                                      default=0.0)))
 
@@ -271,18 +274,38 @@ class _StageView:
 
     # ---- the backward, from the last operator to the first ----------------------------------------------------------
 
-    def gradients_live(self) -> F64:
+    def begins(self, outputs: I64, elsewhere: frozenset[int]) -> dict[int, float]:
+        """Return the tensors with whose gradients the backward begins: those that others read, and the loss.
+
+        With the bytes that each takes besides those that are counted ``elsewhere``.
+        """
+        loss = [tensor for tensor in self.graph.outputs[:1] if self.is_made[tensor]]
+        found = {int(self.as_read[tensor]): tensor for tensor in (*outputs.tolist(), *loss)
+                 if self.graph.needs_gradient[tensor]}
+        return {number: 0.0 if tensor in elsewhere else float(self.sizes[number]) for number, tensor in found.items()}
+
+    def gradients_live(self, begins: Mapping[int, float], *, handed: frozenset[int] = frozenset(),
+                       defers: bool = False) -> GradientsLive:
         """Return what gradients of activations take while the backward of each operator runs."""
-        wanted = self.mask(self.root[self._twice(self.graph.needs_gradient) & self.is_touched])
-        return self._live(self.steps[::-1], wanted) + [step.backward_room for step in self.steps[::-1]]
+        wanted = self._twice(self.graph.needs_gradient & (self.graph.tensor_role == TensorRole.ACTIVATION))
+        elsewhere = {number: float(self.sizes[number]) for number in begins
+                     if number % self.graph.num_tensors in handed}
+        return gradients_live(self.steps, sizes=self.sizes, wanted=wanted, inputs=self.inputs.tolist(), begins=begins,
+                              elsewhere=elsewhere, defers=defers)
 
     def released(self, saved: I64) -> F64:
-        """Return what of these storages, and of what operators keep inside, is free when each backward begins."""
+        """Return what of these storages, and of what operators keep inside, is free when each backward begins.
+
+        And at the end of the last one.
+        """
+        return self._released(saved, [step.inside for step in self.steps[::-1]])
+
+    def _released(self, saved: I64, inside: Sequence[float]) -> F64:
         change = np.zeros(len(self.steps) + 1)
-        change[1:] = [step.inside for step in self.steps[::-1]]
+        change[1:] = inside
         last, storages = self._needed_until(saved)
         np.add.at(change, last + 1, self.size[storages])
-        return np.cumsum(change)[:-1]
+        return np.cumsum(change)
 
     def _needed_until(self, saved: I64) -> tuple[I64, I64]:
         """Return the last backward that needs each of these storages: of a reader, or of what wrote and needs it."""
@@ -298,7 +321,8 @@ class _StageView:
 
         Not of those ``without`` sums, and not of those that are computed later unless ``waiting``.
         """
-        return np.asarray([sum(float(self.sizes[tensor]) for tensor in step.weights if tensor not in without)
+        return np.asarray([sum(float(self.sizes[tensor]) for tensor in step.weights
+                               if tensor not in without and not gives_on(step, tensor, self.sizes))
                            if waiting or not step.can_wait else 0.0 for step in self.steps[::-1]])
 
     def fresh(self, parameters: frozenset[int]) -> F64:

@@ -41,6 +41,7 @@ from weft.run.stage import Stage
 from weft.run.state_shares import StateShares
 from weft.run.status import StatusLine
 from weft.run.transport import Transport
+from weft.run.wire import settled
 from weft.run.wiring import Given, Key, Wiring
 
 _MAX_TAG = 1 << 28
@@ -196,10 +197,11 @@ class Binder:
     def _receive(self, position: int, key: Key) -> Action:
         channel, wiring = self.program.channels[key[0]], self.wiring
         users = [(consumer, key[1]) for consumer in channel.consumers]
-        buffers = []
+        buffers, is_piece = [], channel.kind == "activation" and not channel.whole
         for tensor in channel.tensors:
             value = wiring.value(users[0][0], tensor)
-            buffers.append(wiring.take_buffer(value, wiring.rows(channel, users[0][0], value), users))
+            buffers.append(wiring.take_buffer(value, wiring.rows(channel, users[0][0], value), users,
+                                              forward_only=is_piece))
         wiring.arrived[key] = tuple(buffers)
         transfer = self.transfers[key] = self._transfer(position)
         parts = [(buffer, self._tag(key, number)) for number, buffer in enumerate(buffers)]
@@ -352,6 +354,6 @@ def _cutter(value: Tensor, rows: Rows | None, device: torch.device, *,
             raise RunError(f"{what} is {tensor.dtype} of {tuple(tensor.shape)}, but {dtype} of {tuple(shape)} was "
                            "planned: autocast, the default dtype or a hook has changed since the model was traced")
         tensor = tensor.detach()
-        return (tensor if rows is None else rows.of(tensor)).contiguous()
+        return settled(tensor if rows is None else rows.of(tensor))
 
     return cut

@@ -1,38 +1,66 @@
-"""The bytes of tensors that a process holds on its device, now and at most.
+"""The bytes of tensors that a process holds on its device while each of its instructions runs, now and at most.
 
-On a GPU the allocator counts them, on a CPU ``weft.model.live_storages``. What one operator takes and gives back inside
-is seen by the allocator only.
+    with live_memory(device, there) as memory:
+        for action in actions:
+            memory.begin()
+            action()
+            memory.end()
+    memory.readings()
+
+The device's allocator is asked, because whoever looks at operators from Python changes what they do: while a dispatch
+mode is on, autograd adds up gradients in new memory that it would else add in place. On a CPU the allocator's calls are
+noted by PyTorch's profiler, in the order in which they come, each thread's for itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
-from weft.model.live_storages import LiveStorages
+_BEGIN: Final = "weft instruction begins"
+_END: Final = "weft instruction ends"
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was held in one instruction."""
+
+    before: int
+    """When it began."""
+    peak: int
+    """At most."""
+    at: tuple[str, ...] = ()
+    """What was running when the most was reached, from the outside in; empty where the allocator does not say."""
+    inside: int = 0
+    """Of the most, what the operator that was running had given back when it ended: its workspace."""
 
 
 class LiveMemory(Protocol):
-    """A counter of bytes."""
+    """Counts bytes while instructions run."""
 
-    def now(self) -> int:
-        """Return the bytes that are held."""
+    def __enter__(self) -> LiveMemory: ...
 
-    def peak(self) -> int:
-        """Return the most that was held since ``restart``."""
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
+                 trace: TracebackType | None) -> None: ...
 
-    def restart(self) -> None:
-        """Let ``peak`` begin with what is held now."""
+    def begin(self) -> None:
+        """Note that an instruction begins."""
 
-    def recount(self, tensors: Iterable[Tensor]) -> None:
-        """Look at the sizes of these tensors' storages again: they change without an operator."""
+    def end(self) -> None:
+        """Note that it has ended."""
+
+    def readings(self) -> list[Reading]:
+        """Return what was held in each instruction, when all is over."""
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Return a context inside which the thread's new tensors are seen."""
+        """Return a context in which another thread's calls count as well."""
 
 
 class GpuMemory:
@@ -41,33 +69,128 @@ class GpuMemory:
     def __init__(self, device: torch.device, there: Iterable[Tensor] = ()) -> None:
         self._device = device
         self._other: int = torch.cuda.memory_allocated(device) - storage_bytes(there)
-        self.restart()
+        self._before = 0
+        self._readings: list[Reading] = []
 
-    def now(self) -> int:
-        """Return the bytes that are held."""
-        held: int = torch.cuda.memory_allocated(self._device)
-        return held - self._other
+    def __enter__(self) -> GpuMemory:
+        return self
 
-    def peak(self) -> int:
-        """Return the most that was held since ``restart``."""
-        most: int = torch.cuda.max_memory_allocated(self._device)
-        return most - self._other
+    def __exit__(self, *_: object) -> None:
+        return
 
-    def restart(self) -> None:
-        """Let ``peak`` begin with what is held now."""
+    def begin(self) -> None:
+        """Note that an instruction begins."""
+        self._before = torch.cuda.memory_allocated(self._device) - self._other
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def recount(self, tensors: Iterable[Tensor]) -> None:
-        """Do nothing: the allocator sees everything."""
+    def end(self) -> None:
+        """Note that it has ended."""
+        most: int = torch.cuda.max_memory_allocated(self._device)
+        self._readings.append(Reading(self._before, most - self._other))
+
+    def readings(self) -> list[Reading]:
+        """Return what was held in each instruction."""
+        return self._readings
 
     def watching(self) -> AbstractContextManager[Any]:
-        """Return a context that does nothing: the allocator sees everything."""
+        """Return a context that does nothing: the allocator sees all threads."""
         return nullcontext()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Event:
+    """Something that the profiler has noted: an operator begins or ends, or memory is given or taken back."""
+
+    time_us: float
+    order: int
+    thread: int
+    kind: str
+    name: str
+    num_bytes: int
+
+
+class CpuMemory:
+    """What the host's allocator gives to this thread, and to those that are watched; what is ``there`` counts, too."""
+
+    def __init__(self, there: Iterable[Tensor] = ()) -> None:
+        self._there = storage_bytes(there)
+        self._noted: list[list[_Event]] = []
+        self._readings: list[Reading] = []
+
+    def __enter__(self) -> CpuMemory:
+        self._own = self.watching()
+        self._own.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._own.__exit__(kind, value, trace)
+        if kind is None:
+            self._readings = list(_read(sorted(event for events in self._noted for event in events), self._there))
+
+    def begin(self) -> None:
+        """Note that an instruction begins."""
+        with torch.autograd.profiler.record_function(_BEGIN):
+            pass
+
+    def end(self) -> None:
+        """Note that it has ended."""
+        with torch.autograd.profiler.record_function(_END):
+            pass
+
+    def readings(self) -> list[Reading]:
+        """Return what was held in each instruction."""
+        return self._readings
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Return a context in which the calling thread's calls of the allocator are noted."""
+        autograd: Any = torch._C._autograd
+        profiler: Any = torch._C._profiler
+        started = time.perf_counter_ns() * 1e-3
+        autograd._enable_profiler_legacy(profiler.ProfilerConfig(
+            profiler.ProfilerState.CPU, False, True, False, False, False, profiler._ExperimentalConfig()))
+        try:
+            yield
+        finally:
+            for events in autograd._disable_profiler_legacy():
+                thread = len(self._noted)
+                self._noted.append([
+                    _Event(started + events[0].cpu_elapsed_us(event), order, thread, event.kind(), event.name(),
+                           event.cpu_memory_usage() if event.kind() == "memory_alloc" else 0)
+                    for order, event in enumerate(events)])
+
+
+def _read(events: Iterable[_Event], held: int) -> Iterator[Reading]:
+    """Yield what was held in each instruction; ``held`` at the beginning."""
+    running: dict[int, list[str]] = {}
+    reading, waits = Reading(held, held), -1
+    for event in events:
+        names = running.setdefault(event.thread, [])
+        if event.kind == "push":
+            if event.name == _END:
+                yield reading
+            names.append(event.name)
+            if event.name == _BEGIN:
+                reading, waits = Reading(held, held), -1
+        elif event.kind == "pop" and names:
+            names.pop()
+            if waits == event.thread and not _is_in_operator(names):
+                reading, waits = replace(reading, inside=max(0, reading.peak - held)), -1
+        elif event.kind == "memory_alloc":
+            held += event.num_bytes
+            if held > reading.peak:
+                reading = Reading(reading.before, held, tuple(names))
+                waits = event.thread if _is_in_operator(names) else -1
+
+
+def _is_in_operator(names: Iterable[str]) -> bool:
+    return any(name.startswith("aten::") for name in names)
 
 
 def live_memory(device: torch.device, there: Iterable[Tensor]) -> LiveMemory:
     """Return a counter for the device that begins with these tensors."""
-    return GpuMemory(device, there) if device.type == "cuda" else LiveStorages(there)
+    return GpuMemory(device, there) if device.type == "cuda" else CpuMemory(there)
 
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 
 import numpy as np
 from torch import Tensor
@@ -27,7 +28,7 @@ from weft.model.graph import I64
 from weft.plan.memory import CATEGORIES, MemoryAccount
 from weft.plan.program import Program
 from weft.run.executor import Executor
-from weft.run.live_memory import live_memory, storage_bytes
+from weft.run.live_memory import LiveMemory, live_memory, storage_bytes
 from weft.run.memory_report import RankMemory
 
 _PARAMETERS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _BUFFERS = range(len(CATEGORIES))
@@ -48,6 +49,10 @@ class MeterRecord:
     """Gradients that were there when it ended, besides those in ``static``."""
     buffers: tuple[int, ...]
     """Messages, likewise."""
+    at: tuple[tuple[str, ...], ...]
+    """What was running when the most was held, from the outside in; empty where the allocator does not say."""
+    inside: tuple[int, ...]
+    """Of the most, what the operator that was running gave back when it ended: its workspace."""
 
 
 class MemoryMeter:
@@ -58,19 +63,24 @@ class MemoryMeter:
         self._executor, self._model_buffers = executor, list(buffers)
         self._rows: list[list[int]] = []
         self._actions: list[Callable[[], None]] = []
+        self._live: LiveMemory = live_memory(executor.transport.device, ())
 
     def __enter__(self) -> MemoryMeter:
         executor = self._executor
+        executor.parameters.clear_gradients()  # as a step does first: what goes was there before anybody counted
         there = [*self._parameters(), *self._gradients(), *self._optimizer_state(), *self._messages(),
                  *self._results()]
         self._live = live_memory(executor.transport.device, there)
-        self._rows = [[0, 0, 0, 0] for _ in executor.bound.actions]
+        self._rows = [[0, 0, 0] for _ in executor.bound.actions]
         self._actions = list(executor.bound.actions)
         executor.bound.actions[:] = [self._metered(place, action) for place, action in enumerate(self._actions)]
         executor.binder.lane.around = self._live.watching
+        self._live.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        self._live.__exit__(kind, value, trace)
         self._executor.bound.actions[:] = self._actions
         self._executor.binder.lane.around = None
 
@@ -79,28 +89,29 @@ class MemoryMeter:
 
         def metered() -> None:
             done = storage_bytes(self._results())  # of earlier instructions
-            live.restart()
-            row[1] = live.now() - done
-            with live.watching():
-                action()
-            live.recount(self._rooms())
-            row[0], row[2], row[3] = (live.peak() - done, storage_bytes(self._gradients()),
-                                      storage_bytes(self._messages()))
+            live.begin()
+            action()
+            live.end()
+            row[:] = done, storage_bytes(self._gradients()), storage_bytes(self._messages())
 
         return metered
 
     def record(self) -> MeterRecord:
         """Return what was measured in the last step."""
-        if not self._rows and self._executor.bound.actions:
+        readings = self._live.readings()[-len(self._rows):] if self._rows else []
+        if not readings and self._executor.bound.actions:
             raise RunError("the meter has measured nothing: take a step inside its context first")
         parameters = self._executor.parameters
         flat = storage_bytes(tensor for tensors in parameters.flat for tensor in tensors)
         room = storage_bytes(block.flat for block in self._executor.binder.factors.values())
-        peak, before, gradients, buffers = (tuple(column) for column in zip(*self._rows, strict=True)) if self._rows \
-            else ((), (), (), ())
+        done, gradients, buffers = (tuple(column) for column in zip(*self._rows, strict=True)) if self._rows \
+            else ((), (), ())
         return MeterRecord(
             static=(storage_bytes(self._parameters()), flat, storage_bytes(self._optimizer_state()), 0, room),
-            peak=peak, before=before, gradients=tuple(item - flat for item in gradients),
+            peak=tuple(item.peak - gone for item, gone in zip(readings, done, strict=True)),
+            before=tuple(item.before - gone for item, gone in zip(readings, done, strict=True)),
+            at=tuple(item.at for item in readings), inside=tuple(item.inside for item in readings),
+            gradients=tuple(item - flat for item in gradients),
             buffers=tuple(item - room for item in buffers))
 
     # ---- where the runtime keeps what ------------------------------------------------------------------------------

@@ -20,8 +20,10 @@ _KNOWN: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bf
 
 
 def settled(tensor: Tensor) -> Tensor:
-    """Return the tensor contiguous, with its own values in its memory: a conjugate may be a mark on another's."""
-    return tensor.resolve_conj().resolve_neg().contiguous()
+    """Return the tensor, or one copy of it where it is not contiguous or a conjugate, a mark on another's values."""
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
 
 
 def to_move(tensor: Tensor) -> Tensor:

@@ -38,9 +38,10 @@ class Given:
 
 @dataclass(frozen=True, slots=True)
 class Readers:
-    """Positions in a rank's instructions: of the last compute of a cell, and of the last readers of what it left."""
+    """Positions in a rank's instructions: of a cell's last compute and forward, of the last readers of what it left."""
 
     compute: dict[Key, int] = field(default_factory=dict)
+    forward: dict[Key, int] = field(default_factory=dict)
     outputs: dict[Key, int] = field(default_factory=dict)
     gradients: dict[Key, int] = field(default_factory=dict)
     """Of the gradients of a cell's inputs."""
@@ -54,6 +55,7 @@ def find_readers(program: Program, instructions: tuple[Instruction, ...]) -> Rea
             readers.compute[item.instance, item.microbatch] = position
             instance = program.instances[item.instance]
             if item.phase == Phase.F:
+                readers.forward[item.instance, item.microbatch] = position
                 readers.outputs.update({(other, item.microbatch): position for other in instance.producers})
             elif item.phase != Phase.W:
                 readers.gradients.update({(other, item.microbatch): position for other in instance.consumers})
@@ -90,11 +92,16 @@ class Wiring:
         """Return which rows of a tensor at ``holder`` a channel carries; None for all."""
         return None if channel.whole else rows_of(channel.samples, self.program.instances[holder], value.shape[0])
 
-    def take_buffer(self, value: Tensor, rows: Rows | None, users: list[Key]) -> Tensor:
-        """Return a buffer that is kept until the last compute of its users has run."""
+    def take_buffer(self, value: Tensor, rows: Rows | None, users: list[Key], *,
+                    forward_only: bool = False) -> Tensor:
+        """Return a buffer that is kept until the last compute of its users has run.
+
+        One for pieces of what they read, ``forward_only``, is kept until their last forward: it copies them.
+        """
         shape = tuple(value.shape) if rows is None else (rows.length, *value.shape[1:])
         buffer = self.buffers.take(shape, value.dtype)
-        self.released.setdefault(max(self.readers.compute[user] for user in users), []).append(buffer)
+        positions = self.readers.forward if forward_only else self.readers.compute
+        self.released.setdefault(max(positions[user] for user in users), []).append(buffer)
         return buffer
 
     def release_buffers(self, position: int) -> list[Tensor]:

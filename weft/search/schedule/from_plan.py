@@ -33,7 +33,15 @@ from weft.cost.costs import Costs
 from weft.cost.costs import Phase as CostPhase
 from weft.model.graph import Graph
 from weft.plan.lower import lower
-from weft.plan.memory import SEND_WINDOW, handed_outputs, instance_memories, passing_bytes, static_bytes
+from weft.plan.memory import (
+    SEND_WINDOW,
+    assembled_bytes,
+    handed_outputs,
+    instance_memories,
+    is_assembled,
+    passing_bytes,
+    static_bytes,
+)
 from weft.plan.plan import Plan
 from weft.plan.program import Channel, Program
 from weft.plan.stage_memory import StageMemory
@@ -292,7 +300,7 @@ class _StageBytes:
         training = program.plan.model.mode == "training"
         own, items = [memories[index] for index in instances], [program.instances[index] for index in instances]
         arriving = [[program.channels[channel] for channel in item.forward_channels] for item in items]
-        pieces = any(not channel.whole for channels in arriving for channel in channels)
+        pieces = any(is_assembled(program, item) for item in items)
         outputs = max(handed[index] for index in instances)
         kept = for_weights = sent = passing = buffers = 0
         if training:
@@ -300,7 +308,9 @@ class _StageBytes:
             for_weights = max(item.saved_for_weights for item in own)
             is_sent = any(item.producer in instances and item.kind == "activation" for item in program.channels)
             sent = outputs if is_sent else 0
-            passing = max(sum(passing_bytes(program, channel) for channel in channels) for channels in arriving)
+            passing = max(sum(passing_bytes(program, channel) for channel in channels)
+                          + assembled_bytes(program, item, memory)
+                          for item, memory, channels in zip(items, own, arriving, strict=True))
             buffers = max(sum(program.channels[channel].num_bytes for channel in item.gradient_channels)
                           for item in items)
         again = max(item.forward_peak for item in own) if stage.recompute else 0

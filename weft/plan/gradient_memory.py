@@ -1,0 +1,183 @@
+"""What gradients of activations take while a backward runs: a walk over its operators, as autograd takes them.
+
+The backward of an operator is given the gradients of its results and makes one for each of its operands, in new memory
+or in that of what it was given (additions and views hand it on). While it runs both are there. Then what it was given
+goes, and each new gradient is joined to what earlier readers of the same tensor have left: in place where nobody else
+has that memory, else in a third tensor. The gradient of a tensor that came from outside gets memory of its own at the
+end, because it is handed on.
+
+What the backward begins with stays until it ends: in the buffer it came in, with the stage on the rank that made it, or
+as a sum or an assembly of pieces. Only the last is counted here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Protocol
+
+import numpy as np
+
+from weft.model.graph import F64, Bool
+
+_HANDING_ON: Final = frozenset({"aten.add", "aten.add_", "prims.add", "aten.reshape", "aten.flatten", "aten.clone",
+                                "aten.contiguous", "aten.alias", "aten.dropout"})
+"""Operators whose backward gives what it is given to operands of the same size."""
+_FIRST_ONLY: Final = frozenset({"aten.sub", "aten.rsub"})
+"""The same, to their first operand only."""
+_JOINING: Final = frozenset({"aten.cat", "aten.stack"})
+"""Operators whose backward gives views of what it is given."""
+
+
+class BackwardStep(Protocol):
+    """What the walk needs to know of an operator, or of a move of a tensor to the layout in which it is read."""
+
+    @property
+    def kind(self) -> str:
+        """Return what operator it is."""
+
+    @property
+    def read(self) -> list[int]:
+        """Return the tensors that it reads."""
+
+    @property
+    def written(self) -> list[int]:
+        """Return the tensors that it gives."""
+
+    @property
+    def is_view(self) -> bool:
+        """Return whether it gives nothing but views."""
+
+    @property
+    def can_wait(self) -> bool:
+        """Return whether gradients of its parameters can be computed later."""
+
+    @property
+    def backward_room(self) -> float:
+        """Return the bytes that its backward takes besides gradients."""
+
+
+@dataclass(slots=True)
+class _Memory:
+    """The memory behind some gradients."""
+
+    size: float
+    users: int = 1
+    later: float = 0.0
+    """What is counted elsewhere while the backward runs, and here after it."""
+    is_deferred: bool = False
+    """Gradients of weights that are computed later need it."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GradientsLive:
+    """Bytes of gradients, by operator in the order of the backward."""
+
+    during: F64
+    """While its backward runs."""
+    joining: F64
+    """When it has run, while what it made is joined to other gradients; what it needed is gone by then."""
+    deferred: float
+    """What gradients of weights that are computed later keep."""
+
+    def above(self, released: F64) -> F64:
+        """Return the most by operator, less what is ``released`` when each begins, and when the last one ends."""
+        return np.maximum(self.during - released[:-1], self.joining - released[1:])
+
+    def most(self) -> F64:
+        """Return the most by operator."""
+        return np.maximum(self.during, self.joining)
+
+
+def gives_on(step: BackwardStep, tensor: int, sizes: F64) -> bool:
+    """Return whether the gradient of an operand is in the memory of that of the step's result."""
+    if step.kind in _JOINING:
+        return True
+    handing = step.is_view or step.kind in _HANDING_ON or (step.kind in _FIRST_ONLY and tensor == step.read[0])
+    return handing and len(step.written) == 1 and bool(sizes[tensor] == sizes[step.written[0]])
+
+
+def gradients_live(steps: Sequence[BackwardStep], *, sizes: F64, wanted: Bool, inputs: Sequence[int],
+                   begins: Mapping[int, float], elsewhere: Mapping[int, float], defers: bool) -> GradientsLive:
+    """Return what gradients take; ``steps`` are in the order of the forward.
+
+    ``wanted`` are the tensors with a gradient, ``inputs`` those that came from outside. The backward ``begins`` with
+    the gradients of these tensors and takes so many bytes for them. ``elsewhere``: what of these is not counted while
+    the backward runs, but is if gradients of weights that are computed later, ``defers``, still need it.
+    """
+    walk = _Walk(sizes=sizes, live=sum(begins.values()))
+    walk.gradients = {tensor: _Memory(size, users=2, later=elsewhere.get(tensor, 0.0))  # the caller has it, too
+                      for tensor, size in begins.items()}
+    first_reader = {tensor: place for place in range(len(steps) - 1, -1, -1) for tensor in steps[place].read}
+    outside = {tensor for tensor in inputs if wanted[tensor]}
+    during, joining = np.zeros((2, len(steps)))
+    deferred = 0.0
+    for place in range(len(steps) - 1, -1, -1):
+        step, at = steps[place], len(steps) - 1 - place
+        during[at], given = walk.run(step, wanted)
+        for memory in given:
+            if not (defers and step.can_wait):
+                walk.drop(memory)
+            elif not memory.is_deferred:
+                memory.is_deferred = True
+                deferred += memory.size + memory.later
+        joining[at] = walk.join([tensor for tensor in step.read if tensor in outside and first_reader[tensor] == place])
+    return GradientsLive(during=during, joining=joining, deferred=deferred)
+
+
+@dataclass(slots=True)
+class _Walk:
+    """Where the backward is."""
+
+    sizes: F64
+    live: float
+    gradients: dict[int, _Memory] = field(default_factory=dict)
+    made: list[tuple[int, _Memory]] = field(default_factory=list)
+
+    def new(self, tensor: int) -> _Memory:
+        memory = _Memory(float(self.sizes[tensor]))
+        self.live += memory.size
+        return memory
+
+    def drop(self, memory: _Memory) -> None:
+        memory.users -= 1
+        if memory.users == 0:
+            self.live -= memory.size
+
+    def run(self, step: BackwardStep, wanted: Bool) -> tuple[float, list[_Memory]]:
+        """Make the gradients of a step's operands; return what is there while it runs, and what it was given."""
+        given = [self.gradients.pop(tensor) for tensor in step.written if tensor in self.gradients]
+        if not given:
+            moves = not step.written and any(tensor in self.gradients for tensor in step.read)
+            return self.live + (step.backward_room if moves else 0.0), given
+        for tensor in step.read:
+            if wanted[tensor]:
+                handed_on = gives_on(step, tensor, self.sizes)
+                given[0].users += handed_on
+                self.made.append((tensor, given[0] if handed_on else self.new(tensor)))
+        return self.live + step.backward_room, given
+
+    def join(self, finished: Sequence[int]) -> float:
+        """Join what was made to what is there, and give ``finished`` tensors a gradient of their own."""
+        most = self.live
+        for tensor, memory in self.made:
+            there = self.gradients.get(tensor)
+            if there is None:
+                self.gradients[tensor] = memory
+            elif there.users == 1:
+                self.drop(memory)
+            else:
+                most = max(most, self._replace(tensor, there, memory))
+        self.made.clear()
+        for tensor in finished:
+            own = self.gradients.get(tensor)
+            if own is not None and own.users > 1:
+                most = max(most, self._replace(tensor, own))
+        return most
+
+    def _replace(self, tensor: int, *old: _Memory) -> float:
+        self.gradients[tensor] = self.new(tensor)
+        most = self.live
+        for memory in old:
+            self.drop(memory)
+        return most
