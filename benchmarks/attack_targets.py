@@ -91,8 +91,8 @@ def world() -> dict[str, Any]:
     from weft.model.folded import trace_folded
     from weft.plan.check import check_plan
     from weft.plan.plan import Optimizer
-    from weft.search.baselines import one_f_one_b_equal
     from weft.search.common.problem import PlanOptions, Problem
+    from weft.search.joint.baselines import one_f_one_b_equal
     from weft.search.shard.plan_search import search_plan
     from weft.simulate.predict import simulate
     from weft.training.parallelize import source_of_module

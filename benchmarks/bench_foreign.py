@@ -32,9 +32,9 @@ from weft.model.source import ModelSource, resolve_model
 from weft.model.trace import TracedModel, trace
 from weft.plan.plan import Optimizer, Plan, Replica, Stage
 from weft.planning.compare import compare_strategies
-from weft.search.baselines import STRATEGIES
 from weft.search.common.problem import PlanOptions, Problem, add_gradients
 from weft.search.common.spread import spread
+from weft.search.joint.baselines import STRATEGIES
 from weft.search.shard.plan_search import search_plan
 from weft.sharding.named_ops import named_ops
 

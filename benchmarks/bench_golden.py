@@ -19,7 +19,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -65,12 +65,12 @@ def plan_case(name: str) -> Planned:
                    strategy=found["best"], cpu_s=spent)
 
 
-def plan_cases(names: Sequence[str], workers: int) -> dict[str, Planned]:
-    """Return what the cases come to; each has a process of its own."""
+def plan_cases(names: Sequence[str], workers: int) -> Iterator[tuple[str, Planned]]:
+    """Yield what the cases come to, in their order; each has a process of its own."""
     os.environ["OMP_NUM_THREADS"] = "1"
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(max_workers=workers, mp_context=context, max_tasks_per_child=1) as pool:
-        return dict(zip(names, pool.map(plan_case, names), strict=True))
+        yield from zip(names, pool.map(plan_case, names), strict=True)
 
 
 def is_worse(now: Planned, before: Planned | None) -> bool:
@@ -107,12 +107,13 @@ def main() -> int:
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     before = read_reference() if REFERENCE.exists() else {}
-    found = plan_cases(args.only or list(CASES), args.workers)
+    found = {}
+    for name, row in plan_cases(args.only or list(CASES), args.workers):
+        found[name] = row
+        if not args.json:
+            show(name, row, before.get(name))
     if args.json:
         print(json.dumps({name: asdict(row) for name, row in found.items()}, indent=1))
-    else:
-        for name, row in found.items():
-            show(name, row, before.get(name))
     if args.write:
         merged = {**before, **found}
         text = json.dumps({name: asdict(merged[name]) for name in CASES if name in merged}, indent=1) + "\n"

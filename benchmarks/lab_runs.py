@@ -27,10 +27,10 @@ from weft.plan.exchanges import with_sufficient_factors
 from weft.plan.plan import Optimizer, Plan
 from weft.planning.compare import evaluate
 from weft.run.result import RunOptions, RunResult
-from weft.search.baselines import data_parallel, gpipe_equal
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.policy import load_policy
 from weft.search.deploy.search import DeployOptions, deploy
+from weft.search.joint.baselines import data_parallel, gpipe_equal
 
 MODELS: Final = ("vgg_like", "perceptron")
 """Functions of ``benchmarks/models/fully_connected.py``."""

@@ -15,21 +15,21 @@ from weft.cost.mesh import Mesh
 from weft.model.folded import trace_folded
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import Plan
-from weft.search.baselines import (
+from weft.search.common.budget import Budget
+from weft.search.common.problem import Problem, StageSpec, make_plan
+from weft.search.deploy.policy import load_policy
+from weft.search.deploy.search import DeployOptions, deploy
+from weft.search.joint.baselines import (
     data_parallel,
     data_parallel_by_speed,
     equal_cuts,
     one_f_one_b_balanced,
     one_f_one_b_equal,
 )
-from weft.search.common.budget import Budget
-from weft.search.common.problem import Problem, StageSpec, make_plan
-from weft.search.deploy.policy import load_policy
-from weft.search.deploy.search import DeployOptions, deploy
+from weft.search.joint.scheduled import find_schedule, schedule_search
 from weft.search.joint.search import joint_search
 from weft.search.schedule.from_plan import problem_of_plan, with_schedule
 from weft.search.schedule.named import named_schedule
-from weft.search.scheduled import find_schedule, schedule_search
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.named import named
 from weft.search.shard.roles import find_roles

@@ -18,9 +18,9 @@ from benchmarks.mps_plans import Named, mixed, plan_makers
 from benchmarks.sections import Row
 from weft.base.errors import WeftError
 from weft.plan.plan import Plan
-from weft.search.baselines import data_parallel, data_parallel_by_speed
 from weft.search.deploy.policy import load_policy
 from weft.search.deploy.search import DeployOptions, deploy
+from weft.search.joint.baselines import data_parallel, data_parallel_by_speed
 from weft.simulate.timeline import Timeline
 
 FASTER: Final = 1.4

@@ -10,11 +10,11 @@ from itertools import pairwise
 from typing import Final
 
 import numpy as np
+from tests.search.test_baselines import mixed_cluster
 
 from benchmarks.random_models import DrawnModel
 from tests.run.plans import greedy_order, make_plan, opposite_plan, pipeline_plan, replicated_plan
 from tests.run.test_exchange import by_factors, by_hosts, by_servers
-from tests.search.test_baselines import mixed_cluster
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import estimate_costs
 from weft.model.graph import Graph
@@ -170,8 +170,8 @@ def named_order(world: World) -> Plan:
 
 
 def searched_schedule(world: World) -> Plan:
-    from weft.search.placements import PLACEMENTS
-    from weft.search.scheduled import find_schedule, schedule_search
+    from weft.search.joint.placements import PLACEMENTS
+    from weft.search.joint.scheduled import find_schedule, schedule_search
 
     problem, shape = world.problem(4, optimizer=Optimizer(kind="sgd", lr=0.1)), world.rng.choice(["v", "x", "interleaved"])
     return find_schedule(PLACEMENTS[shape](problem, 4), problem, schedule_search(effort=0.05),

@@ -20,8 +20,8 @@ from weft.cost.costs import estimate_costs
 from weft.model.load import trace_model
 from weft.plan.plan import Optimizer
 from weft.run.result import RunOptions
-from weft.search.baselines import data_parallel
 from weft.search.common.problem import PlanOptions, Problem
+from weft.search.joint.baselines import data_parallel
 
 ROOT = Path(__file__).resolve().parents[2]
 WHY_NOT = spaces.why_not()

@@ -21,8 +21,8 @@ from weft.model.trace import trace
 from weft.plan.binding import bind_plan
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan, format_plan, parse_plan
-from weft.search.baselines import STRATEGIES
 from weft.search.common.problem import PlanOptions, Problem
+from weft.search.joint.baselines import STRATEGIES
 
 HERE = __file__
 

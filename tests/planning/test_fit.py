@@ -22,8 +22,8 @@ from weft.plan.lower import lower
 from weft.plan.memory import account_memory
 from weft.planning.compare import compare_strategies
 from weft.planning.fit import Setting, describe, fit, plan_of, problem_with, splitter
-from weft.search.baselines import STRATEGIES
 from weft.search.common.problem import PlanOptions, Problem
+from weft.search.joint.baselines import STRATEGIES
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ from weft.model.load import load_graph_for
 from weft.plan.check import check_plan
 from weft.planning import compare as planner
 from weft.planning.compare import compare_strategies
-from weft.search.baselines import STRATEGIES
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.joint import search
+from weft.search.joint.baselines import STRATEGIES
 
 
 def test_it_is_the_last_of_the_strategies_and_never_behind_even_data_parallelism():

@@ -16,8 +16,8 @@ from weft.plan.lower import lower
 from weft.plan.memory import account_memory
 from weft.plan.plan import Optimizer, Plan
 from weft.run.prepare import Tracer
-from weft.search.baselines import STRATEGIES
 from weft.search.common.problem import PlanOptions, Problem
+from weft.search.joint.baselines import STRATEGIES
 from weft.search.schedule.from_plan import problem_of_plan, with_schedule
 from weft.search.schedule.named import named_schedule
 

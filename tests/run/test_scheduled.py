@@ -8,14 +8,14 @@ import pytest
 
 from tests.run.plans import traced
 from tests.run.pool import Pool
+from tests.search.joint.test_baselines import mixed_cluster
 from tests.search.schedule.greedy import greedy_search
-from tests.search.test_baselines import mixed_cluster
 from weft.cost.costs import estimate_costs
 from weft.plan.check import check_plan
 from weft.plan.plan import Optimizer, Plan
 from weft.search.common.problem import PlanOptions, Problem
-from weft.search.placements import PLACEMENTS
-from weft.search.scheduled import Search, find_schedule, schedule_search
+from weft.search.joint.placements import PLACEMENTS
+from weft.search.joint.scheduled import Search, find_schedule, schedule_search
 
 TOLERANCE = 1e-10
 MICROBATCHES = 8

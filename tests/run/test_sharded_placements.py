@@ -11,8 +11,8 @@ from tests.run.plans import cut, make_plan, traced
 from tests.run.pool import Pool
 from tests.run.sharded_plans import ops_of, parameter_shapes
 from tests.search.deploy.tensor_plans import action, tensor_deployer, two_parts
+from tests.search.joint.test_baselines import mixed_cluster
 from tests.search.schedule.greedy import greedy_search
-from tests.search.test_baselines import mixed_cluster
 from tests.worlds import with_gradients
 from weft.cost.costs import estimate_costs
 from weft.plan.check import check_plan
@@ -21,8 +21,8 @@ from weft.plan.structure import structure_problems
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.common.spread import spread
 from weft.search.deploy.to_plan import deployment_plan
-from weft.search.placements import PLACEMENTS
-from weft.search.scheduled import Search, find_schedule, schedule_search
+from weft.search.joint.placements import PLACEMENTS
+from weft.search.joint.scheduled import Search, find_schedule, schedule_search
 
 TOLERANCE = 1e-10
 MICROBATCHES = 4

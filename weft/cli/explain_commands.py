@@ -312,7 +312,7 @@ def _splitter(model: str, problem: Problem, request: Request, budget: Budget) ->
 
 def _command(model: str, cluster: str, asked: _Asked, setting: Setting) -> str:
     """Return the command that makes a plan with the setting: `weft plan` where it has the options for it."""
-    from weft.search.baselines import STRATEGIES
+    from weft.search.joint.baselines import STRATEGIES
 
     words = [shlex.quote(model), shlex.quote(cluster), *asked.flags()]
     if setting.strategy == "joint":

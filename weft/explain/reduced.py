@@ -27,12 +27,13 @@ from weft.plan.lower import lower
 from weft.plan.memory import account_memory, optimizer_bytes
 from weft.plan.orders import forward_only, one_f_one_b
 from weft.plan.plan import Plan, split_samples
-from weft.search.baselines import cut_places, equal_cuts, prefix_sums, state_bytes, whole_model
 from weft.search.common.problem import Problem, StageSpec, make_plan
 from weft.search.deploy.splits import Splits
+from weft.search.joint.baselines import PipelineCutter, Room
+from weft.search.joint.chain import Chain
 
 Team = tuple[DeviceId, ...]
-MORE = 2
+MORE = 4
 """Micro-batches more than stages, after which the memory of a pipeline is what it was before."""
 
 
@@ -162,76 +163,24 @@ class Reduced:
         account = account_memory(lower(_pipeline(problem, cuts, number), problem.graph))
         return tuple(account.peak_bytes(stage) for stage in range(len(cuts) - 1))
 
-    def could_fit(self, size: int, microbatches: int) -> bool:
-        """Return whether what lasts fits on some pipeline's devices, without what is live inside stages."""
-        problem = self.problem
-        num_stages = min(len(problem.devices), problem.graph.num_ops)
-        loads, capacity = self._loads(size, microbatches, num_stages), self._capacities[:num_stages]
-        return _greedy_cuts(loads, capacity)[-1] == problem.graph.num_ops
-
     def memory_cuts(self, size: int, microbatches: int) -> Cut:
-        """Return the pipeline whose fullest device, by its own memory, is about as empty as possible.
-
-        It is cut twice: first without what is live inside stages, then with what that was for one micro-batch. Where
-        that does not fit, equal numbers of layers are tried as well.
-        """
-        problem = self.problem
-        places = cut_places(problem, whole_model(problem))
-        num_stages = min(len(problem.devices), len(places) - 1)
-        capacity = self._capacities[:num_stages]
-        once, loads = (self._loads(size, number, num_stages)[:, places] for number in (1, microbatches))
-        first = _even_cuts(loads, np.zeros(num_stages), capacity)
-        peaks = np.array(self.pipeline_peaks([int(places[index]) for index in first], size, 1))
-        stages = np.arange(num_stages)
-        working = peaks - (once[stages, first[1:]] - once[stages, first[:-1]])
-        cuts = tuple(int(places[index]) for index in _even_cuts(loads, working, capacity))
-        found = Cut(cuts=cuts, peaks=self.pipeline_peaks(cuts, size, microbatches))
-        if (np.array(found.peaks) <= capacity).all():
-            return found
-        equal = tuple(equal_cuts(problem))
-        other = Cut(cuts=equal, peaks=self.pipeline_peaks(equal, size, microbatches))
-        return min(found, other, key=lambda cut: float((cut.peaks / self._capacities[: len(cut.peaks)]).max()))
+        """Return the pipeline whose fullest device, by its own memory, is about as empty as possible."""
+        num_stages = min(len(self.problem.devices), self._chain.num_places - 1)
+        room = Room(devices=self.problem.devices[:num_stages], memory=tuple(self._capacities[:num_stages]))
+        cutter = PipelineCutter(self._chain, microbatches, room, size=size)
+        cuts = tuple(self._chain.places[cutter.emptiest()].tolist())
+        return Cut(cuts=cuts, peaks=self.pipeline_peaks(cuts, size, microbatches))
 
     @cached_property
-    def _capacities(self) -> F64:
+    def _chain(self) -> Chain:
+        return Chain(self.problem, num_stages=len(self.problem.devices))
+
+    @cached_property
+    def _capacities(self) -> list[float]:
         """Return each device's memory; where there is no limit, more than everything."""
         sizes = [device.memory_bytes for device in self.problem.cluster.devices]
-        most = 2 * max((size for size in sizes if size is not None), default=2**40)
-        return np.asarray([most if size is None else size for size in sizes], dtype=np.float64)
-
-    def _loads(self, size: int, microbatches: int, num_stages: int) -> F64:
-        """Return [stage, operator]: what a stage there holds of all operators before this one."""
-        graph, problem = self.problem.graph, self.problem
-        state, saved = prefix_sums(state_bytes(problem)), np.zeros(graph.num_ops)
-        if problem.is_training and not problem.options.recompute:
-            kept = np.flatnonzero(graph.is_saved & (graph.tensor_producer >= 0) & (graph.tensor_base < 0))
-            np.add.at(saved, graph.tensor_producer[kept], graph.tensor_bytes[kept] * size / graph.batch)
-        in_flight = np.minimum(microbatches, num_stages - np.arange(num_stages))
-        return np.asarray(state[None, :] + in_flight[:, None] * prefix_sums(saved)[None, :], dtype=np.float64)
-
-
-def _even_cuts(loads: F64, working: F64, capacity: F64) -> list[int]:
-    """Return places that cut into one stage for each row, the largest part of a device's capacity being smallest.
-
-    For a trial part each stage in turn takes as much as keeps to it; bisection finds the smallest that gets to the end.
-    """
-    low, high = 0.0, 2 * float(((loads[:, -1] + working) / capacity).max()) + 1.0
-    while high - low > 1e-4 * high:
-        middle = (low + high) / 2
-        cuts = _greedy_cuts(loads, middle * capacity - working)
-        low, high = (low, middle) if cuts[-1] == loads.shape[1] - 1 else (middle, high)
-    return _greedy_cuts(loads, high * capacity - working)
-
-
-def _greedy_cuts(loads: F64, room: F64) -> list[int]:
-    """Return where stages end that take as much as they have room for, at least one place, and leave one for each."""
-    num_stages, num_places = loads.shape
-    cuts = [0]
-    for stage in range(num_stages):
-        begin, last = cuts[-1], num_places - num_stages + stage
-        reach = int(np.searchsorted(loads[stage], loads[stage, begin] + room[stage], side="right")) - 1
-        cuts.append(max(begin + 1, min(reach, last)))
-    return cuts
+        most = 2.0 * max((size for size in sizes if size is not None), default=2**40)
+        return [most if size is None else float(size) for size in sizes]
 
 
 def _one_stage(problem: Problem, spec: StageSpec, microbatches: int, *, by: str = "reduced") -> Plan:

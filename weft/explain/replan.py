@@ -15,10 +15,10 @@ from weft.model.graph import Graph
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
 from weft.planning.compare import Candidate, Comparison, compare_strategies, microbatch_choices
-from weft.search.baselines import STRATEGIES
 from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.splits import NO_SPLITS, Splits
+from weft.search.joint.baselines import STRATEGIES
 
 if TYPE_CHECKING:
     from weft.model.folded import FoldedModel

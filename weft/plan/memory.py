@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from weft.model.graph import I64, Graph, TensorRole
+from weft.model.graph import I64, Bool, Graph, TensorRole
 from weft.plan.factors import block_size, bucket_rows
 from weft.plan.holders import parameter_parts
 from weft.plan.layout import stage_inputs
@@ -351,6 +351,11 @@ def _is_scattered(graph: Graph, tensor: int) -> bool:
             return False
         tensor = int(graph.op_inputs(op)[0])
     return False
+
+
+def scattered_tensors(graph: Graph) -> Bool:
+    """Return which tensors do not lie in one piece, so that they are copied to be sent."""
+    return np.asarray([_is_scattered(graph, tensor) for tensor in range(graph.num_tensors)], dtype=np.bool_)
 
 
 def _is_received(program: Program, instance: int, tensor: int) -> bool:

@@ -71,7 +71,7 @@ def stage_memory(graph: Graph, ops: I64, *, num_samples: int, training: bool, cr
     gradients are not there before the first backward. The gradients of ``arriving`` tensors lie in a message's buffer,
     those of ``handed`` ones with the stage of the rank that made them; others are sums, or put together of pieces.
     """
-    view = _StageView(graph, ops, num_samples, local)
+    view = StageView(graph, ops, num_samples, local)
     saved = view.saved(training=training)
     handed_over = crossing[view.is_made[crossing]]
     outputs = np.unique(view.root[view.as_read[handed_over]])
@@ -136,7 +136,7 @@ class _Step:
     backward_room: float = 0.0
 
 
-class _StageView:
+class StageView:
     """The graph as one device of a stage sees it."""
 
     def __init__(self, graph: Graph, ops: I64, num_samples: int, local: Mapping[int, LocalTensor]) -> None:
@@ -267,7 +267,7 @@ class _StageView:
         """Return what is live in each step of the forward; of what is saved, that which is made up to then."""
         kept = self.mask(saved)
         change = np.asarray([step.inside * training for step in self.steps])
-        first, _, storages = self._spans(self.steps, kept)
+        first, _, storages = self.spans(self.steps, kept)
         np.add.at(change, first, self.size[storages])
         rooms = [step.forward_room for step in self.steps]
         return np.asarray(np.cumsum(change) + self._live(self.steps, self.is_made & ~kept) + rooms)
@@ -303,16 +303,16 @@ class _StageView:
     def _released(self, saved: I64, inside: Sequence[float]) -> F64:
         change = np.zeros(len(self.steps) + 1)
         change[1:] = inside
-        last, storages = self._needed_until(saved)
+        last, storages = self.needed_until(saved)
         np.add.at(change, last + 1, self.size[storages])
         return np.cumsum(change)
 
-    def _needed_until(self, saved: I64) -> tuple[I64, I64]:
+    def needed_until(self, saved: I64) -> tuple[I64, I64]:
         """Return the last backward that needs each of these storages: of a reader, or of what wrote and needs it."""
         steps = [replace(step, written=step.written if step.keeps_result else []) for step in self.steps[::-1]]
-        _, last, storages = self._spans(steps, self.mask(saved))
+        _, last, storages = self.spans(steps, self.mask(saved))
         found = dict(zip(storages.tolist(), last.tolist(), strict=True))
-        made = self._spans(self.steps[::-1], self.mask(saved))  # what nobody reads, at the latest where it was made
+        made = self.spans(self.steps[::-1], self.mask(saved))  # what nobody reads, at the latest where it was made
         ends = [found.get(storage, end) for storage, end in zip(made[2].tolist(), made[1].tolist(), strict=True)]
         return np.asarray(ends, dtype=np.int64), made[2]
 
@@ -328,19 +328,19 @@ class _StageView:
     def fresh(self, parameters: frozenset[int]) -> F64:
         """Return the bytes of these parameters' gradients that are there when each backward has run."""
         change = np.zeros(len(self.steps))
-        first, _, storages = self._spans(self.steps[::-1], self.mask(sorted(parameters)))
+        first, _, storages = self.spans(self.steps[::-1], self.mask(sorted(parameters)))
         np.add.at(change, first, self.sizes[storages])
         return np.cumsum(change)
 
     def _live(self, steps: Sequence[_Step], counted: Bool) -> F64:
         """Return the total of storages that are live in each step: from the first that has it to the last."""
-        first, last, storages = self._spans(steps, counted)
+        first, last, storages = self.spans(steps, counted)
         change = np.zeros(len(steps) + 1)
         np.add.at(change, first, self.size[storages])
         np.add.at(change, last + 1, -self.size[storages])
         return np.cumsum(change)[:-1]
 
-    def _spans(self, steps: Sequence[_Step], counted: Bool) -> tuple[I64, I64, I64]:
+    def spans(self, steps: Sequence[_Step], counted: Bool) -> tuple[I64, I64, I64]:
         """Return the first and the last step that has each of the storages, and the storages."""
         counts = [len(step.read) + len(step.written) for step in steps]
         storage = self.root[[tensor for step in steps for tensor in (*step.read, *step.written)]]

@@ -16,14 +16,14 @@ from weft.base.errors import InputError, NoFeasiblePlan
 from weft.base.units import format_bytes
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan, with_search
-from weft.search.baselines import STRATEGIES, Strategy
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c, time_budget
 from weft.search.common.problem import Problem, divisors
 from weft.search.deploy.splits import NO_SPLITS, Splits
+from weft.search.joint.baselines import STRATEGIES, Strategy
 from weft.search.joint.finalists import LARGE, Tried
+from weft.search.joint.placements import PLACEMENTS
+from weft.search.joint.scheduled import reschedule, schedule_search, scheduled_plan
 from weft.search.joint.search import joint_search
-from weft.search.placements import PLACEMENTS
-from weft.search.scheduled import reschedule, schedule_search, scheduled_plan
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 

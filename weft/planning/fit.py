@@ -32,12 +32,13 @@ from weft.model.folded import FoldedModel
 from weft.model.graph import Graph
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
+from weft.plan.op_bytes import state_by_op
 from weft.plan.plan import Plan, Stage, split_samples
-from weft.search.baselines import STRATEGIES, state_bytes
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.fair import fair_samples
 from weft.search.common.problem import Problem, divisors
 from weft.search.deploy.splits import NO_SPLITS, Splits, teams_by_degree
+from weft.search.joint.baselines import STRATEGIES
 
 Name = Literal["single", "data-parallel", "data-parallel-by-speed", "tensor", "pipeline", "1f1b-balanced", "joint"]
 Split = Callable[[int], Splits]
@@ -283,13 +284,10 @@ class _Fitter:
                 yield from copies[:1] if self.fits else copies
 
     def _pipelines(self) -> Iterator[FitCandidate]:
-        """Yield a pipeline that keeps everything, unless that is hopeless, and one that recomputes if it is needed."""
-        number, fits = self.choices[-1], False
-        if not self.problem.is_training or self.reduced[False].could_fit(self.problem.options.batch // number, number):
-            plain = self._pipeline(again=False)
-            fits = plain.fits
-            yield plain
-        if self.problem.is_training and not fits:
+        """Yield a pipeline that keeps everything, and one that recomputes if it is needed."""
+        plain = self._pipeline(again=False)
+        yield plain
+        if self.problem.is_training and not plain.fits:
             yield self._pipeline(again=True)
 
     def joint(self, budget: Budget) -> Iterator[FitCandidate]:
@@ -390,11 +388,12 @@ class _Fitter:
         found: list[FitCandidate] = []
         groups = self.problem.cluster.groups_by_host_and_kind()
         smallest = min((device.memory_bytes for device in self.devices if device.memory_bytes is not None), default=0)
+        optimizer = self.problem.options.optimizer if self.problem.is_training else None
         for degree, members in teams_by_degree(groups):
             num_teams = len(self.devices) // degree
             if any(len(group) % degree for group in groups) or self.choices[0] * num_teams > self.problem.options.batch:
                 continue
-            if state_bytes(self.problem).sum() > degree * smallest > 0:
+            if state_by_op(self.problem.graph, optimizer).sum() > degree * smallest > 0:
                 continue  # even its parts would be too large
             splits = self.split(degree)
             if all((group, degree) in splits for group in members):

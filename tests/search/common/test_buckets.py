@@ -14,9 +14,9 @@ from weft.cost.costs import estimate_costs
 from weft.plan.check import check_plan
 from weft.plan.overlap import inside_backward
 from weft.plan.plan import Plan
-from weft.search.baselines import data_parallel
 from weft.search.common import buckets
 from weft.search.common.problem import PlanOptions, Problem, StageSpec, add_gradients, make_plan
+from weft.search.joint.baselines import data_parallel
 from weft.simulate import simulate
 from weft.simulate.timeline import Timeline
 

@@ -58,17 +58,17 @@ def test_no_cuts_beat_the_bound():
 @pytest.mark.parametrize("recompute", [False, True])
 def test_stages_fit_the_memory_that_is_left(chunks, recompute):
     problem = with_memory(equal_problem(activation_bytes=80_000), 700_000)
-    for reserve in (0.0, 0.2):
-        estimator = Estimator(Chain(problem, {}), reserve=reserve)
+    for free in (0.0, 100_000.0):
+        estimator = Estimator(Chain(problem))
         setting = staged(problem, chunks=chunks, recompute=recompute)
-        estimate = estimator(setting)
+        estimate = estimator(setting, free=(free,) * 4)
         assert estimate.cuts[0] == 0
         assert estimate.cuts[-1] == estimator.chain.num_places - 1
         for stage, (first, last) in enumerate(itertools.pairwise(estimate.cuts)):
             assert last > first
             team = setting.layout[stage % 4].teams[0]
-            used = estimator.stage_bytes(setting, stage, team, 4, first)[last - first]
-            assert used * chunks <= 700_000 * (1 - reserve)
+            used = estimator.stage_bytes(setting, stage, team, 4, first, last)
+            assert used * chunks <= 700_000 - free
 
 
 def test_more_memory_never_makes_an_estimate_worse():
@@ -131,11 +131,11 @@ def test_too_many_stages_and_too_few_samples_are_said():
 def test_figures_of_a_stage_are_differences_of_sums():
     problem, splits = tensor_world()
     chain = Chain(problem, splits)
-    alone, pair = chain.held((0,)), chain.held((0, 1))
+    alone, pair = chain.pieces((0,)), chain.pieces((0, 1))
     whole = problem.graph.tensor_bytes[problem.graph.parameters].sum()
-    assert alone.parameters[-1] == whole
-    assert 0.5 * whole <= pair.parameters[-1] < 0.6 * whole
-    assert pair.saved[-1] < alone.saved[-1]
+    assert alone.lasting.parameters[0, -1] == whole
+    assert 0.5 * whole <= pair.lasting.parameters[0, -1] < 0.6 * whole
+    assert pair.passing(2.0).saved[0, -1] < alone.passing(2.0).saved[0, -1]
     assert chain.split_of((0,)) is None
     assert chain.passes((2,), 2.0)[0][-1] < chain.passes((0,), 2.0)[0][-1], "the second host is faster"
     assert chain.figures_key((0, 1)) != chain.figures_key((2, 3))

@@ -13,7 +13,7 @@ from weft.search.common.problem import Problem
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimator
 from weft.search.joint.finalists import JointResult, evaluate, refine
-from weft.search.scheduled import reschedule
+from weft.search.joint.scheduled import reschedule
 from weft.simulate.predict import simulate
 
 

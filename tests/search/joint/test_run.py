@@ -18,8 +18,8 @@ from weft.search.joint.build import build_plan
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimator
 from weft.search.joint.finalists import evaluate
+from weft.search.joint.scheduled import reschedule
 from weft.search.joint.setting import Setting, StageMesh
-from weft.search.scheduled import reschedule
 
 MODEL = "llama-tiny:layers=2"
 

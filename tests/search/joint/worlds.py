@@ -13,10 +13,10 @@ from weft.cost.costs import estimate_costs
 from weft.model.folded import trace_folded
 from weft.plan.plan import Optimizer
 from weft.planning.compare import evaluate
-from weft.search.baselines import STRATEGIES
 from weft.search.common.budget import Budget
 from weft.search.common.problem import PlanOptions, Problem, divisors
 from weft.search.deploy.splits import Splits, find_splits
+from weft.search.joint.baselines import STRATEGIES
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.search import rank_settings

@@ -20,6 +20,7 @@ from weft.model.graph import Graph
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan
 from weft.search.common.problem import PlanOptions, Problem
+from weft.search.joint.scheduled import excess_bytes
 from weft.search.place.placed_plan import (
     OpPlacement,
     cut_segments,
@@ -30,7 +31,6 @@ from weft.search.place.placed_plan import (
 )
 from weft.search.place.problem import problem_from_graph
 from weft.search.place.timetable import Timetable, make_timetable
-from weft.search.scheduled import excess_bytes
 from weft.simulate.predict import simulate
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.search.joint.test_baselines import mixed_cluster, problem_of
 from tests.search.schedule.greedy import greedy_search, list_orders, result_of
-from tests.search.test_baselines import mixed_cluster, problem_of
 from weft.base.errors import InputError, NoFeasiblePlan
 from weft.cluster.cluster import Contention
 from weft.cost.costs import estimate_costs
@@ -18,10 +18,10 @@ from weft.plan.orders import gpipe
 from weft.plan.plan import Optimizer, Plan
 from weft.plan.program import Op
 from weft.search.common.problem import Problem, StageSpec, make_plan
-from weft.search.placements import PLACEMENTS
+from weft.search.joint.placements import PLACEMENTS
+from weft.search.joint.scheduled import find_schedule
 from weft.search.schedule.from_plan import order_of_schedule, problem_of_plan, resource_name, with_schedule
 from weft.search.schedule.schedule import check_schedule, find_problems, replay
-from weft.search.scheduled import find_schedule
 from weft.simulate.predict import simulate
 
 SHAPES = ["v", "x", "interleaved", "vv"]

@@ -6,17 +6,14 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
-
 from weft.cluster.cluster import DeviceId
 from weft.model.graph import I64
 from weft.plan.orders import Action, Order
 from weft.plan.plan import Plan
 from weft.search.common.problem import Problem, StageSpec, make_plan
-from weft.search.joint.chain import Chain
-from weft.search.joint.estimate import SEGMENT_COUNTS, Estimate, Estimator
+from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.path import pipeline_order
-from weft.search.joint.setting import Setting, StageMesh, Team
+from weft.search.joint.setting import Setting, StageMesh
 
 BY = "joint"
 
@@ -48,34 +45,10 @@ def _with_choices(problem: Problem, setting: Setting) -> Problem:
 
 
 def _segments(estimator: Estimator, estimate: Estimate, stage: int) -> list[I64]:
-    """Return the operators of a stage, where it recomputes in segments of about equal time, that need least memory."""
-    chain, setting = estimator.chain, estimate.setting
-    first, last = estimate.cuts[stage], estimate.cuts[stage + 1]
-    places = chain.places
-    if not setting.recompute:
-        return [np.arange(places[first], places[last])]
-    mesh = setting.layout[stage % len(setting.layout)]
-    flight = estimator.in_flight(setting, stage)
-    choices = [_ends(chain, mesh.teams[0], first, last, count) for count in SEGMENT_COUNTS if count <= last - first]
-    saved = chain.held(mesh.teams[0]).saved
-    ends = min(choices, key=lambda ends: float(np.diff(saved[ends]).max()
-                                               + flight * chain.crossing[ends[1:-1]].sum()))
-    return [np.arange(places[begin], places[end]) for begin, end in itertools.pairwise(ends)]
-
-
-def _ends(chain: Chain, team: Team, first: int, last: int, count: int) -> list[int]:
-    """Return where segments of about equal time begin and end: up to half a segment away, where least is to be kept."""
-    forward = chain.passes(team, 1.0)[0]
-    length = (forward[last] - forward[first]) / count
-    ends = [first]
-    for number in range(1, count):
-        target = forward[first] + number * length
-        low, high = np.searchsorted(forward, (target - length / 2, target + length / 2))
-        low, high = max(int(low), ends[-1] + 1), min(int(high), last - 1)
-        if low <= high:
-            near = np.abs(forward[low : high + 1] - target)
-            ends.append(low + int(np.lexsort((near, chain.crossing[low : high + 1]))[0]))
-    return [*ends, last]
+    """Return the operators of a stage, in segments where it recomputes."""
+    chain, (first, last) = estimator.chain, estimate.cuts[stage : stage + 2]
+    ends = estimator.segments(estimate.setting, stage, first, last) if estimate.setting.recompute else [first, last]
+    return [chain.ops[chain.places[begin] : chain.places[end]] for begin, end in itertools.pairwise(ends)]
 
 
 def _stage(estimator: Estimator, setting: Setting, mesh: StageMesh, ops: I64) -> StageSpec:

@@ -1,63 +1,92 @@
-"""A model as a chain of pieces with what any run of them takes on a team: seconds, state, activations.
+"""A model as a chain of pieces with what any run of them takes on the devices that share it: seconds and bytes.
 
-All figures are prefix sums at the *places* where stages may begin, so those of a stage are differences. Parameters that
-several operators read count for the first. What operators keep is counted for the operator that makes it.
+Stages may begin and end at *places*: before every operator, or in a long model where least is sent. Seconds are prefix
+sums at the places, so those of a stage are differences; bytes are tables from place to place
+(``weft.plan.piece_memory``), which say the same as the account of a plan.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
 
 import numpy as np
 
-from weft.model.graph import F64, I64, TensorRole
-from weft.plan.layout import stage_inputs
+from weft.cluster.cluster import DeviceId
+from weft.model.graph import F64, I64
 from weft.plan.local_tensors import local_tensors
-from weft.plan.memory import optimizer_bytes
+from weft.plan.memory import SEND_WINDOW
+from weft.plan.op_bytes import crossing_bytes, prefix_sums
+from weft.plan.piece_memory import PieceMemory
 from weft.plan.plan import Replica, Stage
-from weft.plan.stage_memory import stage_memory
-from weft.search.baselines import Segment, crossing_bytes, cut_places, prefix_sums
 from weft.search.common.problem import TENSOR_AXIS, Problem
-from weft.search.deploy.splits import Splits
+from weft.search.deploy.splits import NO_SPLITS, Splits
 from weft.search.joint.setting import Team
 from weft.search.shard.tensor_costs import TensorCosts
 
-LEAST: Final = 0.1
-"""So large a part of the places has least to be sent over."""
+MAX_PLACES: Final = 256
+"""So many places to cut at are considered in a long model: tables of their pairs take 0.5 MB each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """Bytes of one device: prefix sums at the places, and the most of any operator between one place and the next."""
+class Load:
+    """What goes through a stage, and how it is kept."""
 
-    parameters: F64
-    states: F64
-    saved: F64
-    """For one sample."""
-    most_made: F64
-    """What the operator that makes most makes, for one sample: room while computing."""
-    most_parameters: F64
-    """The parameters of the operator that has most: room for new gradients until they are added to their sums."""
+    num_samples: float
+    """Of a micro-batch, on the device."""
+    microbatches: int
+    """In a step."""
+    in_flight: float
+    """For so many micro-batches activations are kept."""
+    recompute: bool = False
+    """Only inputs are kept; forwards run again before their backwards."""
+    states_part: float = 1.0
+    """The part of the optimizer's states that the device has."""
+    chunks: int = 1
+    """Of so many stages on the device one is at work at a time: each is charged its part of that."""
+    is_alone: bool = False
+    """No gradients are exchanged: those of the only micro-batch appear in its backward."""
+
+    @property
+    def is_only(self) -> bool:
+        """Return whether gradients of parameters are not there before the only backward."""
+        return self.is_alone and self.microbatches == 1
 
 
 class Chain:
     """Figures of a model's pieces, computed when asked for."""
 
-    def __init__(self, problem: Problem, splits: Splits) -> None:
+    def __init__(self, problem: Problem, splits: Splits = NO_SPLITS, *, ops: I64 | None = None,
+                 num_stages: int = 1) -> None:
+        """``ops`` are the operators to be cut, in order (all if absent), for up to so many stages."""
         self.problem, self.splits = problem, splits
-        self.segment = Segment(ops=np.arange(problem.graph.num_ops), devices=problem.devices[:1], memory=(None,))
-        self.places: I64 = cut_places(problem, self.segment)
+        self.ops: I64 = np.arange(problem.graph.num_ops) if ops is None else ops
+        self.places: I64 = self._places(max(MAX_PLACES, 2 * num_stages))
         self.group_of = {device: index for index, group in enumerate(problem.cluster.groups_by_host_and_kind())
                          for device in group}
         self._passes: dict[tuple[int, int, float], tuple[F64, F64]] = {}
-        self._held: dict[tuple[int, int], Held] = {}
+        self._pieces: dict[tuple[int, int], PieceMemory] = {}
+
+    def _places(self, wanted: int) -> I64:
+        """Return where stages may begin: before all operators, or of many those with least to send among neighbours."""
+        num_ops = len(self.ops)
+        if num_ops <= wanted:
+            return np.arange(num_ops + 1)
+        load = prefix_sums(self.problem.op_seconds(self.problem.devices[0], self.problem.graph.batch)[self.ops])
+        bucket = np.minimum((load / load[-1] * wanted).astype(np.int64), wanted - 1)
+        order = np.lexsort((np.arange(num_ops + 1), self._crossing, bucket))
+        first = np.concatenate(([True], np.diff(bucket[order]) > 0))
+        return np.union1d(order[first], [0, num_ops])
 
     @property
     def num_places(self) -> int:
         """Return at how many places, both ends included, the model may be cut."""
         return len(self.places)
+
+    # ---- seconds ----------------------------------------------------------------------------------------------------
 
     def split_of(self, team: Team) -> TensorCosts | None:
         """Return how the team divides operators; None for a single device."""
@@ -72,7 +101,8 @@ class Chain:
         """Return the seconds of forward and backward up to each place, for so many samples at once."""
         key = (*self.figures_key(team), num_samples)
         if key not in self._passes:
-            forward, backward = (prefix_sums(seconds)[self.places] for seconds in self.op_passes(team, num_samples))
+            forward, backward = (prefix_sums(seconds[self.ops])[self.places]
+                                 for seconds in self.op_passes(team, num_samples))
             self._passes[key] = forward, backward
         return self._passes[key]
 
@@ -88,100 +118,98 @@ class Chain:
         backward = split.seconds(1, backward, num_samples) if problem.is_training else backward
         return split.seconds(0, forward, num_samples), backward
 
-    def held(self, team: Team) -> Held:
+    def step_seconds(self, device: DeviceId, num_samples: float) -> F64:
+        """Return the seconds of forward and backward up to each place on one device, a second forward included."""
+        forward, backward = self.passes((device,), num_samples)
+        again = forward if self.problem.options.recompute and self.problem.is_training else 0.0
+        return np.asarray(forward + backward + again, dtype=np.float64)
+
+    def crossing_seconds(self, num_samples: float, devices: Sequence[DeviceId]) -> F64:
+        """Return by place the time of its messages in one direction, on the slowest of neighbouring devices."""
+        pairs = [(a, b) for a, b in itertools.pairwise(devices) if a != b]
+        if not pairs:
+            return np.zeros(self.num_places)
+        routes = [self.problem.cluster.route(source, target) for source, target in pairs]
+        latency, rate = max(route.latency_s for route in routes), min(route.bytes_per_s for route in routes)
+        seconds = np.where(self.crossing > 0, latency + num_samples * self.crossing / rate, 0.0)
+        seconds[[0, -1]] = 0.0
+        return np.asarray(seconds, dtype=np.float64)
+
+    def speed(self, team: Team) -> float:
+        """Return samples per second of the whole model on a team."""
+        return self.problem.graph.batch / max(float(sum(column[-1] for column in self.passes(
+            team, float(self.problem.graph.batch)))), 1e-12)
+
+    # ---- bytes ------------------------------------------------------------------------------------------------------
+
+    def pieces(self, team: Team) -> PieceMemory:
         """Return what one device of the team holds."""
-        key = self.figures_key(team)
-        if key not in self._held:
-            self._held[key] = self._account(self.split_of(team))
-        return self._held[key]
+        split = self.split_of(team)
+        key = len(team), 0 if split is None else id(split)
+        if key not in self._pieces:
+            problem, graph = self.problem, self.problem.graph
+            local = {} if split is None else local_tensors(
+                graph, *_one_stage(graph.op_names, split, len(team)), self.ops, np.zeros(0, dtype=np.int64))
+            self._pieces[key] = PieceMemory(graph, self.ops, self.places, training=problem.is_training, local=local,
+                                            optimizer=problem.options.optimizer, max_samples=problem.options.batch)
+        return self._pieces[key]
 
-    def _account(self, split: TensorCosts | None) -> Held:
-        graph, problem = self.problem.graph, self.problem
-        part = np.ones(graph.num_tensors) if split is None else split.held_part
-        first, sizes, states = self._parameters
-        kept = self._saved_by_op(split)
-        parameters, optimizer = (
-            np.bincount(first, weights=values * part[self._parameter_ids], minlength=graph.num_ops).astype(np.float64)
-            for values in (sizes, states))
-        saved = kept if problem.is_training else np.zeros(graph.num_ops)
-        own = (graph.tensor_producer >= 0) & (graph.tensor_base < 0)
-        made: F64 = np.bincount(graph.tensor_producer[own], weights=(graph.tensor_bytes * part)[own] / graph.batch,
-                                minlength=graph.num_ops).astype(np.float64)
-        return Held(parameters=prefix_sums(parameters)[self.places], states=prefix_sums(optimizer)[self.places],
-                    saved=prefix_sums(saved)[self.places], most_made=self._most(made),
-                    most_parameters=self._most(parameters))
+    def stage_bytes(self, team: Team, begin: int, load: Load) -> F64:
+        """Return what stages from a place to each place from there on take on a device of the team at their peak.
 
-    def _most(self, by_op: F64) -> F64:
-        """Return the largest value between each place and the next."""
-        return np.asarray(np.maximum.reduceat(by_op, self.places[:-1]), dtype=np.float64)
-
-    @cached_property
-    def _parameter_ids(self) -> I64:
-        graph = self.problem.graph
-        read = np.unique(graph.inputs)
-        return np.asarray(read[graph.tensor_role[read] == TensorRole.PARAMETER], dtype=np.int64)
-
-    @cached_property
-    def _parameters(self) -> tuple[I64, F64, F64]:
-        """Return the first reader, the bytes and the optimizer's bytes of every parameter."""
-        graph, problem = self.problem.graph, self.problem
-        tensors, places = np.unique(graph.inputs, return_index=True)
-        first = np.zeros(graph.num_tensors, dtype=np.int64)
-        first[tensors] = graph.consumer_op[places]
-        ids = self._parameter_ids
-        states = [optimizer_bytes(graph, int(tensor), problem.options.optimizer) if problem.is_training else 0
-                  for tensor in ids]
-        return first[ids], graph.tensor_bytes[ids].astype(np.float64), np.asarray(states, dtype=np.float64)
-
-    def _saved_by_op(self, split: TensorCosts | None) -> F64:
-        """Return what each operator leaves for the backward on a device, for one sample.
-
-        A tensor counts for the operator that makes it. Where devices divide operators, what they keep depends on how
-        readers find it; then all is scaled to what the exact account gives for the middle of the model.
+        A stage that recomputes does so as a whole; see ``segmented_bytes``.
         """
-        graph = self.problem.graph
-        kept = np.flatnonzero(graph.is_saved & (graph.tensor_producer >= 0) & (graph.tensor_base < 0))
-        made = np.bincount(graph.tensor_producer[kept], weights=graph.tensor_bytes[kept], minlength=graph.num_ops)
-        saved = np.asarray((made + graph.saved_inside_bytes) / graph.batch, dtype=np.float64)
-        if split is None:
-            return saved
-        first, last = (int(self.places[index * (self.num_places - 1) // 3]) for index in (1, 2))
-        exact = self._exact_saved(split, np.arange(first, last))
-        saved = saved * split.saved_part
-        return np.asarray(saved * (exact / max(float(saved[first:last].sum()), 1.0)), dtype=np.float64)
+        ends = np.arange(begin, self.num_places)
+        return self._stage_bytes(team, np.full((len(ends), 1), begin), ends[:, None], load)
 
-    def _exact_saved(self, split: TensorCosts, ops: I64) -> float:
-        """Return what one device keeps of a stage of these operators, for one sample."""
-        graph = self.problem.graph
-        degree = next(size for (_, size), known in self.splits.items() if known is split)
-        stage = Stage(name="middle", ops=tuple(graph.op_names[op] for op in ops.tolist()), sharding=split.sharding,
-                      replicas=(Replica(devices=tuple(map(str, range(degree))), mesh={TENSOR_AXIS: degree}),))
-        crossing = stage_inputs(graph, ops)
-        local = local_tensors(graph, stage, stage.replicas[0], ops, crossing)
-        memory = stage_memory(graph, ops, num_samples=graph.batch, training=True, crossing=crossing, local=local)
-        return memory.saved / graph.batch
+    def segmented_bytes(self, team: Team, ends: Sequence[int], load: Load) -> float:
+        """Return the same for one stage that recomputes in segments, from each of the ends to the next."""
+        return float(self._stage_bytes(team, np.array([ends[:-1]]), np.array([ends[1:]]), load)[0])
+
+    def _stage_bytes(self, team: Team, begins: I64, ends: I64, load: Load) -> F64:
+        """Return what stages take; they are rows of segments from ``begins`` to ``ends``."""
+        pieces, training = self.pieces(team), self.problem.is_training
+        first, last = begins[:, 0], ends[:, -1]
+        lasting, now = pieces.lasting, pieces.passing(load.num_samples)
+        parameters, states, buffers = (table[first, last] for table in lasting)
+        static = parameters + load.states_part * states + buffers
+        inputs, outputs, forward = now.inputs[first, last], now.outputs[last], now.forward[begins, ends]
+        if not training:
+            return np.asarray(static + (forward[:, 0] + inputs + SEND_WINDOW * outputs) / load.chunks)
+        own = now.saved[begins, ends] - now.saved_inputs[begins, ends]
+        backward = (now.first_backward if load.is_only else now.backward)[begins, ends]
+        if load.recompute:
+            each = now.inputs[begins, ends]
+            kept, needed = each.sum(axis=1) + outputs, np.cumsum(each, axis=1)
+            backward = backward - own + forward
+        else:
+            kept = own[:, 0] + inputs + outputs - now.kept_outputs[last]
+            needed = inputs[:, None]
+        kept = kept + now.copied_outputs[last]
+        next_inputs = inputs if load.microbatches > load.in_flight else 0.0 * inputs  # they come early
+        work = np.maximum.reduce((
+            (needed + forward).max(axis=1), (needed + backward + now.output_gradients[ends]).max(axis=1) + next_inputs,
+            kept + now.output_gradients[last] + next_inputs))
+        work += min(SEND_WINDOW, load.microbatches - 1) * now.input_gradients[first, last]
+        static += 0 if load.is_only else parameters
+        return np.asarray(static + max(0.0, load.in_flight - 1 / load.chunks) * kept + work / load.chunks)
+
+    @cached_property
+    def _crossing(self) -> F64:
+        """Return the bytes that go over a cut before each operator, for the batch traced."""
+        return crossing_bytes(self.problem.graph, self.ops)
 
     @cached_property
     def crossing(self) -> F64:
         """Return the bytes that go over each place, for one sample."""
-        return np.asarray(crossing_bytes(self.problem.graph, self.segment.ops)[self.places] / self.problem.graph.batch)
-
-    @cached_property
-    def typical_crossing(self) -> float:
-        """Return the bytes that go over a typical place, for one sample."""
-        return float(np.median(self.crossing))
-
-    @cached_property
-    def least_crossing(self) -> float:
-        """Return about what crosses the places where least does, as between layers: segments end there."""
-        return float(np.quantile(self.crossing, LEAST))
+        return np.asarray(self._crossing[self.places] / self.problem.graph.batch)
 
     def capacity(self, team: Team) -> float:
         """Return the memory of the team's smallest device."""
         sizes = [self.problem.cluster.devices[device].memory_bytes for device in team]
         return min((float(size) for size in sizes if size is not None), default=float("inf"))
 
-    def speed(self, team: Team) -> float:
-        """Return samples per second of the whole model on a team."""
-        return self.problem.graph.batch / max(float(sum(column[-1] for column in self.passes(
-            team, float(self.problem.graph.batch)))), 1e-12)
+
+def _one_stage(op_names: Sequence[str], split: TensorCosts, degree: int) -> tuple[Stage, Replica]:
+    replica = Replica(devices=tuple(map(str, range(degree))), mesh={TENSOR_AXIS: degree})
+    return Stage(name="all", ops=tuple(op_names), sharding=split.sharding, replicas=(replica,)), replica

@@ -29,19 +29,18 @@ from weft.cost.op_classes import op_classes
 from weft.model.graph import F64
 from weft.plan.plan import split_samples
 from weft.search.common.fair import fair_samples
-from weft.search.joint.chain import Chain
+from weft.search.joint.chain import Chain, Load
+from weft.search.joint.cut import shortest_longest
 from weft.search.joint.path import pipeline_order, pipeline_seconds
 from weft.search.joint.setting import Setting, StageMesh, Team
 
 HIDDEN: Final = 0.8
 """The part of an exchange that may run beside the last backward."""
-PRECISION: Final = 1e-3
 MAX_EXCHANGE: Final = 64
 """The cost of an exchange of more teams is taken from so many of them, with the steps that a ring of all has."""
 TYPICAL_BYTES: Final = 1e8
 SLACKS: Final = (0.0, 0.2)
 """By how much of its time a stage may be shorter in order to send less; the best of the cuts is taken."""
-ABOUT_LEAST: Final = 1.1
 SEGMENT_COUNTS: Final = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -57,25 +56,26 @@ class Estimate:
     exchange_s: float
     """Not hidden, with the update."""
     free: tuple[float, ...] = ()
-    """Bytes that were left free on each mesh, besides the reserve of the estimator; none if it is empty."""
+    """Bytes that were left free on each mesh; none if it is empty."""
 
 
 class Estimator:
-    """Estimates settings for one model and cluster; ``reserve`` is the part of every memory that is left free."""
+    """Estimates settings for one model and cluster."""
 
-    def __init__(self, chain: Chain, *, reserve: float = 0.0) -> None:
-        self.chain, self.problem, self.reserve = chain, chain.problem, reserve
+    def __init__(self, chain: Chain) -> None:
+        self.chain, self.problem = chain, chain.problem
         self._members: dict[tuple[StageMesh, int], tuple[tuple[Team, int], ...]] = {}
         self._sorts_of: dict[StageMesh, frozenset[tuple[int, int, float]]] = {}
         self._exchanges: dict[tuple[frozenset[tuple[int, int, float]], int, int], tuple[float, float]] = {}
         self._shared: dict[tuple[StageMesh, StageMesh], int] = {}
         self._ways: dict[StageMesh, dict[str, tuple[int, ...]]] = {}
+        self._segments: dict[tuple[StageMesh, int, float, int, int], list[int]] = {}
 
     def for_batch(self, batch: int) -> Estimator:
         """Return an estimator for another batch; what is known of the model is shared."""
         chain = copy.copy(self.chain)
         chain.problem = replace(self.problem, options=replace(self.problem.options, batch=batch, microbatches=None))
-        return Estimator(chain, reserve=self.reserve)
+        return Estimator(chain)
 
     def counts(self, mesh: StageMesh, size: int) -> tuple[int, ...] | None:
         """Return the samples of each team by speed; None where one would have none."""
@@ -141,7 +141,8 @@ class Estimator:
         times = [self._times(mesh, size, recompute=setting.recompute) for mesh in setting.layout] * setting.chunks
         reach = [self._limits(setting, stage, size, free[stage % num_meshes] if free else 0.0)
                  for stage in range(num_stages)]
-        found = [cuts for slack in SLACKS for cuts in _best_cuts(times, reach, self.chain.crossing, slack)]
+        found = [cuts for slack in SLACKS
+                 for cuts in shortest_longest(times, reach, self.chain.crossing, slack=slack)]
         if not found:
             raise self._too_large(setting, size)
         best = min((self._judge(setting, cuts, times, size) for cuts in found), key=lambda item: item.step_time_s)
@@ -197,46 +198,71 @@ class Estimator:
         return last_place
 
     def _reach(self, setting: Setting, stage: int, team: Team, count: int, begin: int, free: float) -> int:
-        capacity = (self.chain.capacity(team) * (1 - self.reserve) - free) / setting.chunks
+        capacity, last = (self.chain.capacity(team) - free) / setting.chunks, self.chain.num_places - 1
         if capacity == float("inf"):
-            return self.chain.num_places - 1
-        used = self.stage_bytes(setting, stage, team, count, begin)
-        return begin + int(np.searchsorted(used, capacity, side="right")) - 1
+            return last
+        if not setting.recompute:
+            fits = np.flatnonzero(self.chain.stage_bytes(team, begin, self.load(setting, stage, count)) <= capacity)
+            return begin + (int(fits[-1]) if len(fits) else 0)
+        low, high = begin, last
+        while low < high:
+            middle = (low + high + 1) // 2
+            fits_there = self.stage_bytes(setting, stage, team, count, begin, middle) <= capacity
+            low, high = (middle, high) if fits_there else (low, middle - 1)
+        return low
 
-    def stage_bytes(self, setting: Setting, stage: int, team: Team, count: int, begin: int) -> F64:
-        """Return what a stage from ``begin`` to each place from there on takes on a device; it only grows."""
-        held, flight = self.chain.held(team), self.in_flight(setting, stage)
+    def load(self, setting: Setting, stage: int, count: int) -> Load:
+        """Return what goes through a stage whose team takes so many samples of a micro-batch."""
+        num_teams = len(setting.layout[stage % len(setting.layout)].teams)
+        return Load(num_samples=count, in_flight=self.in_flight(setting, stage), recompute=setting.recompute,
+                    states_part=1 / num_teams if setting.sharded_states else 1.0, chunks=setting.chunks,
+                    microbatches=setting.microbatches, is_alone=num_teams == 1)
+
+    def stage_bytes(self, setting: Setting, stage: int, team: Team, count: int, begin: int, end: int) -> float:
+        """Return what a stage from place to place takes on a device of the team."""
+        load = self.load(setting, stage, count)
+        if not setting.recompute:
+            return float(self.chain.stage_bytes(team, begin, load)[end - begin])
+        return self.chain.segmented_bytes(team, self.segments(setting, stage, begin, end), load)
+
+    def segments(self, setting: Setting, stage: int, first: int, last: int) -> list[int]:
+        """Return where a stage that recomputes is cut into segments of about equal time that need least memory."""
         mesh = setting.layout[stage % len(setting.layout)]
-        gradients = 1 if self.problem.is_training else 0
-        states = held.states / (len(mesh.teams) if setting.sharded_states else 1)
-        static = held.parameters * (1 + gradients) + states
-        kept = count * (held.saved[begin:] - held.saved[begin])
-        edge = count * self.chain.typical_crossing
-        received = count * float(self.chain.crossing[begin]) * gradients  # whole on all devices, for the backward
-        if setting.recompute:
-            lengths, border = np.maximum(np.arange(len(kept)), 1.0), count * self.chain.least_crossing
-            parts = np.clip(np.sqrt(kept / max(flight * border, 1.0)), 1.0, lengths)
-            pieces = count * np.maximum.accumulate(np.diff(held.saved[begin:], prepend=held.saved[begin]))
-            kept = np.maximum(kept / parts, pieces) + flight * (parts * border + max(0.0, received - border))
-        else:
-            kept = flight * (kept + received)
-        made, new = (np.concatenate(([0.0], np.maximum.accumulate(most[begin:])))
-                     for most in (held.most_made, held.most_parameters))
-        room = (2 * count * made + gradients * new + 2 * edge) / setting.chunks
-        return np.asarray(static[begin:] - static[begin] + kept + room)
+        team, count = self.members(mesh, self.problem.options.batch // setting.microbatches)[0]
+        key = mesh, count, self.in_flight(setting, stage), first, last
+        if key not in self._segments:
+            load = self.load(setting, stage, count)
+            choices = [self._ends(team, first, last, number) for number in SEGMENT_COUNTS if number <= last - first]
+            self._segments[key] = min(choices, key=lambda ends: self.chain.segmented_bytes(team, ends, load))
+        return self._segments[key]
+
+    def _ends(self, team: Team, first: int, last: int, count: int) -> list[int]:
+        """Return where segments of about equal time end: up to half a segment away, where least is to be kept."""
+        forward, crossing = self.chain.passes(team, 1.0)[0], self.chain.crossing
+        length = (forward[last] - forward[first]) / count
+        ends = [first]
+        for number in range(1, count):
+            target = forward[first] + number * length
+            low, high = np.searchsorted(forward, (target - length / 2, target + length / 2))
+            low, high = max(int(low), ends[-1] + 1), min(int(high), last - 1)
+            if low <= high:
+                near = np.abs(forward[low : high + 1] - target)
+                ends.append(low + int(np.lexsort((near, crossing[low : high + 1]))[0]))
+        return [*ends, last]
 
     def _least_bytes(self, setting: Setting, size: int) -> tuple[float, float]:
         """Return what all stages together hold at least, on a device of each, and what these devices have."""
         need, have = 0.0, 0.0
         for stage, mesh in enumerate(setting.layout):
             team, count = self.members(mesh, size)[0]
-            held = self.chain.held(team)
-            states = float(held.states[-1]) / (len(mesh.teams) if setting.sharded_states else 1)
-            whole = float(held.parameters[-1]) * (1 + self.problem.is_training) + states
+            pieces = self.chain.pieces(team)
+            parameters, states, _ = (float(table[0, -1]) for table in pieces.lasting)
+            whole = parameters * (1 + self.problem.is_training) + states / (
+                len(mesh.teams) if setting.sharded_states else 1)
             if not setting.recompute:
-                whole += self.in_flight(setting, stage) * count * float(held.saved[-1])
+                whole += self.in_flight(setting, stage) * float(pieces.passing(count).saved[0, -1])
             need += whole / len(setting.layout)
-            have += self.chain.capacity(team) * (1 - self.reserve)
+            have += self.chain.capacity(team)
         return need, have
 
     def _too_large(self, setting: Setting, size: int) -> NoFeasiblePlan:
@@ -299,10 +325,9 @@ class Estimator:
     def _exchange(self, setting: Setting, cuts: Sequence[int], index: int, load_s: float) -> float:
         """Return the seconds that the gradients' exchange adds on a mesh, and the update."""
         mesh = setting.layout[index]
-        held = self.chain.held(mesh.teams[0])
         stages = range(index, len(cuts) - 1, len(setting.layout))
-        parameters, states = (float(sum(table[cuts[stage + 1]] - table[cuts[stage]] for stage in stages))
-                              for table in (held.parameters, held.states))
+        parameters, states = (float(sum(table[cuts[stage], cuts[stage + 1]] for stage in stages))
+                              for table in self.chain.pieces(mesh.teams[0]).lasting[:2])
         states /= len(mesh.teams) if setting.sharded_states else 1
         exchange_s = self._all_reduce(mesh, parameters) * self._crowd(setting.layout, mesh)
         spread_s = exchange_s / 2 if setting.sharded_states else 0.0  # what each has updated is gathered by all
@@ -353,48 +378,3 @@ class Estimator:
         if kind.memory_bytes_per_s is None:
             return 0.0
         return num_bytes / (kind.memory_bytes_per_s * op_classes()["elementwise"].on(kind.type).memory)
-
-
-def _best_cuts(times: Sequence[F64], reach: Sequence[Callable[[int], int]], crossing: F64,
-               slack: float) -> list[list[int]]:
-    """Return the cuts with the shortest longest stage, and such with stages as even as may be; none if none fits."""
-    highest = max(float(table[-1]) for table in times)
-    best = _cuts_within(highest, times, reach, crossing, slack)
-    if best is None:
-        return []
-    lowest = 0.0
-    while highest - lowest > PRECISION * highest:
-        middle = (lowest + highest) / 2
-        cuts = _cuts_within(middle, times, reach, crossing, slack)
-        lowest, highest = (lowest, middle) if cuts is not None else (middle, highest)
-        best = best if cuts is None else cuts
-    even = _cuts_within(highest * (1 + slack), times, reach, crossing, slack, even=True)
-    return [best] if even is None else [best, even]
-
-
-def _cuts_within(limit_s: float, times: Sequence[F64], reach: Sequence[Callable[[int], int]], crossing: F64,
-                 slack: float, *, even: bool = False) -> list[int] | None:
-    """Return cuts in which no stage takes longer, or None.
-
-    Each stage is as long as may be (``even``: as near to an even part of what is left), or shorter by the part
-    ``slack`` of the time where less is to be sent then.
-    """
-    last_place = len(times[0]) - 1
-    cuts = [0]
-    for stage, (table, far) in enumerate(zip(times, reach, strict=True)):
-        begin = cuts[-1]
-        end = int(np.searchsorted(table, table[begin] + limit_s * (1 + 1e-12), side="right")) - 1
-        end = min(end, far(begin), last_place - (len(times) - 1 - stage))
-        if end <= begin:
-            return None
-        if even and stage < len(times) - 1:
-            wanted = table[begin] + (table[-1] - table[begin]) / (len(times) - stage)
-            near = int(np.searchsorted(table, wanted))
-            near -= near > 0 and wanted - table[near - 1] < table[min(near, last_place)] - wanted
-            end = max(begin + 1, min(end, near))
-        if slack and end < last_place:
-            first = max(begin + 1, int(np.searchsorted(table, table[end] - slack * limit_s)))
-            window = crossing[first : end + 1]
-            end = first + int(np.flatnonzero(window <= ABOUT_LEAST * window.min())[-1])
-        cuts.append(end)
-    return cuts if cuts[-1] == last_place else None

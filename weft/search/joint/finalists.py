@@ -3,7 +3,7 @@
     estimate -> plan, check, simulation
     simulated -> a searched order for the best and those whose devices have the least to do -> sharded states
 
-The order of a pipeline is 1F1B at first. Then it is searched for this placement (``weft.search.scheduled``), with split
+The order of a pipeline is 1F1B at first. Then it is searched for this placement (``weft.search.joint.scheduled``), with split
 backwards where memory allows, also for finalists that were not the best.
 """
 
@@ -23,8 +23,8 @@ from weft.search.common.budget import Budget
 from weft.search.common.problem import Problem
 from weft.search.joint.build import build_plan
 from weft.search.joint.estimate import Estimate, Estimator
+from weft.search.joint.scheduled import reschedule
 from weft.search.joint.setting import Setting, StageMesh
-from weft.search.scheduled import reschedule
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Final
 
@@ -36,83 +36,32 @@ WORSE: Final = 1.15
 MAX_ACTIONS: Final = 60_000
 FEW_FINALISTS: Final = 3
 """After so many forwards in all, so many finalists are enough."""
-HOPE: Final = 0.15
-"""By so much of the memory an estimate may be too high: what would fit then is made, and checked exactly."""
 REFITS: Final = 4
 """So often a finalist that does not fit is cut anew, with more left free where it was too little."""
 MORE: Final = 1.05
 """As many times what was missing."""
 LEAST_MORE: Final = 0.01
 """And so much of the memory; where that was not enough, twice what was left free so far: cuts must change."""
-LAST_HOPE: Final = 0.3
-"""The same where nothing else fits."""
-RESERVES: Final = (0.0, 0.1, 0.25, 0.25, 0.25)
-"""Parts of the memory that estimates leave free, the next one where none of the finalists fits; where it is the same
-again, without those finalists."""
 
 
 def joint_search(problem: Problem, splits: Splits = NO_SPLITS, *, budget: Budget | None = None,
                  progress: Callable[[str], None] = lambda text: None) -> JointResult:
     """Return the best plan over data, tensor and pipeline parallelism; raise ``NoFeasiblePlan`` if none fits."""
     budget = budget or Budget(effort=float("inf"))
-    chain = Chain(problem, splits)
-    miss: NoFeasiblePlan | None = None
-    settings, missed = list(_candidates(chain)), dict[float, set[Setting]]()
-    for reserve in RESERVES:
-        estimator, without = Estimator(chain, reserve=reserve), missed.setdefault(reserve, set())
-        ranked, tried = rank_settings(estimator, budget=budget, progress=progress, settings=settings, without=without)
-        try:
-            return _simulate_best(estimator, ranked, tried, budget, progress, without)
-        except NoFeasiblePlan as problem_found:
-            if miss is None or (problem_found.missing_bytes or 0) < (miss.missing_bytes or 0):
-                miss = problem_found
-            if not ranked:
-                break
-    assert miss is not None, "there is one reserve at least"
-    estimator = Estimator(chain, reserve=-LAST_HOPE)
-    ranked = _thriftiest(estimator, settings)
-    if not ranked or budget.is_spent:
-        raise miss
-    progress("joint: nothing fits yet, trying what needs least memory")
-    try:
-        return _simulate_best(estimator, ranked, [], budget, progress, set())
-    except NoFeasiblePlan:
-        raise miss from None
+    estimator = Estimator(Chain(problem, splits))
+    ranked, tried = rank_settings(estimator, budget=budget, progress=progress)
+    return _simulate_best(estimator, ranked, tried, budget, progress)
 
 
-def _thriftiest(estimator: Estimator, settings: Sequence[Setting]) -> list[Estimate]:
-    """Return for every layout what needs least memory, best first: small micro-batches and all that saves memory."""
-    most: dict[Layout, Setting] = {}
-    for setting in settings:
-        if setting.chunks == 1 and setting.microbatches >= most.get(setting.layout, setting).microbatches:
-            most[setting.layout] = setting
-    asked, training = estimator.problem.options, estimator.problem.is_training
-    found = []
-    for layout, setting in most.items():
-        divides = training and any(len(mesh.teams) > 1 for mesh in layout) and not asked.whole_parameters
-        try:
-            found.append(estimator(replace(setting, recompute=training, sharded_states=divides)))
-        except NoFeasiblePlan:
-            continue
-    return sorted(found, key=lambda item: item.step_time_s)
-
-
-def rank_settings(estimator: Estimator, *, budget: Budget, progress: Callable[[str], None],
-                  settings: Sequence[Setting] | None = None,
-                  without: Collection[Setting] = ()) -> tuple[list[Estimate], list[Tried]]:
-    """Return estimates, best first, and what was tried without one.
-
-    ``settings`` are those to look at (all if absent), without what only saves memory. Those in ``without`` are left
-    out.
-    """
-    settings = list(_candidates(estimator.chain)) if settings is None else settings
+def rank_settings(estimator: Estimator, *, budget: Budget,
+                  progress: Callable[[str], None]) -> tuple[list[Estimate], list[Tried]]:
+    """Return estimates, best first, and what was tried without one."""
     found: list[Estimate] = []
     failed: list[Tried] = []
     best = float("inf")
     begin = time.monotonic()
-    hopeful = Estimator(estimator.chain, reserve=-HOPE) if _is_worth_hoping(estimator) else None
     candidates = sorted(((estimator.bound(setting), number, setting)
-                         for number, setting in enumerate(settings)), key=lambda item: item[:2])
+                         for number, setting in enumerate(_candidates(estimator.chain))), key=lambda item: item[:2])
     for number, (bound, _, setting) in enumerate(candidates):
         if found and budget.is_spent:
             progress(f"joint: out of time after {number} settings")
@@ -121,10 +70,7 @@ def rank_settings(estimator: Estimator, *, budget: Budget, progress: Callable[[s
             failed += [Tried(setting=item, reason=f"cannot be faster than {least:.6g} s")
                        for least, _, item in candidates[number:] if least < float("inf")]
             break
-        estimate = _estimate_cheapest(estimator, setting, best, failed, without)
-        hoped = _estimate_cheapest(hopeful, setting, best, [], without) if hopeful is not None else None
-        if hoped is not None and hoped.step_time_s < (float("inf") if estimate is None else estimate.step_time_s):
-            found.append(hoped)
+        estimate = _estimate_cheapest(estimator, setting, best, failed)
         if estimate is not None:
             found.append(estimate)
             if estimate.step_time_s < best:
@@ -132,11 +78,6 @@ def rank_settings(estimator: Estimator, *, budget: Budget, progress: Callable[[s
                 progress(f"joint: {estimate.setting.describe()}: about {best:.6g} s "
                          f"({time.monotonic() - begin:.1f} s, {number + 1} of {len(candidates)} settings)")
     return sorted(found, key=lambda item: item.step_time_s), failed
-
-
-def _is_worth_hoping(estimator: Estimator) -> bool:
-    """Return whether plans that need a little more memory by the estimate are to be made and checked, too."""
-    return estimator.reserve == 0 and estimator.problem.cluster.num_devices <= LARGE
 
 
 def _candidates(chain: Chain) -> Iterator[Setting]:
@@ -165,8 +106,8 @@ def _microbatches(problem: Problem, layout: Layout) -> Iterator[tuple[int, int]]
                 yield count, chunks
 
 
-def _estimate_cheapest(estimator: Estimator, plain: Setting, best: float, failed: list[Tried],
-                       without: Collection[Setting]) -> Estimate | None:
+def _estimate_cheapest(estimator: Estimator, plain: Setting, best: float,
+                       failed: list[Tried]) -> Estimate | None:
     """Return the estimate with the least done to save memory that fits, or None where it cannot be good or fit."""
     replicated = any(len(mesh.teams) > 1 for mesh in plain.layout)
     training, asked = estimator.problem.is_training, estimator.problem.options
@@ -177,8 +118,6 @@ def _estimate_cheapest(estimator: Estimator, plain: Setting, best: float, failed
         if (asked.recompute and not recompute and training) or (asked.optimizer.sharded and replicated and not sharded):
             continue
         setting = replace(plain, recompute=recompute, sharded_states=sharded)
-        if setting in without:
-            continue
         bound = estimator.bound(setting)
         if bound > WORSE * best:
             reason = f"cannot be faster than {bound:.6g} s"
@@ -192,10 +131,10 @@ def _estimate_cheapest(estimator: Estimator, plain: Setting, best: float, failed
 
 
 def _simulate_best(estimator: Estimator, ranked: list[Estimate], tried: list[Tried], budget: Budget,
-                   progress: Callable[[str], None], missed: set[Setting]) -> JointResult:
+                   progress: Callable[[str], None]) -> JointResult:
     """Return the best of the finalists, simulated, or by their longest paths where there are too many devices.
 
-    Those that do not fit are added to ``missed``. Once one is simulated, the best of them is kept whatever ends it.
+    Once one is simulated, the best of them is kept whatever ends the search.
     """
     simulated: list[JointResult] = []
     misses: list[NoFeasiblePlan] = []
@@ -210,7 +149,6 @@ def _simulate_best(estimator: Estimator, ranked: list[Estimate], tried: list[Tri
             raise
         budget.is_interrupted |= isinstance(ended, KeyboardInterrupt)
         best = min(simulated, key=lambda item: item.step_time_s)
-    missed |= {setting for setting, item in results.items() if item.step_time_s is None}
     if not simulated:
         reasons = misses or [NoFeasiblePlan(item.reason) for item in tried[:1]] or [
             NoFeasiblePlan("no layout suits this batch: use a larger one")]

@@ -34,7 +34,7 @@ from weft.model.graph import F64, I64, Graph
 from weft.plan.orders import Action, Order
 from weft.plan.plan import Plan
 from weft.search.common.problem import Problem, StageSpec, make_plan
-from weft.search.scheduled import excess_bytes
+from weft.search.joint.scheduled import excess_bytes
 from weft.simulate.timing import stage_figure
 
 MAX_ATTEMPTS: Final = 4

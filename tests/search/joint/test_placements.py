@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.search.joint.test_baselines import mixed_cluster, problem_of
 from tests.search.schedule.greedy import greedy_search
-from tests.search.test_baselines import mixed_cluster, problem_of
 from tests.worlds import chain_graph, dag_graph
 from weft.base.errors import InputError, NoFeasiblePlan
 from weft.cli.main import main
@@ -22,11 +22,11 @@ from weft.plan.check import check_plan
 from weft.plan.memory import static_bytes
 from weft.plan.plan import Optimizer
 from weft.planning.compare import compare_strategies, evaluate
-from weft.search import scheduled
-from weft.search.baselines import STRATEGIES
 from weft.search.common.problem import PlanOptions, Problem
-from weft.search.placements import PLACEMENTS, guess_sharding
-from weft.search.scheduled import scheduled_plan
+from weft.search.joint import scheduled
+from weft.search.joint.baselines import STRATEGIES
+from weft.search.joint.placements import PLACEMENTS, guess_sharding
+from weft.search.joint.scheduled import scheduled_plan
 
 EQUAL = [1e12] * 4
 

@@ -9,7 +9,7 @@
     k             two branches on one half of the devices each, and what joins them on all devices together
 
 Each function returns a plan with an order in which micro-batches go through one after another: it is sound and takes
-the least memory, and a schedule is to be found for it (``weft.search.scheduled``).
+the least memory, and a schedule is to be found for it (``weft.search.joint.scheduled``).
 
 Stages on all devices together (*joint* stages) are spread in a plain way (``weft.search.common.spread``). Of a model
 without factors of its operators, only a guess is made of the tensors that devices hold parts of: every matrix is
@@ -20,8 +20,10 @@ joint stage is that of one device divided by the number of devices, without the 
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -31,21 +33,14 @@ from weft.base.units import format_bytes
 from weft.cluster.cluster import DeviceId
 from weft.model.graph import F64, I64, Graph, TensorRole
 from weft.plan.layout import stage_inputs
+from weft.plan.op_bytes import prefix_sums, state_by_op
 from weft.plan.orders import Action, Order
 from weft.plan.plan import Plan, Sharding
 from weft.plan.sharding import parse_layout
-from weft.search.baselines import (
-    MemoryLimits,
-    Segment,
-    Strategy,
-    balanced_cuts,
-    cut_places,
-    cut_seconds,
-    prefix_sums,
-    state_bytes,
-)
 from weft.search.common.problem import Problem, StageSpec, make_plan
 from weft.search.common.spread import spread
+from weft.search.joint.baselines import PipelineCutter, Room, Strategy
+from weft.search.joint.chain import Chain
 from weft.sharding.tensor_layout import Layout
 
 NUM_CHUNKS: Final = 2
@@ -181,55 +176,57 @@ def _pipeline(problem: Problem, microbatches: int, ops: I64, devices: tuple[Devi
     """
     _require_devices(problem)
     capacity = [problem.cluster.devices[device].memory_bytes for device in devices]
-    memory = tuple(None if size is None else max(0.0, size - reserved) / stages_per_device for size in capacity)
-    segment = Segment(ops=ops, devices=devices, memory=memory)
-    cuts = balanced_cuts(problem, microbatches, segment)
+    room = Room(devices=devices, memory=tuple(
+        None if size is None else max(0.0, size - reserved) / stages_per_device for size in capacity))
+    chain = Chain(problem, ops=ops, num_stages=len(devices))
+    cutter = PipelineCutter(chain, microbatches, room)
+    cuts = cutter.balanced()
     if stages_per_device > 1 and served is None:
-        cuts = _balance_devices(problem, microbatches, segment, cuts)
+        cuts = _balance_devices(cutter, cuts)
     return [StageSpec(ops=ops[first:last], replicas=(((device,), 1.0),), microbatches=served)
-            for device, (first, last) in zip(devices, itertools.pairwise(cuts), strict=True) if last > first]
+            for device, (first, last) in zip(devices, itertools.pairwise(chain.places[cuts].tolist()), strict=True)
+            if last > first]
 
 
-def _balance_devices(problem: Problem, microbatches: int, segment: Segment, cuts: list[int]) -> list[int]:
+def _balance_devices(cutter: PipelineCutter, cuts: list[int]) -> list[int]:
     """Return the cuts moved, one at a time, as long as the busiest device gets less to do.
 
-    ``balanced_cuts`` looks at each stage by itself; here the stages of a device add up. Cuts stay where little is sent,
-    and no device gets more parameters and activations than its stages may take together.
+    The cutter looks at each stage by itself; here the stages of a device add up. No device gets more than its stages
+    may take together.
     """
-    load = _DeviceLoad(problem, microbatches, segment)
-    best, improved = load.of(cuts), True
+    load = _device_load(cutter)
+    best, improved = load(cuts), True
     while improved:
         improved = False
         for position in range(1, len(cuts) - 1):
-            for place in load.places:
-                trial = [*cuts[:position], int(place), *cuts[position + 1:]]
-                if cuts[position - 1] <= place <= cuts[position + 1] and load.of(trial) < best * (1 - 1e-6):
-                    cuts, best, improved = trial, load.of(trial), True
+            for place in range(cuts[position - 1], cuts[position + 1] + 1):
+                trial = [*cuts[:position], place, *cuts[position + 1:]]
+                trial_s = load(trial)
+                if trial_s < best * (1 - 1e-6):
+                    cuts, best, improved = trial, trial_s, True
+                    break
     return cuts
 
 
-class _DeviceLoad:
-    """The work of the busiest device for one micro-batch, transfers included, or infinite if memory is exceeded."""
+def _device_load(cutter: PipelineCutter) -> Callable[[Sequence[int]], float]:
+    """Return what gives the work of the busiest device for one micro-batch, transfers included, by the cuts.
 
-    def __init__(self, problem: Problem, microbatches: int, segment: Segment) -> None:
-        size = problem.options.batch / microbatches
-        self.segment, self.places = segment, cut_places(problem, segment)
-        self.seconds = [prefix_sums(problem.op_seconds(device, size)[segment.ops]) for device in segment.devices]
-        self.sent = cut_seconds(problem, size, segment)
-        self.limits = MemoryLimits(problem, size, microbatches, segment)
-        self.capacity = segment.memory_of_device
+    It is infinite where memory is exceeded.
+    """
+    chain, devices, capacity = cutter.chain, cutter.room.devices, cutter.room.memory_of_device
+    seconds = [chain.step_seconds(device, cutter.size) for device in devices]
+    sent = chain.crossing_seconds(cutter.size, devices)
+    need = lru_cache(maxsize=None)(cutter.need)
 
-    def of(self, cuts: Sequence[int]) -> float:
-        """Return the load of the busiest device with these cuts."""
-        work = dict.fromkeys(self.segment.devices, 0.0)
-        held = dict.fromkeys(self.segment.devices, 0.0)
+    def load(cuts: Sequence[int]) -> float:
+        work, held = dict.fromkeys(devices, 0.0), dict.fromkeys(devices, 0.0)
         for stage, (first, last) in enumerate(itertools.pairwise(cuts)):
-            device = self.segment.devices[stage]
             if last > first:
-                work[device] += float(self.seconds[stage][last] - self.seconds[stage][first] + 2 * self.sent[last])
-                held[device] += self.limits.bytes_of(stage, first, last)
-        over = any(held[device] > self.capacity[device] > 0 for device in held)
-        return float("inf") if over else max(work.values())
+                work[devices[stage]] += float(seconds[stage][last] - seconds[stage][first] + 2 * sent[last])
+                held[devices[stage]] += float(need(stage, first)[last - first])
+        return math.inf if any(held[device] > capacity[device] for device in held) else max(work.values())
+
+    return load
 
 
 def _around(groups: _Groups, joint: Sequence[StageSpec], inner: list[StageSpec]) -> list[StageSpec]:
@@ -259,7 +256,8 @@ def _joint(problem: Problem, parts: Sequence[I64]) -> list[StageSpec]:
 def _joint_bytes(problem: Problem, joint: Sequence[StageSpec]) -> float:
     """Return about what the joint stages take on each device: their part of parameters and state."""
     ops = np.concatenate([spec.ops for spec in joint])
-    return float(state_bytes(problem)[ops].sum()) / len(problem.devices)
+    optimizer = problem.options.optimizer if problem.is_training else None
+    return float(state_by_op(problem.graph, optimizer)[ops].sum()) / len(problem.devices)
 
 
 def guess_sharding(graph: Graph, ops: I64, num_devices: int) -> Sharding:

@@ -19,7 +19,7 @@ from weft.plan.memory import account_memory
 from weft.plan.plan import Plan, SearchInfo
 from weft.search.common.budget import Budget
 from weft.search.common.problem import Problem
-from weft.search.placements import PLACEMENTS
+from weft.search.joint.placements import PLACEMENTS
 from weft.search.schedule.from_plan import PlanProblem, problem_of_plan, with_schedule
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import ScheduleResult

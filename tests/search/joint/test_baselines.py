@@ -15,9 +15,9 @@ from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
 from weft.planning.compare import compare_strategies, evaluate, microbatch_choices
-from weft.search.baselines import STRATEGIES, balanced_cuts, equal_cuts
 from weft.search.common.problem import PlanOptions, Problem, block_of, divisors
 from weft.search.deploy.search import DeployOptions
+from weft.search.joint.baselines import STRATEGIES, balanced_cuts, equal_cuts
 
 
 def mixed_cluster(speeds: list[float], *, memory: str = "1GB", bandwidth: str = "100GB/s") -> Cluster:
