@@ -155,8 +155,8 @@ class PipelineCutter:
 
     def need(self, stage: int, begin: int) -> F64:
         """Return what a stage takes from a place to each place from there on."""
-        load = Load(num_samples=self.size, in_flight=self.in_flight[stage], microbatches=self.microbatches, is_alone=True,
-                    recompute=self.chain.problem.options.recompute)
+        load = Load(num_samples=self.size, in_flight=self.in_flight[stage], microbatches=self.microbatches,
+                    is_alone=True, recompute=self.chain.problem.options.recompute)
         return self.chain.stage_bytes((self.room.devices[stage],), begin, load)
 
     def balanced(self) -> list[int]:
@@ -193,8 +193,8 @@ class PipelineCutter:
         missing = f"{format_bytes(need - total)} too little" if need > total else "too little for whole operators"
         advice = "" if problem.options.recompute or not problem.is_training else ", recomputation"
         return NoFeasiblePlan(
-            f"the model needs {format_bytes(need)} (parameters, gradients and optimizer state {format_bytes(state)}, the "
-            f"rest for one micro-batch), the {len(capacities)} devices have {format_bytes(total)} in all: {missing}. "
+            f"the model needs {format_bytes(need)} (parameters, gradients and optimizer state {format_bytes(state)}, the"
+            f" rest for one micro-batch), the {len(capacities)} devices have {format_bytes(total)} in all: {missing}. "
             f"Try more micro-batches{advice}, or more devices.", missing_bytes=max(0, int(need - total)))
 
 

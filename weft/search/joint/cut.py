@@ -1,8 +1,8 @@
 """The one cutter: where a chain of pieces is cut into stages, for any of three objectives.
 
-Places ``0 .. P`` are where stages may begin and end. Stage ``s`` may go from place ``a`` as far as ``reach[s](a)``: that
-is what memory allows (``weft.plan.piece_memory``). With ``t_s(a, b)`` the time of a stage and ``c(a)`` that of what is
-sent over a place, cuts ``0 = k_0 < k_1 < ... < k_p = P`` are sought that make as small as possible
+Places ``0 .. P`` are where stages may begin and end. Stage ``s`` may go from place ``a`` as far as ``reach[s](a)``:
+that is what memory allows (``weft.plan.piece_memory``). With ``t_s(a, b)`` the time of a stage and ``c(a)`` that of
+what is sent over a place, cuts ``0 = k_0 < k_1 < ... < k_p = P`` are sought that make as small as possible
 
     the longest stage      max over s of t_s(k_s, k_(s+1))                                   (shortest_longest)
     the period of 1F1B     max over s of t_s, 2 c, and of what is in flight:                 (shortest_period)

@@ -41,6 +41,8 @@ MAX_EXCHANGE: Final = 64
 TYPICAL_BYTES: Final = 1e8
 SLACKS: Final = (0.0, 0.2)
 """By how much of its time a stage may be shorter in order to send less; the best of the cuts is taken."""
+ROOM: Final = 0.9
+"""So much of a device's memory segments may fill without being made smaller: what the account may differ, and more."""
 SEGMENT_COUNTS: Final = (1, 2, 4, 8, 16, 32, 64)
 
 
@@ -226,14 +228,26 @@ class Estimator:
         return self.chain.segmented_bytes(team, self.segments(setting, stage, begin, end), load)
 
     def segments(self, setting: Setting, stage: int, first: int, last: int) -> list[int]:
-        """Return where a stage that recomputes is cut into segments of about equal time that need least memory."""
+        """Return where a stage that recomputes is cut into segments of about equal time.
+
+        The fewest that leave room, since each costs a little time; else those that need least memory.
+        """
         mesh = setting.layout[stage % len(setting.layout)]
         team, count = self.members(mesh, self.problem.options.batch // setting.microbatches)[0]
         key = mesh, count, self.in_flight(setting, stage), first, last
         if key not in self._segments:
             load = self.load(setting, stage, count)
-            choices = [self._ends(team, first, last, number) for number in SEGMENT_COUNTS if number <= last - first]
-            self._segments[key] = min(choices, key=lambda ends: self.chain.segmented_bytes(team, ends, load))
+            room = ROOM * self.chain.capacity(team) / setting.chunks
+            best: tuple[float, list[int]] | None = None
+            for number in (number for number in SEGMENT_COUNTS if number <= last - first):
+                ends = self._ends(team, first, last, number)
+                need = self.chain.segmented_bytes(team, ends, load)
+                if best is None or need < best[0]:
+                    best = need, ends
+                if need <= room:
+                    break
+            assert best is not None, "a stage has one piece at least"
+            self._segments[key] = best[1]
         return self._segments[key]
 
     def _ends(self, team: Team, first: int, last: int, count: int) -> list[int]:

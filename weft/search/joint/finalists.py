@@ -3,8 +3,8 @@
     estimate -> plan, check, simulation
     simulated -> a searched order for the best and those whose devices have the least to do -> sharded states
 
-The order of a pipeline is 1F1B at first. Then it is searched for this placement (``weft.search.joint.scheduled``), with split
-backwards where memory allows, also for finalists that were not the best.
+The order of a pipeline is 1F1B at first. Then it is searched for this placement (``weft.search.joint.scheduled``),
+with split backwards where memory allows, also for finalists that were not the best.
 """
 
 from __future__ import annotations
