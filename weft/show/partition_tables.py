@@ -7,7 +7,7 @@ from typing import IO
 import numpy as np
 
 from weft.base.units import format_bytes
-from weft.search.place.partition_result import PartitionResult
+from weft.search.place.partition.problem import PartitionResult
 from weft.show.drawing import number
 from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, cut_table, percent, print_text_table
 

@@ -19,8 +19,7 @@ import numpy as np
 from weft.base.units import format_time
 from weft.model.graph import F64, I64
 from weft.search.place.problem import PlaceProblem
-from weft.search.place.result import PlaceResult
-from weft.search.place.timetable import Timetable
+from weft.search.place.timetable import PlaceResult, Timetable
 from weft.show.drawing import IDLE, ChartLine, fill_cells, part_style, print_chart, row_line, text_axis, wrapped
 from weft.show.names import printable, shorten
 from weft.show.place_facts import Row, critical_items, device_rows, find_waits, link_rows

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import IO, Final
 
 from weft.base.units import format_bytes, format_time
-from weft.search.place.result import PlaceResult
+from weft.search.place.timetable import PlaceResult
 from weft.show.names import printable, shorten
 from weft.show.place_facts import (
     WHY,

@@ -11,7 +11,7 @@ from tests.search.place.odd_inputs import chain, cluster, edge, graph, op
 from tests.search.place.random_problems import random_problem
 from tests.search.place.worlds import problem_of
 from weft.base.errors import ClusterError, InputError, ModelError
-from weft.search.place.problem import check_placement, unit_weights
+from weft.search.place.problem import check_placement
 
 LINKS = [{"from": "x", "to": "s", "bandwidth": 4, "latency": 0.25}, {"from": "y", "to": "s", "bandwidth": 2}]
 
@@ -121,7 +121,7 @@ def test_derived_tables_follow_their_definitions(seed):
     held = [{int(problem.weights[op]) for op in range(15) if device[op] == index} for index in devices]
     assert problem.resident_bytes(device) == pytest.approx(
         [sum(problem.weight_bytes[item] for item in items) for items in held])
-    for unit, items in enumerate(unit_weights(problem)):
+    for unit, items in enumerate(problem.unit_weights):
         assert items == sorted({int(problem.weights[op]) for op in range(15) if problem.unit_of_op[op] == unit})
 
 
