@@ -11,7 +11,7 @@ from tests.search.place.odd_inputs import chain, cluster, edge, graph, op
 from tests.search.place.random_problems import random_problem
 from tests.search.place.worlds import problem_of
 from weft.base.errors import ClusterError, InputError, ModelError
-from weft.search.place.problem import check_placement
+from weft.search.place.problem import check_placement, topological
 
 LINKS = [{"from": "x", "to": "s", "bandwidth": 4, "latency": 0.25}, {"from": "y", "to": "s", "bandwidth": 2}]
 
@@ -133,3 +133,8 @@ def test_a_placement_is_refused_where_it_may_not_be_or_tears_a_unit():
     with pytest.raises(InputError, match="'b' and 'c' must share a device"):
         check_placement(problem, np.array([1, 0, 1]))
     check_placement(replace(problem, unit_of_op=np.arange(3)), np.array([1, 0, 1]))
+
+
+def test_topological_order_takes_the_smallest_key_first_and_leaves_out_circles():
+    follow = [{2}, {2, 3}, set(), set(), {5}, {4, 6}, set()]
+    assert topological(follow, [5, 1, 0, 2, 0, 0, 0]) == [1, 3, 0, 2]

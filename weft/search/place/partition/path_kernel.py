@@ -240,8 +240,7 @@ def _chosen(ends: I64) -> I64:
 
 @compiled
 def best_intervals(cpu_s: F64, fpga_s: F64, size: F64, can_set: I64, read_start: I64, reads: I64, node_start: I64,
-                   nodes: I64, cost_s: F64, last: I64, block: I64, num_sets: int, capacity: float,
-                   longest: int) -> I64:
+                   nodes: I64, cost_s: F64, last: I64, num_sets: int, capacity: float, longest: int) -> I64:
     """Return the set of every block, 0 for CPUs.
 
     ``reads`` lists what blocks read from others, ``nodes`` what is in them; ``last`` is the last block that reads a

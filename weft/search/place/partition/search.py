@@ -43,7 +43,7 @@ from weft.search.place.partition.problem import (
     load_partition,
     parse_partition,
 )
-from weft.search.place.problem import Objective, csr, inverse, topological
+from weft.search.place.problem import Objective, csr, inverse, starts_of, topological
 from weft.search.place.throughput.model import LoadProblem, blocks_of, make_loads
 from weft.search.place.throughput.search import minimise, warm_up
 
@@ -202,21 +202,12 @@ def interval_sets(g: Graph, blocks: Sequence[I64]) -> I64:
     source = np.repeat(np.arange(len(g.cpu_s)), np.diff(g.target_start))
     last = block.copy()
     np.maximum.at(last, source, block[g.targets])
-    order = np.argsort(block, kind="stable")
-    starts = best_intervals(cpu_s, fpga_s, size, can_set, *_reads_by_block(g, block, count),
-                            np.searchsorted(block[order], np.arange(count + 1)).astype(np.int64),
-                            order.astype(np.int64), g.cost_s, last, block, g.num_sets, g.capacity, TUNING.max_interval)
+    is_outer = block[source] != block[g.targets]
+    reads = np.unique(np.stack([block[g.targets], source], axis=1)[is_outer], axis=0)
+    starts = best_intervals(cpu_s, fpga_s, size, can_set, starts_of(reads[:, 0], count), reads[:, 1].copy(),
+                            starts_of(block, count), np.argsort(block, kind="stable"), g.cost_s, last, g.num_sets,
+                            g.capacity, TUNING.max_interval)
     return np.asarray(starts[block_of_unit], dtype=np.int64)
-
-
-def _reads_by_block(g: Graph, block: I64, count: int) -> tuple[I64, I64]:
-    """Return the nodes of other blocks that each block reads, each once."""
-    reads: list[dict[int, None]] = [{} for _ in range(count)]
-    for node in range(len(g.cpu_s)):
-        for target in g.targets[g.target_start[node] : g.target_start[node + 1]].tolist():
-            if block[target] != block[node]:
-                reads[block[target]][node] = None
-    return csr([list(items) for items in reads])
 
 
 class Cover(NamedTuple):
