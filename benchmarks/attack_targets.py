@@ -300,7 +300,7 @@ def _read_problem(path: Path, use: bool) -> None:
 
 
 def _read_partition(path: Path, use: bool) -> None:
-    from weft.search.place.partition import load_partition
+    from weft.search.place.partition.search import load_partition
 
     load_partition(path)
     if use:

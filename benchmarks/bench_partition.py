@@ -45,7 +45,7 @@ def solve(path: Path, section: str, time_limit: float | None) -> dict[str, Any]:
 
 
 def search_one(path: Path, section: str, time_limit: float | None) -> dict[str, Any]:
-    from weft.search.place.partition import load_partition, solve_partition
+    from weft.search.place.partition.search import load_partition, solve_partition
 
     result = solve_partition(load_partition(path), objective="latency" if section == "latency" else "throughput",
                              contiguous=section == "contiguous", time_limit=time_limit)

@@ -48,7 +48,7 @@ def _small_problem() -> Any:
 
 def _warm_placement() -> None:
     from weft.search.place import kernel
-    from weft.search.place.anneal import Annealer
+    from weft.search.place.latency.anneal import Annealer
     from weft.search.place.methods import METHODS
 
     problem = _small_problem()
@@ -60,7 +60,7 @@ def _warm_placement() -> None:
 
 def _warm_loads() -> None:
     from weft.search.common.budget import Budget
-    from weft.search.place.throughput import solve_throughput
+    from weft.search.place.throughput.search import solve_throughput
 
     problem = _small_problem()
     start = np.zeros(problem.num_ops, dtype=np.int64)
@@ -69,8 +69,8 @@ def _warm_loads() -> None:
 
 
 def _warm_partition() -> None:
-    from weft.search.place.partition import solve_partition
-    from weft.search.place.partition_problem import parse_partition
+    from weft.search.place.partition.problem import parse_partition
+    from weft.search.place.partition.search import solve_partition
 
     nodes = [{"id": i, "supportedOnFpga": True, "cpuLatency": 10.0, "fpgaLatency": 1.0 + i % 3, "isBackwardNode": False,
               "colorClass": i // 2, "size": 1.0} for i in range(NUM_OPS)]

@@ -18,7 +18,7 @@ from tests.show.place_results import DIAMOND, PAIR, result_of
 from weft.base.errors import NoFeasiblePlan
 from weft.cli.main import main
 from weft.search.place.methods import METHODS
-from weft.search.place.result import PlaceResult
+from weft.search.place.timetable import PlaceResult
 
 SEARCH = "weft.search.place.search"
 

@@ -315,7 +315,7 @@ def test_a_placement_that_is_cut_short_has_an_answer_and_a_bound(monkeypatch):
 
 
 def test_placement_for_throughput_is_cut_short(monkeypatch):
-    from weft.search.place import stream
+    from weft.search.place.throughput import search as stream
 
     problem = graph_problem()
     monkeypatch.setattr(stream, "solve_throughput", endless)
@@ -417,7 +417,7 @@ def test_imports_are_reported_by_every_searcher(command, tmp_path, monkeypatch, 
 
 
 def test_earliest_start_in_slices_is_the_same_as_at_once(monkeypatch):
-    from weft.search.place import earliest_kernel
+    from weft.search.place import list_kernel as earliest_kernel
     from weft.search.place.lists import etf
 
     problem = graph_problem(300)

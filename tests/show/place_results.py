@@ -11,8 +11,7 @@ from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
 from weft.model.graph_file import parse_graph
 from weft.search.place.problem import PlaceProblem, problem_from_graph
-from weft.search.place.result import PlaceResult
-from weft.search.place.timetable import make_timetable
+from weft.search.place.timetable import PlaceResult, make_timetable
 from weft.show.place_tables import PlaceView
 
 DIAMOND = {"format": "weft.graph", "version": 1,

@@ -30,12 +30,15 @@ from weft.cli.common import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from weft.cli.place_plan import Loaded
+    from weft.cluster.cluster import Cluster
+    from weft.coarsen.contract import Coarse
+    from weft.cost.costs import Costs
     from weft.model.graph import Graph
     from weft.model.trace import TracedModel
     from weft.plan.plan import Plan
+    from weft.search.place.placed_plan import OpPlacement
     from weft.search.place.problem import PlaceProblem
-    from weft.search.place.result import PlaceResult
+    from weft.search.place.timetable import PlaceResult, Timetable
     from weft.show.place_tables import MethodFacts, PlaceView
 
 OBJECTIVES = ("latency", "throughput")
@@ -43,6 +46,8 @@ FORMATS = ("weft", "dnn-partitioning")
 LEAST_S = 0.01
 """Seconds that a search has at least, however long reading took."""
 FUSIONS = ("none", "rules", "inductor", "onnxruntime")
+NUM_REQUESTS = 8
+"""A plan for throughput runs so many requests, one after the other through the devices."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,13 +150,26 @@ def _refuse_given(format_: str, given: dict[str, object]) -> None:
                          "and the benchmark's objectives have no timetable")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """The graph to place, and what it was before fusion."""
+
+    fine: Graph
+    coarse: Coarse | None
+    fusion: str
+
+    @property
+    def graph(self) -> Graph:
+        """Return the graph whose operators get devices."""
+        return self.fine if self.coarse is None else self.coarse.graph
+
+
 # ---- a graph on a cluster -------------------------------------------------------------------------------------------
 
 
 def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str | None, profile: Path | None,
                  batch: int | None, dtype: str | None, plan: Path | None) -> None:
     imports = time.perf_counter()
-    from weft.cli.place_plan import fused_groups, write_plan
     from weft.cluster import read_cluster
     from weft.cost.costs import load_costs
     from weft.search.place.problem import problem_from_graph
@@ -170,11 +188,10 @@ def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str 
     problem = problem_from_graph(loaded.graph, target, costs)
     result, methods = _search(problem, options)
     if plan is not None:
-        found = write_plan(plan, loaded, target, result, lambda item: _search(item, replace(options, compare=False))[0],
-                           costs=costs if loaded.coarse is None else load_costs(loaded.fine, target, profile, dtype),
-                           dtype=dtype, seed=options.seed)
+        fine_costs = costs if loaded.coarse is None else load_costs(loaded.fine, target, profile, dtype)
+        found = _write_plan(plan, loaded, target, result, options, costs=fine_costs, dtype=dtype)
         options.report(f"plan written to {plan}: {_plan_text(found)}")
-    more: dict[str, Any] = {} if loaded.coarse is None else {"groups": fused_groups(loaded.coarse)}
+    more: dict[str, Any] = {} if loaded.coarse is None else {"groups": _fused_groups(loaded.coarse)}
     _present(PlaceView(result=result, title=f"{loaded.fine.name} on {target.name}", fusion=loaded.fusion,
                        num_ops_before=loaded.fine.num_ops, methods=methods,
                        kinds={device.name: device.kind for device in target.devices},
@@ -188,14 +205,12 @@ def _import_searches(options: PlaceOptions) -> None:
 
         load_compiled()
         if options.objective == "throughput":
-            from weft.search.place import stream  # noqa: F401
+            from weft.search.place.throughput import search  # noqa: F401
 
 
 def _load(spec: str, *, fusion: str | None, batch: int | None, dtype: str | None,
           report: Callable[[str], None]) -> Loaded:
     """Return the graph, traced for inference, with what the backend fuses as one operator."""
-    from weft.cli.place_plan import Loaded
-
     how = choice("--fusion", fusion if fusion is not None else "none" if _is_graph_file(spec) else "rules", FUSIONS)
     source = _load_source(spec, batch=batch, dtype=dtype, report=report)
     fine: Graph = source if not hasattr(source, "graph") else source.graph
@@ -292,12 +307,70 @@ def _write_pictures(view: PlaceView, options: PlaceOptions) -> None:
         options.report(f"picture written to {options.svg}")
 
 
+# ---- the plan ------------------------------------------------------------------------------------------------------
+
+
+def _write_plan(path: Path, loaded: Loaded, cluster: Cluster, result: PlaceResult, options: PlaceOptions, *,
+                costs: Costs, dtype: str | None) -> Plan:
+    """Write the plan of a placement, and return it: checked, and within memory by the plan's own account.
+
+    Where that account has more than a device holds, another placement is searched. ``costs`` are of the model's own
+    operators.
+    """
+    import numpy as np
+
+    from weft.plan.check import check_plan
+    from weft.plan.plan import SearchInfo, save_plan
+    from weft.search.common.problem import PlanOptions, Problem
+    from weft.search.place.placed_plan import plan_within_memory
+    from weft.simulate.predict import simulate
+
+    num_requests = 1 if result.objective == "latency" else NUM_REQUESTS
+    problem = Problem(graph=loaded.fine, cluster=cluster, costs=costs, options=PlanOptions(
+        batch=loaded.fine.batch * num_requests, microbatches=num_requests, mode="inference",
+        dtype=dtype or _float_dtype(loaded.fine), seed=options.seed))
+
+    def placed(reserve: Mapping[str, int]) -> OpPlacement:
+        if not any(reserve.values()):
+            return _op_placement(loaded, result.timetable)
+        kept = np.array([reserve.get(name, 0) for name in result.problem.device_names], dtype=np.float64)
+        less = replace(result.problem, capacity=np.maximum(0.0, result.problem.capacity - kept))
+        return _op_placement(loaded, _search(less, replace(options, compare=False))[0].timetable)
+
+    plan = plan_within_memory(problem, placed, microbatches=num_requests)
+    step_time = simulate(check_plan(plan, loaded.fine, cluster), costs, cluster).step_time_s
+    plan = replace(plan, search=SearchInfo(by="place", status="heuristic", step_time=step_time, seed=options.seed))
+    save_plan(plan, path)
+    return plan
+
+
+def _op_placement(loaded: Loaded, timetable: Timetable) -> OpPlacement:
+    """Return where every operator of the model runs, and in which order."""
+    from weft.search.place.placed_plan import OpPlacement, placement_of_groups
+
+    if loaded.coarse is None:
+        return OpPlacement(device=timetable.device, order=timetable.order)
+    return placement_of_groups(loaded.coarse, timetable.device, timetable.order)
+
+
+def _fused_groups(coarse: Coarse) -> dict[str, list[str]]:
+    """Return the model's operators in every group of several, by the name under which the group is placed."""
+    return {coarse.graph.op_names[group]: [coarse.fine.op_names[op] for op in ops]
+            for group, ops in enumerate(coarse.groups.members()) if len(ops) > 1}
+
+
+def _float_dtype(graph: Graph) -> str:
+    """Return the floating-point type of the model's parameters, or float32 where they have none."""
+    names = [graph.tensor_dtypes[tensor] for tensor in graph.parameters.tolist()]
+    return next((name for name in names if name.startswith(("float", "bfloat"))), "float32")
+
+
 # ---- a problem of the dnn-partitioning benchmark -------------------------------------------------------------------
 
 
 def _place_partition(path: str, options: PlaceOptions) -> None:
     imports = time.perf_counter()
-    from weft.search.place.partition import compile_searches, load_partition, solve_partition
+    from weft.search.place.partition.search import compile_searches, load_partition, solve_partition
     from weft.show.place_tables import print_partition
 
     compile_searches(choice("--objective", options.objective, OBJECTIVES))

@@ -17,8 +17,7 @@ import numpy as np
 
 from weft.model.graph import F64, I64
 from weft.search.place.problem import PlaceProblem
-from weft.search.place.result import PlaceResult
-from weft.search.place.timetable import Sent, Timetable
+from weft.search.place.timetable import PlaceResult, Sent, Timetable
 from weft.show.chart import Row
 from weft.show.names import grouped
 

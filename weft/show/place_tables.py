@@ -13,8 +13,8 @@ from typing import IO, Final
 import numpy as np
 
 from weft.base.units import format_bytes, format_time
-from weft.search.place.partition_result import PartitionResult
-from weft.search.place.result import PlaceResult
+from weft.search.place.partition.problem import PartitionResult
+from weft.search.place.timetable import PlaceResult
 from weft.show import page
 from weft.show import place_facts as facts
 from weft.show.chart import Chart, counted, number

@@ -10,8 +10,8 @@ import pytest
 from tests.search.place.odd_inputs import chain, cluster
 from tests.search.place.worlds import problem_of
 from weft.base.errors import NoFeasiblePlan
-from weft.search.place.assignment import Assignment, with_room_for_tensors
 from weft.search.place.problem import PlaceProblem
+from weft.search.place.timetable import Assignment, with_room_for_tensors
 
 
 def world(*capacity: float) -> PlaceProblem:

@@ -14,12 +14,23 @@ from weft.base.errors import NoFeasiblePlan
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
 from weft.model.graph_file import parse_graph
-from weft.search.place.getf import speed_groups
-from weft.search.place.lists import best_heft, cpop, device_speeds, device_subsets, etf, heft, heft_on, latency_of, peft
-from weft.search.place.methods import METHODS, Assignment
+from weft.search.place.lists import (
+    best_heft,
+    cpop,
+    device_speeds,
+    device_subsets,
+    etf,
+    favourite_children,
+    heft,
+    heft_on,
+    latency_of,
+    m_sct,
+    peft,
+    speed_groups,
+)
+from weft.search.place.methods import METHODS
 from weft.search.place.problem import PlaceProblem, problem_from_graph
-from weft.search.place.sct import favourite_children, m_sct
-from weft.search.place.timetable import check_timetable, make_timetable
+from weft.search.place.timetable import Assignment, check_timetable, make_timetable
 
 CONTENTIONS = ("link", "port", "none")
 LISTS = ("heft", "heft-subsets", "peft", "cpop", "etf", "m-sct", "getf")
@@ -125,7 +136,7 @@ def test_m_sct_keeps_favourite_children_on_the_device() -> None:
 
 @pytest.mark.parametrize("limit", [0, 10_000])
 def test_favourite_children_have_one_parent(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.search.place.sct.MAX_EDGES", limit)
+    monkeypatch.setattr("weft.search.place.lists.MAX_EDGES", limit)
     for seed in range(20):
         problem = random_problem(np.random.default_rng(seed), 20, 3)
         favourite = favourite_children(problem)

@@ -17,8 +17,7 @@ from tests.search.place.worlds import problem_of
 from weft.base.errors import NoFeasiblePlan
 from weft.search.place.methods import METHODS
 from weft.search.place.problem import PlaceProblem
-from weft.search.place.result import PlaceResult
-from weft.search.place.timetable import check_timetable, make_timetable
+from weft.search.place.timetable import PlaceResult, check_timetable, make_timetable
 
 CONTENTIONS = ("link", "port", "none")
 

@@ -14,7 +14,7 @@ from weft.base.errors import ClusterError, InputError, ModelError
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import Costs, estimate_costs
 from weft.model.graph_file import parse_graph
-from weft.search.place.problem import check_placement, unit_weights
+from weft.search.place.problem import check_placement, topological
 
 LINKS = [{"from": "x", "to": "s", "bandwidth": 4, "latency": 0.25}, {"from": "y", "to": "s", "bandwidth": 2}]
 
@@ -148,7 +148,7 @@ def test_derived_tables_follow_their_definitions(seed):
     held = [{int(problem.weights[op]) for op in range(15) if device[op] == index} for index in devices]
     assert problem.resident_bytes(device) == pytest.approx(
         [sum(problem.weight_bytes[item] for item in items) for items in held])
-    for unit, items in enumerate(unit_weights(problem)):
+    for unit, items in enumerate(problem.unit_weights):
         assert items == sorted({int(problem.weights[op]) for op in range(15) if problem.unit_of_op[op] == unit})
 
 
@@ -160,3 +160,8 @@ def test_a_placement_is_refused_where_it_may_not_be_or_tears_a_unit():
     with pytest.raises(InputError, match="'b' and 'c' must share a device"):
         check_placement(problem, np.array([1, 0, 1]))
     check_placement(replace(problem, unit_of_op=np.arange(3)), np.array([1, 0, 1]))
+
+
+def test_topological_order_takes_the_smallest_key_first_and_leaves_out_circles():
+    follow = [{2}, {2, 3}, set(), set(), {5}, {4, 6}, set()]
+    assert topological(follow, [5, 1, 0, 2, 0, 0, 0]) == [1, 3, 0, 2]

@@ -83,6 +83,15 @@ class Budget:
             self.is_interrupted |= share.is_interrupted
 
     @contextmanager
+    def without(self, effort: float) -> Iterator[None]:
+        """Keep so much of the effort for later. It stays one budget, so that Ctrl-C reaches what is done inside."""
+        self.effort -= effort
+        try:
+            yield
+        finally:
+            self.effort += effort
+
+    @contextmanager
     def paused(self) -> Iterator[None]:
         """Let what is done inside not count: the deadline moves by as long as it takes."""
         begin = self.clock()

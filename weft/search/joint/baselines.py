@@ -194,8 +194,8 @@ class PipelineCutter:
         advice = "" if problem.options.recompute or not problem.is_training else ", recomputation"
         return NoFeasiblePlan(
             f"the model needs {format_bytes(need)} (parameters, gradients and optimizer state {format_bytes(state)},"
-            f" the rest for one micro-batch), the {len(capacities)} devices have {format_bytes(total)} in all: {missing}. "
-            f"Try more micro-batches{advice}, or more devices.", missing_bytes=max(0, int(need - total)))
+            f" the rest for one micro-batch), the {len(capacities)} devices have {format_bytes(total)} in all: "
+            f"{missing}. Try more micro-batches{advice}, or more devices.", missing_bytes=max(0, int(need - total)))
 
 
 STRATEGIES: Final[dict[str, Strategy]] = {

@@ -3,34 +3,161 @@
 ``place_by_priority`` takes the ready operator of the highest priority and puts it, and the transfers that it needs,
 into the earliest gaps of a *calendar*: one row of busy intervals for each core and for each thing that transfers
 occupy. HEFT, PEFT and CPoP differ in priorities and in what they add to the finish time.
-``weft.search.place.earliest_kernel`` has the lists that take what can start first.
+
+``place_earliest`` takes, of all ready operators and devices, the pair that can start first. Nothing is put into gaps,
+so the times are those of ``make_timetable``. Two additions to ETF, each idle unless used:
+
+- *favourite children* (m-SCT): the device whose last operator has a favourite child waits for it; another operator may
+  only start there once what it reads could be on every device (it is *urgent*).
+- *preferred devices* (GETF): an operator goes to one of these, to others only if none of them has room.
+
+*Memory* (``Room``): the weights of a whole unit count when its first operator is placed; a weight counts once per
+device. Where that leaves an operator without room, ``place_with_room`` starts again with room kept for the operator's
+unit: the published lists know no memory, and on tight devices they would rarely end.
+
+*Ranks* are passes over the edges: (producer, reader, tensor) rows in the readers' order, operators in topological
+order. Read backwards, every operator is complete before it is used; read forwards as well.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from weft.base.compiled import compiled
+from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
-from weft.search.place.kernel import Arrays, transfer_s
-from weft.search.place.problem import PlaceProblem
-from weft.search.place.room import Room, can_take, take
+from weft.search.place.kernel import Arrays, sort_inputs, transfer_s
+from weft.search.place.problem import Bools, PlaceProblem, csr, starts_of
+from weft.search.place.timetable import Assignment, no_room
+
+_MAX_ROUNDS: Final = 16
+"""Times that a list is started, with room kept for ever more units; the last time for all of them."""
 
 
-class Flow(NamedTuple):
-    """Who reads what an operator writes: ``readers[start[op]:start[op + 1]]``, once for each tensor that they read."""
+class Room(NamedTuple):
+    """Where units may run and what they keep there; the last three change while operators are placed."""
 
-    start: I64
-    readers: I64
-    num_inputs: I64
-    """[n] how often each operator stands among the readers."""
+    unit_of_op: I64
+    allowed: Bools
+    """[units, m]"""
+    weight_start: I64
+    """[units + 1]"""
+    weights: I64
+    weight_bytes: F64
+    free: F64
+    """[m] bytes left."""
+    held: Bools
+    """[m, weights] the device has the weight."""
+    home: I64
+    """[units] the device, or -1."""
+
+
+def make_room(problem: PlaceProblem, allowed: Bools) -> Room:
+    """Return the memory of the problem with nothing placed."""
+    start, weights = csr(problem.unit_weights)
+    return Room(
+        unit_of_op=problem.unit_of_op, allowed=allowed, weight_start=start, weights=weights,
+        weight_bytes=problem.weight_bytes, free=problem.capacity.copy(),
+        held=np.zeros((problem.num_devices, len(problem.weight_bytes)), dtype=np.bool_),
+        home=np.full(problem.num_units, -1, dtype=np.int64))
+
+
+@compiled
+def can_take(room: Room, unit: int, device: int) -> bool:
+    """Return whether the unit may run on the device and its weights fit there, or it lives there."""
+    if room.home[unit] >= 0:
+        return bool(room.home[unit] == device)
+    if not room.allowed[unit, device]:
+        return False
+    needed = 0.0
+    for slot in range(room.weight_start[unit], room.weight_start[unit + 1]):
+        if not room.held[device, room.weights[slot]]:
+            needed += room.weight_bytes[room.weights[slot]]
+    return bool(needed <= room.free[device])
+
+
+@compiled
+def take(room: Room, unit: int, device: int) -> None:
+    """Let the unit live on the device, if it has no home yet."""
+    if room.home[unit] >= 0:
+        return
+    room.home[unit] = device
+    for slot in range(room.weight_start[unit], room.weight_start[unit + 1]):
+        weight = room.weights[slot]
+        if not room.held[device, weight]:
+            room.held[device, weight] = True
+            room.free[device] -= room.weight_bytes[weight]
+
+
+@compiled
+def _pack(room: Room, units: I64, time_s: F64, is_tight: bool) -> bool:
+    """Give each of the units a home in this order; return whether all found one.
+
+    The fastest device with room, or if ``is_tight`` the one that has the least memory left.
+    """
+    for unit in units:
+        best, best_value = -1, np.inf
+        for device in range(len(room.free)):
+            if can_take(room, unit, device):
+                value = room.free[device] if is_tight else time_s[unit, device]
+                if best < 0 or value < best_value:
+                    best, best_value = device, value
+        if best < 0:
+            return False
+        take(room, unit, best)
+    return True
+
+
+def _room_with(problem: PlaceProblem, allowed: Bools, units: list[int]) -> Room | None:
+    """Return the memory with room kept for these units, the largest first, or None if that cannot be."""
+    times = np.zeros((problem.num_units, problem.num_devices))
+    np.add.at(times, problem.unit_of_op, problem.time_s)
+    owner = np.repeat(np.arange(problem.num_units), [len(items) for items in problem.unit_weights])
+    held = np.array([weight for items in problem.unit_weights for weight in items], dtype=np.int64)
+    sizes = np.bincount(owner, weights=problem.weight_bytes[held], minlength=problem.num_units)
+    largest_first = sorted(units, key=lambda unit: (-sizes[unit], unit))
+    for is_tight in (False, True):
+        room = make_room(problem, allowed)
+        if _pack(room, np.array(largest_first, dtype=np.int64), times, is_tight):
+            return room
+    return None
+
+
+def place_with_room(problem: PlaceProblem, allowed: Bools, place: Callable[[Room], tuple[int, Assignment]]
+                    ) -> Assignment:
+    """Return the assignment of ``place``, which returns (the operator for which there was no room or -1, assignment).
+
+    Where there was no room it is called again, with the units that had none on devices chosen beforehand. Raise
+    ``NoFeasiblePlan`` if this cannot help.
+    """
+    everything = list(range(problem.num_units))
+    kept: list[int] = []
+    error: NoFeasiblePlan | None = None
+    for turn in range(_MAX_ROUNDS):
+        room = _room_with(problem, allowed, kept) if turn < _MAX_ROUNDS - 1 else None
+        room = room or _room_with(problem, allowed, everything)
+        if room is None:
+            break
+        failed, found = place(room)
+        if failed < 0:
+            return found
+        error = error or no_room(problem, failed, found.device, allowed[problem.unit_of_op[failed]])
+        if not kept and _room_with(problem, allowed, everything) is None:
+            break
+        kept.append(int(problem.unit_of_op[failed]))
+    assert error is not None
+    raise error
 
 
 class State(NamedTuple):
     """How far a list got, and space to work in."""
 
+    flow_start: I64
+    """[n + 1] ``flow[flow_start[i]:flow_start[i + 1]]`` read what operator ``i`` writes, once for each tensor."""
+    flow: I64
     device: I64
     """[n] -1 where nothing is placed yet."""
     start_s: F64
@@ -52,43 +179,26 @@ class State(NamedTuple):
     """Bookings for the operator at hand: rows, and [bookings, 2] begin and end."""
 
 
-def make_flow(problem: PlaceProblem) -> Flow:
-    """Return the readers of every operator."""
-    edges = problem.edges
-    order = np.argsort(edges[:, 0], kind="stable")
-    start = np.concatenate(([0], np.cumsum(np.bincount(edges[:, 0], minlength=problem.num_ops)))).astype(np.int64)
-    return Flow(start=start, readers=edges[order, 1].copy(), num_inputs=np.diff(problem.input_start))
-
-
 def make_state(problem: PlaceProblem) -> State:
-    """Return the state before anything is placed, without ready operators."""
+    """Return the state before anything is placed: ready is what reads nothing."""
+    edges, waiting = problem.edges, np.diff(problem.input_start)
     count, num_devices = problem.num_ops, problem.num_devices
     widest = max(1, int(np.diff(problem.input_start).max(initial=0)))
     bookings = widest * max(1, int(np.diff(problem.resource_start).max(initial=0)))
     return State(
+        flow_start=starts_of(edges[:, 0], count), flow=edges[np.argsort(edges[:, 0], kind="stable"), 1].copy(),
         device=np.full(count, -1, dtype=np.int64), start_s=np.zeros(count), end_s=np.zeros(count),
         arrival=np.full((problem.num_tensors, num_devices), np.inf), order=np.full(count, -1, dtype=np.int64),
-        waiting=np.diff(problem.input_start), ready=np.empty(count, dtype=np.int64),
+        waiting=waiting, ready=np.argsort(waiting > 0, kind="stable").astype(np.int64),
         missing=np.empty(widest, dtype=np.int64), sent_s=np.empty(widest),
         trial_row=np.empty(bookings, dtype=np.int64), trial_s=np.empty((bookings, 2)))
 
 
 @compiled
-def first_ready(state: State) -> int:
-    """Return how many operators read nothing; they are in ``state.ready``."""
-    count = 0
-    for op in range(len(state.device)):
-        if state.waiting[op] == 0:
-            state.ready[count] = op
-            count += 1
-    return count
-
-
-@compiled
-def release(flow: Flow, state: State, op: int, num_ready: int) -> int:
+def release(state: State, op: int, num_ready: int) -> int:
     """Return how many operators are ready once this one is placed."""
-    for slot in range(flow.start[op], flow.start[op + 1]):
-        reader = flow.readers[slot]
+    for slot in range(state.flow_start[op], state.flow_start[op + 1]):
+        reader = state.flow[slot]
         state.waiting[reader] -= 1
         if state.waiting[reader] == 0:
             state.ready[num_ready] = reader
@@ -100,22 +210,7 @@ def release(flow: Flow, state: State, op: int, num_ready: int) -> int:
 def find_missing(a: Arrays, state: State, op: int, here: int) -> tuple[int, float]:
     """Return how many tensors must be sent to the device (``state.missing``, first written first), and when all
     others are there."""
-    ready, count = 0.0, 0
-    for slot in range(a.input_start[op], a.input_start[op + 1]):
-        tensor = a.inputs[slot]
-        writer = a.producer[tensor]
-        if state.device[writer] == here:
-            ready = max(ready, state.end_s[writer])
-        elif state.arrival[tensor, here] < np.inf:
-            ready = max(ready, state.arrival[tensor, here])
-        else:
-            place = count
-            while place > 0 and state.end_s[a.producer[state.missing[place - 1]]] > state.end_s[writer]:
-                state.missing[place] = state.missing[place - 1]
-                place -= 1
-            state.missing[place] = tensor
-            count += 1
-    return count, ready
+    return sort_inputs(a, op, here, state.device, state.end_s, state.arrival, state.missing, 0.0)
 
 
 # ---- into gaps ----------------------------------------------------------------------------------------------------
@@ -254,11 +349,11 @@ def _highest(state: State, num_ready: int, priority: F64) -> int:
 @compiled
 def _best_device(a: Arrays, calendar: Calendar, room: Room, state: State, op: int, extra: F64, pinned: int) -> int:
     """Return the device where finish time + ``extra`` is smallest, or the pinned one if it has room; -1 for none."""
-    if pinned >= 0 and can_take(room, op, pinned):
+    if pinned >= 0 and can_take(room, room.unit_of_op[op], pinned):
         return pinned
     best, best_value = -1, np.inf
     for here in range(a.time_s.shape[1]):
-        if can_take(room, op, here):
+        if can_take(room, room.unit_of_op[op], here):
             value = _try(a, calendar, state, op, here)[1] + a.time_s[op, here] + extra[op, here]
             if value < best_value:
                 best, best_value = here, value
@@ -266,7 +361,7 @@ def _best_device(a: Arrays, calendar: Calendar, room: Room, state: State, op: in
 
 
 @compiled
-def place_by_priority(a: Arrays, room: Room, flow: Flow, state: State, priority: F64, extra: F64, pinned: I64) -> int:
+def place_by_priority(a: Arrays, room: Room, state: State, priority: F64, extra: F64, pinned: I64) -> int:
     """Fill ``state``, each operator where finish time + ``extra[op, device]`` is smallest; return -1.
 
     ``pinned[op]`` is a device that the operator takes if it can, or -1. Where no device has room for an operator,
@@ -275,7 +370,7 @@ def place_by_priority(a: Arrays, room: Room, flow: Flow, state: State, priority:
     num_ops, num_devices = a.time_s.shape
     num_rows = num_devices + a.num_resources
     calendar = Calendar(np.empty((num_rows, 64)), np.empty((num_rows, 64)), np.zeros(num_rows, dtype=np.int64))
-    num_ready = first_ready(state)
+    num_ready = int(np.count_nonzero(state.waiting == 0))
     for turn in range(num_ops):
         index = _highest(state, num_ready, priority)
         op = state.ready[index]
@@ -284,8 +379,242 @@ def place_by_priority(a: Arrays, room: Room, flow: Flow, state: State, priority:
         best = _best_device(a, calendar, room, state, op, extra, pinned[op])
         if best < 0:
             return int(op)
-        take(room, op, best)
+        take(room, room.unit_of_op[op], best)
         calendar = _put(a, calendar, state, op, best)
         state.order[turn] = op
-        num_ready = release(flow, state, op, num_ready)
+        num_ready = release(state, op, num_ready)
     return -1
+
+
+SLICE: Final = 1_000_000
+"""Pairs of operator and device that are looked at in one go, about."""
+
+
+class Wishes(NamedTuple):
+    """What decides beside the earliest start."""
+
+    level: F64
+    """[n] the higher first among pairs that start at the same time."""
+    favourite: I64
+    """[n] an operator's favourite child, or -1."""
+    preferred: Bools
+    """[units, m]"""
+    sent_anywhere_s: F64
+    """[tensors] seconds after which a tensor could be on any device."""
+
+
+class Busy(NamedTuple):
+    """Until when cores and what transfers occupy are taken; the last operator on each device."""
+
+    core_free: F64
+    way_free: F64
+    trial_free: F64
+    """``way_free`` while an operator is tried: only the entries stamped with ``token`` count."""
+    stamp: I64
+    token: I64
+    """[1]"""
+    last: I64
+
+
+@compiled
+def _ways_free(a: Arrays, busy: Busy, pair: int) -> float:
+    """Return when all that a transfer occupies is free, after what the operator at hand has been tried with."""
+    free = 0.0
+    for index in range(a.resource_start[pair], a.resource_start[pair + 1]):
+        way = a.resources[index]
+        free = max(free, busy.trial_free[way] if busy.stamp[way] == busy.token[0] else busy.way_free[way])
+    return free
+
+
+@compiled
+def _try_now(a: Arrays, state: State, busy: Busy, op: int, here: int) -> tuple[int, float]:
+    """Return how many tensors are sent (``state.missing`` at ``state.sent_s``) and when the operator could start."""
+    num_devices = a.time_s.shape[1]
+    busy.token[0] += 1
+    count, ready = find_missing(a, state, op, here)
+    ready = max(ready, busy.core_free[a.core_of_device[here]])
+    for index in range(count):
+        tensor = state.missing[index]
+        source = state.device[a.producer[tensor]]
+        pair = source * num_devices + here
+        begin = max(state.end_s[a.producer[tensor]], _ways_free(a, busy, pair))
+        end = begin + transfer_s(a, tensor, source, here)
+        state.sent_s[index] = begin
+        for slot in range(a.resource_start[pair], a.resource_start[pair + 1]):
+            busy.stamp[a.resources[slot]] = busy.token[0]
+            busy.trial_free[a.resources[slot]] = end
+        ready = max(ready, end)
+    return count, ready
+
+
+@compiled
+def _put_now(a: Arrays, state: State, busy: Busy, op: int, here: int, not_before: float) -> None:
+    """Run the operator on the device, and send there what it needs."""
+    num_devices = a.time_s.shape[1]
+    count, start = _try_now(a, state, busy, op, here)
+    start = max(start, not_before)
+    for index in range(count):
+        tensor, begin = state.missing[index], state.sent_s[index]
+        source = state.device[a.producer[tensor]]
+        state.arrival[tensor, here] = begin + transfer_s(a, tensor, source, here)
+        pair = source * num_devices + here
+        for slot in range(a.resource_start[pair], a.resource_start[pair + 1]):
+            busy.way_free[a.resources[slot]] = state.arrival[tensor, here]
+    state.device[op] = here
+    state.start_s[op] = start
+    state.end_s[op] = start + a.time_s[op, here]
+    busy.core_free[a.core_of_device[here]] = state.end_s[op]
+    busy.last[here] = op
+
+
+@compiled
+def _reserved_until(a: Arrays, room: Room, state: State, wishes: Wishes, busy: Busy, op: int, here: int) -> float:
+    """Return the time before which the operator may not start on a device that waits for a favourite child."""
+    last = busy.last[here]
+    child = wishes.favourite[last] if last >= 0 else -1
+    if child < 0 or child == op or state.device[child] >= 0 or not can_take(room, room.unit_of_op[child], here):
+        return 0.0
+    urgent = 0.0
+    for slot in range(a.input_start[op], a.input_start[op + 1]):
+        tensor = a.inputs[slot]
+        urgent = max(urgent, state.end_s[a.producer[tensor]] + wishes.sent_anywhere_s[tensor])
+    return urgent
+
+
+@compiled
+def _has_preferred(room: Room, wishes: Wishes, op: int) -> bool:
+    """Return whether one of the preferred devices can take the operator."""
+    for here in range(wishes.preferred.shape[1]):
+        if wishes.preferred[room.unit_of_op[op], here] and can_take(room, room.unit_of_op[op], here):
+            return True
+    return False
+
+
+@compiled
+def _comes_first(wishes: Wishes, op: int, other: int, end: float, other_end: float) -> bool:
+    """Return whether the first of two pairs that start at the same time is taken."""
+    if wishes.level[op] != wishes.level[other]:
+        return bool(wishes.level[op] > wishes.level[other])
+    if end != other_end:
+        return bool(end < other_end)
+    return bool(op < other)
+
+
+@compiled
+def _pick_pair(a: Arrays, room: Room, state: State, wishes: Wishes, busy: Busy, known: F64, num_ready: int
+          ) -> tuple[int, int, float]:
+    """Return (position among the ready operators, device or -1 if it has no room anywhere, start) of the next pair."""
+    best, best_index, best_start, best_end = -1, 0, np.inf, np.inf
+    for index in range(num_ready):
+        op = state.ready[index]
+        unit = room.unit_of_op[op]
+        is_choosy = _has_preferred(room, wishes, op)
+        is_stuck = True
+        for here in range(a.time_s.shape[1]):
+            if not can_take(room, room.unit_of_op[op], here) or (is_choosy and not wishes.preferred[unit, here]):
+                continue
+            is_stuck = False
+            if known[op, here] > best_start:
+                continue
+            known[op, here] = _try_now(a, state, busy, op, here)[1]
+            start = max(known[op, here], _reserved_until(a, room, state, wishes, busy, op, here))
+            end = start + a.time_s[op, here]
+            other = state.ready[best_index]
+            if start < best_start or (start == best_start and _comes_first(wishes, op, other, end, best_end)):
+                best, best_index, best_start, best_end = here, index, start, end
+        if is_stuck:
+            return index, -1, np.inf
+    return best_index, best, best_start
+
+
+def place_earliest(a: Arrays, room: Room, state: State, wishes: Wishes) -> int:
+    """Fill ``state``, the pair that can start first next; return -1, or the operator for which no device has room.
+
+    Among equal starts: the higher level, then the earlier end, then the first operator and device. Starts grow
+    while others are placed (with rare exceptions), so a pair whose last known start is too late is not tried again.
+    Between slices Python gets its turn, and with it whatever ends the search.
+    """
+    num_ops, num_devices = a.time_s.shape
+    num_ways = max(1, a.num_resources)
+    busy = Busy(np.zeros(num_devices), np.zeros(num_ways), np.zeros(num_ways), np.zeros(num_ways, dtype=np.int64),
+                np.zeros(1, dtype=np.int64), np.full(num_devices, -1, dtype=np.int64))
+    known = np.zeros((num_ops, num_devices))
+    turn, num_ready, failed = 0, int(np.count_nonzero(state.waiting == 0)), -1
+    while turn < num_ops and failed < 0:
+        turn, num_ready, failed = _place_some(a, room, state, wishes, busy, known, turn, num_ready)
+    return failed
+
+
+@compiled
+def _place_some(a: Arrays, room: Room, state: State, wishes: Wishes, busy: Busy, known: F64, turn: int,
+                num_ready: int) -> tuple[int, int, int]:
+    """Place operators from ``turn`` on, about ``SLICE`` pairs; return turn, ready operators, and what has no room."""
+    num_ops, num_devices = a.time_s.shape
+    num_tried = 0
+    while turn < num_ops and num_tried < SLICE:
+        num_tried += num_ready * num_devices
+        index, here, start = _pick_pair(a, room, state, wishes, busy, known, num_ready)
+        op = state.ready[index]
+        if here < 0:
+            return turn, num_ready, int(op)
+        num_ready -= 1
+        state.ready[index] = state.ready[num_ready]
+        take(room, room.unit_of_op[op], here)
+        _put_now(a, state, busy, op, here, start)
+        state.order[turn] = op
+        num_ready = release(state, op, num_ready)
+        turn += 1
+    return turn, num_ready, -1
+
+
+@compiled
+def upward(op_s: F64, sent_s: F64, edges: I64) -> F64:
+    """Return [n] the longest way from the start of each operator to the end."""
+    after = np.zeros(len(op_s))
+    for row in range(len(edges) - 1, -1, -1):
+        op, reader, tensor = edges[row]
+        after[op] = max(after[op], sent_s[tensor] + op_s[reader] + after[reader])
+    return op_s + after
+
+
+@compiled
+def downward(op_s: F64, sent_s: F64, edges: I64) -> F64:
+    """Return [n] the longest way from the beginning to the start of each operator."""
+    before = np.zeros(len(op_s))
+    for row in range(len(edges)):
+        op, reader, tensor = edges[row]
+        before[reader] = max(before[reader], before[op] + op_s[op] + sent_s[tensor])
+    return before
+
+
+@compiled
+def optimistic(time_s: F64, sent_s: F64, edges: I64) -> F64:
+    """Return [n, m] the longest way from each operator's end on a device, every later operator where it is best."""
+    table = np.zeros(time_s.shape)
+    for row in range(len(edges) - 1, -1, -1):
+        op, reader, tensor = edges[row]
+        elsewhere = np.min(table[reader] + time_s[reader]) + sent_s[tensor]
+        for device in range(time_s.shape[1]):
+            best = min(elsewhere, table[reader, device] + time_s[reader, device])
+            table[op, device] = max(table[op, device], best)
+    return table
+
+
+@compiled
+def critical_path(up: F64, sent_s: F64, edges: I64) -> I64:
+    """Return the operators of a longest way, first to last, given the upward ranks."""
+    following = np.full(len(up), -1, dtype=np.int64)
+    longest = np.full(len(up), -1.0)
+    for row in range(len(edges)):
+        op, reader, tensor = edges[row]
+        if sent_s[tensor] + up[reader] > longest[op]:
+            longest[op] = sent_s[tensor] + up[reader]
+            following[op] = reader
+    path = np.empty(len(up), dtype=np.int64)
+    count = 0
+    op = np.argmax(up)
+    while op >= 0:
+        path[count] = op
+        count += 1
+        op = following[op]
+    return path[:count].copy()

@@ -1,14 +1,53 @@
-"""List scheduling by the classic rules: HEFT (and over device subsets), PEFT, CPoP, ETF, GETF.
+"""List scheduling by the classic rules: HEFT (and over device subsets), PEFT, CPoP, ETF, m-SCT, GETF.
 
 All take what the problem says into account while they place: units, allowed devices, memory for weights, transfers
 that are sent once and occupy links or ports, devices that share a core. Means over devices are over those on which
 the operator may run; means of transfer times are over all ordered pairs of devices that have a way.
+
+*m-SCT*: small communication times with memory, after Baechi.
+
+Each operator has at most one *favourite child*, which should follow it on its device without a transfer, and is the
+favourite child of at most one operator. With ``p_i`` mean times, ``c_e`` mean transfer times, ``s_i`` starts, ``x_e``
+0 for an edge to a favourite child and 1 for others, they come from the linear program (``_solve_favourites``)
+
+    minimise w    with    s_i + p_i + c_e x_e <= s_j    for every edge e = (i, j)
+                          s_i + p_i <= w                for every operator
+                          sum of x over the edges out of i >= their number - 1, over the edges into j likewise
+                          0 <= x <= 1,  s >= 0
+
+rounded: an edge with ``x_e < 1/2`` leads to a favourite child; by the sums there is at most one such edge out of and
+into an operator. ETF then places, and a device whose last operator has a favourite child waits for it: any other
+operator may start there only once what it reads could be everywhere (``weft.search.place.list_kernel``). A device
+without room for the child does not wait. Times are means because SCT was made for equal devices; ETF uses those of each
+device.
+
+Jeon et al., "Baechi: Fast Device Placement of Machine Learning Graphs", SoCC 2020; the linear program is of Hanen and
+Munier, "An approximation algorithm for scheduling dependent tasks on m processors with small communication delays",
+1995.
+
+*GETF*: groups of equally fast devices by a linear program, then earliest task first inside each operator's group.
+
+Devices are grouped by speed (within a factor of 2 from the fastest on, which is log m / log log m for 16 devices);
+those slower than the fastest by more than the number of devices m are left out. With ``t_jk`` the mean time of operator
+j on group k, ``x_jk`` the part of it that is done there and ``C_j`` its end, the linear program (``_solve_groups``) is
+
+    minimise T    with    C_j >= C_i + sum_k t_jk x_jk      for every edge (i, j), without C_i for every operator
+                          C_j <= T
+                          sum_j t_jk x_jk <= T * (number of devices in k)
+                          sum_k x_jk = 1,  x >= 0
+
+Let l(j) be the fastest group such that at least half of j is done there or on faster ones; j is assigned to the group
+of the largest total speed among l(j) and all faster ones (``_choose``). Units take the mean of their operators. ETF
+then places every operator on a device of its group; where none of the group may run it or has room, on any other.
+
+Su, Ren, Vardi and Wierman, "Communication-Aware Scheduling of Precedence-Constrained Tasks on Related Machines", 2020;
+the grouping is of Chudak and Shmoys, 1999. Their machines are related (one speed for all operators); here ``t_jk`` are
+the times themselves, and the speeds are geometric means.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING, Final
@@ -17,32 +56,25 @@ import numpy as np
 
 from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
-from weft.search.place.assignment import Assignment, Bools, with_room_for_tensors
-from weft.search.place.problem import PlaceProblem
+from weft.search.place.problem import Bools, PlaceProblem, Rows
+from weft.search.place.timetable import Assignment, Method, with_room_for_tensors
 
 if TYPE_CHECKING:
-    from weft.search.place.room import Room
+    from weft.search.place.list_kernel import Room
 
 _ALL_SUBSETS: Final = 8
 """With at most so many devices, HEFT over subsets tries all of them."""
 _SUBSET_OPS: Final = 400_000
-"""About so many operators in all are placed by HEFT over subsets, if the caller does not say how many subsets."""
+"""About so many operators in all are placed by HEFT over subsets, on at least ``_LEAST_SUBSETS``."""
+_LEAST_SUBSETS: Final = 24
+MAX_EDGES: Final = 8_000
+"""Above this, m-SCT chooses favourite children greedily: the linear program would take longer than all else."""
+MAX_VARIABLES: Final = 12_000
+"""Above this (operators x groups) GETF has no linear program: all operators get the group of the largest speed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Means:
-    """Times of operators and transfers without regard to where they run."""
-
-    allowed: Bools
-    """[units, m]"""
-    op_s: F64
-    """[n]"""
-    sent_s: F64
-    """[tensors]"""
-
-
-def make_means(problem: PlaceProblem, allowed: Bools) -> Means:
-    """Return the mean times over the devices and pairs of devices that are allowed."""
+def make_means(problem: PlaceProblem, allowed: Bools) -> tuple[F64, F64]:
+    """Return the mean times of operators [n] and of sending tensors, over the devices and pairs that are allowed."""
     where = allowed[problem.unit_of_op]
     op_s = np.where(where, problem.time_s, 0.0).sum(axis=1) / np.maximum(1, where.sum(axis=1))
     used = np.asarray(allowed.any(axis=0))
@@ -53,11 +85,22 @@ def make_means(problem: PlaceProblem, allowed: Bools) -> Means:
     if given.any():
         rows = np.array([_mean(table, np.asarray(pairs & np.isfinite(table))) for table in problem.given_s])
         sent_s = np.where(given, rows[problem.given_row], sent_s)
-    return Means(allowed=allowed, op_s=op_s, sent_s=np.asarray(sent_s, dtype=np.float64))
+    return op_s, np.asarray(sent_s, dtype=np.float64)
 
 
 def _mean(table: F64, where: Bools) -> float:
     return float(table[where].mean()) if where.any() else 0.0
+
+
+def _by_list(problem: PlaceProblem, method: Method, allowed: Bools | None = None) -> Assignment:
+    """Return the list's answer with room for tensors; raise ``NoFeasiblePlan`` where a unit may run nowhere at all."""
+    stuck = np.flatnonzero(~(problem.is_allowed if allowed is None else allowed).any(axis=1))
+    if len(stuck):
+        ops = np.flatnonzero(problem.unit_of_op == stuck[0])[:3]
+        names = ", ".join(repr(problem.op_names[op]) for op in ops)
+        raise NoFeasiblePlan(f"no device of those asked for may run {names}, which must share one: allow them on a "
+                             "common device, or use more devices")
+    return with_room_for_tensors(problem, method)
 
 
 # ---- HEFT ---------------------------------------------------------------------------------------------------------
@@ -75,55 +118,36 @@ def heft(problem: PlaceProblem) -> Assignment:
 
 def heft_on(problem: PlaceProblem, devices: Sequence[int]) -> Assignment:
     """Return the placement of HEFT on these devices only; raise ``NoFeasiblePlan`` where an operator fits on none."""
-    allowed = _allowed_on(problem, devices)
-    check_allowed(problem, allowed)
-    return with_room_for_tensors(problem, partial(_heft, allowed=allowed))
+    allowed = problem.is_allowed & np.isin(np.arange(problem.num_devices), devices)
+
+    def place(problem: PlaceProblem) -> Assignment:
+        return _by_priority(problem, allowed, upward_rank(problem, *make_means(problem, allowed)))
+
+    return _by_list(problem, place, allowed)
 
 
-def _heft(problem: PlaceProblem, *, allowed: Bools) -> Assignment:
-    means = make_means(problem, allowed)
-    return _by_priority(problem, allowed, upward_rank(problem, means.op_s, means.sent_s))
-
-
-def _allowed_on(problem: PlaceProblem, devices: Sequence[int]) -> Bools:
-    mask = np.zeros(problem.num_devices, dtype=np.bool_)
-    mask[list(devices)] = True
-    return problem.is_allowed & mask
-
-
-def check_allowed(problem: PlaceProblem, allowed: Bools) -> None:
-    """Raise ``NoFeasiblePlan`` if operators that share a device may all run on none of the devices."""
-    stuck = np.flatnonzero(~allowed.any(axis=1))
-    if len(stuck):
-        ops = np.flatnonzero(problem.unit_of_op == stuck[0])[:3]
-        names = ", ".join(repr(problem.op_names[op]) for op in ops)
-        raise NoFeasiblePlan(f"no device of those asked for may run {names}, which must share one: allow them on a "
-                             "common device, or use more devices")
-
-
-def best_heft(problem: PlaceProblem, max_subsets: int | None = None) -> Assignment:
+def best_heft(problem: PlaceProblem) -> Assignment:
     """Return the best of HEFT's placements on subsets of the devices, by the latency of their timetables.
 
-    All subsets with up to 8 devices; else all devices, each alone, the fastest ones, and neighbours by link speed.
-    ``max_subsets`` limits how many are tried; None lets the number of operators decide.
+    All subsets with up to 8 devices; else all devices, each alone, the fastest ones, and neighbours by link speed; the
+    more, the fewer operators there are.
     """
-    if max_subsets is None:
-        max_subsets = int(np.clip(_SUBSET_OPS // max(1, problem.num_ops), 24, 2**_ALL_SUBSETS))
+    num_subsets = int(np.clip(_SUBSET_OPS // max(1, problem.num_ops), _LEAST_SUBSETS, 2**_ALL_SUBSETS))
     best: Assignment | None = None
-    best_s, problems = np.inf, []
+    best_s, misses = np.inf, []
     for count, devices in enumerate(device_subsets(problem)):
-        if count >= max_subsets and best is not None:
+        if count >= num_subsets and best is not None:
             break
         try:
             found = heft_on(problem, devices)
-        except NoFeasiblePlan as error:
-            problems.append(error)
+        except NoFeasiblePlan as miss:
+            misses.append(miss)
             continue
         latency_s = latency_of(problem, found)
         if latency_s < best_s:
             best, best_s = found, latency_s
     if best is None:
-        raise problems[0]
+        raise misses[0]
     return best
 
 
@@ -189,30 +213,29 @@ def _neighbours(problem: PlaceProblem) -> list[tuple[int, ...]]:
 
 def upward_rank(problem: PlaceProblem, op_s: F64, sent_s: F64) -> F64:
     """Return [n] the longest way from the start of each operator to the end, transfers included."""
-    from weft.search.place import rank_kernel
+    from weft.search.place import list_kernel
 
-    return rank_kernel.upward(op_s, sent_s, problem.edges)
+    return list_kernel.upward(op_s, sent_s, problem.edges)
 
 
 def _by_priority(problem: PlaceProblem, allowed: Bools, priority: F64, *, extra: F64 | None = None,
                  pinned: I64 | None = None) -> Assignment:
     """Return the list schedule into gaps; operators by the start that it found for them."""
     from weft.search.place import kernel, list_kernel
-    from weft.search.place.room import place_with_room
 
     added = np.zeros_like(problem.time_s) if extra is None else extra
     fixed = np.full(problem.num_ops, -1, dtype=np.int64) if pinned is None else pinned
-    arrays, flow = kernel.Arrays.of(problem), list_kernel.make_flow(problem)
+    arrays = kernel.Arrays.of(problem)
 
     def place(room: Room) -> tuple[int, Assignment]:
         state = list_kernel.make_state(problem)
-        failed = list_kernel.place_by_priority(arrays, room, flow, state, priority, added, fixed)
+        failed = list_kernel.place_by_priority(arrays, room, state, priority, added, fixed)
         turn = np.empty(problem.num_ops, dtype=np.int64)
         turn[state.order] = np.arange(problem.num_ops)
         order = np.lexsort((turn, state.start_s)).astype(np.int64)
         return failed, Assignment(device=state.device, order=order)
 
-    return place_with_room(problem, allowed, place)
+    return list_kernel.place_with_room(problem, allowed, place)
 
 
 def peft(problem: PlaceProblem) -> Assignment:
@@ -223,16 +246,15 @@ def peft(problem: PlaceProblem) -> Assignment:
     after it on the device that is best for it. Arabnejad and Barbosa, "List Scheduling Algorithm for Heterogeneous
     Systems by an Optimistic Cost Table", IEEE TPDS 2014.
     """
-    check_allowed(problem, problem.is_allowed)
-    return with_room_for_tensors(problem, _peft)
+    return _by_list(problem, _peft)
 
 
 def _peft(problem: PlaceProblem) -> Assignment:
-    from weft.search.place import rank_kernel
+    from weft.search.place import list_kernel
 
-    means = make_means(problem, problem.is_allowed)
+    _, sent_s = make_means(problem, problem.is_allowed)
     where = problem.is_allowed[problem.unit_of_op]
-    table = rank_kernel.optimistic(np.where(where, problem.time_s, np.inf), means.sent_s, problem.edges)
+    table = list_kernel.optimistic(np.where(where, problem.time_s, np.inf), sent_s, problem.edges)
     rank = np.where(where, table, 0.0).sum(axis=1) / where.sum(axis=1)
     return _by_priority(problem, problem.is_allowed, rank, extra=table)
 
@@ -244,17 +266,16 @@ def cpop(problem: PlaceProblem) -> Assignment:
     one device that runs the path fastest, the others where they finish first, into gaps. An operator of the path that
     this device may not run, or has no room for, is placed as the others. Topcuoglu, Hariri and Wu, 2002.
     """
-    check_allowed(problem, problem.is_allowed)
-    return with_room_for_tensors(problem, _cpop)
+    return _by_list(problem, _cpop)
 
 
 def _cpop(problem: PlaceProblem) -> Assignment:
-    from weft.search.place import rank_kernel
+    from weft.search.place import list_kernel
 
-    means = make_means(problem, problem.is_allowed)
-    up = upward_rank(problem, means.op_s, means.sent_s)
-    down = rank_kernel.downward(means.op_s, means.sent_s, problem.edges)
-    path = rank_kernel.critical_path(up, means.sent_s, problem.edges)
+    op_s, sent_s = make_means(problem, problem.is_allowed)
+    up = upward_rank(problem, op_s, sent_s)
+    down = list_kernel.downward(op_s, sent_s, problem.edges)
+    path = list_kernel.critical_path(up, sent_s, problem.edges)
     pinned = np.full(problem.num_ops, -1, dtype=np.int64)
     times = np.where(problem.is_allowed[problem.unit_of_op[path]], problem.time_s[path], np.inf)
     forbidden = np.isinf(times).sum(axis=0)
@@ -273,26 +294,166 @@ def etf(problem: PlaceProblem) -> Assignment:
     Anger and Lee, "Scheduling Precedence Graphs in Systems with Interprocessor Communication Times", SIAM J. Computing
     1989.
     """
-    check_allowed(problem, problem.is_allowed)
-    return with_room_for_tensors(problem, by_earliest_start)
+    return _by_list(problem, by_earliest_start)
 
 
 def by_earliest_start(problem: PlaceProblem, *, favourite: I64 | None = None, preferred: Bools | None = None
                       ) -> Assignment:
     """Return ETF's placement with favourite children ([n], -1 for none) and preferred devices ([units, m])."""
-    from weft.search.place import earliest_kernel, kernel, list_kernel
-    from weft.search.place.room import place_with_room
+    from weft.search.place import kernel, list_kernel
 
-    means = make_means(problem, problem.is_allowed)
-    arrays, flow = kernel.Arrays.of(problem), list_kernel.make_flow(problem)
-    wishes = earliest_kernel.Wishes(
-        level=upward_rank(problem, means.op_s, np.zeros(problem.num_tensors)),
+    op_s, sent_s = make_means(problem, problem.is_allowed)
+    arrays = kernel.Arrays.of(problem)
+    wishes = list_kernel.Wishes(
+        level=upward_rank(problem, op_s, np.zeros(problem.num_tensors)),
         favourite=np.full(problem.num_ops, -1, dtype=np.int64) if favourite is None else favourite,
-        preferred=problem.is_allowed if preferred is None else preferred, sent_anywhere_s=means.sent_s)
+        preferred=problem.is_allowed if preferred is None else preferred, sent_anywhere_s=sent_s)
 
     def place(room: Room) -> tuple[int, Assignment]:
         state = list_kernel.make_state(problem)
-        failed = earliest_kernel.place_earliest(arrays, room, flow, state, wishes)
+        failed = list_kernel.place_earliest(arrays, room, state, wishes)
         return failed, Assignment(device=state.device, order=state.order)
 
-    return place_with_room(problem, problem.is_allowed, place)
+    return list_kernel.place_with_room(problem, problem.is_allowed, place)
+
+
+# ---- m-SCT ----------------------------------------------------------------------------------------------------------
+
+
+def m_sct(problem: PlaceProblem) -> Assignment:
+    """Return the placement of m-SCT; see the module's docstring.
+
+    With more than ``MAX_EDGES`` edges, favourite children are chosen without the linear program: edges by falling
+    transfer time, where neither end has one yet.
+    """
+    return _by_list(problem, partial(by_earliest_start, favourite=favourite_children(problem)))
+
+
+def favourite_children(problem: PlaceProblem) -> I64:
+    """Return [n] the favourite child of each operator, or -1."""
+    op_s, sent_s = make_means(problem, problem.is_allowed)
+    pairs, index = np.unique(problem.edges[:, :2], axis=0, return_inverse=True)
+    edge_s = sent_s[problem.edges[:, 2]]
+    pair_s = np.bincount(index.ravel(), weights=edge_s, minlength=len(pairs)).astype(np.float64)
+    favourite = np.full(problem.num_ops, -1, dtype=np.int64)
+    if 0 < len(pairs) <= MAX_EDGES:
+        chosen = pairs[_solve_favourites(op_s, pairs, pair_s) < 0.5]
+        favourite[chosen[:, 0]] = chosen[:, 1]
+        return favourite
+    has_parent = np.zeros(problem.num_ops, dtype=np.bool_)
+    for source, target in pairs[np.argsort(-pair_s, kind="stable")].tolist():
+        if favourite[source] < 0 and not has_parent[target]:
+            favourite[source] = target
+            has_parent[target] = True
+    return favourite
+
+
+def _solve_favourites(op_s: F64, pairs: I64, pair_s: F64) -> F64:
+    """Return [pairs] x of the linear program; all 1 if the solver gives up. Times are scaled to a mean of 1."""
+    from scipy.optimize import linprog
+
+    num_ops, num_pairs = len(op_s), len(pairs)
+    scale, last = 1.0 / max(float(op_s.mean()), float(pair_s.mean()), 1e-300), num_ops + num_pairs
+    rows = Rows()
+    for pair, (source, target) in enumerate(pairs.tolist()):
+        rows.add([(source, 1.0), (target, -1.0), (num_ops + pair, pair_s[pair] * scale)], -op_s[source] * scale)
+    for op in range(num_ops):
+        rows.add([(op, 1.0), (last, -1.0)], -op_s[op] * scale)
+    for ends in pairs.T:
+        for op in range(num_ops):
+            edges = np.flatnonzero(ends == op)
+            rows.add([(num_ops + int(pair), -1.0) for pair in edges], 1.0 - len(edges))
+    upper = np.concatenate([np.full(num_ops, np.inf), np.ones(num_pairs), [np.inf]])
+    result = linprog(np.eye(1, last + 1, last)[0], A_ub=rows.matrix(last + 1), b_ub=rows.limits, method="highs",
+                     bounds=np.stack([np.zeros(last + 1), upper], axis=1))
+    return np.ones(num_pairs) if result.x is None else np.asarray(result.x[num_ops:-1], dtype=np.float64)
+
+
+# ---- GETF -----------------------------------------------------------------------------------------------------------
+
+
+def getf(problem: PlaceProblem) -> Assignment:
+    """Return the placement of GETF; see the module's docstring.
+
+    With more than ``MAX_VARIABLES`` operators x groups, all operators are assigned to the group of the largest total
+    speed.
+    """
+    return _by_list(problem, partial(by_earliest_start, preferred=_preferred(problem)))
+
+
+def speed_groups(problem: PlaceProblem) -> tuple[tuple[int, ...], ...]:
+    """Return the devices in groups of about equal speed, the slowest group first."""
+    speed = device_speeds(problem)
+    groups: dict[int, list[int]] = {}
+    for device in np.flatnonzero(speed * problem.num_devices >= 1.0).tolist():
+        groups.setdefault(int(np.floor(-np.log2(speed[device]) + 1e-9)), []).append(device)
+    return tuple(tuple(groups[key]) for key in sorted(groups, reverse=True))
+
+
+def _preferred(problem: PlaceProblem) -> Bools:
+    """Return [units, m] the devices of each unit's group."""
+    groups = speed_groups(problem)
+    if problem.num_ops * len(groups) <= MAX_VARIABLES:
+        shares = _solve_groups(problem, groups)
+    else:
+        shares = np.eye(len(groups))[np.zeros(problem.num_ops, dtype=np.int64)]
+    by_unit = np.zeros((problem.num_units, len(groups)))
+    np.add.at(by_unit, problem.unit_of_op, shares)
+    chosen = _choose(problem, groups, by_unit / by_unit.sum(axis=1, keepdims=True))
+    member = np.zeros((len(groups), problem.num_devices), dtype=np.bool_)
+    for index, group in enumerate(groups):
+        member[index, list(group)] = True
+    return np.asarray(member[chosen])
+
+
+def _choose(problem: PlaceProblem, groups: tuple[tuple[int, ...], ...], shares: F64) -> I64:
+    """Return [units] the group of each unit by its shares."""
+    speed = device_speeds(problem)
+    total = np.array([speed[list(group)].sum() for group in groups])
+    faster = np.cumsum(shares[:, ::-1], axis=1)[:, ::-1]
+    slowest = np.where(faster >= 0.5 - 1e-9, np.arange(len(groups)), 0).max(axis=1)
+    allowed = np.stack([problem.is_allowed[:, list(group)].any(axis=1) for group in groups], axis=1)
+    fit = allowed & (np.arange(len(groups)) >= slowest[:, None])
+    return np.asarray(np.argmax(np.where(fit, total, 0.0), axis=1), dtype=np.int64)
+
+
+def _solve_groups(problem: PlaceProblem, groups: tuple[tuple[int, ...], ...]) -> F64:
+    """Return [n, groups] x of the linear program; all on the slowest group if the solver gives up."""
+    from scipy.optimize import linprog
+
+    count, num_groups = problem.num_ops, len(groups)
+    time_s, is_possible = _group_times(problem, groups)
+    wide, last = count * num_groups, count * num_groups + count
+    work = [list(zip(range(op * num_groups, (op + 1) * num_groups), time_s[op].tolist(), strict=True))
+            for op in range(count)]
+    follow, rows, whole = np.unique(problem.edges[:, :2], axis=0).tolist(), Rows(), Rows()
+    for source, target in follow:
+        rows.add([*work[target], (wide + target, -1.0), (wide + source, 1.0)], 0.0)
+    for op in range(count):
+        rows.add([*work[op], (wide + op, -1.0)], 0.0)
+    for op in range(count):
+        rows.add([(wide + op, 1.0), (last, -1.0)], 0.0)
+    for index, group in enumerate(groups):
+        rows.add([*(terms[index] for terms in work), (last, -float(len(group)))], 0.0)
+    for terms in work:
+        whole.add([(column, 1.0) for column, _ in terms], 1.0)
+    upper = np.concatenate([np.where(is_possible, 1.0, 0.0).ravel(), np.full(count + 1, np.inf)])
+    result = linprog(np.eye(1, last + 1, last)[0], A_ub=rows.matrix(last + 1), b_ub=rows.limits,
+                     A_eq=whole.matrix(last + 1), b_eq=whole.limits, method="highs",
+                     bounds=np.stack([np.zeros(last + 1), upper], axis=1))
+    if result.x is None:
+        return np.eye(num_groups)[np.zeros(count, dtype=np.int64)]
+    return np.asarray(result.x[:wide].reshape(count, num_groups), dtype=np.float64)
+
+
+def _group_times(problem: PlaceProblem, groups: tuple[tuple[int, ...], ...]) -> tuple[F64, Bools]:
+    """Return [n, groups] the mean times, scaled to a mean of 1, and where operators may run at all.
+
+    An operator that may run in none of the groups counts as free in all: ETF places it elsewhere.
+    """
+    finite = np.isfinite(problem.time_s)
+    times = np.where(finite, problem.time_s, 0.0)
+    time_s = np.stack([times[:, list(group)].sum(axis=1) / np.maximum(1, finite[:, list(group)].sum(axis=1))
+                       for group in groups], axis=1)
+    is_possible = np.stack([finite[:, list(group)].any(axis=1) for group in groups], axis=1)
+    return time_s / max(float(time_s.mean()), 1e-300), is_possible | ~is_possible.any(axis=1, keepdims=True)

@@ -30,7 +30,7 @@ import numpy as np
 from weft.base.errors import InputError, NoFeasiblePlan
 from weft.cluster.cluster import DeviceId
 from weft.coarsen.contract import Coarse, expand
-from weft.model.graph import F64, I64, Graph
+from weft.model.graph import I64, Graph
 from weft.plan.orders import Action, Order
 from weft.plan.plan import Plan
 from weft.search.common.problem import Problem, StageSpec, make_plan
@@ -128,9 +128,9 @@ def cut_segments(graph: Graph, placement: OpPlacement) -> list[I64]:
     position = np.full(graph.num_ops, -1, dtype=np.int64)
     for index, ops in enumerate(items):
         position[ops] = index
-    _check_order(graph, placement, position)
+    _check_order(graph, position)
     sends = _sends(graph, placement.device, position)
-    on_device: dict[int, list[int]] = {}
+    current: dict[int, int] = {}
     there: set[tuple[int, int]] = set()
     last: dict[int, int] = {}
     segments: list[list[int]] = []
@@ -138,10 +138,10 @@ def cut_segments(graph: Graph, placement: OpPlacement) -> list[I64]:
         device = int(placement.device[ops[0]])
         new = _new_tensors(graph, placement.device, ops, there)
         there |= new
-        if new or device not in last or sends[last[device]]:
-            on_device.setdefault(device, []).append(len(segments))
+        if new or device not in last or last[device] in sends:
+            current[device] = len(segments)
             segments.append([])
-        segments[on_device[device][-1]].extend(ops)
+        segments[current[device]].extend(ops)
         last[device] = index
     return [np.sort(np.asarray(ops, dtype=np.int64)) for ops in segments]
 
@@ -162,20 +162,19 @@ def _items(graph: Graph, placement: OpPlacement) -> list[list[int]]:
     return list(items.values())
 
 
-def _check_order(graph: Graph, placement: OpPlacement, position: I64) -> None:
-    for source, reader, _ in graph.edges.tolist():
-        if position[source] > position[reader] and position[reader] >= 0:
-            raise InputError(f"the placement takes {graph.op_names[reader]!r} before {graph.op_names[source]!r}, "
-                             "which it reads from")
+def _check_order(graph: Graph, position: I64) -> None:
+    source, reader = graph.edges[:, 0], graph.edges[:, 1]
+    late = np.flatnonzero((position[source] > position[reader]) & (position[reader] >= 0))
+    if len(late):
+        raise InputError(f"the placement takes {graph.op_names[reader[late[0]]]!r} before "
+                         f"{graph.op_names[source[late[0]]]!r}, which it reads from")
 
 
-def _sends(graph: Graph, device: I64, position: I64) -> list[bool]:
-    """Return for each item whether another device reads what it writes."""
-    sends = [False] * (int(position.max(initial=-1)) + 1)
-    for source, reader, _ in graph.edges.tolist():
-        if position[source] >= 0 and position[reader] >= 0 and device[source] != device[reader]:
-            sends[int(position[source])] = True
-    return sends
+def _sends(graph: Graph, device: I64, position: I64) -> set[int]:
+    """Return the items that write what another device reads."""
+    source, reader = graph.edges[:, 0], graph.edges[:, 1]
+    is_sent = (position[source] >= 0) & (position[reader] >= 0) & (device[source] != device[reader])
+    return set(position[source[is_sent]].tolist())
 
 
 def _new_tensors(graph: Graph, device: I64, ops: list[int], there: set[tuple[int, int]]) -> set[tuple[int, int]]:
@@ -220,8 +219,8 @@ def _pipelined(problem: Problem, specs: list[StageSpec], devices: list[int], mic
     fraction = problem.options.batch / microbatches / problem.graph.batch
     seconds = [stage_figure(problem.costs, spec.ops, spec.replicas[0][0], "F", fraction=fraction, recompute=False,
                             sharded=False).seconds for spec in specs]
-    return _Requests(seconds, devices, _stage_edges(problem, specs, devices, fraction), len(problem.devices),
-                     microbatches, in_flight).run()
+    return _play(seconds, devices, _stage_edges(problem, specs, devices, fraction), len(problem.devices),
+                 num_requests=microbatches, in_flight=in_flight)
 
 
 def _stage_edges(problem: Problem, specs: list[StageSpec], devices: list[int],
@@ -242,66 +241,43 @@ def _stage_edges(problem: Problem, specs: list[StageSpec], devices: list[int],
     return edges
 
 
-class _Requests:
-    """Plays several requests through the stages; each device runs the oldest that is ready."""
-
-    def __init__(self, seconds: list[float], devices: list[int], edges: list[dict[int, float]], num_devices: int,
-                 num_requests: int, in_flight: int) -> None:
-        self.seconds, self.devices, self.edges = seconds, devices, edges
-        self.num_requests, self.in_flight = num_requests, in_flight
-        self.num_inputs = np.zeros(len(seconds), dtype=np.int64)
-        for readers in edges:
-            for reader in readers:
-                self.num_inputs[reader] += 1
-        self.missing = [self.num_inputs.copy() for _ in range(num_requests)]
-        self.ready_at: list[F64] = [np.zeros(len(seconds)) for _ in range(num_requests)]
-        self.ready: list[list[tuple[int, int]]] = [[] for _ in range(num_devices)]
-        """Heaps of (request, stage) by device."""
-        self.is_busy = [False] * num_devices
-        self.left = [len(seconds)] * num_requests
-        self.num_begun = 0
-        self.order: list[list[Action]] = [[] for _ in range(num_devices)]
-        self.events: list[tuple[float, int, int, int]] = []
-        """Heap of (time, 0 for an end and 1 for an arrival, request, stage)."""
-
-    def run(self) -> Order:
-        """Return the actions of each device."""
-        for _ in range(min(self.in_flight, self.num_requests)):
-            self._begin_request(0.0)
-        while self.events:
-            now = self.events[0][0]
-            changed = set()
-            while self.events and self.events[0][0] <= now:
-                _, kind, request, stage = heapq.heappop(self.events)
-                if kind == 0:
-                    self._end(request, stage, now)
-                else:
-                    heapq.heappush(self.ready[self.devices[stage]], (request, stage))
-                changed.add(self.devices[stage])
-            for device in sorted(changed):
-                self._start(device, now)
-        return self.order
-
-    def _begin_request(self, now: float) -> None:
-        request = self.num_begun
-        self.num_begun += 1
-        for stage in np.flatnonzero(self.num_inputs == 0).tolist():
-            heapq.heappush(self.events, (now, 1, request, stage))
-
-    def _end(self, request: int, stage: int, now: float) -> None:
-        self.is_busy[self.devices[stage]] = False
-        for reader, delay in self.edges[stage].items():
-            self.missing[request][reader] -= 1
-            self.ready_at[request][reader] = max(self.ready_at[request][reader], now + delay)
-            if self.missing[request][reader] == 0:
-                heapq.heappush(self.events, (float(self.ready_at[request][reader]), 1, request, reader))
-        self.left[request] -= 1
-        if self.left[request] == 0 and self.num_begun < self.num_requests:
-            self._begin_request(now)
-
-    def _start(self, device: int, now: float) -> None:
-        if self.ready[device] and not self.is_busy[device]:
-            request, stage = heapq.heappop(self.ready[device])
-            self.order[device].append((stage, "F", request))
-            self.is_busy[device] = True
-            heapq.heappush(self.events, (now + self.seconds[stage], 0, request, stage))
+def _play(seconds: list[float], devices: list[int], edges: list[dict[int, float]], num_devices: int, *,
+          num_requests: int, in_flight: int) -> Order:
+    """Play several requests through the stages, each device running the oldest that is ready; return the actions."""
+    stages = range(len(seconds))
+    num_inputs = [sum(stage in readers for readers in edges) for stage in stages]
+    first_stages = [stage for stage in stages if not num_inputs[stage]]
+    missing = [list(num_inputs) for _ in range(num_requests)]
+    ready_at = [[0.0] * len(seconds) for _ in range(num_requests)]
+    ready: list[list[tuple[int, int]]] = [[] for _ in range(num_devices)]  # heaps of (request, stage) by device
+    is_busy, left = [False] * num_devices, [len(seconds)] * num_requests
+    order: list[list[Action]] = [[] for _ in range(num_devices)]
+    num_begun = min(in_flight, num_requests)
+    # Heap of (time, 0 for an end and 1 for an arrival, request, stage).
+    events = [(0.0, 1, request, stage) for request in range(num_begun) for stage in first_stages]
+    while events:
+        now, changed = events[0][0], set()
+        while events and events[0][0] <= now:
+            _, is_arrival, request, stage = heapq.heappop(events)
+            changed.add(devices[stage])
+            if is_arrival:
+                heapq.heappush(ready[devices[stage]], (request, stage))
+                continue
+            is_busy[devices[stage]] = False
+            for reader, delay in edges[stage].items():
+                missing[request][reader] -= 1
+                ready_at[request][reader] = max(ready_at[request][reader], now + delay)
+                if not missing[request][reader]:
+                    heapq.heappush(events, (ready_at[request][reader], 1, request, reader))
+            left[request] -= 1
+            if not left[request] and num_begun < num_requests:
+                for first in first_stages:
+                    heapq.heappush(events, (now, 1, num_begun, first))
+                num_begun += 1
+        for device in sorted(changed):
+            if ready[device] and not is_busy[device]:
+                request, stage = heapq.heappop(ready[device])
+                order[device].append((stage, "F", request))
+                is_busy[device] = True
+                heapq.heappush(events, (now + seconds[stage], 0, request, stage))
+    return order

@@ -16,10 +16,11 @@ time where the graph gives lifetimes (``has_lifetimes``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import heapq
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Final, Literal
+from functools import cached_property, partial
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from weft.cost.costs import Costs
 from weft.model.graph import F64, I64, Graph, TensorRole
 
 Objective = Literal["latency", "throughput"]
+Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
 MAX_DEVICES: Final = 1024
 """Tables of all pairs of devices are made; with as many as this they take seconds and a gigabyte."""
@@ -115,22 +117,42 @@ class PlaceProblem:
             return float(self.given_s[row, source, target])
         return float(self.latency_s[source, target] + self.s_per_byte[source, target] * self.tensor_bytes[tensor])
 
+    def transfers_of(self, tensor: int) -> F64:
+        """Return [m, m] the transfer times of one tensor, zero on the diagonal."""
+        row = self.given_row[tensor]
+        table = self.given_s[row].copy() if row >= 0 else self.latency_s + self.s_per_byte * self.tensor_bytes[tensor]
+        np.fill_diagonal(table, 0.0)
+        return np.asarray(table, dtype=np.float64)
+
     @cached_property
     def transfer_table(self) -> F64:
-        """Return all transfer times, [t, m, m], zero on the diagonal. For small problems: it is large."""
-        table = self.latency_s[None] + self.s_per_byte[None] * self.tensor_bytes[:, None, None]
-        given = np.flatnonzero(self.given_row >= 0)
-        table[given] = self.given_s[self.given_row[given]]
-        table[:, np.arange(self.num_devices), np.arange(self.num_devices)] = 0.0
-        return np.asarray(table, dtype=np.float64)
+        """Return all transfer times, [t, m, m]. For small problems: it is large."""
+        tables = [self.transfers_of(tensor) for tensor in range(self.num_tensors)]
+        return np.array(tables).reshape(-1, self.num_devices, self.num_devices)
+
+    def inputs_of(self, op: int) -> I64:
+        """Return the tensors that the operator reads."""
+        return self.inputs[self.input_start[op] : self.input_start[op + 1]]
+
+    def weights_of(self, op: int) -> I64:
+        """Return what the operator keeps resident."""
+        return self.weights[self.weight_start[op] : self.weight_start[op + 1]]
+
+    def ways(self, source: int, target: int) -> I64:
+        """Return the resources that a transfer between the devices occupies."""
+        pair = source * self.num_devices + target
+        return self.resources[self.resource_start[pair] : self.resource_start[pair + 1]]
 
     @cached_property
     def readers(self) -> tuple[I64, I64]:
         """Return (start, ops): tensor ``t`` is read by ``ops[start[t]:start[t + 1]]``, in ascending order."""
-        owner = np.repeat(np.arange(self.num_ops, dtype=np.int64), np.diff(self.input_start))
-        order = np.argsort(self.inputs, kind="stable")
-        start = np.concatenate(([0], np.cumsum(np.bincount(self.inputs, minlength=self.num_tensors))))
-        return start.astype(np.int64), owner[order].astype(np.int64)
+        return inverse(self.input_start, self.inputs, self.num_tensors)
+
+    def readers_of(self, tensor: int) -> list[int]:
+        """Return the operators that read the tensor, in ascending order."""
+        start, ops = self.readers
+        found: list[int] = ops[start[tensor] : start[tensor + 1]].tolist()
+        return found
 
     @cached_property
     def edges(self) -> I64:
@@ -139,11 +161,33 @@ class PlaceProblem:
         return np.stack([self.producer[self.inputs], owner, self.inputs], axis=1).astype(np.int64)
 
     @cached_property
-    def is_allowed(self) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
+    def is_allowed(self) -> Bools:
         """Return [units, m]: all operators of the unit may run on the device."""
         allowed = np.ones((self.num_units, self.num_devices), dtype=np.bool_)
         np.logical_and.at(allowed, self.unit_of_op, np.isfinite(self.time_s))
         return allowed
+
+    @cached_property
+    def first_op(self) -> I64:
+        """Return [units] the first operator of each unit."""
+        return np.unique(self.unit_of_op, return_index=True)[1].astype(np.int64)
+
+    @cached_property
+    def unit_weights(self) -> list[list[int]]:
+        """Return what each unit keeps resident, in ascending order."""
+        lists: list[set[int]] = [set() for _ in range(self.num_units)]
+        for op, unit in enumerate(self.unit_of_op.tolist()):
+            lists[unit].update(self.weights_of(op).tolist())
+        return [sorted(items) for items in lists]
+
+    @cached_property
+    def weight_users(self) -> list[list[int]]:
+        """Return the units that keep each weight, in ascending order."""
+        users: list[list[int]] = [[] for _ in self.weight_bytes]
+        for unit, items in enumerate(self.unit_weights):
+            for weight in items:
+                users[weight].append(unit)
+        return users
 
     @property
     def is_tight(self) -> bool:
@@ -163,6 +207,70 @@ class PlaceProblem:
         return np.asarray(held @ self.weight_bytes, dtype=np.float64)
 
 
+def csr(lists: Sequence[Sequence[int]]) -> tuple[I64, I64]:
+    """Return (start, items) of the lists, one after another: list ``i`` is ``items[start[i]:start[i + 1]]``."""
+    start = np.cumsum([0] + [len(items) for items in lists]).astype(np.int64)
+    return start, np.array([item for items in lists for item in items], dtype=np.int64)
+
+
+def inverse(start: I64, items: I64, count: int) -> tuple[I64, I64]:
+    """Return (start, lists) of those lists in which each of ``count`` items stands, in ascending order."""
+    owner = np.repeat(np.arange(len(start) - 1, dtype=np.int64), np.diff(start))
+    order = np.argsort(items, kind="stable")
+    return starts_of(items, count), owner[order].astype(np.int64)
+
+
+def starts_of(group: I64, count: int) -> I64:
+    """Return [count + 1] where each group begins, when items are sorted by their groups."""
+    return np.concatenate(([0], np.cumsum(np.bincount(group, minlength=count)))).astype(np.int64)
+
+
+def topological(follow: Sequence[Iterable[int]], key: Sequence[Any]) -> list[int]:
+    """Return the items in an order in which each is before those that follow it, the smallest key first.
+
+    Items in a circle, and those after one, are left out.
+    """
+    waits = [0] * len(follow)
+    for items in follow:
+        for item in items:
+            waits[item] += 1
+    ready = [(key[item], item) for item, wait in enumerate(waits) if not wait]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, first = heapq.heappop(ready)
+        order.append(first)
+        for item in follow[first]:
+            waits[item] -= 1
+            if not waits[item]:
+                heapq.heappush(ready, (key[item], item))
+    return order
+
+
+class Rows:
+    """The inequalities ``A v <= b`` of a linear program, row by row."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+        self.columns: list[int] = []
+        self.values: list[float] = []
+        self.limits: list[float] = []
+
+    def add(self, terms: Iterable[tuple[int, float]], limit: float) -> None:
+        """Add a row: (variable, factor) for each of its terms."""
+        for column, value in terms:
+            self.rows.append(len(self.limits))
+            self.columns.append(column)
+            self.values.append(value)
+        self.limits.append(limit)
+
+    def matrix(self, num_variables: int) -> Any:
+        """Return A as a sparse matrix."""
+        from scipy.sparse import csr_array
+
+        return csr_array((self.values, (self.rows, self.columns)), shape=(len(self.limits), num_variables))
+
+
 def problem_from_graph(graph: Graph, cluster: Cluster, costs: Costs) -> PlaceProblem:
     """Return the placement problem of the graph on the cluster; raise an input error where it cannot be stated.
 
@@ -173,7 +281,6 @@ def problem_from_graph(graph: Graph, cluster: Cluster, costs: Costs) -> PlacePro
         raise ClusterError(f"cluster {cluster.name!r} has {cluster.num_devices:,} devices, and placement, which knows "
                            f"every pair of them, takes at most {MAX_DEVICES:,}: place on a part of them, or use "
                            "`weft plan`")
-    devices = [DeviceId(index) for index in range(cluster.num_devices)]
     time_s = costs.op_seconds("F")[:, list(costs.column_of_device)].copy()
     _forbid(graph, cluster, time_s)
     keep = np.flatnonzero(graph.tensor_producer >= 0)
@@ -182,9 +289,9 @@ def problem_from_graph(graph: Graph, cluster: Cluster, costs: Costs) -> PlacePro
     reads = [list(dict.fromkeys(int(new_id[tensor]) for tensor in graph.op_inputs(op) if new_id[tensor] >= 0))
              for op in range(graph.num_ops)]
     given_row, given_s = _given_transfers(graph, cluster, costs, keep)
-    is_by_bytes = _is_read(reads, len(keep)) & (given_row < 0)
-    latency_s, s_per_byte = _pair_costs(cluster, costs, is_needed=bool(is_by_bytes.any()))
-    resource_start, resources, names = _resources(cluster, latency_s, devices)
+    input_start, inputs = csr(reads)
+    latency_s, s_per_byte = _pair_costs(cluster, costs, is_needed=bool((given_row[inputs] < 0).any()))
+    resource_start, resources = _resources(cluster, latency_s)
     weight_start, weights, weight_bytes = _weights(graph)
     cores: dict[str, int] = {}
     return PlaceProblem(
@@ -194,10 +301,9 @@ def problem_from_graph(graph: Graph, cluster: Cluster, costs: Costs) -> PlacePro
                            for device in cluster.devices], dtype=np.float64),
         weight_start=weight_start, weights=weights, weight_bytes=weight_bytes,
         producer=graph.tensor_producer[keep].astype(np.int64),
-        input_start=np.cumsum([0] + [len(items) for items in reads]).astype(np.int64),
-        inputs=np.array([tensor for items in reads for tensor in items], dtype=np.int64),
-        tensor_bytes=graph.tensor_bytes[keep].astype(np.float64), latency_s=latency_s, s_per_byte=s_per_byte,
-        given_row=given_row, given_s=given_s, resource_start=resource_start, resources=resources, resource_names=names,
+        input_start=input_start, inputs=inputs, tensor_bytes=graph.tensor_bytes[keep].astype(np.float64),
+        latency_s=latency_s, s_per_byte=s_per_byte, given_row=given_row, given_s=given_s,
+        resource_start=resource_start, resources=resources, resource_names=_resource_names(cluster),
         core_of_device=np.array([cores.setdefault(device.unit if device.unit is not None else f"/{index}", len(cores))
                                  for index, device in enumerate(cluster.devices)], dtype=np.int64),
         has_lifetimes=graph.given is None, op_modules=graph.op_modules)
@@ -235,17 +341,9 @@ def _weights(graph: Graph) -> tuple[I64, I64, F64]:
     root = graph.memory_root
     lists = [sorted({int(root[tensor]) for tensor in graph.op_inputs(op) if is_kept[root[tensor]]})
              for op in range(graph.num_ops)]
-    used = sorted({tensor for items in lists for tensor in items})
-    index = {tensor: position for position, tensor in enumerate(used)}
-    return (np.cumsum([0] + [len(items) for items in lists]).astype(np.int64),
-            np.array([index[tensor] for items in lists for tensor in items], dtype=np.int64),
-            graph.tensor_bytes[used].astype(np.float64))
-
-
-def _is_read(reads: Sequence[Sequence[int]], count: int) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
-    mask = np.zeros(count, dtype=np.bool_)
-    mask[[tensor for items in reads for tensor in items]] = True
-    return mask
+    start, kept = csr(lists)
+    used, weights = np.unique(kept, return_inverse=True)
+    return start, weights.astype(np.int64), graph.tensor_bytes[used].astype(np.float64)
 
 
 def _given_transfers(graph: Graph, cluster: Cluster, costs: Costs, keep: I64) -> tuple[I64, F64]:
@@ -257,46 +355,40 @@ def _given_transfers(graph: Graph, cluster: Cluster, costs: Costs, keep: I64) ->
     for index, tensor in enumerate(keep):
         if graph.given is None or graph.given.transfer_times[tensor] is None:
             continue
-        table = np.zeros((num_devices, num_devices))
-        for source in range(num_devices):
-            for target in range(num_devices):
-                if source != target:
-                    table[source, target] = _seconds_or_never(costs, int(tensor), source, target)
+        table = _seconds_table(partial(_tensor_seconds, costs, int(tensor)), num_devices)
         row_of[index] = rows.setdefault(table.tobytes(), len(rows))
         if len(rows) > len(tables):
             tables.append(table)
     return row_of, np.array(tables, dtype=np.float64).reshape(len(tables), num_devices, num_devices)
 
 
-def _seconds_or_never(costs: Costs, tensor: int, source: int, target: int) -> float:
-    try:
-        return costs.tensor_transfer(tensor, source, target).seconds
-    except ClusterError:
-        return float("inf")
+def _tensor_seconds(costs: Costs, tensor: int, source: int, target: int) -> float:
+    return costs.tensor_transfer(tensor, source, target).seconds
+
+
+def _seconds_table(seconds: Callable[[int, int], float], count: int) -> F64:
+    """Return the seconds of a transfer between every pair of devices; infinite where there is no way."""
+    table = np.zeros((count, count))
+    for source in range(count):
+        for target in range(count):
+            if source != target:
+                try:
+                    table[source, target] = seconds(source, target)
+                except ClusterError:
+                    table[source, target] = np.inf
+    return table
 
 
 def _pair_costs(cluster: Cluster, costs: Costs, *, is_needed: bool) -> tuple[F64, F64]:
     """Return latency and seconds per byte of every pair of devices; infinite where there is no way."""
     count = cluster.num_devices
-    latency_s, s_per_byte = np.zeros((count, count)), np.zeros((count, count))
-    problem: ClusterError | None = None
-    num_ways = 0
     known: dict[tuple[float, float], tuple[float, float]] = {}
-    for source in range(count):
-        for target in range(count):
-            if source == target:
-                continue
-            try:
-                none, many = _pair_seconds(cluster, costs, source, target, known)
-            except ClusterError as error:
-                problem, none, many = error, np.inf, np.inf
-            else:
-                num_ways += 1
-            latency_s[source, target] = none
-            s_per_byte[source, target] = (many - none) / _PROBE_BYTES if np.isfinite(none) else 0.0
-    if problem is not None and num_ways == 0 and is_needed:
-        raise problem
-    return latency_s, s_per_byte
+    latency_s = _seconds_table(lambda source, target: _pair_seconds(cluster, costs, source, target, known)[0], count)
+    many_s = _seconds_table(lambda source, target: _pair_seconds(cluster, costs, source, target, known)[1], count)
+    has_way = np.isfinite(latency_s)
+    if is_needed and count > 1 and not has_way[~np.eye(count, dtype=np.bool_)].any():
+        costs.transfer(0.0, count - 1, count - 2)  # raises what there is to say
+    return latency_s, np.subtract(many_s, latency_s, out=np.zeros_like(many_s), where=has_way) / _PROBE_BYTES
 
 
 def _pair_seconds(cluster: Cluster, costs: Costs, source: int, target: int,
@@ -314,15 +406,12 @@ def _pair_seconds(cluster: Cluster, costs: Costs, source: int, target: int,
     return found
 
 
-def _resources(cluster: Cluster, latency_s: F64, devices: Sequence[DeviceId]) -> tuple[I64, I64, tuple[str, ...]]:
-    """Return what a transfer of each ordered pair occupies, and the names of these things."""
-    lists: list[tuple[int, ...]] = []
-    for source in devices:
-        for target in devices:
-            has_way = not cluster.links or np.isfinite(latency_s[source, target])
-            lists.append(cluster.transfer_resources(source, target) if has_way else ())
-    start = np.cumsum([0] + [len(items) for items in lists]).astype(np.int64)
-    return start, np.array([item for items in lists for item in items], dtype=np.int64), _resource_names(cluster)
+def _resources(cluster: Cluster, latency_s: F64) -> tuple[I64, I64]:
+    """Return what a transfer of each ordered pair of devices occupies: starts and items."""
+    devices = [DeviceId(index) for index in range(cluster.num_devices)]
+    return csr([cluster.transfer_resources(source, target)
+                if not cluster.links or np.isfinite(latency_s[source, target]) else ()
+                for source in devices for target in devices])
 
 
 def _resource_names(cluster: Cluster) -> tuple[str, ...]:
@@ -348,17 +437,8 @@ def check_placement(problem: PlaceProblem, device: I64) -> None:
     if len(bad):
         raise InputError(f"operator {problem.op_names[bad[0]]!r} may not run on "
                          f"{problem.device_names[device[bad[0]]]!r}")
-    first: dict[int, int] = {}
-    for op, unit in enumerate(problem.unit_of_op.tolist()):
-        other = first.setdefault(unit, op)
-        if device[other] != device[op]:
-            raise InputError(f"operators {problem.op_names[other]!r} and {problem.op_names[op]!r} must share a device")
-
-
-def unit_weights(problem: PlaceProblem) -> list[list[int]]:
-    """Return what each unit keeps resident."""
-    lists: list[set[int]] = [set() for _ in range(problem.num_units)]
-    for op in range(problem.num_ops):
-        lists[problem.unit_of_op[op]].update(
-            problem.weights[problem.weight_start[op] : problem.weight_start[op + 1]].tolist())
-    return [sorted(items) for items in lists]
+    first = problem.first_op[problem.unit_of_op]
+    torn = np.flatnonzero(device != device[first])
+    if len(torn):
+        raise InputError(f"operators {problem.op_names[first[torn[0]]]!r} and {problem.op_names[torn[0]]!r} must share "
+                         "a device")

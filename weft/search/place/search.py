@@ -7,6 +7,18 @@
           + annealing of devices and order on the compiled timetable (``anneal``)
           + sequencing: the best placement's order, by CP-SAT
 
+The programme for latency; ``check_timetable`` states it for any timetable, ``weft.search.place.latency.exact`` as a
+model, ``weft.search.place.latency.bounds`` with fractions of operators:
+
+    minimise T   with   T >= end of every operator                                         (``Timetable.latency_s``)
+                        an operator starts when all it reads is there                      (``_missing_inputs``)
+                        a transfer starts when its tensor is written, and takes its time   (``_wrong_transfers``)
+                        one operator at a time on a core, one transfer at a time on a way  (``_overlaps``)
+                        what a device holds at any time fits                               (``Timetable.peak_bytes``)
+    over the device and start of every operator, and the start of every transfer
+
+Throughput is another programme: ``weft.search.place.throughput.search``.
+
 Every placement goes through ``check_timetable``; the best is kept. Searches are limited by *effort*, which is about CPU
 seconds but counted in moves and in CP-SAT's deterministic time: the same input and seed give the same placement on any
 machine, unless the clock ends the search first: that of ``time_limit``, or that of a single CP-SAT search, which may
@@ -18,7 +30,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
+from functools import cached_property
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -29,51 +41,62 @@ from weft.cost.costs import estimate_costs
 from weft.model.graph import I64
 from weft.model.graph_file import parse_graph
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
-from weft.search.place.assignment import Assignment, with_room_for_tensors
-from weft.search.place.bounds import heads_and_tails, tighten, way_bound
+from weft.search.common.incumbent import Incumbent
+from weft.search.place.latency.bounds import Relaxation, heads_and_tails, tighten, way_bound
+from weft.search.place.latency.series import ANY, Series, Solved, solve_series
 from weft.search.place.methods import METHODS
 from weft.search.place.problem import Objective, PlaceProblem, problem_from_graph
-from weft.search.place.relaxation import Relaxation
-from weft.search.place.result import PlaceResult
-from weft.search.place.series import ANY, Series, Solved, solve_series
-from weft.search.place.timetable import Timetable, check_timetable, make_timetable
+from weft.search.place.timetable import (
+    Assignment,
+    PlaceResult,
+    Timetable,
+    check_timetable,
+    make_timetable,
+    with_room_for_tensors,
+)
 
 if TYPE_CHECKING:
-    from weft.search.place.local import Local
+    from weft.search.place.latency.anneal import Annealer
 
-HAS_CPSAT: Final = find_spec("ortools") is not None
-"""Without it there is no exact search: the rest still works, on machines that only profile and run."""
-DEFAULT_EFFORT: Final = 15.0
-"""CPU seconds, about, of a search without a time limit."""
-PROVEN: Final = 1e-6
-"""A bound this close to the value, as a part of it, is a proof: whole ticks are no finer."""
-NEGLIGIBLE: Final = 1e-5
-"""A gap of so little is not worth a search, though it is no proof: linear programs are solved to tolerances."""
-SMALL: Final = 40
-"""Up to so many operators, CP-SAT alone is tried first."""
-QUICK_METHOD: Final = "heft"
-"""Good for its time: under a time limit it comes before all that takes longer."""
-SLOW_METHODS: Final = ("m-sct", "getf")
-MAX_OPS_FOR_SLOW: Final = 4000
-"""Above so many operators the slow methods are left out as starts."""
-MAX_EXACT_TERMS: Final = 30_000
-"""CP-SAT is not tried on problems with more transfers x pairs of devices."""
-MAX_ENTRIES: Final = 30_000
-"""Parts in series are left alone where parts x pairs of devices are more: the shortest way takes too long then."""
-FIT_EFFORT: Final = 3.0
-"""CPU seconds, about, in which annealing may make tensors fit where nothing else did."""
-MAX_WHOLE: Final = 2500
-"""The relaxation is solved with whole operators up to so many operators x devices."""
-NODES_PER_S: Final = 150
-"""Nodes of its tree that are looked at in a second, about."""
-LEAST_S: Final = 0.05
-"""Seconds that each method has at least in a comparison under a time limit."""
-GRACE_S: Final = 0.3
-"""Seconds after the deadline in which the named methods are still tried: small problems need not even that."""
-LAST_GRACE_S: Final = 1.5
-"""Seconds after the deadline in which some placement may still be found, where there is none."""
-MAX_CHOICES: Final = 300
-"""CP-SAT is not tried where more devices are open than so many beyond one for each unit."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What was chosen for the search, and why. None was tuned on a recorded set: take them for guesses that work."""
+
+    effort: float = 15.0
+    """CPU seconds, about, of a search without a time limit."""
+    proven: float = 1e-6
+    """A bound this close to the value, as a part of it, is a proof: whole ticks are no finer."""
+    negligible: float = 1e-5
+    """A gap of so little is not worth a search, though it is no proof: linear programs are solved to tolerances."""
+    small: int = 40
+    """Up to so many operators, CP-SAT alone is tried first."""
+    quick_method: str = "heft"
+    """Good for its time: under a time limit it comes before all that takes longer."""
+    slow_methods: tuple[str, ...] = ("m-sct", "getf")
+    max_ops_for_slow: int = 4000
+    """Above so many operators the slow methods are left out as starts."""
+    max_exact_terms: int = 30_000
+    """CP-SAT is not tried on problems with more transfers x pairs of devices."""
+    max_choices: int = 300
+    """CP-SAT is not tried where more devices are open than so many beyond one for each unit."""
+    max_entries: int = 30_000
+    """Parts in series are left alone where parts x pairs of devices are more: the shortest way takes too long then."""
+    fit_effort: float = 3.0
+    """CPU seconds, about, in which annealing may make tensors fit where nothing else did."""
+    max_whole: int = 2500
+    """The relaxation is solved with whole operators up to so many operators x devices."""
+    nodes_per_s: int = 150
+    """Nodes of its tree that are looked at in a second, about."""
+    least_s: float = 0.05
+    """Seconds that each method has at least in a comparison under a time limit."""
+    grace_s: float = 0.3
+    """Seconds after the deadline in which the named methods are still tried: small problems need not even that."""
+    last_grace_s: float = 1.5
+    """Seconds after the deadline in which some placement may still be found, where there is none."""
+
+
+TUNING: Final = Tuning()
 
 
 def place(problem: PlaceProblem, *, objective: Objective = "latency", method: str = "auto", contiguous: bool = False,
@@ -91,11 +114,11 @@ def place(problem: PlaceProblem, *, objective: Objective = "latency", method: st
     if contiguous and objective == "latency":
         raise InputError("contiguous placements are for the objective throughput")
     begin = time.process_time()
-    budget = Budget(effort=DEFAULT_EFFORT if time_limit is None else time_limit, report=progress,
+    budget = Budget(effort=TUNING.effort if time_limit is None else time_limit, report=progress,
                     deadline=None if time_limit is None else time.monotonic() + time_limit)
     with ended_by_ctrl_c(budget):
         if objective == "throughput":
-            from weft.search.place.stream import place_stream
+            from weft.search.place.throughput.search import place_stream
 
             return place_stream(problem, method=method, contiguous=contiguous, budget=budget, seed=seed, begin=begin)
         search = LatencySearch(problem, budget, seed)
@@ -118,7 +141,7 @@ def _by_name(search: LatencySearch, method: str) -> None:
             if search.budget.deadline is not None:
                 search.bound_by_ways()
     except OutOfTime:
-        if search.best is None:
+        if search.best.answer is None:
             raise NoFeasiblePlan(f"the method {method!r} was not done when the time limit ended it: give it more "
                                  "time, or try the method auto, which always has something") from None
 
@@ -135,7 +158,7 @@ def load_compiled() -> None:
                              "devices": [{"name": name, "kind": "gpu", "memory": 2} for name in ("x", "y")],
                              "links": [{"from": "x", "to": "y", "bandwidth": "1GB/s", "latency": "1us"}]})
     problem = problem_from_graph(graph, cluster, estimate_costs(graph, cluster))
-    for name in (next(iter(METHODS)), QUICK_METHOD):
+    for name in (next(iter(METHODS)), TUNING.quick_method):
         found = METHODS[name](problem)
         check_timetable(make_timetable(problem, found.device, found.order))
 
@@ -165,7 +188,7 @@ def compare(problem: PlaceProblem, *, objective: Objective = "latency", contiguo
         if name != "auto" and deadline is not None and time.monotonic() >= deadline:
             rows.append(Row(method=name, result=None, reason="not tried: the time limit was reached"))
             continue
-        left = None if deadline is None else max(LEAST_S, deadline - time.monotonic())
+        left = None if deadline is None else max(TUNING.least_s, deadline - time.monotonic())
         try:
             found = place(problem, objective=objective, method=name, contiguous=contiguous, seed=seed,
                           progress=progress, time_limit=left if name == "auto" or left is None else 0.7 * left)
@@ -184,50 +207,43 @@ class LatencySearch:
     """The search for the lowest latency: the best so far and what is proven."""
 
     def __init__(self, problem: PlaceProblem, budget: Budget, seed: int) -> None:
-        self.problem = problem
-        self.budget = budget
+        self.problem, self.budget, self.seed = problem, budget, seed
         self.effort = budget.effort
-        self.seed = seed
-        self.best: Timetable | None = None
-        self.local: Local | None = None
-        self.by = ""
+        self.best = Incumbent[Timetable](budget=budget, unit="s", proof=TUNING.proven, bound=0.0)
         self.misses: list[NoFeasiblePlan] = []
         self.tried: set[str] = set()
-        self.bound = 0.0
         if budget.deadline is None:
             self.bound_by_ways()
 
+    @cached_property
+    def annealer(self) -> Annealer:
+        """Return local search for the problem."""
+        from weft.search.place.latency.anneal import Annealer
+
+        return Annealer(self.problem, self.seed)
+
     def bound_by_work(self) -> None:
         """Raise the bound by the work alone: all devices busy, nothing sent. It takes no time."""
-        self.raise_bound(self.problem.work_bound())
+        self.best.raise_bound(self.problem.work_bound())
 
     def bound_by_ways(self) -> None:
         """Raise the bound by the longest ways."""
         heads, tails = heads_and_tails(self.problem)
-        self.raise_bound(way_bound(self.problem, heads, tails))
-
-    @property
-    def value(self) -> float:
-        """Return the best latency so far."""
-        return float("inf") if self.best is None else self.best.latency_s
-
-    def is_proven(self) -> bool:
-        """Return whether nothing can be better."""
-        return self.best is not None and self.value <= self.bound * (1 + PROVEN) + 1e-300
+        self.best.raise_bound(way_bound(self.problem, heads, tails))
 
     def is_done(self) -> bool:
         """Return whether the search should end."""
-        is_near = self.value <= self.bound * (1 + NEGLIGIBLE)
-        return self.best is not None and (is_near or self.is_proven() or self.budget.is_spent)
+        is_near = self.best.value <= self.best.bound * (1 + TUNING.negligible)
+        return self.best.is_done or (is_near and self.best.answer is not None)
 
     def result(self, seconds: float) -> PlaceResult:
         """Return what was found; raise ``NoFeasiblePlan`` if nothing was."""
-        if self.best is None:
+        best = self.best
+        if best.answer is None:
             self.fit()  # raises where even the weights do not fit
             raise self.nearest_miss()
-        bound = min(self.bound, self.value)
-        return PlaceResult(timetable=self.best, objective="latency", value=self.value, bound=bound, by=self.by,
-                           status="optimal" if self.is_proven() else "feasible", seconds=seconds,
+        return PlaceResult(timetable=best.answer, objective="latency", value=best.value, by=best.by,
+                           bound=min(best.bound, best.value), status=best.status, seconds=seconds,
                            is_interrupted=self.budget.is_interrupted)
 
     def nearest_miss(self) -> NoFeasiblePlan:
@@ -238,81 +254,72 @@ class LatencySearch:
 
     def offer(self, table: Timetable, by: str) -> bool:
         """Keep the timetable if it is valid and the best; return whether it was kept."""
-        if table.latency_s >= self.value * (1 - 1e-12) or not np.isfinite(table.latency_s):
+        if not self.best.is_better(table.latency_s):
             return False
         try:
             check_timetable(table)
         except PlanError:
             return False
-        self.best, self.by = table, by
-        self.tell(by)
-        return True
+        return self.best.offer(table.latency_s, table, by)
 
-    def raise_bound(self, seconds: float) -> None:
-        """Keep the bound if it is higher than what is known."""
-        self.bound = max(self.bound, seconds)
-
-    def tell(self, what: str) -> None:
-        """Report where the search is."""
-        best = "nothing yet" if not np.isfinite(self.value) else f"best {self.value:.6g} s"
-        gap = max(0.0, 1 - self.bound / self.value) if 0 < self.value < np.inf else 0.0
-        self.budget.report(f"{what}: {best}, bound {self.bound:.6g} s, gap {gap:.1%}")
+    def in_order(self, device: I64) -> Timetable:
+        """Return the timetable of the devices with operators in the graph's order."""
+        return make_timetable(self.problem, device, np.arange(self.problem.num_ops))
 
     # ---- steps ----------------------------------------------------------------------------------------------------
 
     def run_within_limit(self) -> None:
         """Find some placement first, then do as ``run`` until the deadline, wherever that is."""
         for name in METHODS:
-            if self.best is None:
+            if self.best.answer is None:
                 self.try_method(name)
         self.bound_by_work()
-        if self.best is None:
+        if self.best.answer is None:
             self.import_searches()
         try:
-            with cut_short(self.end_of_search(GRACE_S)):
-                if QUICK_METHOD not in self.tried:
-                    self.try_method(QUICK_METHOD)
+            with cut_short(self.end_of_search(TUNING.grace_s)):
+                if TUNING.quick_method not in self.tried:
+                    self.try_method(TUNING.quick_method)
                 self.try_methods()
             with cut_short(self.end_of_search(0.0)):
                 self.bound_by_ways()
                 self.run()
         except OutOfTime:
-            self.tell("time limit")
-            if self.best is None:
+            self.best.tell("time limit")
+            if self.best.answer is None:
                 raise NoFeasiblePlan(f"no placement of {self.problem.name!r} was found within the time limit, though "
                                      f"there may be one: give it more time. {self.nearest_miss()}") from None
 
     @property
     def fit_effort(self) -> float:
         """Return the effort in which annealing may make tensors fit."""
-        return FIT_EFFORT if self.budget.deadline is None else min(FIT_EFFORT, LAST_GRACE_S)
+        return TUNING.fit_effort if self.budget.deadline is None else min(TUNING.fit_effort, TUNING.last_grace_s)
 
     def import_searches(self) -> None:
         """Import what looks for room where no method finds any; that is not to count against its time."""
         with self.budget.paused():
-            from weft.search.place import local  # noqa: F401
-
-            if HAS_CPSAT:
-                from weft.search.place import fit, throughput  # noqa: F401
+            from weft.search.place.latency import anneal  # noqa: F401
+            from weft.search.place.throughput import search  # noqa: F401
 
     def end_of_search(self, grace_s: float) -> float | None:
         """Return when the search is cut off: so long after the deadline, and later where there is no placement yet."""
         deadline = self.budget.deadline
-        if deadline is None or (self.best is None and self.problem.num_ops <= MAX_OPS_FOR_SLOW):
+        has_none = self.best.answer is None
+        if deadline is None or (has_none and self.problem.num_ops <= TUNING.max_ops_for_slow):
             return None  # looking for room takes no longer than its effort there
-        return deadline + (grace_s if self.best is not None else LAST_GRACE_S)
+        return deadline + (TUNING.last_grace_s if has_none else grace_s)
 
     def run(self) -> None:
         """Try everything, cheap and hopeful steps first, until the best is proven or the effort is spent."""
         series = Series(self.problem)
-        is_small = max(len(part.ops) for part in series.parts) <= SMALL if series.parts else True
+        is_small = max(len(part.ops) for part in series.parts) <= TUNING.small if series.parts else True
         if "single" not in self.tried:
             self.try_method("single")
-        if self.problem.num_ops <= SMALL:
+        if self.problem.num_ops <= TUNING.small:
             self.solve_whole(0.5 * self.effort)
         elif is_small:
             self.solve_parts(series, 0.35 * self.effort)
-        if self.is_proven() or (self.budget.is_interrupted and self.best is not None):
+        if self.best.is_proven or (self.budget.is_interrupted and self.best.answer is not None):
             return
         self.try_methods()
         self.relax(0.15 * self.effort)
@@ -320,10 +327,10 @@ class LatencySearch:
             self.anneal(0.2 * self.budget.effort)
         self.solve_parts(series, 0.5 * self.budget.effort)
         num_rounds = 0
-        while self.best is not None and not self.is_done():
-            before = self.value
+        while self.best.answer is not None and not self.is_done():
+            before = self.best.value
             self.anneal(max(0.4 * self.budget.effort, 0.05 * self.effort))
-            if self.value < before or num_rounds % 2 == 1:
+            if self.best.value < before or num_rounds % 2 == 1:
                 self.solve_parts(series, 0.6 * self.budget.effort)
             if not self.is_done():
                 self.sequence(0.25 * self.budget.effort)
@@ -334,42 +341,40 @@ class LatencySearch:
         relaxation = Relaxation(self.problem)
         if not relaxation.is_of_use:
             return
-        self.raise_bound(relaxation.bound(time_limit=self.seconds_for(effort)))
-        if not self.problem.is_tight or relaxation.num_x > MAX_WHOLE or self.is_done():
+        self.best.raise_bound(relaxation.bound(time_limit=self.seconds_for(effort)))
+        if not self.problem.is_tight or relaxation.num_x > TUNING.max_whole or self.is_done():
             return
         begin = time.process_time()
-        bound, device = relaxation.whole(time_limit=self.seconds_for(effort), max_nodes=int(NODES_PER_S * effort) + 1)
+        bound, device = relaxation.whole(time_limit=self.seconds_for(effort),
+                                         max_nodes=int(TUNING.nodes_per_s * effort) + 1)
         self.budget.effort -= time.process_time() - begin
-        self.raise_bound(min(bound, self.value))
+        self.best.raise_bound(bound)
         if device is not None:
-            table = make_timetable(self.problem, device, np.arange(self.problem.num_ops))
+            table = self.in_order(device)
             if not self.offer(table, "relaxation") and np.isfinite(table.latency_s):
-                self.local = self.local or self.new_local()
-                found = self.local.make_fit(table, self.budget, effort=effort)
-                if found is not None:
-                    self.offer(found, "relaxation, made to fit")
+                self.make_fit(table, effort, "relaxation, made to fit")
+
+    def make_fit(self, start: Timetable, effort: float, by: str) -> bool:
+        """Offer what annealing makes of a timetable that does not fit; return whether it was kept."""
+        found = self.annealer.make_fit(start, self.budget, effort=effort)
+        return found is not None and self.offer(found, by)
 
     def seconds_for(self, effort: float) -> float:
         """Return how long a linear program may take by the clock: what is asked, and no more than there is."""
         left = self.budget.seconds_left
-        return max(1.0, effort) if left is None else max(LEAST_S, min(max(1.0, effort), left))
-
-    def new_local(self) -> Local:
-        """Return local search for the problem."""
-        from weft.search.place.local import Local
-
-        return Local(self.problem, self.seed)
+        return max(1.0, effort) if left is None else max(TUNING.least_s, min(max(1.0, effort), left))
 
     def try_methods(self) -> None:
         """Use every named method as a start."""
+        slow = TUNING.slow_methods if self.problem.num_ops > TUNING.max_ops_for_slow else ()
         for name in METHODS:  # never worse than any of them, if there is time
-            if self.is_proven() or self.budget.is_interrupted:
+            if self.best.is_proven or self.budget.is_interrupted:
                 break
-            if name not in self.tried and (name not in SLOW_METHODS or self.problem.num_ops <= MAX_OPS_FOR_SLOW):
+            if name not in self.tried and name not in slow:
                 self.try_method(name)
-        if self.best is None:
+        if self.best.answer is None:
             self.fit()
-        if self.best is None and HAS_CPSAT:
+        if self.best.answer is None:
             self.find_ways()
 
     def find_ways(self) -> None:
@@ -377,18 +382,15 @@ class LatencySearch:
 
         Lists and memory alone do not look ahead where some devices cannot send to others; the search for loads does.
         """
-        from weft.search.place.throughput import solve_throughput
+        from weft.search.place.throughput.search import solve_throughput
 
-        kept = 0.8 * self.budget.effort
-        self.budget.effort -= kept
-        found = solve_throughput(self.problem, contiguous=False, budget=self.budget, seed=self.seed)
-        self.budget.effort += kept
-        self.offer(make_timetable(self.problem, found.device, np.arange(self.problem.num_ops)), "ways")
+        with self.budget.without(0.8 * self.budget.effort):
+            found = solve_throughput(self.problem, contiguous=False, budget=self.budget, seed=self.seed)
+        assert found.answer is not None, "else it raises"
+        self.offer(self.in_order(found.answer), "ways")
 
     def fit(self) -> None:
         """Offer a placement that looks at memory alone; raise ``NoFeasiblePlan`` if there is none."""
-        if not HAS_CPSAT:
-            raise self.nearest_miss()
         from weft.search.place.fit import fitting_devices
 
         def method(problem: PlaceProblem) -> Assignment:
@@ -398,10 +400,7 @@ class LatencySearch:
         try:
             found = with_room_for_tensors(self.problem, method)
         except NoFeasiblePlan as miss:
-            self.local = self.local or self.new_local()
-            start = make_timetable(self.problem, devices, np.arange(self.problem.num_ops))
-            table = self.local.make_fit(start, self.budget, effort=self.fit_effort)
-            if table is not None and self.offer(table, "memory"):
+            if self.make_fit(self.in_order(devices), self.fit_effort, "memory"):
                 return
             raise NoFeasiblePlan(
                 f"no placement of {self.problem.name!r} was found that fits: its weights do, but not with the tensors "
@@ -419,28 +418,32 @@ class LatencySearch:
             self.offer(make_timetable(self.problem, found.device, found.order), name)
         except NoFeasiblePlan as miss:
             self.misses.append(miss)
-        if self.problem.num_ops > MAX_OPS_FOR_SLOW:  # else too little to make what follows depend on the clock
+        if self.problem.num_ops > TUNING.max_ops_for_slow:  # else too little to make what follows depend on the clock
             self.budget.effort -= time.process_time() - begin
 
     def solve_whole(self, effort: float) -> None:
         """Solve the whole problem by CP-SAT."""
-        found = solve_exactly(self.problem, self.budget, effort=effort, start=self.best, limit=self.value,
-                              seed=self.seed)
+        found = self.solve_from_best(effort, "exact")
+        self.best.raise_bound(found.bound)
+
+    def solve_from_best(self, effort: float, by: str, device: I64 | None = None) -> Solved:
+        """Offer and return what CP-SAT makes of the best placement; ``device`` leaves only the order."""
+        found = solve_exactly(self.problem, self.budget, effort=effort, start=self.best.answer, limit=self.best.value,
+                              seed=self.seed, device=device)
         if found.timetable is not None:
-            self.offer(found.timetable, "exact")
-        self.raise_bound(min(found.bound, self.value))
+            self.offer(found.timetable, by)
+        return found
 
     def solve_parts(self, series: Series, effort: float) -> None:
         """Solve the parts between the cuts; offer what they add up to, and raise the bound."""
-        if len(series.parts) < 2 or len(series.parts) * self.problem.num_devices**2 > MAX_ENTRIES or self.is_done():
+        num_entries = len(series.parts) * self.problem.num_devices**2
+        if len(series.parts) < 2 or num_entries > TUNING.max_entries or self.is_done():
             return
-        if self.best is not None:
-            adopt(series, self.best)
-        kept = max(0.0, self.budget.effort - effort)
-        self.budget.effort -= kept  # of one budget, so that Ctrl-C reaches the solver
+        if self.best.answer is not None:
+            adopt(series, self.best.answer)
 
         def solve(problem: PlaceProblem, bound: float, limit: float, share: float) -> Solved:
-            part = share if problem.num_ops <= SMALL else min(share, 0.5)
+            part = share if problem.num_ops <= TUNING.small else min(share, 0.5)
             found = solve_exactly(problem, self.budget, effort=part * self.budget.effort, start=None, limit=limit,
                                   seed=self.seed)
             return replace(found, bound=max(bound, found.bound))
@@ -449,36 +452,31 @@ class LatencySearch:
 
         def report(lower: float) -> None:
             nonlocal last
-            self.raise_bound(min(lower, self.value))
-            if self.bound > last * 1.01:
-                last = self.bound
-                self.tell(f"parts between {len(series.parts) - 1} cuts")
+            self.best.raise_bound(lower)
+            if self.best.bound > last * 1.01:
+                last = self.best.bound
+                self.best.tell(f"parts between {len(series.parts) - 1} cuts")
 
-        solve_series(series, solve, upper=self.value, is_spent=lambda: self.budget.is_spent, report=report)
-        self.budget.effort += kept
-        self.raise_bound(min(series.shortest(by_bound=True).seconds, self.value))
+        with self.budget.without(max(0.0, self.budget.effort - effort)):
+            solve_series(series, solve, upper=self.best.value, is_spent=lambda: self.budget.is_spent, report=report)
+        self.best.raise_bound(series.shortest(by_bound=True).seconds)
         way = series.shortest(by_bound=False)
-        if way.seconds < self.value:
+        if way.seconds < self.best.value:
             self.offer(series.timetable(way), "parts")
 
     def anneal(self, effort: float) -> None:
         """Improve the best by local search."""
-        if self.best is None or self.is_done():
+        if self.best.answer is None or self.is_done():
             return
-        self.local = self.local or self.new_local()
-        for table in self.local.improve(self.best, self.budget, effort=effort):
+        for table in self.annealer.improve(self.best.answer, self.budget, effort=effort):
             self.offer(table, "local search")
             if self.is_done():
                 break
 
     def sequence(self, effort: float) -> None:
         """Find a better order for the best placement by CP-SAT."""
-        if self.best is None or self.budget.is_spent:
-            return
-        found = solve_exactly(self.problem, self.budget, effort=effort, start=self.best, limit=self.value,
-                              seed=self.seed, device=self.best.device)
-        if found.timetable is not None:
-            self.offer(found.timetable, "sequencing")
+        if self.best.answer is not None and not self.budget.is_spent:
+            self.solve_from_best(effort, "sequencing", self.best.answer.device)
 
 
 def num_exact_terms(problem: PlaceProblem) -> int:
@@ -490,9 +488,7 @@ def num_exact_terms(problem: PlaceProblem) -> int:
 def solve_exactly(problem: PlaceProblem, budget: Budget, *, effort: float, start: Timetable | None, limit: float,
                   seed: int, device: I64 | None = None) -> Solved:
     """Return what CP-SAT finds that takes less than ``limit``, and what it proves; ``device`` leaves only the order."""
-    if not HAS_CPSAT:
-        return Solved(bound=0.0)
-    from weft.search.place.exact import Model
+    from weft.search.place.latency.exact import Model
 
     if device is not None:
         problem = pinned(problem, device)
@@ -501,16 +497,15 @@ def solve_exactly(problem: PlaceProblem, budget: Budget, *, effort: float, start
         if less is None:
             return Solved(bound=limit)
         problem = less
-    if int(problem.is_allowed.sum()) - problem.num_units > MAX_CHOICES or num_exact_terms(problem) > MAX_EXACT_TERMS:
+    num_choices = int(problem.is_allowed.sum()) - problem.num_units
+    if num_choices > TUNING.max_choices or num_exact_terms(problem) > TUNING.max_exact_terms:
         return Solved(bound=0.0)
     model = Model(problem, limit_s=limit)
     if start is not None:
         model.hint(start)
     # Without a linear relaxation small models are solved sooner; large ones with few open choices need it.
-    found = model.solve(budget, effort=effort, seed=seed, linearization=0 if problem.num_ops <= SMALL else 1)
-    if found.is_infeasible:
-        return Solved(bound=limit)
-    return Solved(bound=found.bound, timetable=found.timetable)
+    found = model.solve(budget, effort=effort, seed=seed, linearization=0 if problem.num_ops <= TUNING.small else 1)
+    return replace(found, bound=min(found.bound, limit))
 
 
 def pinned(problem: PlaceProblem, device: I64) -> PlaceProblem:

@@ -7,25 +7,33 @@ Nothing is put into gaps, so the timetable follows from the devices and the orde
 leaves what is before untouched.
 
 ``check_timetable`` knows nothing of that: it checks any timetable against the problem.
+
+Methods return an ``Assignment``: devices and such an order. They take weights into account while they place; tensors
+that are alive only for a while (``has_lifetimes``) are known once there is a timetable: ``with_room_for_tensors`` makes
+it, takes what is over from the memory that weights may use, and lets the method place again. A search returns a
+``PlaceResult``: a checked timetable, how good it is known to be, and how it was found.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
-from weft.base.errors import InputError, PlanError
+from weft.base.errors import InputError, NoFeasiblePlan, PlanError
+from weft.base.units import format_bytes
 from weft.model.graph import F64, I64
-from weft.search.place.problem import PlaceProblem, check_placement
+from weft.search.place.problem import Bools, Objective, PlaceProblem, check_placement
 
-TOLERANCE = 1e-9
+Status = Literal["optimal", "feasible"]
+
+TOLERANCE: Final = 1e-9
 """Times may differ by so much of the largest time and still count as equal."""
-
-
-SMALL = 300
+MAX_AGAIN: Final = 8
+"""Times that a method places again because tensors do not fit beside the weights."""
+SMALL: Final = 300
 """Up to so many operators, timetables are made in plain Python."""
 
 
@@ -73,7 +81,6 @@ class Timetable:
         if not problem.has_lifetimes:
             return resident
         held: list[list[tuple[float, int, float]]] = [[] for _ in range(problem.num_devices)]
-        start, readers = problem.readers
         arrival = {(sent.tensor, sent.target): sent.start_s for sent in self.transfers}
         leaves: dict[int, float] = {}
         for sent in self.transfers:
@@ -81,7 +88,7 @@ class Timetable:
         end_s = self.end_s
         for tensor, op in enumerate(problem.producer.tolist()):
             last = {int(self.device[op]): max(float(end_s[op]), leaves.get(tensor, 0.0))}
-            for reader in readers[start[tensor] : start[tensor + 1]].tolist():
+            for reader in problem.readers_of(tensor):
                 where = int(self.device[reader])
                 last[where] = max(last.get(where, 0.0), float(end_s[reader]))
             for where, until in last.items():
@@ -110,34 +117,54 @@ def make_timetable(problem: PlaceProblem, device: I64, order: I64) -> Timetable:
                      transfers=tuple(sorted(transfers, key=lambda sent: (sent.start_s, sent.tensor, sent.target))))
 
 
+class Clock:
+    """Runs operators and transfers one after the other, each as early as what it needs allows."""
+
+    def __init__(self, problem: PlaceProblem, device: I64) -> None:
+        self.problem, self.device = problem, device
+        self.core_free = np.zeros(problem.num_devices)
+        self.way_free = np.zeros(max(1, problem.num_resources))
+        self.start_s, self.end_s = np.zeros(problem.num_ops), np.zeros(problem.num_ops)
+        self.sent: dict[tuple[int, int], Sent] = {}
+        """By tensor and target."""
+
+    def send(self, tensor: int, target: int) -> None:
+        """Send the tensor to the device."""
+        writer = int(self.problem.producer[tensor])
+        source = int(self.device[writer])
+        used = self.problem.ways(source, target)
+        begin = max(float(self.end_s[writer]), float(self.way_free[used].max(initial=0.0)))
+        done = begin + self.problem.transfer_s(tensor, source, target)
+        self.way_free[used] = done
+        self.sent[tensor, target] = Sent(tensor, source, target, begin, done)
+
+    def run(self, op: int) -> None:
+        """Run the operator; what it reads has been sent."""
+        here = int(self.device[op])
+        core = int(self.problem.core_of_device[here])
+        ready = float(self.core_free[core])
+        for tensor in self.problem.inputs_of(op).tolist():
+            writer = int(self.problem.producer[tensor])
+            ready = max(ready, float(self.end_s[writer]) if self.device[writer] == here else
+                        self.sent[tensor, here].end_s)
+        self.start_s[op] = ready
+        self.end_s[op] = self.core_free[core] = ready + self.problem.time_s[op, here]
+
+
 def decode(problem: PlaceProblem, device: I64, order: I64) -> tuple[F64, F64]:
     """Return the start of each operator and of each transfer [tensors, devices]; ``kernel.decode`` in plain Python."""
-    core_free = np.zeros(problem.num_devices)
-    way_free = np.zeros(max(1, problem.num_resources))
-    start_s, end_s = np.zeros(problem.num_ops), np.zeros(problem.num_ops)
-    sent_s = np.full((problem.num_tensors, problem.num_devices), np.inf)
-    arrival: dict[tuple[int, int], float] = {}
+    clock = Clock(problem, device)
     for op in order.tolist():
         here = int(device[op])
-        inputs = problem.inputs[problem.input_start[op] : problem.input_start[op + 1]].tolist()
-        for tensor in sorted(inputs, key=lambda tensor: end_s[problem.producer[tensor]]):
-            writer = int(problem.producer[tensor])
-            source = int(device[writer])
-            if source == here or (tensor, here) in arrival:
-                continue
-            pair = source * problem.num_devices + here
-            used = problem.resources[problem.resource_start[pair] : problem.resource_start[pair + 1]]
-            begin = max(float(end_s[writer]), float(way_free[used].max(initial=0.0)))
-            sent_s[tensor, here] = begin
-            way_free[used] = arrival[tensor, here] = begin + problem.transfer_s(tensor, source, here)
-        core = int(problem.core_of_device[here])
-        ready = float(core_free[core])
-        for tensor in inputs:
-            writer = int(problem.producer[tensor])
-            ready = max(ready, float(end_s[writer]) if device[writer] == here else arrival[tensor, here])
-        start_s[op] = ready
-        end_s[op] = core_free[core] = ready + problem.time_s[op, here]
-    return start_s, sent_s
+        inputs = problem.inputs_of(op).tolist()
+        for tensor in sorted(inputs, key=lambda tensor: clock.end_s[problem.producer[tensor]]):
+            if device[problem.producer[tensor]] != here and (tensor, here) not in clock.sent:
+                clock.send(tensor, here)
+        clock.run(op)
+    sent_s = np.full((problem.num_tensors, problem.num_devices), np.inf)
+    for sent in clock.sent.values():
+        sent_s[sent.tensor, sent.target] = sent.start_s
+    return clock.start_s, sent_s
 
 
 def check_timetable(timetable: Timetable) -> None:
@@ -202,9 +229,8 @@ def _busy_ways(timetable: Timetable, slack: float) -> list[str]:
     problem = timetable.problem
     spans: list[list[tuple[float, float, str]]] = [[] for _ in range(problem.num_resources)]
     for sent in timetable.transfers:
-        pair = sent.source * problem.num_devices + sent.target
         label = f"a tensor of {problem.op_names[int(problem.producer[sent.tensor])]}"
-        for resource in problem.resources[problem.resource_start[pair] : problem.resource_start[pair + 1]]:
+        for resource in problem.ways(sent.source, sent.target):
             spans[resource].append((sent.start_s, sent.end_s, label))
     return [text for resource, items in enumerate(spans)
             for text in _overlaps(items, slack, f"over {problem.resource_names[resource]!r}")]
@@ -220,3 +246,155 @@ def _overlaps(spans: Iterable[tuple[float, float, str]], slack: float, where: st
         if latest is None or span[1] > latest[1]:
             latest = span
     return problems
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Assignment:
+    """Where every operator runs, and in which order operators are taken."""
+
+    device: I64
+    """[n]"""
+    order: I64
+    """[n] all operators, each after those it reads from."""
+
+
+Method = Callable[[PlaceProblem], Assignment]
+
+
+def with_room_for_tensors(problem: PlaceProblem, method: Method) -> Assignment:
+    """Return the method's answer with which weights and tensors fit; raise ``NoFeasiblePlan`` if there is none."""
+    found = method(problem)
+    if not problem.has_lifetimes or not np.isfinite(problem.capacity).any():
+        return found
+    limit = problem.capacity.copy()
+    missing, held, worst = np.inf, 0.0, 0
+    for _ in range(MAX_AGAIN):
+        peaks = make_timetable(problem, found.device, found.order).peak_bytes()
+        over = np.maximum(peaks - problem.capacity, 0.0)
+        if not over.any():
+            return found
+        if over.max() < missing:
+            worst = int(np.argmax(over))
+            missing, held = float(over[worst]), float(peaks[worst])
+        resident = problem.resident_bytes(found.device)
+        limit = np.where(over > 0, np.minimum(limit - over, resident - 1), limit)  # so that something has to change
+        try:
+            found = method(replace(problem, capacity=limit))
+        except NoFeasiblePlan:
+            break
+    name = problem.device_names[worst]
+    raise NoFeasiblePlan(
+        f"{name!r} would hold {format_bytes(held)} at its peak, tensors included, but has "
+        f"{format_bytes(problem.capacity[worst])}: {format_bytes(missing)} are missing. Try another method, a smaller "
+        "batch, or a device with more memory.", missing_bytes=int(np.ceil(missing)), device=name)
+
+
+def check_room(problem: PlaceProblem, assignment: Assignment) -> Assignment:
+    """Return the assignment; raise ``NoFeasiblePlan`` if it does not fit: for rules that do not look at memory."""
+    held = problem.resident_bytes(assignment.device)
+    if problem.has_lifetimes and np.isfinite(problem.capacity).any():
+        held = make_timetable(problem, assignment.device, assignment.order).peak_bytes()
+    over = held - problem.capacity
+    worst = int(np.argmax(over))
+    if over[worst] <= 0:
+        return assignment
+    name = problem.device_names[worst]
+    raise NoFeasiblePlan(
+        f"{name!r} would hold {format_bytes(held[worst])} but has {format_bytes(problem.capacity[worst])}: "
+        f"{format_bytes(over[worst])} are missing for {_some_names(problem, assignment.device, worst)}. Try a method "
+        "that looks at memory, or a device with more memory.", missing_bytes=int(np.ceil(over[worst])), device=name)
+
+
+def _some_names(problem: PlaceProblem, device: I64, index: int) -> str:
+    """Return the operators that keep the most on the device."""
+    ops = np.flatnonzero(device == index)
+    sizes = [float(problem.weight_bytes[problem.weights_of(op)].sum()) for op in ops.tolist()]
+    largest = ops[np.argsort(sizes, kind="stable")[::-1][:3]]
+    rest = f" and {len(ops) - len(largest)} more operators" if len(ops) > len(largest) else ""
+    return ", ".join(repr(problem.op_names[op]) for op in largest) + rest
+
+
+def no_room(problem: PlaceProblem, op: int, device: I64, allowed: Bools) -> NoFeasiblePlan:
+    """Return the error that the operator's unit fits nowhere; ``device`` is -1 for what has no place yet.
+
+    ``allowed`` [m] says where the unit may run.
+    """
+    unit, home = int(problem.unit_of_op[op]), np.full(problem.num_units, -1, dtype=np.int64)
+    home[problem.unit_of_op[device >= 0]] = device[device >= 0]
+    held = np.zeros((problem.num_devices, len(problem.weight_bytes)), dtype=np.bool_)
+    needs = np.zeros(len(problem.weight_bytes), dtype=np.bool_)
+    for other in np.flatnonzero(home >= 0).tolist():
+        held[home[other], problem.unit_weights[other]] = True
+    if home[unit] < 0:
+        needs[problem.unit_weights[unit]] = True
+    lacking = (~held & needs) @ problem.weight_bytes - (problem.capacity - held @ problem.weight_bytes)
+    lacking = np.where(allowed, lacking, np.inf)
+    best = int(np.argmin(lacking))
+    members = np.flatnonzero(problem.unit_of_op == unit)
+    what = repr(problem.op_names[op]) + (f" (with {len(members) - 1} more that share its device)"
+                                         if len(members) > 1 else "")
+    if not lacking[best] > 0:
+        return NoFeasiblePlan(f"operator {what} cannot get what it reads on any device with room for it: there is no "
+                              "way between the devices. Add links to the cluster file, or try another method.")
+    name = problem.device_names[best]
+    size = float(needs @ problem.weight_bytes)
+    return NoFeasiblePlan(
+        f"operator {what} keeps {format_bytes(size)} and fits on no device that it may run on: "
+        f"{format_bytes(lacking[best])} are missing on {name!r}, the best of them, beside what was placed before. "
+        "Try another method, or a device with more memory.", missing_bytes=int(np.ceil(lacking[best])), device=name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlaceResult:
+    """The best placement found, with a bound."""
+
+    timetable: Timetable
+    """Devices, and when everything of one request runs; for throughput as well."""
+    objective: Objective
+    value: float
+    """Seconds: the latency, or the largest load."""
+    bound: float
+    """No placement has a smaller value."""
+    status: Status
+    by: str
+    """The method that found it."""
+    seconds: float
+    """CPU seconds of the search."""
+    is_interrupted: bool = False
+    """The search was ended by Ctrl-C."""
+    loads: dict[str, float] = field(default_factory=dict)
+    """For throughput: seconds per request of every device and of everything that transfers occupy."""
+
+    @property
+    def problem(self) -> PlaceProblem:
+        """Return what was placed."""
+        return self.timetable.problem
+
+    @property
+    def gap(self) -> float:
+        """Return how far the value may be above the best, as a part of the value."""
+        return 0.0 if self.value <= 0 else max(0.0, (self.value - self.bound) / self.value)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the result object that ``weft place --json`` prints.
+
+        ``transfers`` has one row for each edge between devices; edges of one tensor to one device share its times,
+        since it is sent once.
+        """
+        problem, table = self.problem, self.timetable
+        names, devices, ends = problem.op_names, problem.device_names, table.end_s
+        sent = {(row.tensor, row.target): row for row in table.transfers}
+        rows = []
+        for source, reader, tensor in problem.edges.tolist():
+            if table.device[source] != table.device[reader]:
+                row = sent[tensor, int(table.device[reader])]
+                rows.append([names[source], names[reader], row.start_s, row.end_s])
+        return {
+            "status": self.status, "objective": self.objective, "value": self.value, "bound": self.bound,
+            "placement": {names[op]: devices[table.device[op]] for op in range(problem.num_ops)},
+            "starts": {names[op]: [devices[table.device[op]], float(table.start_s[op]), float(ends[op])]
+                       for op in range(problem.num_ops)},
+            "transfers": sorted(rows, key=lambda row: (row[2], row[3])),
+            "peak_memory": dict(zip(devices, table.peak_bytes().tolist(), strict=True)),
+            **({"loads": self.loads} if self.loads else {}),
+            "by": self.by, "seconds": self.seconds}

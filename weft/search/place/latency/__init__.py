@@ -1,0 +1,1 @@
+"""The pieces of the search for the lowest latency: bounds, CP-SAT, parts in series, annealing."""
