@@ -19,12 +19,12 @@ from weft.cost.costs import estimate_costs
 from weft.explain.changes import both_ways, tier_of, with_bandwidth, with_memory, with_more_devices
 from weft.explain.explanation import Explanation, explain, sentence
 from weft.explain.path import critical_path, walk_back
-from weft.explain.replan import Request
 from weft.explain.waits import GRADIENTS, device_waits
 from weft.explain.whatif import memory_binds
 from weft.plan.lower import lower
 from weft.plan.orders import one_f_one_b
 from weft.planning.compare import Candidate, Comparison, compare_strategies
+from weft.planning.replan import Request
 from weft.search.common.problem import PlanOptions, Problem
 from weft.show.explain_tables import changes_table, comparison_lines
 from weft.simulate.engine import Simulator

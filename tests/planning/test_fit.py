@@ -13,7 +13,6 @@ from weft.base.errors import NoFeasiblePlan
 from weft.cli.main import main
 from weft.cluster import read_cluster
 from weft.cost.costs import estimate_costs
-from weft.explain.reduced import Reduced
 from weft.model.folded import trace_folded
 from weft.model.load import load_graph_for
 from weft.model.source import resolve_model
@@ -22,6 +21,7 @@ from weft.plan.lower import lower
 from weft.plan.memory import account_memory
 from weft.planning.compare import compare_strategies
 from weft.planning.fit import Setting, describe, fit, plan_of, problem_with, splitter
+from weft.planning.reduced import Reduced
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.joint.baselines import STRATEGIES
 

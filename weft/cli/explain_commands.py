@@ -32,9 +32,9 @@ from weft.cli.common import (
 
 if TYPE_CHECKING:
     from weft.explain.explanation import Explanation
-    from weft.explain.replan import Request
     from weft.plan.plan import Plan
     from weft.planning.fit import Fit, Setting, Split
+    from weft.planning.replan import Request
     from weft.search.common.budget import Budget
     from weft.search.common.problem import PlanOptions, Problem
 
@@ -132,9 +132,9 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
     begin = time.perf_counter()
     from weft.cost.costs import load_costs
     from weft.explain.explanation import explain as explain_plan
-    from weft.explain.replan import Request
     from weft.plan.check import check_plan
     from weft.plan.plan import load_plan
+    from weft.planning.replan import Request
     from weft.search.common.budget import time_budget
     from weft.search.common.problem import PlanOptions
     from weft.simulate.predict import simulate
@@ -179,7 +179,7 @@ def _explain_request(model: str, on: str, asked: _Asked, profile: Path | None, *
     begin = time.perf_counter()
     from weft.cluster import read_cluster
     from weft.explain.explanation import explain as explain_plan
-    from weft.explain.replan import replan
+    from weft.planning.replan import replan
     from weft.search.common.budget import time_budget
 
     import_s, budget = time.perf_counter() - begin, time_budget(time_limit)
@@ -224,9 +224,9 @@ def _relax(miss: NoFeasiblePlan, problem: Problem, request: Request, budget: Bud
 
 def _request(model: str, asked: _Asked, profile: Path | None, report: Callable[[str], None]) -> Request:
     from weft.cost.costs import load_costs
-    from weft.explain.replan import Request
     from weft.model.graph import Graph
     from weft.model.load import has_module, load_graph_for
+    from weft.planning.replan import Request
 
     options = asked.options()
     batch = options.batch // options.microbatches if options.microbatches else None

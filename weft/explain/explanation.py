@@ -10,11 +10,11 @@ from weft.base.errors import NoFeasiblePlan
 from weft.base.units import format_bytes, format_time
 from weft.cluster.cluster import Cluster
 from weft.explain.path import CriticalPath, Kind, critical_path, link_rates, link_seconds
-from weft.explain.replan import Report, Request, replan
 from weft.explain.waits import DeviceWaits, device_waits
 from weft.explain.whatif import Change, settled, what_would_help
 from weft.plan.plan import Plan
 from weft.planning.compare import Candidate, Comparison
+from weft.planning.replan import Report, Request, replan
 from weft.search.common.problem import Problem
 from weft.simulate.timeline import Timeline
 from weft.simulate.traffic import link_bytes

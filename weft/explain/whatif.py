@@ -12,8 +12,8 @@ from weft.base.units import format_bytes
 from weft.cluster.cluster import Cluster
 from weft.explain.changes import both_ways, tier_of, with_bandwidth, with_memory, with_more_devices
 from weft.explain.path import link_rates, link_seconds
-from weft.explain.replan import Report, Request, replan
 from weft.planning.compare import Candidate, Comparison
+from weft.planning.replan import Report, Request, replan
 from weft.search.common.budget import OutOfTime, cut_short
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline

@@ -74,6 +74,16 @@ def check_memory(program: Program, cluster: Cluster, account: MemoryAccount | No
         missing_bytes=missing, device=name, shortages={item[2]: item[0] for item in over})
 
 
+def excess_bytes(plan: Plan, graph: Graph, cluster: Cluster) -> dict[str, int]:
+    """Return by how much the plan exceeds the memory of the devices where it does."""
+    account, over = account_memory(lower(plan, graph)), {}
+    for rank, name in enumerate(plan.cluster.devices):
+        capacity = cluster.devices[cluster.device_index[name]].memory_bytes
+        if capacity is not None and account.peak_bytes(rank) > capacity:
+            over[name] = account.peak_bytes(rank) - capacity
+    return over
+
+
 class _Needs:
     """What each compute needs on its rank, from the program's tables."""
 

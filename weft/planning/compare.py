@@ -38,6 +38,8 @@ MIN_SCHEDULE_TIME_S = 0.1
 """So long a search for a schedule may take at least, where the time limit is divided among many."""
 MANY_DEVICES = 16
 """With so many, one device alone is not worth any of a time limit."""
+DEPLOY_SIMULATIONS = 3000
+"""Deployments that a search for one may look at here; `weft deploy` has no such limit."""
 GRACE_S = 1.0
 """So long after the time limit strategies are still tried where there is no plan at all; the first one always is."""
 
@@ -125,6 +127,24 @@ def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None
     if comparison.best.plan is None:
         raise _nothing_fits(problem, comparison)
     return comparison
+
+
+def compare_all(problem: Problem, splits: Splits, budget: Budget, *, strategies: Sequence[str] | None = None,
+                placements: Sequence[str] = (), joint: bool | None = None,
+                deploy: bool | None = None) -> Comparison:
+    """Return what everything that ``weft plan`` tries comes to, in the time that the budget has left.
+
+    Unless told, the joint search takes part where there are several devices, deployments where they train.
+    """
+    from weft.search.deploy.search import DeployOptions
+
+    several = problem.cluster.num_devices > 1
+    may = several or bool(strategies)
+    deploys = may and (several and problem.is_training if deploy is None else deploy)
+    return compare_strategies(
+        problem, strategies, placements=placements, splits=splits, time_limit_s=budget.seconds_left,
+        joint=may and (several if joint is None else joint), progress=budget.report,
+        deployments=DeployOptions(max_simulations=DEPLOY_SIMULATIONS, seed=problem.options.seed) if deploys else None)
 
 
 def _hopeful_first(searches: dict[str, Callable[[], Candidate]],

@@ -9,8 +9,9 @@ For each strategy the largest micro-batches that fit are found:
 
 Where none of these fits, the joint search looks for a plan (``weft.search.joint``), for a few seconds.
 
-Memory is that of ``weft.plan.memory``, of plans reduced to what decides it (``weft.explain.reduced``). Times are rough:
-all devices busy, nothing waits for messages but gradients at the end. They only say which of several to recommend.
+Memory is that of ``weft.plan.memory``, of plans reduced to what decides it (``weft.planning.reduced``). Times are
+rough: all devices busy, nothing waits for messages but gradients at the end. They only say which of several to
+recommend.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from weft.base.units import format_bytes
 from weft.cluster.cluster import DeviceId
 from weft.cost.collectives import Collective
 from weft.cost.costs import Costs
-from weft.explain.reduced import Reduced
-from weft.explain.replan import best_joint
 from weft.model.folded import FoldedModel
 from weft.model.graph import Graph
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
 from weft.plan.op_bytes import state_by_op
 from weft.plan.plan import Plan, Stage, split_samples
+from weft.planning.reduced import Reduced
+from weft.planning.replan import best_joint
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.fair import fair_samples
 from weft.search.common.problem import Problem, divisors

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from weft.base.errors import ModelError
 from weft.cluster.cluster import Cluster
@@ -22,11 +22,10 @@ from weft.model.load import has_module, load_graph_for, trace_model
 from weft.model.notes import NOTE
 from weft.plan.notes import recompute_notes
 from weft.plan.plan import Mode, Optimizer, OptimizerKind, Plan
-from weft.planning.compare import Comparison, compare_strategies
+from weft.planning.compare import Comparison, compare_all
 from weft.planning.objectives import bind_to_cluster, fewest_devices, parse_target, with_headroom
 from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import PlanOptions, Problem
-from weft.search.deploy.search import DeployOptions
 from weft.search.deploy.splits import Splits, load_splits
 from weft.sharding.named_ops import named_ops
 
@@ -35,8 +34,6 @@ if TYPE_CHECKING:
     from weft.model.source import ModelSource
     from weft.model.trace import TracedModel
 
-DEPLOY_SIMULATIONS: Final = 3000
-"""Deployments that a search for one may look at here; `weft deploy` has no such limit."""
 Report = Callable[[str], None]
 
 
@@ -196,11 +193,8 @@ def _settled(search: SearchOptions, options: PlanOptions, num_devices: int) -> S
 
 def _compare(search: SearchOptions, budget: Budget, problem: Problem, splits: Splits) -> Comparison:
     """Return the comparison of plans, in the time that is left."""
-    several = problem.cluster.num_devices > 1 or bool(search.strategies)
-    deployments = DeployOptions(max_simulations=DEPLOY_SIMULATIONS, seed=problem.options.seed)
-    return compare_strategies(problem, search.strategies, placements=search.placements, splits=splits,
-                              joint=bool(search.joint) and several, time_limit_s=budget.seconds_left,
-                              deployments=deployments if search.deploy and several else None, progress=budget.report)
+    return compare_all(problem, splits, budget, strategies=search.strategies, placements=search.placements,
+                       joint=bool(search.joint), deploy=bool(search.deploy))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

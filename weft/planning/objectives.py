@@ -39,7 +39,7 @@ _PERCENT: Final = re.compile(r"\s*(-?[0-9]+(?:\.[0-9]*)?)\s*%\s*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
+class StepRequest:
     """How an objective is planned for."""
 
     mode: Mode
@@ -47,10 +47,11 @@ class Request:
     microbatches: int | None
 
 
-def request_for(objective: Objective, *, mode: Mode | None, batch: int | None, microbatches: int | None) -> Request:
+def request_for(objective: Objective, *, mode: Mode | None, batch: int | None,
+                microbatches: int | None) -> StepRequest:
     """Return the settings that the objective means, None standing for what the user left open."""
     if objective == "throughput":
-        return Request(mode=mode or "training", batch=DEFAULT_BATCH if batch is None else batch,
+        return StepRequest(mode=mode or "training", batch=DEFAULT_BATCH if batch is None else batch,
                        microbatches=microbatches)
     if mode == "training":
         raise InputError("--objective latency is the time of one request, which is inference: leave out --mode "
@@ -58,7 +59,7 @@ def request_for(objective: Objective, *, mode: Mode | None, batch: int | None, m
     if microbatches not in (None, 1):
         raise InputError(f"--objective latency plans one micro-batch, not {microbatches}: leave out --microbatches, or "
                          "use --objective throughput")
-    return Request(mode="inference", batch=REQUEST if batch is None else batch, microbatches=1)
+    return StepRequest(mode="inference", batch=REQUEST if batch is None else batch, microbatches=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,10 +17,9 @@ from weft.coarsen.contract import contract
 from weft.coarsen.groups import number_groups
 from weft.cost.costs import estimate_costs
 from weft.model.graph import Graph
-from weft.plan.check import check_plan
+from weft.plan.check import check_plan, excess_bytes
 from weft.plan.plan import Plan
 from weft.search.common.problem import PlanOptions, Problem
-from weft.search.joint.scheduled import excess_bytes
 from weft.search.place.placed_plan import (
     OpPlacement,
     cut_segments,
@@ -250,7 +249,7 @@ def test_a_search_is_repeated_with_less_memory_until_the_plan_fits(memory_bytes,
         return OpPlacement(device=np.repeat([0, 1, 2], rooms)[:8], order=np.arange(8))
 
     plan = plan_within_memory(problem, search)
-    assert not excess_bytes(plan, problem)
+    assert not excess_bytes(plan, problem.graph, problem.cluster)
     assert len(asked) == num_searches
     assert len({stage.replicas[0].devices for stage in plan.stages}) == num_searches + 1
 
@@ -260,7 +259,7 @@ def test_a_search_that_does_not_listen_ends():
     placement = OpPlacement(device=np.repeat([0, 1], 4), order=np.arange(8))
     with pytest.raises(NoFeasiblePlan, match="more than 'd1' has, after 4 searches") as caught:
         plan_within_memory(problem, lambda reserve: placement)
-    assert caught.value.missing_bytes == excess_bytes(placed_plan(problem, placement), problem)["d1"]
+    assert caught.value.missing_bytes == excess_bytes(placed_plan(problem, placement), problem.graph, problem.cluster)["d1"]
 
 
 def test_fewer_requests_are_let_in_before_memory_is_kept_free():
@@ -270,6 +269,6 @@ def test_fewer_requests_are_let_in_before_memory_is_kept_free():
     loose, tight = (inference(graph, cluster, batch=16) for cluster in limits)
     fast = predicted_s(loose, plan_within_memory(loose, lambda reserve: placement, microbatches=16))
     plan = plan_within_memory(tight, lambda reserve: placement, microbatches=16)
-    assert excess_bytes(placed_plan(tight, placement, microbatches=16), tight)
-    assert not excess_bytes(plan, tight)
+    assert excess_bytes(placed_plan(tight, placement, microbatches=16), tight.graph, tight.cluster)
+    assert not excess_bytes(plan, tight.graph, tight.cluster)
     assert predicted_s(tight, plan) >= fast

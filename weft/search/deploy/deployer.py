@@ -17,7 +17,8 @@ import numpy as np
 
 from weft.cluster.cluster import DeviceId
 from weft.cost.costs import Phase
-from weft.model.graph import F64, I64, Graph
+from weft.model.graph import F64, I64
+from weft.plan.op_bytes import kept_by_op
 from weft.plan.plan import split_samples
 from weft.plan.stage_memory import stage_memory
 from weft.search.common.problem import Problem
@@ -328,7 +329,7 @@ class Deployer:
 
     def _saved_part(self, part: F64) -> F64:
         """Return the part of what each group keeps for its backward that a device keeps, from that of operators."""
-        kept = saved_by_op(self.problem.graph)
+        kept = kept_by_op(self.problem.graph)
         return self.by_group(kept * part) / np.maximum(self.by_group(kept), 1.0)
 
 
@@ -398,7 +399,7 @@ def _activation_bytes(problem: Problem, groups: OpGroups) -> tuple[F64, F64]:
     graph = problem.graph
     saved, work = np.zeros(groups.num_groups), np.zeros(groups.num_groups)
     if problem.is_training:
-        saved = np.asarray(np.add.reduceat(saved_by_op(graph), groups.start[:-1]))
+        saved = np.asarray(np.add.reduceat(kept_by_op(graph), groups.start[:-1]))
     source, target = groups.of_op[graph.edges[:, 0]], groups.of_op[graph.edges[:, 1]]
     crossing = np.unique(graph.edges[source != target, 2])
     for group in range(groups.num_groups):
@@ -406,11 +407,3 @@ def _activation_bytes(problem: Problem, groups: OpGroups) -> tuple[F64, F64]:
                               crossing=crossing)
         work[group] = max(memory.forward_peak - memory.saved, memory.backward_work, 0)
     return saved / graph.batch, work / graph.batch
-
-
-def saved_by_op(graph: Graph) -> F64:
-    """Return the bytes that are kept for the backward of what each operator makes, for the batch traced."""
-    saved = graph.saved_inside_bytes.astype(np.float64)
-    kept = np.flatnonzero(graph.is_saved & (graph.tensor_producer >= 0) & (graph.tensor_base < 0))
-    np.add.at(saved, graph.tensor_producer[kept], graph.tensor_bytes[kept].astype(np.float64))
-    return saved

@@ -19,6 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from weft.model.graph import F64, I64, NO_BATCH_DIM, Bool, Graph, TensorRole
+from weft.plan.op_bytes import crossing_bytes, crossing_tensors, parameters_by_op
 from weft.search.deploy.tuning import TUNING
 
 
@@ -100,9 +101,9 @@ class OpGroups:
 
 def group_operators(graph: Graph, seconds: F64, *, max_groups: int = TUNING.max_groups) -> OpGroups:
     """Return at most ``max_groups`` groups of operators, which take ``seconds``; see the module's docstring."""
-    parameter_bytes = _parameter_bytes(graph)
+    parameter_bytes = parameters_by_op(graph)
     work = seconds / max(float(seconds.sum()), 1e-300) + parameter_bytes / max(float(parameter_bytes.sum()), 1.0)
-    crossing, can_cut = _crossing(graph)
+    crossing, can_cut = crossing_bytes(graph, np.arange(graph.num_ops)), _cuttable(graph)
     written = max(float(graph.tensor_bytes[graph.tensor_producer >= 0].sum()), 1.0)
     places = np.flatnonzero(can_cut)
     prefix = np.concatenate(([0.0], np.cumsum(work)))[places]
@@ -134,34 +135,16 @@ def _cut(prefix: F64, cost: F64, cap: float) -> list[int]:
     return chosen[::-1]
 
 
-def _parameter_bytes(graph: Graph) -> F64:
-    """Return parameter bytes by operator, each parameter at its first reader."""
-    result = np.zeros(graph.num_ops)
-    is_parameter = graph.tensor_role[graph.inputs] == TensorRole.PARAMETER
-    tensors, first = np.unique(graph.inputs[is_parameter], return_index=True)
-    np.add.at(result, graph.consumer_op[is_parameter][first], graph.tensor_bytes[tensors].astype(np.float64))
-    return result
-
-
-def _crossing(graph: Graph) -> tuple[F64, Bool]:
-    """Return the bytes that cross each place (before each operator, and the end), and which places can be cuts."""
-    num_ops = graph.num_ops
-    last = np.full(graph.num_tensors, -1, dtype=np.int64)
-    np.maximum.at(last, graph.inputs, graph.consumer_op)
-    made = graph.tensor_producer
-    moved = np.flatnonzero((made >= 0) & (last > made))
-    moved = moved[~graph.is_constant[made[moved]]]
-    fixed = moved[_cannot_be_divided(graph)[moved]]
-
-    def totals(tensors: I64, amounts: F64) -> F64:
-        change = np.zeros(num_ops + 2)
-        np.add.at(change, made[tensors] + 1, amounts)
-        np.add.at(change, last[tensors] + 1, -amounts)
-        return np.cumsum(change)[: num_ops + 1]
-
-    can_cut = totals(fixed, np.ones(len(fixed))) < 0.5
-    can_cut[[0, num_ops]] = True
-    return totals(moved, graph.tensor_bytes[moved].astype(np.float64)), can_cut
+def _cuttable(graph: Graph) -> Bool:
+    """Return before which operators, and at the end, the model may be cut: no tensor crosses that cannot be divided."""
+    tensors, made, last = crossing_tensors(graph, np.arange(graph.num_ops))
+    fixed = _cannot_be_divided(graph)[tensors]
+    change = np.zeros(graph.num_ops + 2)
+    np.add.at(change, made[fixed] + 1, 1)
+    np.add.at(change, last[fixed] + 1, -1)
+    can_cut = np.cumsum(change)[: graph.num_ops + 1] < 0.5
+    can_cut[[0, graph.num_ops]] = True
+    return np.asarray(can_cut, dtype=np.bool_)
 
 
 def _cannot_be_divided(graph: Graph) -> Bool:

@@ -31,7 +31,8 @@ import numpy as np
 from weft.base.errors import NoFeasiblePlan
 from weft.base.units import format_bytes
 from weft.cluster.cluster import DeviceId
-from weft.model.graph import F64, I64, Graph, TensorRole
+from weft.cost.roofline import parameter_bytes
+from weft.model.graph import I64, Graph, TensorRole
 from weft.plan.layout import stage_inputs
 from weft.plan.op_bytes import prefix_sums, state_by_op
 from weft.plan.orders import Action, Order
@@ -311,14 +312,6 @@ class _Groups:
         """Return the names of the operators in the middle."""
         names = [self.graph.op_modules[op] or self.graph.op_names[op] for op in self.middle[:3]]
         return ", ".join(dict.fromkeys(names)) + (", ..." if len(self.middle) > 3 else "")
-
-
-def parameter_bytes(graph: Graph) -> F64:
-    """Return the bytes of parameters that each operator reads; a parameter counts at each of its readers."""
-    is_parameter = graph.tensor_role[graph.inputs] == TensorRole.PARAMETER
-    result = np.zeros(graph.num_ops)
-    np.add.at(result, graph.consumer_op[is_parameter], graph.tensor_bytes[graph.inputs[is_parameter]])
-    return result
 
 
 def large_readers(graph: Graph) -> list[int]:

@@ -13,9 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from weft.base.errors import InputError, NoFeasiblePlan
-from weft.plan.check import check_plan
-from weft.plan.lower import lower
-from weft.plan.memory import account_memory
+from weft.plan.check import check_plan, excess_bytes
 from weft.plan.plan import Plan, SearchInfo
 from weft.search.common.budget import Budget
 from weft.search.common.problem import Problem
@@ -113,23 +111,12 @@ def find_schedule(plan: Plan, problem: Problem, search: Search, *, split_backwar
                                        reserve={} if last else reserve)
         result = search(plan_problem.problem, plan_problem.num_microbatches)
         found = with_schedule(plan, plan_problem, result.schedule)
-        over = excess_bytes(found, problem)
+        over = excess_bytes(found, problem.graph, problem.cluster)
         if not over:
             break
         for device, num_bytes in over.items():
             reserve[device] += num_bytes
     return Scheduled(plan=found, plan_problem=plan_problem, result=result)
-
-
-def excess_bytes(plan: Plan, problem: Problem) -> dict[str, int]:
-    """Return by how much the plan exceeds the memory of the devices where it does."""
-    account = account_memory(lower(plan, problem.graph))
-    over = {}
-    for rank, name in enumerate(plan.cluster.devices):
-        capacity = problem.cluster.devices[problem.cluster.device_index[name]].memory_bytes
-        if capacity is not None and account.peak_bytes(rank) > capacity:
-            over[name] = account.peak_bytes(rank) - capacity
-    return over
 
 
 def _with_info(found: Scheduled, step_time: float, *, seed: int) -> Plan:

@@ -31,10 +31,10 @@ from weft.base.errors import InputError, NoFeasiblePlan
 from weft.cluster.cluster import DeviceId
 from weft.coarsen.contract import Coarse, expand
 from weft.model.graph import I64, Graph
+from weft.plan.check import excess_bytes
 from weft.plan.orders import Action, Order
 from weft.plan.plan import Plan
 from weft.search.common.problem import Problem, StageSpec, make_plan
-from weft.search.joint.scheduled import excess_bytes
 from weft.simulate.timing import stage_figure
 
 MAX_ATTEMPTS: Final = 4
@@ -101,7 +101,7 @@ def plan_within_memory(problem: Problem, search: Callable[[Mapping[str, int]], O
         in_flight = microbatches
         while True:
             plan = placed_plan(problem, placement, microbatches=microbatches, in_flight=in_flight, by=by)
-            over = excess_bytes(plan, problem)
+            over = excess_bytes(plan, problem.graph, problem.cluster)
             if not over:
                 return plan
             if in_flight == 1:

@@ -1,4 +1,4 @@
-"""Planning again: the one place where explanations call the planner."""
+"""Planning again, for another cluster or other options: what explanations and ``weft fit`` ask of the planner."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weft.cost.costs import Costs
 from weft.model.graph import Graph
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
-from weft.planning.compare import Candidate, Comparison, compare_strategies, microbatch_choices
+from weft.planning.compare import Candidate, Comparison, compare_all, compare_strategies, microbatch_choices
 from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.splits import NO_SPLITS, Splits
@@ -58,15 +58,9 @@ def replan(problem: Problem, request: Request, *, strategies: Sequence[str] | No
 
     Of the plain strategies only some, if ``strategies`` are given.
     """
-    from weft.planning.make import DEPLOY_SIMULATIONS
-    from weft.search.deploy.search import DeployOptions
-
-    several, budget = problem.cluster.num_devices > 1, time_budget(time_limit_s, report)
-    deployments = DeployOptions(max_simulations=DEPLOY_SIMULATIONS, seed=problem.options.seed)
+    budget = time_budget(time_limit_s, report)
     splits = find_splits(problem, request, budget=budget, report=report)
-    return compare_strategies(problem, strategies, joint=several, splits=splits, time_limit_s=budget.seconds_left,
-                              progress=report,
-                              deployments=deployments if several and problem.is_training else None)
+    return compare_all(problem, splits, budget, strategies=strategies)
 
 
 def find_splits(problem: Problem, request: Request, *, budget: Budget | None = None,
