@@ -79,32 +79,31 @@ def test_tensors_of_a_helper_thread_count_and_may_be_freed_elsewhere():
 
 def test_the_meter_lets_autograd_add_up_in_place():
     """Was: operators were watched by a dispatch mode, under which autograd adds up in new memory: too much was measured."""
-    x = torch.ones(1000, dtype=torch.float64, requires_grad=True)
-    y = x * 2
-    total = (y.tanh() * y.exp() * y.sin()).sum()  # three gradients of y are added up
-    with CpuMemory([x]) as memory:
+    def total() -> torch.Tensor:
+        y = torch.ones(1000, dtype=torch.float64, requires_grad=True) * 2
+        return (y * 2 + (y * 3 + y * 4)).sum()  # three gradients of y are added up
+
+    loss = total()
+    with CpuMemory() as memory:
         memory.begin()
-        total.backward()
+        loss.backward()
         memory.end()
     (reading,) = memory.readings()
-    assert reading.peak - reading.before == 5 * 8000
-    watched = LiveStorages()
-    total = (lambda y: (y.tanh() * y.exp() * y.sin()).sum())(x * 2)
-    x.grad = None
+    assert 2 * 8000 <= reading.peak < 2 * 8000 + 100, "the sum, and one that is added to it"
+    watched, loss = LiveStorages(), total()
     with watched.watching():
-        before = watched.now()
-        total.backward()
-    assert watched.peak() - before >= reading.peak - reading.before, "who watches operators sees at least as much"
+        loss.backward()
+    assert watched.peak() >= 3 * 8000, "the same under a dispatch mode: a new sum, too"
 
 
 def test_a_workspace_is_told_from_what_an_operator_gives():
-    x = torch.ones(8, 6, dtype=torch.complex128)
+    x, weight = torch.ones(1, 2, 64, dtype=torch.float64), torch.ones(2, 2, 3, dtype=torch.float64)
     with CpuMemory() as memory:
         memory.begin()
-        kept = torch.fft.irfft(x, n=8, dim=0)
+        kept = torch.nn.functional.conv1d(x, weight)  # in double precision by a product with a matrix of all windows
         memory.end()
         memory.begin()
-        more = kept + 1
+        more = kept.clone()
         memory.end()
     first, second = memory.readings()
     assert first.inside > 0

@@ -34,7 +34,7 @@ def plan_words(found: ShardedModel, folded: FoldedModel) -> Sharding:
     for name, layout, read in _activations(found, assembler):
         if any(item.is_split for item in read.value):
             tensors[name] = format_layout(read)
-        if layout != read.value and any(item.is_split for item in (*layout, *read.value)):
+        if layout != read.value and any(item.is_split for item in layout):
             made[name] = tuple(map(str, layout))
     returned = _returned(parts, found)
     for node, (index, strategy) in enumerate(zip(found.graph.node_part, found.choice, strict=True)):
