@@ -271,14 +271,14 @@ def main() -> int:
         clean.mkdir()
         make_clean(clean)
         jobs = list_jobs(options.mutants, options.only)
-        verdicts = list(run(jobs, seed=options.seed, clean=clean, workers=options.workers))
+        verdicts, shown = [], Counter[str]()
+        for verdict in run(jobs, seed=options.seed, clean=clean, workers=options.workers):
+            verdicts.append(verdict)
+            shown[verdict.kind] += bool(verdict.defects)
+            if verdict.defects and shown[verdict.kind] <= options.show:
+                print(f"{verdict.kind} {verdict.number}: {', '.join(verdict.defects)}, {verdict.seconds:.1f} s, "
+                      f"{verdict.extra_mib:.0f} MiB\n{verdict.why}", file=sys.stderr, flush=True)
     defects = [verdict for verdict in verdicts if verdict.defects]
-    shown: Counter[str] = Counter()
-    for verdict in sorted(defects, key=lambda item: (item.kind, item.number)):
-        shown[verdict.kind] += 1
-        if shown[verdict.kind] <= options.show:
-            print(f"{verdict.kind} {verdict.number}: {', '.join(verdict.defects)}, {verdict.seconds:.1f} s, "
-                  f"{verdict.extra_mib:.0f} MiB\n{verdict.why}", file=sys.stderr)
     rows = summary(verdicts)
     if options.json:
         print(json.dumps({"rows": rows, "defects": [asdict(verdict) for verdict in defects]}, indent=1))

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from tests.search.deploy.worlds import cluster_of, deployer_of, host, problem_of
-from weft.base.errors import InputError, NoFeasiblePlan
+from weft.base.errors import ClusterError, InputError, NoFeasiblePlan
 from weft.plan.check import check_plan
 from weft.search.deploy.local import Annealer
 from weft.search.deploy.policy import UniformPolicy
@@ -42,6 +42,11 @@ def test_it_is_never_slower_than_data_parallelism_or_heft() -> None:
              for method in ("data-parallel", "heft", "auto")}
     assert found["auto"] <= min(found.values())
     assert found["auto"] >= problem.work_bound()
+
+
+def test_clusters_of_too_many_devices_for_all_pairs_are_refused_at_once() -> None:
+    with pytest.raises(ClusterError, match=r"has 1,025 devices, and the search for deployments, .* at most 1,024: use `weft plan`"):
+        deploy(problem_of(cluster_of(host("a", 1025))))
 
 
 def test_the_same_seed_gives_the_same_plan() -> None:

@@ -17,6 +17,7 @@ import numpy as np
 
 from weft.cluster.cluster import DeviceId
 from weft.cost.costs import Phase
+from weft.cost.pair_times import PairTimes, check_pairs
 from weft.model.graph import F64, I64
 from weft.plan.op_bytes import kept_by_op
 from weft.plan.plan import split_samples
@@ -370,12 +371,14 @@ def _pack_layouts(items: Sequence[_LayoutColumns], num_groups: int) -> Layouts:
 def make_world(problem: Problem, groups: OpGroups) -> World:
     """Return the columns that do not depend on the deployment."""
     cluster, bundles = problem.cluster, groups.bundles
+    check_pairs(cluster, "the search for deployments", "use `weft plan`")
     devices = range(cluster.num_devices)
     latency, rate = np.zeros((len(devices), len(devices))), np.zeros((len(devices), len(devices)))
     resources: list[tuple[int, ...]] = []
+    times = PairTimes(problem.costs, (0.0, 1e6))
     for source in devices:
         for target in devices:
-            zero, mega = (problem.costs.transfer(size, source, target).seconds for size in (0.0, 1e6))
+            zero, mega = times.seconds(source, target)
             latency[source, target], rate[source, target] = zero, (mega - zero) / 1e6
             resources.append(cluster.transfer_resources(DeviceId(source), DeviceId(target)))
     saved, work = _activation_bytes(problem, groups)

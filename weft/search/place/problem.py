@@ -20,20 +20,19 @@ import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from weft.base.errors import ClusterError, InputError, ModelError
 from weft.cluster.cluster import Cluster, Contention, DeviceId
 from weft.cost.costs import Costs
+from weft.cost.pair_times import PairTimes, check_pairs
 from weft.model.graph import F64, I64, Graph, TensorRole
 
 Objective = Literal["latency", "throughput"]
 Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
-MAX_DEVICES: Final = 1024
-"""Tables of all pairs of devices are made; with as many as this they take seconds and a gigabyte."""
 _PROBE_BYTES = 1e9
 """Transfer times are affine in the bytes; they are found from the times of none and of so many."""
 
@@ -277,10 +276,7 @@ def problem_from_graph(graph: Graph, cluster: Cluster, costs: Costs) -> PlacePro
     Constants that any device can compute for itself (``Graph.is_constant``) stay operators of the problem: coarsening
     removes them.
     """
-    if cluster.num_devices > MAX_DEVICES:
-        raise ClusterError(f"cluster {cluster.name!r} has {cluster.num_devices:,} devices, and placement, which knows "
-                           f"every pair of them, takes at most {MAX_DEVICES:,}: place on a part of them, or use "
-                           "`weft plan`")
+    check_pairs(cluster, "placement", "place on a part of them, or use `weft plan`")
     time_s = costs.op_seconds("F")[:, list(costs.column_of_device)].copy()
     _forbid(graph, cluster, time_s)
     keep = np.flatnonzero(graph.tensor_producer >= 0)
@@ -382,28 +378,16 @@ def _seconds_table(seconds: Callable[[int, int], float], count: int) -> F64:
 def _pair_costs(cluster: Cluster, costs: Costs, *, is_needed: bool) -> tuple[F64, F64]:
     """Return latency and seconds per byte of every pair of devices; infinite where there is no way."""
     count = cluster.num_devices
-    known: dict[tuple[float, float], tuple[float, float]] = {}
-    latency_s = _seconds_table(lambda source, target: _pair_seconds(cluster, costs, source, target, known)[0], count)
-    many_s = _seconds_table(lambda source, target: _pair_seconds(cluster, costs, source, target, known)[1], count)
+    times = PairTimes(costs, (0.0, _PROBE_BYTES))
+    latency_s, many_s = (_seconds_table(partial(_pair_seconds, times, which), count) for which in (0, 1))
     has_way = np.isfinite(latency_s)
     if is_needed and count > 1 and not has_way[~np.eye(count, dtype=np.bool_)].any():
         costs.transfer(0.0, count - 1, count - 2)  # raises what there is to say
     return latency_s, np.subtract(many_s, latency_s, out=np.zeros_like(many_s), where=has_way) / _PROBE_BYTES
 
 
-def _pair_seconds(cluster: Cluster, costs: Costs, source: int, target: int,
-                  known: dict[tuple[float, float], tuple[float, float]]) -> tuple[float, float]:
-    """Return the seconds for nothing and for many bytes; without measured fits equal routes take equally long."""
-    key = None
-    if not costs.comm_fits:
-        route = cluster.route(DeviceId(source), DeviceId(target))
-        key = route.latency_s, route.bytes_per_s
-        if key in known:
-            return known[key]
-    found = (costs.transfer(0.0, source, target).seconds, costs.transfer(_PROBE_BYTES, source, target).seconds)
-    if key is not None:
-        known[key] = found
-    return found
+def _pair_seconds(times: PairTimes, which: int, source: int, target: int) -> float:
+    return times.seconds(source, target)[which]
 
 
 def _resources(cluster: Cluster, latency_s: F64) -> tuple[I64, I64]:
