@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from weft.cli import deploy_commands
 from weft.cli.main import main
 
 MIXED = """
@@ -26,7 +27,8 @@ def cluster(tmp_path):
     return str(path)
 
 
-def test_the_result_and_the_plan(cluster, tmp_path, capsys):
+def test_the_result_and_the_plan(cluster, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(deploy_commands, "PLAIN_GRACE_S", 60.0)
     out = tmp_path / "plan.json"
     assert main(["deploy", "gpt2-tiny", cluster, *ARGUMENTS, "--json", "--out", str(out)]) == 0
     result = json.loads(capsys.readouterr().out)
@@ -34,6 +36,13 @@ def test_the_result_and_the_plan(cluster, tmp_path, capsys):
     assert result["bound"] <= result["step_time"] <= result["data_parallel"]
     assert result["plan"] == json.loads(out.read_text())
     assert main(["check", str(out)]) == 0
+
+
+def test_data_parallelism_that_is_not_timed_in_time_is_not_called_too_large(cluster, capsys, monkeypatch):
+    monkeypatch.setattr(deploy_commands, "PLAIN_GRACE_S", 1e-6)
+    assert main(["deploy", "gpt2-tiny", cluster, *ARGUMENTS, "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["data_parallel"], result["data_parallel_reason"]) == (None, "not timed: the time limit was reached")
 
 
 def test_a_missing_weights_file_costs_one_warning_only(cluster, tmp_path, capsys, caplog):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -26,7 +27,7 @@ from weft.planning import compare as planner
 from weft.planning import fit as fitting
 from weft.planning.compare import compare_strategies
 from weft.search.common import budget as budgets
-from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
+from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c, time_budget
 from weft.search.deploy import search as deploying
 from weft.search.joint import search as joint
 from weft.search.place import search as placing
@@ -155,6 +156,23 @@ def test_a_pause_inside_moves_the_end_and_nothing_is_raised_in_it():
         work()
     assert seen[0] >= 8 * LIMIT_S
     assert budget.is_late
+
+
+def test_ctrl_c_that_tracing_swallows_is_raised_after_it():
+    budget, before, done = time_budget(None), signal.getsignal(signal.SIGINT), []
+
+    def swallow():
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        done.append("traced")
+
+    with pytest.raises(KeyboardInterrupt), budget.paused():
+        swallow()
+    assert done == ["traced"]
+    assert signal.getsignal(signal.SIGINT) is before
+    with ended_by_ctrl_c(budget), budget.paused():  # whoever marks it has not lost it
+        swallow()
+    assert budget.is_interrupted
 
 
 # ---- plans -----------------------------------------------------------------------------------------------------------
@@ -340,7 +358,10 @@ def test_methods_are_not_begun_after_the_time_limit():
 
 
 def test_compiled_code_is_loaded_by_a_problem_of_two_operators():
-    placing.load_compiled()
+    from weft.search.place.preload import FIRST_METHODS, load_compiled
+
+    load_compiled()
+    assert (next(iter(placing.METHODS)), placing.QUICK_METHOD) == FIRST_METHODS
 
 
 def test_the_first_choice_of_strategies_fits_and_is_the_answer_if_there_is_no_time(monkeypatch):

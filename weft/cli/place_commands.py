@@ -172,13 +172,15 @@ def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str 
     imports = time.perf_counter()
     from weft.cluster import read_cluster
     from weft.cost.costs import load_costs
+    from weft.search.common.budget import ctrl_c_not_lost
     from weft.search.place.problem import problem_from_graph
     from weft.show.place_tables import PlaceView
 
     _import_searches(options)
-    times, begin = {"import_seconds": time.perf_counter() - imports}, time.monotonic()
+    times, begin = _not_counted(options, time.perf_counter() - imports), time.monotonic()
     target = read_cluster(cluster)
-    loaded = _load(spec, fusion=fusion, batch=batch, dtype=dtype, report=options.report)
+    with ctrl_c_not_lost():
+        loaded = _load(spec, fusion=fusion, batch=batch, dtype=dtype, report=options.report)
     if not _is_graph_file(spec):
         times["tracing_seconds"] = time.monotonic() - begin
     options = replace(options, begin=begin + times.get("tracing_seconds", 0.0))
@@ -198,10 +200,16 @@ def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str 
                        batch=None if _is_graph_file(spec) else loaded.fine.batch), options, more, times)
 
 
+def _not_counted(options: PlaceOptions, import_s: float) -> dict[str, float]:
+    """Return what the JSON says of imports: something where a time limit does not count them."""
+    return {} if options.time_limit is None else {"import_seconds": import_s}
+
+
 def _import_searches(options: PlaceOptions) -> None:
     """Import what searches under a time limit would import later: that is not to count against it."""
     if options.time_limit is not None:
-        from weft.search.place.search import load_compiled
+        from weft.search.place import search
+        from weft.search.place.preload import load_compiled
 
         load_compiled()
         if options.objective == "throughput":
@@ -374,7 +382,7 @@ def _place_partition(path: str, options: PlaceOptions) -> None:
     from weft.show.place_tables import print_partition
 
     compile_searches(choice("--objective", options.objective, OBJECTIVES))
-    times = {"import_seconds": time.perf_counter() - imports}
+    times = _not_counted(options, time.perf_counter() - imports)
     options = replace(options, begin=time.monotonic())
     result = solve_partition(load_partition(path), **options.search())
     value = result.to_json()

@@ -70,7 +70,7 @@ def schedule(
         report(f"result written to {out}")
     _write_pictures(result, compared, name=problem.name, html=html, svg=svg)
     if as_json:
-        print_json({**value, "import_seconds": import_s})
+        print_json(value if time_limit is None else {**value, "import_seconds": import_s})
     else:
         from weft.show.schedule_tables import print_schedule
 

@@ -73,7 +73,8 @@ def shard(
     graph = read_problem(_problem_path(problem))
     solution = solve_problem(graph, begin=begin, time_limit=time_limit, seed=seed, quiet=quiet)
     if as_json:
-        print_json({**solution.to_json(), "import_seconds": import_s})
+        times = {} if time_limit is None else {"import_seconds": import_s}
+        print_json({**solution.to_json(), **times})
     else:
         _print_solution(graph, solution)
     if solution.is_interrupted:

@@ -97,7 +97,8 @@ class Budget:
         begin = self.clock()
         self.num_pauses += 1
         try:
-            yield
+            with ctrl_c_not_lost():
+                yield
         finally:
             self.num_pauses -= 1
             took_s = self.clock() - begin
@@ -157,6 +158,32 @@ def _may_raise(frame: FrameType | None) -> bool:
             return False
         frame = frame.f_back
     return True
+
+
+@contextmanager
+def ctrl_c_not_lost() -> Iterator[None]:
+    """Raise ``KeyboardInterrupt`` at the end of the block where Ctrl-C came inside and something has swallowed it.
+
+    For imports and tracing: there it is lost now and then, and nothing in them is meant to catch it.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        came = True
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        raise KeyboardInterrupt
 
 
 @contextmanager

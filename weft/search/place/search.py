@@ -36,16 +36,13 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from weft.base.errors import InputError, NoFeasiblePlan, PlanError
-from weft.cluster.cluster_file import parse_cluster
-from weft.cost.costs import estimate_costs
 from weft.model.graph import I64
-from weft.model.graph_file import parse_graph
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
 from weft.search.common.incumbent import Incumbent
 from weft.search.place.latency.bounds import Relaxation, heads_and_tails, tighten, way_bound
 from weft.search.place.latency.series import ANY, Series, Solved, solve_series
 from weft.search.place.methods import METHODS
-from weft.search.place.problem import Objective, PlaceProblem, problem_from_graph
+from weft.search.place.problem import Objective, PlaceProblem
 from weft.search.place.timetable import (
     Assignment,
     PlaceResult,
@@ -144,23 +141,6 @@ def _by_name(search: LatencySearch, method: str) -> None:
         if search.best.answer is None:
             raise NoFeasiblePlan(f"the method {method!r} was not done when the time limit ended it: give it more "
                                  "time, or try the method auto, which always has something") from None
-
-
-def load_compiled() -> None:
-    """Read from the disk what every search needs of the compiled code, or compile it.
-
-    Before a search under a time limit, so that it does not count against it.
-    """
-    ops = [{"name": name, "kind": "op", "times": {"gpu": 1.0}, "memory": 1} for name in ("a", "b")]
-    graph = parse_graph({"format": "weft.graph", "version": 1, "ops": ops,
-                         "edges": [{"from": "a", "to": "b", "bytes": 1}]})
-    cluster = parse_cluster({"format": "weft.cluster", "version": 1,
-                             "devices": [{"name": name, "kind": "gpu", "memory": 2} for name in ("x", "y")],
-                             "links": [{"from": "x", "to": "y", "bandwidth": "1GB/s", "latency": "1us"}]})
-    problem = problem_from_graph(graph, cluster, estimate_costs(graph, cluster))
-    for name in (next(iter(METHODS)), TUNING.quick_method):
-        found = METHODS[name](problem)
-        check_timetable(make_timetable(problem, found.device, found.order))
 
 
 @dataclass(frozen=True, kw_only=True)
