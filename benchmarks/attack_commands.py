@@ -88,7 +88,7 @@ def read_texts(path: Path, use: bool) -> None:
 
 def read_training(path: Path, use: bool) -> None:
     """Go on with a training that is done."""
-    from weft.search.deploy.train import TrainOptions, train_policy
+    from benchmarks.policy_training.train import TrainOptions, train_policy
 
     folder = path.parent / "training"
     shutil.copytree(sibling(path, "training"), folder)

@@ -136,9 +136,8 @@ def _write_training(folder: Path) -> None:
     """Write a training folder that is done, and the examples of a case."""
     from dataclasses import asdict
 
-    from weft.search.deploy.train import Progress, TrainOptions, train_policy
-
     from benchmarks.policy_training.expert import Effort, make_examples, write_examples
+    from benchmarks.policy_training.train import Progress, TrainOptions, train_policy
 
     write_examples(folder / "examples.npz", make_examples(5, None, Effort(anneal_steps=10, tree_steps=2, num_states=3)))
     row = Progress(round=1, epoch=1, num_states=3, loss=1.0, held_out_loss=1.0, value_error=0.1, agreement=0.5, regret=0.1)

@@ -82,8 +82,7 @@ def _compare(case: Case, seconds: float) -> Result:
     from benchmarks.zoo_baselines import references
     from benchmarks.zoo_cases import problem_of, splits_of
     from weft.base.errors import NoFeasiblePlan
-    from weft.planning.compare import compare_strategies
-    from weft.planning.make import DEPLOY_SIMULATIONS
+    from weft.planning.compare import DEPLOY_SIMULATIONS, compare_strategies
     from weft.search.deploy.search import DeployOptions
 
     problem = problem_of(case)

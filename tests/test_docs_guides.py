@@ -10,7 +10,7 @@ import pytest
 
 from tests.test_readme import README, ROOT, check_page
 from weft.cost.op_classes import op_classes
-from weft.planning.make import DEPLOY_SIMULATIONS
+from weft.planning.compare import DEPLOY_SIMULATIONS
 from weft.search.common.problem import divisors
 from weft.search.joint import estimate, layouts, search
 
@@ -81,7 +81,6 @@ def test_the_page_on_the_joint_search_has_the_numbers_of_the_code():
                      f"up to {estimate.SLACKS[-1]:.0%} shorter".replace("%", " %"),
                      f"Up to {estimate.HIDDEN:.0%} of a gradient".replace("%", " %"),
                      f"{search.WORSE - 1:.0%} above the best".replace("%", " %"),
-                     f"leave {search.RESERVES[1]:.0%}, then {search.RESERVES[2]:.0%}".replace("%", " %"),
                      f"On more than {search.LARGE} devices"):
         assert sentence in text, sentence
     assert search.CHUNKS == (1, 2, 4), "the page says one, two or four"

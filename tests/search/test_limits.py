@@ -211,7 +211,7 @@ def test_the_joint_search_keeps_what_it_had_when_it_is_cut_short(monkeypatch):
 
 def test_estimates_end_a_look_at_the_clock_after_the_deadline():
     clock = Clock(1.0)
-    estimator = joint.Estimator(joint.Chain(equal_problem(), {}), reserve=0.0)
+    estimator = joint.Estimator(joint.Chain(equal_problem(), {}))
     ranked, _ = joint.rank_settings(estimator, budget=Budget(effort=float("inf"), deadline=3.0, clock=clock),
                                     progress=lambda text: None)
     assert len(ranked) >= 1

@@ -35,6 +35,8 @@ from weft.search.joint.chain import Chain
 Team = tuple[DeviceId, ...]
 MORE = 4
 """Micro-batches more than stages, after which the memory of a pipeline is what it was before."""
+MORE_FORWARD = 16
+"""The same without backwards: stages that are faster than the next ones run further and further ahead of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +160,7 @@ class Reduced:
 
     def pipeline_peaks(self, cuts: Sequence[int], size: int, microbatches: int) -> tuple[int, ...]:
         """Return the peak of each stage with so many micro-batches of this size."""
-        number = min(microbatches, len(cuts) - 1 + MORE)
+        number = min(microbatches, len(cuts) - 1 + (MORE if self.problem.is_training else MORE_FORWARD))
         problem = replace(self.problem, options=replace(self.problem.options, batch=size * number, microbatches=number))
         account = account_memory(lower(_pipeline(problem, cuts, number), problem.graph))
         return tuple(account.peak_bytes(stage) for stage in range(len(cuts) - 1))
