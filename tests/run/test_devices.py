@@ -12,8 +12,8 @@ from weft.run.__main__ import own_device
 from weft.run.failures import PeerLost
 from weft.run.launch import run_plan
 from weft.run.result import RunOptions, rank_devices, share_environment
-from weft.run.staging import Staging
 from weft.run.transport import Transport
+from weft.run.wire import Staging
 
 
 def test_one_device_for_all_or_one_for_each():

@@ -19,8 +19,7 @@ from weft.cli.main import main
 from weft.model.live_storages import LiveStorages
 from weft.plan.memory import CATEGORIES, account_memory
 from weft.plan.plan import Optimizer, Plan, save_plan
-from weft.run.live_memory import storage_bytes
-from weft.run.memory_meter import MemoryMeter, compare_memory, measure_step, measured_account
+from weft.run.memory_meter import MemoryMeter, compare_memory, measure_step, measured_account, storage_bytes
 from weft.run.optimizers import make_optimizer
 from weft.run.prepare import Tracer
 from weft.simulate.timeline import make_timeline
@@ -84,9 +83,9 @@ def test_the_meter_sees_what_the_allocator_sees(optimizer):
     for rank in range(2):
         ready, executor = prepared(tracer, plan, rank)
         executor.step()
-        actions = list(executor.bound.actions)
+        actions = list(executor.binder.actions)
         record = measure_step(executor, buffers=ready.buffers.values())
-        assert executor.bound.actions == actions, "the executor is as it was"
+        assert executor.binder.actions == actions, "the executor is as it was"
         uncounted = storage_bytes(ready.buffers.values()) + record.static[CATEGORIES.index("optimizer")]
         assert max(record.peak) == pytest.approx(measured(tracer, plan, rank) + uncounted, rel=0.01)
 

@@ -27,7 +27,7 @@ from weft.base.errors import ClusterError, InputError, ModelError, RunError
 from weft.cli.main import main
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import save_plan
-from weft.run.batches import digest, is_compared
+from weft.training.batches import digest, is_compared
 from weft.training.replan import devices_left
 
 pytestmark = pytest.mark.timeout(120)

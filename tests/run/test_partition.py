@@ -13,7 +13,7 @@ from weft.base.errors import ModelError
 from weft.model.graph import TensorRole
 from weft.model.trace import state_of
 from weft.plan.layout import stage_inputs
-from weft.run.partition import attribute_name, build_stage, model_graph
+from weft.run.stage import attribute_name, build_stage, model_graph
 
 CPU = torch.device("cpu")
 

@@ -9,9 +9,8 @@ from torch.nn import functional
 
 from weft.model.source import ModelSource
 from weft.model.trace import state_of, trace
-from weft.run.partition import build_stage, model_graph
 from weft.run.random_state import RankRandom
-from weft.run.stage import Stage
+from weft.run.stage import Stage, build_stage, model_graph
 
 
 class Operators(nn.Module):

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from weft.base.ending import end_on_signals, finish_output
 from weft.base.errors import RunError, WeftError
-from weft.run.failure_record import write_failure
+from weft.run.failures import write_failure
 from weft.run.status import Beat, Milestone, StatusLine
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def report(result: RunResult, *, as_json: bool) -> int:
                 print("The model draws random numbers, as dropout does, and under another plan it draws others: "
                       "compare it in evaluation mode or with dropout 0.")
         if result.memory is not None:
-            from weft.run.memory_report import memory_table
+            from weft.run.result import memory_table
 
             print(memory_table(result.memory))
     return 0 if check is None or check.passed else RunError.exit_code
@@ -185,7 +185,7 @@ class _Rank:
             self.watch = start_watch(transport, self.status, predicted_s=plan.search.step_time)
         if self.folder is None and self.rank == 0:
             check_folders(options, self.args.output)
-        result = execute(plan, Tracer(source), options, transport=transport, status=self.status, adjust=self._adjust)
+        result = execute(plan, Tracer(source), options, transport=transport, adjust=self._adjust)
         output = self.folder or self.args.output
         if result is not None and output is not None:
             save_result(result, output)
@@ -205,7 +205,7 @@ class _Rank:
         for position, item in enumerate(executor.program.instructions(self.rank)):
             kind = item.phase.name if item.op == Op.COMPUTE else "all_reduce" if item.op == Op.COLLECTIVE else ""
             if place and kind == place:
-                executor.bound.actions[position] = self._faulty(executor.bound.actions[position], int(step or 0), how)
+                executor.binder.actions[position] = self._faulty(executor.binder.actions[position], int(step or 0), how)
                 return
 
     def _faulty(self, action: Callable[[], None], step: int, how: str) -> Callable[[], None]:

@@ -11,8 +11,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,9 @@ from weft.run.checkpoint_folder import (
     latest_checkpoint,
     read_record,
 )
-from weft.run.dtype_kinds import mismatch
-from weft.run.optimizer_state import OptimizerState
+from weft.run.optimizers import OptimizerState, mismatch
+from weft.run.parameters import StateShares, cut_region, held_regions, put_region, rows_of_region
 from weft.run.prepare import Prepared
-from weft.run.shard_parameters import cut_region, held_regions, put_region
-from weft.run.state_shares import StateShares, rows_of_region
 from weft.run.tensor_file import DTYPES, Entry, TensorFile, TensorWriter, dtype_name, file_order
 from weft.run.transport import Transport
 
@@ -74,15 +72,6 @@ class ModelState:
     """Name in the state dict -> name of the tensor in the graph; tied parameters have one tensor."""
     rest: dict[str, Tensor]
     """By name of the tensor, on rank 0: buffers, and parameters that the forward does not use."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Changes:
-    """What takes over a checkpoint's content on one rank."""
-
-    optimizer: Callable[[], Callable[[], None]] | None = None
-    """Returns what undoes it."""
-    others: Sequence[Callable[[], object]] = ()
 
 
 def model_state(module: torch.nn.Module, program: Program, *, rank: int, seed: int) -> ModelState:
@@ -172,12 +161,8 @@ class Checkpoints:
 
     def _agreed_claims(self) -> dict[Key, Claim]:
         """Return what this rank gives; raise the same on all ranks if one of them has what no file can hold."""
-        problem, claims = "", dict[Key, Claim]()
-        try:
+        with self._alike():
             claims = self._claims()
-        except InputError as found:
-            problem = str(found)
-        self._raise_first(problem, InputError)
         return claims
 
     def _claims(self) -> dict[Key, Claim]:
@@ -233,26 +218,32 @@ class Checkpoints:
 
     def _raise_first(self, problem: str, kind: type[InputError] | type[RunError]) -> None:
         """Raise the same on all ranks if any has a problem."""
-        records = self.transport.gather_records(problem) or []
-        found = [f"rank {rank}: {text}" if rank else text for rank, text in enumerate(records) if text]
-        first = self.transport.share_record(found[0] if found else "")
+        rank, first = self.transport.first_record(problem)
         if first:
-            raise kind(first)
+            raise kind(f"rank {rank}: {first}" if rank else first)
+
+    @contextmanager
+    def _alike(self) -> Iterator[None]:
+        """Run the body, in which no message is sent, on all ranks; what one of them refuses is raised on all."""
+        problem = ""
+        try:
+            yield
+        except InputError as found:
+            problem = str(found)
+        self._raise_first(problem, InputError)
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def find(self, path: Path) -> Path | None:
         """Return the checkpoint that rank 0 sees there: ``path`` itself, or the latest in that folder; None if none."""
-        found: str | None = None
-        problem = ""
-        if self.transport.rank == 0:
-            try:
-                latest = path if (path / RECORD_FILE).exists() else latest_checkpoint(path)
-                found = None if latest is None else str(latest)
-            except OSError as why:
-                problem = f"cannot look for checkpoints in {str(path)!r}: {why.strerror or why}"
-        self._raise_first(problem, InputError)
-        found = self.transport.share_record(found)
+        latest = None
+        with self._alike():
+            if self.transport.rank == 0:
+                try:
+                    latest = path if (path / RECORD_FILE).exists() else latest_checkpoint(path)
+                except OSError as why:
+                    raise InputError(f"cannot look for checkpoints in {str(path)!r}: {why.strerror or why}") from why
+        found = self.transport.share_record(None if latest is None else str(latest))
         return None if found is None else Path(found)
 
     def load(self, path: Path, *, with_optimizer: bool = True) -> CheckpointRecord:
@@ -260,28 +251,21 @@ class Checkpoints:
 
         All of it is looked at on all ranks first: if anything is wrong, nothing is changed.
         """
-        problem, changes = "", _Changes()
         record = self._checked_record(path, with_optimizer=with_optimizer)
         with ExitStack() as files:
-            try:
-                changes = self._changes(path, record, files, with_optimizer=with_optimizer)
-            except InputError as found:
-                problem = str(found)
-            self._raise_first(problem, InputError)
-            self._change_optimizer(changes.optimizer)
-            for change in changes.others:
+            with self._alike():
+                change_optimizer, others = self._changes(path, record, files, with_optimizer=with_optimizer)
+            self._change_optimizer(change_optimizer)
+            for change in others:
                 change()
         return record
 
     def _change_optimizer(self, change: Callable[[], Callable[[], None]] | None) -> None:
         """Let the optimizer take over its state, or none of the ranks' if one finds fault with it."""
-        problem, undo = "", None
+        undo = None
         try:
-            undo = None if change is None else change()
-        except InputError as found:
-            problem = str(found)
-        try:
-            self._raise_first(problem, InputError)
+            with self._alike():
+                undo = None if change is None else change()
         except InputError:
             if undo is not None:
                 undo()
@@ -294,16 +278,11 @@ class Checkpoints:
         """
         machines, changes_any = self.transport.machines(), self.transport.total(float(self._optimizer is not None)) > 0
         mine = [rank for rank, machine in enumerate(machines) if machine == machines[self.transport.rank]]
-        problem, record = "", None
-        try:
+        with self._alike():
             record = read_record(path)
             for number, name in enumerate(self._wanted(record, with_optimizer and changes_any)):
                 if mine[number % len(mine)] == self.transport.rank:
                     check_file(record, path / name)
-        except InputError as found:
-            problem = str(found)
-        self._raise_first(problem, InputError)
-        assert record is not None, "else there was a problem"
         if not record.is_checked and self.transport.rank == 0:
             log.warning("%s was written before checkpoints had checksums: damage in its files may go unnoticed", path)
         return record
@@ -314,8 +293,11 @@ class Checkpoints:
                 *((RANDOM_FILE,) if record.plan == self._digest else ())]
 
     def _changes(self, path: Path, record: CheckpointRecord, files: ExitStack, *,
-                 with_optimizer: bool) -> _Changes:
-        """Return what takes over a checkpoint's content; raise ``InputError`` if something is wrong with it."""
+                 with_optimizer: bool) -> tuple[Callable[[], Callable[[], None]] | None, list[Callable[[], object]]]:
+        """Return what takes over a checkpoint's content: the optimizer's, which returns what undoes it, and all else.
+
+        Raise ``InputError`` if something is wrong with it.
+        """
         wanted = [name for name in self._wanted(record, with_optimizer and self._optimizer is not None)
                   if name != RANDOM_FILE or self.prepared.random.is_used]
         found = {name: files.enter_context(TensorFile(path / name)) for name in wanted
@@ -335,20 +317,15 @@ class Checkpoints:
                 others, optimizer = [*others, optimizer], None
         if RANDOM_FILE in wanted:
             others.append(self.prepared.random.change(found[RANDOM_FILE], self.transport.rank))
-        return _Changes(optimizer=optimizer, others=others)
+        return optimizer, others
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take parameters and buffers from a whole state dict, which every rank must have."""
-        problem, change = "", None
-        try:
+        with self._alike():
             _require_values(state)
             change = self._model_change({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()},
                                         lambda name, region=(): cut_region(state[name], region), "the state dict",
                                         strict=strict)
-        except InputError as found:
-            problem = str(found)
-        self._raise_first(problem, InputError)
-        assert change is not None, "else there was a problem"
         change()
 
     def _model_change(self, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], read: Callable[..., Tensor],

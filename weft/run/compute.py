@@ -19,10 +19,10 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from weft.run.cells import Cell, Transfer
-from weft.run.overlap import EarlyExchanges
+from weft.run.exchange import EarlyExchanges
 from weft.run.random_state import RankRandom
 from weft.run.split_backward import WeightGradients
-from weft.run.stage import Forward, run_backward
+from weft.run.stage import Forward
 
 Action = Callable[[], None]
 
@@ -230,8 +230,9 @@ def _run(edges: list[GradientEdge], gradients: Sequence[Any]) -> None:
             pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if edge.node is not None]
             edges, gradients = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             break
-    if edges:
-        run_backward(edges, gradients)
+    if edges:  # ``torch.autograd.backward`` does the same after checks of about ten microseconds
+        torch.autograd.Variable._execution_engine.run_backward(
+            tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def weight_gradients(cell: Cell) -> Action:

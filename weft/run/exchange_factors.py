@@ -27,8 +27,8 @@ from weft.model.graph import I64, Graph
 from weft.plan.factors import Factors, LinearUse, block_size, bucket_rows, factor_widths
 from weft.plan.program import Bucket, Program
 from weft.run.parameters import Parameters
-from weft.run.partition import StageModule
 from weft.run.split_backward import MatmulGradient, attributes_of, linear_call, split_matmul
+from weft.run.stage import StageModule
 from weft.run.transport import Transport
 
 
@@ -239,10 +239,7 @@ class FactorExchange:
         """Sum what was not made of factors, and get the blocks of all ranks."""
         assert self._group is not None, "an exchange is among several ranks"
         for parameter in self._shared:
-            wire = self._transport.on_wire(parameter.grad)
-            self._group.sum_all(wire)
-            if wire is not parameter.grad:
-                parameter.grad.copy_(wire)
+            self._transport.through_wire(parameter.grad, self._group.sum_all)
         self._gathered = self._group.gather(self._transport.on_wire(self._block.flat))
 
     def multiply(self) -> None:

@@ -2,8 +2,8 @@
 
 The launcher writes the plan into a folder of its own, starts ``python -m weft.run`` with the environment that
 ``torchrun`` would give, and watches. Ranks keep their place in a status file and write down why they fail; when one
-ends early or hangs (``weft.run.hang``), the others are ended too, and one ``RunError`` says which rank it was and what
-it was doing.
+ends early or hangs (``weft.run.status``), the others are ended too, and one ``RunError`` says which rank it was and
+what it was doing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import weft.base.errors
 from weft.base.errors import InputError, RunError, WeftError
 from weft.base.scratch import scratch_folder
 from weft.plan.plan import Plan, load_plan, save_plan
-from weft.run.failure_record import make_room, read_failure
-from weft.run.hang import Observer, describer, limits_of
+from weft.run.failures import make_room, read_failure
 from weft.run.result import (
     RunOptions,
     RunResult,
@@ -36,7 +35,16 @@ from weft.run.result import (
     rank_devices,
     share_environment,
 )
-from weft.run.status import BEAT_S, create_status_file, read_labels, read_lines, read_status_file
+from weft.run.status import (
+    BEAT_S,
+    Observer,
+    create_status_file,
+    describer,
+    limits_of,
+    read_labels,
+    read_lines,
+    read_status_file,
+)
 
 POLL_S: Final = 0.05
 PATIENCE_S: Final = 3.0

@@ -23,19 +23,23 @@ from weft.plan.lower import lower
 from weft.plan.plan import Plan, split_samples
 from weft.plan.program import Op, Phase, Program
 from weft.plan.sharding import Region, axis_sizes
-from weft.run.buffer_shares import BufferShares, buffer_groups
 from weft.run.exchange import lane_groups
 from weft.run.exchange_factors import FactorBlock, check_rows, collect_factors, make_blocks
-from weft.run.mesh import DeviceMesh, axis_weights, mesh_groups
-from weft.run.parameters import Parameters
-from weft.run.partition import ModelGraph, StageModule, build_stage, model_graph, stage_tensors
+from weft.run.mesh import ReplicaMesh, axis_weights, mesh_groups
+from weft.run.parameters import (
+    BufferShares,
+    Parameters,
+    buffer_groups,
+    cut_region,
+    held_regions,
+    parameter_layouts,
+    share_groups,
+)
 from weft.run.random_state import RankRandom
-from weft.run.routes import Routes
-from weft.run.shard_parameters import cut_region, held_regions, parameter_layouts
 from weft.run.shard_stage import shard_stage
-from weft.run.stage import Stage
-from weft.run.state_shares import share_groups
+from weft.run.stage import ModelGraph, Stage, StageModule, build_stage, model_graph, stage_tensors
 from weft.run.transport import Transport
+from weft.run.wiring import Routes
 
 
 class Tracer:
@@ -117,7 +121,7 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
         if len(item.ranks) > 1:
             stage = program.plan.stages[item.stage]
             replica = stage.replicas[item.replica]
-            mesh = DeviceMesh(transport, item.ranks, axis_sizes(replica), axis_weights(program.plan, replica))
+            mesh = ReplicaMesh(transport, item.ranks, axis_sizes(replica), axis_weights(program.plan, replica))
             module = shard_stage(module, stage.sharding, mesh, parameters=parameter_layouts(program, index, rank),
                                  random=random)
         module = collect_factors(module, factors, num_microbatches=len(item.microbatches))

@@ -22,8 +22,8 @@ from torch import Tensor
 from weft.base.errors import InputError
 from weft.base.files import parse_json
 from weft.plan.sharding import Region
-from weft.run.checksums import Checksum
-from weft.run.shard_parameters import cut_region
+from weft.run.checkpoint_folder import Checksum
+from weft.run.parameters import cut_region
 
 DTYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
