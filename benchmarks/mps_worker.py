@@ -32,11 +32,10 @@ from weft.model.source import ModelSource, resolve_model
 from weft.model.trace import TracedModel
 from weft.model.weights import materialize
 from weft.plan.plan import load_plan
-from weft.run.__main__ import own_device
 from weft.run.prepare import Tracer
 from weft.run.result import RunOptions, rank_devices, save_result
 from weft.run.transport import Transport, open_store
-from weft.run.worker import execute, resolve_source
+from weft.run.worker import execute, own_device, resolve_source
 
 TIMEOUT_S: Final = 120.0
 """Of a message or collective."""

@@ -162,9 +162,8 @@ class Recorded:
 
     def backward(self, loss: torch.Tensor) -> list[int]:
         """Return what was issued inside the backward."""
-        self.early.begin()
-        loss.backward()
-        self.early.end()
+        with self.early:
+            loss.backward()
         inside = list(self.log)
         for number in range(len(self.starts)):
             self.early.instruction(number)()

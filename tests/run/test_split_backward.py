@@ -63,7 +63,7 @@ def test_two_parts_give_the_whole_backward(kind):
                          sampler=lambda mode, batch, seed: inputs)
     traced = trace(source, backward="rule")
     loss = traced.graph.tensor_names[traced.graph.outputs[0]]
-    stage = Stage(build_stage(model_graph(traced), traced.graph.op_names, [loss], values=state_of(module),
+    stage = Stage(build_stage(model_graph(traced), traced.graph.op_names, [loss], values=state_of(module).__getitem__,
                               device=torch.device("cpu")), split=True,
                   random=RankRandom(torch.device("cpu"), seed=0, rank=0, num_ranks=1))
     arguments = [dict(zip(traced.program.inputs, inputs, strict=True))[name] for name in stage.module.inputs]
@@ -95,7 +95,7 @@ def test_weight_gradients_wait_for_w():
                          sampler=lambda mode, batch, seed: inputs)
     traced = trace(source, backward="rule")
     loss = traced.graph.tensor_names[traced.graph.outputs[0]]
-    stage = Stage(build_stage(model_graph(traced), traced.graph.op_names, [loss], values=state_of(module),
+    stage = Stage(build_stage(model_graph(traced), traced.graph.op_names, [loss], values=state_of(module).__getitem__,
                               device=torch.device("cpu")), split=True,
                   random=RankRandom(torch.device("cpu"), seed=0, rank=0, num_ranks=1))
     stage.split_forward(inputs[0])[0].backward()

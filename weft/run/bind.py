@@ -30,7 +30,7 @@ from weft.run.compute import (
     recompute,
     weight_gradients,
 )
-from weft.run.exchange import Lane, Early, EarlyExchanges, leads_to_loss, make_exchange
+from weft.run.exchange import Early, EarlyExchanges, Lane, leads_to_loss, make_exchange
 from weft.run.exchange_factors import summed_in
 from weft.run.parameters import StateShares
 from weft.run.prepare import Prepared
@@ -197,7 +197,7 @@ class Binder:
         channel, wiring = self.program.channels[key[0]], self.wiring
         producer, is_activation = (channel.producer, key[1]), channel.kind == "activation"
         cell = wiring.cells[producer]
-        take = _outputs if is_activation else _gradients
+        name = "outputs" if is_activation else "gradients"
         clears = (wiring.readers.outputs if is_activation else wiring.readers.gradients)[producer] == position
         transfer, before = self._outgoing(position, key, is_awaited=is_activation and self.training)
         parts = [(place, cut, self._tag(key, number))
@@ -205,7 +205,7 @@ class Binder:
         send, target = self.transport.send, channel.target
 
         def action() -> None:
-            source = take(cell, clears)
+            source = _taken(cell, name, clears)
             tensors = transfer.tensors = [cut(source[place]) for place, cut, _ in parts]
             transfer.works = [send(tensor, target, part[2]) for tensor, part in zip(tensors, parts, strict=True)]
             if before is not None:
@@ -301,18 +301,12 @@ def _releasing(action: Action, buffers: list[Tensor]) -> Action:
     return releasing
 
 
-def _outputs(cell: Cell, clears: bool) -> Any:
-    outputs = cell.outputs
+def _taken(cell: Cell, name: str, clears: bool) -> Any:
+    """Return a cell's outputs or gradients; the last to read them lets the cell forget them."""
+    found = getattr(cell, name)
     if clears:
-        cell.outputs = None
-    return outputs
-
-
-def _gradients(cell: Cell, clears: bool) -> Any:
-    gradients = cell.gradients
-    if clears:
-        cell.gradients = []
-    return gradients
+        setattr(cell, name, None if name == "outputs" else [])
+    return found
 
 
 def _cutter(value: Tensor, rows: Rows | None, device: torch.device, *,

@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft.base.errors import InputError, ModelError, RunError
-from weft.model.weights import initial_value
 from weft.plan.holders import parameter_copies, parameter_holdings
 from weft.plan.plan import Plan, format_plan
 from weft.plan.program import Program
@@ -39,29 +38,16 @@ from weft.run.checkpoint_folder import (
     latest_checkpoint,
     read_record,
 )
-from weft.run.optimizers import OptimizerState, mismatch
+from weft.run.optimizers import Claim, OptimizerState, claim_of, mismatch
 from weft.run.parameters import StateShares, cut_region, held_regions, put_region, rows_of_region
-from weft.run.prepare import Prepared
-from weft.run.tensor_file import DTYPES, Entry, TensorFile, TensorWriter, dtype_name, file_order
+from weft.run.prepare import Prepared, value_of
+from weft.run.tensor_file import DTYPES, Entry, TensorFile, TensorWriter, file_order
 from weft.run.transport import Transport
 
 log = logging.getLogger(__name__)
 
 Key = tuple[str, str]
 """(file, name)"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """A tensor, or a part of one, that a rank gives to a checkpoint."""
-
-    tensor: Tensor
-    entry: Entry
-    """Of the whole tensor."""
-    region: Region = ()
-    """Which part this is; empty for all of it."""
-    is_initial: bool = False
-    """The value that the module began with: it counts where no rank has changed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,15 +75,7 @@ def model_state(module: torch.nn.Module, program: Program, *, rank: int, seed: i
     held = {program.graph.tensor_names[tensor] for tensor in parameter_holdings(program.plan, program.graph)}
     by_path = {path: tensor for path, tensor in tensors if path in set(names.values()) - held}
     return ModelState(names=names, rest={} if rank else {
-        path: _value(path, tensor, seed) for path, tensor in by_path.items()})
-
-
-def _value(path: str, tensor: Tensor, seed: int) -> Tensor:
-    if not tensor.is_meta:
-        return tensor.detach().cpu().clone()
-    if not isinstance(tensor, torch.nn.Parameter):
-        raise ModelError(f"buffer {path!r} is on the meta device and has no value: give buffers real values")
-    return initial_value(path, tensor.shape, tensor.dtype, seed)
+        path: value_of(path, tensor, seed).cpu().clone() for path, tensor in by_path.items()})
 
 
 def plan_digest(plan: Plan) -> str:
@@ -134,16 +112,16 @@ class Checkpoints:
         layout = self._gather_layout(claims, {} if optimizer is None else optimizer.numbers(self.owned()))
         record = CheckpointRecord(
             step=step, model=self.program.graph.name, plan=self._digest, numbers=layout.numbers, extra=extra or {},
-            tensors={file: len(entries) for file, entries in layout.entries().items()},
+            tensors={file: len(entries) for file, entries in layout.entries.items()},
             optimizer=None if optimizer is None else optimizer.kind,
             groups=() if optimizer is None else optimizer.groups())
         writing = _Writing(folder, record, layout) if self.transport.rank == 0 else None
         self._raise_writing(writing)
         for key, whole in self._gathered(layout, claims):
             if writing is not None and whole is not None:
-                writing.add(key, whole)
+                writing.attempt(writing.add, key[0], whole)
         if writing is not None:
-            writing.finish(keep)
+            writing.attempt(writing.finish, keep)
         self._raise_writing(writing)
         return folder / f"step-{step:08d}"
 
@@ -169,20 +147,17 @@ class Checkpoints:
         owned, shapes = self.owned(), self._shapes()
         found: dict[str, Claim] = {}
         for name in owned:
-            tensor = self.prepared.parameters.tensors[name]
-            found[name] = Claim(tensor=tensor, region=self._regions.get(name, ()),
-                                entry=Entry(dtype=dtype_name(tensor, name), shape=shapes[name]))
+            found[name] = claim_of(name, self.prepared.parameters.tensors[name], whole=shapes[name],
+                                   region=self._regions.get(name, ()))
         changed = {name for stage in self.prepared.stages.values() for name in stage.module.updated_buffers}
-        found |= {name: _whole(name, self.prepared.buffers[name]) for name in sorted(changed)}
-        found |= {name: replace(_whole(name, tensor), is_initial=True)
+        found |= {name: claim_of(name, self.prepared.buffers[name]) for name in sorted(changed)}
+        found |= {name: replace(claim_of(name, tensor), is_initial=True)
                   for name, tensor in self.state.rest.items() if name not in found}
         claims = {(MODEL_FILE, name): found[path] for name, path in self.state.names.items() if path in found}
         if self._optimizer is not None:
-            for name, item in self._optimizer.tensors(owned).items():
-                entry = Entry(dtype=dtype_name(item.tensor, name), shape=item.shape)
-                claims[OPTIMIZER_FILE, name] = Claim(tensor=item.tensor, region=item.region, entry=entry)
+            claims |= {(OPTIMIZER_FILE, name): claim for name, claim in self._optimizer.tensors(owned).items()}
         if self.prepared.random.is_used:
-            claims |= {(RANDOM_FILE, name): _whole(name, state)
+            claims |= {(RANDOM_FILE, name): claim_of(name, state)
                        for name, state in self.prepared.random.states(self.transport.rank).items()}
         return claims
 
@@ -196,17 +171,17 @@ class Checkpoints:
     def _gathered(self, layout: _Layout, claims: Mapping[Key, Claim]) -> Iterator[tuple[Key, Tensor | None]]:
         """Yield every tensor, whole on rank 0 and None elsewhere; all ranks must run through it."""
         rank = self.transport.rank
-        for row in layout.rows:
-            key, dtype, whole = row.key, DTYPES[row.dtype], None
-            for source, region in row.parts:
+        for key, entry, parts in layout.rows:
+            dtype, whole = DTYPES[entry.dtype], None
+            for source, region in parts:
                 mine = claims[key].tensor.detach().cpu().reshape(-1) if source == rank else None
                 data = self.transport.gather_tensor(mine, source=source)
                 if rank == 0 and data is not None:
                     data = data.view(dtype)
                     if not region:
-                        whole = data.view(row.shape)
+                        whole = data.view(entry.shape)
                         continue
-                    whole = torch.empty(row.shape, dtype=dtype) if whole is None else whole
+                    whole = torch.empty(entry.shape, dtype=dtype) if whole is None else whole
                     put_region(whole, region, data)
             yield key, whole
 
@@ -378,33 +353,28 @@ def _require_values(state: object) -> None:
             raise InputError(f"{name!r} in the state dict is no tensor with values: {what}")
 
 
-def _whole(name: str, tensor: Tensor) -> Claim:
-    return Claim(tensor=tensor, entry=Entry(dtype=dtype_name(tensor, name), shape=tuple(tensor.shape)))
-
-
 # ---- putting claims together ----------------------------------------------------------------------------------------
 
 
-class _Row:
+class _Row(NamedTuple):
     """One tensor of a checkpoint and who gives it."""
 
-    def __init__(self, file: str, name: str, dtype: str, shape: list[int], parts: list[Any]) -> None:
-        self.key, self.dtype, self.shape = (file, name), dtype, tuple(shape)
-        self.parts: list[tuple[int, Region]] = [(source, _region(region)) for source, region in parts]
+    key: Key
+    entry: Entry
+    parts: list[tuple[int, Region]]
 
 
 class _Layout:
-    """All tensors of a checkpoint, in the order in which they travel."""
+    """All tensors of a checkpoint, in the order in which they travel, and the numbers beside them."""
 
     def __init__(self, rows: list[list[Any]], numbers: dict[str, Any]) -> None:
-        self.rows, self.numbers = [_Row(*row) for row in rows], numbers
-
-    def entries(self) -> dict[str, dict[str, Entry]]:
-        """Return the tensors of each file."""
-        found: dict[str, dict[str, Entry]] = {}
+        self.rows = [_Row((file, name), Entry(dtype=dtype, shape=tuple(shape)), [
+            (source, _region(region)) for source, region in parts]) for file, name, dtype, shape, parts in rows]
+        self.numbers = numbers
+        self.entries: dict[str, dict[str, Entry]] = {}
+        """The tensors of each file."""
         for row in self.rows:
-            found.setdefault(row.key[0], {})[row.key[1]] = Entry(dtype=row.dtype, shape=row.shape)
-        return found
+            self.entries.setdefault(row.key[0], {})[row.key[1]] = row.entry
 
 
 def _merge(records: list[Any]) -> dict[str, Any]:
@@ -437,26 +407,22 @@ class _Writing:
     """
 
     def __init__(self, folder: Path, record: CheckpointRecord, layout: _Layout) -> None:
-        self.problem, self.is_disk, self._entries = "", False, layout.entries()
+        self.problem, self.is_disk, self._entries = "", False, layout.entries
         self._folder, self._record = folder, record
         self._new: NewCheckpoint | None = None
         self._writer: TensorWriter | None = None
         self._checksums: dict[str, str] = {}
-        self._guard(self._begin, folder)
+        self.attempt(self._begin)
 
-    def _begin(self, folder: Path) -> None:
+    def _begin(self) -> None:
         format_record(self._record)  # what JSON cannot say shall be known before anything is sent
         try:
-            self._new = NewCheckpoint(folder, self._record.step)
+            self._new = NewCheckpoint(self._folder, self._record.step)
         except ValueError as problem:
-            raise InputError(f"the checkpoint cannot be written to {str(folder)!r}: {problem}") from problem
+            raise InputError(f"the checkpoint cannot be written to {str(self._folder)!r}: {problem}") from problem
 
-    def add(self, key: Key, whole: Tensor) -> None:
+    def add(self, file: str, whole: Tensor) -> None:
         """Write the next tensor."""
-        if not self.problem:
-            self._guard(self._add, key[0], whole)
-
-    def _add(self, file: str, whole: Tensor) -> None:
         assert self._new is not None, "there was no problem"
         if self._writer is None or self._writer.path.name != file:
             self._close()
@@ -470,17 +436,15 @@ class _Writing:
 
     def finish(self, keep: int | None) -> None:
         """Close the files, write the record and give the checkpoint its name."""
-        if not self.problem:
-            self._guard(self._finish, keep)
-
-    def _finish(self, keep: int | None) -> None:
         assert self._new is not None, "there was no problem"
         self._close()
         self._new.write_record(replace(self._record, checksums=self._checksums))
         self._new.finish(keep)
 
-    def _guard(self, action: Callable[..., Any], *arguments: Any) -> None:
-        """Run the action; note a problem with the disk or with what is to be written."""
+    def attempt(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Run the action unless there was a problem; note one with the disk or with what is to be written."""
+        if self.problem:
+            return
         try:
             action(*arguments)
         except InputError as problem:

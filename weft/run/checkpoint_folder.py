@@ -60,8 +60,9 @@ def checksum_of(data: bytes | memoryview) -> str:
     return str(found)
 
 
-def record_checksum(fields: Mapping[str, Any]) -> str:
-    """Return the checksum of what a JSON object says, however it is spaced or ordered."""
+def record_checksum(record: Mapping[str, Any]) -> str:
+    """Return the checksum of what a JSON object says beside its checksum, however it is spaced or ordered."""
+    fields = {key: item for key, item in record.items() if key != "checksum"}
     return checksum_of(json.dumps(fields, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
 
 
@@ -113,16 +114,12 @@ def read_record(path: Path) -> CheckpointRecord:
     _require_file(file)
     value = load_json(file)
     record = _decoded(value, where=str(file))
-    if record.checksum and record.checksum != _own_checksum(value):
-        raise _damaged(file, record.checksum, _own_checksum(value))
+    if record.checksum and record.checksum != record_checksum(value):
+        raise _damaged(file, record.checksum, record_checksum(value))
     if not record.checksum and record.checksums:
         raise InputError(f"{str(file)!r} has checksums of other files but none of its own: it is damaged. "
                          "Use an earlier checkpoint")
     return record
-
-
-def _read_text(text: str, *, where: str) -> CheckpointRecord:
-    return _decoded(parse_json(text, where=where), where=where)
 
 
 def _decoded(value: Any, *, where: str) -> CheckpointRecord:
@@ -134,10 +131,6 @@ def _require_file(path: Path) -> None:
     """Raise ``InputError`` for a pipe or a device, which could be waited for or read for ever."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise InputError(f"{str(path)!r} is a pipe or a device, not a file: use an earlier checkpoint")
-
-
-def _own_checksum(value: Mapping[str, Any]) -> str:
-    return record_checksum({key: item for key, item in value.items() if key != "checksum"})
 
 
 def check_file(record: CheckpointRecord, path: Path) -> None:
@@ -169,9 +162,10 @@ def format_record(record: CheckpointRecord) -> str:
     """Return the record as its file has it, with its checksum; raise if JSON cannot say what is in it."""
     value = {"format": FORMAT, "version": VERSION, **encode(record)}
     value = json.loads(json.dumps(value, allow_nan=False))  # what will be read: keys that are numbers become text
-    text = json.dumps({**value, "checksum": _own_checksum(value)}, indent=1)
+    text = json.dumps({**value, "checksum": record_checksum(value)}, indent=1)
     try:
-        _read_text(text, where="what would be its record")
+        where = "what would be its record"
+        _decoded(parse_json(text, where=where), where=where)
     except InputError as problem:
         raise InputError(f"the checkpoint could not be read again: {problem}. Put less, or something simpler, into "
                          "extra: an object with keys that are text") from problem

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -139,11 +140,8 @@ def recompute(work: ForwardWork, *, random: RankRandom | None) -> Action:
     def action() -> None:
         cell = work.cell
         work.arguments[:], cell.arguments = cell.arguments, []
-        if random is None:
+        with nullcontext() if random is None else random.replaying(cell.random_states):
             work.connect(work.call(*work.arguments))
-        else:
-            with random.replaying(cell.random_states):
-                work.connect(work.call(*work.arguments))
         for place, _ in work.dynamic:
             work.arguments[place] = None
 
@@ -189,7 +187,8 @@ def backward(work: BackwardWork) -> Action:
         if early is None:
             _run(cell.edges, gradients)
         else:
-            _run_with(early, cell.edges, gradients)
+            with early:
+                _run(cell.edges, gradients)
         for other in work.used_up:
             other.gradients = []
         leaves = cell.leaves
@@ -214,14 +213,6 @@ def _own(gradient: Tensor | None, given: Sequence[Any]) -> Tensor | None:
         return None
     places = {item.untyped_storage().data_ptr() for item in given}
     return gradient.clone() if gradient.untyped_storage().data_ptr() in places else gradient
-
-
-def _run_with(early: EarlyExchanges, edges: list[GradientEdge], gradients: Sequence[Any]) -> None:
-    early.begin()
-    try:
-        _run(edges, gradients)
-    finally:
-        early.end()
 
 
 def _run(edges: list[GradientEdge], gradients: Sequence[Any]) -> None:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ from torch import Tensor
 from weft.model.graph import DETACH, Bool, Graph
 from weft.plan.program import Bucket, Program
 from weft.run.cells import Transfer
-from weft.run.exchange_factors import FactorBlock, FactorExchange
+from weft.run.exchange_factors import FactorBlock, FactorExchange, FactorRows
 from weft.run.parameters import Parameters
 from weft.run.transport import Transport
 from weft.run.wire import Work
@@ -108,37 +108,26 @@ def make_exchange(program: Program, index: int, *, parameters: Parameters, facto
         case "all_reduce":
             return lambda: [transport.all_reduce(tensor, bucket.ranks) for tensor in flat]
         case "hierarchical":
-            run = _on_wire(_hierarchical(bucket, transport), flat, transport)
+            exchange = _hierarchical(bucket, transport)
         case "parameter_server":
-            run = _on_wire(_parameter_server(bucket, transport), flat, transport)
+            exchange = _parameter_server(bucket, transport)
         case "sufficient_factors":
             block = factors[index]
-            exchange = FactorExchange(program, bucket, block, parameters=parameters, transport=transport)
-            return _with_factors(exchange, block, lane, later)
-    return lambda: [lane.submit(run)]
+            factored = FactorExchange(program, bucket, block, parameters=parameters, transport=transport)
+            if later is not None:
+                later.append(factored.multiply)
 
+            def start() -> Sequence[Work]:
+                block.complete()
+                return [lane.submit(factored.gather, then=factored.multiply if later is None else None)]
 
-def _with_factors(exchange: FactorExchange, block: FactorBlock, lane: Lane,
-                  later: list[Callable[[], None]] | None) -> Start:
-    then = exchange.multiply if later is None else None
-    if later is not None:
-        later.append(exchange.multiply)
-
-    def start() -> Sequence[Work]:
-        block.complete()
-        return [lane.submit(exchange.gather, then=then)]
-
-    return start
-
-
-def _on_wire(exchange: Callable[[Tensor], None], flat: Sequence[Tensor], transport: Transport) -> Callable[[], None]:
-    """Return what exchanges the tensors one after the other, where needed through copies in the host's memory."""
+            return start
 
     def run() -> None:
         for tensor in flat:
             transport.through_wire(tensor, exchange)
 
-    return run
+    return lambda: [lane.submit(run)]
 
 
 def _leaders(bucket: Bucket) -> tuple[int, ...]:
@@ -180,27 +169,20 @@ def _parameter_server(bucket: Bucket, transport: Transport) -> Callable[[Tensor]
     return serve if transport.rank == server else ask
 
 
-class Watched(Protocol):
-    """A parameter, or what else a backward makes final and calls a hook for (``weft.run.exchange_factors``)."""
-
-    def register_post_accumulate_grad_hook(self, hook: Callable[[Any], None]) -> Any:
-        """Return a handle whose ``remove`` ends the watching."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Early:
     """One exchange that may be issued inside a backward."""
 
     position: int
     """Of its instruction."""
-    parameters: Sequence[Watched]
+    parameters: Sequence[torch.nn.Parameter | FactorRows]
     """Those of its parameters whose gradients the backward makes final, and the factors that it completes."""
     issue: Callable[[], None]
     transfer: Transfer
 
 
 class EarlyExchanges:
-    """The exchanges of one backward, in the order of the list; ``begin`` and ``end`` enclose the backward."""
+    """The exchanges of one backward, in the order of the list; a context that encloses the backward."""
 
     def __init__(self, items: Sequence[Early], *, starts: array[int], device: torch.device) -> None:
         self.items = list(items)
@@ -213,7 +195,7 @@ class EarlyExchanges:
         self._seen = 0
         """So many exchanges were seen to be done."""
 
-    def begin(self) -> None:
+    def __enter__(self) -> None:
         """Watch the parameters, and issue what waits for none of them."""
         self._missing = [len(item.parameters) for item in self.items]
         self._issued, self._seen = [], 0
@@ -223,7 +205,7 @@ class EarlyExchanges:
                          for number, item in enumerate(self.items) for parameter in item.parameters]
         self._issue()
 
-    def end(self) -> None:
+    def __exit__(self, *_: object) -> None:
         """Leave the parameters alone."""
         for handle in self._handles:
             handle.remove()

@@ -15,12 +15,14 @@ Shapes: N rows (samples and positions of a step), I and O columns of an operator
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils.hooks import RemovableHandle
 
 from weft.base.errors import RunError
 from weft.model.graph import I64, Graph
@@ -65,7 +67,7 @@ class FactorRows:
         self.use, self.input, self.gradient = use, input_, gradient
         self.expected = 0
         """Rows that the stages of the rank will give."""
-        self.hooks: list[Callable[[FactorRows], None]] = []
+        self.hooks: OrderedDict[int, Callable[[FactorRows], None]] = OrderedDict()
         """Called when a backward has given its rows."""
 
     @property
@@ -83,22 +85,14 @@ class FactorRows:
         first = self.gradient.filled
         self.gradient.put(first, item.grad)
         self.input.put(first, item.right if self.use.gradient_left else item.left)
-        for hook in self.hooks:
+        for hook in self.hooks.values():
             hook(self)
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[[FactorRows], None]) -> _Handle:
+    def register_post_accumulate_grad_hook(self, hook: Callable[[FactorRows], None]) -> RemovableHandle:
         """Call the hook whenever a backward has given its rows, as a parameter does for its gradient."""
-        self.hooks.append(hook)
-        return _Handle(self.hooks, hook)
-
-
-class _Handle:
-    def __init__(self, hooks: list[Callable[[FactorRows], None]], hook: Callable[[FactorRows], None]) -> None:
-        self._hooks, self._hook = hooks, hook
-
-    def remove(self) -> None:
-        """Call the hook no more."""
-        self._hooks.remove(self._hook)
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -33,6 +33,7 @@ from weft.run.result import (
     keep_files,
     load_result,
     rank_devices,
+    save_options,
     share_environment,
 )
 from weft.run.status import (
@@ -51,7 +52,8 @@ PATIENCE_S: Final = 3.0
 """How long to look for the rank that is to blame, after a rank has ended because it lost another."""
 END_S: Final = 10.0
 """How long to wait for a process that was killed; one inside a driver may take for ever."""
-_STATUS: Final = "status"
+STATUS_FILE: Final = "status"
+"""In the folder of a run, what its ranks do."""
 
 
 class RankLost(RunError):  # noqa: N818 - it says what happened
@@ -76,7 +78,7 @@ def run_plan(plan: Plan | str | PathLike[str], model: str, *, options: RunOption
     check_folders(options, keep)
     given = plan if isinstance(plan, Plan) else load_plan(plan)
     with scratch_folder("weft-run-") as folder:
-        _prepare(folder, given)
+        _prepare(folder, given, options)
         with _Ranks(given, _model_argument(model), options, threads, folder) as ranks:
             ranks.wait()
         result = load_result(folder)
@@ -85,12 +87,13 @@ def run_plan(plan: Plan | str | PathLike[str], model: str, *, options: RunOption
     return result
 
 
-def _prepare(folder: Path, plan: Plan) -> None:
+def _prepare(folder: Path, plan: Plan, options: RunOptions) -> None:
     """Write what the ranks find in the folder."""
     save_plan(plan, folder / "plan.json")
+    save_options(options, folder)
     num_ranks = len(plan.cluster.devices)
     try:
-        create_status_file(folder / _STATUS, num_ranks)
+        create_status_file(folder / STATUS_FILE, num_ranks)
         for rank in range(num_ranks):
             make_room(folder, rank)
     except OSError as problem:
@@ -130,7 +133,7 @@ class _Ranks:
         self.plan, self.folder = plan, folder
         self._devices = rank_devices(options.device, len(plan.cluster.devices))
         self._command = [sys.executable, "-m", "weft.run", str(folder / "plan.json"), model,
-                         "--launched-in", str(folder), *_flags(options)]
+                         "--launched-in", str(folder)]
         self._threads = threads
         self._processes: list[_Process] = []
         self._observer = Observer(limits_of(plan.search.step_time), self._who)
@@ -184,8 +187,8 @@ class _Ranks:
         if elapsed_s < BEAT_S:
             return
         self._looked += elapsed_s
-        lines = read_lines(self.folder / _STATUS, len(self._processes))
-        describe = describer(lambda rank: read_labels(self.folder / _STATUS, rank))
+        lines = read_lines(self.folder / STATUS_FILE, len(self._processes))
+        describe = describer(lambda rank: read_labels(self.folder / STATUS_FILE, rank))
         for process in running:
             line = lines[process.rank]._replace(process=process.child.pid)
             self._observer.note(process.rank, line, elapsed_s, process=process.child.pid)
@@ -219,10 +222,10 @@ class _Ranks:
 
     def _keeps_waiting(self, record: dict[str, Any] | None) -> RankLost | None:
         """Return the error of a rank that lives and waits for nobody, when one that waited has given up."""
-        lines = read_lines(self.folder / _STATUS, len(self._processes))
+        lines = read_lines(self.folder / STATUS_FILE, len(self._processes))
         for process in self._processes:
             if process.child.poll() is None and not lines[process.rank].is_waiting and record is not None:
-                doing = read_status_file(self.folder / _STATUS, process.rank)
+                doing = read_status_file(self.folder / STATUS_FILE, process.rank)
                 return RankLost(f"{self._who(process.rank)} kept another rank waiting while {doing}; that one gave up: "
                                 f"{record['message']}", device=self.plan.cluster.devices[process.rank])
         return None
@@ -233,7 +236,7 @@ class _Ranks:
             error: WeftError = kind(record["message"])
             return error
         who = self._who(process.rank)
-        doing = read_status_file(self.folder / _STATUS, process.rank)
+        doing = read_status_file(self.folder / STATUS_FILE, process.rank)
         if record is not None:
             return RunError(f"{who} failed while {doing}: {record['message']}")
         code = process.child.returncode
@@ -269,17 +272,6 @@ def _undisturbed() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _flags(options: RunOptions) -> list[str]:
-    flags = ["--steps", str(options.steps), "--warmup", str(options.warmup), "--seed", str(options.seed),
-             "--device", options.device, "--timeout", str(options.timeout_s)]
-    flags += ["--dtype", options.dtype] if options.dtype is not None else []
-    flags += ["--gpu-memory", str(options.gpu_memory_bytes)] if options.gpu_memory_bytes is not None else []
-    flags += ["--checkpoint", options.checkpoint] if options.checkpoint is not None else []
-    flags += ["--checkpoint-every", str(options.checkpoint_every)] if options.checkpoint_every is not None else []
-    flags += ["--resume"] * options.resume
-    return flags + ["--verify"] * options.verify + ["--gradients"] * options.gradients + ["--memory"] * options.memory
 
 
 def _package_root() -> str:

@@ -10,13 +10,13 @@ layouts (``weft.sharding.factors``).
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,15 +118,8 @@ def axis_weights(plan: Plan, replica: Replica) -> tuple[float, ...]:
 def group_ranks(ranks: Sequence[int], sizes: Sequence[int], coordinates: Sequence[int],
                 axes: Sequence[int]) -> tuple[int, ...]:
     """Return the ranks that differ from the one at ``coordinates`` along these axes only, by coordinate."""
-    choices = [range(size) if axis in axes else (coordinates[axis],) for axis, size in enumerate(sizes)]
-    return tuple(ranks[_position(place, sizes)] for place in itertools.product(*choices))
-
-
-def _position(coordinates: Sequence[int], sizes: Sequence[int]) -> int:
-    position = 0
-    for coordinate, size in zip(coordinates, sizes, strict=True):
-        position = position * size + coordinate
-    return position
+    index = tuple(slice(None) if axis in axes else coordinates[axis] for axis in range(len(sizes)))
+    return tuple(np.ravel(np.reshape(ranks, sizes)[index]).tolist())
 
 
 def mesh_groups(plan: Plan) -> Iterator[tuple[int, ...]]:

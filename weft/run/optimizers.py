@@ -26,7 +26,7 @@ from weft.base.errors import InputError
 from weft.plan.plan import Optimizer
 from weft.plan.sharding import Region
 from weft.run.checkpoint_folder import CheckpointRecord
-from weft.run.tensor_file import DTYPES, TensorFile
+from weft.run.tensor_file import DTYPES, Entry, TensorFile, dtype_name
 
 HALF: Final = (torch.float16, torch.bfloat16)
 KINDS: Final = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -117,12 +117,6 @@ def _master_of(item: torch.nn.Parameter) -> torch.nn.Parameter:
     return torch.nn.Parameter(item.detach().float(), requires_grad=item.requires_grad)
 
 
-def refresh_masters(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that keeps masters take them from the parameters; nothing for others."""
-    if isinstance(optimizer, MasterWeights):
-        optimizer.refresh()
-
-
 def _chunks(pairs: Sequence[tuple[torch.nn.Parameter, torch.nn.Parameter]]
             ) -> Iterator[list[tuple[torch.nn.Parameter, torch.nn.Parameter]]]:
     chunk: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
@@ -174,13 +168,22 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StateTensor:
-    """One tensor of the state, or this rank's part of it."""
+class Claim:
+    """A tensor, or a part of one, that a rank gives to a checkpoint."""
 
     tensor: Tensor
-    shape: tuple[int, ...]
-    """Of the whole."""
-    region: Region
+    entry: Entry
+    """Of the whole tensor."""
+    region: Region = ()
+    """Which part this is; empty for all of it."""
+    is_initial: bool = False
+    """The value that the module began with: it counts where no rank has changed it."""
+
+
+def claim_of(name: str, tensor: Tensor, *, whole: tuple[int, ...] | None = None, region: Region = ()) -> Claim:
+    """Return the claim of a tensor, or of the part in ``region`` of one of the shape ``whole``."""
+    return Claim(tensor=tensor, region=region,
+                 entry=Entry(dtype=dtype_name(tensor, name), shape=tuple(tensor.shape) if whole is None else whole))
 
 
 class OptimizerState:
@@ -203,7 +206,7 @@ class OptimizerState:
         state: dict[str, Any] = self.optimizer.state.get(self._parameters[name], {})
         return state
 
-    def tensors(self, owned: Sequence[str]) -> dict[str, StateTensor]:
+    def tensors(self, owned: Sequence[str]) -> dict[str, Claim]:
         """Return the tensors of the state that this rank gives, as ``parameter.key``.
 
         That is the state of the parameters it owns; of those that it changes only some rows of, these rows, and
@@ -217,8 +220,8 @@ class OptimizerState:
                     is_like = value.shape == local
                     if not is_like and name not in owned:
                         continue
-                    found[f"{name}.{key}"] = StateTensor(
-                        tensor=value, shape=self._shapes[name] if is_like else tuple(value.shape),
+                    found[f"{name}.{key}"] = claim_of(
+                        f"{name}.{key}", value, whole=self._shapes[name] if is_like else None,
                         region=self._regions.get(name, ()) if is_like else ())
         return found
 
@@ -243,7 +246,8 @@ class OptimizerState:
 
     def refresh(self) -> None:
         """Note that the parameters were changed by somebody else."""
-        refresh_masters(self.optimizer)
+        if isinstance(self.optimizer, MasterWeights):
+            self.optimizer.refresh()
 
     def change(self, file: TensorFile | None, record: CheckpointRecord) -> Callable[[], Callable[[], None]]:
         """Return what takes over the state of this rank's parameters, and returns what undoes that.

@@ -128,13 +128,19 @@ def parameter_layouts(program: Program, instance: int, rank: int) -> dict[str, T
     return result
 
 
+def _divided(program: Program) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the parameters whose state several ranks divide, with these ranks, in the same order on every rank."""
+    if not program.plan.optimizer.sharded:
+        return []
+    rank_of = {name: rank for rank, name in enumerate(program.rank_names)}
+    return [(program.graph.tensor_names[tensor], tuple(sorted(rank_of[device] for device in item.devices)))
+            for tensor, copies in parameter_copies(program.plan, program.graph).items()
+            for item in copies if len(item.devices) > 1]
+
+
 def share_groups(program: Program) -> Iterator[tuple[int, ...]]:
     """Yield the groups of ranks that divide states, in the same order on every rank."""
-    if program.plan.optimizer.sharded:
-        rank_of = {name: rank for rank, name in enumerate(program.rank_names)}
-        groups = (tuple(sorted(rank_of[device] for device in item.devices))
-                  for copies in parameter_copies(program.plan, program.graph).values() for item in copies)
-        yield from dict.fromkeys(group for group in groups if len(group) > 1)
+    yield from dict.fromkeys(ranks for _, ranks in _divided(program))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -161,19 +167,10 @@ class StateShares:
         self.rows: dict[str, tuple[int, int]] = {}
         """The rows of the rank's part that it changes, where not all."""
         self._transport, self._shared = transport, list[_Shared]()
-        if program.plan.optimizer.sharded:
-            self._divide(program, parameters)
-
-    def _divide(self, program: Program, parameters: Parameters) -> None:
-        rank, graph = self._transport.rank, program.graph
-        rank_of = {name: index for index, name in enumerate(program.rank_names)}
-        for tensor, copies in parameter_copies(program.plan, graph).items():
-            for item in copies:
-                ranks = tuple(sorted(rank_of[device] for device in item.devices))
-                parameter = parameters.tensors.get(graph.tensor_names[tensor])
-                if rank not in ranks or len(ranks) < 2 or parameter is None or not parameter.requires_grad:
-                    continue
-                self._share(graph.tensor_names[tensor], parameter, ranks)
+        for name, ranks in _divided(program):
+            parameter = parameters.tensors.get(name)
+            if transport.rank in ranks and parameter is not None and parameter.requires_grad:
+                self._share(name, parameter, ranks)
 
     def _share(self, name: str, parameter: torch.nn.Parameter, ranks: tuple[int, ...]) -> None:
         group = self._transport.lane_group(ranks)

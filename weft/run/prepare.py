@@ -37,7 +37,7 @@ from weft.run.parameters import (
 )
 from weft.run.random_state import RankRandom
 from weft.run.shard_stage import shard_stage
-from weft.run.stage import ModelGraph, Stage, StageModule, build_stage, model_graph, stage_tensors
+from weft.run.stage import ModelGraph, Stage, StageModule, build_stage, model_graph
 from weft.run.transport import Transport
 from weft.run.wiring import Routes
 
@@ -139,10 +139,17 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
 def _stage_module(program: Program, graph: ModelGraph, routes: Routes, stage: int, values: _Values,
                   device: torch.device) -> StageModule:
     ops = [program.graph.op_names[op] for op in program.stage_ops[stage].tolist()]
-    parameters, buffers = stage_tensors(graph, ops)
-    given = {name: values.parameter(name) for name in parameters} | {name: values.buffer(name) for name in buffers}
     outputs = [program.graph.tensor_names[tensor] for tensor in routes.outputs(stage)]
-    return build_stage(graph, ops, outputs, values=given, device=device)
+    return build_stage(graph, ops, outputs, values=values.value, device=device)
+
+
+def value_of(name: str, tensor: Tensor, seed: int) -> Tensor:
+    """Return the value of a parameter or buffer; that of a parameter on the meta device is made from the seed."""
+    if not tensor.is_meta:
+        return tensor.detach()
+    if not isinstance(tensor, torch.nn.Parameter):
+        raise ModelError(f"buffer {name!r} is on the meta device and has no value: give buffers real values")
+    return initial_value(name, tensor.shape, tensor.dtype, seed)
 
 
 class _Values:
@@ -159,12 +166,16 @@ class _Values:
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
 
+    def value(self, name: str) -> Tensor:
+        """Return the parameter, buffer or constant of that name, on the run's device."""
+        return self.parameter(name) if name in self._parameters else self.buffer(name)
+
     def parameter(self, name: str) -> torch.nn.Parameter:
         """Return the parameter, on the run's device."""
         if name not in self.parameters:
             given = self._parameters[name]
-            value = (initial_value(name, given.shape, given.dtype, self._seed) if given.is_meta else given.detach())
-            value = cut_region(value, self._regions.get(name, ())).to(self._device, copy=not given.is_meta)
+            value = cut_region(value_of(name, given, self._seed), self._regions.get(name, ()))
+            value = value.to(self._device, copy=not given.is_meta)
             needs_gradient = given.requires_grad and (given.is_floating_point() or given.is_complex())
             self.parameters[name] = torch.nn.Parameter(value, requires_grad=needs_gradient)
         return self.parameters[name]
@@ -172,9 +183,7 @@ class _Values:
     def buffer(self, name: str) -> Tensor:
         """Return the buffer or constant, on the run's device."""
         if name not in self.buffers:
-            if self._buffers[name].is_meta:
-                raise ModelError(f"buffer {name!r} is on the meta device and has no value: give buffers real values")
-            self.buffers[name] = self._buffers[name].detach().to(self._device, copy=True)
+            self.buffers[name] = value_of(name, self._buffers[name], self._seed).to(self._device, copy=True)
         return self.buffers[name]
 
 

@@ -85,6 +85,7 @@ def _mb(num_bytes: int) -> str:
 RESULT_FILE: Final = "result.json"
 TIMELINE_FILE: Final = "timeline.json.gz"
 GRADIENTS_FILE: Final = "gradients.npz"
+OPTIONS_FILE: Final = "options.json"
 FILES: Final = (TIMELINE_FILE, GRADIENTS_FILE, RESULT_FILE)
 
 
@@ -120,6 +121,16 @@ class RunOptions:
     """Also after every so many steps."""
     resume: bool = False
     """Go on from the latest checkpoint in that folder, if there is one: its steps are counted as taken."""
+
+
+def save_options(options: RunOptions, folder: Path) -> None:
+    """Write the options for the ranks that find them in the folder."""
+    write_atomic(folder / OPTIONS_FILE, json.dumps(encode(options)))
+
+
+def load_options(folder: Path) -> RunOptions:
+    """Return the options that the launcher has written there."""
+    return decode(RunOptions, load_json(folder / OPTIONS_FILE), where=OPTIONS_FILE)
 
 
 def check_folders(options: RunOptions, output: str | PathLike[str] | None) -> None:

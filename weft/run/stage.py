@@ -96,7 +96,6 @@ class StageModule:
     outputs: tuple[str, ...]
     parameters: tuple[str, ...]
     """Names of its parameters; ``attribute_name`` gives the attribute of the module that holds one."""
-    buffers: tuple[str, ...]
     values: Mapping[str, Tensor]
     """Arguments and outputs as traced, without data: their shape, dtype and layout."""
     updated_buffers: tuple[str, ...]
@@ -114,12 +113,12 @@ def attribute_name(name: str) -> str:
     return "t_" + "".join(char if char.isascii() and char.isalnum() else f"_{ord(char):x}_" for char in name)
 
 
-def build_stage(model: ModelGraph, ops: Sequence[str], outputs: Sequence[str], *, values: Mapping[str, Tensor],
+def build_stage(model: ModelGraph, ops: Sequence[str], outputs: Sequence[str], *, values: Callable[[str], Tensor],
                 device: torch.device) -> StageModule:
     """Return the stage of the operators ``ops`` that returns the tensors ``outputs``.
 
-    ``values`` gives its parameters and buffers by tensor name (``stage_tensors`` says which it needs); constants are
-    made on ``device``. Raise ``ModelError`` if an output is not computed by these operators.
+    ``values`` gives its parameters and buffers by tensor name; constants are made on ``device``. Raise
+    ``ModelError`` if an output is not computed by these operators.
     """
     builder = _Builder(model, frozenset(ops))
     builder.copy_all()
@@ -131,26 +130,19 @@ def build_stage(model: ModelGraph, ops: Sequence[str], outputs: Sequence[str], *
                     if node in builder.copied and name in builder.buffers)
     results = [*(by_name[name] for name in outputs), *(model.buffer_updates[name] for name in updated)]
     builder.graph.output(tuple(builder.copied[node] for node in results))
-    attributes = {attribute_name(name): values[name] for name in (*builder.parameters, *builder.buffers)}
+    attributes = {attribute_name(name): values(name) for name in (*builder.parameters, *builder.buffers)}
     _retarget(builder.graph, torch.device("meta"))
     _copy_shared_outputs(builder.graph)
     _retarget(builder.graph, device)
     return StageModule(
         module=GraphModule(attributes, builder.graph, class_name="Stage"), inputs=tuple(builder.inputs),
-        outputs=tuple(outputs), parameters=tuple(builder.parameters), buffers=tuple(builder.buffers),
+        outputs=tuple(outputs), parameters=tuple(builder.parameters),
         values={name: node.meta["val"] for name, node in builder.inputs.items()}
         | {name: by_name[name].meta["val"] for name in outputs},
         updated_buffers=updated, uses_random=builder.uses_random,
         op_names={new: model.op_names[node] for node, new in builder.copied.items() if node in model.op_names},
         tensor_names={new: model.tensor_names[node] for node, new in builder.copied.items()
                       if node in model.tensor_names})
-
-
-def stage_tensors(model: ModelGraph, ops: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the names of the parameters and of the buffers that a stage of these operators needs."""
-    builder = _Builder(model, frozenset(ops))
-    builder.copy_all()
-    return tuple(builder.parameters), tuple(builder.buffers)
 
 
 class _Builder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,7 +25,7 @@ from weft.run.checkpoint import Checkpoints, model_state
 from weft.run.executor import Executor, StepTimes, loaded_executor, measured_timeline
 from weft.run.memory_meter import add_memory, measure_step
 from weft.run.prepare import Prepared, Tracer, connect_ranks, lower_to_run, prepare_rank
-from weft.run.result import RunOptions, RunResult, Verification
+from weft.run.result import RunOptions, RunResult, Verification, rank_devices
 from weft.run.status import Milestone
 from weft.run.transport import Transport
 from weft.run.verify import Measured, inspect, run_dtype, verify_again
@@ -47,6 +48,31 @@ def check_world(plan: Plan, num_ranks: int) -> None:
     if wanted != num_ranks:
         raise RunError(f"the plan is for {wanted} devices ({', '.join(plan.cluster.devices[:8])}"
                        f"{', ...' if wanted > 8 else ''}) but there are {num_ranks} processes: start {wanted}")
+
+
+def own_device(text: str, *, rank: int, num_ranks: int) -> torch.device:
+    """Return the device of this rank: as ``text`` says for it, a GPU without a number in the order of local ranks."""
+    wanted = rank_devices(text, num_ranks)
+    if not wanted[rank].startswith("cuda"):
+        return torch.device("cpu")
+    local = wanted[rank - int(os.environ.get("LOCAL_RANK", rank)):rank]
+    _, _, number = wanted[rank].partition("@")[0].partition(":")
+    index = int(number) if number else sum(name.startswith("cuda") for name in local)
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise RunError(f"GPU {index} is needed for rank {rank}, but this machine has {count}: start fewer ranks "
+                       "on it, or use --device cpu")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    if len(set(wanted)) > 1:  # convolutions on a GPU round to 10 bits by default, which a rank on a CPU does not
+        torch.backends.cudnn.allow_tf32 = False
+    return device
+
+
+def limit_memory(device: torch.device, num_bytes: int) -> None:
+    """Let this process take at most so much of the GPU's memory; more raises an out-of-memory error."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
 
 
 def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Transport,

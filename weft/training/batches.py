@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -29,6 +29,7 @@ from weft.model.randomness import is_random
 from weft.model.trace import TracedModel, TracedProgram, retarget
 from weft.run.failures import PeerLost, error_of
 from weft.run.transport import Transport
+from weft.run.wire import settled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,11 +43,6 @@ class FromBatch:
     parts: Sequence[tuple[int, int]]
     """First and last-plus-one sample of each part of the batch whose loss is computed by itself."""
     batch: int
-
-    @property
-    def first(self) -> TracedProgram:
-        """Return the model as traced for the fewest samples."""
-        return self.programs[min(self.programs)]
 
     def known(self, program: TracedProgram) -> dict[str, bool]:
         """Return the fx nodes that depend on nothing else, with whether they depend on the batch."""
@@ -104,13 +100,6 @@ _CURE: Final = ("the mean over parts is not the loss of the batch. Give all samp
                 "number in the forward, or use a plan with one micro-batch on one replica")
 
 
-class BatchCheck(Protocol):
-    """What is looked at in every batch."""
-
-    def check(self, inputs: Mapping[str, Tensor]) -> None:
-        """Raise ``InputError`` if the batch must not be cut as the plan does."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountedTargets:
     """The targets of one loss operator that come from the batch alone."""
@@ -161,6 +150,10 @@ class BatchNumber:
     def found(self, inputs: Mapping[str, Tensor], parts: Sequence[tuple[int, int]]) -> list[float]:
         """Return the number for each of some parts."""
         return [float(self.values.evaluate([self.node], inputs, part)[0]) for part in parts]
+
+
+BatchCheck: TypeAlias = CountedTargets | BatchNumber
+"""What is looked at in every batch."""
 
 
 def counted_targets(trace: Callable[[int], TracedModel], parts: Sequence[tuple[int, int]], *,
@@ -376,8 +369,7 @@ def digest(tensors: Sequence[Tensor]) -> int:
 
 def _mixed(tensor: Tensor) -> Tensor:
     """Return the sum of a tensor's words, each times a number of its place, modulo 2**64, as a tensor."""
-    tensor = tensor.detach()
-    data = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous().reshape(-1).view(torch.uint8)
+    data = settled(tensor.detach()).reshape(-1).view(torch.uint8)
     whole = data.numel() // 8 * 8
     words = data[:whole].view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=data.device)

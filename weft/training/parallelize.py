@@ -10,7 +10,6 @@ and calls the same methods. Without ``torchrun`` it is one process, for a plan o
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
@@ -37,21 +36,16 @@ from weft.plan.cut import check_cut, finest_parts, loss_parts
 from weft.plan.notes import recompute_notes
 from weft.plan.plan import Optimizer, OptimizerKind, Plan, load_plan, parse_plan, plan_to_json
 from weft.plan.program import Program
-from weft.run.__main__ import own_device
 from weft.run.checkpoint import model_state
 from weft.run.failures import together
 from weft.run.prepare import Tracer, connect_ranks, lower_to_run, prepare_rank
 from weft.run.transport import Transport, meeting_store
 from weft.run.watch import expect_steps, watch_script
-from weft.run.wire import settled
-from weft.run.worker import check_world
-from weft.training.batches import Batch, counted_targets
+from weft.run.worker import check_world, own_device
+from weft.training.batches import Batch, counted_targets, digest
 from weft.training.trainer import NEEDS_WHOLE, MakeOptimizer, Trainer, without_optimizer
 
 log = logging.getLogger(__name__)
-
-NUM_HASHED = 4096
-"""Bytes of each parameter and buffer whose order counts when ranks compare their models."""
 
 
 def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: Plan | Cluster | str | PathLike[str], *,
@@ -218,25 +212,13 @@ def source_of_module(model: torch.nn.Module, example_inputs: Batch, batch: int |
 def _check_same(model: torch.nn.Module, transport: Transport) -> None:
     """Raise ``RunError`` on all ranks unless they have built the model with the same parameters and buffers."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    digests = {name: _digest(tensor) + str(tensor.requires_grad) for name, tensor in tensors if not tensor.is_meta}
+    digests = {name: f"{digest([tensor])} {tensor.requires_grad}" for name, tensor in tensors if not tensor.is_meta}
     expected = transport.share_record(digests)
     differing = [name for name in (*expected, *digests) if digests.get(name) != expected.get(name)]
-    records = transport.gather_records(differing[:1]) or []
-    first = transport.share_record(next((name for record in records for name in record), None))
-    if first is not None:
-        raise RunError(f"the ranks have built different models: {first!r} is not the same on all of them. Call "
+    _, first = transport.first_record(differing[:1])
+    if first:
+        raise RunError(f"the ranks have built different models: {first[0]!r} is not the same on all of them. Call "
                        "torch.manual_seed with the same seed on all ranks before building the model")
-
-
-def _digest(tensor: Tensor) -> str:
-    """Return what differs for tensors that differ: of the first entries a hash, of all a sum, which is quick."""
-    data = settled(tensor.detach()).reshape(-1).view(torch.uint8)
-    words = data[: data.numel() // 8 * 8].view(torch.int64)
-    total = int(words.sum()) + int(data[words.numel() * 8 :].sum())
-    return hashlib.sha256(bytes(data[:NUM_HASHED].cpu().numpy()) + str(total).encode()).hexdigest()[:16]
-
-
-# ---- the plan -------------------------------------------------------------------------------------------------------
 
 
 def _shared_plan(transport: Transport, find: Callable[[], Plan]) -> Plan:
