@@ -26,7 +26,6 @@ from weft.run.compute import (
     backward,
     forgetful_forward,
     forward,
-    inference_forward,
     recompute,
     weight_gradients,
 )
@@ -111,11 +110,9 @@ class Binder:
             arrivals=self._arrivals(item.forward_channels, microbatch), arguments=arguments, dynamic=dynamic,
             call=call, leaf_places=wiring.leaf_places(instance), root_places=wiring.root_places(key),
             updates=stage.updates, keep=key in wiring.readers.outputs, report=self._report(key))
-        if not self.training:
-            return inference_forward(work)
-        if self.program.plan.stages[item.stage].recompute:
+        if self.training and self.program.plan.stages[item.stage].recompute:
             return forgetful_forward(work, random=stage.random if stage.module.uses_random else None)
-        return forward(work)
+        return forward(work, is_training=self.training)
 
     def _report(self, key: Key) -> Callable[[tuple[Tensor, ...]], None] | None:
         """Return what takes the model's own outputs from those of a stage; the first of its ranks does so."""

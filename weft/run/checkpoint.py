@@ -92,15 +92,12 @@ class Checkpoints:
         self.program, self.prepared, self.transport, self.state = prepared.program, prepared, transport, state
         self._digest = plan_digest(plan)
         self._regions = held_regions(self.program, transport.rank)
-        shapes = self._shapes()
-        changed = self._regions | {name: rows_of_region(self._regions.get(name, ()), shapes[name], rows)
+        graph = self.program.graph
+        self._shapes = {graph.tensor_names[tensor]: graph.tensor_shapes[tensor] for tensor in graph.parameters.tolist()}
+        changed = self._regions | {name: rows_of_region(self._regions.get(name, ()), self._shapes[name], rows)
                                    for name, rows in shares.rows.items()}
         self._optimizer = None if optimizer is None else OptimizerState(
-            optimizer, shares.tensors, regions=changed, shapes=shapes, divided=tuple(shares.rows))
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        graph = self.program.graph
-        return {graph.tensor_names[tensor]: graph.tensor_shapes[tensor] for tensor in graph.parameters.tolist()}
+            optimizer, shares.tensors, regions=changed, shapes=self._shapes, divided=tuple(shares.rows))
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
@@ -144,10 +141,10 @@ class Checkpoints:
         return claims
 
     def _claims(self) -> dict[Key, Claim]:
-        owned, shapes = self.owned(), self._shapes()
+        owned = self.owned()
         found: dict[str, Claim] = {}
         for name in owned:
-            found[name] = claim_of(name, self.prepared.parameters.tensors[name], whole=shapes[name],
+            found[name] = claim_of(name, self.prepared.parameters.tensors[name], whole=self._shapes[name],
                                    region=self._regions.get(name, ()))
         changed = {name for stage in self.prepared.stages.values() for name in stage.module.updated_buffers}
         found |= {name: claim_of(name, self.prepared.buffers[name]) for name in sorted(changed)}
@@ -319,11 +316,11 @@ class Checkpoints:
                              f"{', '.join(strange[:3]) or 'nothing'} that the model has not")
         own: list[tuple[str, Tensor]] = [*self.state.rest.items(), *self.prepared.buffers.items(),
                                          *self.prepared.parameters.tensors.items()]
-        whole, values = self._shapes(), list[tuple[Tensor, str, Region]]()
+        values = list[tuple[Tensor, str, Region]]()
         for path, tensor in own:
             if path not in source:
                 continue  # a constant of the forward, or a buffer that is not saved
-            expected = whole.get(path, tuple(tensor.shape))
+            expected = self._shapes.get(path, tuple(tensor.shape))
             dtype, shape = stored[source[path]]
             if shape != expected:
                 raise InputError(f"{source[path]!r} has the shape {shape} in {where} but {expected} in the model")

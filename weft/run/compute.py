@@ -92,26 +92,16 @@ def _edge(output: Tensor) -> GradientEdge:
     return GradientEdge(node, output.output_nr)
 
 
-def forward(work: ForwardWork) -> Action:
-    """Return the forward of training."""
+def forward(work: ForwardWork, *, is_training: bool) -> Action:
+    """Return the forward; in inference nothing is kept for a backward."""
     begin, end, connect, call, arguments = work.begin, work.end, work.connect, work.call, work.arguments
 
     def action() -> None:
         begin()
         outputs = call(*arguments)
-        connect(outputs)
+        if is_training:
+            connect(outputs)
         end(outputs)
-
-    return action
-
-
-def inference_forward(work: ForwardWork) -> Action:
-    """Return the forward of inference: nothing is kept for a backward."""
-    begin, end, call, arguments = work.begin, work.end, work.call, work.arguments
-
-    def action() -> None:
-        begin()
-        end(call(*arguments))
 
     return action
 

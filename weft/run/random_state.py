@@ -6,8 +6,8 @@ neither depends on the model nor disturbs it. Ranks that run the same part of an
 they must draw the same numbers; all others have streams of their own, so that replicas and stages do not draw alike:
 
     stage on one device                         a stream for each rank
-    operator that a team runs whole             a stream for the team
-    operator that a team divides along axes     a stream for those with the same coordinates on these axes
+    operator that a tp group runs whole         a stream for the group
+    operator that it divides along mesh axes    a stream for those with the same coordinates on these axes
 """
 
 from __future__ import annotations

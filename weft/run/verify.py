@@ -201,11 +201,16 @@ def inspect(prepared: Prepared, measured: Measured, options: RunOptions, *, sour
             verification=verify_inference(reference, outputs, dtype=dtype), reference=reference)
     records = transport.gather_records(measured.losses[0])
     kept: dict[str, F64] = {}
-    spread = _Spread()
+    first: dict[str, Tensor] = {}
+    spread = [0.0]
 
     def gathered() -> Iterator[tuple[str, int, Tensor]]:
         for name, rank, value in _gather_gradients(program, measured.first_gradients, transport):
-            spread.add(name, value)
+            if name in first:
+                spread.append(_difference(first[name], value))
+            else:
+                first.clear()  # gradients of one name come one after the other
+                first[name] = value
             if options.gradients:
                 kept.setdefault(name, precise(value).numpy())
             yield name, rank, value
@@ -216,23 +221,15 @@ def inspect(prepared: Prepared, measured: Measured, options: RunOptions, *, sour
     else:
         deque(gathered(), maxlen=0)
     return Inspected(verification=verification, gradients=kept if options.gradients else None,
-                     gradient_spread=spread.largest, reference=reference)
+                     gradient_spread=max(spread), reference=reference)
 
 
-class _Spread:
-    """The largest difference between gradients that come one after the other under the same name."""
-
-    def __init__(self) -> None:
-        self.largest = 0.0
-        self._first: tuple[str, Tensor] | None = None
-
-    def add(self, name: str, value: Tensor) -> None:
-        """Compare a gradient with the first of its name."""
-        if self._first is None or self._first[0] != name:
-            self._first = name, value
-        elif not torch.equal(self._first[1], value):
-            difference = float((precise(self._first[1]) - precise(value)).abs().max())
-            self.largest = max(self.largest, difference) if difference == difference else float("inf")
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference between two tensors; infinity where it is not a number."""
+    if torch.equal(one, other):
+        return 0.0
+    found = float((precise(one) - precise(other)).abs().max())
+    return found if found == found else float("inf")
 
 
 def _reference(prepared: Prepared, source: ModelSource, options: RunOptions, device: torch.device) -> Reference:

@@ -108,14 +108,14 @@ class Rows:
         return tensor.narrow(0, self.start, self.length)
 
 
-def rows_of(samples: tuple[int, int] | None, holder: Instance, num_rows: int) -> Rows | None:
-    """Return the rows that ``samples`` have in a tensor of ``num_rows`` rows that covers the holder's samples.
+def rows_of(samples: tuple[int, int] | None, holder: Instance, value: Tensor) -> Rows | None:
+    """Return the rows that ``samples`` have in a tensor that covers the holder's samples.
 
     None means all of them.
     """
     if samples is None or samples == holder.samples:
         return None
-    per_sample = num_rows // holder.num_samples
+    per_sample = value.shape[0] // holder.num_samples
     return Rows((samples[0] - holder.samples[0]) * per_sample, (samples[1] - samples[0]) * per_sample)
 
 
@@ -188,7 +188,7 @@ class Wiring:
 
     def rows(self, channel: Channel, holder: int, value: Tensor) -> Rows | None:
         """Return which rows of a tensor at ``holder`` a channel carries; None for all."""
-        return None if channel.whole else rows_of(channel.samples, self.program.instances[holder], value.shape[0])
+        return None if channel.whole else rows_of(channel.samples, self.program.instances[holder], value)
 
     def take_buffer(self, value: Tensor, rows: Rows | None, users: list[Key]) -> Tensor:
         """Return a buffer that is kept until the last compute of its users has run."""
@@ -268,7 +268,7 @@ class Wiring:
         item, value = self.program.instances[key[0]], self.value(key[0], tensor)
         whole = self.take_buffer(value, None, [key])
         leaf = _leaf(whole, is_leaf)
-        steps = [(rows_of(piece.samples, item, value.shape[0]), self._piece_of_input(piece, key, tensor))
+        steps = [(rows_of(piece.samples, item, value), self._piece_of_input(piece, key, tensor))
                  for piece in pieces]
 
         def fetch() -> Tensor:
@@ -284,7 +284,7 @@ class Wiring:
             arrived = self._arrived(piece, key[1], tensor)
             return lambda: arrived
         source = self.program.instances[piece.instance]
-        rows = rows_of(piece.samples, source, self.value(piece.instance, tensor).shape[0])
+        rows = rows_of(piece.samples, source, self.value(piece.instance, tensor))
         fetch = self._handed_over(piece, key, tensor, False)
         return fetch if rows is None else lambda: rows.of(fetch())
 
@@ -318,8 +318,7 @@ class Wiring:
             arrived = self._arrived(pieces[0], microbatch, tensor)
             return arrived.clone if _is_of_parameters(self.graph, tensor) else arrived
         for piece in pieces:
-            rows = rows_of(piece.samples, item, value.shape[0]) if piece.samples is not None else None
-            sources.append((rows, self._piece_of_gradient(piece, key, tensor)))
+            sources.append((rows_of(piece.samples, item, value), self._piece_of_gradient(piece, key, tensor)))
         return lambda: _add_up(sources, value, device)
 
     def _piece_of_gradient(self, piece: Piece, key: Key, tensor: int) -> Callable[[], Tensor | None]:
@@ -328,10 +327,8 @@ class Wiring:
             return arrived.clone if _is_of_parameters(self.graph, tensor) else lambda: arrived
         cell, names = self.cells[piece.instance, key[1]], self.stages[piece.instance].module.inputs
         place = [names[leaf] for leaf in self.leaf_places(piece.instance)].index(self.graph.tensor_names[tensor])
-        rows = None
-        if piece.samples is not None:
-            num_rows = self.value(piece.instance, tensor).shape[0]
-            rows = rows_of(piece.samples, self.program.instances[piece.instance], num_rows)
+        reader = self.program.instances[piece.instance]
+        rows = rows_of(piece.samples, reader, self.value(piece.instance, tensor))
 
         def fetch() -> Tensor | None:
             gradient = cell.gradients[place]

@@ -1,4 +1,4 @@
-"""Two ranks that train small models with ``weft.parallelize``: ``python -m tests.run.trainer_ranks FOLDER``.
+"""Two ranks that train small models with ``weft.parallelize``: ``python -m tests.training.trainer_ranks FOLDER``.
 
 Each function of ``CHECKS`` runs on both ranks; what it returns goes into ``FOLDER/rankN.json``, for ``test_trainers.py``.
 """
