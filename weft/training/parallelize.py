@@ -247,7 +247,8 @@ def _find_plan(source: ModelSource, given: Plan | Cluster | str | PathLike[str],
             item = replace(item, optimizer=replace(item.optimizer, kind=optimizer))
         if devices is None:
             return item
-    from weft.training.replan import PlanOptions, devices_left, plan_again, plan_for  # the planner is heavy
+    from weft.search.common.problem import PlanOptions  # the planner is heavy: only who plans loads it
+    from weft.training.replan import devices_left, plan_again, plan_for
 
     if isinstance(item, Plan):
         assert devices is not None, "else the plan is the one"
