@@ -226,7 +226,7 @@ def test_what_does_not_fit_is_refused(tmp_path, caplog):
             (lambda: trainer.load_checkpoint(tmp_path), "there is no checkpoint in"),
             (lambda: trainer.eval(), "cannot change to eval mode"),
             (lambda: trainer.double(), "cannot be moved or converted"),
-            (lambda: trainer.save_checkpoint(tmp_path, keep=0), "keep must be 1 or more"),
+            (lambda: trainer.save_checkpoint(tmp_path, keep=0), "keep must be a whole number, 1 or more, or None for all, not 0"),
             (lambda: trainer.save_checkpoint(tmp_path, extra={"x": {1}}), "extra must be what JSON can say"),
             (lambda: trainer.load_state_dict({}), "for another model: it lacks frozen.weight")):
         with pytest.raises((InputError, RunError), match=message):
