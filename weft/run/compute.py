@@ -29,15 +29,28 @@ Action = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardWork:
-    """All that a forward needs to know."""
+class _Work:
+    """What forwards and backwards alike need to know."""
 
     position: int
     """Of the instruction, for its start time."""
     starts: array[int]
     cell: Cell
     arrivals: Sequence[Transfer]
-    """Messages to wait for."""
+    """Messages to wait for; before a backward the cell's own activations on their way out as well."""
+
+    def await_arrivals(self) -> None:
+        """Wait for what must have arrived, and note the time."""
+        if self.arrivals:
+            for arrival in self.arrivals:
+                arrival.wait()
+            self.starts[self.position] = time.perf_counter_ns()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardWork(_Work):
+    """All that a forward needs to know."""
+
     arguments: list[Any]
     """Arguments of the stage; those that do not change from step to step are filled in."""
     dynamic: Sequence[tuple[int, Callable[[], Tensor]]]
@@ -56,10 +69,7 @@ class ForwardWork:
 
     def begin(self) -> None:
         """Wait for what must have arrived, note the time, and complete the arguments."""
-        if self.arrivals:
-            for arrival in self.arrivals:
-                arrival.wait()
-            self.starts[self.position] = time.perf_counter_ns()
+        self.await_arrivals()
         for place, fetch in self.dynamic:
             self.arguments[place] = fetch()
 
@@ -139,14 +149,9 @@ def recompute(work: ForwardWork, *, random: RankRandom | None) -> Action:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardWork:
+class BackwardWork(_Work):
     """All that a backward needs to know."""
 
-    position: int
-    starts: array[int]
-    cell: Cell
-    arrivals: Sequence[Transfer]
-    """Messages to wait for: the gradients, and the cell's own activations on their way out."""
     gradients: Sequence[Tensor | Callable[[], Tensor]]
     """For each root the gradient, or a function that returns it."""
     prepare: Action | None
@@ -163,14 +168,11 @@ class BackwardWork:
 
 def backward(work: BackwardWork) -> Action:
     """Return the backward, whole or its first part."""
-    cell, arrivals, queue, prepare, early = work.cell, work.arrivals, work.queue, work.prepare, work.early
+    cell, queue, prepare, early = work.cell, work.queue, work.prepare, work.early
     fixed = None if any(callable(item) for item in work.gradients) else tuple(work.gradients)
 
     def action() -> None:
-        if arrivals:
-            for arrival in arrivals:
-                arrival.wait()
-            work.starts[work.position] = time.perf_counter_ns()
+        work.await_arrivals()
         if prepare is not None:
             prepare()
         gradients = fixed or [item() if callable(item) else item for item in work.gradients]

@@ -188,20 +188,21 @@ class _Ranks:
             return
         self._looked += elapsed_s
         lines = read_lines(self.folder / STATUS_FILE, len(self._processes))
+        everybody = f"all {len(self._processes)} ranks were ended"
         describe = describer(lambda rank: read_labels(self.folder / STATUS_FILE, rank))
         for process in running:
             line = lines[process.rank]._replace(process=process.child.pid)
             self._observer.note(process.rank, line, elapsed_s, process=process.child.pid)
             hang = self._observer.silent(process.rank, describe, is_here=True)
             if hang is not None:
-                raise self._hung(process.rank, hang.message)
+                raise self._lost(process.rank, f"{hang.message}; {everybody}")
         hang = self._observer.stuck(len(self._processes), describe)
         if hang is not None:
-            raise RunError(hang.message) if hang.rank is None else self._hung(hang.rank, hang.message)
+            raise RunError(hang.message) if hang.rank is None else self._lost(
+                hang.rank, f"{hang.message}; {everybody}")
 
-    def _hung(self, rank: int, message: str) -> RankLost:
-        return RankLost(f"{message}; all {len(self._processes)} ranks were ended",
-                        device=self.plan.cluster.devices[rank])
+    def _lost(self, rank: int, message: str) -> RankLost:
+        return RankLost(message, device=self.plan.cluster.devices[rank])
 
     def _who(self, rank: int) -> str:
         return f"rank {rank} ({self.plan.cluster.devices[rank]})"
@@ -226,8 +227,8 @@ class _Ranks:
         for process in self._processes:
             if process.child.poll() is None and not lines[process.rank].is_waiting and record is not None:
                 doing = read_status_file(self.folder / STATUS_FILE, process.rank)
-                return RankLost(f"{self._who(process.rank)} kept another rank waiting while {doing}; that one gave up: "
-                                f"{record['message']}", device=self.plan.cluster.devices[process.rank])
+                return self._lost(process.rank, f"{self._who(process.rank)} kept another rank waiting while {doing}; "
+                                  f"that one gave up: {record['message']}")
         return None
 
     def _error(self, process: _Process, record: dict[str, Any] | None) -> WeftError:
@@ -242,8 +243,8 @@ class _Ranks:
         code = process.child.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         others = len(self._processes) - 1
-        return RankLost(f"{who} {how} while {doing}; the other {others} ranks were ended{self._last_words(process)}",
-                        device=self.plan.cluster.devices[process.rank])
+        return self._lost(process.rank, f"{who} {how} while {doing}; the other {others} ranks were ended"
+                          f"{self._last_words(process)}")
 
     def _last_words(self, process: _Process) -> str:
         process.errors.flush()

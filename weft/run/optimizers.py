@@ -57,7 +57,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __init__(self, tensors: Sequence[torch.nn.Parameter],
                  make: Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
-        self._pairs = [(item, _master_of(item)) for item in tensors]
+        self._pairs = [(item, item if item.dtype not in HALF else torch.nn.Parameter(
+            item.detach().float(), requires_grad=item.requires_grad)) for item in tensors]
         self._chunks = [(chunk, make([master for _, master in chunk])) for chunk in _chunks(self._pairs)]
         super().__init__(list(tensors), dict(self._chunks[0][1].defaults))
 
@@ -109,12 +110,6 @@ class MasterWeights(torch.optim.Optimizer):
         options = {key: value for key, value in state_dict["param_groups"][0].items() if key != "params"}
         self.param_groups[0].update(options)
         self._show_state()
-
-
-def _master_of(item: torch.nn.Parameter) -> torch.nn.Parameter:
-    if item.dtype not in HALF:
-        return item
-    return torch.nn.Parameter(item.detach().float(), requires_grad=item.requires_grad)
 
 
 def _chunks(pairs: Sequence[tuple[torch.nn.Parameter, torch.nn.Parameter]]

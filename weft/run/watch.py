@@ -185,7 +185,8 @@ class Watch(threading.Thread):
         is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if self._stopping.is_set() or self.is_leaving or (self._is_script and not is_served):
             return None
-        why = f"the job's store is gone ({_first_line(problem)}), so the job has ended"
+        first_line = next(iter(str(problem).splitlines()), type(problem).__name__)
+        why = f"the job's store is gone ({first_line}), so the job has ended"
         if not is_served and self.rank != 0 and 0 in self._neighbours:
             how = "is gone" if self.status.has_died(0) else "does not answer"
             why = f"rank 0, which serves the job's store, {how}; it was {self.status.describe(0)}"
@@ -288,8 +289,3 @@ def expect_steps(predicted_s: float | None) -> None:
 
 def _print(message: str) -> None:
     print(f"weft: {message}", file=sys.stderr, flush=True)
-
-
-def _first_line(problem: BaseException) -> str:
-    lines = str(problem).splitlines()
-    return lines[0] if lines else type(problem).__name__
