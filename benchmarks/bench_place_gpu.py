@@ -157,8 +157,8 @@ def link_rank(args: argparse.Namespace) -> None:
     """Be one of the two processes: send tensors to and fro; rank 0 prints the seconds of one way by size."""
     import torch
 
-    from weft.run.__main__ import own_device
     from weft.run.transport import Transport, open_store
+    from weft.run.worker import own_device
 
     rank = args.link_rank
     device = own_device(args.devices, rank=rank, num_ranks=2)
@@ -326,7 +326,7 @@ def offload(args: argparse.Namespace) -> None:
     import torch
 
     from weft.model.weights import materialize
-    from weft.run.__main__ import limit_memory
+    from weft.run.worker import limit_memory
 
     torch.backends.cudnn.allow_tf32 = False
     device = torch.device(args.devices.split(",")[0].partition("@")[0])

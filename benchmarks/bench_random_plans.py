@@ -34,8 +34,8 @@ from weft.plan.memory import account_memory
 from weft.plan.plan import Plan
 from weft.plan.program import Program
 from weft.run.memory_meter import MeterRecord, compare_memory
-from weft.run.memory_report import RankMemory
 from weft.run.prepare import Tracer, lower_to_run
+from weft.run.result import RankMemory
 
 SLACK = 1.02
 """So many times the account's peak still counts as within it: adding counters and other tensors of a few bytes."""

@@ -33,9 +33,8 @@ sys.path.insert(0, str(ROOT))
 from weft.model.source import ModelSource  # noqa: E402
 from weft.plan.orders import one_f_one_b, to_tokens  # noqa: E402
 from weft.plan.plan import ClusterRef, ModelRef, Optimizer, Plan, Replica, Stage  # noqa: E402
-from weft.run.executor import Executor  # noqa: E402
+from weft.run.executor import loaded_executor  # noqa: E402
 from weft.run.prepare import Tracer, lower_to_run, prepare_rank  # noqa: E402
-from weft.run.status import StatusLine  # noqa: E402
 from weft.run.transport import Transport, open_store  # noqa: E402
 
 NUM_RANKS = 4
@@ -111,13 +110,11 @@ def make_weft(args, tracer, transport):
     """Return the step of Weft's runtime, and what the rank holds."""
     plan = make_plan(args, tracer.trace(args.samples).graph)
     prepared = prepare_rank(lower_to_run(plan, tracer), tracer, transport, seed=0)
-    executor = Executor(prepared.program, stages=prepared.stages, parameters=prepared.parameters, transport=transport,
-                        status=StatusLine())
-    executor.load(dict(zip(prepared.input_names, tracer.source.inputs(plan.model.batch, 0), strict=True)))
+    executor = loaded_executor(prepared, tracer.source, transport)
 
     def step() -> None:
         executor.step()
-        executor.bound.losses.clear()
+        executor.binder.losses.clear()
 
     return step, prepared
 

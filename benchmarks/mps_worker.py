@@ -32,12 +32,10 @@ from weft.model.source import ModelSource, resolve_model
 from weft.model.trace import TracedModel
 from weft.model.weights import materialize
 from weft.plan.plan import load_plan
-from weft.run.__main__ import own_device
 from weft.run.prepare import Tracer
 from weft.run.result import RunOptions, rank_devices, save_result
-from weft.run.status import StatusLine
 from weft.run.transport import Transport, open_store
-from weft.run.worker import execute, resolve_source
+from weft.run.worker import execute, own_device, resolve_source
 
 TIMEOUT_S: Final = 120.0
 """Of a message or collective."""
@@ -219,7 +217,7 @@ class Worker:
         before = self._held_bytes()
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
-        result = execute(plan, self._tracers[key], options, transport=self.transport, status=StatusLine(None, self.rank))
+        result = execute(plan, self._tracers[key], options, transport=self.transport)
         peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
         if result is not None:
             save_result(result, Path(command["output"]))

@@ -13,10 +13,9 @@ from torch.utils import _pytree as pytree
 from benchmarks.random_models import DrawnModel
 from benchmarks.random_ranks import RankOutcome
 from weft.plan.program import Op, Phase, Program
-from weft.run.buffer_shares import buffer_holders
 from weft.run.optimizers import make_optimizer
+from weft.run.parameters import buffer_holders, cut_region
 from weft.run.prepare import Tracer
-from weft.run.shard_parameters import cut_region
 
 TOLERANCE: Final = 1e-10
 FLOOR: Final = 1e-3

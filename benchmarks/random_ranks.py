@@ -19,11 +19,10 @@ from torch import Tensor
 
 from weft.plan.plan import Plan
 from weft.plan.program import Op, Phase
-from weft.run.executor import Executor
+from weft.run.executor import Executor, loaded_executor
 from weft.run.memory_meter import MeterRecord, measure_step
+from weft.run.parameters import held_regions
 from weft.run.prepare import Prepared, Tracer, connect_ranks, lower_to_run, prepare_rank
-from weft.run.shard_parameters import held_regions
-from weft.run.status import StatusLine
 from weft.run.transport import Transport, open_store
 
 LIMIT_S = 60.0
@@ -119,10 +118,7 @@ def run_rank(plan: Plan, tracer: Tracer, transport: Transport, fault: str = "") 
     program = lower_to_run(plan, tracer)
     connect_ranks(program, tracer, transport)
     ready = prepare_rank(program, tracer, transport, seed=0)
-    executor = Executor(program, stages=ready.stages, parameters=ready.parameters, transport=transport,
-                        status=StatusLine(None, 0), factors=ready.factors)
-    inputs = tracer.source.inputs(plan.model.batch, 0)
-    executor.load(dict(zip(ready.input_names, inputs, strict=True)))
+    executor = loaded_executor(ready, tracer.source, transport)
     was_damaged = bool(fault) and damage(executor, fault)
     executor.step()
     ready.buffer_shares.spread()
@@ -149,7 +145,7 @@ def _outcome(executor: Executor, ready: Prepared, was_damaged: bool) -> RankOutc
 
 def damage(executor: Executor, fault: str) -> bool:
     """Let something go wrong on this rank; return whether there was something."""
-    rank, actions = executor.transport.rank, executor.bound.actions
+    rank, actions = executor.transport.rank, executor.binder.actions
     for place, item in enumerate(executor.program.instructions(rank)):
         is_backward = item.op == Op.COMPUTE and item.phase in (Phase.B, Phase.W)
         if fault == "dropped message" and item.op == Op.RECV:

@@ -207,7 +207,7 @@ def _train(source: Any, batch: int, job: Job, rank: int, listen_fd: int | None, 
     trainer = parallelize(source.build(), source.inputs(batch), job.plan, optimizer=make_optimizer,
                           max_grad_norm=job.max_grad_norm)
     points = _Points(job.kill[1] if job.kill is not None and job.kill[0] == rank else None)
-    trainer.executor.bound.actions[:] = [points.before(action, "compute") for action in trainer.executor.bound.actions]
+    trainer.executor.binder.actions[:] = [points.before(action, "compute") for action in trainer.executor.binder.actions]
     if rank == 0:
         _watch_disk(points)
     trainer.resume(job.folder)

@@ -213,7 +213,6 @@ def _serve_rank(rank: int, num_ranks: int, listen_fd: int, jobs: Any, answers: A
     from weft.base.files import encode
     from weft.plan.plan import load_plan
     from weft.run.result import RunOptions
-    from weft.run.status import StatusLine
     from weft.run.transport import Transport, open_store
     from weft.run.worker import execute
 
@@ -226,7 +225,7 @@ def _serve_rank(rank: int, num_ranks: int, listen_fd: int, jobs: Any, answers: A
             tracer = _tracer(tracers, job["model"], plan.model.mode, options.dtype or "float64")
             counts: dict[str, Counter[str]] = {}
             with _damage(job["damage"], rank, counts) as adjust:
-                result = execute(plan, tracer, options, transport=transport, status=StatusLine(), adjust=adjust)
+                result = execute(plan, tracer, options, transport=transport, adjust=adjust)
             answer = {} if result is None else {
                 "losses": result.losses, "verification": encode(result.verification),
                 "gradients": {name: value.tolist() for name, value in (result.gradients or {}).items()},
@@ -310,7 +309,7 @@ def _count(executor: Any, rank: int, counts: dict[str, Counter[str]]) -> None:
             mesh = executor.binder.stages[item.instance].mesh
             if mesh is not None:
                 into = counts.setdefault(item.phase.name, Counter())
-                executor.bound.actions[position] = _counted(executor.bound.actions[position], mesh, into)
+                executor.binder.actions[position] = _counted(executor.binder.actions[position], mesh, into)
 
 
 def _counted(action: Any, mesh: Any, counts: Counter[str]) -> Any:
@@ -327,7 +326,7 @@ def _adjust(executor: Any, kind: str, rank: int) -> None:
 
     from weft.plan.program import Op, Phase
 
-    program, actions = executor.program, executor.bound.actions
+    program, actions = executor.program, executor.binder.actions
     for early in executor.binder.early.values():
         if kind == "no_all_reduce":
             early.items.clear()
@@ -347,7 +346,7 @@ def _adjust(executor: Any, kind: str, rank: int) -> None:
         with torch.no_grad():
             tensor.add_(1e-5 * torch.arange(tensor.numel(), dtype=tensor.dtype).reshape(tensor.shape))
     if kind == "swapped_inputs":
-        places = [given for given in executor.bound.given if given.name in ("tokens", "image", "x")]
+        places = [given for given in executor.binder.given if given.name in ("tokens", "image", "x")]
         if len(places) > 1:
             a, b = places[:2]
             a.arguments[a.place], b.arguments[b.place] = b.arguments[b.place], a.arguments[a.place]
@@ -385,10 +384,10 @@ def _swap(executor: Any) -> None:
         return receive(tensor, source, {tags[0]: tags[1], tags[1]: tags[0]}.get(tag, tag))
 
     for position in (first, second):
-        for part in executor.bound.actions[position].__closure__:
+        for part in executor.binder.actions[position].__closure__:
             if isinstance(part.cell_contents, list):
                 tags.append(part.cell_contents[0][1])
-        for part in executor.bound.actions[position].__closure__:
+        for part in executor.binder.actions[position].__closure__:
             if part.cell_contents == receive:
                 part.cell_contents = swapped
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.plan.plan import Plan
-from weft.run.executor import Executor
+from weft.run.executor import Executor, loaded_executor
 from weft.run.prepare import Prepared, Tracer, lower_to_run, prepare_rank
 from weft.run.status import StatusLine
 
@@ -33,6 +33,7 @@ class PretendedTransport:
 
     def __init__(self, num_ranks: int, rank: int = 0) -> None:
         self.rank, self.num_ranks, self.device = rank, num_ranks, torch.device("cpu")
+        self.status = StatusLine()
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Done:
         return Done()
@@ -67,11 +68,7 @@ def prepared(tracer: Tracer, plan: Plan, rank: int = 0) -> tuple[Prepared, Execu
     transport = PretendedTransport(len(plan.cluster.devices), rank)
     program = lower_to_run(plan, tracer)
     ready = prepare_rank(program, tracer, transport, seed=0)
-    executor = Executor(program, stages=ready.stages, parameters=ready.parameters, transport=transport,
-                        status=StatusLine(None, 0), factors=ready.factors)
-    inputs = tracer.source.inputs(plan.model.batch, 0)
-    executor.load(dict(zip(ready.input_names, inputs, strict=True)))
-    return ready, executor
+    return ready, loaded_executor(ready, tracer.source, transport)
 
 
 def measured(tracer: Tracer, plan: Plan, rank: int = 0) -> int:

@@ -21,9 +21,8 @@ from torch.nn import functional
 
 import weft
 from weft.base.errors import InputError
-from weft.run.checkpoint_folder import MODEL_FILE, OPTIMIZER_FILE, RECORD_FILE
-from weft.run.checksums import CHUNK_BYTES, checksum_of
-from weft.run.dtype_kinds import may_become
+from weft.run.checkpoint_folder import CHUNK_BYTES, MODEL_FILE, OPTIMIZER_FILE, RECORD_FILE, checksum_of
+from weft.run.optimizers import may_become
 
 pytestmark = pytest.mark.timeout(120)
 FILES = (MODEL_FILE, OPTIMIZER_FILE, RECORD_FILE)

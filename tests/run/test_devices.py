@@ -8,12 +8,12 @@ import torch
 from tests.run.models import __file__ as models_file
 from tests.run.plans import greedy_order, pipeline_plan, traced
 from weft.base.errors import InputError, RunError
-from weft.run.__main__ import own_device
 from weft.run.failures import PeerLost
 from weft.run.launch import run_plan
 from weft.run.result import RunOptions, rank_devices, share_environment
-from weft.run.staging import Staging
 from weft.run.transport import Transport
+from weft.run.wire import Staging
+from weft.run.worker import own_device
 
 
 def test_one_device_for_all_or_one_for_each():

@@ -17,9 +17,8 @@ from weft.base.errors import PlanError, RunError
 from weft.model.source import ModelSource
 from weft.model.trace import trace
 from weft.plan.plan import Plan
-from weft.run.executor import Executor, samples_of
+from weft.run.executor import Executor, loaded_executor, samples_of
 from weft.run.prepare import Tracer, lower_to_run, prepare_rank
-from weft.run.status import StatusLine
 from weft.run.transport import Transport
 from weft.run.wiring import Given
 
@@ -47,10 +46,7 @@ def source_from(build: Callable[[], nn.Module], sample: Callable[[int], tuple[to
 def start(source: ModelSource, plan: Plan, transport: Transport) -> Executor:
     tracer = Tracer(source)
     prepared = prepare_rank(lower_to_run(plan, tracer), tracer, transport, seed=0)
-    executor = Executor(prepared.program, stages=prepared.stages, parameters=prepared.parameters, transport=transport,
-                        status=StatusLine())
-    executor.load(dict(zip(prepared.input_names, source.inputs(plan.model.batch, 0), strict=True)))
-    return executor
+    return loaded_executor(prepared, source, transport)
 
 
 def one_rank_plan(source: ModelSource, num_stages: int, *, microbatches: int = 1, split: bool = False,

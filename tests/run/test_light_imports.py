@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 
 def loaded_by(module: str) -> set[str]:
     code = f"import sys, {module}; print(' '.join(name for name in sys.modules if '.' not in name))"
@@ -17,5 +19,10 @@ def test_a_rank_imports_no_planner_libraries():
     assert not loaded & {"ortools", "typer", "rich", "yaml", "rustworkx", "transformers", "onnx", "msgspec", "safetensors"}
 
 
-def test_the_launcher_imports_no_framework():
-    assert not loaded_by("weft.run.launch") & {"torch", "numba", "ortools", "transformers"}
+@pytest.mark.parametrize("module", ["weft.run.launch", "weft.run.__main__"])
+def test_the_launcher_imports_no_framework(module):
+    assert not loaded_by(module) & {"torch", "numba", "ortools", "transformers"}
+
+
+def test_training_scripts_import_the_planner_only_when_they_plan():
+    assert "ortools" not in loaded_by("weft.training.parallelize")

@@ -137,9 +137,9 @@ def test_the_meter_sees_what_the_allocator_sees(optimizer):
     for rank in range(2):
         ready, executor = prepared(tracer, plan, rank)
         executor.step()
-        actions = list(executor.bound.actions)
+        actions = list(executor.binder.actions)
         record = measure_step(executor, buffers=ready.buffers.values())
-        assert executor.bound.actions == actions, "the executor is as it was"
+        assert executor.binder.actions == actions, "the executor is as it was"
         uncounted = storage_bytes(ready.buffers.values()) + record.static[CATEGORIES.index("optimizer")]
         assert max(record.peak) == pytest.approx(measured(tracer, plan, rank) + uncounted, rel=0.01)
 

@@ -86,7 +86,7 @@ def test_the_gradient_that_a_view_hands_on_is_no_view_of_a_message():
     plan = make_plan(graph, stages, order, microbatches=2, batch=4, num_devices=3)
     _, executor = prepared(Tracer(source_of(BARE)), plan, rank=1)
     wiring, looked = executor.binder.wiring, []
-    for item, action in zip(wiring.instructions, executor.bound.actions, strict=True):
+    for item, action in zip(wiring.instructions, executor.binder.actions, strict=True):
         action()
         if item.op == Op.COMPUTE and item.phase == Phase.B:
             (gradient,) = wiring.cells[item.instance, item.microbatch].gradients

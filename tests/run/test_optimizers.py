@@ -10,7 +10,7 @@ import torch
 from weft.plan.memory import optimizer_bytes
 from weft.plan.plan import Optimizer
 from weft.run import optimizers
-from weft.run.optimizers import MasterWeights, make_optimizer, refresh_masters
+from weft.run.optimizers import MasterWeights, make_optimizer
 
 
 def parameters(dtype: torch.dtype, *, seed: int = 0) -> list[torch.nn.Parameter]:
@@ -112,7 +112,7 @@ def test_masters_follow_parameters_that_were_loaded():
     with torch.no_grad():
         for item in half:
             item.fill_(3.0)
-    refresh_masters(optimizer)
+    optimizer.refresh()
     set_gradients(half, seed=0)
     optimizer.step()
     assert all((item == 3.0).all() for item in half)

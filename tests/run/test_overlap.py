@@ -20,8 +20,8 @@ from weft.plan.lower import lower
 from weft.plan.overlap import inside_backward
 from weft.plan.plan import Plan
 from weft.run.cells import Transfer
+from weft.run.exchange import Early, EarlyExchanges, leads_to_loss
 from weft.run.failures import PeerLost
-from weft.run.overlap import Early, EarlyExchanges, leads_to_loss
 from weft.search.common.buckets import cut_gradients
 from weft.simulate.finality import first_readers
 
@@ -162,9 +162,8 @@ class Recorded:
 
     def backward(self, loss: torch.Tensor) -> list[int]:
         """Return what was issued inside the backward."""
-        self.early.begin()
-        loss.backward()
-        self.early.end()
+        with self.early:
+            loss.backward()
         inside = list(self.log)
         for number in range(len(self.starts)):
             self.early.instruction(number)()

@@ -13,7 +13,7 @@ from weft.base.errors import ModelError
 from weft.model.graph import TensorRole
 from weft.model.trace import state_of
 from weft.plan.layout import stage_inputs
-from weft.run.partition import attribute_name, build_stage, model_graph
+from weft.run.stage import attribute_name, build_stage, model_graph
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ class Cut:
         for ops in parts:
             outputs = [self.graph.tensor_names[tensor] for tensor in sorted(wanted)
                        if self.graph.tensor_producer[tensor] in ops]
-            yield build_stage(self.model, [self.graph.op_names[op] for op in ops], outputs, values=self.values, device=CPU)
+            yield build_stage(self.model, [self.graph.op_names[op] for op in ops], outputs, values=self.values.__getitem__, device=CPU)
 
     def run(self, part_of_op: np.ndarray) -> torch.Tensor:
         tensors = dict(self.inputs)
@@ -111,7 +111,7 @@ def test_output_that_views_an_argument_is_copied():
     ops = {kind: index for index, kind in enumerate(cut.graph.op_kinds)}
     view = ops["aten.chunk"] if "aten.chunk" in ops else ops["aten.split"]
     names = [cut.graph.tensor_names[tensor] for tensor in cut.graph.op_outputs(view)]
-    stage = build_stage(cut.model, [cut.graph.op_names[view]], names, values={}, device=CPU)
+    stage = build_stage(cut.model, [cut.graph.op_names[view]], names, values={}.__getitem__, device=CPU)
     argument = torch.randn(2, 6, 4, 4, dtype=torch.float64)
     results = stage.module(argument)
     assert [tuple(item.shape) for item in results] == [(2, 3, 4, 4)] * 2
@@ -122,7 +122,7 @@ def test_output_of_another_stage_is_refused():
     cut = Cut("skip_net")
     with pytest.raises(ModelError, match="is not computed by the stage"):
         build_stage(cut.model, [cut.graph.op_names[0]], [cut.graph.tensor_names[cut.graph.outputs[0]]],
-                    values=cut.values, device=CPU)
+                    values=cut.values.__getitem__, device=CPU)
 
 
 def test_attribute_names_differ_where_names_do():

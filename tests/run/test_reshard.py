@@ -12,9 +12,8 @@ from torch import Tensor
 
 from tests.run.threads import on_ranks
 from weft.plan.sharding import coordinates_of
-from weft.run.mesh import DeviceMesh
-from weft.run.reshard import Change, Reshard
-from weft.run.shard_parameters import cut_region, put_region
+from weft.run.mesh import Change, ReplicaMesh, Reshard
+from weft.run.parameters import cut_region, put_region
 from weft.sharding.layout_steps import find_steps
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, dim_ranges, parse_placement
 
@@ -51,7 +50,7 @@ def check_change(shape: tuple[int, ...], mesh: tuple[int, ...], source: Layout, 
     random.Random(1).shuffle(ranks)
 
     def run(transport):
-        devices = DeviceMesh(transport, ranks, mesh, weights)
+        devices = ReplicaMesh(transport, ranks, mesh, weights)
         change = Change(devices, shape, source, target)
         return devices.coordinates, change(part_of(whole, source, mesh, devices.coordinates)), devices.counts
 
@@ -151,7 +150,7 @@ def test_gradients_have_layouts_of_their_own(value, gradient, counts):
     whole = torch.arange(24.0, dtype=torch.float64).reshape(6, 4)
 
     def run(transport):
-        mesh = DeviceMesh(transport, [0, 1], (2,))
+        mesh = ReplicaMesh(transport, [0, 1], (2,))
         there = Change(mesh, whole.shape, layout(value[0]), layout(value[1]))
         back = Change(mesh, whole.shape, layout(gradient[1]), layout(gradient[0]))
         leaf = part_of(whole, layout(value[0]), (2,), mesh.coordinates).requires_grad_()

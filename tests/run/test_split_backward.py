@@ -9,9 +9,8 @@ from torch.nn import functional
 
 from weft.model.source import ModelSource
 from weft.model.trace import state_of, trace
-from weft.run.partition import build_stage, model_graph
 from weft.run.random_state import RankRandom
-from weft.run.stage import Stage
+from weft.run.stage import Stage, build_stage, model_graph
 
 
 class Operators(nn.Module):
@@ -64,7 +63,7 @@ def test_two_parts_give_the_whole_backward(kind):
                          sampler=lambda mode, batch, seed: inputs)
     traced = trace(source, backward="rule")
     loss = traced.graph.tensor_names[traced.graph.outputs[0]]
-    stage = Stage(build_stage(model_graph(traced), traced.graph.op_names, [loss], values=state_of(module),
+    stage = Stage(build_stage(model_graph(traced), traced.graph.op_names, [loss], values=state_of(module).__getitem__,
                               device=torch.device("cpu")), split=True,
                   random=RankRandom(torch.device("cpu"), seed=0, rank=0, num_ranks=1))
     arguments = [dict(zip(traced.program.inputs, inputs, strict=True))[name] for name in stage.module.inputs]
@@ -96,7 +95,7 @@ def test_weight_gradients_wait_for_w():
                          sampler=lambda mode, batch, seed: inputs)
     traced = trace(source, backward="rule")
     loss = traced.graph.tensor_names[traced.graph.outputs[0]]
-    stage = Stage(build_stage(model_graph(traced), traced.graph.op_names, [loss], values=state_of(module),
+    stage = Stage(build_stage(model_graph(traced), traced.graph.op_names, [loss], values=state_of(module).__getitem__,
                               device=torch.device("cpu")), split=True,
                   random=RankRandom(torch.device("cpu"), seed=0, rank=0, num_ranks=1))
     stage.split_forward(inputs[0])[0].backward()

@@ -14,7 +14,7 @@ from tests.run.sharded_plans import sharded_plan, sharding_of
 from weft.plan.plan import Plan
 from weft.run.__main__ import report
 from weft.run.result import RunResult, Verification, load_result, save_result
-from weft.run.verify_again import verdict
+from weft.run.verify import verdict
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -13,8 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from weft.run import watch as watch_module
-from weft.run.hang import Limits
-from weft.run.status import Milestone, StatusLine, create_status_file, process_state, read_status_file
+from weft.run.status import Limits, Milestone, StatusLine, create_status_file, process_state, read_status_file
 from weft.run.watch import Watch
 
 pytestmark = pytest.mark.timeout(60)

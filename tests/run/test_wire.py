@@ -19,12 +19,11 @@ from tests.run.pool import Pool
 from tests.run.sharded_plans import sharded_plan, sharding_of
 from weft.base.errors import RunError
 from weft.plan.orders import one_f_one_b
-from weft.run.exchange_group import ExchangeGroup
 from weft.run.failures import PeerLost, failure
-from weft.run.staging import Staging
 from weft.run.status import StatusLine
 from weft.run.transport import Transport
 from weft.run.verify import relative_error
+from weft.run.wire import ExchangeGroup, Staging
 
 pytestmark = pytest.mark.timeout(120)
 BOTH = (0, 1)

@@ -361,7 +361,7 @@ def test_compiled_code_is_loaded_by_a_problem_of_two_operators():
     from weft.search.place.preload import FIRST_METHODS, load_compiled
 
     load_compiled()
-    assert (next(iter(placing.METHODS)), placing.QUICK_METHOD) == FIRST_METHODS
+    assert (next(iter(placing.METHODS)), placing.TUNING.quick_method) == FIRST_METHODS
 
 
 def test_the_first_choice_of_strategies_fits_and_is_the_answer_if_there_is_no_time(monkeypatch):

@@ -11,14 +11,14 @@ from weft.cli.common import cluster_of_plan, graph_of_plan, print_json
 
 if TYPE_CHECKING:
     from weft.plan.plan import Plan
-    from weft.run.compare import GradientComparison
     from weft.run.result import RunOptions
+    from weft.run.verify import GradientComparison
 
 
 def compare(plan: Plan, model: str, *, options: RunOptions, threads: int, keep: Path | None, profile: Path | None,
             as_json: bool) -> int:
     """Run both ways, print what they take and how far the gradients are apart, and return the exit code."""
-    from weft.run.compare import all_reduced, compare_gradients
+    from weft.run.verify import all_reduced, compare_gradients
 
     predicted = [_predicted(item, model, profile) for item in (plan, all_reduced(plan))]
     result = compare_gradients(plan, model, options=options, threads=threads, keep=keep)

@@ -11,7 +11,7 @@ after its main operator; a group of one keeps everything.
   counts with its own bytes where it crosses, since that is what would be sent; it stays a view of what it is of where
   that is still there.
 * Constants (``groups.NO_GROUP``) are gone, and what they make is a buffer: a plan leaves it to every stage to compute
-  the constants it reads (``weft.plan.layout.stage_inputs``, ``weft.run.partition``), so they are never sent, and
+  the constants it reads (``weft.plan.layout.stage_inputs``, ``weft.run.stage``), so they are never sent, and
   backends compute them once and for all. ``expand`` names a device for them all the same, that of their first reader.
 * Backward costs are summed, and what was kept for the backward pass inside a group is in ``saved_inside_bytes``.
 """

@@ -105,7 +105,7 @@ def _local(shape: Sequence[int], made: Layout, read: Layout, gradient: Layout, s
 
 
 def _room(before: Layout, after: Layout, given: float, found: float) -> float:
-    """Return what a change of layout takes besides the tensors before and after it, as ``weft.run.reshard`` does it."""
+    """Return what a change of layout takes besides the tensors before and after it, as ``weft.run.mesh`` does it."""
     room = 0.0
     for old, new in zip(before, after, strict=True):
         if old not in (new, WHOLE):  # pieces to send and as they arrive; else parts as they arrive, or the sum's terms

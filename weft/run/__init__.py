@@ -1,9 +1,11 @@
 """The runtime: executes a plan's program on processes over ``torch.distributed``.
 
     launch      run_plan: local processes, watched; ``python -m weft.run`` is one rank, also under torchrun
-    prepare     plan and model -> program, stages, parameters of one rank (partition, split_backward, stage)
-    executor    the steps of one rank: closures (bind, wiring, compute, cells) over messages (transport)
+    worker      one rank's run: trace, prepare, step, collect, verify
+    prepare     plan and model -> program, stages, parameters of one rank (stage, shard_stage, split_backward)
+    executor    the steps of one rank: closures (bind, wiring, compute, cells) over messages (transport, exchange)
     verify      the original module on one device, to compare with
-    parallelize a rank's part of a module in a training script (trainer), with checkpoints (checkpoint) and plans for
-                the devices that are left (replan)
+    checkpoint  parameters, buffers and the optimizer's state, whole and by name
+
+Training scripts use it through ``weft.training``. It reaches for no planner.
 """

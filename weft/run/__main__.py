@@ -18,22 +18,33 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from weft.base.ending import end_on_signals, finish_output
 from weft.base.errors import RunError, WeftError
-from weft.run.failure_record import write_failure
+from weft.base.files import encode
+from weft.base.units import parse_bytes
+from weft.plan.plan import load_plan
+from weft.plan.program import Op
+from weft.run.failures import PeerLost, write_failure
+from weft.run.launch import STATUS_FILE, run_plan
+from weft.run.result import (
+    RunOptions,
+    RunResult,
+    check_folders,
+    finite,
+    load_options,
+    losses_or_none,
+    memory_table,
+    save_result,
+)
 from weft.run.status import Beat, Milestone, StatusLine
 
 if TYPE_CHECKING:
-    import torch
-
     from weft.run.executor import Executor
-    from weft.run.result import RunOptions, RunResult
     from weft.run.watch import Watch
-
-STATUS_FILE = "status"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -41,8 +52,6 @@ def main(arguments: list[str] | None = None) -> int:
     args = _parser().parse_args(arguments)
     if "RANK" in os.environ:
         _Rank(args).run()
-    from weft.run.launch import run_plan
-
     try:
         result = run_plan(args.plan, args.model, options=_options(args), threads=args.threads, keep=args.output)
     except WeftError as problem:
@@ -81,23 +90,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _options(args: argparse.Namespace) -> RunOptions:
-    from weft.base.units import parse_bytes
-    from weft.run.result import RunOptions
-
+    if args.launched_in is not None:
+        return load_options(args.launched_in)
+    given = {item.name: getattr(args, item.name) for item in fields(RunOptions) if hasattr(args, item.name)}
     memory = None if args.gpu_memory is None else parse_bytes(args.gpu_memory)
-    return RunOptions(steps=args.steps, warmup=args.warmup, seed=args.seed, dtype=args.dtype, device=args.device,
-                      gpu_memory_bytes=memory, verify=args.verify, gradients=args.gradients, timeout_s=args.timeout,
-                      memory=args.memory, checkpoint=args.checkpoint, checkpoint_every=args.checkpoint_every,
-                      resume=args.resume)
+    return RunOptions(**given, gpu_memory_bytes=memory, timeout_s=args.timeout)
 
 
 def report(result: RunResult, *, as_json: bool) -> int:
     """Print a result and return the exit code: 4 if it was verified and differs from one device."""
     check = result.verification
     if as_json:
-        from weft.base.files import encode
-        from weft.run.result import finite, losses_or_none
-
         facts = {"num_ranks": result.num_ranks, "losses": losses_or_none(result), "step_times_s": result.step_times_s,
                  "cpu_s": result.cpu_s, "verification": check, "notes": result.notes}
         if result.memory is not None:
@@ -124,8 +127,6 @@ def report(result: RunResult, *, as_json: bool) -> int:
                 print("The model draws random numbers, as dropout does, and under another plan it draws others: "
                       "compare it in evaluation mode or with dropout 0.")
         if result.memory is not None:
-            from weft.run.memory_report import memory_table
-
             print(memory_table(result.memory))
     return 0 if check is None or check.passed else RunError.exit_code
 
@@ -158,12 +159,11 @@ class _Rank:
         _end(code)
 
     def _execute(self) -> RunResult | None:
-        from weft.plan.plan import load_plan
+        # PyTorch is loaded here, late: a rank that cannot load it says so to the launcher.
         from weft.run.prepare import Tracer
-        from weft.run.result import check_folders, save_result
         from weft.run.transport import Transport, meeting_store, open_store
         from weft.run.watch import start_watch
-        from weft.run.worker import check_world, execute, resolve_source
+        from weft.run.worker import check_world, execute, limit_memory, own_device, resolve_source
 
         options = _options(self.args)
         plan = load_plan(self.args.plan)
@@ -185,7 +185,7 @@ class _Rank:
             self.watch = start_watch(transport, self.status, predicted_s=plan.search.step_time)
         if self.folder is None and self.rank == 0:
             check_folders(options, self.args.output)
-        result = execute(plan, Tracer(source), options, transport=transport, status=self.status, adjust=self._adjust)
+        result = execute(plan, Tracer(source), options, transport=transport, adjust=self._adjust)
         output = self.folder or self.args.output
         if result is not None and output is not None:
             save_result(result, output)
@@ -198,14 +198,12 @@ class _Rank:
 
     def _adjust(self, executor: Executor) -> None:
         """Let the first instruction of the kind that a test asked for kill the process."""
-        from weft.plan.program import Op
-
         text, _, how = (self.fault or "").partition("!")
         place, _, step = text.partition("@")
         for position, item in enumerate(executor.program.instructions(self.rank)):
             kind = item.phase.name if item.op == Op.COMPUTE else "all_reduce" if item.op == Op.COLLECTIVE else ""
             if place and kind == place:
-                executor.bound.actions[position] = self._faulty(executor.bound.actions[position], int(step or 0), how)
+                executor.binder.actions[position] = self._faulty(executor.binder.actions[position], int(step or 0), how)
                 return
 
     def _faulty(self, action: Callable[[], None], step: int, how: str) -> Callable[[], None]:
@@ -220,8 +218,6 @@ class _Rank:
 
     def _fail(self, problem: Exception) -> NoReturn:
         """Record or print what went wrong, and end the process."""
-        from weft.run.failures import PeerLost
-
         code = problem.exit_code if isinstance(problem, WeftError) else RunError.exit_code
         text = str(problem) if isinstance(problem, WeftError) else f"{type(problem).__name__}: {problem}"
         is_peer = isinstance(problem, PeerLost)
@@ -241,37 +237,6 @@ def _end(code: int) -> NoReturn:
     code = finish_output(code)
     sys.stderr.flush()
     os._exit(code)
-
-
-def own_device(text: str, *, rank: int, num_ranks: int) -> torch.device:
-    """Return the device of this rank: as ``text`` says for it, a GPU without a number in the order of local ranks."""
-    import torch
-
-    from weft.run.result import rank_devices
-
-    wanted = rank_devices(text, num_ranks)
-    if not wanted[rank].startswith("cuda"):
-        return torch.device("cpu")
-    local = wanted[rank - int(os.environ.get("LOCAL_RANK", rank)):rank]
-    _, _, number = wanted[rank].partition("@")[0].partition(":")
-    index = int(number) if number else sum(name.startswith("cuda") for name in local)
-    count = torch.cuda.device_count()
-    if index >= count:
-        raise RunError(f"GPU {index} is needed for rank {rank}, but this machine has {count}: start fewer ranks "
-                       "on it, or use --device cpu")
-    device = torch.device("cuda", index)
-    torch.cuda.set_device(device)
-    if len(set(wanted)) > 1:  # convolutions on a GPU round to 10 bits by default, which a rank on a CPU does not
-        torch.backends.cudnn.allow_tf32 = False
-    return device
-
-
-def limit_memory(device: torch.device, num_bytes: int) -> None:
-    """Let this process take at most so much of the GPU's memory; more raises an out-of-memory error."""
-    import torch
-
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
 
 
 def _requested_fault(rank: int) -> str | None:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,55 +26,33 @@ from weft.run.compute import (
     backward,
     forgetful_forward,
     forward,
-    inference_forward,
     recompute,
     weight_gradients,
 )
-from weft.run.exchange import make_exchange
-from weft.run.exchange_factors import FactorBlock, summed_in
-from weft.run.exchange_group import Lane
-from weft.run.overlap import Early, EarlyExchanges, leads_to_loss
-from weft.run.parameters import Parameters
-from weft.run.routes import Rows
-from weft.run.stage import Stage
-from weft.run.state_shares import StateShares
-from weft.run.status import StatusLine
+from weft.run.exchange import Early, EarlyExchanges, Lane, leads_to_loss, make_exchange
+from weft.run.exchange_factors import summed_in
+from weft.run.parameters import StateShares
+from weft.run.prepare import Prepared
 from weft.run.transport import Transport
 from weft.run.wire import settled
-from weft.run.wiring import Given, Key, Wiring
+from weft.run.wiring import Key, Rows, Wiring
 
 _MAX_TAG = 1 << 28
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bound:
-    """A rank's step, ready to be executed."""
-
-    actions: list[Action]
-    finish: Action
-    """Returns when all messages and collectives of the step are done."""
-    given: list[Given]
-    losses: list[tuple[Tensor, float]]
-    """Losses of the step's micro-batches with their weights; the caller empties the list."""
-    results: list[tuple[int, int, dict[str, Tensor]]]
-    """In inference, (instance, micro-batch, outputs of the model by tensor) of stages that compute one; likewise."""
-
-
 class Binder:
-    """Makes the closures of one rank; see the module's docstring."""
+    """The closures of one rank; see the module's docstring."""
 
-    def __init__(self, program: Program, *, stages: Mapping[int, Stage], parameters: Parameters,
-                 optimizer: torch.optim.Optimizer | None, shares: StateShares, transport: Transport,
-                 starts: array[int], ends: array[int], factors: Mapping[int, FactorBlock],
-                 status: StatusLine | None = None) -> None:
-        self.program, self.stages, self.parameters, self.optimizer = program, stages, parameters, optimizer
-        self.shares = shares
-        self.transport, self.starts, self.ends, self.status = transport, starts, ends, status
-        self.factors, self.lane = factors, Lane(transport.device)
+    def __init__(self, prepared: Prepared, transport: Transport, *, optimizer: torch.optim.Optimizer | None,
+                 shares: StateShares, starts: array[int], ends: array[int]) -> None:
+        program = prepared.program
+        self.program, self.stages, self.parameters = program, prepared.stages, prepared.parameters
+        self.optimizer, self.shares, self.transport, self.starts, self.ends = optimizer, shares, transport, starts, ends
+        self.factors, self.lane = prepared.factors, Lane(transport.device)
         self.products: list[Action] = []
         """What makes gradients of gathered factors, before the optimizer step."""
         self.training = program.plan.model.mode == "training"
-        self.wiring = Wiring(program, transport.rank, stages=stages, device=transport.device)
+        self.wiring = Wiring(program, transport.rank, stages=prepared.stages, device=transport.device)
         self.steps = any(item.op == Op.STEP for item in self.wiring.instructions)
         self.split = {(item.instance, item.microbatch) for item in self.wiring.instructions
                       if item.op == Op.COMPUTE and item.phase == Phase.I}
@@ -90,15 +67,18 @@ class Binder:
         self.issued_early: dict[int, Action] = {}
         """What is left to do for them at their own positions."""
         self.widest = max((len(channel.tensors) for channel in program.channels), default=1)
-        self.bound = Bound(actions=[], finish=self._finish(), given=self.wiring.given, losses=[], results=[])
-
-    def bind(self) -> Bound:
-        """Return the closures of the rank, in order."""
+        self.given = self.wiring.given
+        """Where the model's inputs go."""
+        self.losses: list[tuple[Tensor, float]] = []
+        """Losses of the step's micro-batches with their weights; the caller empties the list."""
+        self.results: list[tuple[int, int, dict[str, Tensor]]] = []
+        """In inference, (instance, micro-batch, outputs of the model by tensor) of stages that make one; likewise."""
+        self.actions: list[Action] = []
+        """The rank's step: one closure for each instruction."""
         for position, item in enumerate(self.wiring.instructions):
             action = self._bind(position, item)
             released = self.wiring.release_buffers(position)
-            self.bound.actions.append(_releasing(action, released) if released else action)
-        return self.bound
+            self.actions.append(_releasing(action, released) if released else action)
 
     def _bind(self, position: int, item: Instruction) -> Action:
         match item.op:
@@ -131,11 +111,9 @@ class Binder:
             arrivals=self._arrivals(item.forward_channels, microbatch), arguments=arguments, dynamic=dynamic,
             call=call, leaf_places=wiring.leaf_places(instance), root_places=wiring.root_places(key),
             updates=stage.updates, keep=key in wiring.readers.outputs, report=self._report(key))
-        if not self.training:
-            return inference_forward(work)
-        if self.program.plan.stages[item.stage].recompute:
+        if self.training and self.program.plan.stages[item.stage].recompute:
             return forgetful_forward(work, random=stage.random if stage.module.uses_random else None)
-        return forward(work)
+        return forward(work, is_training=self.training)
 
     def _report(self, key: Key) -> Callable[[tuple[Tensor, ...]], None] | None:
         """Return what takes the model's own outputs from those of a stage; the first of its ranks does so."""
@@ -144,13 +122,13 @@ class Binder:
         graph, outputs = self.program.graph, self.stages[key[0]].module.outputs
         names = [graph.tensor_names[tensor] for tensor in graph.outputs]
         if not self.training:
-            results = self.bound.results
+            results = self.results
             wanted = [(name, outputs.index(name)) for name in dict.fromkeys(names) if name in outputs]
             return (lambda values: results.append((*key, {name: values[place] for name, place in wanted}))
                     ) if wanted else None
         if not names or names[0] not in outputs:
             return None
-        place, losses, weight = outputs.index(names[0]), self.bound.losses, self.wiring.loss_weight(key[0])
+        place, losses, weight = outputs.index(names[0]), self.losses, self.wiring.loss_weight(key[0])
         return lambda values: losses.append((values[place].detach(), weight))
 
     def _backward(self, position: int, key: Key) -> Action:
@@ -218,7 +196,7 @@ class Binder:
         channel, wiring = self.program.channels[key[0]], self.wiring
         producer, is_activation = (channel.producer, key[1]), channel.kind == "activation"
         cell = wiring.cells[producer]
-        take = _outputs if is_activation else _gradients
+        name = "outputs" if is_activation else "gradients"
         clears = (wiring.readers.outputs if is_activation else wiring.readers.gradients)[producer] == position
         transfer, before = self._outgoing(position, key, is_awaited=is_activation and self.training)
         parts = [(place, cut, self._tag(key, number))
@@ -226,7 +204,7 @@ class Binder:
         send, target = self.transport.send, channel.target
 
         def action() -> None:
-            source = take(cell, clears)
+            source = _taken(cell, name, clears)
             tensors = transfer.tensors = [cut(source[place]) for place, cut, _ in parts]
             transfer.works = [send(tensor, target, part[2]) for tensor, part in zip(tensors, parts, strict=True)]
             if before is not None:
@@ -264,7 +242,7 @@ class Binder:
         return ((key[0] * self.program.plan.microbatches + key[1]) * self.widest + number) % _MAX_TAG
 
     def _transfer(self, position: int) -> Transfer:
-        return Transfer(position, self.ends, self.transport.synchronize, self.status)
+        return Transfer(position, self.ends, self.transport.synchronize, self.transport.status)
 
     def _exchange(self, position: int, index: int) -> Action:
         transfer = self._transfer(position)
@@ -278,7 +256,7 @@ class Binder:
         return action
 
     def _step(self, position: int) -> Action:
-        optimizer, finish, starts, products = self.optimizer, self.bound.finish, self.starts, self.products
+        optimizer, finish, starts, products = self.optimizer, self.finish, self.starts, self.products
         shares, updates = self.shares, self.program.plan.optimizer.kind != "none"
 
         def action() -> None:
@@ -294,14 +272,12 @@ class Binder:
 
         return action
 
-    def _finish(self) -> Action:
-        def action() -> None:
-            for transfer in self.transfers.values():
-                transfer.wait()
-            for collective in self.collectives:
-                collective.wait()
-
-        return action
+    def finish(self) -> None:
+        """Return when all messages and collectives of the step are done."""
+        for transfer in self.transfers.values():
+            transfer.wait()
+        for collective in self.collectives:
+            collective.wait()
 
 
 def _early_places(program: Program, rank: int) -> dict[int, list[int]]:
@@ -324,18 +300,12 @@ def _releasing(action: Action, buffers: list[Tensor]) -> Action:
     return releasing
 
 
-def _outputs(cell: Cell, clears: bool) -> Any:
-    outputs = cell.outputs
+def _taken(cell: Cell, name: str, clears: bool) -> Any:
+    """Return a cell's outputs or gradients; the last to read them lets the cell forget them."""
+    found = getattr(cell, name)
     if clears:
-        cell.outputs = None
-    return outputs
-
-
-def _gradients(cell: Cell, clears: bool) -> Any:
-    gradients = cell.gradients
-    if clears:
-        cell.gradients = []
-    return gradients
+        setattr(cell, name, None if name == "outputs" else [])
+    return found
 
 
 def _cutter(value: Tensor, rows: Rows | None, device: torch.device, *,

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from weft.run.failures import failure
 from weft.run.split_backward import Deferred
-from weft.run.staging import Work
 from weft.run.status import StatusLine
+from weft.run.wire import Work
 
 
 class Cell:

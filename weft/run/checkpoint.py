@@ -11,18 +11,17 @@ from __future__ import annotations
 import errno
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from weft.base.errors import InputError, ModelError, RunError
 from weft.base.tensor_file import Entry, file_order
-from weft.model.weights import initial_value
 from weft.plan.holders import parameter_copies, parameter_holdings
 from weft.plan.plan import Plan, format_plan
 from weft.plan.program import Program
@@ -40,31 +39,16 @@ from weft.run.checkpoint_folder import (
     latest_checkpoint,
     read_record,
 )
-from weft.run.dtype_kinds import mismatch
-from weft.run.optimizer_state import OptimizerState
-from weft.run.prepare import Prepared
-from weft.run.shard_parameters import cut_region, held_regions, put_region
-from weft.run.state_shares import StateShares, rows_of_region
-from weft.run.tensor_file import DTYPES, TensorFile, TensorWriter, dtype_name
+from weft.run.optimizers import Claim, OptimizerState, claim_of, mismatch
+from weft.run.parameters import StateShares, cut_region, held_regions, put_region, rows_of_region
+from weft.run.prepare import Prepared, value_of
+from weft.run.tensor_file import DTYPES, TensorFile, TensorWriter
 from weft.run.transport import Transport
 
 log = logging.getLogger(__name__)
 
 Key = tuple[str, str]
 """(file, name)"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """A tensor, or a part of one, that a rank gives to a checkpoint."""
-
-    tensor: Tensor
-    entry: Entry
-    """Of the whole tensor."""
-    region: Region = ()
-    """Which part this is; empty for all of it."""
-    is_initial: bool = False
-    """The value that the module began with: it counts where no rank has changed it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,15 +59,6 @@ class ModelState:
     """Name in the state dict -> name of the tensor in the graph; tied parameters have one tensor."""
     rest: dict[str, Tensor]
     """By name of the tensor, on rank 0: buffers, and parameters that the forward does not use."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Changes:
-    """What takes over a checkpoint's content on one rank."""
-
-    optimizer: Callable[[], Callable[[], None]] | None = None
-    """Returns what undoes it."""
-    others: Sequence[Callable[[], object]] = ()
 
 
 def model_state(module: torch.nn.Module, program: Program, *, rank: int, seed: int) -> ModelState:
@@ -101,15 +76,7 @@ def model_state(module: torch.nn.Module, program: Program, *, rank: int, seed: i
     held = {program.graph.tensor_names[tensor] for tensor in parameter_holdings(program.plan, program.graph)}
     by_path = {path: tensor for path, tensor in tensors if path in set(names.values()) - held}
     return ModelState(names=names, rest={} if rank else {
-        path: _value(path, tensor, seed) for path, tensor in by_path.items()})
-
-
-def _value(path: str, tensor: Tensor, seed: int) -> Tensor:
-    if not tensor.is_meta:
-        return tensor.detach().cpu().clone()
-    if not isinstance(tensor, torch.nn.Parameter):
-        raise ModelError(f"buffer {path!r} is on the meta device and has no value: give buffers real values")
-    return initial_value(path, tensor.shape, tensor.dtype, seed)
+        path: value_of(path, tensor, seed).cpu().clone() for path, tensor in by_path.items()})
 
 
 def plan_digest(plan: Plan) -> str:
@@ -126,15 +93,12 @@ class Checkpoints:
         self.program, self.prepared, self.transport, self.state = prepared.program, prepared, transport, state
         self._digest = plan_digest(plan)
         self._regions = held_regions(self.program, transport.rank)
-        shapes = self._shapes()
-        changed = self._regions | {name: rows_of_region(self._regions.get(name, ()), shapes[name], rows)
+        graph = self.program.graph
+        self._shapes = {graph.tensor_names[tensor]: graph.tensor_shapes[tensor] for tensor in graph.parameters.tolist()}
+        changed = self._regions | {name: rows_of_region(self._regions.get(name, ()), self._shapes[name], rows)
                                    for name, rows in shares.rows.items()}
         self._optimizer = None if optimizer is None else OptimizerState(
-            optimizer, shares.tensors, regions=changed, shapes=shapes, divided=tuple(shares.rows))
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        graph = self.program.graph
-        return {graph.tensor_names[tensor]: graph.tensor_shapes[tensor] for tensor in graph.parameters.tolist()}
+            optimizer, shares.tensors, regions=changed, shapes=self._shapes, divided=tuple(shares.rows))
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
@@ -146,16 +110,16 @@ class Checkpoints:
         layout = self._gather_layout(claims, {} if optimizer is None else optimizer.numbers(self.owned()))
         record = CheckpointRecord(
             step=step, model=self.program.graph.name, plan=self._digest, numbers=layout.numbers, extra=extra or {},
-            tensors={file: len(entries) for file, entries in layout.entries().items()},
+            tensors={file: len(entries) for file, entries in layout.entries.items()},
             optimizer=None if optimizer is None else optimizer.kind,
             groups=() if optimizer is None else optimizer.groups())
         writing = _Writing(folder, record, layout) if self.transport.rank == 0 else None
         self._raise_writing(writing)
         for key, whole in self._gathered(layout, claims):
             if writing is not None and whole is not None:
-                writing.add(key, whole)
+                writing.attempt(writing.add, key[0], whole)
         if writing is not None:
-            writing.finish(keep)
+            writing.attempt(writing.finish, keep)
         self._raise_writing(writing)
         return folder / f"step-{step:08d}"
 
@@ -173,32 +137,25 @@ class Checkpoints:
 
     def _agreed_claims(self) -> dict[Key, Claim]:
         """Return what this rank gives; raise the same on all ranks if one of them has what no file can hold."""
-        problem, claims = "", dict[Key, Claim]()
-        try:
+        with self._alike():
             claims = self._claims()
-        except InputError as found:
-            problem = str(found)
-        self._raise_first(problem, InputError)
         return claims
 
     def _claims(self) -> dict[Key, Claim]:
-        owned, shapes = self.owned(), self._shapes()
+        owned = self.owned()
         found: dict[str, Claim] = {}
         for name in owned:
-            tensor = self.prepared.parameters.tensors[name]
-            found[name] = Claim(tensor=tensor, region=self._regions.get(name, ()),
-                                entry=Entry(dtype=dtype_name(tensor, name), shape=shapes[name]))
+            found[name] = claim_of(name, self.prepared.parameters.tensors[name], whole=self._shapes[name],
+                                   region=self._regions.get(name, ()))
         changed = {name for stage in self.prepared.stages.values() for name in stage.module.updated_buffers}
-        found |= {name: _whole(name, self.prepared.buffers[name]) for name in sorted(changed)}
-        found |= {name: replace(_whole(name, tensor), is_initial=True)
+        found |= {name: claim_of(name, self.prepared.buffers[name]) for name in sorted(changed)}
+        found |= {name: replace(claim_of(name, tensor), is_initial=True)
                   for name, tensor in self.state.rest.items() if name not in found}
         claims = {(MODEL_FILE, name): found[path] for name, path in self.state.names.items() if path in found}
         if self._optimizer is not None:
-            for name, item in self._optimizer.tensors(owned).items():
-                entry = Entry(dtype=dtype_name(item.tensor, name), shape=item.shape)
-                claims[OPTIMIZER_FILE, name] = Claim(tensor=item.tensor, region=item.region, entry=entry)
+            claims |= {(OPTIMIZER_FILE, name): claim for name, claim in self._optimizer.tensors(owned).items()}
         if self.prepared.random.is_used:
-            claims |= {(RANDOM_FILE, name): _whole(name, state)
+            claims |= {(RANDOM_FILE, name): claim_of(name, state)
                        for name, state in self.prepared.random.states(self.transport.rank).items()}
         return claims
 
@@ -212,17 +169,17 @@ class Checkpoints:
     def _gathered(self, layout: _Layout, claims: Mapping[Key, Claim]) -> Iterator[tuple[Key, Tensor | None]]:
         """Yield every tensor, whole on rank 0 and None elsewhere; all ranks must run through it."""
         rank = self.transport.rank
-        for row in layout.rows:
-            key, dtype, whole = row.key, DTYPES[row.dtype], None
-            for source, region in row.parts:
+        for key, entry, parts in layout.rows:
+            dtype, whole = DTYPES[entry.dtype], None
+            for source, region in parts:
                 mine = claims[key].tensor.detach().cpu().reshape(-1) if source == rank else None
                 data = self.transport.gather_tensor(mine, source=source)
                 if rank == 0 and data is not None:
                     data = data.view(dtype)
                     if not region:
-                        whole = data.view(row.shape)
+                        whole = data.view(entry.shape)
                         continue
-                    whole = torch.empty(row.shape, dtype=dtype) if whole is None else whole
+                    whole = torch.empty(entry.shape, dtype=dtype) if whole is None else whole
                     put_region(whole, region, data)
             yield key, whole
 
@@ -234,26 +191,32 @@ class Checkpoints:
 
     def _raise_first(self, problem: str, kind: type[InputError] | type[RunError]) -> None:
         """Raise the same on all ranks if any has a problem."""
-        records = self.transport.gather_records(problem) or []
-        found = [f"rank {rank}: {text}" if rank else text for rank, text in enumerate(records) if text]
-        first = self.transport.share_record(found[0] if found else "")
+        rank, first = self.transport.first_record(problem)
         if first:
-            raise kind(first)
+            raise kind(f"rank {rank}: {first}" if rank else first)
+
+    @contextmanager
+    def _alike(self) -> Iterator[None]:
+        """Run the body, in which no message is sent, on all ranks; what one of them refuses is raised on all."""
+        problem = ""
+        try:
+            yield
+        except InputError as found:
+            problem = str(found)
+        self._raise_first(problem, InputError)
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def find(self, path: Path) -> Path | None:
         """Return the checkpoint that rank 0 sees there: ``path`` itself, or the latest in that folder; None if none."""
-        found: str | None = None
-        problem = ""
-        if self.transport.rank == 0:
-            try:
-                latest = path if (path / RECORD_FILE).exists() else latest_checkpoint(path)
-                found = None if latest is None else str(latest)
-            except OSError as why:
-                problem = f"cannot look for checkpoints in {str(path)!r}: {why.strerror or why}"
-        self._raise_first(problem, InputError)
-        found = self.transport.share_record(found)
+        latest = None
+        with self._alike():
+            if self.transport.rank == 0:
+                try:
+                    latest = path if (path / RECORD_FILE).exists() else latest_checkpoint(path)
+                except OSError as why:
+                    raise InputError(f"cannot look for checkpoints in {str(path)!r}: {why.strerror or why}") from why
+        found = self.transport.share_record(None if latest is None else str(latest))
         return None if found is None else Path(found)
 
     def load(self, path: Path, *, with_optimizer: bool = True) -> CheckpointRecord:
@@ -261,28 +224,21 @@ class Checkpoints:
 
         All of it is looked at on all ranks first: if anything is wrong, nothing is changed.
         """
-        problem, changes = "", _Changes()
         record = self._checked_record(path, with_optimizer=with_optimizer)
         with ExitStack() as files:
-            try:
-                changes = self._changes(path, record, files, with_optimizer=with_optimizer)
-            except InputError as found:
-                problem = str(found)
-            self._raise_first(problem, InputError)
-            self._change_optimizer(changes.optimizer)
-            for change in changes.others:
+            with self._alike():
+                change_optimizer, others = self._changes(path, record, files, with_optimizer=with_optimizer)
+            self._change_optimizer(change_optimizer)
+            for change in others:
                 change()
         return record
 
     def _change_optimizer(self, change: Callable[[], Callable[[], None]] | None) -> None:
         """Let the optimizer take over its state, or none of the ranks' if one finds fault with it."""
-        problem, undo = "", None
+        undo = None
         try:
-            undo = None if change is None else change()
-        except InputError as found:
-            problem = str(found)
-        try:
-            self._raise_first(problem, InputError)
+            with self._alike():
+                undo = None if change is None else change()
         except InputError:
             if undo is not None:
                 undo()
@@ -295,16 +251,11 @@ class Checkpoints:
         """
         machines, changes_any = self.transport.machines(), self.transport.total(float(self._optimizer is not None)) > 0
         mine = [rank for rank, machine in enumerate(machines) if machine == machines[self.transport.rank]]
-        problem, record = "", None
-        try:
+        with self._alike():
             record = read_record(path)
             for number, name in enumerate(self._wanted(record, with_optimizer and changes_any)):
                 if mine[number % len(mine)] == self.transport.rank:
                     check_file(record, path / name)
-        except InputError as found:
-            problem = str(found)
-        self._raise_first(problem, InputError)
-        assert record is not None, "else there was a problem"
         if not record.is_checked and self.transport.rank == 0:
             log.warning("%s was written before checkpoints had checksums: damage in its files may go unnoticed", path)
         return record
@@ -315,8 +266,11 @@ class Checkpoints:
                 *((RANDOM_FILE,) if record.plan == self._digest else ())]
 
     def _changes(self, path: Path, record: CheckpointRecord, files: ExitStack, *,
-                 with_optimizer: bool) -> _Changes:
-        """Return what takes over a checkpoint's content; raise ``InputError`` if something is wrong with it."""
+                 with_optimizer: bool) -> tuple[Callable[[], Callable[[], None]] | None, list[Callable[[], object]]]:
+        """Return what takes over a checkpoint's content: the optimizer's, which returns what undoes it, and all else.
+
+        Raise ``InputError`` if something is wrong with it.
+        """
         wanted = [name for name in self._wanted(record, with_optimizer and self._optimizer is not None)
                   if name != RANDOM_FILE or self.prepared.random.is_used]
         found = {name: files.enter_context(TensorFile(path / name)) for name in wanted
@@ -336,20 +290,15 @@ class Checkpoints:
                 others, optimizer = [*others, optimizer], None
         if RANDOM_FILE in wanted:
             others.append(self.prepared.random.change(found[RANDOM_FILE], self.transport.rank))
-        return _Changes(optimizer=optimizer, others=others)
+        return optimizer, others
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take parameters and buffers from a whole state dict, which every rank must have."""
-        problem, change = "", None
-        try:
+        with self._alike():
             _require_values(state)
             change = self._model_change({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()},
                                         lambda name, region=(): cut_region(state[name], region), "the state dict",
                                         strict=strict)
-        except InputError as found:
-            problem = str(found)
-        self._raise_first(problem, InputError)
-        assert change is not None, "else there was a problem"
         change()
 
     def _model_change(self, stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], read: Callable[..., Tensor],
@@ -368,11 +317,11 @@ class Checkpoints:
                              f"{', '.join(strange[:3]) or 'nothing'} that the model has not")
         own: list[tuple[str, Tensor]] = [*self.state.rest.items(), *self.prepared.buffers.items(),
                                          *self.prepared.parameters.tensors.items()]
-        whole, values = self._shapes(), list[tuple[Tensor, str, Region]]()
+        values = list[tuple[Tensor, str, Region]]()
         for path, tensor in own:
             if path not in source:
                 continue  # a constant of the forward, or a buffer that is not saved
-            expected = whole.get(path, tuple(tensor.shape))
+            expected = self._shapes.get(path, tuple(tensor.shape))
             dtype, shape = stored[source[path]]
             if shape != expected:
                 raise InputError(f"{source[path]!r} has the shape {shape} in {where} but {expected} in the model")
@@ -402,33 +351,28 @@ def _require_values(state: object) -> None:
             raise InputError(f"{name!r} in the state dict is no tensor with values: {what}")
 
 
-def _whole(name: str, tensor: Tensor) -> Claim:
-    return Claim(tensor=tensor, entry=Entry(dtype=dtype_name(tensor, name), shape=tuple(tensor.shape)))
-
-
 # ---- putting claims together ----------------------------------------------------------------------------------------
 
 
-class _Row:
+class _Row(NamedTuple):
     """One tensor of a checkpoint and who gives it."""
 
-    def __init__(self, file: str, name: str, dtype: str, shape: list[int], parts: list[Any]) -> None:
-        self.key, self.dtype, self.shape = (file, name), dtype, tuple(shape)
-        self.parts: list[tuple[int, Region]] = [(source, _region(region)) for source, region in parts]
+    key: Key
+    entry: Entry
+    parts: list[tuple[int, Region]]
 
 
 class _Layout:
-    """All tensors of a checkpoint, in the order in which they travel."""
+    """All tensors of a checkpoint, in the order in which they travel, and the numbers beside them."""
 
     def __init__(self, rows: list[list[Any]], numbers: dict[str, Any]) -> None:
-        self.rows, self.numbers = [_Row(*row) for row in rows], numbers
-
-    def entries(self) -> dict[str, dict[str, Entry]]:
-        """Return the tensors of each file."""
-        found: dict[str, dict[str, Entry]] = {}
+        self.rows = [_Row((file, name), Entry(dtype=dtype, shape=tuple(shape)), [
+            (source, _region(region)) for source, region in parts]) for file, name, dtype, shape, parts in rows]
+        self.numbers = numbers
+        self.entries: dict[str, dict[str, Entry]] = {}
+        """The tensors of each file."""
         for row in self.rows:
-            found.setdefault(row.key[0], {})[row.key[1]] = Entry(dtype=row.dtype, shape=row.shape)
-        return found
+            self.entries.setdefault(row.key[0], {})[row.key[1]] = row.entry
 
 
 def _merge(records: list[Any]) -> dict[str, Any]:
@@ -461,26 +405,22 @@ class _Writing:
     """
 
     def __init__(self, folder: Path, record: CheckpointRecord, layout: _Layout) -> None:
-        self.problem, self.is_disk, self._entries = "", False, layout.entries()
+        self.problem, self.is_disk, self._entries = "", False, layout.entries
         self._folder, self._record = folder, record
         self._new: NewCheckpoint | None = None
         self._writer: TensorWriter | None = None
         self._checksums: dict[str, str] = {}
-        self._guard(self._begin, folder)
+        self.attempt(self._begin)
 
-    def _begin(self, folder: Path) -> None:
+    def _begin(self) -> None:
         format_record(self._record)  # what JSON cannot say shall be known before anything is sent
         try:
-            self._new = NewCheckpoint(folder, self._record.step)
+            self._new = NewCheckpoint(self._folder, self._record.step)
         except ValueError as problem:
-            raise InputError(f"the checkpoint cannot be written to {str(folder)!r}: {problem}") from problem
+            raise InputError(f"the checkpoint cannot be written to {str(self._folder)!r}: {problem}") from problem
 
-    def add(self, key: Key, whole: Tensor) -> None:
+    def add(self, file: str, whole: Tensor) -> None:
         """Write the next tensor."""
-        if not self.problem:
-            self._guard(self._add, key[0], whole)
-
-    def _add(self, file: str, whole: Tensor) -> None:
         assert self._new is not None, "there was no problem"
         if self._writer is None or self._writer.path.name != file:
             self._close()
@@ -494,17 +434,15 @@ class _Writing:
 
     def finish(self, keep: int | None) -> None:
         """Close the files, write the record and give the checkpoint its name."""
-        if not self.problem:
-            self._guard(self._finish, keep)
-
-    def _finish(self, keep: int | None) -> None:
         assert self._new is not None, "there was no problem"
         self._close()
         self._new.write_record(replace(self._record, checksums=self._checksums))
         self._new.finish(keep)
 
-    def _guard(self, action: Callable[..., Any], *arguments: Any) -> None:
-        """Run the action; note a problem with the disk or with what is to be written."""
+    def attempt(self, action: Callable[..., None], *arguments: Any) -> None:
+        """Run the action unless there was a problem; note one with the disk or with what is to be written."""
+        if self.problem:
+            return
         try:
             action(*arguments)
         except InputError as problem:

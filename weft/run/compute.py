@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from array import array
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,24 +20,37 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from weft.run.cells import Cell, Transfer
-from weft.run.overlap import EarlyExchanges
+from weft.run.exchange import EarlyExchanges
 from weft.run.random_state import RankRandom
 from weft.run.split_backward import WeightGradients
-from weft.run.stage import Forward, run_backward
+from weft.run.stage import Forward
 
 Action = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ForwardWork:
-    """All that a forward needs to know."""
+class _Work:
+    """What forwards and backwards alike need to know."""
 
     position: int
     """Of the instruction, for its start time."""
     starts: array[int]
     cell: Cell
     arrivals: Sequence[Transfer]
-    """Messages to wait for."""
+    """Messages to wait for; before a backward the cell's own activations on their way out as well."""
+
+    def await_arrivals(self) -> None:
+        """Wait for what must have arrived, and note the time."""
+        if self.arrivals:
+            for arrival in self.arrivals:
+                arrival.wait()
+            self.starts[self.position] = time.perf_counter_ns()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardWork(_Work):
+    """All that a forward needs to know."""
+
     arguments: list[Any]
     """Arguments of the stage; those that do not change from step to step are filled in."""
     dynamic: Sequence[tuple[int, Callable[[], Tensor]]]
@@ -55,10 +69,7 @@ class ForwardWork:
 
     def begin(self) -> None:
         """Wait for what must have arrived, note the time, and complete the arguments."""
-        if self.arrivals:
-            for arrival in self.arrivals:
-                arrival.wait()
-            self.starts[self.position] = time.perf_counter_ns()
+        self.await_arrivals()
         for place, fetch in self.dynamic:
             self.arguments[place] = fetch()
 
@@ -91,26 +102,16 @@ def _edge(output: Tensor) -> GradientEdge:
     return GradientEdge(node, output.output_nr)
 
 
-def forward(work: ForwardWork) -> Action:
-    """Return the forward of training."""
+def forward(work: ForwardWork, *, is_training: bool) -> Action:
+    """Return the forward; in inference nothing is kept for a backward."""
     begin, end, connect, call, arguments = work.begin, work.end, work.connect, work.call, work.arguments
 
     def action() -> None:
         begin()
         outputs = call(*arguments)
-        connect(outputs)
+        if is_training:
+            connect(outputs)
         end(outputs)
-
-    return action
-
-
-def inference_forward(work: ForwardWork) -> Action:
-    """Return the forward of inference: nothing is kept for a backward."""
-    begin, end, call, arguments = work.begin, work.end, work.call, work.arguments
-
-    def action() -> None:
-        begin()
-        end(call(*arguments))
 
     return action
 
@@ -139,11 +140,8 @@ def recompute(work: ForwardWork, *, random: RankRandom | None) -> Action:
     def action() -> None:
         cell = work.cell
         work.arguments[:], cell.arguments = cell.arguments, []
-        if random is None:
+        with nullcontext() if random is None else random.replaying(cell.random_states):
             work.connect(work.call(*work.arguments))
-        else:
-            with random.replaying(cell.random_states):
-                work.connect(work.call(*work.arguments))
         for place, _ in work.dynamic:
             work.arguments[place] = None
 
@@ -151,14 +149,9 @@ def recompute(work: ForwardWork, *, random: RankRandom | None) -> Action:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardWork:
+class BackwardWork(_Work):
     """All that a backward needs to know."""
 
-    position: int
-    starts: array[int]
-    cell: Cell
-    arrivals: Sequence[Transfer]
-    """Messages to wait for: the gradients, and the cell's own activations on their way out."""
     gradients: Sequence[Tensor | Callable[[], Tensor]]
     """For each root the gradient, or a function that returns it."""
     prepare: Action | None
@@ -175,21 +168,19 @@ class BackwardWork:
 
 def backward(work: BackwardWork) -> Action:
     """Return the backward, whole or its first part."""
-    cell, arrivals, queue, prepare, early = work.cell, work.arrivals, work.queue, work.prepare, work.early
+    cell, queue, prepare, early = work.cell, work.queue, work.prepare, work.early
     fixed = None if any(callable(item) for item in work.gradients) else tuple(work.gradients)
 
     def action() -> None:
-        if arrivals:
-            for arrival in arrivals:
-                arrival.wait()
-            work.starts[work.position] = time.perf_counter_ns()
+        work.await_arrivals()
         if prepare is not None:
             prepare()
         gradients = fixed or [item() if callable(item) else item for item in work.gradients]
         if early is None:
             _run(cell.edges, gradients)
         else:
-            _run_with(early, cell.edges, gradients)
+            with early:
+                _run(cell.edges, gradients)
         for other in work.used_up:
             other.gradients = []
         leaves = cell.leaves
@@ -216,22 +207,15 @@ def _own(gradient: Tensor | None, given: Sequence[Any]) -> Tensor | None:
     return gradient.clone() if gradient.untyped_storage().data_ptr() in places else gradient
 
 
-def _run_with(early: EarlyExchanges, edges: list[GradientEdge], gradients: Sequence[Any]) -> None:
-    early.begin()
-    try:
-        _run(edges, gradients)
-    finally:
-        early.end()
-
-
 def _run(edges: list[GradientEdge], gradients: Sequence[Any]) -> None:
     for edge in edges:
         if edge.node is None:  # an output that no parameter reaches after all
             pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True) if edge.node is not None]
             edges, gradients = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
             break
-    if edges:
-        run_backward(edges, gradients)
+    if edges:  # ``torch.autograd.backward`` does the same after checks of about ten microseconds
+        torch.autograd.Variable._execution_engine.run_backward(
+            tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def weight_gradients(cell: Cell) -> Action:

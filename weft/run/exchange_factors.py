@@ -15,20 +15,22 @@ Shapes: N rows (samples and positions of a step), I and O columns of an operator
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.fx import Node
+from torch.utils.hooks import RemovableHandle
 
 from weft.base.errors import RunError
 from weft.model.graph import I64, Graph
 from weft.plan.factors import Factors, LinearUse, block_size, bucket_rows, factor_widths
 from weft.plan.program import Bucket, Program
 from weft.run.parameters import Parameters
-from weft.run.partition import StageModule
 from weft.run.split_backward import MatmulGradient, attributes_of, linear_call, split_matmul
+from weft.run.stage import StageModule
 from weft.run.transport import Transport
 
 
@@ -65,7 +67,7 @@ class FactorRows:
         self.use, self.input, self.gradient = use, input_, gradient
         self.expected = 0
         """Rows that the stages of the rank will give."""
-        self.hooks: list[Callable[[FactorRows], None]] = []
+        self.hooks: OrderedDict[int, Callable[[FactorRows], None]] = OrderedDict()
         """Called when a backward has given its rows."""
 
     @property
@@ -83,22 +85,14 @@ class FactorRows:
         first = self.gradient.filled
         self.gradient.put(first, item.grad)
         self.input.put(first, item.right if self.use.gradient_left else item.left)
-        for hook in self.hooks:
+        for hook in self.hooks.values():
             hook(self)
 
-    def register_post_accumulate_grad_hook(self, hook: Callable[[FactorRows], None]) -> _Handle:
+    def register_post_accumulate_grad_hook(self, hook: Callable[[FactorRows], None]) -> RemovableHandle:
         """Call the hook whenever a backward has given its rows, as a parameter does for its gradient."""
-        self.hooks.append(hook)
-        return _Handle(self.hooks, hook)
-
-
-class _Handle:
-    def __init__(self, hooks: list[Callable[[FactorRows], None]], hook: Callable[[FactorRows], None]) -> None:
-        self._hooks, self._hook = hooks, hook
-
-    def remove(self) -> None:
-        """Call the hook no more."""
-        self._hooks.remove(self._hook)
+        handle = RemovableHandle(self.hooks)
+        self.hooks[handle.id] = hook
+        return handle
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -229,20 +223,18 @@ class FactorExchange:
         self._program, self._bucket, self._block, self._transport = program, bucket, block, transport
         self._group = transport.lane_group(bucket.ranks)
         self._shared = [parameters.tensors[names[tensor]] for tensor in factors.shared]
-        self._results = [_Result(parameters.tensors[names[tensor]], is_weight=is_weight, adds=tensor in factors.shared,
-                                 uses=[place for place, use in enumerate(factors.uses)
-                                       if tensor == (use.weight if is_weight else use.bias)])
+        self._results = [(parameters.tensors[names[tensor]], is_weight, tensor in factors.shared,
+                          [place for place, use in enumerate(factors.uses)
+                           if tensor == (use.weight if is_weight else use.bias)])
                          for tensor, is_weight in _made_by(factors)]
+        """Parameters whose gradients come from factors: as a weight or not, whether added, and places of the uses."""
         self._gathered: Tensor | None = None
 
     def gather(self) -> None:
         """Sum what was not made of factors, and get the blocks of all ranks."""
         assert self._group is not None, "an exchange is among several ranks"
         for parameter in self._shared:
-            wire = self._transport.on_wire(parameter.grad)
-            self._group.sum_all(wire)
-            if wire is not parameter.grad:
-                parameter.grad.copy_(wire)
+            self._transport.through_wire(parameter.grad, self._group.sum_all)
         self._gathered = self._group.gather(self._transport.on_wire(self._block.flat))
 
     def multiply(self) -> None:
@@ -254,9 +246,10 @@ class FactorExchange:
         views = [_views(self._program.graph, self._bucket.factors, self._block.counts[rank], gathered[place])
                  for place, rank in enumerate(self._bucket.ranks)]
         with torch.no_grad():
-            for result in self._results:
-                if result.parameter.requires_grad:
-                    result.set([(*rank[place], uses[place].gradient_left) for place in result.uses for rank in views])
+            for parameter, is_weight, adds, places in self._results:
+                if parameter.requires_grad:
+                    parts = [(*rank[place], uses[place].gradient_left) for place in places for rank in views]
+                    _set_gradient(parameter.grad, parts, is_weight=is_weight, adds=adds)
 
 
 def _made_by(factors: Factors) -> list[tuple[int, bool]]:
@@ -266,28 +259,20 @@ def _made_by(factors: Factors) -> list[tuple[int, bool]]:
     return sorted(dict.fromkeys([*weights, *biases]))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Result:
-    """A parameter whose gradient comes from factors."""
+def _set_gradient(gradient: Tensor | None, parts: list[tuple[Tensor, Tensor, bool]], *, is_weight: bool,
+                  adds: bool) -> None:
+    """Set a gradient, given (rows of the input, rows of the gradient, whether the latter are left).
 
-    parameter: Tensor = field(kw_only=False)
-    is_weight: bool
-    adds: bool
-    """Its gradient has another part, which is there already."""
-    uses: list[int]
-    """Places of the uses that make it."""
-
-    def set(self, parts: list[tuple[Tensor, Tensor, bool]]) -> None:
-        """Set the gradient, given (rows of the input, rows of the gradient, whether the latter are left)."""
-        gradient = self.parameter.grad
-        assert gradient is not None, "the gradients of buckets are views of flat tensors"
-        if not self.is_weight:
-            total = torch.cat([gradient_NO for _, gradient_NO, _ in parts]).sum(0).view(gradient.shape)
-            gradient.copy_(gradient + total if self.adds else total)
-            return
-        left = torch.cat([gradient_NO if is_left else input_NI for input_NI, gradient_NO, is_left in parts])
-        right = torch.cat([input_NI if is_left else gradient_NO for input_NI, gradient_NO, is_left in parts])
-        if self.adds:
-            gradient.addmm_(left.t(), right)
-        else:
-            torch.mm(left.t(), right, out=gradient)
+    Where it ``adds``, the gradient has another part, which is there already.
+    """
+    assert gradient is not None, "the gradients of buckets are views of flat tensors"
+    if not is_weight:
+        total = torch.cat([gradient_NO for _, gradient_NO, _ in parts]).sum(0).view(gradient.shape)
+        gradient.copy_(gradient + total if adds else total)
+        return
+    left = torch.cat([gradient_NO if is_left else input_NI for input_NI, gradient_NO, is_left in parts])
+    right = torch.cat([input_NI if is_left else gradient_NO for input_NI, gradient_NO, is_left in parts])
+    if adds:
+        gradient.addmm_(left.t(), right)
+    else:
+        torch.mm(left.t(), right, out=gradient)

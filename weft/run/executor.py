@@ -12,10 +12,9 @@ from __future__ import annotations
 import math
 import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -24,15 +23,14 @@ from torch import Tensor
 
 from weft.base.errors import RunError
 from weft.model.graph import F64
+from weft.model.source import ModelSource
 from weft.plan.program import Op, Program
-from weft.run.bind import Binder, Bound
-from weft.run.exchange_factors import FactorBlock
+from weft.run.bind import Binder
+from weft.run.exchange import with_gradient
 from weft.run.optimizers import make_optimizer
-from weft.run.overlap import with_gradient
-from weft.run.parameters import Parameters
-from weft.run.stage import Stage
-from weft.run.state_shares import StateShares
-from weft.run.status import Milestone, StatusLine
+from weft.run.parameters import StateShares
+from weft.run.prepare import Prepared
+from weft.run.status import Milestone
 from weft.run.transport import Transport
 from weft.run.wiring import Given
 from weft.simulate.timeline import Timeline, make_timeline
@@ -54,32 +52,32 @@ class StepTimes:
 class Executor:
     """The steps of one rank."""
 
-    def __init__(self, program: Program, *, stages: Mapping[int, Stage], parameters: Parameters, transport: Transport,
-                 status: StatusLine, factors: Mapping[int, FactorBlock] = MappingProxyType({})) -> None:
-        self.program, self.transport, self.parameters, self.status = program, transport, parameters, status
+    def __init__(self, prepared: Prepared, transport: Transport) -> None:
+        program = prepared.program
+        self.program, self.transport, self.parameters = program, transport, prepared.parameters
         first, last = (int(value) for value in program.rank_start[transport.rank : transport.rank + 2])
         self._starts, self._ends = array("q", [0]) * (last - first), array("q", [0]) * (last - first)
-        self.shares = StateShares(program, parameters, transport)
+        self.shares = StateShares(program, prepared.parameters, transport)
         reached = with_gradient(program.graph)
-        trained = [tensor for name, tensor in self.shares.tensors.items() if tensor.requires_grad and name in reached]
-        self.optimizer = make_optimizer(trained, program.plan.optimizer)
-        self.binder = Binder(program, stages=stages, parameters=parameters, optimizer=self.optimizer,
-                             shares=self.shares, transport=transport, starts=self._starts, ends=self._ends,
-                             factors=factors, status=status)
-        self.bound: Bound = self.binder.bind()
+        self.trained = [item for name, item in self.shares.tensors.items() if item.requires_grad and name in reached]
+        """What an optimizer changes on this rank."""
+        self.optimizer = make_optimizer(self.trained, program.plan.optimizer)
+        self.binder = Binder(prepared, transport, optimizer=self.optimizer, shares=self.shares, starts=self._starts,
+                             ends=self._ends)
         self._training = program.plan.model.mode == "training"
         self._names = partial(_labels, program)
-        status.name_instructions(self._names)
+        transport.status.name_instructions(self._names)
 
     def load(self, inputs: Mapping[str, Tensor]) -> None:
         """Take the inputs of the whole batch; each forward gets its samples of them."""
-        for place in self.bound.given:
+        for place in self.binder.given:
             place.arguments[place.place] = samples_of(
                 inputs[place.name], place, batch=self.program.plan.model.batch).to(self.transport.device)
 
     def step(self, number: int = 0) -> None:
         """Execute the rank's instructions once."""
-        cell, self.status.labels = self.status.cell, self._names
+        status = self.transport.status
+        cell, status.labels = status.cell, self._names
         cell[1] = number
         cell[3] += 1
         if self._training:
@@ -92,32 +90,43 @@ class Executor:
 
     def _run(self, cell: memoryview[int]) -> None:
         starts, ends, clock, synchronize = self._starts, self._ends, time.perf_counter_ns, self.transport.synchronize
-        for position, action in enumerate(self.bound.actions):
+        for position, action in enumerate(self.binder.actions):
             cell[0] = position
             starts[position] = clock()
             action()
             if synchronize is not None:
                 synchronize()
             ends[position] = clock()
-        self.bound.finish()
+        self.binder.finish()
 
     def take_loss(self) -> float:
         """Return the rank's part of the batch's loss since the last call; the parts of all ranks add up to it."""
-        losses = self.bound.losses
+        losses = self.binder.losses
         total = sum((float(loss.double()) * weight for loss, weight in losses), 0.0)
         losses.clear()
         return total
 
     def take_results(self) -> list[tuple[int, int, dict[str, Tensor]]]:
         """Return (instance, micro-batch, outputs of the model by tensor) of an inference step, and forget them."""
-        results = list(self.bound.results)
-        self.bound.results.clear()
+        results = list(self.binder.results)
+        self.binder.results.clear()
         return results
 
     def step_times(self, clock_offset_s: float) -> StepTimes:
         """Return when the instructions of the last step ran."""
         return StepTimes(start_s=np.asarray(self._starts) * 1e-9 + clock_offset_s,
                          end_s=np.asarray(self._ends) * 1e-9 + clock_offset_s)
+
+
+def loaded_executor(prepared: Prepared, source: ModelSource, transport: Transport, *, seed: int = 0,
+                    adjust: Callable[[Executor], None] | None = None) -> Executor:
+    """Return the executor of a rank with the model's inputs; ``adjust`` may change it, for tests."""
+    executor = Executor(prepared, transport)
+    inputs = source.inputs(prepared.program.plan.model.batch, seed)
+    executor.load(dict(zip(prepared.input_names, inputs, strict=True)))
+    if adjust is not None:
+        adjust(executor)
+    return executor
 
 
 def _labels(program: Program, rank: int) -> list[str]:

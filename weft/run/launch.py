@@ -2,8 +2,8 @@
 
 The launcher writes the plan into a folder of its own, starts ``python -m weft.run`` with the environment that
 ``torchrun`` would give, and watches. Ranks keep their place in a status file and write down why they fail; when one
-ends early or hangs (``weft.run.hang``), the others are ended too, and one ``RunError`` says which rank it was and what
-it was doing.
+ends early or hangs (``weft.run.status``), the others are ended too, and one ``RunError`` says which rank it was and
+what it was doing.
 """
 
 from __future__ import annotations
@@ -25,8 +25,7 @@ import weft.base.errors
 from weft.base.errors import InputError, RunError, WeftError
 from weft.base.scratch import scratch_folder
 from weft.plan.plan import Plan, load_plan, save_plan
-from weft.run.failure_record import make_room, read_failure
-from weft.run.hang import Observer, describer, limits_of
+from weft.run.failures import make_room, read_failure
 from weft.run.result import (
     RunOptions,
     RunResult,
@@ -34,16 +33,27 @@ from weft.run.result import (
     keep_files,
     load_result,
     rank_devices,
+    save_options,
     share_environment,
 )
-from weft.run.status import BEAT_S, create_status_file, read_labels, read_lines, read_status_file
+from weft.run.status import (
+    BEAT_S,
+    Observer,
+    create_status_file,
+    describer,
+    limits_of,
+    read_labels,
+    read_lines,
+    read_status_file,
+)
 
 POLL_S: Final = 0.05
 PATIENCE_S: Final = 3.0
 """How long to look for the rank that is to blame, after a rank has ended because it lost another."""
 END_S: Final = 10.0
 """How long to wait for a process that was killed; one inside a driver may take for ever."""
-_STATUS: Final = "status"
+STATUS_FILE: Final = "status"
+"""In the folder of a run, what its ranks do."""
 
 
 class RankLost(RunError):  # noqa: N818 - it says what happened
@@ -68,7 +78,7 @@ def run_plan(plan: Plan | str | PathLike[str], model: str, *, options: RunOption
     check_folders(options, keep)
     given = plan if isinstance(plan, Plan) else load_plan(plan)
     with scratch_folder("weft-run-") as folder:
-        _prepare(folder, given)
+        _prepare(folder, given, options)
         with _Ranks(given, _model_argument(model), options, threads, folder) as ranks:
             ranks.wait()
         result = load_result(folder)
@@ -77,12 +87,13 @@ def run_plan(plan: Plan | str | PathLike[str], model: str, *, options: RunOption
     return result
 
 
-def _prepare(folder: Path, plan: Plan) -> None:
+def _prepare(folder: Path, plan: Plan, options: RunOptions) -> None:
     """Write what the ranks find in the folder."""
     save_plan(plan, folder / "plan.json")
+    save_options(options, folder)
     num_ranks = len(plan.cluster.devices)
     try:
-        create_status_file(folder / _STATUS, num_ranks)
+        create_status_file(folder / STATUS_FILE, num_ranks)
         for rank in range(num_ranks):
             make_room(folder, rank)
     except OSError as problem:
@@ -122,7 +133,7 @@ class _Ranks:
         self.plan, self.folder = plan, folder
         self._devices = rank_devices(options.device, len(plan.cluster.devices))
         self._command = [sys.executable, "-m", "weft.run", str(folder / "plan.json"), model,
-                         "--launched-in", str(folder), *_flags(options)]
+                         "--launched-in", str(folder)]
         self._threads = threads
         self._processes: list[_Process] = []
         self._observer = Observer(limits_of(plan.search.step_time), self._who)
@@ -176,21 +187,22 @@ class _Ranks:
         if elapsed_s < BEAT_S:
             return
         self._looked += elapsed_s
-        lines = read_lines(self.folder / _STATUS, len(self._processes))
-        describe = describer(lambda rank: read_labels(self.folder / _STATUS, rank))
+        lines = read_lines(self.folder / STATUS_FILE, len(self._processes))
+        everybody = f"all {len(self._processes)} ranks were ended"
+        describe = describer(lambda rank: read_labels(self.folder / STATUS_FILE, rank))
         for process in running:
             line = lines[process.rank]._replace(process=process.child.pid)
             self._observer.note(process.rank, line, elapsed_s, process=process.child.pid)
             hang = self._observer.silent(process.rank, describe, is_here=True)
             if hang is not None:
-                raise self._hung(process.rank, hang.message)
+                raise self._lost(process.rank, f"{hang.message}; {everybody}")
         hang = self._observer.stuck(len(self._processes), describe)
         if hang is not None:
-            raise RunError(hang.message) if hang.rank is None else self._hung(hang.rank, hang.message)
+            raise RunError(hang.message) if hang.rank is None else self._lost(
+                hang.rank, f"{hang.message}; {everybody}")
 
-    def _hung(self, rank: int, message: str) -> RankLost:
-        return RankLost(f"{message}; all {len(self._processes)} ranks were ended",
-                        device=self.plan.cluster.devices[rank])
+    def _lost(self, rank: int, message: str) -> RankLost:
+        return RankLost(message, device=self.plan.cluster.devices[rank])
 
     def _who(self, rank: int) -> str:
         return f"rank {rank} ({self.plan.cluster.devices[rank]})"
@@ -211,12 +223,12 @@ class _Ranks:
 
     def _keeps_waiting(self, record: dict[str, Any] | None) -> RankLost | None:
         """Return the error of a rank that lives and waits for nobody, when one that waited has given up."""
-        lines = read_lines(self.folder / _STATUS, len(self._processes))
+        lines = read_lines(self.folder / STATUS_FILE, len(self._processes))
         for process in self._processes:
             if process.child.poll() is None and not lines[process.rank].is_waiting and record is not None:
-                doing = read_status_file(self.folder / _STATUS, process.rank)
-                return RankLost(f"{self._who(process.rank)} kept another rank waiting while {doing}; that one gave up: "
-                                f"{record['message']}", device=self.plan.cluster.devices[process.rank])
+                doing = read_status_file(self.folder / STATUS_FILE, process.rank)
+                return self._lost(process.rank, f"{self._who(process.rank)} kept another rank waiting while {doing}; "
+                                  f"that one gave up: {record['message']}")
         return None
 
     def _error(self, process: _Process, record: dict[str, Any] | None) -> WeftError:
@@ -225,14 +237,14 @@ class _Ranks:
             error: WeftError = kind(record["message"])
             return error
         who = self._who(process.rank)
-        doing = read_status_file(self.folder / _STATUS, process.rank)
+        doing = read_status_file(self.folder / STATUS_FILE, process.rank)
         if record is not None:
             return RunError(f"{who} failed while {doing}: {record['message']}")
         code = process.child.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         others = len(self._processes) - 1
-        return RankLost(f"{who} {how} while {doing}; the other {others} ranks were ended{self._last_words(process)}",
-                        device=self.plan.cluster.devices[process.rank])
+        return self._lost(process.rank, f"{who} {how} while {doing}; the other {others} ranks were ended"
+                          f"{self._last_words(process)}")
 
     def _last_words(self, process: _Process) -> str:
         process.errors.flush()
@@ -261,17 +273,6 @@ def _undisturbed() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _flags(options: RunOptions) -> list[str]:
-    flags = ["--steps", str(options.steps), "--warmup", str(options.warmup), "--seed", str(options.seed),
-             "--device", options.device, "--timeout", str(options.timeout_s)]
-    flags += ["--dtype", options.dtype] if options.dtype is not None else []
-    flags += ["--gpu-memory", str(options.gpu_memory_bytes)] if options.gpu_memory_bytes is not None else []
-    flags += ["--checkpoint", options.checkpoint] if options.checkpoint is not None else []
-    flags += ["--checkpoint-every", str(options.checkpoint_every)] if options.checkpoint_every is not None else []
-    flags += ["--resume"] * options.resume
-    return flags + ["--verify"] * options.verify + ["--gradients"] * options.gradients + ["--memory"] * options.memory
 
 
 def _package_root() -> str:

@@ -5,31 +5,38 @@
         executor.step()
     meter.record()
 
-The totals are those of ``weft.run.live_memory``. Parameters, gradients, the optimizer's state and messages are looked
-up where the runtime keeps them when an instruction ends; all else that was there while it ran is ``activations``: what
-forwards have kept, and what the running compute takes inside. What a stage has received and keeps for its backward is
-with ``buffers`` here, with ``activations`` in the account; their sum is the same. The model's inputs and outputs do
-not count.
+On a GPU the allocator counts the totals, on a CPU ``weft.model.live_storages``; what one operator takes and gives back
+inside is seen by the allocator only. Parameters, gradients, the optimizer's state and messages are looked up where the
+runtime keeps them when an instruction ends; all else that was there while it ran is ``activations``: what forwards have
+kept, and what the running compute takes inside. What a stage has received and keeps for its backward is with
+``buffers`` here, with ``activations`` in the account; their sum is the same. The model's inputs and outputs do not
+count.
 
-A meter changes the executor's actions while it is on, and nothing when it is off.
+A meter changes the executor's actions while it is on, and nothing when it is off. Rank 0 gathers what the ranks have
+measured, and puts it beside the account (``add_memory``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import numpy as np
 from torch import Tensor
 
 from weft.base.errors import RunError
+from weft.base.files import decode, encode
 from weft.model.graph import I64
-from weft.plan.memory import CATEGORIES, MemoryAccount
+from weft.model.source import ModelSource
+from weft.model.trace import trace
+from weft.plan.lower import lower
+from weft.plan.memory import CATEGORIES, MemoryAccount, account_memory
 from weft.plan.program import Program
 from weft.run.executor import Executor
 from weft.run.live_memory import LiveMemory, live_memory, storage_bytes
-from weft.run.memory_report import RankMemory
+from weft.run.result import RankMemory, RunResult
+from weft.run.transport import Transport
 
 _PARAMETERS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _BUFFERS = range(len(CATEGORIES))
 
@@ -71,9 +78,9 @@ class MemoryMeter:
         there = [*self._parameters(), *self._gradients(), *self._optimizer_state(), *self._messages(),
                  *self._results()]
         self._live = live_memory(executor.transport.device, there)
-        self._rows = [[0, 0, 0] for _ in executor.bound.actions]
-        self._actions = list(executor.bound.actions)
-        executor.bound.actions[:] = [self._metered(place, action) for place, action in enumerate(self._actions)]
+        self._rows = [[0, 0, 0] for _ in executor.binder.actions]
+        self._actions = list(executor.binder.actions)
+        executor.binder.actions[:] = [self._metered(place, action) for place, action in enumerate(self._actions)]
         executor.binder.lane.around = self._live.watching
         self._live.__enter__()
         return self
@@ -81,7 +88,7 @@ class MemoryMeter:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
                  trace: TracebackType | None) -> None:
         self._live.__exit__(kind, value, trace)
-        self._executor.bound.actions[:] = self._actions
+        self._executor.binder.actions[:] = self._actions
         self._executor.binder.lane.around = None
 
     def _metered(self, place: int, action: Callable[[], None]) -> Callable[[], None]:
@@ -99,7 +106,7 @@ class MemoryMeter:
     def record(self) -> MeterRecord:
         """Return what was measured in the last step."""
         readings = self._live.readings()[-len(self._rows):] if self._rows else []
-        if not readings and self._executor.bound.actions:
+        if not readings and self._executor.binder.actions:
             raise RunError("the meter has measured nothing: take a step inside its context first")
         parameters = self._executor.parameters
         flat = storage_bytes(tensor for tensors in parameters.flat for tensor in tensors)
@@ -132,8 +139,8 @@ class MemoryMeter:
 
     def _results(self) -> Iterator[Tensor]:
         """Yield what the model gives, which stays until the caller takes it."""
-        yield from (loss for loss, _ in self._executor.bound.losses)
-        yield from (tensor for _, _, values in self._executor.bound.results for tensor in values.values())
+        yield from (loss for loss, _ in self._executor.binder.losses)
+        yield from (tensor for _, _, values in self._executor.binder.results for tensor in values.values())
 
     def _rooms(self) -> Iterator[Tensor]:
         binder = self._executor.binder
@@ -191,3 +198,24 @@ def measure_step(executor: Executor, *, buffers: Iterable[Tensor] = (), number: 
     executor.take_loss()
     executor.take_results()
     return meter.record()
+
+
+def add_memory(result: RunResult | None, program: Program, own: MeterRecord, *, source: ModelSource,
+               transport: Transport) -> RunResult | None:
+    """Return rank 0's result with the memory of all ranks, in its timeline too; all ranks call this together."""
+    found = transport.gather_records(encode(own))
+    if result is None or found is None:
+        return result
+    assert result.timeline is not None
+    records = [decode(MeterRecord, record, where="memory") for record in found]
+    timeline = replace(result.timeline, stored_memory=measured_account(program, records), memory_source="measured")
+    return replace(result, memory=compare_memory(program, promised_memory(program, source), records), timeline=timeline)
+
+
+def promised_memory(program: Program, source: ModelSource) -> MemoryAccount:
+    """Return the account of a program that is run, with what autograd keeps of each operator looked at, as in planning.
+
+    To run it, the model was traced without that, which takes longer.
+    """
+    graph = trace(source, batch=program.graph.batch, batch_dims=True).graph
+    return account_memory(lower(replace(program.plan, model=replace(program.plan.model, digest=graph.digest)), graph))

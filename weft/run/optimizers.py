@@ -1,20 +1,34 @@
-"""The plan's own optimizer for the parameters of one rank.
+"""The plan's own optimizer for the parameters of one rank, and the state of any optimizer as checkpoints have it.
 
 Parameters in half precision are changed through *masters*, copies in float32 that the optimizer changes instead: steps
 that are too small for the few digits of half precision add up there. The optimizer's state is in float32, too. This is
 what the memory account counts (``weft.plan.memory.optimizer_bytes``). An optimizer that the user's script makes gets
 the parameters as they are.
+
+In checkpoints state goes by the names of the model's parameters, so that it outlives the plan it was made under. A
+state tensor as large as the rank's part of its parameter (``exp_avg``) is that part of a whole; any other (``step``) is
+taken as it is. Of another dtype it is taken only where it stays what it was: floating-point numbers may change their
+precision, as when a checkpoint in float32 goes on in bfloat16, and whole numbers may become wider. A number of one kind
+never becomes one of another: that is a damaged file or another model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from weft.base.errors import InputError
+from weft.base.tensor_file import Entry
 from weft.plan.plan import Optimizer
+from weft.plan.sharding import Region
+from weft.run.checkpoint_folder import CheckpointRecord
+from weft.run.tensor_file import DTYPES, TensorFile, dtype_name
 
 HALF: Final = (torch.float16, torch.bfloat16)
 KINDS: Final = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -45,7 +59,8 @@ class MasterWeights(torch.optim.Optimizer):
 
     def __init__(self, tensors: Sequence[torch.nn.Parameter],
                  make: Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]) -> None:
-        self._pairs = [(item, _master_of(item)) for item in tensors]
+        self._pairs = [(item, item if item.dtype not in HALF else torch.nn.Parameter(
+            item.detach().float(), requires_grad=item.requires_grad)) for item in tensors]
         self._chunks = [(chunk, make([master for _, master in chunk])) for chunk in _chunks(self._pairs)]
         super().__init__(list(tensors), dict(self._chunks[0][1].defaults))
 
@@ -99,18 +114,6 @@ class MasterWeights(torch.optim.Optimizer):
         self._show_state()
 
 
-def _master_of(item: torch.nn.Parameter) -> torch.nn.Parameter:
-    if item.dtype not in HALF:
-        return item
-    return torch.nn.Parameter(item.detach().float(), requires_grad=item.requires_grad)
-
-
-def refresh_masters(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that keeps masters take them from the parameters; nothing for others."""
-    if isinstance(optimizer, MasterWeights):
-        optimizer.refresh()
-
-
 def _chunks(pairs: Sequence[tuple[torch.nn.Parameter, torch.nn.Parameter]]
             ) -> Iterator[list[tuple[torch.nn.Parameter, torch.nn.Parameter]]]:
     chunk: list[tuple[torch.nn.Parameter, torch.nn.Parameter]] = []
@@ -124,3 +127,252 @@ def _chunks(pairs: Sequence[tuple[torch.nn.Parameter, torch.nn.Parameter]]
         size += num_bytes
     if chunk:
         yield chunk
+
+
+def kind_of(dtype: torch.dtype) -> str:
+    """Return what kind of values a dtype has, in words."""
+    if dtype.is_complex:
+        return "complex numbers"
+    if dtype.is_floating_point:
+        return "floating-point numbers"
+    return "truth values" if dtype == torch.bool else "whole numbers"
+
+
+def may_become(stored: torch.dtype, wanted: torch.dtype) -> bool:
+    """Return whether every value of the one dtype is a value of the other, but for the precision."""
+    if kind_of(stored) != kind_of(wanted):
+        return False
+    if kind_of(stored) != "whole numbers":
+        return True
+    one, other = torch.iinfo(stored), torch.iinfo(wanted)
+    return int(other.min) <= int(one.min) and int(one.max) <= int(other.max)
+
+
+def mismatch(stored: torch.dtype, wanted: torch.dtype, *, where: str) -> str:
+    """Return what is wrong with a tensor of that dtype where another is wanted; nothing if it may become that."""
+    if may_become(stored, wanted):
+        return ""
+    return (f"is {_name(stored)} in {where} but {_name(wanted)} here: {kind_of(stored)} are not turned into "
+            f"{kind_of(wanted)}" if kind_of(stored) != kind_of(wanted) else
+            f"is {_name(stored)} in {where} but {_name(wanted)} here, which has not room for all of its values")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+log = logging.getLogger(__name__)
+_OWN_KEYS: Final = (torch.optim.Adafactor, torch.optim.LBFGS)
+"""PyTorch's optimizers that keep something else for one parameter than for another of its group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A tensor, or a part of one, that a rank gives to a checkpoint."""
+
+    tensor: Tensor
+    entry: Entry
+    """Of the whole tensor."""
+    region: Region = ()
+    """Which part this is; empty for all of it."""
+    is_initial: bool = False
+    """The value that the module began with: it counts where no rank has changed it."""
+
+
+def claim_of(name: str, tensor: Tensor, *, whole: tuple[int, ...] | None = None, region: Region = ()) -> Claim:
+    """Return the claim of a tensor, or of the part in ``region`` of one of the shape ``whole``."""
+    return Claim(tensor=tensor, region=region,
+                 entry=Entry(dtype=dtype_name(tensor, name), shape=tuple(tensor.shape) if whole is None else whole))
+
+
+class OptimizerState:
+    """The state of one rank's optimizer; see the module's docstring."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter], *,
+                 regions: Mapping[str, Region], shapes: Mapping[str, tuple[int, ...]],
+                 divided: Collection[str] = ()) -> None:
+        """``parameters`` are what the optimizer changes, ``regions`` which parts of whole parameters with these
+        ``shapes`` that is; of those that are ``divided``, other ranks change other rows."""
+        self.optimizer = optimizer
+        self.has_masters = isinstance(optimizer, MasterWeights)
+        self.kind: str = optimizer.description if isinstance(optimizer, MasterWeights) else type(optimizer).__name__
+        self._parameters, self._regions, self._shapes, self._divided = parameters, regions, shapes, divided
+        self._has_warned = False
+
+    def _state(self, name: str) -> dict[str, Any]:
+        if name not in self._parameters:  # another rank changes it
+            return {}
+        state: dict[str, Any] = self.optimizer.state.get(self._parameters[name], {})
+        return state
+
+    def tensors(self, owned: Sequence[str]) -> dict[str, Claim]:
+        """Return the tensors of the state that this rank gives, as ``parameter.key``.
+
+        That is the state of the parameters it owns; of those that it changes only some rows of, these rows, and
+        whatever is not like them only where it owns the parameter.
+        """
+        found = {}
+        for name in [*owned, *(other for other in self._divided if other not in owned)]:
+            local = self._parameters[name].shape if name in self._parameters else None
+            for key, value in self._state(name).items():
+                if isinstance(value, Tensor):
+                    is_like = value.shape == local
+                    if not is_like and name not in owned:
+                        continue
+                    found[f"{name}.{key}"] = claim_of(
+                        f"{name}.{key}", value, whole=self._shapes[name] if is_like else None,
+                        region=self._regions.get(name, ()) if is_like else ())
+        return found
+
+    def numbers(self, names: Sequence[str]) -> dict[str, Any]:
+        """Return what of these parameters' state is a number or nothing, as ``parameter.key``."""
+        others = {(name, key): value for name in names for key, value in self._state(name).items()
+                  if not isinstance(value, Tensor)}
+        left_out = sorted({key for (_, key), value in others.items()
+                           if not isinstance(value, int | float | bool | str | None)})
+        if left_out and not self._has_warned:
+            self._has_warned = True
+            log.warning("the optimizer's state has %s, which is neither a tensor nor a number: it is left out of "
+                        "checkpoints", ", ".join(left_out))
+        return {f"{name}.{key}": value for (name, key), value in others.items() if key not in left_out}
+
+    def groups(self) -> tuple[dict[str, Any], ...]:
+        """Return the options of the parameter groups that JSON can say."""
+        return tuple({key: value.item() if isinstance(value, Tensor) else value for key, value in group.items()
+                      if isinstance(value, int | float | bool | str | tuple | None)
+                      or (isinstance(value, Tensor) and value.numel() == 1)}
+                     for group in self.optimizer.param_groups)
+
+    def refresh(self) -> None:
+        """Note that the parameters were changed by somebody else."""
+        if isinstance(self.optimizer, MasterWeights):
+            self.optimizer.refresh()
+
+    def change(self, file: TensorFile | None, record: CheckpointRecord) -> Callable[[], Callable[[], None]]:
+        """Return what takes over the state of this rank's parameters, and returns what undoes that.
+
+        None stands for the file of one without state. Raise ``InputError`` if it is not that of such an optimizer; so
+        does the change, after undoing what it did.
+        """
+        if record.optimizer != self.kind:
+            raise InputError(f"the checkpoint was written with {record.optimizer or 'no optimizer'}, but the optimizer "
+                             f"is {self.kind}: use the same, or load with optimizer=False to begin with new state")
+        if not all(isinstance(group, Mapping) for group in record.groups):
+            raise InputError("the checkpoint's options of parameter groups are damaged: they must be objects")
+        self._check_groups(record.groups)
+        if file is not None:
+            self._check_dtypes(file)
+
+        def change() -> Callable[[], None]:
+            undo, state, packed = self._undo(), self._read(file, record), self.optimizer.state_dict()
+            self._check_keys(state)
+            names = {id(tensor): name for name, tensor in self._parameters.items()}
+            for group, saved in zip(self.optimizer.param_groups, packed["param_groups"], strict=True):
+                for tensor, index in zip(group["params"], saved["params"], strict=True):
+                    name = names.get(id(tensor))
+                    if name in state:
+                        packed["state"][index] = state[name]
+            try:
+                self._set_groups(packed["param_groups"], record.groups)
+                self.optimizer.load_state_dict(packed)
+            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as problem:
+                undo()
+                raise InputError(f"{self.kind} cannot take over its state from the checkpoint "
+                                 f"({type(problem).__name__}: {problem}): it is damaged. Use an earlier one, or load "
+                                 "with optimizer=False") from problem
+            return undo
+
+        return change
+
+    def _undo(self) -> Callable[[], None]:
+        """Return what gives the optimizer the state that it has now."""
+        optimizer, state = self.optimizer, dict(self.optimizer.state)
+        groups = [dict(group) for group in optimizer.param_groups]
+
+        def undo() -> None:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            optimizer.param_groups[:] = groups
+
+        return undo
+
+    def _check_dtypes(self, file: TensorFile) -> None:
+        """Raise ``InputError`` where a stored tensor is not of the kind that the state has, or its parameter.
+
+        Where nothing here says what it must be (``step`` before the first step), it is like others of its key.
+        """
+        others: dict[str, torch.dtype] = {}
+        for entry, item in file.entries.items():
+            name, _, key = entry.rpartition(".")
+            if name not in self._parameters:
+                continue
+            stored, now = DTYPES[item.dtype], self._state(name).get(key)
+            if isinstance(now, Tensor):
+                wanted = now.dtype
+            elif item.shape == self._shapes[name]:
+                wanted = self._parameters[name].dtype
+            else:
+                wanted = others.setdefault(key, stored)
+            problem = mismatch(stored, wanted, where=str(file.path))
+            if problem:
+                raise InputError(f"the optimizer's {entry!r} {problem}. Use an earlier checkpoint, or load with "
+                                 "optimizer=False")
+
+    def _check_groups(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ``InputError`` where an option of a parameter group is of another kind than the optimizer's own."""
+        if len(saved) != len(self.optimizer.param_groups):
+            return
+        for index, (group, options) in enumerate(zip(self.optimizer.param_groups, saved, strict=True)):
+            for key, value in options.items():
+                before = group.get(key)
+                is_as_long = isinstance(value, list | tuple) and isinstance(before, tuple) and len(value) == len(
+                    before) and all(isinstance(one, int | float) for one, other in zip(value, before, strict=True)
+                                    if isinstance(other, int | float))
+                is_number = isinstance(value, int | float | None)
+                if (isinstance(before, tuple) and not is_as_long) or (
+                        isinstance(before, Tensor | int | float) and not is_number):
+                    raise InputError(f"the checkpoint's groups[{index}].{key} is {value!r:.60}, where {self.kind} has "
+                                     f"{before!r:.60}: it is damaged. Use an earlier one, or load with optimizer=False")
+
+    def _check_keys(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Raise ``InputError`` where one of PyTorch's optimizers would have less for a parameter than for others."""
+        if not type(self.optimizer).__module__.startswith("torch.optim.") or isinstance(self.optimizer, _OWN_KEYS):
+            return
+        names = {id(tensor): name for name, tensor in self._parameters.items()}
+        for group in self.optimizer.param_groups:
+            mine = [name for tensor in group["params"] if (name := names.get(id(tensor), "")) in state]
+            counts = Counter(key for name in mine for key in state[name])
+            wanted = {key for key, count in counts.items() if 2 * count > len(mine)}
+            for name in mine:
+                if missing := wanted - set(state[name]):
+                    raise InputError(f"{self.kind} cannot take over its state from the checkpoint, which has no "
+                                     f"{min(missing)!r} of {name!r}, but of other parameters: it is damaged. Use an "
+                                     "earlier one, or load with optimizer=False")
+
+    def _read(self, file: TensorFile | None, record: CheckpointRecord) -> dict[str, dict[str, Any]]:
+        """Return the state of this rank's parameters by name and key, its parts only."""
+        found: dict[str, dict[str, Any]] = {}
+        for entry, value in record.numbers.items():
+            name, _, key = entry.rpartition(".")
+            found.setdefault(name, {})[key] = value
+        if file is None:
+            return found
+        for entry, item in file.entries.items():
+            name, _, key = entry.rpartition(".")
+            if name in self._parameters:
+                region = self._regions.get(name, ()) if item.shape == self._shapes[name] else ()
+                found.setdefault(name, {})[key] = file.read(entry, region)
+        return found
+
+    def _set_groups(self, groups: list[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+        if len(groups) != len(saved):
+            log.warning("the checkpoint has %d parameter groups and the optimizer %d: their options, such as the "
+                        "learning rate, stay as they are", len(saved), len(groups))
+            return
+        for group, options in zip(groups, saved, strict=True):
+            for key, value in options.items():
+                before = group.get(key)
+                if isinstance(before, Tensor):
+                    group[key] = torch.full_like(before, value)
+                elif key != "params":  # what only schedulers know, such as initial_lr, included
+                    group[key] = tuple(value) if isinstance(before, tuple) else value

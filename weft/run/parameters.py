@@ -1,16 +1,36 @@
-"""The parameters that one rank holds, and their gradients.
+"""The parameters and buffers that one rank holds: which parts of them, their gradients, and what its optimizer changes.
 
 A parameter that several stages of the rank use is one tensor. The gradients of a bucket lie side by side in one flat
 tensor per dtype, and each ``parameter.grad`` is a view of it, so the exchange needs no copy. Gradients are sums over
 micro-batches and ranks, because every loss was weighted by its share of the batch.
+
+Ranks that hold the same part of a parameter have the same gradient when the step begins. With ``optimizer.sharded``
+each of them has the state of some rows and changes these alone; then all gather what the others have changed, one
+parameter after the other, in the same order everywhere (``StateShares``). A parameter with fewer rows than ranks is the
+first rank's. Without ``sharded`` a rank changes all that it holds.
+
+Buffers that the forward changes, such as a batch norm's statistics, change in each replica by the samples it sees.
+After a step all take over those of the first of them, as PyTorch's data parallelism does (``BufferShares``); so a
+checkpoint has one value for each, and a resumed run goes on as it would have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
+
+from weft.plan.holders import parameter_copies, parameter_holdings
+from weft.plan.program import Program
+from weft.plan.sharding import Region, TensorLayout, axis_sizes, coordinates_of, parse_layout
+from weft.run.mesh import group_ranks
+from weft.run.transport import Transport
+from weft.run.wire import ExchangeGroup
+from weft.sharding.tensor_layout import SUM, WHOLE
 
 
 class Parameters:
@@ -48,3 +68,206 @@ class Parameters:
         """Return the gradient of a parameter; zero where the loss does not depend on it."""
         parameter = self.tensors[name]
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+
+def held_regions(program: Program, rank: int) -> dict[str, Region]:
+    """Return which entries of its parameters a rank holds; empty for all of them."""
+    device, names = program.rank_names[rank], program.graph.tensor_names
+    return {names[tensor]: held[device][0].region
+            for tensor, held in parameter_holdings(program.plan, program.graph).items() if device in held}
+
+
+def cut_region(whole: Tensor, region: Region) -> Tensor:
+    """Return the entries of a tensor that lie in a region, a copy; the tensor itself if the region is all of it."""
+    result = whole
+    for dim, ranges in enumerate(region):
+        if ranges != ((0, whole.shape[dim]),):
+            result = torch.cat([result.narrow(dim, start, stop - start) for start, stop in ranges], dim)
+    return result
+
+
+def put_region(whole: Tensor, region: Region, part: Tensor) -> None:
+    """Write the entries of a region, given in any shape, into the whole tensor."""
+    if not region:
+        whole.copy_(part.view(whole.shape))
+        return
+    part = part.view([sum(stop - start for start, stop in ranges) for ranges in region])
+    for block in itertools.product(*(list(_places(ranges)) for ranges in region)):
+        target = whole[tuple(slice(start, start + length) for start, _, length in block)]
+        target.copy_(part[tuple(slice(place, place + length) for _, place, length in block)])
+
+
+def _places(ranges: tuple[tuple[int, int], ...]) -> Iterator[tuple[int, int, int]]:
+    """Yield (start in the whole, start in the part, length) of each range."""
+    place = 0
+    for start, stop in ranges:
+        yield start, place, stop - start
+        place += stop - start
+
+
+def parameter_layouts(program: Program, instance: int, rank: int) -> dict[str, TensorLayout]:
+    """Return how the parameters of an instance lie over its mesh, where they are not simply whole.
+
+    Gradients that are summed over some axis in an exchange are sums on that axis: where all devices have the same
+    gradient, all but the first leave it out.
+    """
+    item, plan, names = program.instances[instance], program.plan, program.graph.tensor_names
+    stage = plan.stages[item.stage]
+    sizes = axis_sizes(stage.replicas[item.replica])
+    coordinates = coordinates_of(item.ranks.index(rank), sizes)
+    lines = [set(group_ranks(item.ranks, sizes, coordinates, (axis,))) for axis in range(len(sizes))]
+    summed = {names[tensor]: bucket.ranks for bucket in program.buckets if rank in bucket.ranks
+              for tensor in bucket.parameters}
+    stored = {name for name in stage.sharding.tensors if program.graph.tensor_index[name] in program.graph.parameters}
+    result = {}
+    for name in sorted(stored | summed.keys()):
+        layout = parse_layout(stage.sharding.tensors.get(name, ("R",) * len(sizes)))
+        gradient = tuple(SUM if own == WHOLE and len(line.intersection(summed.get(name, ()))) > 1 else own
+                         for own, line in zip(layout.gradient, lines, strict=True))
+        result[name] = TensorLayout(layout.value, gradient)
+    return result
+
+
+def _divided(program: Program) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the parameters whose state several ranks divide, with these ranks, in the same order on every rank."""
+    if not program.plan.optimizer.sharded:
+        return []
+    rank_of = {name: rank for rank, name in enumerate(program.rank_names)}
+    return [(program.graph.tensor_names[tensor], tuple(sorted(rank_of[device] for device in item.devices)))
+            for tensor, copies in parameter_copies(program.plan, program.graph).items()
+            for item in copies if len(item.devices) > 1]
+
+
+def share_groups(program: Program) -> Iterator[tuple[int, ...]]:
+    """Yield the groups of ranks that divide states, in the same order on every rank."""
+    yield from dict.fromkeys(ranks for _, ranks in _divided(program))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Shared:
+    """A parameter that several ranks hold and change in parts."""
+
+    parameter: torch.nn.Parameter
+    ranks: tuple[int, ...]
+    group: ExchangeGroup
+    bounds: tuple[int, ...]
+    """Rows of rank ``ranks[i]`` are from ``bounds[i]`` on, up to the next; two of them alone: all is the first's."""
+    own: torch.nn.Parameter | None
+    """The rows of this rank, in the parameter's memory."""
+    place: int
+    """Of this rank among the ranks."""
+
+
+class StateShares:
+    """One rank's part in the update; see the module's docstring."""
+
+    def __init__(self, program: Program, parameters: Parameters, transport: Transport) -> None:
+        self.tensors: dict[str, torch.nn.Parameter] = dict(parameters.tensors)
+        """What the optimizer changes, by the parameter's name."""
+        self.rows: dict[str, tuple[int, int]] = {}
+        """The rows of the rank's part that it changes, where not all."""
+        self._transport, self._shared = transport, list[_Shared]()
+        for name, ranks in _divided(program):
+            parameter = parameters.tensors.get(name)
+            if transport.rank in ranks and parameter is not None and parameter.requires_grad:
+                self._share(name, parameter, ranks)
+
+    def _share(self, name: str, parameter: torch.nn.Parameter, ranks: tuple[int, ...]) -> None:
+        group = self._transport.lane_group(ranks)
+        assert group is not None, "the rank is a member"
+        place, count = ranks.index(self._transport.rank), parameter.shape[0] if parameter.dim() else 0
+        bounds = tuple(count * index // len(ranks) for index in range(len(ranks) + 1)) if count >= len(ranks) else (0,)
+        own: torch.nn.Parameter | None = None
+        if len(bounds) > 1:
+            first, last = bounds[place : place + 2]
+            own = torch.nn.Parameter(parameter.data[first:last])
+            self.tensors[name], self.rows[name] = own, (first, last)
+        elif place:
+            del self.tensors[name]
+        self._shared.append(_Shared(parameter=parameter, ranks=ranks, group=group, bounds=bounds, own=own, place=place))
+
+    def take_gradients(self) -> None:
+        """Give the rows that this rank changes their gradients."""
+        for item in self._shared:
+            if item.own is not None:
+                gradient = item.parameter.grad
+                first, last = item.bounds[item.place : item.place + 2]
+                item.own.grad = None if gradient is None else gradient[first:last]
+
+    def spread(self) -> None:
+        """Bring what every rank has changed to all others that hold it."""
+        for item in self._shared:
+            self._transport.status.begin_wait()
+            data = item.parameter.data
+            if item.own is None:
+                self._transport.through_wire(data, partial(item.group.spread, root=item.ranks[0]))
+            else:
+                self._gather(item, data)
+            self._transport.status.end_wait()
+
+    def _gather(self, item: _Shared, data: Tensor) -> None:
+        rows = max(last - first for first, last in zip(item.bounds, item.bounds[1:], strict=False))
+        first, last = item.bounds[item.place : item.place + 2]
+        room = data.new_zeros((rows, *data.shape[1:]))
+        room[: last - first] = data[first:last]
+        wire = self._transport.on_wire(room)
+        parts = item.group.gather(wire.reshape(-1))
+        for index, part in enumerate(parts):
+            begin, end = item.bounds[index : index + 2]
+            if index != item.place:
+                data[begin:end] = part.view(room.shape)[: end - begin].to(data.device)
+
+
+def rows_of_region(region: Region, shape: tuple[int, ...], rows: tuple[int, int]) -> Region:
+    """Return the part of a region with these of its rows; an empty region is the whole of the shape.
+
+    >>> rows_of_region((((0, 2), (6, 8)), ((0, 3),)), (8, 3), (1, 3))
+    (((1, 2), (6, 7)), ((0, 3),))
+    """
+    whole = region or tuple(((0, size),) for size in shape)
+    place, ranges = 0, []
+    for begin, end in whole[0]:
+        first, last = max(rows[0] - place, 0), min(rows[1] - place, end - begin)
+        if first < last:
+            ranges.append((begin + first, begin + last))
+        place += end - begin
+    return (tuple(ranges), *whole[1:])
+
+
+def buffer_holders(program: Program, updates: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Return the ranks that change each buffer; ``updates`` names the tensor that is its new value."""
+    found: dict[str, tuple[int, ...]] = {}
+    for path, tensor in updates.items():
+        op = int(program.graph.tensor_producer[program.graph.tensor_index[tensor]])
+        ranks = {rank for item in program.instances if op in program.stage_ops[item.stage] for rank in item.ranks}
+        found[path] = tuple(sorted(ranks))
+    return found
+
+
+def buffer_groups(program: Program, updates: Mapping[str, str]) -> Iterator[tuple[int, ...]]:
+    """Yield the groups of ranks that share buffers, in the same order on every rank."""
+    yield from dict.fromkeys(ranks for ranks in buffer_holders(program, updates).values() if len(ranks) > 1)
+
+
+class BufferShares:
+    """One rank's shared buffers."""
+
+    def __init__(self, program: Program, updates: Mapping[str, str], buffers: Mapping[str, Tensor],
+                 transport: Transport) -> None:
+        self._transport = transport
+        self._shared: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
+        for path, ranks in buffer_holders(program, updates).items():
+            if transport.rank in ranks and len(ranks) > 1:
+                self._shared.setdefault((ranks, buffers[path].dtype), []).append(buffers[path])
+
+    def spread(self) -> None:
+        """Take over what the first of the ranks has."""
+        for (ranks, _), tensors in self._shared.items():
+            group = self._transport.lane_group(ranks)
+            assert group is not None, "the rank is a member"
+            wire = self._transport.on_wire(torch.cat([tensor.reshape(-1) for tensor in tensors]))
+            self._transport.status.begin_wait()
+            group.spread(wire, ranks[0])
+            self._transport.status.end_wait()
+            for tensor, part in zip(tensors, wire.split([tensor.numel() for tensor in tensors]), strict=True):
+                tensor.copy_(part.view(tensor.shape))

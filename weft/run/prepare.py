@@ -23,19 +23,23 @@ from weft.plan.lower import lower
 from weft.plan.plan import Plan, split_samples
 from weft.plan.program import Op, Phase, Program
 from weft.plan.sharding import Region, axis_sizes
-from weft.run.buffer_shares import BufferShares, buffer_groups
 from weft.run.exchange import lane_groups
 from weft.run.exchange_factors import FactorBlock, check_rows, collect_factors, make_blocks
-from weft.run.mesh import DeviceMesh, axis_weights, mesh_groups
-from weft.run.parameters import Parameters
-from weft.run.partition import ModelGraph, StageModule, build_stage, model_graph, stage_tensors
+from weft.run.mesh import ReplicaMesh, axis_weights, mesh_groups
+from weft.run.parameters import (
+    BufferShares,
+    Parameters,
+    buffer_groups,
+    cut_region,
+    held_regions,
+    parameter_layouts,
+    share_groups,
+)
 from weft.run.random_state import RankRandom
-from weft.run.routes import Routes
-from weft.run.shard_parameters import cut_region, held_regions, parameter_layouts
 from weft.run.shard_stage import shard_stage
-from weft.run.stage import Stage
-from weft.run.state_shares import share_groups
+from weft.run.stage import ModelGraph, Stage, StageModule, build_stage, model_graph
 from weft.run.transport import Transport
+from weft.run.wiring import Routes
 
 
 class Tracer:
@@ -117,7 +121,7 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
         if len(item.ranks) > 1:
             stage = program.plan.stages[item.stage]
             replica = stage.replicas[item.replica]
-            mesh = DeviceMesh(transport, item.ranks, axis_sizes(replica), axis_weights(program.plan, replica))
+            mesh = ReplicaMesh(transport, item.ranks, axis_sizes(replica), axis_weights(program.plan, replica))
             module = shard_stage(module, stage.sharding, mesh, parameters=parameter_layouts(program, index, rank),
                                  random=random)
         module = collect_factors(module, factors, num_microbatches=len(item.microbatches))
@@ -135,10 +139,17 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
 def _stage_module(program: Program, graph: ModelGraph, routes: Routes, stage: int, values: _Values,
                   device: torch.device) -> StageModule:
     ops = [program.graph.op_names[op] for op in program.stage_ops[stage].tolist()]
-    parameters, buffers = stage_tensors(graph, ops)
-    given = {name: values.parameter(name) for name in parameters} | {name: values.buffer(name) for name in buffers}
     outputs = [program.graph.tensor_names[tensor] for tensor in routes.outputs(stage)]
-    return build_stage(graph, ops, outputs, values=given, device=device)
+    return build_stage(graph, ops, outputs, values=values.value, device=device)
+
+
+def value_of(name: str, tensor: Tensor, seed: int) -> Tensor:
+    """Return the value of a parameter or buffer; that of a parameter on the meta device is made from the seed."""
+    if not tensor.is_meta:
+        return tensor.detach()
+    if not isinstance(tensor, torch.nn.Parameter):
+        raise ModelError(f"buffer {name!r} is on the meta device and has no value: give buffers real values")
+    return initial_value(name, tensor.shape, tensor.dtype, seed)
 
 
 class _Values:
@@ -155,12 +166,16 @@ class _Values:
         self.parameters: dict[str, torch.nn.Parameter] = {}
         self.buffers: dict[str, Tensor] = {}
 
+    def value(self, name: str) -> Tensor:
+        """Return the parameter, buffer or constant of that name, on the run's device."""
+        return self.parameter(name) if name in self._parameters else self.buffer(name)
+
     def parameter(self, name: str) -> torch.nn.Parameter:
         """Return the parameter, on the run's device."""
         if name not in self.parameters:
             given = self._parameters[name]
-            value = (initial_value(name, given.shape, given.dtype, self._seed) if given.is_meta else given.detach())
-            value = cut_region(value, self._regions.get(name, ())).to(self._device, copy=not given.is_meta)
+            value = cut_region(value_of(name, given, self._seed), self._regions.get(name, ()))
+            value = value.to(self._device, copy=not given.is_meta)
             needs_gradient = given.requires_grad and (given.is_floating_point() or given.is_complex())
             self.parameters[name] = torch.nn.Parameter(value, requires_grad=needs_gradient)
         return self.parameters[name]
@@ -168,9 +183,7 @@ class _Values:
     def buffer(self, name: str) -> Tensor:
         """Return the buffer or constant, on the run's device."""
         if name not in self.buffers:
-            if self._buffers[name].is_meta:
-                raise ModelError(f"buffer {name!r} is on the meta device and has no value: give buffers real values")
-            self.buffers[name] = self._buffers[name].detach().to(self._device, copy=True)
+            self.buffers[name] = value_of(name, self._buffers[name], self._seed).to(self._device, copy=True)
         return self.buffers[name]
 
 

@@ -6,8 +6,8 @@ neither depends on the model nor disturbs it. Ranks that run the same part of an
 they must draw the same numbers; all others have streams of their own, so that replicas and stages do not draw alike:
 
     stage on one device                         a stream for each rank
-    operator that a team runs whole             a stream for the team
-    operator that a team divides along axes     a stream for those with the same coordinates on these axes
+    operator that a tp group runs whole         a stream for the group
+    operator that it divides along mesh axes    a stream for those with the same coordinates on these axes
 """
 
 from __future__ import annotations
@@ -27,18 +27,14 @@ ALONE: Final = "alone"
 """The stream of a process alone: its own generator."""
 
 
-def random_state(device: torch.device) -> Tensor:
-    """Return the state of the device's generator."""
-    state: Tensor = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
-    return state
-
-
-def set_random_state(device: torch.device, state: Tensor) -> None:
-    """Give the device's generator a state."""
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state, device)
-    else:
-        torch.set_rng_state(state)
+def _generator_of(device: torch.device) -> torch.Generator:
+    """Return the process's own generator for the device."""
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator: torch.Generator = torch.cuda.default_generators[index]
+    return generator
 
 
 class RankRandom:
@@ -46,6 +42,7 @@ class RankRandom:
 
     def __init__(self, device: torch.device, *, seed: int, rank: int, num_ranks: int) -> None:
         self._device, self._seed, self._is_alone = device, seed, num_ranks == 1
+        self._generator = _generator_of(device)
         self.own: Final = f"rank{rank}"
         """The stream of this rank."""
         self._streams: dict[str, Tensor] = {}
@@ -66,24 +63,24 @@ class RankRandom:
             self._streams[stream] = generator.get_state()
 
         def draw(*args: Any, **kwargs: Any) -> Any:
-            outside = random_state(self._device)
-            set_random_state(self._device, self._streams[stream])
+            outside = self._generator.get_state()
+            self._generator.set_state(self._streams[stream])
             try:
                 return call(*args, **kwargs)
             finally:
-                self._streams[stream] = random_state(self._device)
-                set_random_state(self._device, outside)
+                self._streams[stream] = self._generator.get_state()
+                self._generator.set_state(outside)
 
         return draw
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return the states of all streams."""
-        return {ALONE: random_state(self._device)} if self._is_alone else dict(self._streams)
+        return {ALONE: self._generator.get_state()} if self._is_alone else dict(self._streams)
 
     def restore(self, states: Mapping[str, Tensor]) -> None:
         """Let all streams go on from these states."""
         if self._is_alone:
-            set_random_state(self._device, states[ALONE])
+            self._generator.set_state(states[ALONE])
         else:
             self._streams.update(states)
 

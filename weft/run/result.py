@@ -1,6 +1,6 @@
-"""What a run gives back, and how it travels from rank 0 to whoever asked: a folder with plain files.
+"""What a run is asked for and what it gives back, and how that travels from rank 0 to whoever asked: a folder of files.
 
-    result.json        losses, times, verification
+    result.json        losses, times, verification, memory
     timeline.json.gz   the measured timeline of the step with the median time
     gradients.npz      gradients of the first step by parameter (float64), if asked for
 """
@@ -11,8 +11,8 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -23,13 +23,67 @@ import numpy.typing as npt
 from weft.base.array_files import read_arrays
 from weft.base.errors import InputError, RunError
 from weft.base.files import check_output, decode, encode, load_json, write_atomic, written_together
-from weft.run.memory_report import RankMemory
+from weft.plan.memory import CATEGORIES
 from weft.simulate.timeline import Timeline
 from weft.simulate.timeline_file import load_timeline, save_timeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """The most that one rank held in a step, as the account says and as measured, in bytes by category."""
+
+    device: str
+    account: dict[str, int]
+    measured: dict[str, int]
+    inside: int
+    """What of the measured peak was taken by the instruction that ran then, above what was held when it began."""
+    account_at: str
+    measured_at: str
+    """The instructions during which the totals were largest."""
+
+    @property
+    def account_bytes(self) -> int:
+        """Return the account's total."""
+        return sum(self.account.values())
+
+    @property
+    def measured_bytes(self) -> int:
+        """Return the measured total."""
+        return sum(self.measured.values())
+
+    @property
+    def difference(self) -> float:
+        """Return how far the measured peak is above the account's, as a part of the account's."""
+        return self.measured_bytes / self.account_bytes - 1 if self.account_bytes else 0.0
+
+
+def memory_table(ranks: Sequence[RankMemory]) -> str:
+    """Return the comparison for people: for each rank the account's and the measured peak, by category, in MB."""
+    heads = ["rank", "", *CATEGORIES, "peak", "off", "while"]
+    rows = []
+    for rank, item in enumerate(ranks):
+        for parts, words in ((item.account, (f"{rank} ({item.device})", "account", "", item.account_at)),
+                             (item.measured, ("", "measured", f"{item.difference:+.1%}", item.measured_at))):
+            rows.append([*words[:2], *(_mb(parts[part]) for part in CATEGORIES), _mb(sum(parts.values())), *words[2:]])
+    widths = [max(len(row[place]) for row in (heads, *rows)) for place in range(len(heads))]
+    lines = [_line(row, widths) for row in (heads, *rows)]
+    return "\n".join(["peak memory in MB:", *lines])
+
+
+def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
+    numbers = range(2, len(cells) - 1)
+    return "  ".join(cell.rjust(width) if place in numbers else cell.ljust(width)
+                     for place, (cell, width) in enumerate(zip(cells, widths, strict=True))).rstrip()
+
+
+def _mb(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.3f}"
+
 
 RESULT_FILE: Final = "result.json"
 TIMELINE_FILE: Final = "timeline.json.gz"
 GRADIENTS_FILE: Final = "gradients.npz"
+OPTIONS_FILE: Final = "options.json"
 FILES: Final = (TIMELINE_FILE, GRADIENTS_FILE, RESULT_FILE)
 
 
@@ -65,6 +119,16 @@ class RunOptions:
     """Also after every so many steps."""
     resume: bool = False
     """Go on from the latest checkpoint in that folder, if there is one: its steps are counted as taken."""
+
+
+def save_options(options: RunOptions, folder: Path) -> None:
+    """Write the options for the ranks that find them in the folder."""
+    write_atomic(folder / OPTIONS_FILE, json.dumps(encode(options)))
+
+
+def load_options(folder: Path) -> RunOptions:
+    """Return the options that the launcher has written there."""
+    return decode(RunOptions, load_json(folder / OPTIONS_FILE), where=OPTIONS_FILE)
 
 
 def check_folders(options: RunOptions, output: str | PathLike[str] | None) -> None:
@@ -114,7 +178,7 @@ class Verification:
     """Why it differs, where that is known: the loss is not a mean over samples, so the batch must not be cut."""
     float64_error: float | None = None
     """The largest error of the same step in float64, where this one missed the tolerance; see
-    ``weft.run.verify_again``."""
+    ``weft.run.verify``."""
     rounding_error: float | None = None
     """How far one process in the run's dtype is from itself in float64, in the same measure."""
     note: str = ""
@@ -122,19 +186,18 @@ class Verification:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunResult:
-    """What a run gives back."""
+class _Record:
+    """What is in a result's JSON file."""
 
     num_ranks: int
-    losses: tuple[float, ...]
-    """Loss of the whole batch in every step, warm-up included; empty in inference."""
+    losses: tuple[float | None, ...]
+    """Loss of the whole batch in every step, warm-up included; empty in inference. None where it is not finite, which
+    JSON cannot say."""
     step_times_s: tuple[float, ...]
     """From the first start to the last end over all ranks, for every measured step."""
     cpu_s: tuple[float, ...]
     """CPU time of each rank over the measured steps, all its threads."""
-    verification: Verification | None = None
-    timeline: Timeline | None = None
-    gradients: Mapping[str, npt.NDArray[np.float64]] | None = None
+    verification: Verification | None
     gradient_spread: float | None = None
     """The largest difference between the gradients of one parameter on two ranks, where gradients were collected or
     verified."""
@@ -143,36 +206,35 @@ class RunResult:
     notes: tuple[str, ...] = ()
     """What the user should know about the model under the plan."""
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult(_Record):
+    """What a run gives back."""
+
+    losses: tuple[float, ...]
+    verification: Verification | None = None
+    timeline: Timeline | None = None
+    gradients: Mapping[str, npt.NDArray[np.float64]] | None = None
+
     @property
     def step_time_s(self) -> float:
         """Return the median time of a measured step."""
         return float(np.median(self.step_times_s))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Record:
-    num_ranks: int
-    losses: tuple[float | None, ...]
-    """None where a loss is not finite, which JSON cannot say."""
-    step_times_s: tuple[float, ...]
-    cpu_s: tuple[float, ...]
-    verification: Verification | None
-    gradient_spread: float | None = None
-    memory: tuple[RankMemory, ...] | None = None
-    notes: tuple[str, ...] = ()
-
-
 def save_result(result: RunResult, folder: Path) -> None:
     """Write the result's files into the folder: all of them, or none and ``InputError``."""
-    record = _Record(num_ranks=result.num_ranks, losses=losses_or_none(result), step_times_s=result.step_times_s,
-                     cpu_s=result.cpu_s, verification=result.verification, gradient_spread=result.gradient_spread,
-                     memory=result.memory, notes=result.notes)
+    record = _Record(**_record_fields(result, losses=losses_or_none(result)))
     with written_together(folder, FILES) as fresh:
         if result.timeline is not None:
             save_timeline(result.timeline, fresh / TIMELINE_FILE)
         if result.gradients is not None:
             np.savez(fresh / GRADIENTS_FILE, allow_pickle=False, **result.gradients)
         write_atomic(fresh / RESULT_FILE, json.dumps(finite(encode(record))))
+
+
+def _record_fields(record: _Record, *, losses: tuple[float | None, ...]) -> dict[str, Any]:
+    return {item.name: getattr(record, item.name) for item in fields(_Record)} | {"losses": losses}
 
 
 def keep_files(folder: Path, target: Path) -> None:
@@ -188,10 +250,8 @@ def load_result(folder: Path) -> RunResult:
     if not (folder / RESULT_FILE).exists():
         raise RunError(f"the run left no {RESULT_FILE} in {str(folder)!r}")
     record = decode(_Record, load_json(folder / RESULT_FILE), where=RESULT_FILE)
-    losses = tuple(math.nan if loss is None else loss for loss in record.losses)
-    result = RunResult(num_ranks=record.num_ranks, losses=losses, step_times_s=record.step_times_s,
-                       cpu_s=record.cpu_s, verification=record.verification, gradient_spread=record.gradient_spread,
-                       memory=record.memory, notes=record.notes)
+    result = RunResult(**_record_fields(
+        record, losses=tuple(math.nan if loss is None else loss for loss in record.losses)))
     if (folder / TIMELINE_FILE).exists():
         result = replace(result, timeline=load_timeline(folder / TIMELINE_FILE))
     if (folder / GRADIENTS_FILE).exists():

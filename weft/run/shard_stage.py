@@ -6,7 +6,7 @@ gradients, and that in which it wants its operands and gives their gradients. Be
 
     producer's layout -> common layout -> layout of a reader     (the gradient comes back the same way)
 
-Every change of layout is one node of the graph (``weft.run.reshard``), made once for all readers that want the same.
+Every change of layout is one node of the graph (``weft.run.mesh``), made once for all readers that want the same.
 The common layout is named by the plan, or else chosen here so that nothing is exchanged twice.
 
 Inputs and outputs of the stage are whole on all devices, with their gradients. Parameters are there as stored; where
@@ -29,16 +29,16 @@ from weft.model.randomness import is_random
 from weft.plan.plan import Sharding
 from weft.plan.sharding import TensorLayout, parse_layout, whole_layout
 from weft.plan.strategies import SplitOp, parse_strategy
-from weft.run.mesh import DeviceMesh
-from weft.run.partition import StageModule
+from weft.run.mesh import Change, ReplicaMesh, Reshard
 from weft.run.random_state import RankRandom
-from weft.run.reshard import Change, Reshard
+from weft.run.split_backward import attributes_of
+from weft.run.stage import StageModule
 from weft.sharding.factors import NOT_SPLIT, factors_of
 from weft.sharding.local_ops import LocalCall, is_special, plain_call, run_local
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, local_shape
 
 
-def shard_stage(stage: StageModule, sharding: Sharding, mesh: DeviceMesh, *, parameters: Mapping[str, TensorLayout],
+def shard_stage(stage: StageModule, sharding: Sharding, mesh: ReplicaMesh, *, parameters: Mapping[str, TensorLayout],
                 random: RankRandom) -> StageModule:
     """Return the stage as one device of a replica runs it.
 
@@ -49,9 +49,8 @@ def shard_stage(stage: StageModule, sharding: Sharding, mesh: DeviceMesh, *, par
     layouts = _Layouts(stage, sharding, mesh, parameters)
     builder = _Builder(stage, layouts, mesh, random)
     graph = builder.build()
-    attributes = {str(node.target): getattr(stage.module, str(node.target))
-                  for node in stage.module.graph.nodes if node.op == "get_attr"}
-    return replace(stage, module=GraphModule(attributes, graph, class_name="Stage"), op_names={}, tensor_names={})
+    return replace(stage, module=GraphModule(attributes_of(stage.module), graph, class_name="Stage"), op_names={},
+                   tensor_names={})
 
 
 # ---- layouts --------------------------------------------------------------------------------------------------------
@@ -60,7 +59,7 @@ def shard_stage(stage: StageModule, sharding: Sharding, mesh: DeviceMesh, *, par
 class _Layouts:
     """The layouts of a stage's tensors where they are made, where they are read, and in between."""
 
-    def __init__(self, stage: StageModule, sharding: Sharding, mesh: DeviceMesh,
+    def __init__(self, stage: StageModule, sharding: Sharding, mesh: ReplicaMesh,
                  parameters: Mapping[str, TensorLayout]) -> None:
         self.stage, self.mesh = stage, mesh
         self.whole = whole_layout(len(mesh.sizes))
@@ -139,7 +138,7 @@ def _agreed(items: Sequence[Placement], otherwise: Placement) -> Placement:
 class _Builder:
     """Writes the graph of one device."""
 
-    def __init__(self, stage: StageModule, layouts: _Layouts, mesh: DeviceMesh, random: RankRandom) -> None:
+    def __init__(self, stage: StageModule, layouts: _Layouts, mesh: ReplicaMesh, random: RankRandom) -> None:
         self.stage, self.layouts, self.mesh, self.random = stage, layouts, mesh, random
         self.graph = Graph()
         self.local: dict[Node, Node] = {}
@@ -166,7 +165,7 @@ class _Builder:
         """Return the stream of the devices that run the same part of an operator as this one."""
         places = [f"{axis}={self.mesh.coordinates[axis]}" for axis, choice in enumerate(strategy)
                   if choice != NOT_SPLIT]
-        return ",".join(["team" + "-".join(map(str, self.mesh.ranks)), *places])
+        return ",".join(["team" + "-".join(map(str, self.mesh.ranks)), *places])  # as checkpoints name it
 
     def _noted(self, node: Node, new: Node) -> Node:
         """Return the new node with the shape that its value has on this device."""
@@ -221,14 +220,8 @@ def _shapes(value: Any) -> list[tuple[int, ...]]:
 
 def _reshard(value: Change, gradient: Change, is_differentiable: bool) -> Callable[[Tensor], Tensor]:
     """Return a function that changes the layout of a tensor."""
-    if not is_differentiable:
-        def change(tensor: Tensor) -> Tensor:
-            return value(tensor)
-
-        return change
-
     def reshard(tensor: Tensor) -> Tensor:
-        result: Tensor = Reshard.apply(tensor, value, gradient)
+        result: Tensor = Reshard.apply(tensor, value, gradient) if is_differentiable else value(tensor)
         return result
 
     return reshard

@@ -119,9 +119,18 @@ class _Matmul(torch.autograd.Function):
         grad_NO, x_NI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         left, right = (grad_NO, x_NI) if transposed else (x_NI, grad_NO)
         queue.pending.append(MatmulGradient(weight, left, right, bias, grad_NO))
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None
-        return torch.matmul(grad, weight if transposed else weight.t()), None, None, None, None
+        needed = ctx.needs_input_grad[0]
+        return (torch.matmul(grad, weight if transposed else weight.t()) if needed else None), None, None, None, None
+
+
+def _deferred(ctx: Any, queue: WeightGradients, weight: Tensor, bias: Tensor | None,
+              backward: Callable[[list[bool]], Sequence[Tensor | None]]) -> Tensor | None:
+    """Return the gradient of the input, if it is wanted, and leave those of weight and bias in the queue.
+
+    ``backward`` gives the three of them, as its mask asks.
+    """
+    queue.pending.append(CallGradient((weight, bias), lambda: backward([False, True, bias is not None])[1:]))
+    return backward([True, False, False])[0] if ctx.needs_input_grad[0] else None
 
 
 class _Convolution(torch.autograd.Function):
@@ -137,17 +146,8 @@ class _Convolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         bias, options, queue = ctx.rest
         sizes = None if bias is None else list(bias.shape)
-
-        def compute() -> Sequence[Tensor | None]:
-            mask = [False, True, bias is not None]
-            result = aten.convolution_backward(grad, x, weight, sizes, *options, mask)
-            return (result[1], result[2])
-
-        queue.pending.append(CallGradient((weight, bias), compute))
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None
-        inputs = aten.convolution_backward(grad, x, weight, sizes, *options, [True, False, False])
-        return inputs[0], None, None, None, None
+        return (_deferred(ctx, queue, weight, bias, lambda mask: aten.convolution_backward(
+            grad, x, weight, sizes, *options, mask)), None, None, None, None)
 
 
 class _Embedding(torch.autograd.Function):
@@ -183,18 +183,8 @@ class _LayerNorm(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, mean, rstd = ctx.saved_tensors
         bias, shape, queue = ctx.rest
-
-        def compute() -> Sequence[Tensor | None]:
-            mask = [False, True, bias is not None]
-            result = aten.native_layer_norm_backward(grad, x, shape, mean, rstd, weight, bias, mask)
-            return (result[1], result[2])
-
-        queue.pending.append(CallGradient((weight, bias), compute))
-        if not ctx.needs_input_grad[0]:
-            return None, None, None, None, None, None
-        mask = [True, False, False]
-        return (aten.native_layer_norm_backward(grad, x, shape, mean, rstd, weight, bias, mask)[0],
-                None, None, None, None, None)
+        return (_deferred(ctx, queue, weight, bias, lambda mask: aten.native_layer_norm_backward(
+            grad, x, shape, mean, rstd, weight, bias, mask)), None, None, None, None, None)
 
 
 def split_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, queue: WeightGradients) -> Tensor:

@@ -1,23 +1,288 @@
-"""A stage made ready to run: one plain function call per forward, for whole and for split backward passes.
+"""From the traced model and a set of operators to the stage that a rank runs for them.
 
+``build_stage`` copies the operators of one stage out of the model's fx graph:
+
+- parameters and buffers are sunk into the stage (``get_attr``), never arguments;
+- constant operators (masks, position ids) are copied into every stage that reads them;
+- ``getitem`` stays with the operator that makes the tuple;
+- what other stages make becomes an argument, what they need becomes an output, any number of each.
+
+An output that would share memory with an argument is copied, because arguments lie in buffers that are used again.
+Tensors have the names of ``Graph.tensor_names``, so that stages, channels and buckets speak of the same things.
+
+``Stage`` makes a module ready to run: one plain function call per forward, for whole and for split backward passes.
 ``GraphModule.__call__`` and attribute look-up through ``nn.Module`` cost as much as a small operator, so the generated
 ``forward`` is called directly with an object that has the parameters as plain attributes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph as FxGraph
+from torch.fx import GraphModule, Interpreter, Node
 
-from weft.run.mesh import DeviceMesh
-from weft.run.partition import StageModule, attribute_name
+from weft.base.errors import ModelError
+from weft.model.randomness import is_random
+from weft.model.trace import TracedModel, retarget
+from weft.run.mesh import ReplicaMesh
 from weft.run.random_state import RankRandom
-from weft.run.split_backward import WeightGradients, split_weight_gradients
+from weft.run.split_backward import WeightGradients, attributes_of, split_weight_gradients
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelGraph:
+    """A whole model as an fx graph whose placeholders are inputs, parameters and buffers."""
+
+    graph: FxGraph
+    tensor_names: Mapping[Node, str]
+    """The name of every tensor: placeholders, operators, and ``getitem`` of operators with several results."""
+    op_names: Mapping[Node, str]
+    """The name of every operator; ``getitem`` nodes are part of the operator they read."""
+    parameters: frozenset[str]
+    """Tensor names that are parameters."""
+    buffers: frozenset[str]
+    """Tensor names that are buffers or lifted constants."""
+    constants: frozenset[str]
+    """Names of operators that depend on neither inputs nor parameters."""
+    buffer_updates: Mapping[str, Node]
+    """The new value of each buffer that the forward changes."""
+
+    @cached_property
+    def nodes_of_op(self) -> Mapping[str, list[tuple[int, Node]]]:
+        """Return the nodes of every operator, ``getitem`` nodes included, with their positions in the graph."""
+        found: dict[str, list[tuple[int, Node]]] = {}
+        for position, node in enumerate(self.graph.nodes):
+            if node.op == "call_function" and (name := self.op_names.get(_owner(node))) is not None:
+                found.setdefault(name, []).append((position, node))
+        return found
+
+
+def model_graph(traced: TracedModel) -> ModelGraph:
+    """Return a traced model with its nodes under the names of its ``Graph``."""
+    program, graph = traced.program, traced.graph
+    tensor_names = {program.nodes[node]: name for name, node in program.tensor_nodes.items()}
+    op_names: dict[Node, str] = {}
+    for op, (first, *items) in program.op_nodes.items():
+        op_names[program.nodes[first]] = op
+        for item in items:
+            node = program.nodes[item]
+            tensor_names.setdefault(node, f"{op}:{node.args[1]}")
+    for placeholder, path in (*program.parameters.items(), *program.buffers.items()):
+        tensor_names.setdefault(program.nodes[placeholder], path)
+    constants = {name for name, is_constant in zip(graph.op_names, graph.is_constant, strict=True) if is_constant}
+    return ModelGraph(
+        graph=program.fx_graph, tensor_names=tensor_names, op_names=op_names, constants=frozenset(constants),
+        parameters=frozenset(program.parameters.values()),
+        buffers=frozenset(program.buffers.values()) | program.constants.keys(),
+        buffer_updates={path: program.nodes[program.tensor_nodes[name]]
+                        for path, name in program.buffer_updates.items()})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StageModule:
+    """One stage: ``module(*inputs)`` returns the tuple of its outputs."""
+
+    module: GraphModule
+    inputs: tuple[str, ...]
+    """Names of the arguments: inputs of the model and tensors of other stages, in order of first use."""
+    outputs: tuple[str, ...]
+    parameters: tuple[str, ...]
+    """Names of its parameters; ``attribute_name`` gives the attribute of the module that holds one."""
+    values: Mapping[str, Tensor]
+    """Arguments and outputs as traced, without data: their shape, dtype and layout."""
+    updated_buffers: tuple[str, ...]
+    """Buffers that the forward changes: their new values follow the outputs."""
+    uses_random: bool
+    """Some operator draws random numbers (a recomputation must draw the same again)."""
+    op_names: Mapping[Node, str]
+    """The operators of the model by their nodes in the module's graph."""
+    tensor_names: Mapping[Node, str]
+    """The tensors of the model by their nodes in the module's graph."""
+
+
+def attribute_name(name: str) -> str:
+    """Return a Python identifier for a tensor's name, different for different names."""
+    return "t_" + "".join(char if char.isascii() and char.isalnum() else f"_{ord(char):x}_" for char in name)
+
+
+def build_stage(model: ModelGraph, ops: Sequence[str], outputs: Sequence[str], *, values: Callable[[str], Tensor],
+                device: torch.device) -> StageModule:
+    """Return the stage of the operators ``ops`` that returns the tensors ``outputs``.
+
+    ``values`` gives its parameters and buffers by tensor name; constants are made on ``device``. Raise
+    ``ModelError`` if an output is not computed by these operators.
+    """
+    builder = _Builder(model, frozenset(ops))
+    builder.copy_all()
+    by_name = {model.tensor_names[node]: node for node in builder.copied if node in model.tensor_names}
+    for name in outputs:
+        if name not in by_name:
+            raise ModelError(f"tensor {name!r} is not computed by the stage that should send it")
+    updated = tuple(name for name, node in model.buffer_updates.items()
+                    if node in builder.copied and name in builder.buffers)
+    results = [*(by_name[name] for name in outputs), *(model.buffer_updates[name] for name in updated)]
+    builder.graph.output(tuple(builder.copied[node] for node in results))
+    attributes = {attribute_name(name): values(name) for name in (*builder.parameters, *builder.buffers)}
+    _retarget(builder.graph, torch.device("meta"))
+    _copy_shared_outputs(builder.graph)
+    _retarget(builder.graph, device)
+    return StageModule(
+        module=GraphModule(attributes, builder.graph, class_name="Stage"), inputs=tuple(builder.inputs),
+        outputs=tuple(outputs), parameters=tuple(builder.parameters),
+        values={name: node.meta["val"] for name, node in builder.inputs.items()}
+        | {name: by_name[name].meta["val"] for name in outputs},
+        updated_buffers=updated, uses_random=builder.uses_random,
+        op_names={new: model.op_names[node] for node, new in builder.copied.items() if node in model.op_names},
+        tensor_names={new: model.tensor_names[node] for node, new in builder.copied.items()
+                      if node in model.tensor_names})
+
+
+class _Builder:
+    """Copies nodes into a new graph, and notes what had to become an argument or an attribute."""
+
+    def __init__(self, model: ModelGraph, ops: frozenset[str]) -> None:
+        self.model, self.ops = model, ops
+        self.graph = FxGraph()
+        self.copied: dict[Node, Node] = {}
+        self.inputs: dict[str, Node] = {}
+        self.parameters: dict[str, Node] = {}
+        self.buffers: dict[str, Node] = {}
+        self.uses_random = False
+        self._first: Node | None = None
+
+    def copy_all(self) -> None:
+        """Copy every operator of the stage, in the order of the model."""
+        nodes = [item for op in self.ops for item in self.model.nodes_of_op.get(op, ())]
+        for _, node in sorted(nodes, key=lambda item: item[0]):
+            self._copy(node)
+
+    def _is_inside(self, node: Node) -> bool:
+        if node.op != "call_function":
+            return False
+        owner = _owner(node)
+        return self.model.op_names.get(owner) in self.ops
+
+    def _value(self, node: Node) -> Node:
+        """Return the copy of ``node``, made on demand: operator, argument, attribute or constant."""
+        if node in self.copied:
+            return self.copied[node]
+        if node.op == "placeholder":
+            return self._copy_placeholder(node)
+        if self._is_inside(node) or self.model.op_names.get(_owner(node)) in self.model.constants:
+            return self._copy(node)
+        return self._argument(node)
+
+    def _copy(self, node: Node) -> Node:
+        if node not in self.copied:
+            for needed in node.all_input_nodes:
+                self._value(needed)
+            new = self.graph.node_copy(node, lambda item: self.copied[item])
+            self.copied[node] = new
+            self.uses_random |= is_random(node)
+        return self.copied[node]
+
+    def _copy_placeholder(self, node: Node) -> Node:
+        name = self.model.tensor_names[node]
+        for names, table in ((self.model.parameters, self.parameters), (self.model.buffers, self.buffers)):
+            if name in names:
+                new = self.graph.create_node("get_attr", attribute_name(name), name=attribute_name(name))
+                new.meta = node.meta
+                table[name] = self.copied[node] = new
+                return new
+        return self._argument(node)
+
+    def _argument(self, node: Node) -> Node:
+        name = self.model.tensor_names.get(node)
+        if name is None:
+            raise ModelError(f"{node.name!r} crosses between stages but is not a tensor: keep its readers with it")
+        new = self.graph.placeholder(f"a{len(self.inputs)}")
+        new.meta = node.meta
+        # Placeholders lead the list: move each behind the last one.
+        if self._first is None:
+            first = next(iter(self.graph.nodes))
+            if first is not new:
+                first.prepend(new)
+        else:
+            self._first.append(new)
+        self._first = new
+        self.inputs[name] = self.copied[node] = new
+        return new
+
+
+def _owner(node: Node) -> Node:
+    """Return the operator that makes the tuple ``node`` is taken from, or ``node`` itself."""
+    while node.op == "call_function" and node.target is operator.getitem:
+        node = node.args[0]
+    return node
+
+
+def _retarget(graph: FxGraph, device: torch.device) -> None:
+    """Let all operators that make tensors from nothing make them on ``device``, in place."""
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is not operator.getitem:
+            node.args, node.kwargs = retarget(node.args, device), retarget(node.kwargs, device)
+            if "device" not in node.kwargs and _makes_tensor(node):
+                node.kwargs = {**node.kwargs, "device": device}
+
+
+def _makes_tensor(node: Node) -> bool:
+    """Return whether the operator has a device but no tensor to take it from."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and not node.all_input_nodes and any(item.name == "device" for item in schema.arguments)
+
+
+def _copy_shared_outputs(graph: FxGraph) -> None:
+    """Clone the outputs that share memory with an argument, as runs on meta tensors show.
+
+    Arguments are laid out as traced if the same rank has made them, and in one piece if they came in a message: then
+    ``contiguous`` and its like make no copy.
+    """
+    end = next(iter(reversed(graph.nodes)))
+    results = list(end.args[0])
+    shared = _shared_outputs(graph, in_one_piece=False) | _shared_outputs(graph, in_one_piece=True)
+    with graph.inserting_before(end):
+        for position in sorted(shared):
+            results[position] = graph.call_function(torch.ops.aten.clone.default, (results[position],))
+    end.args = (tuple(results),)
+
+
+def _shared_outputs(graph: FxGraph, *, in_one_piece: bool) -> set[int]:
+    arguments, outputs = _MetaRun(graph, in_one_piece=in_one_piece).run_stage()
+    storages = {item.untyped_storage()._cdata for item in arguments}
+    return {position for position, output in enumerate(outputs) if output.untyped_storage()._cdata in storages}
+
+
+class _MetaRun(Interpreter):
+    """Runs a stage without data; views share their (empty) storage as they will when it runs for real."""
+
+    def __init__(self, graph: FxGraph, *, in_one_piece: bool) -> None:
+        super().__init__(torch.nn.Module(), graph=graph)
+        self._in_one_piece = in_one_piece
+
+    def run_stage(self) -> tuple[list[Tensor], tuple[Tensor, ...]]:
+        """Return the arguments and the outputs."""
+        arguments = [_meta_like(node) for node in self.graph.nodes if node.op == "placeholder"]
+        if self._in_one_piece:
+            arguments = [item.contiguous() for item in arguments]
+        with torch.no_grad():
+            return arguments, self.run(*arguments, enable_io_processing=False)
+
+    def run_node(self, n: Node) -> Any:
+        return _meta_like(n) if n.op == "get_attr" else super().run_node(n)
+
+
+def _meta_like(node: Node) -> Tensor:
+    value = node.meta["val"]
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
 
 Forward = Callable[..., tuple[Tensor, ...]]
 
@@ -25,7 +290,8 @@ Forward = Callable[..., tuple[Tensor, ...]]
 class Stage:
     """The callables of one stage: ``forward`` for ``B``, ``split_forward`` for ``I`` and ``W``."""
 
-    def __init__(self, module: StageModule, *, split: bool, random: RankRandom, mesh: DeviceMesh | None = None) -> None:
+    def __init__(self, module: StageModule, *, split: bool, random: RankRandom,
+                 mesh: ReplicaMesh | None = None) -> None:
         self.module, self.mesh, self.random = module, mesh, random
         """The mesh is that of a stage on several devices, with the number of its collectives."""
         self.updates = [(len(module.outputs) + number, self.buffer(name))
@@ -50,18 +316,5 @@ class Stage:
 
 def _direct_call(module: GraphModule) -> Forward:
     """Return the module's forward as a function of its arguments alone."""
-    attributes: dict[str, Any] = {str(node.target): getattr(module, str(node.target))
-                                  for node in module.graph.nodes if node.op == "get_attr"}
-    holder = SimpleNamespace(**attributes)
-    forward: Forward = type(module).forward.__get__(holder)
+    forward: Forward = type(module).forward.__get__(SimpleNamespace(**attributes_of(module)))
     return forward
-
-
-def run_backward(edges: Sequence[Any], gradients: Sequence[Tensor]) -> None:
-    """Run autograd from the graph's edges, accumulating into the leaves.
-
-    ``torch.autograd.backward`` does the same after checks of about ten microseconds; shapes were checked when the
-    stages were made.
-    """
-    torch.autograd.Variable._execution_engine.run_backward(
-        tuple(edges), tuple(gradients), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -19,8 +19,8 @@ from weft.base import tensor_file
 from weft.base.errors import InputError
 from weft.base.tensor_file import Entry, file_begin, file_order
 from weft.plan.sharding import Region
-from weft.run.checksums import Checksum
-from weft.run.shard_parameters import cut_region
+from weft.run.checkpoint_folder import Checksum
+from weft.run.parameters import cut_region
 
 DTYPES: Final = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,

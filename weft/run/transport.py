@@ -23,11 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from weft.base.errors import RunError
-from weft.run.exchange_group import ExchangeGroup
 from weft.run.failures import PeerLost, failure
-from weft.run.staging import OnHost, Staging, Work
 from weft.run.status import StatusLine
-from weft.run.wire import moved_per_entry, settled, to_add, to_move
+from weft.run.wire import ExchangeGroup, OnHost, Staging, Work, moved_per_entry, settled, to_add, to_move
 
 
 class Transport:
@@ -160,6 +158,13 @@ class Transport:
         """Return the tensor where the backend can take it: itself, or a copy in the host's memory."""
         return tensor if self.staging is None else self.staging.copy(tensor)
 
+    def through_wire(self, tensor: Tensor, exchange: Callable[[Tensor], None]) -> None:
+        """Let ``exchange`` change the tensor where the backend can take it: itself, or a copy in the host's memory."""
+        wire = self.on_wire(tensor)
+        exchange(wire)
+        if wire is not tensor:
+            tensor.copy_(wire)
+
     def _collect(self, start: Callable[[Any], Work], result: Tensor, ranks: tuple[int, ...], verb: str) -> Tensor:
         """Return the result of a collective, on the rank's device, when it is done."""
         self.status.begin_wait()
@@ -201,6 +206,13 @@ class Transport:
             data = torch.empty(int(length), dtype=torch.uint8)
         self._finish(self._cpu.broadcast([data]))
         return json.loads(bytes(data.numpy()))
+
+    def first_record(self, record: Any) -> tuple[int, Any]:
+        """Return on all ranks the first rank whose JSON record is not empty, and that record; (-1, None) if none is."""
+        records = self.gather_records(record) or []
+        found = next(((rank, item) for rank, item in enumerate(records) if item), (-1, None))
+        rank, first = self.share_record(found)
+        return rank, first
 
     def total(self, number: float) -> float:
         """Return the sum of the ranks' numbers, the same on all ranks."""

@@ -1,10 +1,10 @@
 """Notices that another rank is gone or hangs, when no launcher of ours watches the processes (``torchrun``).
 
 Every rank beats once a second in the job's TCP store, with its line and what it is doing, and watches the next rank;
-rank 0 watches whether all of them get on (``weft.run.hang``). Whoever misses a beat for too long, or sees that the next
-rank's process on this machine is dead, writes down which rank it is and what it did last; all ranks look for that note
-and end. A rank that loses a connection leaves the verdict to the note, so that there is one message, about the right
-rank.
+rank 0 watches whether all of them get on (``weft.run.status.Observer``). Whoever misses a beat for too long, or sees
+that the next rank's process on this machine is dead, writes down which rank it is and what it did last; all ranks look
+for that note and end. A rank that loses a connection leaves the verdict to the note, so that there is one message,
+about the right rank.
 """
 
 from __future__ import annotations
@@ -26,8 +26,18 @@ import torch.distributed as dist
 
 from weft.base.errors import RunError
 from weft.base.scratch import scratch_file
-from weft.run.hang import Hang, Limits, Observer, describer, limits_of
-from weft.run.status import BEAT_S, Line, Milestone, StatusLine, create_status_file
+from weft.run.status import (
+    BEAT_S,
+    Hang,
+    Limits,
+    Line,
+    Milestone,
+    Observer,
+    StatusLine,
+    create_status_file,
+    describer,
+    limits_of,
+)
 from weft.run.transport import Transport, open_store
 
 START_S: Final = 60.0
@@ -175,7 +185,8 @@ class Watch(threading.Thread):
         is_served = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
         if self._stopping.is_set() or self.is_leaving or (self._is_script and not is_served):
             return None
-        why = f"the job's store is gone ({_first_line(problem)}), so the job has ended"
+        first_line = next(iter(str(problem).splitlines()), type(problem).__name__)
+        why = f"the job's store is gone ({first_line}), so the job has ended"
         if not is_served and self.rank != 0 and 0 in self._neighbours:
             how = "is gone" if self.status.has_died(0) else "does not answer"
             why = f"rank 0, which serves the job's store, {how}; it was {self.status.describe(0)}"
@@ -278,8 +289,3 @@ def expect_steps(predicted_s: float | None) -> None:
 
 def _print(message: str) -> None:
     print(f"weft: {message}", file=sys.stderr, flush=True)
-
-
-def _first_line(problem: BaseException) -> str:
-    lines = str(problem).splitlines()
-    return lines[0] if lines else type(problem).__name__

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from weft.base.errors import InputError, RunError
 from weft.model.fidelity import check_trace
@@ -17,17 +20,15 @@ from weft.model.weights import materialize
 from weft.plan.cut import check_cut
 from weft.plan.notes import recompute_notes
 from weft.plan.plan import Plan
+from weft.plan.program import Program
 from weft.run.checkpoint import Checkpoints, model_state
-from weft.run.collect import Measured, collect, inspect, run_dtype
-from weft.run.executor import Executor
-from weft.run.memory_collect import add_memory
-from weft.run.memory_meter import measure_step
+from weft.run.executor import Executor, StepTimes, loaded_executor, measured_timeline
+from weft.run.memory_meter import add_memory, measure_step
 from weft.run.prepare import Prepared, Tracer, connect_ranks, lower_to_run, prepare_rank
-from weft.run.result import RunOptions, RunResult, Verification
-from weft.run.status import Milestone, StatusLine
+from weft.run.result import RunOptions, RunResult, Verification, rank_devices
+from weft.run.status import Milestone
 from weft.run.transport import Transport
-from weft.run.verify import copy_gradients
-from weft.run.verify_again import FirstStep, verify_again
+from weft.run.verify import Measured, inspect, run_dtype, verify_again
 
 MAX_TIMED_STEPS: Final = 64
 """Times of single instructions are kept for the last so many steps."""
@@ -49,29 +50,50 @@ def check_world(plan: Plan, num_ranks: int) -> None:
                        f"{', ...' if wanted > 8 else ''}) but there are {num_ranks} processes: start {wanted}")
 
 
-def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Transport, status: StatusLine,
+def own_device(text: str, *, rank: int, num_ranks: int) -> torch.device:
+    """Return the device of this rank: as ``text`` says for it, a GPU without a number in the order of local ranks."""
+    wanted = rank_devices(text, num_ranks)
+    if not wanted[rank].startswith("cuda"):
+        return torch.device("cpu")
+    local = wanted[rank - int(os.environ.get("LOCAL_RANK", rank)):rank]
+    _, _, number = wanted[rank].partition("@")[0].partition(":")
+    index = int(number) if number else sum(name.startswith("cuda") for name in local)
+    count = torch.cuda.device_count()
+    if index >= count:
+        raise RunError(f"GPU {index} is needed for rank {rank}, but this machine has {count}: start fewer ranks "
+                       "on it, or use --device cpu")
+    device = torch.device("cuda", index)
+    torch.cuda.set_device(device)
+    if len(set(wanted)) > 1:  # convolutions on a GPU round to 10 bits by default, which a rank on a CPU does not
+        torch.backends.cudnn.allow_tf32 = False
+    return device
+
+
+def limit_memory(device: torch.device, num_bytes: int) -> None:
+    """Let this process take at most so much of the GPU's memory; more raises an out-of-memory error."""
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
+
+
+def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Transport,
             adjust: Callable[[Executor], None] | None = None) -> RunResult | None:
     """Run the plan's steps on this rank; return the result on rank 0, None elsewhere.
 
     ``adjust`` may change the executor before the first step; it is there for tests.
     """
+    status = transport.status
     status.set(Milestone.TRACING)
     program = lower_to_run(plan, tracer)
     status.set(Milestone.LOADING)
     connect_ranks(program, tracer, transport)
     prepared = prepare_rank(program, tracer, transport, seed=options.seed)
-    executor = Executor(program, stages=prepared.stages, parameters=prepared.parameters, transport=transport,
-                        status=status, factors=prepared.factors)
-    inputs = tracer.source.inputs(plan.model.batch, options.seed)
-    executor.load(dict(zip(prepared.input_names, inputs, strict=True)))
-    if adjust is not None:
-        adjust(executor)
+    executor = loaded_executor(prepared, tracer.source, transport, seed=options.seed, adjust=adjust)
     saving = None
     if options.checkpoint is not None:
         state = model_state(tracer.source.build(), program, rank=transport.rank, seed=options.seed)
         saving = _Saving(options, Checkpoints(prepared, transport, plan=plan, state=state,
                                               optimizer=executor.optimizer, shares=executor.shares))
-    measured = _run_steps(executor, prepared, options, status, saving)
+    measured = _run_steps(executor, prepared, options, saving)
     metered = None
     if options.memory:
         transport.barrier()
@@ -81,8 +103,7 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
     if metered is not None:
         result = add_memory(result, program, metered, source=tracer.source, transport=transport)
     if options.verify or options.gradients:
-        inspected = inspect(program, prepared, measured, options, source=tracer.source, transport=transport,
-                            status=status)
+        inspected = inspect(prepared, measured, options, source=tracer.source, transport=transport)
         draws = transport.total(float(prepared.random.is_used)) > 0
         check = inspected.verification
         if check is not None:
@@ -91,8 +112,8 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
                   and check.reason == inspected.verification.reason and run_dtype(program) != torch.float64)
         if transport.share_record(misses):
             del executor, prepared, measured
-            first = FirstStep(check=check, reference=inspected.reference)
-            check = verify_again(plan, tracer, options, first, transport=transport, status=status, adjust=adjust)
+            first = replace(inspected, verification=check)
+            check = verify_again(plan, tracer, options, first, transport=transport, adjust=adjust)
         if result is not None:
             result = replace(result, verification=check, gradients=inspected.gradients,
                              gradient_spread=inspected.gradient_spread)
@@ -147,9 +168,9 @@ class _Saving:
             self._checkpoints.save(self._folder, step=num_steps)
 
 
-def _run_steps(executor: Executor, prepared: Prepared, options: RunOptions, status: StatusLine,
+def _run_steps(executor: Executor, prepared: Prepared, options: RunOptions,
                saving: _Saving | None) -> Measured:
-    measured, transport = Measured(), executor.transport
+    measured, transport, status = Measured(), executor.transport, executor.transport.status
     first = 0 if saving is None else saving.first_step()
     status.set(Milestone.WAITING)
     offset = transport.clock_offset_s()
@@ -163,9 +184,7 @@ def _run_steps(executor: Executor, prepared: Prepared, options: RunOptions, stat
         measured.losses.append(executor.take_loss())
         results = executor.take_results()
         if number == first and wanted:
-            measured.first_results = results
-            if executor.program.plan.model.mode == "training":  # else copies of zeros would fill the memory
-                measured.first_gradients = copy_gradients(executor.parameters)
+            measured.keep_first(executor, results)
         if number >= options.warmup:
             times = executor.step_times(offset)
             measured.times = [*measured.times[1 - MAX_TIMED_STEPS:], times]
@@ -176,3 +195,28 @@ def _run_steps(executor: Executor, prepared: Prepared, options: RunOptions, stat
             saving.save(number + 1)
             status.set(Milestone.WAITING)
     return measured
+
+
+def collect(program: Program, measured: Measured, transport: Transport) -> RunResult | None:
+    """Return on rank 0 the losses, times and timeline of all ranks."""
+    records = transport.gather_records({"losses": measured.losses, "spans": measured.spans, "cpu_s": measured.cpu_s})
+    mine = np.stack([np.stack([item.start_s, item.end_s]) for item in measured.times])
+    own = torch.from_numpy(mine).reshape(-1)
+    parts = [transport.gather_tensor(own, source=rank) for rank in range(transport.num_ranks)]
+    if records is None:
+        return None
+    spans = np.asarray([record["spans"] for record in records])
+    durations = spans[:, :, 1].max(axis=0) - spans[:, :, 0].min(axis=0)
+    kept = durations[-len(measured.times):]
+    chosen = int(np.argsort(kept, kind="stable")[len(kept) // 2])
+    times = [_unpack(part, len(measured.times), chosen) for part in parts if part is not None]
+    losses = tuple(float(value) for value in np.asarray([record["losses"] for record in records]).sum(axis=0))
+    return RunResult(
+        num_ranks=transport.num_ranks, losses=losses if program.plan.model.mode == "training" else (),
+        step_times_s=tuple(durations.tolist()), cpu_s=tuple(record["cpu_s"] for record in records),
+        timeline=measured_timeline(program, times))
+
+
+def _unpack(part: Tensor, num_steps: int, chosen: int) -> StepTimes:
+    values = part.view(torch.float64).numpy().reshape(num_steps, 2, -1)
+    return StepTimes(start_s=values[chosen, 0], end_s=values[chosen, 1])

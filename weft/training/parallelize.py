@@ -10,20 +10,22 @@ and calls the same methods. Without ``torchrun`` it is one process, for a plan o
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from weft.base.errors import InputError, ModelError, RunError
+from weft.base.files import load_json
+from weft.cluster import read_cluster
+from weft.cluster.cluster import Cluster
 from weft.model.autocast import current_autocast
 from weft.model.fidelity import check_trace
 from weft.model.notes import rule_notes
@@ -34,26 +36,16 @@ from weft.plan.cut import check_cut, finest_parts, loss_parts
 from weft.plan.notes import recompute_notes
 from weft.plan.plan import Optimizer, OptimizerKind, Plan, load_plan, parse_plan, plan_to_json
 from weft.plan.program import Program
-from weft.run.__main__ import own_device
-from weft.run.agreement import together
-from weft.run.batches import Batch
 from weft.run.checkpoint import model_state
+from weft.run.failures import together
 from weft.run.prepare import Tracer, connect_ranks, lower_to_run, prepare_rank
-from weft.run.targets import counted_targets
-from weft.run.trainer import NEEDS_WHOLE, MakeOptimizer, Trainer, without_optimizer
 from weft.run.transport import Transport, meeting_store
 from weft.run.watch import expect_steps, watch_script
-from weft.run.wire import settled
-from weft.run.worker import check_world
-from weft.training.replan import devices_left, plan_again, plan_for
-
-if TYPE_CHECKING:
-    from weft.cluster.cluster import Cluster
+from weft.run.worker import check_world, own_device
+from weft.training.batches import Batch, counted_targets, digest
+from weft.training.trainer import NEEDS_WHOLE, MakeOptimizer, Trainer, without_optimizer
 
 log = logging.getLogger(__name__)
-
-NUM_HASHED = 4096
-"""Bytes of each parameter and buffer whose order counts when ranks compare their models."""
 
 
 def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: Plan | Cluster | str | PathLike[str], *,
@@ -220,25 +212,13 @@ def source_of_module(model: torch.nn.Module, example_inputs: Batch, batch: int |
 def _check_same(model: torch.nn.Module, transport: Transport) -> None:
     """Raise ``RunError`` on all ranks unless they have built the model with the same parameters and buffers."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
-    digests = {name: _digest(tensor) + str(tensor.requires_grad) for name, tensor in tensors if not tensor.is_meta}
+    digests = {name: f"{digest([tensor])} {tensor.requires_grad}" for name, tensor in tensors if not tensor.is_meta}
     expected = transport.share_record(digests)
     differing = [name for name in (*expected, *digests) if digests.get(name) != expected.get(name)]
-    records = transport.gather_records(differing[:1]) or []
-    first = transport.share_record(next((name for record in records for name in record), None))
-    if first is not None:
-        raise RunError(f"the ranks have built different models: {first!r} is not the same on all of them. Call "
+    _, first = transport.first_record(differing[:1])
+    if first:
+        raise RunError(f"the ranks have built different models: {first[0]!r} is not the same on all of them. Call "
                        "torch.manual_seed with the same seed on all ranks before building the model")
-
-
-def _digest(tensor: Tensor) -> str:
-    """Return what differs for tensors that differ: of the first entries a hash, of all a sum, which is quick."""
-    data = settled(tensor.detach()).reshape(-1).view(torch.uint8)
-    words = data[: data.numel() // 8 * 8].view(torch.int64)
-    total = int(words.sum()) + int(data[words.numel() * 8 :].sum())
-    return hashlib.sha256(bytes(data[:NUM_HASHED].cpu().numpy()) + str(total).encode()).hexdigest()[:16]
-
-
-# ---- the plan -------------------------------------------------------------------------------------------------------
 
 
 def _shared_plan(transport: Transport, find: Callable[[], Plan]) -> Plan:
@@ -254,8 +234,6 @@ def _find_plan(source: ModelSource, given: Plan | Cluster | str | PathLike[str],
                microbatches: int | None, devices: Sequence[str] | None, seed: int, num_ranks: int,
                optimizer: OptimizerKind | None, whole: bool) -> Plan:
     """Return the plan that was given, or one for the cluster, or for what is left of it."""
-    from weft.cluster.cluster import Cluster
-
     item = _read(given) if isinstance(given, str | PathLike) else given
     if not isinstance(item, Plan | Cluster):
         raise InputError(f"cluster_or_plan is {type(given).__name__}: give a plan or its file, or a cluster, its file "
@@ -267,13 +245,18 @@ def _find_plan(source: ModelSource, given: Plan | Cluster | str | PathLike[str],
             raise InputError(f"batch is {batch}, but the plan is for {item.model.batch} samples: leave it out")
         if optimizer is not None and devices is not None:
             item = replace(item, optimizer=replace(item.optimizer, kind=optimizer))
-        return item if devices is None else plan_again(item, source, devices, whole_parameters=whole)
+        if devices is None:
+            return item
+    from weft.search.common.problem import PlanOptions  # the planner is heavy: only who plans loads it
+    from weft.training.replan import devices_left, plan_again, plan_for
+
+    if isinstance(item, Plan):
+        assert devices is not None, "else the plan is the one"
+        return plan_again(item, source, devices, whole_parameters=whole)
     cluster = item if devices is None else devices_left(item, devices)
     if cluster.num_devices != num_ranks:
         raise InputError(f"the cluster has {cluster.num_devices} devices but there are {num_ranks} processes: start as "
                          "many, with torchrun, or name the devices that are left (devices=...)")
-    from weft.search.common.problem import PlanOptions
-
     options = PlanOptions(batch=source.batch, microbatches=microbatches, seed=seed, dtype=_dtype_of(source),
                           own_dtypes=True,
                           optimizer=Optimizer(kind=optimizer or "adamw"), whole_parameters=whole)
@@ -282,12 +265,8 @@ def _find_plan(source: ModelSource, given: Plan | Cluster | str | PathLike[str],
 
 def _read(path: str | PathLike[str]) -> Plan | Cluster:
     """Return what is in the file, or the cluster that the text lists."""
-    from weft.cluster import read_cluster
-
     text = os.fspath(path)
     if os.path.isfile(text) and text.endswith((".json", ".json.gz")):
-        from weft.base.files import load_json
-
         value = load_json(text)
         if isinstance(value, dict) and value.get("format") == "weft.plan":
             return load_plan(text)

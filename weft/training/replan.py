@@ -1,27 +1,25 @@
 """Plans made on the way into a run: for a cluster, or for the devices that are left of one.
 
-This is the only module of the runtime that reaches for the planner, and it does so when asked for a plan.
+Of the modules that a training script loads this is the only one that reaches for the planner: ``parallelize`` imports
+it when it must plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from weft.base.errors import ClusterError, InputError
-
-if TYPE_CHECKING:
-    from weft.cluster.cluster import Cluster
-    from weft.model.source import ModelSource
-    from weft.plan.plan import Plan
-    from weft.search.common.problem import PlanOptions
+from weft.cluster.cluster import Cluster
+from weft.cluster.cluster_file import parse_cluster
+from weft.model.source import ModelSource
+from weft.plan.plan import Plan
+from weft.planning.make import SearchOptions, search_plans
+from weft.search.common.problem import PlanOptions
 
 
 def plan_for(source: ModelSource, cluster: Cluster, options: PlanOptions) -> Plan:
     """Return the best plan that the planner finds for the model on the cluster."""
-    from weft.planning.make import SearchOptions, search_plans
-
     best = search_plans(source, cluster, options, SearchOptions(try_example=False)).comparison.best
     assert best.plan is not None, "the search raises otherwise"
     return best.plan
@@ -32,8 +30,6 @@ def plan_again(plan: Plan, source: ModelSource, devices: Sequence[str], *, whole
 
     What only saves memory, states in pieces and recomputation, is done again where it is needed.
     """
-    from weft.search.common.problem import PlanOptions
-
     options = PlanOptions(batch=plan.model.batch, mode=plan.model.mode, dtype=plan.model.dtype, seed=plan.search.seed,
                           own_dtypes=source.dtype is None,
                           optimizer=replace(plan.optimizer, sharded=False), whole_parameters=whole_parameters)
@@ -42,8 +38,6 @@ def plan_again(plan: Plan, source: ModelSource, devices: Sequence[str], *, whole
 
 def cluster_of(plan: Plan) -> Cluster:
     """Return the cluster that a plan describes."""
-    from weft.cluster.cluster_file import parse_cluster
-
     if plan.cluster.description is None:
         raise InputError("the plan does not describe its cluster, so it cannot be planned again: make it with "
                          "`weft plan`, or give a cluster")

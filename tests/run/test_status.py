@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 from weft.base.errors import InputError
-from weft.run.hang import Limits, Observer, describer, limits_of
-from weft.run.status import Line, Milestone
+from weft.run.status import Limits, Line, Milestone, Observer, describer, limits_of
 
 LABELS = ("recv s0>s1 mb 0", "F s1 mb 0", "B s1 mb 0")
 DESCRIBE = describer(lambda rank: LABELS)

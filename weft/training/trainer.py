@@ -22,17 +22,15 @@ from weft.base.errors import InputError, RunError
 from weft.model.autocast import autocast_off
 from weft.plan.lower import lower
 from weft.plan.plan import Optimizer, Plan
-from weft.run.agreement import raise_on_all
-from weft.run.batches import Batch, Batches
 from weft.run.checkpoint import Checkpoints, ModelState
 from weft.run.checkpoint_folder import CheckpointRecord
 from weft.run.executor import Executor
+from weft.run.failures import raise_on_all
 from weft.run.optimizers import make_optimizer
-from weft.run.overlap import with_gradient
 from weft.run.prepare import Prepared
 from weft.run.status import Milestone
-from weft.run.targets import BatchCheck
 from weft.run.transport import Transport
+from weft.training.batches import Batch, BatchCheck, Batches
 
 MakeOptimizer: TypeAlias = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
@@ -76,8 +74,7 @@ class Trainer(torch.nn.Module):
         expected = [(name, tuple(item.shape), item.dtype)
                     for name, item in zip(prepared.input_names, examples, strict=True)]
         self._batches = Batches(transport, expected, num_samples=plan.model.batch, autocast=autocast, targets=targets)
-        self.executor = Executor(prepared.program, stages=prepared.stages, parameters=prepared.parameters,
-                                  transport=transport, status=transport.status, factors=prepared.factors)
+        self.executor = Executor(prepared, transport)
         self._evaluator: Executor | None = None
         self.optimizer = self._make_optimizer(optimizer)
         """Of this rank's parameters; None where the plan has none and none was given."""
@@ -89,10 +86,7 @@ class Trainer(torch.nn.Module):
 
     def _make_optimizer(self, make: MakeOptimizer | None) -> torch.optim.Optimizer | None:
         """Return the optimizer of what this rank trains; where that is nothing, of an empty parameter."""
-        reached = with_gradient(self._prepared.program.graph)
-        trained = [tensor for name, tensor in self.executor.shares.tensors.items()
-                   if tensor.requires_grad and name in reached]
-        trained = trained or [torch.nn.Parameter(torch.zeros(0, 2, device=self.transport.device))]
+        trained = self.executor.trained or [torch.nn.Parameter(torch.zeros(0, 2, device=self.transport.device))]
         if make is None:
             return make_optimizer(trained, self.plan.optimizer)
         made = make(trained)
@@ -186,16 +180,15 @@ class Trainer(torch.nn.Module):
 
     def _make_evaluator(self) -> Executor:
         """Return what executes the forwards of the plan alone, with the same stages."""
-        stages, program = self._prepared.stages, self._prepared.program
-        uses_random = any(stage.module.uses_random for stage in stages.values())
+        program = self._prepared.program
+        uses_random = any(stage.module.uses_random for stage in self._prepared.stages.values())
         if self.transport.total(float(uses_random or self._prepared.takes_statistics)):
             raise RunError("the model draws random numbers or takes statistics over its samples in the mode that it "
                            "was traced in, so its loss is no evaluation: load a checkpoint into the plain module")
         plan = replace(program.plan, gradients=(), model=replace(program.plan.model, mode="inference"), order={
             device: tuple(token for token in tokens if token.split(":")[1] == "F")
             for device, tokens in program.plan.order.items()})
-        return Executor(lower(plan, program.graph), stages=stages, parameters=self._prepared.parameters,
-                        transport=self.transport, status=self.transport.status)
+        return Executor(replace(self._prepared, program=lower(plan, program.graph), factors={}), self.transport)
 
     # ---- state ------------------------------------------------------------------------------------------------------
 

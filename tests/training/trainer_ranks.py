@@ -1,4 +1,4 @@
-"""Two ranks that train small models with ``weft.parallelize``: ``python -m tests.run.trainer_ranks FOLDER``.
+"""Two ranks that train small models with ``weft.parallelize``: ``python -m tests.training.trainer_ranks FOLDER``.
 
 Each function of ``CHECKS`` runs on both ranks; what it returns goes into ``FOLDER/rankN.json``, for ``test_trainers.py``.
 """
@@ -23,10 +23,10 @@ from tests.run.plans import cut, pipeline_plan, replicated_plan
 from weft.model.trace import TracedModel, trace
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import Optimizer, Plan, Replica, Stage
-from weft.run.trainer import Trainer
 from weft.search.common.spread import with_stored_parameters
 from weft.sharding.named_ops import named_ops
 from weft.training.parallelize import source_of_module
+from weft.training.trainer import Trainer
 
 WIDTH, BATCH = 32, 8
 RANK = int(os.environ.get("RANK", "0"))

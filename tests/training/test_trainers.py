@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.run.pool import ROOT
-from tests.run.trainer_ranks import BATCH, Detached, Plain, inputs
+from tests.training.trainer_ranks import BATCH, Detached, Plain, inputs
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -26,7 +26,7 @@ def found(tmp_path_factory) -> list[dict[str, Any]]:
         port = listener.getsockname()[1]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "WORLD_SIZE": "2",
                    "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    started = [subprocess.Popen([sys.executable, "-m", "tests.run.trainer_ranks", str(folder)], cwd=ROOT,
+    started = [subprocess.Popen([sys.executable, "-m", "tests.training.trainer_ranks", str(folder)], cwd=ROOT,
                                 env={**environment, "RANK": str(rank)}) for rank in range(2)]
     try:
         assert [process.wait(100) for process in started] == [0, 0]

@@ -27,7 +27,7 @@ from weft.base.errors import ClusterError, InputError, ModelError, RunError
 from weft.cli.main import main
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import save_plan
-from weft.run.batches import digest, is_compared
+from weft.training.batches import digest, is_compared
 from weft.training.replan import devices_left
 
 pytestmark = pytest.mark.timeout(120)
@@ -226,7 +226,7 @@ def test_what_does_not_fit_is_refused(tmp_path, caplog):
             (lambda: trainer.load_checkpoint(tmp_path), "there is no checkpoint in"),
             (lambda: trainer.eval(), "cannot change to eval mode"),
             (lambda: trainer.double(), "cannot be moved or converted"),
-            (lambda: trainer.save_checkpoint(tmp_path, keep=0), "keep must be a whole number, 1 or more"),
+            (lambda: trainer.save_checkpoint(tmp_path, keep=0), "keep must be a whole number, 1 or more, or None for all, not 0"),
             (lambda: trainer.save_checkpoint(tmp_path, extra={"x": {1}}), "extra must be what JSON can say"),
             (lambda: trainer.load_state_dict({}), "for another model: it lacks frozen.weight")):
         with pytest.raises((InputError, RunError), match=message):
