@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Final
 
 import numpy as np
-from tests.search.test_baselines import mixed_cluster
+from tests.search.joint.test_baselines import mixed_cluster
 
 from benchmarks.random_models import DrawnModel
 from tests.run.plans import greedy_order, make_plan, opposite_plan, pipeline_plan, replicated_plan
