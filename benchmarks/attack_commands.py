@@ -148,7 +148,7 @@ def read_sealed_state(path: Path, use: bool) -> None:
 
 
 def _seal(folder: Path, changed: str, *, with_checksums: bool) -> None:
-    from weft.run.checksums import Checksum, record_checksum
+    from weft.run.checkpoint_folder import Checksum, record_checksum
 
     file = folder / "checkpoint.json"
     with contextlib.suppress(ValueError, TypeError, RecursionError):

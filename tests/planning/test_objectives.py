@@ -13,7 +13,7 @@ from weft.cost.costs import estimate_costs
 from weft.plan.check import check_plan
 from weft.planning.compare import compare_strategies, evaluate
 from weft.planning.objectives import (
-    Request,
+    StepRequest,
     bind_to_cluster,
     fewest_devices,
     parse_target,
@@ -141,10 +141,10 @@ def test_a_part_of_a_cluster_divides_operators_as_the_whole_does():
 
 
 def test_latency_is_inference_of_one_micro_batch():
-    assert request_for("latency", mode=None, batch=None, microbatches=None) == Request(
+    assert request_for("latency", mode=None, batch=None, microbatches=None) == StepRequest(
         mode="inference", batch=1, microbatches=1)
     assert request_for("latency", mode="inference", batch=8, microbatches=1).batch == 8
-    assert request_for("throughput", mode=None, batch=None, microbatches=None) == Request(
+    assert request_for("throughput", mode=None, batch=None, microbatches=None) == StepRequest(
         mode="training", batch=32, microbatches=None)
     with pytest.raises(InputError, match="is the time of one request, which is inference: leave out --mode training"):
         request_for("latency", mode="training", batch=None, microbatches=None)
