@@ -175,6 +175,18 @@ def test_ctrl_c_that_tracing_swallows_is_raised_after_it():
     assert budget.is_interrupted
 
 
+def test_ctrl_c_in_a_search_inside_another_ends_both():
+    outer, inner, later = time_budget(None), time_budget(None), time_budget(None)
+    before = signal.getsignal(signal.SIGINT)
+    with ended_by_ctrl_c(outer):
+        with ended_by_ctrl_c(inner):
+            signal.raise_signal(signal.SIGINT)
+        with ended_by_ctrl_c(later):
+            pass
+    assert signal.getsignal(signal.SIGINT) is before
+    assert (outer.is_interrupted, inner.is_interrupted, later.is_interrupted) == (True, True, False)
+
+
 # ---- plans -----------------------------------------------------------------------------------------------------------
 
 

@@ -92,6 +92,7 @@ def entry() -> None:
     except KeyboardInterrupt:  # while the end of another one was told
         code = INTERRUPTED
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # there is nothing left to end, and Python would show where it was
+    exec("")  # Ctrl-C inside code made of text, as imports have, would be Python's last word otherwise
     sys.exit(code)
 
 

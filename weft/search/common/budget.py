@@ -24,6 +24,10 @@ NOT_IN_MODULE: Final = "numpy._core._internal"
 """Likewise; compiled code calls it, for instance to compare records. The rest of numpy may be interrupted."""
 
 
+_MARKED: list[Budget] = []
+"""Budgets of the searches that Ctrl-C ends at this moment, the outermost first."""
+
+
 class OutOfTime(BaseException):
     """The deadline is past. No error: like Ctrl-C it ends what runs, and passes all handlers of errors."""
 
@@ -190,19 +194,22 @@ def ctrl_c_not_lost() -> Iterator[None]:
 def ended_by_ctrl_c(budget: Budget) -> Iterator[None]:
     """Let Ctrl-C mark the budget instead of raising, for searches that spend most of their time in compiled code.
 
-    An exception there would end the process or be lost. A second Ctrl-C raises as usual. Only the main thread gets
-    signals; in others nothing changes.
+    An exception there would end the process or be lost. A second Ctrl-C raises as usual. Of searches inside others all
+    budgets are marked. Only the main thread gets signals; in others nothing changes.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def mark(number: int, frame: FrameType | None) -> None:
-        budget.is_interrupted = True
+        for item in _MARKED:
+            item.is_interrupted = True
         signal.signal(signal.SIGINT, before)
 
     before = signal.signal(signal.SIGINT, mark)
+    _MARKED.append(budget)
     try:
         yield
     finally:
+        _MARKED.pop()
         signal.signal(signal.SIGINT, before)
