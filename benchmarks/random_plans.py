@@ -10,11 +10,11 @@ from itertools import pairwise
 from typing import Final
 
 import numpy as np
-from tests.search.joint.test_baselines import mixed_cluster
 
 from benchmarks.random_models import DrawnModel
 from tests.run.plans import greedy_order, make_plan, opposite_plan, pipeline_plan, replicated_plan
 from tests.run.test_exchange import by_factors, by_hosts, by_servers
+from tests.search.joint.test_baselines import mixed_cluster
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import estimate_costs
 from weft.model.graph import Graph

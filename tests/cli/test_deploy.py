@@ -8,6 +8,8 @@ import pytest
 
 from weft.cli import deploy_commands
 from weft.cli.main import main
+from weft.search.common.budget import OutOfTime
+from weft.search.deploy import search
 
 MIXED = """
 format: weft.cluster
@@ -39,7 +41,14 @@ def test_the_result_and_the_plan(cluster, tmp_path, capsys, monkeypatch):
 
 
 def test_data_parallelism_that_is_not_timed_in_time_is_not_called_too_large(cluster, capsys, monkeypatch):
-    monkeypatch.setattr(deploy_commands, "PLAIN_GRACE_S", 1e-6)
+    original = search.deploy
+
+    def late(problem, options=None, **more):
+        if options.method == "data-parallel":
+            raise OutOfTime
+        return original(problem, options, **more)
+
+    monkeypatch.setattr(search, "deploy", late)
     assert main(["deploy", "gpt2-tiny", cluster, *ARGUMENTS, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["data_parallel"], result["data_parallel_reason"]) == (None, "not timed: the time limit was reached")
