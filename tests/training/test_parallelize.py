@@ -535,3 +535,15 @@ def test_options_of_another_kind_in_a_checkpoint_are_refused(tmp_path, key, valu
     path.write_text(json.dumps(record))
     with pytest.raises(InputError, match=rf"groups\[0\].{key} is "):
         trainer.load_checkpoint(tmp_path)
+
+
+def test_a_script_of_one_process_with_a_group_of_its_own_ends_without_an_address(monkeypatch):
+    """Another part of the script has made the group, from a store that no environment variable names."""
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with weft.parallelize(Mixed(), mixed_batch(0), CLUSTER, optimizer=momentum) as trainer:
+            trainer.step(mixed_batch(0))
+        assert dist.is_initialized(), "it is the script's"
+    finally:
+        dist.destroy_process_group()

@@ -299,6 +299,8 @@ class Transport:
         The ranks meet in the store: a last message over the connections themselves could be cut off by an early end.
         Rank 0, which may serve the store, goes last.
         """
+        if self.num_ranks == 1:
+            return  # it need not even have a store
         store = self._store if self._store is not None else open_store(listen_fd=None, timeout_s=patience_s)
         deadline = time.monotonic() + patience_s
         try:
