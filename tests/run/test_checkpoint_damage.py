@@ -249,6 +249,13 @@ def test_state_without_what_other_parameters_have_is_refused(trainer, tmp_path):
     trainer.step(batch(1))
 
 
+def test_state_of_another_shape_is_refused(trainer):
+    """It was loaded, and the next step read beyond the end of a tensor."""
+    found = trainer._checkpoints._optimizer
+    with pytest.raises(InputError, match=r"Adam cannot take over .* 'exp_avg' of 'last.weight' in the shape \[3\]"):
+        found._check_keys({"last.weight": {"step": torch.tensor(1.0), "exp_avg": torch.zeros(3)}})
+
+
 def test_options_whose_parts_are_of_another_kind_are_refused(trainer, tmp_path):
     path = trainer.save_checkpoint(tmp_path)
     groups = json.loads((path / RECORD_FILE).read_text())["groups"]

@@ -335,7 +335,10 @@ class OptimizerState:
                                      f"{before!r:.60}: it is damaged. Use an earlier one, or load with optimizer=False")
 
     def _check_keys(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise ``InputError`` where one of PyTorch's optimizers would have less for a parameter than for others."""
+        """Raise ``InputError`` where one of PyTorch's optimizers would have less for a parameter than for others.
+
+        Or something of another shape, which its kernels would read beyond its end.
+        """
         if not type(self.optimizer).__module__.startswith("torch.optim.") or isinstance(self.optimizer, _OWN_KEYS):
             return
         names = {id(tensor): name for name, tensor in self._parameters.items()}
@@ -344,6 +347,13 @@ class OptimizerState:
             counts = Counter(key for name in mine for key in state[name])
             wanted = {key for key, count in counts.items() if 2 * count > len(mine)}
             for name in mine:
+                wanted_shape = self._parameters[name].shape
+                for key, value in state[name].items():
+                    if isinstance(value, Tensor) and value.numel() != 1 and value.shape != wanted_shape:
+                        raise InputError(
+                            f"{self.kind} cannot take over its state from the checkpoint, which has {key!r} of "
+                            f"{name!r} in the shape {list(value.shape)}, not one number or {list(wanted_shape)}: it is damaged. "
+                            "Use an earlier one, or load with optimizer=False")
                 if missing := wanted - set(state[name]):
                     raise InputError(f"{self.kind} cannot take over its state from the checkpoint, which has no "
                                      f"{min(missing)!r} of {name!r}, but of other parameters: it is damaged. Use an "
