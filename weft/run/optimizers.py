@@ -352,8 +352,8 @@ class OptimizerState:
                     if isinstance(value, Tensor) and value.numel() != 1 and value.shape != wanted_shape:
                         raise InputError(
                             f"{self.kind} cannot take over its state from the checkpoint, which has {key!r} of "
-                            f"{name!r} in the shape {list(value.shape)}, not one number or {list(wanted_shape)}: it is damaged. "
-                            "Use an earlier one, or load with optimizer=False")
+                            f"{name!r} in the shape {list(value.shape)}, not one number or {list(wanted_shape)}: it "
+                            "is damaged. Use an earlier one, or load with optimizer=False")
                 if missing := wanted - set(state[name]):
                     raise InputError(f"{self.kind} cannot take over its state from the checkpoint, which has no "
                                      f"{min(missing)!r} of {name!r}, but of other parameters: it is damaged. Use an "
