@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from weft.sharding.factor_rules import factors_of
 from weft.sharding.factors import (
     NOT_SPLIT,
     OpFactors,
     Strategy,
-    factors_of,
     input_gradient_layout,
     input_layout,
     is_valid,
@@ -34,7 +34,7 @@ from weft.sharding.factors import (
     output_gradient_layout,
     output_layout,
 )
-from weft.sharding.local_ops import LocalCall, input_nodes, run_local
+from weft.sharding.local_ops import LocalCall, run_local
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, dim_ranges, local_shape
 
 TOLERANCE = 1e-10
@@ -129,7 +129,7 @@ def call_node(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
     node = graph.call_function(target, node_args, node_kwargs)
     with torch.no_grad():
         node.meta["val"] = pytree.tree_map_only(Tensor, lambda value: value.to("meta"), target(*args, **kwargs))
-    return node, [tensors[item] for item in input_nodes(node)]
+    return node, [tensors[item] for item in node.all_input_nodes]
 
 
 def check_structure(op: OpFactors, inputs: Sequence[Sequence[int]], outputs: Sequence[Sequence[int]]) -> None:
@@ -209,7 +209,7 @@ class _Case:
                 for value, wanted in zip(values, self.wanted, strict=True)]
 
     def _args(self, leaves: list[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        by_node = dict(zip(input_nodes(self.node), leaves, strict=True))
+        by_node = dict(zip(self.node.all_input_nodes, leaves, strict=True))
         return (fx.node.map_arg(self.node.args, by_node.__getitem__),
                 dict(fx.node.map_arg(self.node.kwargs, by_node.__getitem__)))
 

@@ -13,12 +13,13 @@ from tests.sharding.factor_harness import check_structure
 from weft.model.capture import capture
 from weft.model.source import resolve_model
 from weft.model.zoo import Mode
-from weft.sharding.factors import _RULES, factors_of, has_rule
+from weft.sharding.factor_rules import factors_of, has_rule
+from weft.sharding.factor_rules.common import RULES
 
 
 def test_every_rule_is_of_a_functional_operator():
     assert has_rule(torch.ops.aten.relu.default)
-    for name in _RULES:
+    for name in RULES:
         namespace, packet, kind = name.split(".")
         if namespace == "transformers":
             import transformers.integrations.moe  # noqa: F401 - registers the operator

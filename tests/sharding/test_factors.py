@@ -6,13 +6,12 @@ import pytest
 import torch
 from torch import fx
 
+from weft.sharding.factor_rules import factors_of, has_rule
 from weft.sharding.factors import (
     NOT_SPLIT,
     Factor,
     OpFactors,
     factor_counts,
-    factors_of,
-    has_rule,
     input_gradient_layout,
     input_layout,
     is_valid,

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sharding.factor_harness import MESHES, Checked, call_node, check_call, check_meshes
-from weft.sharding.factor_rules import elementwise
-from weft.sharding.factors import _RULES, factors_of, has_rule
+from weft.sharding.factor_rules import elementwise, factors_of
+from weft.sharding.factor_rules.common import RULES
 
 aten = torch.ops.aten
 
@@ -23,8 +23,7 @@ def check(target: object, *args: object, **kwargs: object) -> Checked:
     return check_meshes(target, *args, meshes=((3,), (2, 2)), **kwargs)
 
 
-has_rule(aten.relu.default)  # loads the table
-POINTWISE = sorted(target for target, function in _RULES.items() if function is elementwise._pointwise
+POINTWISE = sorted(target for target, function in RULES.items() if function is elementwise._pointwise
                    and target != "aten.empty_like.default")
 
 UNTAGGED = {"hardswish", "log_sigmoid", "special_expit", "special_ndtr", "fix", "absolute", "greater", "greater_equal",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sharding.factor_harness import MESHES, Checked, call_node, check_call, check_meshes
-from weft.sharding.factors import factors_of
+from weft.sharding.factor_rules import factors_of
 
 aten = torch.ops.aten
 

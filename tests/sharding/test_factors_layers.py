@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.sharding.factor_harness import call_node, check_call, check_meshes
-from weft.sharding import local_special
-from weft.sharding.factors import factors_of
+from weft.sharding import local_ops
+from weft.sharding.factor_rules import factors_of
 
 aten = torch.ops.aten
 
@@ -87,8 +87,8 @@ def test_batch_norm_of_each_part_alone_is_caught(monkeypatch: pytest.MonkeyPatch
         def all_reduce(self, tensor: torch.Tensor, how: str = "sum") -> torch.Tensor:
             return tensor * 2
 
-    apply = local_special._WholeBatchNorm.apply
-    monkeypatch.setattr(local_special._WholeBatchNorm, "apply",
+    apply = local_ops._WholeBatchNorm.apply
+    monkeypatch.setattr(local_ops._WholeBatchNorm, "apply",
                         lambda x, weight, bias, eps, _, count: apply(x, weight, bias, eps, Alone(), count))
     mean, variance = rand(3), rand(3).abs()
     with pytest.raises(AssertionError, match="split by images: result 0"):

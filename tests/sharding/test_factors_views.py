@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.sharding.factor_harness import MESHES, Checked, call_node, check_call, check_meshes
-from weft.sharding.factor_rules.refine import common_pieces
-from weft.sharding.factors import Factor, OpFactors, factors_of, input_layout, output_layout
+from weft.sharding.factor_rules import factors_of
+from weft.sharding.factor_rules.views import common_pieces
+from weft.sharding.factors import Factor, OpFactors, input_layout, output_layout
 from weft.sharding.local_ops import LocalCall, run_local
 
 aten = torch.ops.aten

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
-from weft.sharding.factors import has_rule
+from weft.sharding.factor_rules import has_rule
 
 if TYPE_CHECKING:
     from weft.model.trace import TracedModel

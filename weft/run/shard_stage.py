@@ -33,7 +33,8 @@ from weft.run.mesh import Change, ReplicaMesh, Reshard
 from weft.run.random_state import RankRandom
 from weft.run.split_backward import attributes_of
 from weft.run.stage import StageModule
-from weft.sharding.factors import NOT_SPLIT, factors_of
+from weft.sharding.factor_rules import factors_of
+from weft.sharding.factors import NOT_SPLIT
 from weft.sharding.local_ops import LocalCall, is_special, plain_call, run_local
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, local_shape
 

@@ -11,21 +11,18 @@ A dimension may be several factors, the outermost first: a view that merges head
 there ``(h, d)``. Where the factor is not the outermost of its dimension, the dimension is split in blocks
 (``tensor_layout.Placement``).
 
-Rules (``weft.sharding.factor_rules``) give the factors of an fx node; ``factors_of`` looks them up. Operators without a
-rule are not split.
+Rules (``weft.sharding.factor_rules``) give the factors of an fx node; ``factors_of`` there looks them up. Operators
+without a rule are not split.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final
+from typing import Final
 
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement
-
-if TYPE_CHECKING:
-    from torch import fx
 
 Dims = tuple[tuple[int, ...], ...]
 """For each dimension of a tensor its factors, the outermost first; empty for a dimension that is never split."""
@@ -79,39 +76,6 @@ class OpFactors:
 
 Strategy = tuple[int, ...]
 """For each axis of a mesh: the index of a factor, ``NOT_SPLIT``, or ``linear_choice(i)``."""
-
-Rule = Callable[["fx.Node"], OpFactors | None]
-"""From a call to its factors; None where this call (its arguments) cannot be split."""
-
-_RULES: dict[str, Rule] = {}
-
-
-def rule(*targets: str) -> Callable[[Rule], Rule]:
-    """Return a decorator that enters a rule for calls of these operators (``aten.linear.default``)."""
-    def enter(function: Rule) -> Rule:
-        for target in targets:
-            assert target not in _RULES, f"two rules for {target}"
-            _RULES[target] = function
-        return function
-
-    return enter
-
-
-def has_rule(target: Any) -> bool:
-    """Return whether there is a rule for an operator."""
-    _load_rules()
-    return str(target) in _RULES
-
-
-def factors_of(node: fx.Node) -> OpFactors | None:
-    """Return the factors of a call; None if there is no rule for it, or it cannot be split."""
-    _load_rules()
-    found = _RULES.get(str(node.target))
-    return None if found is None else found(node)
-
-
-def _load_rules() -> None:
-    import weft.sharding.factor_rules  # noqa: F401 - its modules enter their rules
 
 
 # ---- what a strategy means ------------------------------------------------------------------------------------------

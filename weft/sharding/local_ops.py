@@ -3,18 +3,25 @@
 ``run_local`` is the one place that knows: the lowering of stages and the tests of the rules both call it. Operators
 with a shape among their arguments get the shape of the device's result (``OpFactors.shape_args``). Where a factor is
 *special* (``Factor.special``: a vocabulary that is looked up, the classes of a loss, a mean), a function entered by
-``local`` does it; it may exchange tensors with the others of the axis through ``LocalCall.group``.
+``_local`` does it; it may exchange tensors with the others of the axis through ``LocalCall.group``.
+
+Each of these functions returns the device's results, with gradients that autograd finds as ever. Where devices exchange
+something, autograd does not see it; an ``autograd.Function`` then says what the gradient is. In all of them a result
+that lacks the split factor is the sum of what the devices return, and its gradient is the same on all.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
+from weft.sharding.factor_rules.common import arguments, dims_in
+from weft.sharding.factor_rules.losses import Reduction
 from weft.sharding.factors import NOT_SPLIT, OpFactors, Strategy, output_layout
 from weft.sharding.tensor_layout import local_ranges, local_shape
 
@@ -62,9 +69,17 @@ class LocalCall:
         """Return whether some axis splits the factor of this name."""
         return (index := self.factor(name)) >= 0 and index in self.strategy
 
-    def with_args(self, *args: Any) -> Any:
-        """Return the result of the operator with other positional arguments."""
-        return self.target(*args, **self.kwargs)
+    def part(self, name: str, whole: int) -> int:
+        """Return the size of the device's part of the factor of this name; ``whole`` where it is not split."""
+        return self.size_of((self.factor(name),)) if self.is_split(name) else whole
+
+    def size_of(self, factors: Sequence[int]) -> int:
+        """Return the size of the device's part of a dimension of these factors."""
+        return math.prod(stop - start for start, stop in map(self.range_of, factors))
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments by the names in the operator's schema."""
+        return arguments(self.target, self.args, self.kwargs)
 
 
 Local = Callable[[LocalCall], Any]
@@ -77,7 +92,7 @@ _ON_PARTS: Final = {torch.ops.aten.view.default: torch.ops.aten.reshape.default,
 """What takes the place of an operator that needs its whole operand's strides."""
 
 
-def local(*targets: str) -> Callable[[Local], Local]:
+def _local(*targets: str) -> Callable[[Local], Local]:
     """Return a decorator that enters what a device does for operators whose special factors are split."""
     def enter(function: Local) -> Local:
         for target in targets:
@@ -115,6 +130,327 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def input_nodes(node: fx.Node) -> tuple[fx.Node, ...]:
-    """Return the tensors that a call reads, each once, in the order in which rules and layouts list them."""
-    return tuple(node.all_input_nodes)
+def _once(call: LocalCall, name: str, value: Tensor) -> Tensor:
+    """Return a tensor that is to be added once to a sum over a factor: zeros but on the first device."""
+    is_first = not call.is_split(name) or call.range_of(call.factor(name))[0] == 0
+    return value if is_first else value * 0.0
+
+
+# ---- products and convolutions --------------------------------------------------------------------------------------
+
+
+@_local("aten.linear.default")
+def _linear(call: LocalCall) -> Tensor:
+    """Add the bias on the first part of the inner dimension only."""
+    args = call.arguments()
+    return torch.ops.aten.linear(args["input"], args["weight"], _once(call, "k", args["bias"]))
+
+
+@_local("aten.addmm.default", "aten.baddbmm.default")
+def _addmm(call: LocalCall) -> Any:
+    """Add the first argument on the first part of the inner dimension only."""
+    return call.target(_once(call, "k", call.args[0]), *call.args[1:], **call.kwargs)
+
+
+@_local("aten.conv1d.default", "aten.conv1d.padding", "aten.conv2d.default", "aten.conv2d.padding",
+       "aten.conv3d.default", "aten.conv3d.padding", "aten.conv_transpose1d.default", "aten.conv_transpose2d.input",
+       "aten.conv_transpose3d.input", "aten.convolution.default")
+def _convolution(call: LocalCall) -> Any:
+    """Convolve the device's groups; add the bias on the first part of the input channels only."""
+    args = call.arguments()
+    if args["bias"] is not None:
+        args["bias"] = _once(call, "in", args["bias"])
+    args["groups"] = call.part("groups", args["groups"])
+    return call.target(**args)
+
+
+@_local("aten.embedding.default")
+def _embedding(call: LocalCall) -> Tensor:
+    """Look up the tokens that are in the device's part of the vocabulary; zeros for the others."""
+    args = call.arguments()
+    start, stop = call.range_of(call.factor("vocab"))
+    indices = args["indices"] - start
+    is_elsewhere = (indices < 0) | (indices >= stop - start)
+    padding = args["padding_idx"] - start if start <= args["padding_idx"] < stop else -1
+    found = torch.ops.aten.embedding(args["weight"], indices.masked_fill(is_elsewhere, 0), padding)
+    return found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+
+
+# ---- normalisations -------------------------------------------------------------------------------------------------
+
+
+@_local("aten.group_norm.default")
+def _group_norm(call: LocalCall) -> Any:
+    """Normalise the device's groups."""
+    args = call.arguments()
+    args["num_groups"] = call.part("groups", args["num_groups"])
+    return call.target(**args)
+
+
+class _WholeBatchNorm(torch.autograd.Function):
+    """Batch normalisation with statistics over the batches of all devices; returns also mean, 1/deviation, variance."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, group: Group,
+                num_entries: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        mean = group.all_reduce(wide(x).sum(dims)) / num_entries
+        centred = wide(x) - _by_channel(mean, x)
+        variance = group.all_reduce((centred * centred).sum(dims)) / num_entries
+        inverse = torch.rsqrt(variance + eps)
+        normal = centred * _by_channel(inverse, x)
+        ctx.save_for_backward(normal, inverse, weight)
+        ctx.group, ctx.num_entries, ctx.bias_dtype = group, num_entries, None if bias is None else bias.dtype
+        scaled = normal if weight is None else normal * _by_channel(weight, x)
+        ctx.mark_non_differentiable(mean, inverse, variance)
+        return (scaled if bias is None else scaled + _by_channel(bias, x)).to(x.dtype), mean, inverse, variance
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        normal, inverse, weight = ctx.saved_tensors
+        gradient = wide(gradients[0])
+        dims = [dim for dim in range(normal.dim()) if dim != 1]
+        sums = torch.stack([gradient.sum(dims), (gradient * normal).sum(dims)])
+        of_all = ctx.group.all_reduce(sums) / ctx.num_entries
+        scale = inverse if weight is None else inverse * weight
+        of_x = (gradient - _by_channel(of_all[0], normal) - normal * _by_channel(of_all[1], normal)) \
+            * _by_channel(scale, normal)
+        of_weight = None if weight is None else sums[1].to(weight.dtype)
+        of_bias = sums[0].to(ctx.bias_dtype) if ctx.bias_dtype is not None else None
+        return of_x.to(gradients[0].dtype), of_weight, of_bias, None, None, None
+
+
+@_local("aten._native_batch_norm_legit_functional.default")
+def _batch_norm(call: LocalCall) -> tuple[Tensor, ...]:
+    """Normalise by the statistics of the whole batch."""
+    args = call.arguments()
+    x, momentum = args["input"], args["momentum"]
+    images = call.factor("images")
+    num_entries = call.op.factors[images].size * (x.numel() // (x.shape[0] * x.shape[1]))
+    y, mean, inverse, variance = _WholeBatchNorm.apply(x, args["weight"], args["bias"], args["eps"],
+                                                       call.group(call.axes(images)), num_entries)
+    running_mean, running_var = args["running_mean"], args["running_var"]
+    unbiased = variance * (num_entries / max(num_entries - 1, 1))
+    return (y, mean, inverse, (running_mean * (1 - momentum) + mean * momentum).to(running_mean.dtype),
+            (running_var * (1 - momentum) + unbiased * momentum).to(running_var.dtype))
+
+
+def _by_channel(vector: Tensor, like: Tensor) -> Tensor:
+    return vector.reshape([-1 if dim == 1 else 1 for dim in range(like.dim())])
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+@_local("aten.scaled_dot_product_attention.default")
+def _causal_attention(call: LocalCall) -> Tensor:
+    """Attend from the device's rows, to the keys up to its last row."""
+    args = call.arguments()
+    start, stop = call.range_of(call.factor("rows"))
+    num_keys = min(stop, args["key"].shape[-2])
+    options: dict[str, Any] = {"scale": args["scale"], "enable_gqa": args["enable_gqa"]}
+    if start == 0:
+        options["is_causal"] = True
+    else:
+        device = args["query"].device
+        rows = torch.arange(start, stop, device=device)
+        options["attn_mask"] = rows.unsqueeze(-1) >= torch.arange(num_keys, device=device)
+    return torch.ops.aten.scaled_dot_product_attention(args["query"], args["key"].narrow(-2, 0, num_keys),
+                                             args["value"].narrow(-2, 0, num_keys), **options)
+
+
+# ---- views, reductions and look-ups ---------------------------------------------------------------------------------
+#
+# Mostly the operator names sizes of the whole that are others for a part: of pieces, copies or dimensions. The mean of
+# a part counts by its share of the whole, and a look-up in a part gives zeros for what is elsewhere.
+
+
+@_local("aten.unflatten.int", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
+def _reshape(call: LocalCall) -> Tensor:
+    """Give the part the shape that the result has here."""
+    source: Tensor = call.args[0]
+    return source.reshape([call.size_of(factors) for factors in call.op.outputs[0]])
+
+
+@_local("aten.split.Tensor", "aten.unsafe_split.Tensor")
+def _split(call: LocalCall) -> Any:
+    """Cut the part into as many pieces as the whole has."""
+    args = call.arguments()
+    return call.target(args["self"], args["self"].shape[args["dim"]] // len(call.op.outputs), args["dim"])
+
+
+@_local("aten.split.sizes", "aten.split_with_sizes.default", "aten.unsafe_split_with_sizes.default")
+def _split_with_sizes(call: LocalCall) -> Any:
+    args = call.arguments()
+    num_pieces = len(call.op.outputs)
+    return call.target(args["self"], [args["self"].shape[args["dim"]] // num_pieces] * num_pieces, args["dim"])
+
+
+@_local("aten.repeat.default", "aten.tile.default")
+def _repeat(call: LocalCall) -> Tensor:
+    """Copy as often as the device's part of the copies says."""
+    source: Tensor = call.args[0]
+    outputs = call.op.outputs[0]
+    rank = len(outputs) - source.dim()
+    sizes = [1] * rank + list(source.shape)
+    return source.repeat([call.size_of(factors) // size for factors, size in zip(outputs, sizes, strict=True)])
+
+
+@_local("aten.repeat_interleave.self_int")
+def _repeat_interleave(call: LocalCall) -> Any:
+    args = call.arguments()
+    return call.target(args["self"], call.size_of((call.factor("copies"),)), args["dim"])
+
+
+@_local("aten.mean.default", "aten.mean.dim")
+def _mean(call: LocalCall) -> Tensor:
+    """Weigh the mean of the part by its share of the whole (a sum could overflow)."""
+    args = call.arguments()
+    dims = dims_in(args.get("dim"), args["self"].dim())
+    reduced = [factor for dim in dims for factor in call.op.inputs[0][dim]]
+    whole = math.prod(call.op.factors[factor].size for factor in reduced)
+    mean: Tensor = call.target(*call.args, **call.kwargs)
+    return mean * (call.size_of(tuple(reduced)) / whole)
+
+
+@_local("aten.index.Tensor")
+def _index(call: LocalCall) -> Tensor:
+    """Look up what the part has, with zeros for the rest."""
+    args = call.arguments()
+    place = next(dim for dim, index in enumerate(args["indices"]) if index is not None)
+    index, is_elsewhere = _here(call, args["indices"][place])
+    found: Tensor = call.target(args["self"], [*args["indices"][:place], index, *args["indices"][place + 1:]])
+    inner = args["self"].dim() - place - 1
+    return found.masked_fill(is_elsewhere.reshape([*is_elsewhere.shape, *[1] * inner]), 0)
+
+
+@_local("aten.index_select.default")
+def _index_select(call: LocalCall) -> Tensor:
+    args = call.arguments()
+    source: Tensor = args["self"]
+    index, is_elsewhere = _here(call, args["index"])
+    found: Tensor = call.target(source, args["dim"], index)
+    inner = source.dim() - args["dim"] % source.dim() - 1
+    return found.masked_fill(is_elsewhere.reshape([-1, *[1] * inner]), 0)
+
+
+def _here(call: LocalCall, index: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the index in the device's part of what is looked up, and where it is in none of its entries."""
+    factor = call.factor("looked_up")
+    start, stop = call.range_of(factor)
+    size = call.op.factors[factor].size
+    index = index.remainder(size) - start  # negative ones count from the end
+    is_elsewhere = (index < 0) | (index >= stop - start)
+    return index.masked_fill(is_elsewhere, 0), is_elsewhere
+
+
+# ---- losses ---------------------------------------------------------------------------------------------------------
+#
+# The loss of a row is ``log(sum_c exp(s_c)) - s_true``, times the weight of the true class; with label smoothing a part
+# of it is spread over all classes. Over split classes only the first term needs the other devices: the maximum and the
+# sum of exponentials, two all-reduces of a number per row. The device that has the true class returns the row's loss,
+# others return zero; but the gradient of the first term, ``softmax``, is known to every device for its own classes.
+
+
+class _SharedLogSumExp(torch.autograd.Function):
+    """The logarithm of the sum of exponentials over the last dimension, as a sum over devices that split it.
+
+    A row's comes from the device where ``here`` is true; the gradient is as if it came from every device.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, here: Tensor, group: Group) -> Tensor:
+        highest = group.all_reduce(wide(scores.amax(-1)), "max")
+        total = group.all_reduce(torch.exp(wide(scores) - highest.unsqueeze(-1)).sum(-1))
+        found = highest + torch.log(total)
+        ctx.save_for_backward(scores, found)
+        return found * here
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
+        scores, found = ctx.saved_tensors
+        softmax = torch.exp(wide(scores) - found.unsqueeze(-1))
+        return (gradients[0].unsqueeze(-1) * softmax).to(scores.dtype), None, None
+
+
+@_local("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss.default")
+def _cross_entropy(call: LocalCall) -> Tensor:
+    """Return the device's part of the loss over its rows and classes."""
+    args = call.arguments()
+    if args["target"].is_floating_point():
+        return _soft_cross_entropy(call, args)
+    if call.is_split("classes"):
+        rows, weights = _rows_of_classes(call, args)
+    else:
+        rows = wide(call.target(**{**args, "reduction": int(Reduction.NONE)}))
+        weights = _row_weights(args)
+    if args["reduction"] == Reduction.NONE:
+        return rows.to(args["self"].dtype)
+    found = rows.sum()
+    if args["reduction"] == Reduction.MEAN:
+        axes, weight = _row_axes(call), weights.sum()
+        found = found / (call.group(axes).all_reduce(weight) if axes else weight)
+    return found.to(args["self"].dtype)
+
+
+def _soft_cross_entropy(call: LocalCall, args: dict[str, Any]) -> Tensor:
+    """Return the sum over the device's rows divided by the number of all rows; the true classes are probabilities."""
+    num_rows = math.prod(factor.size for factor in call.op.factors if factor.name.startswith("rows"))
+    return call.target(**{**args, "reduction": int(Reduction.SUM)}) / num_rows
+
+
+def _row_axes(call: LocalCall) -> tuple[int, ...]:
+    return tuple(axis for axis, choice in enumerate(call.strategy)
+                 if choice >= 0 and call.op.factors[choice].name.startswith("rows"))
+
+
+def _row_weights(args: dict[str, Any]) -> Tensor:
+    """Return how much each row counts in the mean: the weight of its class, 0 if it is ignored."""
+    target, weight = args["target"], args["weight"]
+    counts = target != args["ignore_index"]
+    if weight is None:
+        return counts.to(wide(args["self"][:0]).dtype)
+    return wide(weight.detach())[target.masked_fill(~counts, 0)] * counts
+
+
+def _rows_of_classes(call: LocalCall, args: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Return the device's part of the loss of each row, and how much each row counts in the mean."""
+    target = args["target"]
+    scores = args["self"].movedim(1, -1) if args["self"].dim() > 1 else args["self"]
+    weight = None if args["weight"] is None else wide(args["weight"].detach())
+    classes = call.factor("classes")
+    group = call.group(call.axes(classes))
+    start, stop = call.range_of(classes)
+    counts = target != args["ignore_index"]
+    here = counts & (target >= start) & (target < stop)
+    index = (target - start).masked_fill(~here, 0)
+    true_scores = wide(scores.gather(-1, index.unsqueeze(-1)).squeeze(-1))
+    own = here.to(true_scores.dtype) if weight is None else weight[index] * here
+    weights = counts.to(true_scores.dtype) if weight is None else group.all_reduce(own)
+    rows = -true_scores * own
+    if "label_smoothing" not in args:
+        return rows, weights  # the scores are logarithms of probabilities
+    shared = _SharedLogSumExp.apply(scores, here, group)
+    rows = rows + shared * weights
+    smoothing = args["label_smoothing"]
+    if smoothing:
+        rows = rows * (1 - smoothing) + _smooth(call, scores, weight, shared) * counts * smoothing
+    return rows, weights
+
+
+def _smooth(call: LocalCall, scores: Tensor, weight: Tensor | None, shared: Tensor) -> Tensor:
+    """Return the device's part of the mean over all classes of the loss if that class were true."""
+    classes = call.factor("classes")
+    num_classes = call.op.factors[classes].size
+    if weight is None:
+        return shared - wide(scores).sum(-1) / num_classes
+    total = call.group(call.axes(classes)).all_reduce(weight.sum())
+    return (shared * total - (scores * weight).sum(-1)) / num_classes
+
+
+@_local("aten.mse_loss.default", "aten.l1_loss.default")
+def _distance(call: LocalCall) -> Any:
+    """Return the sum over the device's entries divided by the number of all entries."""
+    args = call.arguments()
+    num_entries = math.prod(factor.size for factor in call.op.factors)
+    return call.target(args["self"], args["target"], int(Reduction.SUM)) / num_entries

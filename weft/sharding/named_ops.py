@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from weft.sharding.factors import OpFactors, factors_of
+from weft.sharding.factor_rules import factors_of
+from weft.sharding.factors import OpFactors
 
 if TYPE_CHECKING:
     from weft.model.trace import TracedModel

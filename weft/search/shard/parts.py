@@ -38,7 +38,8 @@ from weft.search.shard.op_choices import (
     op_seconds,
     wanted_blocks,
 )
-from weft.sharding.factors import OpFactors, factors_of, has_rule
+from weft.sharding.factor_rules import factors_of, has_rule
+from weft.sharding.factors import OpFactors
 from weft.sharding.layout_steps import ALL_REDUCE
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, largest_part
 

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from weft.sharding import local_losses, local_special, local_views  # noqa: F401
-from weft.sharding.factor_rules import (  # noqa: F401
-    attention,
-    convolutions,
-    elementwise,
-    indexing,
-    losses,
-    norms,
-    products,
-    views,
-)
+from typing import TYPE_CHECKING, Any
+
+from weft.sharding.factor_rules import elementwise, indexing, losses, norms, products, views  # noqa: F401
+from weft.sharding.factor_rules.common import RULES, Call
+from weft.sharding.factors import OpFactors
+
+if TYPE_CHECKING:
+    from torch import fx
+
+
+def has_rule(target: Any) -> bool:
+    """Return whether there is a rule for an operator."""
+    return str(target) in RULES
+
+
+def factors_of(node: fx.Node) -> OpFactors | None:
+    """Return the factors of a call; None if there is no rule for it, or it cannot be split."""
+    found = RULES.get(str(node.target))
+    return None if found is None else found(Call(node))

@@ -1,8 +1,7 @@
 """What the factor rules share: a call with its arguments by name, and the factors that a rule gives it.
 
-A rule reads like the einsum it stands for:
+A rule gets the call and reads like the einsum it stands for:
 
-    call = Call(node)
     rows, inner = call.factor("m", 8), call.factor("k", 4)
     return call.done([(left, (rows, inner)), (right, (inner,))], [(rows,)])
 
@@ -11,7 +10,7 @@ A rule reads like the einsum it stands for:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -66,6 +65,7 @@ class Call:
 
     def __init__(self, node: Any) -> None:
         self.node = node
+        self.operator = str(node.target)
         self.args = arguments(node.target, node.args, node.kwargs)
         value = node.meta["val"]
         values = value if isinstance(value, list | tuple) else [value]
@@ -77,6 +77,15 @@ class Call:
     def output(self) -> Shape:
         """Return the shape of the first result."""
         return self.outputs[0]
+
+    @property
+    def shape(self) -> Shape:
+        """Return the shape of the first tensor that the call reads."""
+        return shape_of(self.node.all_input_nodes[0])
+
+    def dim(self, rank: int | None = None) -> int:
+        """Return the argument ``dim`` counted from the front, of a tensor of that rank (default: the first read)."""
+        return nonnegative(self.args["dim"], len(self.shape) if rank is None else rank)
 
     @property
     def tensors(self) -> list[Any]:
@@ -125,3 +134,20 @@ class Call:
 
     def _is_summable(self, group: tuple[Any, ...]) -> bool:
         return self._float_results and all(node in self.node.all_input_nodes and is_float(node) for node in group)
+
+
+Rule = Callable[[Call], OpFactors | None]
+"""From a call to its factors; None where this call (its arguments) cannot be split."""
+
+RULES: dict[str, Rule] = {}
+
+
+def rule(*targets: str) -> Callable[[Rule], Rule]:
+    """Return a decorator that enters a rule for calls of these operators (``aten.linear.default``)."""
+    def enter(function: Rule) -> Rule:
+        for target in targets:
+            assert target not in RULES, f"two rules for {target}"
+            RULES[target] = function
+        return function
+
+    return enter

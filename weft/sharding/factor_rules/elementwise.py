@@ -1,4 +1,4 @@
-"""Factor rules of operators that work entry by entry, of reductions, and of operators that make tensors.
+"""Factor rules of operators that work entry by entry, of reductions and softmax, and of operators that make tensors.
 
 Entry by entry, every dimension of the result is a factor, which the operands have where they are not broadcast. A
 reduction has those dimensions that it keeps; the reduced ones are factors only of sums and means.
@@ -6,12 +6,12 @@ reduction has those dimensions that it keeps; the reduced ones are factors only 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from weft.sharding.factor_rules.common import Call, dims_in, nonnegative, shape_of
+from weft.sharding.factor_rules.common import Call, dims_in, nonnegative, rule, shape_of
 from weft.sharding.factor_rules.views import broadcast
-from weft.sharding.factors import OpFactors, rule
+from weft.sharding.factors import OpFactors
 
 
 def _names(*texts: str) -> list[str]:
@@ -55,21 +55,19 @@ def _is_zero(value: Any) -> bool:
     "pow:Tensor_Scalar,Tensor_Tensor,Scalar float_power:Tensor_Scalar,Tensor_Tensor,Scalar xlogy:Tensor,Scalar_Other",
     "xlogy:Scalar_Self addcmul addcdiv lerp:Scalar,Tensor rsub:Scalar ldexp:Tensor",
     "zeros_like ones_like full_like empty_like zero fill:Scalar"))
-def _pointwise(node: Any) -> OpFactors | None:
-    return _entrywise(Call(node))
+def _pointwise(call: Call) -> OpFactors | None:
+    return _entrywise(call)
 
 
 @rule(*_names("neg negative positive alias clone contiguous detach lift_fresh lift_fresh_copy _to_copy",
               "to:dtype,device,dtype_layout"))
-def _same(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _same(call: Call) -> OpFactors | None:
     return _entrywise(call, [call.tensors])
 
 
 @rule(*_names("to:other type_as"))
-def _same_as(node: Any) -> OpFactors | None:
+def _same_as(call: Call) -> OpFactors | None:
     """The other tensor gives only its type; where it has the same shape it need not be whole for that."""
-    call = Call(node)
     source, other = call.args["self"], call.args["other"]
     dims = call.plain(call.output)
     inputs = [(source, dims)] + ([(other, dims)] if shape_of(other) == call.output else [])
@@ -77,57 +75,49 @@ def _same_as(node: Any) -> OpFactors | None:
 
 
 @rule(*_names("add:Tensor,Scalar sub:Tensor,Scalar rsub:Tensor subtract:Tensor,Scalar"))
-def _add(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _add(call: Call) -> OpFactors | None:
     other = call.args["other"]
     return _entrywise(call, [(call.args["self"],) if _is_zero(other) else (call.args["self"], other)])
 
 
 @rule(*_names("mul:Tensor,Scalar multiply:Tensor,Scalar"))
-def _mul(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _mul(call: Call) -> OpFactors | None:
     own, other = call.args["self"], call.args["other"]
     return _entrywise(call, [] if own is other else [(own,), (other,)])
 
 
 @rule(*_names("div:Tensor,Scalar,Tensor_mode,Scalar_mode divide:Tensor,Scalar true_divide:Tensor,Scalar"))
-def _div(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _div(call: Call) -> OpFactors | None:
     own, other = call.args["self"], call.args["other"]
     return _entrywise(call, [] if own is other or call.args.get("rounding_mode") else [(own,)])
 
 
 @rule(*_names("where:self,ScalarSelf,ScalarOther,Scalar"))
-def _where(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _where(call: Call) -> OpFactors | None:
     choices = [value for value in (call.args["self"], call.args["other"]) if not _is_zero(value)]
     return _entrywise(call, [choices] if choices else [])
 
 
 @rule(*_names("masked_fill:Scalar,Tensor"))
-def _masked_fill(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _masked_fill(call: Call) -> OpFactors | None:
     own, value = call.args["self"], call.args["value"]
     return _entrywise(call, [(own,) if _is_zero(value) else (own, value)])
 
 
 @rule(*_names("dropout native_dropout"))
-def _dropout(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _dropout(call: Call) -> OpFactors | None:
     is_active = call.args.get("p") != 0 and call.args.get("train") is not False
     return _entrywise(call, [] if is_active or len(call.outputs) > 1 else [call.tensors])
 
 
 @rule(*_names("copy fill:Tensor"))
-def _copy(node: Any) -> OpFactors | None:
+def _copy(call: Call) -> OpFactors | None:
     """The first tensor gives only shape and type."""
-    call = Call(node)
     return _entrywise(call, [(call.args["src"] if "src" in call.args else call.args["value"],)])
 
 
 @rule(*_names("prelu"))
-def _prelu(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _prelu(call: Call) -> OpFactors | None:
     dims = call.plain(call.output)
     weight = call.args["weight"]
     channels = dims[1] if len(dims) > 1 and shape_of(weight)[0] == call.output[1] else ()
@@ -135,8 +125,7 @@ def _prelu(node: Any) -> OpFactors | None:
 
 
 @rule(*_names("glu"))
-def _glu(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _glu(call: Call) -> OpFactors | None:
     after = call.plain(call.output)
     at = nonnegative(call.args["dim"], len(after))
     halves = call.factor("halves", 2, fixed=True)
@@ -148,16 +137,14 @@ def _glu(node: Any) -> OpFactors | None:
 
 
 @rule(*_names("sum:default,dim_IntList mean:default,dim nansum"))
-def _sum(node: Any) -> OpFactors | None:
+def _sum(call: Call) -> OpFactors | None:
     """Parts of a sum are summed; a device with a part of a mean divides by the size of the whole."""
-    call = Call(node)
-    source = call.args["self"]
-    shape = shape_of(source)
+    source, shape = call.args["self"], call.shape
     reduced = set(dims_in(call.args.get("dim"), len(shape)))
-    is_mean = node.target._schema.name == "aten::mean"
+    is_mean = "mean" in call.operator
     before = [call.factor(f"d{dim}", size, special=is_mean and dim in reduced) for dim, size in enumerate(shape)]
-    is_linear = node.target._schema.name != "aten::nansum"
-    return call.done([(source, before)], [_kept(call, before, reduced)], linear=[(source,)] if is_linear else [])
+    return call.done([(source, before)], [_kept(call, before, reduced)],
+                     linear=[] if "nansum" in call.operator else [(source,)])
 
 
 @rule(*_names(
@@ -165,13 +152,10 @@ def _sum(node: Any) -> OpFactors | None:
     "std:default,dim,correction var_mean:default,dim,correction std_mean:default,dim,correction",
     "any:default,dim,dims all:default,dim,dims argmax argmin logsumexp median:default,dim nanmedian:default,dim",
     "norm:Scalar,ScalarOpt_dim linalg_vector_norm mode kthvalue count_nonzero:dim_IntList,default nanmean"))
-def _reduce(node: Any) -> OpFactors | None:
-    call = Call(node)
-    source = call.args["self"]
-    shape = shape_of(source)
-    reduced = set(dims_in(call.args.get("dim"), len(shape)))
-    before = call.plain(shape, but=reduced)
-    return call.done([(source, before)], [_kept(call, before, reduced)] * len(call.outputs))
+def _reduce(call: Call) -> OpFactors | None:
+    reduced = set(dims_in(call.args.get("dim"), len(call.shape)))
+    before = call.plain(call.shape, but=reduced)
+    return call.done([(call.args["self"], before)], [_kept(call, before, reduced)] * len(call.outputs))
 
 
 def _kept(call: Call, before: list[tuple[int, ...]], reduced: set[int]) -> list[tuple[int, ...]]:
@@ -181,35 +165,24 @@ def _kept(call: Call, before: list[tuple[int, ...]], reduced: set[int]) -> list[
     return [factors for dim, factors in enumerate(before) if dim not in reduced]
 
 
-def _along(linear: bool) -> Callable[[Any], OpFactors | None]:
-    """Return the rule of operators that need one dimension whole and keep their operand's rank."""
-    def along(node: Any) -> OpFactors | None:
-        call = Call(node)
-        source = call.args["self"]
-        shape = shape_of(source)
-        dims = call.plain(shape, but=dims_in(call.args["dim"], len(shape)))
-        return call.done([(source, dims)], [dims] * len(call.outputs), linear=[(source,)] if linear else [])
-
-    return along
-
-
-rule(*_names("cumsum"))(_along(linear=True))
-rule(*_names("cumprod cummax cummin logcumsumexp topk sort:default,stable argsort:default,stable"))(
-    _along(linear=False))
+@rule(*_names("cumprod cummax cummin logcumsumexp topk sort:default,stable argsort:default,stable",
+              "softmax:int _softmax log_softmax:int _log_softmax"))
+def _along(call: Call) -> OpFactors | None:
+    """Return the factors where one dimension is needed whole and stays."""
+    dims = call.plain(call.shape, but=dims_in(call.args["dim"], len(call.shape)))
+    return call.done([(call.args["self"], dims)], [dims] * len(call.outputs))
 
 
 # ---- making tensors -------------------------------------------------------------------------------------------------
 
 
 @rule(*_names("zeros ones full empty:memory_format new_zeros new_ones new_full new_empty"))
-def _constant(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _constant(call: Call) -> OpFactors | None:
     return call.done([], [call.plain(call.output)], shape_args=call.shape_arg("size"))
 
 
 @rule(*_names("arange:default,start,start_step linspace logspace eye:default,m scalar_tensor tril_indices triu_indices",
               "rand randn randint:default,low randperm rand_like randn_like randint_like:default,low_dtype"))
-def _by_position(node: Any) -> OpFactors | None:
+def _by_position(call: Call) -> OpFactors | None:
     """Entries depend on where they are (or on the ones drawn before them): every device makes them all."""
-    call = Call(node)
     return call.done([], [[()] * len(shape) for shape in call.outputs])

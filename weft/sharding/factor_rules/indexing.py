@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.sharding.factor_rules.common import Call, Shape, dims_in, nonnegative, shape_of
+from weft.sharding.factor_rules.common import Call, Shape, dims_in, rule, shape_of
 from weft.sharding.factor_rules.views import broadcast
-from weft.sharding.factors import OpFactors, rule
+from weft.sharding.factors import OpFactors
 
 
 def _is_by_number(indices: list[Any]) -> bool:
@@ -55,8 +55,7 @@ class _Indexed:
 
 
 @rule("aten.index.Tensor")
-def _index(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _index(call: Call) -> OpFactors | None:
     source, indices = call.args["self"], call.args["indices"]
     if not _is_by_number(indices):
         return None  # the size of the result depends on the values
@@ -65,8 +64,7 @@ def _index(node: Any) -> OpFactors | None:
 
 
 @rule("aten.index_put.default")
-def _index_put(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _index_put(call: Call) -> OpFactors | None:
     source, values = call.args["self"], call.args["values"]
     if not _is_by_number(call.args["indices"]):
         return None
@@ -78,11 +76,8 @@ def _index_put(node: Any) -> OpFactors | None:
 
 
 @rule("aten.index_select.default")
-def _index_select(node: Any) -> OpFactors | None:
-    call = Call(node)
-    source, index = call.args["self"], call.args["index"]
-    shape = shape_of(source)
-    at = nonnegative(call.args["dim"], len(shape))
+def _index_select(call: Call) -> OpFactors | None:
+    source, index, shape, at = call.args["self"], call.args["index"], call.shape, call.dim()
     before = call.plain(shape, but=[at])
     rows = call.factor("i0", call.output[at] if shape else 1)
     after = [*before[:at], rows, *before[at + 1:]] if shape else []
@@ -92,14 +87,12 @@ def _index_select(node: Any) -> OpFactors | None:
 
 
 @rule("aten.gather.default", "aten.take_along_dim.default")
-def _gather(node: Any) -> OpFactors | None:
-    call = Call(node)
-    source = call.args["self"]
+def _gather(call: Call) -> OpFactors | None:
+    source, shape = call.args["self"], call.shape
     index = call.args["index"] if "index" in call.args else call.args["indices"]
-    shape = shape_of(source)
     if call.args["dim"] is None or len(shape_of(index)) != len(shape):
         return None
-    at = nonnegative(call.args["dim"], len(shape))
+    at = call.dim()
     same = [dim for dim in range(len(shape)) if dim != at and shape[dim] == shape_of(index)[dim]]
     after = [call.factor(f"d{dim}", size) if dim in same or dim == at else () for dim, size in enumerate(call.output)]
     before = [dim if place in same else () for place, dim in enumerate(after)]
@@ -108,21 +101,19 @@ def _gather(node: Any) -> OpFactors | None:
 
 @rule("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.scatter_reduce.two",
       "aten.scatter.reduce", "aten.scatter.value_reduce")
-def _scatter(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _scatter(call: Call) -> OpFactors | None:
     source, index, values = call.args["self"], call.args["index"], call.args.get("src", call.args.get("value"))
     others = [index, values] if values in call.tensors else [index]
     at = dims_in(call.args["dim"], len(call.output))
     differing = {dim for dim, size in enumerate(call.output) for other in others if shape_of(other)[dim] != size}
     dims = call.plain(call.output, but=differing | set(at))
-    is_linear = str(node.target) in ("aten.scatter.src", "aten.scatter_add.default")
+    is_linear = call.operator in ("aten.scatter.src", "aten.scatter_add.default")
     return call.done([(tensor, dims) for tensor in (source, *others)], [dims],
                      linear=[(source, values)] if is_linear else [])
 
 
 @rule("aten.index_add.default", "aten.index_copy.default")
-def _index_add(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _index_add(call: Call) -> OpFactors | None:
     own, source = call.args["self"], call.args["source"]
     dims = call.plain(call.output, but=dims_in(call.args["dim"], len(call.output)))
     if len(shape_of(source)) != len(dims):
@@ -131,26 +122,23 @@ def _index_add(node: Any) -> OpFactors | None:
 
 
 @rule("aten.slice_scatter.default", "aten.select_scatter.default")
-def _slice_scatter(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _slice_scatter(call: Call) -> OpFactors | None:
     own, source = call.args["self"], call.args["src"]
-    at = nonnegative(call.args["dim"], len(call.output))
+    at = call.dim()
     dims = call.plain(call.output, but=[at])
     written = dims if len(shape_of(source)) == len(dims) else dims[:at] + dims[at + 1:]
     return call.done([(own, dims), (source, written)], [dims], linear=[(own, source)])
 
 
 @rule("aten.index_fill.int_Scalar")
-def _index_fill(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _index_fill(call: Call) -> OpFactors | None:
     own = call.args["self"]
     dims = call.plain(call.output, but=dims_in(call.args["dim"], len(call.output)))
     return call.done([(own, dims)], [dims], linear=[(own,)] if call.args["value"] == 0 else [])
 
 
 @rule("aten.one_hot.default")
-def _one_hot(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _one_hot(call: Call) -> OpFactors | None:
     if call.args["num_classes"] < 0:
         return None  # their number depends on the values
     dims = call.plain(call.output[:-1])

@@ -13,10 +13,8 @@ from __future__ import annotations
 import math
 from enum import IntEnum
 
-from torch import fx
-
-from weft.sharding.factor_rules.common import Call, is_float, shape_of
-from weft.sharding.factors import OpFactors, rule
+from weft.sharding.factor_rules.common import Call, is_float, rule, shape_of
+from weft.sharding.factors import OpFactors
 
 
 class Reduction(IntEnum):
@@ -28,15 +26,14 @@ class Reduction(IntEnum):
 
 
 @rule("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss.default")
-def cross_entropy(node: fx.Node) -> OpFactors | None:
+def cross_entropy(call: Call) -> OpFactors | None:
     """Return the factors of a cross entropy or of a likelihood of given classes."""
-    call = Call(node)
     scores, target, weight = (call.args[name] for name in ("self", "target", "weight"))
     shape = shape_of(scores)
     class_dim = 0 if len(shape) == 1 else 1
     has_indices = not is_float(target)
     is_mean = call.args["reduction"] == Reduction.MEAN
-    is_linear = "nll" in str(node.target)
+    is_linear = "nll" in call.operator
     number = float(max(scores.meta["val"].dtype.itemsize, 4))
     by_row = number * math.prod(shape) / shape[class_dim]
     rows = [() if dim == class_dim else call.factor(f"rows{dim}", size, special=is_mean, forward_sums=(
@@ -53,9 +50,8 @@ def cross_entropy(node: fx.Node) -> OpFactors | None:
 
 
 @rule("aten.mse_loss.default", "aten.l1_loss.default")
-def distance(node: fx.Node) -> OpFactors | None:
+def distance(call: Call) -> OpFactors | None:
     """Return the factors of a squared or absolute error."""
-    call = Call(node)
     left, right = call.args["self"], call.args["target"]
     if shape_of(left) != shape_of(right):
         return None

@@ -1,4 +1,4 @@
-"""Factors of normalisations and softmax: everything but what is normalised over.
+"""Factors of normalisations and recurrent layers: everything but what is normalised over.
 
 The images of a batch normalisation in training are special: its statistics are taken over the whole batch, by
 all-reduces inside; all devices then have the same statistics, so these results are whole. The groups of a group
@@ -9,37 +9,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from torch import fx
-
-from weft.sharding.factor_rules.common import Call, nonnegative, shape_of
-from weft.sharding.factors import OpFactors, rule
+from weft.sharding.factor_rules.common import Call, rule
+from weft.sharding.factors import OpFactors
 
 
 @rule("aten.layer_norm.default", "aten.native_layer_norm.default", "aten.rms_norm.default")
-def layer_norm(node: fx.Node) -> OpFactors | None:
+def layer_norm(call: Call) -> OpFactors | None:
     """Return the factors of a normalisation over the last dimensions."""
-    call = Call(node)
-    x, shape = call.args["input"], shape_of(call.args["input"])
-    num_rows = len(shape) - len(call.args["normalized_shape"])
-    dims = call.plain(shape, but=range(num_rows, len(shape)))
-    return call.done([(x, dims)], [dims for _ in call.outputs])
-
-
-@rule("aten.softmax.int", "aten._softmax.default", "aten.log_softmax.int", "aten._log_softmax.default")
-def softmax(node: fx.Node) -> OpFactors | None:
-    """Return the factors of a softmax: all dimensions but its own."""
-    call = Call(node)
-    x = call.args["self"]
-    dims = call.plain(shape_of(x), but=[nonnegative(call.args["dim"], len(shape_of(x)))])
-    return call.done([(x, dims)], [dims])
+    num_rows = len(call.shape) - len(call.args["normalized_shape"])
+    dims = call.plain(call.shape, but=range(num_rows, len(call.shape)))
+    return call.done([(call.args["input"], dims)], [dims for _ in call.outputs])
 
 
 @rule("aten.group_norm.default")
-def group_norm(node: fx.Node) -> OpFactors | None:
+def group_norm(call: Call) -> OpFactors | None:
     """Return the factors of a normalisation of groups of channels."""
-    call = Call(node)
-    x, num_groups = call.args["input"], call.args["num_groups"]
-    shape = shape_of(x)
+    x, num_groups, shape = call.args["input"], call.args["num_groups"], call.shape
     images, groups = call.factor("images", shape[0]), call.factor("groups", num_groups, special=True)
     within = call.factor("within", shape[1] // num_groups, fixed=True)
     dims = [images, groups + within, *[()] * (len(shape) - 2)]
@@ -49,12 +34,11 @@ def group_norm(node: fx.Node) -> OpFactors | None:
 
 @rule("aten._native_batch_norm_legit_functional.default", "aten._native_batch_norm_legit_no_training.default",
       "aten.batch_norm.default")
-def batch_norm(node: fx.Node) -> OpFactors | None:
+def batch_norm(call: Call) -> OpFactors | None:
     """Return the factors of a normalisation of channels over the batch."""
-    call = Call(node)
-    x, shape = call.args["input"], shape_of(call.args["input"])
+    x, shape = call.args["input"], call.shape
     in_training = call.args.get("training", False)
-    if in_training and "functional" not in str(node.target):
+    if in_training and "functional" not in call.operator:
         return None  # it changes its statistics in place
     vector = float(shape[1] * max(x.meta["val"].dtype.itemsize, 4))
     images = call.factor("images", shape[0], special=in_training,  # mean, then variance; back both at once
@@ -66,16 +50,13 @@ def batch_norm(node: fx.Node) -> OpFactors | None:
     vectors = [(call.args[name], [channels]) for name in names if call.args[name] is not None]
     statistics = [[channels] if result == (shape[1],) else [()] for result in call.outputs[1:]]
     found = call.done([(x, dims), *vectors], [dims, *statistics])
-    if found is None:
-        return None
-    return replace(found, whole_outputs=tuple(range(1, len(call.outputs))))
+    return None if found is None else replace(found, whole_outputs=tuple(range(1, len(call.outputs))))
 
 
 @rule("aten.lstm.input", "aten.gru.input")
-def recurrent(node: fx.Node) -> OpFactors | None:
+def recurrent(call: Call) -> OpFactors | None:
     """Return the factors of a recurrent layer: the sequences of the batch."""
-    call = Call(node)
-    x, shape = call.args["input"], shape_of(call.args["input"])
+    x, shape = call.args["input"], call.shape
     if len(shape) != 3 or (call.args["dropout"] and call.args["train"]):
         return None
     batch_dim = 0 if call.args["batch_first"] else 1

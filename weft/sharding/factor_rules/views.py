@@ -2,18 +2,24 @@
 
 All of them are linear: of sums they make sums. A dimension that an operator cuts, shifts or pads is whole; a cut into
 equal pieces and its opposite keep their dimension as ``(pieces, entries)``, which splits it in blocks.
+
+A reshape is described by the pieces of which the dimensions before and after are both made. ``[batch, seq, 3 * heads *
+size] -> [batch, seq, 3, heads, size]`` has five; the last dimension before is three of them. Where sizes do not divide
+one another (``[6, 4] -> [4, 6]``), the outermost and innermost common divisors are pieces still (the first 12 entries
+are half of both), and what is left in between is never split.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
-from weft.sharding.factor_rules.common import Call, Shape, dims_in, nonnegative, shape_of
-from weft.sharding.factor_rules.refine import reshape_dims
-from weft.sharding.factors import OpFactors, rule
+from weft.sharding.factor_rules.common import Call, Shape, dims_in, rule, shape_of
+from weft.sharding.factors import Dims, OpFactors
 
 
-def _moved(call: Call, inside: list[tuple[int, ...]], *outside: list[tuple[int, ...]]) -> OpFactors | None:
+def _moved(call: Call, inside: Sequence[tuple[int, ...]], *outside: Sequence[tuple[int, ...]]) -> OpFactors | None:
     """Return the factors of a call that moves the entries of its first tensor."""
     source = call.tensors[0]
     return call.done([(source, inside)], outside, linear=[(source,)])
@@ -24,73 +30,139 @@ def _moved(call: Call, inside: list[tuple[int, ...]], *outside: list[tuple[int, 
 
 @rule("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten._reshape_copy.default",
       "aten.view_copy.default")
-def _reshape(node: Any) -> OpFactors | None:
-    call = Call(node)
-    source = call.args["self"]
-    before, after = reshape_dims(call, shape_of(source), call.output)
+def _reshape(call: Call) -> OpFactors | None:
+    source, (before, after) = call.args["self"], _reshape_dims(call)
     shape = "shape" if "shape" in call.args else "size"
     return call.done([(source, before)], [after], linear=[(source,)], shape_args=call.shape_arg(shape))
 
 
 @rule("aten.view_as.default", "aten.reshape_as.default")
-def _reshape_as(node: Any) -> OpFactors | None:
-    call = Call(node)
-    source = call.args["self"]
-    before, after = reshape_dims(call, shape_of(source), call.output)
+def _reshape_as(call: Call) -> OpFactors | None:
+    source, (before, after) = call.args["self"], _reshape_dims(call)
     return call.done([(source, before), (call.args["other"], after)], [after], linear=[(source,)])
 
 
 @rule("aten.flatten.using_ints", "aten.unsqueeze.default", "aten.ravel.default")
-def _flatten(node: Any) -> OpFactors | None:
-    call = Call(node)
-    before, after = reshape_dims(call, shape_of(call.args["self"]), call.output)
-    return _moved(call, list(before), list(after))
+def _flatten(call: Call) -> OpFactors | None:
+    return _moved(call, *_reshape_dims(call))
 
 
 @rule("aten.unflatten.int")
-def _unflatten(node: Any) -> OpFactors | None:
-    call = Call(node)
-    shape = shape_of(call.args["self"])
-    dim = nonnegative(call.args["dim"], len(shape))
-    made = range(dim, dim + len(call.output) - len(shape) + 1)  # their sizes are arguments
-    before, after = reshape_dims(call, shape, call.output, special=made)
-    return _moved(call, list(before), list(after))
+def _unflatten(call: Call) -> OpFactors | None:
+    dim = call.dim()
+    made = range(dim, dim + len(call.output) - len(call.shape) + 1)  # their sizes are arguments
+    return _moved(call, *_reshape_dims(call, special=made))
 
 
 @rule("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
-def _squeeze(node: Any) -> OpFactors | None:
-    call = Call(node)
-    shape = shape_of(call.args["self"])
-    asked = dims_in(call.args.get("dim"), len(shape))
-    kept = [dim for dim, size in enumerate(shape) if dim not in asked or size != 1]
+def _squeeze(call: Call) -> OpFactors | None:
+    asked = dims_in(call.args.get("dim"), len(call.shape))
+    kept = [dim for dim, size in enumerate(call.shape) if dim not in asked or size != 1]
     in_danger = [place for place, dim in enumerate(kept) if dim in asked]  # a part of size 1 would vanish
-    before, after = reshape_dims(call, shape, call.output, special=in_danger)
-    return _moved(call, list(before), list(after))
+    return _moved(call, *_reshape_dims(call, special=in_danger))
 
 
 @rule("aten.transpose.int", "aten.t.default", "aten.permute.default", "aten.swapaxes.default", "aten.swapdims.default",
       "aten.movedim.int", "aten.movedim.intlist", "aten.moveaxis.int", "aten.moveaxis.intlist", "aten.numpy_T.default",
       "aten.mT.default")
-def _permute(node: Any) -> OpFactors | None:
+def _permute(call: Call) -> OpFactors | None:
     import torch
 
-    call = Call(node)
-    shape = shape_of(call.tensors[0])
-    marked = torch.empty([dim + 2 for dim in range(len(shape))], device="meta")
-    order = [size - 2 for size in node.target(marked, *node.args[1:], **node.kwargs).shape]
-    dims = call.plain(shape)
+    marked = torch.empty([dim + 2 for dim in range(len(call.shape))], device="meta")
+    order = [size - 2 for size in call.node.target(marked, *call.node.args[1:], **call.node.kwargs).shape]
+    dims = call.plain(call.shape)
     return _moved(call, dims, [dims[dim] for dim in order])
+
+
+# ---- the pieces of a reshape ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A factor of a reshape: the dimension it is in before and after, None where it is only in one of them."""
+
+    size: int
+    before: int | None
+    after: int | None
+
+
+def common_pieces(before: Sequence[int], after: Sequence[int]) -> tuple[Piece, ...]:
+    """Return the pieces of two shapes of equally many entries; those of one dimension stand outermost first."""
+    result: list[Piece] = []
+    for left, right in _groups(before, after):
+        outer = _matched(left, right, list(left), list(right))
+        inner = _matched(left, right, list(left)[::-1], list(right)[::-1])
+        result += outer
+        result += [Piece(size=size, before=dim, after=None) for dim, size in left.items() if size > 1]
+        result += [Piece(size=size, before=None, after=dim) for dim, size in right.items() if size > 1]
+        result += inner[::-1]
+    return tuple(result)
+
+
+def _reshape_dims(call: Call, *, special: Collection[int] = ()) -> tuple[Dims, Dims]:
+    """Return how both shapes are made of new factors; those in the dimensions ``special`` of the result are special."""
+    pieces = common_pieces(call.shape, call.output)
+    left: list[tuple[int, ...]] = [()] * len(call.shape)
+    right: list[tuple[int, ...]] = [()] * len(call.output)
+    for piece in pieces:
+        alone = sum(other.after == piece.after for other in pieces) == 1
+        name = f"from{piece.before}" if piece.after is None else f"d{piece.after}" if alone else \
+            f"d{piece.after}{'abcdefghijklmnopqrstuvwxyz'[len(right[piece.after])]}"
+        factor = call.factor(name, piece.size, special=piece.after in special,
+                             fixed=piece.before is None or piece.after is None)
+        if piece.before is not None:
+            left[piece.before] += factor
+        if piece.after is not None:
+            right[piece.after] += factor
+    return tuple(left), tuple(right)
+
+
+def _groups(before: Sequence[int], after: Sequence[int]) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
+    """Yield the smallest runs of dimensions with equally many entries on both sides, as sizes by dimension."""
+    if 0 in before:
+        return
+    left = [(dim, size) for dim, size in enumerate(before) if size > 1]
+    right = [(dim, size) for dim, size in enumerate(after) if size > 1]
+    while left:
+        num_left = num_right = 1
+        product_left, product_right = left[0][1], right[0][1]
+        while product_left != product_right:
+            if product_left < product_right:
+                product_left *= left[num_left][1]
+                num_left += 1
+            else:
+                product_right *= right[num_right][1]
+                num_right += 1
+        yield dict(left[:num_left]), dict(right[:num_right])
+        left, right = left[num_left:], right[num_right:]
+
+
+def _matched(left: dict[int, int], right: dict[int, int], left_order: list[int], right_order: list[int]) -> list[Piece]:
+    """Return the pieces at one end of a group, and leave in ``left`` and ``right`` what they do not cover."""
+    found: list[Piece] = []
+    while left_order and right_order:
+        before, after = left_order[0], right_order[0]
+        if left[before] == 1:
+            left_order = left_order[1:]
+        elif right[after] == 1:
+            right_order = right_order[1:]
+        elif (size := math.gcd(left[before], right[after])) == 1:
+            break
+        else:
+            found.append(Piece(size=size, before=before, after=after))
+            left[before] //= size
+            right[after] //= size
+    return found
 
 
 # ---- copies ---------------------------------------------------------------------------------------------------------
 
 
 @rule("aten.expand.default", "aten.broadcast_to.default", "aten.expand_as.default")
-def _expand(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _expand(call: Call) -> OpFactors | None:
     source = call.args["self"]
     after = call.plain(call.output)
-    before = broadcast(shape_of(source), call.output, after)
+    before = broadcast(call.shape, call.output, after)
     if "other" in call.args:
         return call.done([(source, before), (call.args["other"], after)], [after], linear=[(source,)])
     return call.done([(source, before)], [after], linear=[(source,)], shape_args=call.shape_arg("size"))
@@ -103,36 +175,24 @@ def broadcast(shape: Shape, output: Shape, dims: list[tuple[int, ...]]) -> list[
 
 
 @rule("aten.repeat.default", "aten.tile.default")
-def _repeat(node: Any) -> OpFactors | None:
-    call = Call(node)
-    shape, output = shape_of(call.args["self"]), call.output
-    before = call.plain(shape)
-    padded = [()] * (len(output) - len(shape)) + before
-    sizes = (1,) * (len(output) - len(shape)) + shape
+def _repeat(call: Call) -> OpFactors | None:
+    before, rank = call.plain(call.shape), len(call.output) - len(call.shape)
+    padded, sizes = [()] * rank + before, (1,) * rank + call.shape
     after = [call.factor(f"copies{dim}", full // size if size else 0, special=True) + inner
-             for dim, (size, full, inner) in enumerate(zip(sizes, output, padded, strict=True))]
+             for dim, (size, full, inner) in enumerate(zip(sizes, call.output, padded, strict=True))]
     return _moved(call, before, after)
 
 
 @rule("aten.repeat_interleave.self_int")
-def _repeat_interleave(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _repeat_interleave(call: Call) -> OpFactors | None:
     if call.args.get("output_size") is not None:  # the size is written down: that dimension stays whole
-        return _repeat_to_size(call)
-    before = call.plain(shape_of(call.args["self"]))
+        return None if call.args["dim"] is None else _along(call)
+    before = call.plain(call.shape)
     copies = call.factor("copies", call.args["repeats"], special=True)
     if call.args["dim"] is None:
         return _moved(call, before, [(*(factor for dim in before for factor in dim), *copies)])
-    at = nonnegative(call.args["dim"], len(before))
+    at = call.dim()
     return _moved(call, before, [dim + copies if place == at else dim for place, dim in enumerate(before)])
-
-
-def _repeat_to_size(call: Call) -> OpFactors | None:
-    if call.args["dim"] is None:
-        return None
-    shape = shape_of(call.args["self"])
-    dims = call.plain(shape, but=[nonnegative(call.args["dim"], len(shape))])
-    return _moved(call, dims, dims)
 
 
 # ---- dimensions that are cut, shifted or padded ---------------------------------------------------------------------
@@ -141,69 +201,52 @@ def _repeat_to_size(call: Call) -> OpFactors | None:
 @rule("aten.slice.Tensor", "aten.narrow.default", "aten.pad.default", "aten.constant_pad_nd.default",
       "aten.reflection_pad1d.default", "aten.reflection_pad2d.default", "aten.replication_pad1d.default",
       "aten.replication_pad2d.default")
-def _resize(node: Any) -> OpFactors | None:
-    call = Call(node)
-    source = call.args["self"]
-    shape = shape_of(source)
+def _resize(call: Call) -> OpFactors | None:
+    source, shape = call.args["self"], call.shape
     touched = {dim for dim, (size, kept) in enumerate(zip(shape, call.output, strict=True)) if size != kept}
     if "pad" in call.args or "padding" in call.args:
         pads = call.args.get("pad") or call.args.get("padding") or ()
         touched |= {len(shape) - 1 - place // 2 for place, pad in enumerate(pads) if pad}
-    elif node.target._schema.name == "aten::narrow":
-        touched.add(nonnegative(call.args["dim"], len(shape)))  # its length is that of the whole
+    elif "narrow" in call.operator:
+        touched.add(call.dim())  # its length is that of the whole
     dims = call.plain(shape, but=touched)
     linear = [(source,)] if not call.args.get("value") else []  # padding with another number than 0 is not
     return call.done([(source, dims)], [dims], linear=linear)
 
 
 @rule("aten.select.int", "aten.unbind.int")
-def _select(node: Any) -> OpFactors | None:
-    call = Call(node)
-    shape = shape_of(call.args["self"])
-    at = nonnegative(call.args["dim"], len(shape))
-    dims = call.plain(shape, but=[at])
+def _select(call: Call) -> OpFactors | None:
+    at = call.dim()
+    dims = call.plain(call.shape, but=[at])
     return _moved(call, dims, *[[dim for place, dim in enumerate(dims) if place != at]] * len(call.outputs))
 
 
-@rule("aten.roll.default", "aten.flip.default")
-def _shift(node: Any) -> OpFactors | None:
-    call = Call(node)
-    shape = shape_of(call.args["self"])
-    dims = call.plain(shape, but=dims_in(call.args["dims"], len(shape)))
-    return _moved(call, dims, dims)
-
-
-@rule("aten.tril.default", "aten.triu.default")
-def _triangle(node: Any) -> OpFactors | None:
-    call = Call(node)
-    shape = shape_of(call.args["self"])
-    dims = call.plain(shape, but=dims_in([-2, -1], len(shape)))
+@rule("aten.roll.default", "aten.flip.default", "aten.cumsum.default", "aten.tril.default", "aten.triu.default")
+def _along(call: Call) -> OpFactors | None:
+    """Return the factors where some dimensions (the last two, if none are named) are needed whole."""
+    named = call.args["dims"] if "dims" in call.args else call.args.get("dim", [-2, -1])
+    dims = call.plain(call.shape, but=dims_in(named, len(call.shape)))
     return _moved(call, dims, dims)
 
 
 @rule("aten.diagonal.default")
-def _diagonal(node: Any) -> OpFactors | None:
-    call = Call(node)
-    shape = shape_of(call.args["self"])
-    pair = dims_in([call.args["dim1"], call.args["dim2"]], len(shape))
-    dims = call.plain(shape, but=pair)
+def _diagonal(call: Call) -> OpFactors | None:
+    pair = dims_in([call.args["dim1"], call.args["dim2"]], len(call.shape))
+    dims = call.plain(call.shape, but=pair)
     return _moved(call, dims, [*(dim for place, dim in enumerate(dims) if place not in pair), ()])
 
 
 @rule("aten.unfold.default")
-def _unfold(node: Any) -> OpFactors | None:
-    call = Call(node)
-    shape = shape_of(call.args["self"])
-    dims = call.plain(shape, but=[nonnegative(call.args["dimension"], len(shape))])
+def _unfold(call: Call) -> OpFactors | None:
+    dims = call.plain(call.shape, but=dims_in(call.args["dimension"], len(call.shape)))
     return _moved(call, dims, [*dims, ()])
 
 
 @rule("aten.pixel_shuffle.default", "aten.pixel_unshuffle.default")
-def _pixel_shuffle(node: Any) -> OpFactors | None:
+def _pixel_shuffle(call: Call) -> OpFactors | None:
     """Return ``(channels rows columns, height, width) <-> (channels, height rows, width columns)``."""
-    call = Call(node)
-    is_apart = node.target._schema.name == "aten::pixel_unshuffle"
-    coarse = call.output if is_apart else shape_of(call.args["self"])
+    is_apart = "unshuffle" in call.operator
+    coarse = call.output if is_apart else call.shape
     step = call.args["downscale_factor"] if is_apart else call.args["upscale_factor"]
     leading = call.plain(coarse[:-3])
     channels, height, width = (call.factor(name, size) for name, size in
@@ -222,29 +265,25 @@ _BY_SIZE = ("aten.split.Tensor", "aten.unsafe_split.Tensor", "aten.split.sizes",
 
 
 @rule(*_BY_SIZE, "aten.chunk.default", "aten.unsafe_chunk.default", "aten.tensor_split.sections")
-def _split(node: Any) -> OpFactors | None:
-    call = Call(node)
-    shape = shape_of(call.args["self"])
-    at = nonnegative(call.args["dim"], len(shape))
-    dims = call.plain(shape, but=[at])
+def _split(call: Call) -> OpFactors | None:
+    at = call.dim()
+    dims = call.plain(call.shape, but=[at])
     pieces = {output[at] for output in call.outputs}
     if len(pieces) > 1:
         return _moved(call, dims, *[dims] * len(call.outputs))
     outer = call.factor("pieces", len(call.outputs), fixed=True)
-    inner = call.factor(f"d{at}", pieces.pop(), special=str(node.target) in _BY_SIZE)
+    inner = call.factor(f"d{at}", pieces.pop(), special=call.operator in _BY_SIZE)
     before, after = ([*dims[:at], dim, *dims[at + 1:]] for dim in (outer + inner, inner))
     return _moved(call, before, *[after] * len(call.outputs))
 
 
 @rule("aten.cat.default", "aten.concat.default", "aten.concatenate.default")
-def _cat(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _cat(call: Call) -> OpFactors | None:
     tensors = call.args["tensors"]
-    output = call.output
-    at = nonnegative(call.args["dim"], len(output))
-    if any(len(shape_of(tensor)) != len(output) for tensor in tensors):
+    if any(len(shape_of(tensor)) != len(call.output) for tensor in tensors):
         return None  # an empty list of another rank is allowed and left out
-    dims = call.plain(output, but=[at])
+    at = call.dim(len(call.output))
+    dims = call.plain(call.output, but=[at])
     sizes = {shape_of(tensor)[at] for tensor in tensors}
     is_equal = len(sizes) == 1
     outer = call.factor("pieces", len(tensors) if is_equal else 1, fixed=True)
@@ -254,9 +293,8 @@ def _cat(node: Any) -> OpFactors | None:
 
 
 @rule("aten.stack.default")
-def _stack(node: Any) -> OpFactors | None:
-    call = Call(node)
+def _stack(call: Call) -> OpFactors | None:
     tensors = call.args["tensors"]
-    at = nonnegative(call.args["dim"], len(call.output))
-    dims = call.plain(shape_of(tensors[0]))
+    at = call.dim(len(call.output))
+    dims = call.plain(call.shape)
     return call.done([(tensor, dims) for tensor in tensors], [[*dims[:at], (), *dims[at:]]], linear=[tensors])
