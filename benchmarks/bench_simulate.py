@@ -26,7 +26,7 @@ from weft.plan.orders import one_f_one_b, to_tokens
 from weft.plan.plan import ClusterRef, ModelRef, Optimizer, Plan, Replica, Stage
 from weft.simulate import simulate
 from weft.simulate.engine import Simulator
-from weft.simulate.engine_python import simulate_python
+from weft.simulate.tasks import simulate_python
 
 NUM_TASKS, NUM_EDGES, NUM_DEVICES = 1000, 2000, 8
 SHAPES = {"edges anywhere": None, "edges within 200 tasks": 200, "edges within 50 tasks": 50}

@@ -150,7 +150,7 @@ def source_of(module: str) -> str:
 
 
 FOR_TESTS = {
-    "weft.cost.explain.explain_costs", "weft.export.pipelining_csv.parse_csv", "weft.model.trace.state_of",
+    "weft.export.pipelining_csv.parse_csv", "weft.model.trace.state_of",
     "weft.plan.holders.parameter_holders", "weft.show.drawing.format_chart",
 }
 """What only tests call. Nothing is to be added here."""

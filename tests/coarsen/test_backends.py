@@ -75,9 +75,9 @@ def test_inductor_groups_of_a_zoo_model_can_be_contracted():
 
 
 def test_a_pytorch_without_the_hook_is_told_what_to_do(monkeypatch):
-    from weft.coarsen import inductor
+    from weft.coarsen import backends
 
-    monkeypatch.setattr(inductor, "_HOOK", "_no_such_hook")
+    monkeypatch.setattr(backends, "_HOOK", "_no_such_hook")
     traced = traced_inference(PostNorm, (4, 16))
     with pytest.raises(InputError, match="coarsen by rules instead"):
         find_groups(traced, "inductor")

@@ -13,7 +13,6 @@ from tests.cost.worlds import FAST, SLOW, given_costs, make_cluster, make_graph
 from weft.base.errors import ClusterError, InputError, ModelError
 from weft.cluster.cluster import DeviceKind
 from weft.cost.costs import estimate_costs
-from weft.cost.explain import explain_costs
 from weft.cost.figure import ZERO, Figure, Source, combine
 from weft.cost.op_classes import op_class, op_classes
 from weft.cost.roofline import peak_rate
@@ -194,7 +193,6 @@ def test_operators_that_may_not_run_somewhere_cost_infinity_there():
     given_ = given_costs(times, num_tensors=graph.num_tensors, allowed=[("fast",), None, ("slow",)])
     costs = estimate_costs(bare(dataclasses.replace(graph, given=given_)), make_cluster((1, 1), kinds=(FAST, SLOW)))
     assert np.isinf(costs.forward_s).tolist() == [[False, True], [False, False], [True, False]]
-    assert np.isfinite(explain_costs(graph, costs).forward_s)
 
 
 def test_kind_without_rates_is_named_where_they_are_needed():
@@ -229,19 +227,6 @@ def test_bad_shares_and_phases_are_refused():
             costs.stage_figure(np.arange(3), 0, "F", fraction)
     with pytest.raises(InputError, match="phase must be one of F, B, I, W, not 'X'"):
         costs.stage_figure(np.arange(3), 0, "X")
-
-
-def test_summary_shows_shares_and_heaviest_operators():
-    graph = make_graph(2, batch=64, width=512)
-    summary = explain_costs(graph, estimate_costs(graph, make_cluster((1,)), dtype="bf16"), top=2)
-    assert summary.share_by_source == {Source.ROOFLINE: pytest.approx(1.0)}
-    assert [op.name for op in summary.heaviest] == ["op0", "op3"]
-    assert summary.heaviest[0].op_class == "matmul"
-    assert sum(op.share for op in summary.heaviest) < 1
-    lines = summary.lines()
-    assert "100% roofline" in lines[0]
-    assert "aten.linear" in lines[1]
-    assert lines[-1] == "  note: fast gives no bfloat16 rate: its float16 rate is used"
 
 
 def test_columns_of_a_large_graph_are_cheap():

@@ -9,8 +9,8 @@ import pytest
 
 from tests.cost.worlds import make_cluster, make_graph
 from weft.cost.costs import estimate_costs
+from weft.cost.entries import at_batch
 from weft.cost.figure import Source
-from weft.cost.other_batches import at_batch
 from weft.cost.profile import OpKey, OpTiming, ProfileStore, op_signature
 from weft.model.graph import UNKNOWN_BATCH_DIM
 

@@ -23,7 +23,7 @@ from weft.run.cells import Transfer
 from weft.run.exchange import Early, EarlyExchanges, leads_to_loss
 from weft.run.failures import PeerLost
 from weft.search.common.buckets import cut_gradients
-from weft.simulate.finality import first_readers
+from weft.simulate.timing import first_readers
 
 TOLERANCE = 1e-10
 CONTROL = 1e-7

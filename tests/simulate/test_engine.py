@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from tests.simulate.random_tasks import random_placement
 from weft.base.errors import InputError, PlanError
 from weft.simulate.engine import Simulator, inline_tasks
-from weft.simulate.engine_python import simulate_python
-from weft.simulate.tasks import TaskGraph, make_task_graph
+from weft.simulate.tasks import TaskGraph, make_task_graph, simulate_python
 
 
 @st.composite

@@ -12,6 +12,7 @@ import os
 from typing import TYPE_CHECKING, assert_never, get_args
 
 from weft.base.errors import InputError
+from weft.coarsen.backends import fuse_by_inductor, fuse_by_onnxruntime
 from weft.coarsen.contract import Coarse, contract
 from weft.coarsen.groups import Groups, How, single_groups
 from weft.coarsen.rules import fuse_by_rules
@@ -46,15 +47,11 @@ def find_groups(model: Graph | TracedModel, how: How = "rules", *,
             if isinstance(model, Graph):
                 raise InputError(f"inductor needs a PyTorch model, and {graph.name!r} is only a graph: coarsen by "
                                  "rules")
-            from weft.coarsen.inductor import fuse_by_inductor
-
             return fuse_by_inductor(model)
         case "onnxruntime":
             if path is None:
                 raise InputError(f"ONNX Runtime needs the ONNX file of {graph.name!r}: give its path, or coarsen by "
                                  "rules")
-            from weft.coarsen.onnxruntime import fuse_by_onnxruntime
-
             return fuse_by_onnxruntime(graph, path)
         case _:
             assert_never(how)

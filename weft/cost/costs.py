@@ -28,9 +28,17 @@ import numpy.typing as npt
 from weft.base.errors import InputError
 from weft.cluster.cluster import Cluster
 from weft.cost.collectives import Algorithm, Collective, CollectiveModel, CommCost, scope_of, step_counts
-from weft.cost.entries import U8, Profile, choose_columns, fill_column
+from weft.cost.entries import (
+    U8,
+    MeasuredAt,
+    Profile,
+    choose_columns,
+    fill_column,
+    fill_from_others,
+    interpolated,
+    other_batches,
+)
 from weft.cost.figure import SOURCES, ZERO, Figure, Source
-from weft.cost.other_batches import MeasuredAt, fill_from_others, interpolated, other_batches
 from weft.cost.profile import CommFit, ProfileStore
 from weft.cost.roofline import Part, Terms, describe_work, dtype_name, is_float, peak_notes
 from weft.model.graph import F64, Bool, Graph

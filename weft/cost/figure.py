@@ -28,11 +28,6 @@ class Source(enum.Enum):
         """Return the number that arrays hold for this source: the weaker, the smaller."""
         return _CODES[self]
 
-    @staticmethod
-    def from_code(code: int) -> Source:
-        """Return the source whose ``code`` this is."""
-        return SOURCES[code]
-
 
 SOURCES: tuple[Source, ...] = tuple(Source)
 """All sources by code."""

@@ -22,11 +22,10 @@ from torch import Tensor, fx
 
 from weft.base.errors import InputError
 from weft.cluster.presets import lookup_kind
-from weft.cost.clocks import make_clock
 from weft.cost.gradient_sums import SUM_KIND, gradient_sums, sum_key
 from weft.cost.profile import OpKey, OpTiming, ProfileStore, op_signature
 from weft.cost.roofline import op_dtypes
-from weft.cost.walk import Flags, Samples, SumToTime, Walk, node_flags
+from weft.cost.walk import Flags, Samples, SumToTime, Walk, make_clock, node_flags
 from weft.model.graph import Graph
 from weft.model.trace import TracedModel
 

@@ -94,7 +94,7 @@ def exchange_transfers(program: Program, costs: Costs, devices: Sequence[DeviceI
     for step in exchange_steps(program, devices, bucket):
         for group in step.groups:
             if step.kind is Collective.P2P:
-                yield *group, step.num_bytes
+                yield group[0], group[1], step.num_bytes
             elif len(group) > 1:
                 algorithm = Algorithm(costs.collective(step.kind, step.num_bytes, group).algorithm)
                 for entry in model.rounds(step.kind, algorithm, group):
@@ -126,18 +126,18 @@ def exchange_resources(costs: Costs, devices: Sequence[DeviceId], bucket: Bucket
 # ---- without a program, for searches --------------------------------------------------------------------------------
 
 
-def reduce_seconds(costs: Costs, num_bytes: float, devices: Sequence[DeviceId]) -> float:
+def reduce_seconds(costs: Costs, num_bytes: float, devices: Sequence[int]) -> float:
     """Return the time of an all-reduce of gradients."""
     return costs.collective(Collective.ALL_REDUCE, num_bytes, devices).seconds
 
 
-def exchange_limits(costs: Costs, num_bytes: float, devices: Sequence[DeviceId],
+def exchange_limits(costs: Costs, num_bytes: float, devices: Sequence[int],
            kind: Collective = Collective.ALL_REDUCE) -> tuple[int, ...]:
     """Return the cluster's resources on which such an exchange and others hold each other up."""
     return costs.collective_limits(kind, num_bytes, devices)
 
 
-def exchange_together(costs: Costs, num_bytes: float, groups: Sequence[Sequence[DeviceId]],
+def exchange_together(costs: Costs, num_bytes: float, groups: Sequence[Sequence[int]],
              kind: Collective = Collective.ALL_REDUCE) -> tuple[float, tuple[int, ...]]:
     """Return the time in which groups do the same, each on so many bytes, and the resources that limit them.
 
@@ -148,20 +148,20 @@ def exchange_together(costs: Costs, num_bytes: float, groups: Sequence[Sequence[
     return seconds * max(meet.values(), default=1), tuple(sorted(meet))
 
 
-def collective_line(costs: Costs, kind: Collective, num_bytes: float, devices: Sequence[DeviceId]) -> Line:
+def collective_line(costs: Costs, kind: Collective, num_bytes: float, devices: Sequence[int]) -> Line:
     """Return the collective's time as a line: that of the algorithm which is best for ``num_bytes``, or of a fit."""
     size = max(num_bytes, 1)
     cost = costs.collective(kind, size, devices)
     return Line(cost.latency_s, cost.bandwidth_s / size)
 
 
-def reduce_line(costs: Costs, num_bytes: float, devices: Sequence[DeviceId]) -> Line:
+def reduce_line(costs: Costs, num_bytes: float, devices: Sequence[int]) -> Line:
     """Return an all-reduce's time as the line through those of nothing and of ``num_bytes``, of which each is best."""
     small, large = (reduce_seconds(costs, size, devices) for size in (0.0, num_bytes))
     return Line(small, (large - small) / num_bytes)
 
 
-def large_reduce_line(costs: Costs, devices: Sequence[DeviceId]) -> Line:
+def large_reduce_line(costs: Costs, devices: Sequence[int]) -> Line:
     """Return an all-reduce's time as a line; of many devices it is taken from some, with the steps of a ring of all."""
     some = devices[:MAX_EXCHANGE]
     line = collective_line(costs, Collective.ALL_REDUCE, TYPICAL_BYTES, some)

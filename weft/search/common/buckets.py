@@ -1,6 +1,6 @@
 """How gradients are cut into buckets, so that their exchange runs beside the backward that makes them.
 
-A bucket is exchanged when the last of its gradients is final (``weft.simulate.finality``), one after the other. With
+A bucket is exchanged when the last of its gradients is final (``final_times``), one after the other. With
 ``r_k`` the time at which bucket ``k`` is final and ``t_k`` that of its exchange, all is done at
 
     e_k = max(e_(k-1), r_k) + t_k
@@ -24,7 +24,7 @@ from weft.plan.holders import parameter_parts
 from weft.plan.layout import stage_inputs
 from weft.plan.plan import GradientExchange, Plan, split_samples
 from weft.simulate.exchange_time import reduce_seconds
-from weft.simulate.finality import final_times
+from weft.simulate.timing import final_times
 
 COUNTS: Final = (1, 2, 4, 8, 16, 32, 64)
 """So many buckets are tried."""
