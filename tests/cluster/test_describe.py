@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.cluster.worlds import header, short_form, times_only
 from weft.cluster.cluster_file import parse_cluster
-from weft.cluster.describe import bandwidth_matrix, device_rows, effective_bandwidths, summarize
+from weft.cluster.describe import bandwidth_matrix, device_rows, summarize
 
 
 def test_devices_one_by_one():
@@ -18,13 +18,10 @@ def test_devices_one_by_one():
 
 def test_bandwidth_between_devices():
     cluster = parse_cluster(short_form())
-    found = effective_bandwidths(cluster)
-    assert found.bytes_per_s[0][:2] == (None, 300e9)
-    assert found.bytes_per_s[0][9] == 12.5e9
-    assert found.latency_s[0][1] == cluster.route(0, 1).latency_s
     table = bandwidth_matrix(cluster)
-    assert table.header == ("", *found.labels)
+    assert table.header == ("", *(row[0] for row in table.rows))
     assert table.rows[0][:3] == ("a0", "-", "300 GB/s")
+    assert table.rows[0][10] == "12.5 GB/s"
     assert table.rows[8][9:] == ("-", "31.5 GB/s")
 
 
@@ -32,16 +29,15 @@ def test_large_clusters_are_shown_by_group():
     hosts = [{"name": "a", "count": 3, "devices": ["6 x H100", "2 x T4"], "intra": "nvlink4"}]
     cluster = parse_cluster(header(hosts=hosts, network="ndr"))
     assert [row[0] for row in device_rows(cluster).rows][:2] == ["a0..a5 (6)", "a6..a7 (2)"]
-    found = effective_bandwidths(cluster)
-    assert len(found.labels) == 6
-    assert found.num_left_out == 0
-    assert found.bytes_per_s[0][:3] == (450e9, 450e9, 50e9)
+    table = bandwidth_matrix(cluster)
+    assert len(table.rows) == 6
+    assert "not shown" not in table.title
+    assert table.rows[0][1:4] == ("450 GB/s", "450 GB/s", "50 GB/s")
 
 
 def test_groups_beyond_the_limit_are_counted():
     hosts = [{"name": "a", "count": 128, "devices": "8 x H100", "intra": "nvlink4"}]
     cluster = parse_cluster(header(hosts=hosts, network="ndr"))
-    assert effective_bandwidths(cluster).num_left_out == 112
     assert "112 more not shown" in bandwidth_matrix(cluster).title
     assert len(bandwidth_matrix(cluster).rows) == 16
 

@@ -27,18 +27,6 @@ class Table:
     rows: tuple[tuple[str, ...], ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bandwidths:
-    """Bandwidth and latency of the route between each two devices, or groups of devices."""
-
-    labels: tuple[str, ...]
-    bytes_per_s: tuple[tuple[float | None, ...], ...]
-    """By sender and receiver; None where there is no route to speak of."""
-    latency_s: tuple[tuple[float | None, ...], ...]
-    num_left_out: int
-    """Groups beyond ``MAX_ROWS``, which are not shown."""
-
-
 def summarize(cluster: Cluster) -> str:
     """Return one line: how many devices, hosts and links, what transfers occupy, and the digest."""
     num_hosts = len({device.host for device in cluster.devices})
@@ -71,47 +59,31 @@ def device_rows(cluster: Cluster) -> Table:
     return Table(title=summarize(cluster), header=header, rows=tuple(rows))
 
 
-def effective_bandwidths(cluster: Cluster) -> Bandwidths:
-    """Return what one transfer alone gets between each two devices (or groups) by its route."""
+def bandwidth_matrix(cluster: Cluster) -> Table:
+    """Return what one transfer alone gets between each two devices (or groups): senders down, receivers across."""
     groups = _shown_groups(cluster)
     shown = groups[:MAX_ROWS]
-    bandwidths, latencies = [], []
-    for row, group in enumerate(shown):
-        routes = [_pair(group, other, is_same=row == column) for column, other in enumerate(shown)]
-        found = [cluster.route(*pair) if pair is not None and cluster.links else None for pair in routes]
-        bandwidths.append(tuple(None if route is None else route.bytes_per_s for route in found))
-        latencies.append(tuple(None if route is None else route.latency_s for route in found))
-    return Bandwidths(
-        labels=tuple(_label(cluster, group) for group in shown),
-        bytes_per_s=tuple(bandwidths),
-        latency_s=tuple(latencies),
-        num_left_out=len(groups) - len(shown),
-    )
-
-
-def bandwidth_matrix(cluster: Cluster) -> Table:
-    """Return ``effective_bandwidths`` as text: senders down, receivers across."""
-    found = effective_bandwidths(cluster)
-    rows = [
-        (label, *(UNKNOWN if value is None else format_rate(value) for value in values))
-        for label, values in zip(found.labels, found.bytes_per_s, strict=True)
-    ]
+    labels = [_label(cluster, group) for group in shown]
     title = "effective bandwidth from row to column"
-    if found.num_left_out:
-        title += f" (first {len(rows)} groups, {found.num_left_out} more not shown)"
-    return Table(title=title, header=("", *found.labels), rows=tuple(rows))
+    if len(groups) > MAX_ROWS:
+        title += f" (first {MAX_ROWS} groups, {len(groups) - MAX_ROWS} more not shown)"
+    rows = tuple((label, *(_bandwidth(cluster, group, other) for other in shown))
+                 for label, group in zip(labels, shown, strict=True))
+    return Table(title=title, header=("", *labels), rows=rows)
+
+
+def _bandwidth(cluster: Cluster, group: Sequence[DeviceId], other: Sequence[DeviceId]) -> str:
+    """Return the bandwidth of the route between the first devices of two groups, or inside one."""
+    ends = (group[0], other[0]) if group is not other else group[:2]
+    if len(ends) < 2 or not cluster.links:
+        return UNKNOWN
+    return format_rate(cluster.route(ends[0], ends[1]).bytes_per_s)
 
 
 def _shown_groups(cluster: Cluster) -> tuple[tuple[DeviceId, ...], ...]:
     if cluster.num_devices > MAX_ROWS:
         return cluster.groups_by_host_and_kind()
     return tuple((DeviceId(index),) for index in range(cluster.num_devices))
-
-
-def _pair(group: Sequence[DeviceId], other: Sequence[DeviceId], *, is_same: bool) -> tuple[DeviceId, DeviceId] | None:
-    if not is_same:
-        return group[0], other[0]
-    return (group[0], group[1]) if len(group) > 1 else None
 
 
 def _label(cluster: Cluster, group: Sequence[DeviceId]) -> str:

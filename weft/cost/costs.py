@@ -15,12 +15,13 @@ forward; given times without flops take one forward for the inputs' and one for 
 
 from __future__ import annotations
 
+import enum
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Final, Literal, get_args
+from typing import Final, Literal, TypeVar, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -47,6 +48,7 @@ from weft.model.weight_gradients import ops_that_can_wait
 Phase = Literal["F", "B", "I", "W"]
 """Forward; backward, which is I and W together; its first part, with the gradients of the inputs; its second part, with
 those gradients of parameters that can wait."""
+Name = TypeVar("Name", bound=enum.Enum)
 _ZERO_CODE: Final = ZERO.source.code
 _MAX_TABLES: Final = 256
 
@@ -177,8 +179,8 @@ class Costs:
 
         Without ``algorithm`` (or with ``"auto"``) a fit for such a group decides, else the cheapest algorithm.
         """
-        collective = _parse_collective(kind)
-        chosen = _parse_algorithm(algorithm)
+        collective = _parse(Collective, kind, "collective")
+        chosen = None if algorithm in (None, "auto") else _parse(Algorithm, algorithm, "collective algorithm", ", auto")
         if not 0 <= num_bytes < math.inf:
             raise InputError(f"{collective.value} of {num_bytes!r} bytes: the size must be zero or more and finite")
         if self.comm_fits and len(devices) > 1:
@@ -201,20 +203,12 @@ def _fitted(fit: CommFit, collective: Collective, num_bytes: float, size: int) -
                     latency_s=latency_s, bandwidth_s=bandwidth_s)
 
 
-def _parse_collective(value: Collective | str) -> Collective:
+def _parse(names: type[Name], value: object, what: str, more: str = "") -> Name:
     try:
-        return Collective(value)
+        return names(value)
     except ValueError as problem:
-        names = ", ".join(member.value for member in Collective)
-        raise InputError(f"there is no collective {value!r}: choose one of {names}") from problem
-
-
-def _parse_algorithm(value: Algorithm | str | None) -> Algorithm | None:
-    try:
-        return None if value is None or value == "auto" else Algorithm(value)
-    except ValueError as problem:
-        names = ", ".join(member.value for member in Algorithm)
-        raise InputError(f"there is no collective algorithm {value!r}: choose one of {names}, auto") from problem
+        shown = ", ".join(str(member.value) for member in names)
+        raise InputError(f"there is no {what} {value!r}: choose one of {shown}{more}") from problem
 
 
 def estimate_costs(graph: Graph, cluster: Cluster, *, profile: ProfileStore | None = None,

@@ -86,22 +86,12 @@ def _robust_fit(columns: F64, seconds: F64) -> tuple[float, float]:
 
 def _non_negative(columns: F64, weights: F64) -> F64:
     """Return the x >= 0 (two of them) with the least weighted squares of ``columns @ x - 1``."""
+    from scipy.optimize import nnls
+
     root = np.sqrt(weights)
-    left, right = columns * root[:, None], root
-    both, *_ = np.linalg.lstsq(left / _norms(left), right, rcond=None)
-    both = both / _norms(left)
-    if np.all(both >= 0):
-        return np.asarray(both, dtype=np.float64)
-    single = np.maximum((left * right[:, None]).sum(0) / np.maximum((left**2).sum(0), 1e-300), 0.0)
-    left_over = [float(((left[:, k] * single[k] - right) ** 2).sum()) for k in (0, 1)]
-    keep = int(np.argmin(left_over))
-    result = np.zeros(2)
-    result[keep] = single[keep]
-    return result
-
-
-def _norms(columns: F64) -> F64:
-    return np.asarray(np.maximum(np.linalg.norm(columns, axis=0), 1e-300), dtype=np.float64)
+    left = columns * root[:, None]
+    norms = np.maximum(np.linalg.norm(left, axis=0), 1e-300)
+    return np.asarray(nnls(left / norms, root)[0] / norms, dtype=np.float64)
 
 
 def fit_efficiencies(graphs: Iterable[Graph], kind: DeviceKind, store: ProfileStore) -> tuple[ClassFit, ...]:

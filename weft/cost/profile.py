@@ -9,26 +9,41 @@ otherwise share an entry, the mean over those of the profiled model.
 
 Every call opens the file for itself and writes in one transaction, so that many processes may read while one profiles,
 and an interrupted profile leaves the old content. A file that is not a profile store is refused and left alone.
+
+A store may come from anyone, and a sqlite file can hold more than data: views, triggers, checks, defaults and generated
+columns run SQL when a table is read or written, for ever if they like; pages may be linked so that a small file has
+endless rows. So nothing but the very tables that Weft makes is read or written, every statement ends after a number of
+steps that follows from the file's size, and no more text is taken out of a file than is in it.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import sqlite3
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
 from weft.base.errors import InputError
-from weft.cost.store_file import StoreProblem, check_mode, check_tables, fetch, open_store
 from weft.model.graph import Graph
 
 SCHEMA_VERSION: Final = 1
 _APPLICATION_ID: Final = 0x57454654
 _MAGIC: Final = b"SQLite format 3\x00"
+_BUSY_S: Final = 30.0
+_MAX_VALUE_BYTES: Final = 1_000_000
+"""No text of a profile store is longer: a signature of a hundred tensors has some kilobytes."""
+_MAX_SQL_BYTES: Final = 100_000
+_STEPS: Final = 1_000_000
+_STEPS_PER_BYTE: Final = 20
+"""A statement may take this many steps of sqlite's machine, and so many for each byte of the file; reading takes less
+than one for each byte."""
+_ROLLBACK_MODE: Final = b"\x01\x01"
+_JOURNAL_MAGIC: Final = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
 
 _SCHEMA: Final = {
     "op_times": """CREATE TABLE IF NOT EXISTS op_times (
@@ -122,6 +137,11 @@ T = TypeVar("T")
 _ACCEPTED: Final = {"str": str, "int": int, "float": float, "float | None": float | None}
 
 
+_COLUMNS: Final = {"op_times": (*OpKey._fields, *(field.name for field in fields(OpTiming))),
+                   "class_fits": tuple(field.name for field in fields(ClassFit)),
+                   "comm_fits": tuple(field.name for field in fields(CommFit))}
+
+
 class ProfileStore:
     """A profile store at ``path``; the file is created when something is first put in."""
 
@@ -132,50 +152,42 @@ class ProfileStore:
 
     def timings(self, device_kind: str) -> dict[OpKey, OpTiming]:
         """Return all measured operators of ``device_kind``."""
-        names = [field.name for field in fields(OpTiming)]
-        rows = self._read(f"SELECT {', '.join(OpKey._fields)}, {', '.join(names)} FROM op_times"
-                          " WHERE device_kind = ? ORDER BY 1, 2, 3, 4", (device_kind,))
-        return {self._key(row[:4]): self._record(OpTiming, dict(zip(names, row[4:], strict=True))) for row in rows}
+        return {self._key(row[:4]): self._record(OpTiming, row[4:]) for row in self._rows("op_times", device_kind)}
 
     def device_kinds(self) -> tuple[str, ...]:
         """Return the device kinds that operators were measured on."""
-        rows = self._read("SELECT DISTINCT device_kind FROM op_times ORDER BY 1", ())
+        rows = self._read("SELECT DISTINCT device_kind FROM op_times ORDER BY 1")
         if not all(isinstance(row[0], str) for row in rows):
             raise self._broken("a device_kind is no text")
         return tuple(row[0] for row in rows)
 
     def put_timings(self, timings: Iterable[tuple[OpKey, OpTiming]]) -> None:
         """Add measured operators in one transaction; an existing entry is replaced."""
-        rows = [(*key, *astuple(timing)) for key, timing in timings]
-        self._write("op_times", (*OpKey._fields, *(field.name for field in fields(OpTiming))), rows)
+        self._write("op_times", [(*key, *astuple(timing)) for key, timing in timings])
 
     def class_fits(self, device_kind: str) -> dict[str, ClassFit]:
         """Return the fitted efficiencies on ``device_kind`` by operator class."""
-        names = [field.name for field in fields(ClassFit)]
-        rows = self._read(f"SELECT {', '.join(names)} FROM class_fits WHERE device_kind = ? ORDER BY 2",
-                          (device_kind,))
-        return {row[1]: self._record(ClassFit, dict(zip(names, row, strict=True))) for row in rows}
+        return {row[1]: self._record(ClassFit, row) for row in self._rows("class_fits", device_kind)}
 
     def put_class_fits(self, fits: Iterable[ClassFit]) -> None:
         """Add fitted efficiencies in one transaction; existing ones are replaced."""
-        self._write("class_fits", [field.name for field in fields(ClassFit)], [astuple(fit) for fit in fits])
+        self._write("class_fits", [astuple(fit) for fit in fits])
 
     def comm_fits(self) -> dict[tuple[str, str], CommFit]:
         """Return the fitted link parameters by (collective, scope)."""
-        names = [field.name for field in fields(CommFit)]
-        rows = self._read(f"SELECT {', '.join(names)} FROM comm_fits ORDER BY 1, 2", ())
-        return {(row[0], row[1]): self._record(CommFit, dict(zip(names, row, strict=True))) for row in rows}
+        return {(row[0], row[1]): self._record(CommFit, row) for row in self._rows("comm_fits")}
 
     def put_comm_fits(self, fits: Iterable[CommFit]) -> None:
         """Add fitted link parameters in one transaction; existing ones are replaced."""
-        self._write("comm_fits", [field.name for field in fields(CommFit)], [astuple(fit) for fit in fits])
+        self._write("comm_fits", [astuple(fit) for fit in fits])
 
     def _key(self, row: tuple[Any, ...]) -> OpKey:
         if not all(isinstance(item, str) for item in row):
             raise self._broken("a key of op_times is no text")
         return OpKey(*row)
 
-    def _record(self, target: type[T], values: dict[str, Any]) -> T:
+    def _record(self, target: type[T], row: tuple[Any, ...]) -> T:
+        values = {field.name: value for field, value in zip(fields(target), row, strict=True)}  # type: ignore[arg-type]
         for field in fields(target):  # type: ignore[arg-type]
             value = values[field.name]
             if not isinstance(value, _ACCEPTED[str(field.type)]):
@@ -193,14 +205,27 @@ class ProfileStore:
         except OSError as problem:
             raise InputError(f"cannot read the profile store {str(self.path)!r}: {problem}") from problem
 
-    def _read(self, query: str, arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
+    def _rows(self, table: str, device_kind: str | None = None) -> list[tuple[Any, ...]]:
+        """Return the table's rows (of one device kind) in the order of their keys."""
+        where = "" if device_kind is None else " WHERE device_kind = ?"
+        return self._read(f"SELECT {', '.join(_COLUMNS[table])} FROM {table}{where} ORDER BY 1, 2, 3, 4",
+                          *([] if device_kind is None else [device_kind]))
+
+    def _read(self, query: str, *arguments: str) -> list[tuple[Any, ...]]:
+        """Return the rows; raise if they have more text than the whole file."""
         if self._is_new():
             return []
+        left, rows = self.path.stat().st_size, []
         with self._connect(write=False) as connection:
-            return fetch(connection, self.path, query, arguments)
+            for row in connection.execute(query, arguments):
+                left -= sum(len(item) if isinstance(item, str | bytes) else 1 for item in row)
+                if left < 0:
+                    raise self._broken("its rows have more text than the file: it is damaged")
+                rows.append(row)
+        return rows
 
-    def _write(self, table: str, columns: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> None:
-        is_new = self._is_new()
+    def _write(self, table: str, rows: list[tuple[Any, ...]]) -> None:
+        is_new, columns = self._is_new(), _COLUMNS[table]
         marks = ", ".join("?" * len(columns))
         with self._connect(write=True) as connection:
             connection.execute("BEGIN IMMEDIATE")
@@ -221,15 +246,13 @@ class ProfileStore:
         try:
             if write:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-            connection = open_store(self.path, write=write)
+            connection = self._open(write=write)
         except (OSError, sqlite3.Error) as problem:
             raise InputError(f"cannot open the profile store {str(self.path)!r}: {problem}") from problem
         try:
             if not is_new:
-                check_tables(connection, _SCHEMA)
+                self._check_tables(connection)
             yield connection
-        except StoreProblem as problem:
-            raise self._broken(str(problem)) from problem
         except sqlite3.OperationalError as problem:
             if str(problem) == "interrupted":
                 raise self._broken("reading it takes more work than any store of its size") from problem
@@ -239,6 +262,24 @@ class ProfileStore:
             raise self._broken(str(problem)) from problem
         finally:
             connection.close()
+
+    def _open(self, *, write: bool) -> sqlite3.Connection:
+        """Return a connection that ends every statement after some work; see the module's docstring."""
+        path = self.path
+        # Readers open it for writing too after a crash, where they may: the first one must roll back the journal.
+        is_open_to_write = write or (Path(f"{path}-journal").exists() and os.access(path, os.W_OK))
+        mode = "rwc" if write else "rw" if is_open_to_write else "ro"
+        connection = sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=_BUSY_S,
+                                     isolation_level=None)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _MAX_VALUE_BYTES)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, _MAX_SQL_BYTES)
+        connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
+        size = path.stat().st_size if path.exists() else 0
+        left = itertools.count((_STEPS + _STEPS_PER_BYTE * size) // 1000 - 1, -1)
+        connection.set_progress_handler(lambda: next(left) < 0, 1000)
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.execute("PRAGMA cell_size_check = ON")
+        return connection
 
     def _check_header(self) -> None:
         """Raise unless the first 100 bytes are those of a profile store; sqlite itself might change a foreign file."""
@@ -254,11 +295,35 @@ class ProfileStore:
             raise self._broken("it is a sqlite file of another program")
         if version != SCHEMA_VERSION:
             raise self._broken(f"its version is {version}, this Weft reads {SCHEMA_VERSION}")
-        try:
-            check_mode(header, self.path)
-        except StoreProblem as problem:
-            raise self._broken(str(problem)) from problem
+        if header[18:20] != _ROLLBACK_MODE:
+            raise self._broken("it has a write-ahead log, which Weft's stores have not")
+        journal = Path(f"{self.path}-journal")
+        if journal.exists():
+            with open(journal, "rb") as stream:
+                stream.seek(max(journal.stat().st_size - len(_JOURNAL_MAGIC), 0))
+                if stream.read() == _JOURNAL_MAGIC:  # it names another file, which sqlite might delete
+                    raise self._broken("the journal beside it belongs to several files")
+
+    def _check_tables(self, connection: sqlite3.Connection) -> None:
+        """Raise unless the file has exactly the tables of ``_SCHEMA`` (their ``CREATE`` by name)."""
+        indexes = {f"sqlite_autoindex_{name}_1": name for name in _SCHEMA}
+        found = set()
+        for kind, name, table, sql in connection.execute(
+                "SELECT type, name, tbl_name, sql FROM sqlite_master LIMIT 100"):
+            is_table = kind == "table" and isinstance(sql, str) and _plain(sql) == _plain(_SCHEMA.get(str(name), ""))
+            is_index = kind == "index" and sql is None and indexes.get(name) == table
+            if not (is_table and name == table) and not is_index:
+                raise self._broken(f"it has the {str(kind)[:20]} {str(name)[:60]!r}, which is none of Weft's plain "
+                                   "tables")
+            found.add(name)
+        missing = sorted({*_SCHEMA, *indexes} - found)
+        if missing:
+            raise self._broken(f"it has no {missing[0]}")
 
     def _broken(self, why: str) -> InputError:
         return InputError(f"{str(self.path)!r} is not a usable profile store: {why}. It was left as it is; name "
                           "another file, or delete this one and profile again")
+
+
+def _plain(sql: str) -> str:
+    return " ".join(sql.replace("IF NOT EXISTS", "").split())

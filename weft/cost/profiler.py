@@ -116,12 +116,12 @@ def check_device(device: str, threads: int, passes: int) -> torch.device:
 
 
 def kind_name(device: str) -> str:
-    """Return what this machine's device is called unless a name is given: ``local-cpu``, or the GPU's name."""
-    return _gpu_name() if device == "cuda" else "local-cpu"
+    """Return what this machine's device is called unless a name is given: ``local-cpu``, or the GPU's name.
 
-
-def _gpu_name() -> str:
-    """Return the preset's name of this machine's GPU; where presets cannot be read, its name without the maker's."""
+    That is the preset's; where presets cannot be read, its own without the maker's.
+    """
+    if device != "cuda":
+        return "local-cpu"
     name = str(torch.cuda.get_device_name())
     try:
         preset = lookup_kind(name)

@@ -120,33 +120,25 @@ def in_blocks(op: OpFactors, index: int, count: int) -> OpFactors:
 
 def input_layout(op: OpFactors, strategy: Strategy, mesh: Sequence[int], position: int) -> Layout:
     """Return the layout in which the operator needs an input."""
-    counts = factor_counts(strategy, mesh)
-    return tuple(SUM if choice < NOT_SPLIT and position in op.linear[-2 - choice] else
-                 WHOLE if choice < 0 else _placement(op, op.inputs[position], choice, counts, WHOLE)
-                 for choice in strategy)
+    return _layout(op, strategy, mesh, op.inputs[position], WHOLE,
+                   [SUM if position in inputs else WHOLE for inputs in op.linear])
 
 
 def output_layout(op: OpFactors, strategy: Strategy, mesh: Sequence[int], position: int) -> Layout:
     """Return the layout in which a result comes out."""
-    counts = factor_counts(strategy, mesh)
     lacking = WHOLE if position in op.whole_outputs else SUM
-    return tuple(SUM if choice < NOT_SPLIT else WHOLE if choice < 0 else
-                 _placement(op, op.outputs[position], choice, counts, lacking) for choice in strategy)
+    return _layout(op, strategy, mesh, op.outputs[position], lacking, [SUM] * len(op.linear))
 
 
 def input_gradient_layout(op: OpFactors, strategy: Strategy, mesh: Sequence[int], position: int) -> Layout:
     """Return the layout in which the gradient of an input comes out."""
-    counts = factor_counts(strategy, mesh)
-    return tuple((WHOLE if position in op.linear[-2 - choice] else SUM) if choice < NOT_SPLIT else
-                 WHOLE if choice < 0 else _placement(op, op.inputs[position], choice, counts, SUM)
-                 for choice in strategy)
+    return _layout(op, strategy, mesh, op.inputs[position], SUM,
+                   [WHOLE if position in inputs else SUM for inputs in op.linear])
 
 
 def output_gradient_layout(op: OpFactors, strategy: Strategy, mesh: Sequence[int], position: int) -> Layout:
     """Return the layout in which the operator needs the gradient of a result."""
-    counts = factor_counts(strategy, mesh)
-    return tuple(WHOLE if choice < 0 else _placement(op, op.outputs[position], choice, counts, WHOLE)
-                 for choice in strategy)
+    return _layout(op, strategy, mesh, op.outputs[position], WHOLE, [WHOLE] * len(op.linear))
 
 
 def work_part(op: OpFactors, strategy: Strategy, mesh: Sequence[int]) -> float:
@@ -156,6 +148,14 @@ def work_part(op: OpFactors, strategy: Strategy, mesh: Sequence[int]) -> float:
         factor = op.factors[index]
         part *= 1 - factor.divides + factor.divides * -(-factor.size // count) / factor.size
     return part
+
+
+def _layout(op: OpFactors, strategy: Strategy, mesh: Sequence[int], dims: Dims, lacking: Placement,
+            linear: Sequence[Placement]) -> Layout:
+    """Return a tensor's layout: ``lacking`` where it has not the factor, and ``linear`` for each linear choice."""
+    counts = factor_counts(strategy, mesh)
+    return tuple(linear[-2 - choice] if choice < NOT_SPLIT else WHOLE if choice < 0 else
+                 _placement(op, dims, choice, counts, lacking) for choice in strategy)
 
 
 def _placement(op: OpFactors, dims: Dims, factor: int, counts: Mapping[int, int], otherwise: Placement) -> Placement:
