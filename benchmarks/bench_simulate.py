@@ -24,8 +24,8 @@ from weft.cost.costs import estimate_costs
 from weft.plan.lower import lower
 from weft.plan.orders import one_f_one_b, to_tokens
 from weft.plan.plan import ClusterRef, ModelRef, Optimizer, Plan, Replica, Stage
-from weft.simulate import simulate
 from weft.simulate.engine import Simulator
+from weft.simulate.predict import simulate
 from weft.simulate.tasks import simulate_python
 
 NUM_TASKS, NUM_EDGES, NUM_DEVICES = 1000, 2000, 8

@@ -43,7 +43,7 @@ from weft.plan.plan import Optimizer, Plan, save_plan
 from weft.plan.program import Op
 from weft.run.result import RunResult, Verification, load_result
 from weft.search.common.problem import PlanOptions, Problem
-from weft.simulate import simulate
+from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 
 SHARES: Final = (50, 25, 12, 12)

@@ -36,7 +36,7 @@ def test_memory_in_the_name_is_the_memory():
 
 def test_every_preset_says_where_its_figures_are_from():
     assert all(preset.kind.source for preset in kind_presets().values())
-    assert all(preset.source for preset in presets._presets().links.values())
+    assert all(preset.source for preset in presets.link_presets().values())
     assert {preset.kind.type for preset in kind_presets().values()} == {"gpu", "cpu"}
 
 

@@ -43,7 +43,7 @@ from weft.show.plan_tables import (
     strategies_table,
 )
 from weft.show.tables import column_widths, percent, print_table
-from weft.simulate import simulate
+from weft.simulate.predict import simulate
 
 
 def test_plan_facts_of_a_pipeline_with_bound_and_measurement():

@@ -19,7 +19,7 @@ from weft.plan.lower import lower
 from weft.plan.overlap import inside_backward
 from weft.plan.plan import ClusterRef, GradientExchange, ModelRef, Optimizer, Plan, Replica, Stage
 from weft.plan.program import Op, Phase, Program
-from weft.simulate import simulate
+from weft.simulate.predict import simulate
 from weft.simulate.tasks import simulate_python
 from weft.simulate.timeline import Timeline
 from weft.simulate.timeline_file import parse_timeline, timeline_to_json

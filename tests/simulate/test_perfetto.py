@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tests.simulate.helpers import pipeline_world
 from tests.simulate.test_timeline import pipelines
 from weft.plan.program import Op
-from weft.simulate import simulate
 from weft.simulate.perfetto import TICKS_PER_US, assign_lanes, trace_events, write_trace
+from weft.simulate.predict import simulate
 from weft.simulate.timeline import make_timeline
 
 

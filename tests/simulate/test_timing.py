@@ -15,7 +15,7 @@ from weft.cost.figure import SOURCES, Source
 from weft.plan.lower import lower
 from weft.plan.plan import ClusterRef, ModelRef, Optimizer, Plan, Replica, Stage
 from weft.plan.program import Instruction, Op, Program
-from weft.simulate import simulate
+from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 
 

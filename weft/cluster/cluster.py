@@ -401,7 +401,9 @@ class RouteTable:
             if neighbour >= self._num_devices:
                 first, root = (self._out[source][0],), neighbour
         for relay in (False, True):
-            rest = self._walk_back(self._tree(root, relay), root, target)
+            if (root, relay) not in self._trees:
+                self._trees[root, relay] = self._search(root, relay)
+            rest = self._walk_back(self._trees[root, relay], root, target)
             if rest is not None:
                 return first + rest
         return None
@@ -416,12 +418,6 @@ class RouteTable:
             links.append(link)
             node = self._ends[link][0]
         return tuple(reversed(links))
-
-    def _tree(self, root: int, relay: bool) -> list[int]:
-        tree = self._trees.get((root, relay))
-        if tree is None:
-            tree = self._trees[root, relay] = self._search(root, relay)
-        return tree
 
     def _search(self, root: int, relay: bool) -> list[int]:
         """Return, for each node, the last link of the best route from ``root``."""

@@ -30,7 +30,7 @@ from weft.cluster.cluster import (
     check_cluster,
     name_problem,
 )
-from weft.cluster.presets import find_link, kind_presets, lookup_kind, suggestion
+from weft.cluster.presets import LinkPreset, find_link, kind_presets, lookup_kind, suggestion
 
 ABSENT: Final = object()
 """Stands for a field that is not in the file, where null means something else."""
@@ -136,6 +136,7 @@ _DTYPES: Final = {
     "bfloat16": "bfloat16", "bf16": "bfloat16",
     "float8": "float8", "fp8": "float8", "int8": "int8",
 }
+_NO_LINK: Final = LinkPreset(name="", bytes_per_s=1.0, latency_s=0.0, lanes=1, source="")
 _SIMILAR: Final = 0.86
 """A kind without rates whose name is this close to a preset's is taken for a typing error."""
 
@@ -253,11 +254,7 @@ def _read_connection(draft: _Draft, path: str, entry: RateEntry | NetworkEntry |
     if entry is None:
         return None
     if isinstance(entry, str):
-        try:
-            preset = find_link(entry)
-        except ClusterError as problem:
-            draft.note(f"{path}: {problem}")
-            return _Rate(bytes_per_s=1.0, latency_s=0.0, shared=False, origin="")
+        preset = _read(draft, path, entry, find_link, _NO_LINK)
         return _Rate(bytes_per_s=preset.bytes_per_s, latency_s=preset.latency_s, shared=False,
                      origin=f"preset {preset.name}")
     return _Rate(

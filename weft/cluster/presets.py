@@ -9,9 +9,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Final
+from importlib.resources import files
+from typing import Final, Literal
 
 from weft.base.errors import ClusterError
 from weft.base.files import decode
@@ -71,44 +72,35 @@ class _PresetFile:
     links: Mapping[str, _LinkEntry]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Presets:
-    kinds: Mapping[str, KindPreset]
-    links: Mapping[str, LinkPreset]
-    kind_names: Mapping[str, str] = field(repr=False)
-    """Canonical name by normalised name or alias."""
-    link_names: Mapping[str, str] = field(repr=False)
+@cache
+def _file() -> _PresetFile:
+    text = files("weft.cluster").joinpath("presets.yaml").read_text(encoding="utf-8")
+    return decode(_PresetFile, parse_yaml(text, where="presets.yaml"), where="presets.yaml", error=ClusterError)
 
 
 @cache
-def _presets() -> _Presets:
-    from importlib.resources import files
-
-    text = files("weft.cluster").joinpath("presets.yaml").read_text(encoding="utf-8")
-    file = decode(_PresetFile, parse_yaml(text, where="presets.yaml"), where="presets.yaml", error=ClusterError)
-    return _Presets(
-        kinds={name: _kind_preset(name, entry) for name, entry in file.kinds.items()},
-        links={name: LinkPreset(name=name, bytes_per_s=parse_rate(entry.bandwidth), latency_s=parse_time(entry.latency),
-                                lanes=entry.lanes, source=entry.source) for name, entry in file.links.items()},
-        kind_names=_by_normal_name(file.kinds),
-        link_names=_by_normal_name(file.links),
-    )
+def kind_presets() -> Mapping[str, KindPreset]:
+    """Return all device kinds by name."""
+    return {name: KindPreset(
+        link=entry.link, nvlink=entry.nvlink,
+        kind=DeviceKind(name=name, type=entry.type, source=entry.source,
+                        flop_per_s={dtype: parse_flop_rate(rate) for dtype, rate in entry.flops.items()},
+                        memory_bytes=None if entry.memory is None else parse_bytes(entry.memory),
+                        memory_bytes_per_s=parse_rate(entry.memory_bandwidth), overhead_s=parse_time(entry.overhead)))
+            for name, entry in _file().kinds.items()}
 
 
-def _kind_preset(name: str, entry: _KindEntry) -> KindPreset:
-    kind = DeviceKind(
-        name=name,
-        flop_per_s={dtype: parse_flop_rate(rate) for dtype, rate in entry.flops.items()},
-        memory_bytes=None if entry.memory is None else parse_bytes(entry.memory),
-        memory_bytes_per_s=parse_rate(entry.memory_bandwidth),
-        overhead_s=parse_time(entry.overhead),
-        type=entry.type,
-        source=entry.source,
-    )
-    return KindPreset(kind=kind, link=entry.link, nvlink=entry.nvlink)
+@cache
+def link_presets() -> Mapping[str, LinkPreset]:
+    """Return all links by name."""
+    return {name: LinkPreset(name=name, bytes_per_s=parse_rate(entry.bandwidth), latency_s=parse_time(entry.latency),
+                             lanes=entry.lanes, source=entry.source) for name, entry in _file().links.items()}
 
 
-def _by_normal_name(entries: Mapping[str, Any]) -> dict[str, str]:
+@cache
+def _names(part: Literal["kinds", "links"]) -> Mapping[str, str]:
+    """Return the canonical names by normalised name or alias."""
+    entries: Mapping[str, _KindEntry | _LinkEntry] = getattr(_file(), part)
     names = {normal_name(name): name for name in entries}
     for name, entry in entries.items():
         for alias in entry.aliases:
@@ -124,16 +116,10 @@ def normal_name(name: str) -> str:
     return _VENDOR_WORDS.sub("", re.sub(r"[\s_-]+", "", name.lower()))
 
 
-def kind_presets() -> Mapping[str, KindPreset]:
-    """Return all device kinds by name."""
-    return _presets().kinds
-
-
 def lookup_kind(name: str) -> KindPreset | None:
     """Return the device kind that ``name`` means, or None."""
-    presets = _presets()
-    found = presets.kind_names.get(normal_name(name))
-    return None if found is None else presets.kinds[found]
+    found = _names("kinds").get(normal_name(name))
+    return None if found is None else kind_presets()[found]
 
 
 def find_kind(name: str) -> KindPreset:
@@ -147,12 +133,11 @@ def find_kind(name: str) -> KindPreset:
 
 def find_link(name: str) -> LinkPreset:
     """Return the link that ``name`` means; raise ``ClusterError`` with similar names if there is none."""
-    presets = _presets()
-    found = presets.link_names.get(normal_name(name))
+    found = _names("links").get(normal_name(name))
     if found is None:
-        raise ClusterError(f"unknown link {name[:100]!r}{suggestion(name, presets.links)}. Presets: "
-                           f"{', '.join(presets.links)}; or write {{bandwidth: 50GB/s, latency: 5us}}")
-    return presets.links[found]
+        raise ClusterError(f"unknown link {name[:100]!r}{suggestion(name, link_presets())}. Presets: "
+                           f"{', '.join(link_presets())}; or write {{bandwidth: 50GB/s, latency: 5us}}")
+    return link_presets()[found]
 
 
 def suggestion(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str:

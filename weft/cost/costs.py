@@ -223,7 +223,9 @@ def estimate_costs(graph: Graph, cluster: Cluster, *, profile: ProfileStore | No
         raise InputError(f"dtype {dtype!r} is not a floating-point type: try 'bf16', 'float16' or 'float32'")
     work = describe_work(graph, dtype)
     columns, column_of_device = choose_columns(graph, cluster)
-    profiles = {column.kind.name: _read_profile(profile, column.kind.name) for column in columns}
+    profiles = {name: Profile(timings={}, fits={}) if profile is None else
+                Profile(timings=profile.timings(name), fits=profile.class_fits(name))
+                for name in dict.fromkeys(column.kind.name for column in columns)}
     filled = [fill_column(graph, work, column, profiles[column.kind.name]) for column in columns]
     others = other_batches(graph, columns, profiles, dtype)
     for index, entries in enumerate(filled):
@@ -261,9 +263,3 @@ def _missing_notes(store: ProfileStore | None, profiles: Mapping[str, Profile]) 
     known = ", ".join(store.device_kinds()) or "none"
     return tuple(f"the profile store has no times for device kind {name!r} (it has: {known}): costs there are estimates"
                  for name in missing)
-
-
-def _read_profile(store: ProfileStore | None, device_kind: str) -> Profile:
-    if store is None:
-        return Profile(timings={}, fits={})
-    return Profile(timings=store.timings(device_kind), fits=store.class_fits(device_kind))

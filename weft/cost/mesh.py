@@ -52,15 +52,9 @@ class Mesh:
     @cached_property
     def lines(self) -> list[list[tuple[F64, F64]]]:
         """Return [axis][collective] (latency, seconds by byte) of every algorithm, all groups of an axis at once."""
-        result = []
-        for axis in range(len(self.shape)):
-            row = []
-            for kind in KINDS:
-                found = self._axis_lines(axis, kind)
-                row.append((np.array([line.latency_s for line in found]),
-                            np.array([line.s_per_byte for line in found])))
-            result.append(row)
-        return result
+        found = [[self._axis_lines(axis, kind) for kind in KINDS] for axis in range(len(self.shape))]
+        return [[(np.array([line.latency_s for line in lines]), np.array([line.s_per_byte for line in lines]))
+                 for lines in row] for row in found]
 
     def _axis_lines(self, axis: int, kind: Collective) -> Sequence[Line]:
         if self.shape[axis] == 1:
@@ -68,8 +62,8 @@ class Mesh:
         groups = self.groups(axis)
         fits = [self._fits.get((kind.value, scope_of(self.cluster, group))) for group in groups]
         if self._fits and all(fits):
-            return (self._slowest([self._fitted(fit, kind, groups, place) for place, fit in enumerate(fits)
-                                   if fit is not None]),)
+            lines = [self._fitted(fit, kind, groups, place) for place, fit in enumerate(fits) if fit is not None]
+            return (Line(max(line.latency_s for line in lines), max(line.s_per_byte for line in lines)),)
         return self._model.lines_together(kind, groups)
 
     def _fitted(self, fit: CommFit, kind: Collective, groups: Sequence[Sequence[int]], place: int) -> Line:
@@ -80,10 +74,6 @@ class Mesh:
         together = min(line.s_per_byte for line in self._model.lines_together(kind, groups))
         sharing = max(1.0, together / alone) if alone > 0 else 1.0
         return Line(counts.latency_s * fit.latency_s, counts.s_per_byte * fit.s_per_byte * sharing)
-
-    @staticmethod
-    def _slowest(lines: Sequence[Line]) -> Line:
-        return Line(max(line.latency_s for line in lines), max(line.s_per_byte for line in lines))
 
     @cached_property
     def weights(self) -> tuple[float, ...]:

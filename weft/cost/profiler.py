@@ -91,7 +91,7 @@ def _time(traced: TracedModel, work: _Work, device: torch.device, threads: int, 
     clock = make_clock(device, threads, traced.graph.parameter_bytes)
     walk.run(clock, 2 * passes if training else passes, progress)
     start_s = statistics.median(walk.start_times) if walk.start_times else 0.0
-    return _Record(walk=walk, start_s=start_s, floor_s=clock.floor(), training=training)
+    return _Record(walk=walk, start_s=start_s, floor_s=clock.floor_s, training=training)
 
 
 def _sum_times(graph: Graph, kind: str, store: ProfileStore) -> tuple[float, float]:

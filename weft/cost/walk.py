@@ -26,7 +26,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -42,29 +42,19 @@ _SLEEP_CYCLES: Final = 2_000_000
 """About a millisecond: longer than the host needs to queue an operator and its backward."""
 
 
-class Clock(Protocol):
-    """Takes the time between ``start`` and ``stop``; ``settle`` ends a pass over the model."""
-
-    def start(self) -> Any:
-        """Return a mark of now."""
-
-    def stop(self, mark: Any, sink: Callable[[float], None]) -> None:
-        """Give the seconds since ``mark`` to ``sink``, at the latest when the pass settles."""
-
-    def settle(self) -> None:
-        """Finish the pass: deliver outstanding times, and clear what caches hold of it if the model is large."""
-
-    def floor(self) -> float:
-        """Return the least time that a single operator takes in a running model."""
-
-
 class CpuClock:
-    """Thread CPU time for one thread, so that other processes do not count; wall time for several."""
+    """Thread CPU time for one thread, so that other processes do not count; wall time for several.
+
+    A clock takes the time between ``start`` and ``stop``, which gives it to a sink at the latest when the pass over the
+    model ends with ``settle``. That also clears what caches hold of it if the model is large.
+    """
 
     def __init__(self, threads: int, *, evict: bool) -> None:
         self._now = time.thread_time if threads == 1 else time.perf_counter
         self._own_s = 0.0
         self._own_s = _median_time(self._now, lambda: None)
+        self.floor_s = 0.0
+        """The least time that a single operator takes in a running model; here small ones are timed as they are."""
         self._scratch = torch.zeros(_EVICT_BYTES // 4 if evict else 0)
 
     def start(self) -> float:
@@ -79,10 +69,6 @@ class CpuClock:
         """Write more memory than the caches hold: a large model's parameters are not in them when a layer runs."""
         self._scratch.add_(1.0)
 
-    def floor(self) -> float:
-        """Return zero: small operators are timed as they are."""
-        return 0.0
-
 
 class CudaClock:
     """Time on the GPU between two events in its stream.
@@ -96,7 +82,8 @@ class CudaClock:
         self._scratch = torch.zeros(_EVICT_BYTES // 4 if evict else 0, device="cuda")
         self._own_s = 0.0
         self._own_s = self._empty_time()
-        self._floor = self._launch_time()
+        self.floor_s = self._launch_time()
+        """The time between two launches of tiny operators."""
 
     def _empty_time(self) -> float:
         times: list[float] = []
@@ -137,12 +124,11 @@ class CudaClock:
             sink(max(begin.elapsed_time(end) / 1e3 - self._own_s, 0.0))
         self._open.clear()
 
-    def floor(self) -> float:
-        """Return the time between two launches of tiny operators."""
-        return self._floor
+
+Clock = CpuClock | CudaClock
 
 
-def make_clock(device: torch.device, threads: int, parameter_bytes: int) -> CpuClock | CudaClock:
+def make_clock(device: torch.device, threads: int, parameter_bytes: int) -> Clock:
     """Return the clock for ``device`` and a model of ``parameter_bytes``, which says whether caches are cleared."""
     evict = parameter_bytes > CACHE_BYTES
     return CudaClock(evict=evict) if device.type == "cuda" else CpuClock(threads, evict=evict)

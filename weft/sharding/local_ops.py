@@ -272,18 +272,13 @@ def _reshape(call: LocalCall) -> Tensor:
     return source.reshape([call.size_of(factors) for factors in call.op.outputs[0]])
 
 
-@_local("aten.split.Tensor", "aten.unsafe_split.Tensor")
+@_local("aten.split.Tensor", "aten.unsafe_split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default",
+        "aten.unsafe_split_with_sizes.default")
 def _split(call: LocalCall) -> Any:
     """Cut the part into as many pieces as the whole has."""
-    args = call.arguments()
-    return call.target(args["self"], args["self"].shape[args["dim"]] // len(call.op.outputs), args["dim"])
-
-
-@_local("aten.split.sizes", "aten.split_with_sizes.default", "aten.unsafe_split_with_sizes.default")
-def _split_with_sizes(call: LocalCall) -> Any:
-    args = call.arguments()
-    num_pieces = len(call.op.outputs)
-    return call.target(args["self"], [args["self"].shape[args["dim"]] // num_pieces] * num_pieces, args["dim"])
+    args, num_pieces = call.arguments(), len(call.op.outputs)
+    size = args["self"].shape[args["dim"]] // num_pieces
+    return call.target(args["self"], size if "split_size" in args else [size] * num_pieces, args["dim"])
 
 
 @_local("aten.repeat.default", "aten.tile.default")

@@ -17,7 +17,7 @@ from weft.plan.plan import Plan
 from weft.search.common import buckets
 from weft.search.common.problem import PlanOptions, Problem, StageSpec, add_gradients, make_plan
 from weft.search.joint.baselines import data_parallel
-from weft.simulate import simulate
+from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 
 
