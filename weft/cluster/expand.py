@@ -128,14 +128,10 @@ class ClusterFile:
 T = TypeVar("T")
 NETWORK: Final = "network"
 _GROUP: Final = re.compile(r"\s*(?:([0-9]+)\s*[xX*]\s*)?(\S[^\n]*)")
-_DTYPES: Final = {
-    "float64": "float64", "fp64": "float64", "double": "float64",
-    "float32": "float32", "fp32": "float32", "float": "float32",
-    "tf32": "tf32",
-    "float16": "float16", "fp16": "float16", "half": "float16",
-    "bfloat16": "bfloat16", "bf16": "bfloat16",
-    "float8": "float8", "fp8": "float8", "int8": "int8",
-}
+_DTYPES: Final = {alias: name for name, aliases in (
+    ("float64", "fp64 double"), ("float32", "fp32 float"), ("tf32", ""), ("float16", "fp16 half"), ("bfloat16", "bf16"),
+    ("float8", "fp8"), ("int8", "")) for alias in (name, *aliases.split())}
+"""Names of dtypes by what people write."""
 _NO_LINK: Final = LinkPreset(name="", bytes_per_s=1.0, latency_s=0.0, lanes=1, source="")
 _SIMILAR: Final = 0.86
 """A kind without rates whose name is this close to a preset's is taken for a typing error."""

@@ -125,21 +125,12 @@ def _lane_rate(nvlink: LinkPreset, lanes: int) -> float:
 
 def _parts(nodes: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[tuple[str, ...]]:
     """Return the connected parts of the graph with these pairs as edges, in the order of ``nodes``."""
-    order = {node: index for index, node in enumerate(nodes)}
-    parent = {node: node for node in nodes}
-
-    def find(node: str) -> str:
-        while parent[node] != node:
-            node = parent[node]
-        return node
-
+    label = {node: index for index, node in enumerate(nodes)}
     for a, b in pairs:
-        first, second = sorted((find(a), find(b)), key=order.__getitem__)
-        parent[second] = first
-    members: dict[str, list[str]] = {}
-    for node in nodes:
-        members.setdefault(find(node), []).append(node)
-    return [tuple(part) for part in members.values()]
+        if label[a] != label[b]:
+            low, high = sorted((label[a], label[b]))
+            label = {node: low if number == high else number for node, number in label.items()}
+    return [tuple(node for node in nodes if label[node] == number) for number in dict.fromkeys(label.values())]
 
 
 def _pcie_tree(matrix: _Matrix, pcie: LinkPreset) -> list[Link]:

@@ -162,11 +162,7 @@ def _gpu_link_rate(torch: Any) -> LinkRate:
         source = torch.zeros(num_bytes, dtype=torch.uint8, device="cuda:0")
         target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda:1")
 
-        def finish() -> None:
-            torch.cuda.synchronize(0)
-            torch.cuda.synchronize(1)
-
-        return statistics.median(_times(lambda: target.copy_(source), finish))
+        return statistics.median(_times(lambda: target.copy_(source), lambda: [*map(torch.cuda.synchronize, (0, 1))]))
 
     latency_s = copy_s(1)
     transfer_s = max(copy_s(_GPU_COPY_BYTES) - latency_s, 1e-9)

@@ -47,6 +47,12 @@ class Entries:
     backward_source: U8
     terms: Mapping[Part, Terms] | None
 
+    def estimate_backward(self, op: int, ratios: Mapping[Part, F64], source: Source) -> None:
+        """Set the operator's backward parts from its forward time."""
+        for part in PARTS[1:]:
+            self.seconds[part][op] = self.seconds["forward"][op] * ratios[part][op]
+        self.backward_source[op] = source.code
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
@@ -127,9 +133,7 @@ def _put_measured(graph: Graph, work: Work, column: Column, profile: Profile, en
             entries.backward_source[op] = Source.MEASURED.code
             measured_back[op] = True
         else:
-            for part in ("input_grad", "weight_grad"):
-                entries.seconds[part][op] = timing.forward_s * ratios[part][op]
-            entries.backward_source[op] = Source.FITTED.code
+            entries.estimate_backward(op, ratios, Source.FITTED)
     _add_gradient_sums(graph, work, column, profile, entries, measured_back)
 
 
@@ -160,7 +164,9 @@ def _put_given(graph: Graph, column: Column, entries: Entries) -> None:
         elif times is not None:
             seconds = times.get(column.device or "", times.get(column.kind.name))
             if seconds is not None:
-                _put_one_given(graph, entries, op, seconds, ratios)
+                entries.seconds["forward"][op], entries.source[op] = seconds, Source.GIVEN.code
+                if graph.has_backward:
+                    entries.estimate_backward(op, ratios, Source.ROOFLINE)
             elif not has_figures[op]:
                 missing.append(graph.op_names[op])
     if missing:
@@ -169,15 +175,6 @@ def _put_given(graph: Graph, column: Column, entries: Entries) -> None:
             f"device kind {column.kind.name!r}")
         raise ModelError(f"graph {graph.name!r}: {len(missing)} operators have no time on {where}: {shown}. Add that "
                          "kind to their 'times', give 'flops' and 'bytes_read' instead, or limit them by 'on'")
-
-
-def _put_one_given(graph: Graph, entries: Entries, op: int, seconds: float, ratios: Mapping[Part, F64]) -> None:
-    entries.seconds["forward"][op] = seconds
-    entries.source[op] = Source.GIVEN.code
-    if graph.has_backward:
-        for part in ("input_grad", "weight_grad"):
-            entries.seconds[part][op] = seconds * ratios[part][op]
-        entries.backward_source[op] = Source.ROOFLINE.code
 
 
 def _check_filled(graph: Graph, column: Column, entries: Entries) -> None:

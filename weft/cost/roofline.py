@@ -18,6 +18,7 @@ gradient of the parameters.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -215,17 +216,16 @@ def roofline_terms(work: Work, kind: DeviceKind, part: Part,
         fixed_s=work.fixed_bytes[part] / memory_rate,
         moved_s=work.moved_bytes[part] / memory_rate,
         overhead_s=np.where(is_free, 0.0, kind.overhead_s),
-        sum_s=sum_seconds(work, kind) if part == "weight_grad" else np.zeros(len(work.dtypes)),
+        sum_s=(_READ_READ_WRITE * work.gradient_bytes / (pointwise_rate(kind) or math.inf) if part == "weight_grad" else
+               np.zeros(len(work.dtypes))),
         scales=work.scales & ~(work.is_view & is_empty),
     )
 
 
-def sum_seconds(work: Work, kind: DeviceKind) -> F64:
-    """Return the seconds that each operator's new gradients take to be added to the sums over micro-batches."""
-    if kind.memory_bytes_per_s is None:
-        return np.zeros(len(work.dtypes))
-    rate = kind.memory_bytes_per_s * op_classes()["elementwise"].on(kind.type).memory
-    return _READ_READ_WRITE * work.gradient_bytes / rate
+def pointwise_rate(kind: DeviceKind) -> float | None:
+    """Return the bytes that pointwise operators, such as an optimizer's step, move in a second; None if not known."""
+    rate = kind.memory_bytes_per_s
+    return None if rate is None else rate * op_classes()["elementwise"].on(kind.type).memory
 
 
 def _rates(work: Work, kind: DeviceKind, fitted: Mapping[str, Efficiency]) -> tuple[F64, F64]:

@@ -234,11 +234,8 @@ def _changes(form: _Form, state: _State) -> Iterator[tuple[int, int]]:
 
 def _is_innermost(form: _Form, state: _State, axis: int, cut: int) -> bool:
     """Return whether no later axis splits the cut's dimension, and earlier ones split it in the same way."""
-    dim = form.dims[cut]
-    for other, item in enumerate(state):
-        if item >= 0 and other != axis and form.dims[item] == dim and (other > axis or item != cut):
-            return False
-    return True
+    return not any(item >= 0 and other != axis and form.dims[item] == form.dims[cut] and (other > axis or item != cut)
+                   for other, item in enumerate(state))
 
 
 def _kind(now: int, after: int) -> int | None:

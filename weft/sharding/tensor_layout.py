@@ -16,6 +16,7 @@ parts have 3, 2 and 2.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,7 +108,5 @@ def local_shape(shape: Sequence[int], layout: Layout, mesh: Sequence[int],
 
 def largest_part(shape: Sequence[int], layout: Layout, mesh: Sequence[int]) -> float:
     """Return the part of a tensor's entries that the device with the most holds (that at the first coordinates)."""
-    part = 1.0
-    for size, held in zip(shape, local_shape(shape, layout, mesh, [0] * len(mesh)), strict=True):
-        part *= held / size if size else 1.0
-    return part
+    most = local_shape(shape, layout, mesh, [0] * len(mesh))
+    return math.prod((held / size if size else 1.0 for size, held in zip(shape, most, strict=True)), start=1.0)

@@ -34,7 +34,7 @@ from weft.cluster.cluster import Cluster, DeviceId
 from weft.cost.costs import Costs
 from weft.cost.costs import Phase as CostPhase
 from weft.cost.figure import ZERO, Figure, Source, combine
-from weft.cost.op_classes import op_classes
+from weft.cost.roofline import pointwise_rate
 from weft.model.graph import F64, I64, Graph
 from weft.plan.memory import static_bytes
 from weft.plan.overlap import last_before
@@ -218,12 +218,9 @@ def transfer_figure(program: Program, costs: Costs, devices: tuple[DeviceId, ...
 
 def _step_figure(cluster: Cluster, device: DeviceId, static: I64) -> Figure:
     """Return the time to update what a rank holds; ``static`` is its bytes by category."""
-    kind = cluster.kind_of(device)
-    if kind.memory_bytes_per_s is None:
-        return ZERO
+    rate = pointwise_rate(cluster.kind_of(device))
     parameters, gradients, state = (int(amount) for amount in static[:3])
-    rate = kind.memory_bytes_per_s * op_classes()["elementwise"].on(kind.type).memory
-    return Figure((2 * parameters + gradients + 2 * state) / rate, Source.ROOFLINE)
+    return ZERO if rate is None else Figure((2 * parameters + gradients + 2 * state) / rate, Source.ROOFLINE)
 
 
 def _transfer_resources(program: Program, cluster: Cluster, devices: tuple[DeviceId, ...], leader: I64) -> I64:

@@ -13,6 +13,7 @@ The first ends where the first of those collectives may start, and so on; the la
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
@@ -126,20 +127,13 @@ def _lead_collectives(program: Program, leader_of: I64) -> None:
     used[buckets] = True
     wanted = wanted[used[wanted // program.num_ranks]]
     if not np.array_equal(found, wanted):
-        bucket, rank = divmod(int(_first_difference(found, wanted)), program.num_ranks)
+        here, there = Counter(found.tolist()), Counter(wanted.tolist())
+        bucket, rank = divmod(min((here - there) | (there - here)), program.num_ranks)
         raise PlanError(f"bucket {bucket} must be exchanged once on each of its ranks {program.buckets[bucket].ranks}, "
                         f"but that does not hold for rank {rank} ({program.rank_names[rank]})")
     first = np.full(len(program.buckets), -1, dtype=np.int64)
     first[buckets[::-1]] = instructions[::-1]
     leader_of[instructions] = first[buckets]
-
-
-def _first_difference(left: I64, right: I64) -> int:
-    """Return the smallest number that the two sorted lists do not hold equally often."""
-    for a, b in zip(left.tolist(), right.tolist(), strict=False):
-        if a != b:
-            return int(min(a, b))
-    return int((left if len(left) > len(right) else right)[min(len(left), len(right))])
 
 
 def _lead_joint_computes(program: Program, leader_of: I64) -> None:
