@@ -65,7 +65,7 @@ def test_a_failed_write_leaves_the_old_content(store):
     with pytest.raises(KeyboardInterrupt):
         store.put_timings(rows())
     with pytest.raises(InputError):
-        store._write("op_times", ("device_kind",), [("cpu",)])  # violates NOT NULL in the middle of a transaction
+        store._write("op_times", [("cpu", *[None] * 11)])  # violates NOT NULL in the middle of a transaction
     assert store.timings("cpu") == {KEY: TIMING}
 
 
@@ -220,7 +220,7 @@ def test_a_store_whose_pages_are_linked_to_endless_rows_ends(store):
 def test_statements_end_after_some_work(store):
     store.put_timings([(KEY, TIMING)])
     with pytest.raises(InputError, match="takes more work than any store of its size"):
-        store._read(ENDLESS.format("x") + " WHERE x < 0", ())
+        store._read(ENDLESS.format("x") + " WHERE x < 0")
 
 
 def test_a_store_with_a_log_or_a_foreign_journal_is_refused(store):
