@@ -17,6 +17,8 @@ from typing import Any
 from weft.sharding.factors import Dims, Factor, OpFactors
 
 Shape = tuple[int, ...]
+Items = list[tuple[int, ...]]
+"""For each dimension its factors, as ``Call`` makes them."""
 
 
 def arguments(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -58,6 +60,12 @@ def dims_in(dims: Any, rank: int) -> list[int]:
 def whole(shape: Sequence[int]) -> Dims:
     """Return the description of a tensor that is never split."""
     return ((),) * len(shape)
+
+
+def aligned(shape: Sequence[int], items: Items) -> Items:
+    """Return the factors of a tensor that is broadcast to dimensions with these factors."""
+    here = items[len(items) - len(shape):]
+    return [() if size == 1 else item for size, item in zip(shape, here, strict=True)]
 
 
 class Call:

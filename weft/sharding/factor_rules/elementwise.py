@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from weft.sharding.factor_rules.common import Call, dims_in, nonnegative, rule, shape_of
-from weft.sharding.factor_rules.views import broadcast
+from weft.sharding.factor_rules.common import Call, aligned, dims_in, nonnegative, rule, shape_of
 from weft.sharding.factors import OpFactors
 
 
@@ -23,7 +22,7 @@ def _names(*texts: str) -> list[str]:
 def _entrywise(call: Call, linear: Iterable[Iterable[Any]] = ()) -> OpFactors | None:
     """Return the factors of a call whose tensors are broadcast to the shape of its result."""
     dims = call.plain(call.output)
-    inputs = [(tensor, broadcast(shape_of(tensor), call.output, dims)) for tensor in call.tensors]
+    inputs = [(tensor, aligned(shape_of(tensor), dims)) for tensor in call.tensors]
     return call.done(inputs, [dims] * len(call.outputs), linear=linear)
 
 

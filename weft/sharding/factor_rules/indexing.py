@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from weft.sharding.factor_rules.common import Call, Shape, dims_in, rule, shape_of
-from weft.sharding.factor_rules.views import broadcast
+from weft.sharding.factor_rules.common import Call, Shape, aligned, dims_in, rule, shape_of
 from weft.sharding.factors import OpFactors
 
 
@@ -51,7 +50,7 @@ class _Indexed:
         before = [self.source[dim] for dim in range(len(shape)) if dim < places[0] and is_run]
         after = [self.source[dim] for dim in range(len(before), len(shape)) if dim not in given]
         self.result = [*before, *rows, *after]
-        self.indices = [(index, broadcast(shape_of(index), rows_shape, rows)) for index in given.values()]
+        self.indices = [(index, aligned(shape_of(index), rows)) for index in given.values()]
 
 
 @rule("aten.index.Tensor")
@@ -69,10 +68,8 @@ def _index_put(call: Call) -> OpFactors | None:
     if not _is_by_number(call.args["indices"]):
         return None
     found = _Indexed(call, source, call.args["indices"], lookup=False)
-    shape = shape_of(values)
-    written = found.result[len(found.result) - len(shape):]
-    given = [dim if size > 1 else () for size, dim in zip(shape, written, strict=True)]
-    return call.done([(source, found.source), (values, given)], [found.source], linear=[(source, values)])
+    written = aligned(shape_of(values), found.result)
+    return call.done([(source, found.source), (values, written)], [found.source], linear=[(source, values)])
 
 
 @rule("aten.index_select.default")

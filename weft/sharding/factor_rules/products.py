@@ -25,17 +25,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from weft.sharding.factor_rules.common import Call, Shape, rule, shape_of
+from weft.sharding.factor_rules.common import Call, Items, Shape, aligned, rule, shape_of
 from weft.sharding.factors import OpFactors
-
-Items = list[tuple[int, ...]]
-"""For each dimension its factors, as ``Call`` makes them."""
-
-
-def aligned(shape: Sequence[int], items: Items) -> Items:
-    """Return the factors of a tensor that is broadcast to dimensions with these factors."""
-    here = items[len(items) - len(shape):]
-    return [() if size == 1 else item for size, item in zip(shape, here, strict=True)]
 
 
 def linear_in(*groups: Sequence[Any]) -> list[list[Any]]:
@@ -164,8 +155,7 @@ def convolution(call: Call) -> OpFactors | None:
     inner = call.factor("in", channels // num_groups, special=bias is not None)
     outer = call.factor("out", weight_shape[1] if is_transposed else weight_shape[0] // num_groups)
     weight_dims = [groups + inner, outer] if is_transposed else [groups + outer, inner]
-    inputs: list[tuple[Any, Items]] = [(x, [*images, groups + inner, *space]),
-                                                       (weight, [*weight_dims, *space])]
+    inputs: list[tuple[Any, Items]] = [(x, [*images, groups + inner, *space]), (weight, [*weight_dims, *space])]
     if bias is not None:
         inputs.append((bias, [groups + outer]))
     return call.done(inputs, [[*images, groups + outer, *space]], linear=linear_in((x, bias), (weight, bias)))

@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
-from weft.sharding.factor_rules.common import Call, Shape, dims_in, rule, shape_of
+from weft.sharding.factor_rules.common import Call, aligned, dims_in, rule, shape_of
 from weft.sharding.factors import Dims, OpFactors
 
 
@@ -162,16 +162,10 @@ def _matched(left: dict[int, int], right: dict[int, int], left_order: list[int],
 def _expand(call: Call) -> OpFactors | None:
     source = call.args["self"]
     after = call.plain(call.output)
-    before = broadcast(call.shape, call.output, after)
+    before = aligned(call.shape, after)
     if "other" in call.args:
         return call.done([(source, before), (call.args["other"], after)], [after], linear=[(source,)])
     return call.done([(source, before)], [after], linear=[(source,)], shape_args=call.shape_arg("size"))
-
-
-def broadcast(shape: Shape, output: Shape, dims: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-    """Return the factors of a tensor that is broadcast to ``output``, whose dimensions have the factors ``dims``."""
-    aligned = zip(shape, output[len(output) - len(shape):], dims[len(output) - len(shape):], strict=True)
-    return [dim if size == full else () for size, full, dim in aligned]
 
 
 @rule("aten.repeat.default", "aten.tile.default")
