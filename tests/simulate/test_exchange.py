@@ -17,7 +17,16 @@ from weft.plan.lower import lower
 from weft.plan.memory import static_bytes
 from weft.plan.plan import ClusterRef, GradientExchange, ModelRef, Optimizer, Plan, Replica, Stage
 from weft.plan.program import Op, Program
-from weft.simulate.exchange_time import exchange_figure
+from weft.simulate.exchange_time import (
+    MAX_EXCHANGE,
+    TYPICAL_BYTES,
+    exchange_figure,
+    exchange_limits,
+    exchange_together,
+    large_reduce_line,
+    reduce_line,
+    reduce_seconds,
+)
 from weft.simulate.predict import simulate
 
 
@@ -206,3 +215,34 @@ def test_only_what_is_busy_most_of_the_time_is_in_the_way():
     assert model.limits(Collective.ALL_REDUCE, 1e8, (0,)) == ()
     ports = replace(cluster, contention=Contention.PORT)
     assert CollectiveModel(ports).limits(Collective.ALL_REDUCE, 1e8, (0, 2)) == ()
+
+
+def test_searches_and_the_simulator_say_the_same_of_a_bucket():
+    cluster = uneven_cluster({"d0": 1e9, "d1": 1e9, "d2": 4e8, "d3": 1e9})
+    program, costs = world(linear_graph(4, 64, 64), cluster, method="all_reduce")
+    devices = [cluster.device_index[name] for name in program.rank_names]
+    bucket = program.buckets[0]
+    expected = exchange_figure(program, costs, devices, bucket).seconds
+    assert reduce_seconds(costs, bucket.num_bytes, devices) == expected
+    assert exchange_together(costs, bucket.num_bytes, [devices]) == (
+        expected, exchange_limits(costs, bucket.num_bytes, devices))
+    assert reduce_line(costs, bucket.num_bytes, devices).at(bucket.num_bytes) == pytest.approx(expected)
+    assert large_reduce_line(costs, devices).at(TYPICAL_BYTES) == pytest.approx(
+        reduce_seconds(costs, TYPICAL_BYTES, devices))
+
+
+def test_groups_that_meet_on_a_link_exchange_one_after_the_other():
+    cluster = parse_cluster({"format": "weft.cluster", "version": 1, "network": {"bandwidth": "1GB/s"}, "hosts": [
+        {"name": name, "devices": "2 x A100-80GB", "intra": {"bandwidth": "100GB/s"}} for name in "ab"]})
+    costs = estimate_costs(linear_graph(4, 64, 64), cluster)
+    apart, limits = exchange_together(costs, 1e8, [(0, 2)])
+    assert limits
+    assert exchange_together(costs, 1e8, [(0, 2), (1, 3)]) == (pytest.approx(2 * apart), limits)
+
+
+def test_of_many_devices_the_exchange_is_that_of_a_ring_of_all():
+    cluster = plain_cluster(MAX_EXCHANGE + 32, bytes_per_s=1e9)
+    costs = estimate_costs(linear_graph(4, 64, 64), cluster)
+    everyone = range(cluster.num_devices)
+    assert large_reduce_line(costs, everyone).s_per_byte == pytest.approx(
+        reduce_line(costs, TYPICAL_BYTES, everyone).s_per_byte, rel=0.01)
