@@ -14,8 +14,8 @@ from tests.cost.worlds import make_cluster, make_graph
 from weft.base.errors import InputError
 from weft.cluster.cluster import DeviceKind
 from weft.cost.costs import estimate_costs
+from weft.cost.entries import SUM_KIND, gradient_sums
 from weft.cost.figure import Source
-from weft.cost.gradient_sums import SUM_KIND, gradient_sums
 from weft.cost.profile import ProfileStore
 from weft.cost.profiler import op_keys, profile_model
 from weft.model.source import ModelSource

@@ -9,9 +9,9 @@ micro-batches comes on top (``Terms.sum_s``).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,11 +19,10 @@ import numpy.typing as npt
 from weft.base.errors import ClusterError, ModelError
 from weft.cluster.cluster import Cluster, DeviceKind
 from weft.cost.figure import Source
-from weft.cost.gradient_sums import gradient_sums, sum_key
 from weft.cost.op_classes import Efficiency
 from weft.cost.profile import ClassFit, OpKey, OpTiming, op_signature
 from weft.cost.roofline import PARTS, Part, Terms, Work, describe_work, op_dtypes, parameter_bytes, roofline_terms
-from weft.model.graph import F64, NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Bool, Graph
+from weft.model.graph import F64, NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Bool, Graph, TensorRole
 
 U8 = npt.NDArray[np.uint8]
 _MAX_SHOWN = 5
@@ -300,3 +299,69 @@ def fill_from_others(entries: Entries, others: Sequence[MeasuredAt], column: int
             if part != "input_grad":  # both backward parts share a source, and the last of them sets it
                 source[chosen] = Source.FITTED.code
             is_open &= ~chosen
+
+
+# ---- additions of a backward pass that belong to no operator --------------------------------------------------------
+#
+# A tensor that is read twice gets two gradients, which are added: one with ``n`` readers in the backward pass takes
+# ``n - 1`` additions. They count for the operator that makes the tensor; for a parameter (tied weights) or an input,
+# for each reader after the first. The backward columns of a ``Graph`` include them, but a measured operator does not,
+# since it was measured alone: ``gradient_sums`` says what is to be added.
+
+SUM_KIND: Final = "weft.gradient_sum"
+"""The operator kind under which a profile store has these additions."""
+
+
+class GradientSum(NamedTuple):
+    """One addition of two gradients of a tensor."""
+
+    op: int
+    """The operator that it counts for."""
+    tensor: int
+    is_weight: bool
+    """It is part of the parameters' gradients, not of the activations'."""
+
+
+def gradient_sums(graph: Graph) -> Iterator[GradientSum]:
+    """Yield all additions of the backward pass of ``graph``."""
+    if not graph.has_backward:
+        return
+    needs, from_data = graph.needs_gradient, _depends_on_data(graph)
+    seen = np.zeros(graph.num_tensors, dtype=bool)
+    for op in _on_path_to_loss(graph):
+        for tensor in graph.op_inputs(op).tolist():
+            if not needs[tensor]:
+                continue
+            if seen[tensor]:
+                producer = int(graph.tensor_producer[tensor])
+                yield GradientSum(producer if producer >= 0 else op, tensor, not from_data[tensor])
+            seen[tensor] = True
+
+
+def _on_path_to_loss(graph: Graph) -> list[int]:
+    """Return the operators through which gradients flow, in order."""
+    wanted = np.zeros(graph.num_tensors, dtype=bool)
+    wanted[list(graph.outputs[:1])] = True
+    found = []
+    for op in range(graph.num_ops - 1, -1, -1):
+        outputs = graph.op_outputs(op)
+        if (wanted[outputs] & graph.needs_gradient[outputs]).any():
+            wanted[graph.op_inputs(op)] = True
+            found.append(op)
+    return found[::-1]
+
+
+def _depends_on_data(graph: Graph) -> Bool:
+    """Return which tensors depend on the model's inputs."""
+    depends: Bool = graph.tensor_role == TensorRole.INPUT
+    for op in range(graph.num_ops):
+        if depends[graph.op_inputs(op)].any():
+            depends[graph.op_outputs(op)] = True
+    return depends
+
+
+def sum_key(graph: Graph, item: GradientSum, device_kind: str, dtype: str | None = None) -> OpKey:
+    """Return the key of an addition; autograd adds up parameters' gradients in new memory, activations' in place."""
+    shape = ",".join(map(str, graph.tensor_shapes[item.tensor]))
+    signature = f"[{shape}] new" if item.is_weight else f"[{shape}]"
+    return OpKey(device_kind, SUM_KIND, signature, dtype or graph.tensor_dtypes[item.tensor])

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 
 from weft.base.errors import InputError
 from weft.cluster.presets import lookup_kind
-from weft.cost.gradient_sums import SUM_KIND, gradient_sums, sum_key
+from weft.cost.entries import SUM_KIND, gradient_sums, sum_key
 from weft.cost.profile import OpKey, OpTiming, ProfileStore, op_signature
 from weft.cost.roofline import op_dtypes
 from weft.cost.walk import Flags, Samples, SumToTime, Walk, make_clock, node_flags
