@@ -278,7 +278,7 @@ def _split(call: LocalCall) -> Any:
     """Cut the part into as many pieces as the whole has."""
     args, num_pieces = call.arguments(), len(call.op.outputs)
     size = args["self"].shape[args["dim"]] // num_pieces
-    return call.target(args["self"], size if "split_size" in args else [size] * num_pieces, args["dim"])
+    return call.target(args["self"], [size] * num_pieces if "sizes" in str(call.target) else size, args["dim"])
 
 
 @_local("aten.repeat.default", "aten.tile.default")
