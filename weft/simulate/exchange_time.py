@@ -102,25 +102,18 @@ def exchange_transfers(program: Program, costs: Costs, devices: Sequence[DeviceI
                         yield group[sender], group[receiver], entry.share * step.num_bytes
 
 
-def exchange_resources(costs: Costs, devices: Sequence[DeviceId], bucket: Bucket) -> tuple[int, ...]:
+def exchange_resources(program: Program, costs: Costs, devices: Sequence[DeviceId], bucket: Bucket) -> tuple[int, ...]:
     """Return the cluster's resources on which the bucket's exchange and others hold each other up.
 
     They are those that are busy most of the time of what it does between hosts or with its server.
     """
-    members = [devices[rank] for rank in bucket.ranks]
-    match bucket.method:
-        case "all_reduce":
-            return exchange_limits(costs, bucket.num_bytes, members)
-        case "hierarchical":
-            return exchange_limits(costs, bucket.num_bytes, [devices[group[0]] for group in bucket.groups])
-        case "parameter_server":
-            assert bucket.server is not None, "the plan was checked"
-            server = devices[bucket.server]
-            pairs = [pair for other in members if other != server for pair in ((other, server), (server, other))]
-            counts = Counter(resource for pair in pairs for resource in costs.cluster.transfer_resources(*pair))
-            return tuple(sorted(item for item, count in counts.items() if count == max(counts.values())))
-        case "sufficient_factors":
-            return exchange_limits(costs, bucket.num_bytes, members, Collective.ALL_GATHER)
+    steps = exchange_steps(program, devices, bucket)
+    if bucket.method == "parameter_server":
+        counts = Counter(resource for step in steps for source, target in step.groups
+                         for resource in costs.cluster.transfer_resources(source, target))
+        return tuple(sorted(item for item, count in counts.items() if count == max(counts.values())))
+    step = steps[1] if bucket.method == "hierarchical" else steps[0]
+    return exchange_limits(costs, bucket.num_bytes, step.groups[0], step.kind)
 
 
 # ---- without a program, for searches --------------------------------------------------------------------------------

@@ -239,7 +239,7 @@ def _exchange_resources(program: Program, costs: Costs, devices: tuple[DeviceId,
     """Return rows (task, resource) for exchanges of gradients; what they occupy is counted apart from transfers."""
     first = costs.cluster.num_resources
     rows = [(task, first + resource) for task in np.flatnonzero(program.op[leader] == Op.COLLECTIVE).tolist()
-            for resource in exchange_resources(costs, devices, program.buckets[program.bucket[leader[task]]])]
+            for resource in exchange_resources(program, costs, devices, program.buckets[program.bucket[leader[task]]])]
     return np.asarray(rows, dtype=np.int64).reshape(-1, 2)
 
 
