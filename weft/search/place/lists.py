@@ -50,17 +50,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import combinations
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
+from weft.search.place import kernel, list_kernel
+from weft.search.place.list_kernel import Room
 from weft.search.place.problem import Bools, PlaceProblem, Rows
 from weft.search.place.timetable import Assignment, Method, with_room_for_tensors
-
-if TYPE_CHECKING:
-    from weft.search.place.list_kernel import Room
 
 _ALL_SUBSETS: Final = 8
 """With at most so many devices, HEFT over subsets tries all of them."""
@@ -153,8 +152,6 @@ def best_heft(problem: PlaceProblem) -> Assignment:
 
 def latency_of(problem: PlaceProblem, assignment: Assignment) -> float:
     """Return the latency of the assignment's timetable, without making it in full."""
-    from weft.search.place import kernel
-
     start_s = kernel.decode(kernel.Arrays.of(problem), assignment.device, assignment.order)[0]
     ends = start_s + problem.time_s[np.arange(problem.num_ops), assignment.device]
     return float(ends.max(initial=0.0))
@@ -213,16 +210,12 @@ def _neighbours(problem: PlaceProblem) -> list[tuple[int, ...]]:
 
 def upward_rank(problem: PlaceProblem, op_s: F64, sent_s: F64) -> F64:
     """Return [n] the longest way from the start of each operator to the end, transfers included."""
-    from weft.search.place import list_kernel
-
     return list_kernel.upward(op_s, sent_s, problem.edges)
 
 
 def _by_priority(problem: PlaceProblem, allowed: Bools, priority: F64, *, extra: F64 | None = None,
                  pinned: I64 | None = None) -> Assignment:
     """Return the list schedule into gaps; operators by the start that it found for them."""
-    from weft.search.place import kernel, list_kernel
-
     added = np.zeros_like(problem.time_s) if extra is None else extra
     fixed = np.full(problem.num_ops, -1, dtype=np.int64) if pinned is None else pinned
     arrays = kernel.Arrays.of(problem)
@@ -250,8 +243,6 @@ def peft(problem: PlaceProblem) -> Assignment:
 
 
 def _peft(problem: PlaceProblem) -> Assignment:
-    from weft.search.place import list_kernel
-
     _, sent_s = make_means(problem, problem.is_allowed)
     where = problem.is_allowed[problem.unit_of_op]
     table = list_kernel.optimistic(np.where(where, problem.time_s, np.inf), sent_s, problem.edges)
@@ -270,8 +261,6 @@ def cpop(problem: PlaceProblem) -> Assignment:
 
 
 def _cpop(problem: PlaceProblem) -> Assignment:
-    from weft.search.place import list_kernel
-
     op_s, sent_s = make_means(problem, problem.is_allowed)
     up = upward_rank(problem, op_s, sent_s)
     down = list_kernel.downward(op_s, sent_s, problem.edges)
@@ -300,8 +289,6 @@ def etf(problem: PlaceProblem) -> Assignment:
 def by_earliest_start(problem: PlaceProblem, *, favourite: I64 | None = None, preferred: Bools | None = None
                       ) -> Assignment:
     """Return ETF's placement with favourite children ([n], -1 for none) and preferred devices ([units, m])."""
-    from weft.search.place import kernel, list_kernel
-
     op_s, sent_s = make_means(problem, problem.is_allowed)
     arrays = kernel.Arrays.of(problem)
     wishes = list_kernel.Wishes(

@@ -31,18 +31,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from weft.base.errors import InputError, NoFeasiblePlan, PlanError
+from weft.cluster.cluster_file import parse_cluster
+from weft.cost.costs import estimate_costs
 from weft.model.graph import I64
+from weft.model.graph_file import parse_graph
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
 from weft.search.common.incumbent import Incumbent
+from weft.search.place.fit import fitting_devices
+from weft.search.place.latency.anneal import Annealer
 from weft.search.place.latency.bounds import Relaxation, heads_and_tails, tighten, way_bound
-from weft.search.place.latency.series import ANY, Series, Solved, solve_series
-from weft.search.place.methods import METHODS
-from weft.search.place.problem import Objective, PlaceProblem
+from weft.search.place.latency.exact import ANY, Model, Series, Solved, solve_series
+from weft.search.place.lists import heft
+from weft.search.place.methods import METHODS, single
+from weft.search.place.problem import Objective, PlaceProblem, problem_from_graph
+from weft.search.place.throughput.search import place_stream, solve_throughput
 from weft.search.place.timetable import (
     Assignment,
     PlaceResult,
@@ -51,9 +58,6 @@ from weft.search.place.timetable import (
     make_timetable,
     with_room_for_tensors,
 )
-
-if TYPE_CHECKING:
-    from weft.search.place.latency.anneal import Annealer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +119,6 @@ def place(problem: PlaceProblem, *, objective: Objective = "latency", method: st
                     deadline=None if time_limit is None else time.monotonic() + time_limit)
     with ended_by_ctrl_c(budget):
         if objective == "throughput":
-            from weft.search.place.throughput.search import place_stream
-
             return place_stream(problem, method=method, contiguous=contiguous, budget=budget, seed=seed, begin=begin)
         search = LatencySearch(problem, budget, seed)
         if method != "auto":
@@ -198,8 +200,6 @@ class LatencySearch:
     @cached_property
     def annealer(self) -> Annealer:
         """Return local search for the problem."""
-        from weft.search.place.latency.anneal import Annealer
-
         return Annealer(self.problem, self.seed)
 
     def bound_by_work(self) -> None:
@@ -254,8 +254,6 @@ class LatencySearch:
             if self.best.answer is None:
                 self.try_method(name)
         self.bound_by_work()
-        if self.best.answer is None:
-            self.import_searches()
         try:
             with cut_short(self.end_of_search(TUNING.grace_s)):
                 if TUNING.quick_method not in self.tried:
@@ -274,12 +272,6 @@ class LatencySearch:
     def fit_effort(self) -> float:
         """Return the effort in which annealing may make tensors fit."""
         return TUNING.fit_effort if self.budget.deadline is None else min(TUNING.fit_effort, TUNING.last_grace_s)
-
-    def import_searches(self) -> None:
-        """Import what looks for room where no method finds any; that is not to count against its time."""
-        with self.budget.paused():
-            from weft.search.place.latency import anneal  # noqa: F401
-            from weft.search.place.throughput import search  # noqa: F401
 
     def end_of_search(self, grace_s: float) -> float | None:
         """Return when the search is cut off: so long after the deadline, and later where there is no placement yet."""
@@ -362,8 +354,6 @@ class LatencySearch:
 
         Lists and memory alone do not look ahead where some devices cannot send to others; the search for loads does.
         """
-        from weft.search.place.throughput.search import solve_throughput
-
         with self.budget.without(0.8 * self.budget.effort):
             found = solve_throughput(self.problem, contiguous=False, budget=self.budget, seed=self.seed)
         assert found.answer is not None, "else it raises"
@@ -371,8 +361,6 @@ class LatencySearch:
 
     def fit(self) -> None:
         """Offer a placement that looks at memory alone; raise ``NoFeasiblePlan`` if there is none."""
-        from weft.search.place.fit import fitting_devices
-
         def method(problem: PlaceProblem) -> Assignment:
             return Assignment(device=fitting_devices(problem, seed=self.seed), order=np.arange(problem.num_ops))
 
@@ -468,8 +456,6 @@ def num_exact_terms(problem: PlaceProblem) -> int:
 def solve_exactly(problem: PlaceProblem, budget: Budget, *, effort: float, start: Timetable | None, limit: float,
                   seed: int, device: I64 | None = None) -> Solved:
     """Return what CP-SAT finds that takes less than ``limit``, and what it proves; ``device`` leaves only the order."""
-    from weft.search.place.latency.exact import Model
-
     if device is not None:
         problem = pinned(problem, device)
     if np.isfinite(limit):
@@ -509,3 +495,20 @@ def adopt(series: Series, table: Timetable) -> None:
         found = make_timetable(fixed, table.device[part.ops], inside[inside >= 0])
         series.record(index, before, after, Solved(bound=0.0, timetable=found))
         before = after
+
+
+def load_compiled() -> None:
+    """Read from the disk what every search needs of the compiled code, or compile it.
+
+    Before a search under a time limit, so that it does not count against it.
+    """
+    ops = [{"name": name, "kind": "op", "times": {"gpu": 1.0}, "memory": 1} for name in ("a", "b")]
+    graph = parse_graph({"format": "weft.graph", "version": 1, "ops": ops,
+                         "edges": [{"from": "a", "to": "b", "bytes": 1}]})
+    cluster = parse_cluster({"format": "weft.cluster", "version": 1,
+                             "devices": [{"name": name, "kind": "gpu", "memory": 2} for name in ("x", "y")],
+                             "links": [{"from": "x", "to": "y", "bandwidth": "1GB/s", "latency": "1us"}]})
+    problem = problem_from_graph(graph, cluster, estimate_costs(graph, cluster))
+    for method in (single, heft):  # under a time limit these are tried first
+        found = method(problem)
+        check_timetable(make_timetable(problem, found.device, found.order))

@@ -25,6 +25,7 @@ import numpy as np
 from weft.base.errors import InputError, NoFeasiblePlan, PlanError
 from weft.base.units import format_bytes
 from weft.model.graph import F64, I64
+from weft.search.place import kernel
 from weft.search.place.problem import Bools, Objective, PlaceProblem, check_placement
 
 Status = Literal["optimal", "feasible"]
@@ -105,8 +106,6 @@ def make_timetable(problem: PlaceProblem, device: I64, order: I64) -> Timetable:
     if problem.num_ops <= SMALL:  # not worth a compiler's start
         start_s, sent_s = decode(problem, device, order)
     else:
-        from weft.search.place import kernel
-
         start_s, sent_s = kernel.decode(kernel.Arrays.of(problem), device, order)
     row, target = np.nonzero(np.isfinite(sent_s))
     transfers = []

@@ -12,8 +12,7 @@ import pytest
 from benchmarks.partition_models import MODELS, for_latency, for_throughput, training
 from tests.search.place.partition.problems import best_latency, random_value
 from weft.search.place.partition import search as partition
-from weft.search.place.partition.kernel import Scratch, excess, latency, polish
-from weft.search.place.partition.path_kernel import longest_path
+from weft.search.place.partition.kernel import Scratch, excess, latency, longest_path, polish
 from weft.search.place.partition.problem import PartitionProblem, check_latency, parse_partition
 from weft.search.place.partition.search import cover, latency_graph, solve_partition, weights_for_paths
 

@@ -33,8 +33,18 @@ from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctr
 from weft.search.common.incumbent import Incumbent
 from weft.search.place.kernel import pieces
 from weft.search.place.partition.exact import improve_or_prove
-from weft.search.place.partition.kernel import Graph, Scratch, anneal, excess, latency, polish
-from weft.search.place.partition.path_kernel import best_cover, best_intervals, longest_path, spans
+from weft.search.place.partition.kernel import (
+    Graph,
+    Scratch,
+    anneal,
+    best_cover,
+    best_intervals,
+    excess,
+    latency,
+    longest_path,
+    polish,
+    spans,
+)
 from weft.search.place.partition.problem import (
     PartitionProblem,
     PartitionResult,

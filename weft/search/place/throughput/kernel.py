@@ -14,7 +14,6 @@ import numpy as np
 from weft.base.compiled import compiled
 from weft.model.graph import F64, I64
 from weft.search.place.kernel import accepts, draw, transfer_s
-from weft.search.place.throughput.model import Loads
 
 SQUARINGS = 5
 """The norm's p is 2 to this power."""
@@ -23,6 +22,76 @@ VIOLATION = 4.0
 """Weight of a device's memory taken twice, in loads."""
 SLACK = 1e-12
 """Relative: memory sums may be off by so much."""
+
+
+class Loads(NamedTuple):
+    """What compiled code needs of a load problem; ``n`` units, ``m`` devices, ``t`` tensors."""
+
+    time_s: F64
+    """[n, m] infinite where the unit may not run."""
+    core: I64
+    """[m]"""
+    num_cores: int
+    owner: I64
+    """[t] the unit that writes the tensor."""
+    reader_start: I64
+    """[t + 1]"""
+    readers: I64
+    """Units other than the owner, each once per tensor; no tensor is without."""
+    touch_s: F64
+    """[t, m]"""
+    own_start: I64
+    """[n + 1]"""
+    owned: I64
+    """Tensors by owner."""
+    read_start: I64
+    """[n + 1]"""
+    reads: I64
+    """Tensors by reader."""
+    latency_s: F64
+    """[m, m]"""
+    s_per_byte: F64
+    """[m, m]"""
+    tensor_bytes: F64
+    """[t]"""
+    given_row: I64
+    """[t]"""
+    given_s: F64
+    """[rows, m, m]"""
+    resource_start: I64
+    """[m * m + 1]"""
+    resources: I64
+    num_resources: int
+    item_start: I64
+    """[n + 1]"""
+    items: I64
+    item_bytes: F64
+    capacity: F64
+    """[m]"""
+    node_unit: I64
+    """[nodes] the unit of each node that must lie contiguously, sources before targets."""
+    source_start: I64
+    """[nodes + 1]"""
+    sources: I64
+    """Nodes that a node reads from."""
+
+    def readers_of(self, tensor: int) -> list[int]:
+        """Return the units that read the tensor."""
+        return [int(unit) for unit in self.readers[self.reader_start[tensor] : self.reader_start[tensor + 1]]]
+
+    def sources_of(self, node: int) -> list[int]:
+        """Return the nodes that the node reads from."""
+        return [int(source) for source in self.sources[self.source_start[node] : self.source_start[node + 1]]]
+
+    def items_of(self, unit: int) -> list[int]:
+        """Return what the unit keeps."""
+        return [int(item) for item in self.items[self.item_start[unit] : self.item_start[unit + 1]]]
+
+    def pair_seconds(self, tensor: int) -> F64:
+        """Return [m, m] the seconds to send the tensor."""
+        row = self.given_row[tensor]
+        return np.asarray(self.given_s[row] if row >= 0 else
+                          self.latency_s + self.s_per_byte * self.tensor_bytes[tensor])
 
 
 class State(NamedTuple):

@@ -24,88 +24,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from weft.model.graph import F64, I64
 from weft.search.place.problem import PlaceProblem, csr, inverse, starts_of
-
-if TYPE_CHECKING:
-    from weft.search.place.throughput.kernel import State
+from weft.search.place.throughput.kernel import Loads, State, are_convex, excess, fill
 
 MARGIN: Final = 1e-9
 """Relative: times so close to the limit of a reduction count as within it."""
-
-
-class Loads(NamedTuple):
-    """What compiled code needs of a load problem; ``n`` units, ``m`` devices, ``t`` tensors."""
-
-    time_s: F64
-    """[n, m] infinite where the unit may not run."""
-    core: I64
-    """[m]"""
-    num_cores: int
-    owner: I64
-    """[t] the unit that writes the tensor."""
-    reader_start: I64
-    """[t + 1]"""
-    readers: I64
-    """Units other than the owner, each once per tensor; no tensor is without."""
-    touch_s: F64
-    """[t, m]"""
-    own_start: I64
-    """[n + 1]"""
-    owned: I64
-    """Tensors by owner."""
-    read_start: I64
-    """[n + 1]"""
-    reads: I64
-    """Tensors by reader."""
-    latency_s: F64
-    """[m, m]"""
-    s_per_byte: F64
-    """[m, m]"""
-    tensor_bytes: F64
-    """[t]"""
-    given_row: I64
-    """[t]"""
-    given_s: F64
-    """[rows, m, m]"""
-    resource_start: I64
-    """[m * m + 1]"""
-    resources: I64
-    num_resources: int
-    item_start: I64
-    """[n + 1]"""
-    items: I64
-    item_bytes: F64
-    capacity: F64
-    """[m]"""
-    node_unit: I64
-    """[nodes] the unit of each node that must lie contiguously, sources before targets."""
-    source_start: I64
-    """[nodes + 1]"""
-    sources: I64
-    """Nodes that a node reads from."""
-
-    def readers_of(self, tensor: int) -> list[int]:
-        """Return the units that read the tensor."""
-        return [int(unit) for unit in self.readers[self.reader_start[tensor] : self.reader_start[tensor + 1]]]
-
-    def sources_of(self, node: int) -> list[int]:
-        """Return the nodes that the node reads from."""
-        return [int(source) for source in self.sources[self.source_start[node] : self.source_start[node + 1]]]
-
-    def items_of(self, unit: int) -> list[int]:
-        """Return what the unit keeps."""
-        return [int(item) for item in self.items[self.item_start[unit] : self.item_start[unit + 1]]]
-
-    def pair_seconds(self, tensor: int) -> F64:
-        """Return [m, m] the seconds to send the tensor."""
-        row = self.given_row[tensor]
-        return np.asarray(self.given_s[row] if row >= 0 else
-                          self.latency_s + self.s_per_byte * self.tensor_bytes[tensor])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,16 +74,12 @@ class LoadProblem:
 
     def value(self, device: I64) -> float:
         """Return the largest load; infinite where the placement is not allowed."""
-        from weft.search.place.throughput.kernel import are_convex, excess
-
         state = self._state(device)
         if excess(self.arrays, state) > 0 or (self.contiguous and not are_convex(self.arrays, state.device)):
             return float("inf")
         return float(state.load[:-1].max(initial=0.0))
 
     def _state(self, device: I64) -> State:
-        from weft.search.place.throughput.kernel import State, fill
-
         state = State.empty(self.arrays, device)
         fill(self.arrays, state)
         return state
@@ -240,19 +164,6 @@ def _merged_tensors(a: Loads, group: I64) -> tuple[list[list[int]], list[int], l
             readers.append(others)
         kept[position].append(tensor)
     return kept, owners, readers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Loaded:
-    """The best placement found for throughput."""
-
-    device: I64
-    """[ops]"""
-    value: float
-    """Seconds per request: the largest load."""
-    bound: float
-    """No placement has a smaller value."""
-    is_optimal: bool
 
 
 def loads(problem: PlaceProblem, device: I64) -> F64:
