@@ -120,7 +120,7 @@ def heft_on(problem: PlaceProblem, devices: Sequence[int]) -> Assignment:
     allowed = problem.is_allowed & np.isin(np.arange(problem.num_devices), devices)
 
     def place(problem: PlaceProblem) -> Assignment:
-        return _by_priority(problem, allowed, upward_rank(problem, *make_means(problem, allowed)))
+        return _schedule(problem, allowed, list_kernel.upward(*make_means(problem, allowed), problem.edges))
 
     return _by_list(problem, place, allowed)
 
@@ -208,24 +208,23 @@ def _neighbours(problem: PlaceProblem) -> list[tuple[int, ...]]:
 # ---- ranks --------------------------------------------------------------------------------------------------------
 
 
-def upward_rank(problem: PlaceProblem, op_s: F64, sent_s: F64) -> F64:
-    """Return [n] the longest way from the start of each operator to the end, transfers included."""
-    return list_kernel.upward(op_s, sent_s, problem.edges)
-
-
-def _by_priority(problem: PlaceProblem, allowed: Bools, priority: F64, *, extra: F64 | None = None,
-                 pinned: I64 | None = None) -> Assignment:
-    """Return the list schedule into gaps; operators by the start that it found for them."""
-    added = np.zeros_like(problem.time_s) if extra is None else extra
-    fixed = np.full(problem.num_ops, -1, dtype=np.int64) if pinned is None else pinned
+def _schedule(problem: PlaceProblem, allowed: Bools, priority: F64, *, in_gaps: bool = True, extra: F64 | None = None,
+              pinned: I64 | None = None, favourite: I64 | None = None, preferred: Bools | None = None) -> Assignment:
+    """Return the list schedule (see ``list_kernel.place_all``); into gaps, operators by the start found for them."""
+    none = np.full(problem.num_ops, -1, dtype=np.int64)
+    wishes = list_kernel.Wishes(
+        priority=priority, extra=np.zeros_like(problem.time_s) if extra is None else extra,
+        pinned=none if pinned is None else pinned, favourite=none if favourite is None else favourite,
+        preferred=problem.is_allowed if preferred is None else preferred,
+        sent_anywhere_s=make_means(problem, problem.is_allowed)[1])
     arrays = kernel.Arrays.of(problem)
 
     def place(room: Room) -> tuple[int, Assignment]:
         state = list_kernel.make_state(problem)
-        failed = list_kernel.place_by_priority(arrays, room, state, priority, added, fixed)
+        failed = list_kernel.place_all(arrays, room, state, wishes, in_gaps=in_gaps)
         turn = np.empty(problem.num_ops, dtype=np.int64)
         turn[state.order] = np.arange(problem.num_ops)
-        order = np.lexsort((turn, state.start_s)).astype(np.int64)
+        order = np.lexsort((turn, state.start_s)).astype(np.int64) if in_gaps else state.order
         return failed, Assignment(device=state.device, order=order)
 
     return list_kernel.place_with_room(problem, allowed, place)
@@ -247,7 +246,7 @@ def _peft(problem: PlaceProblem) -> Assignment:
     where = problem.is_allowed[problem.unit_of_op]
     table = list_kernel.optimistic(np.where(where, problem.time_s, np.inf), sent_s, problem.edges)
     rank = np.where(where, table, 0.0).sum(axis=1) / where.sum(axis=1)
-    return _by_priority(problem, problem.is_allowed, rank, extra=table)
+    return _schedule(problem, problem.is_allowed, rank, extra=table)
 
 
 def cpop(problem: PlaceProblem) -> Assignment:
@@ -262,7 +261,7 @@ def cpop(problem: PlaceProblem) -> Assignment:
 
 def _cpop(problem: PlaceProblem) -> Assignment:
     op_s, sent_s = make_means(problem, problem.is_allowed)
-    up = upward_rank(problem, op_s, sent_s)
+    up = list_kernel.upward(op_s, sent_s, problem.edges)
     down = list_kernel.downward(op_s, sent_s, problem.edges)
     path = list_kernel.critical_path(up, sent_s, problem.edges)
     pinned = np.full(problem.num_ops, -1, dtype=np.int64)
@@ -270,7 +269,7 @@ def _cpop(problem: PlaceProblem) -> Assignment:
     forbidden = np.isinf(times).sum(axis=0)
     total = np.where(np.isinf(times), 0.0, times).sum(axis=0)
     pinned[path] = np.lexsort((total, forbidden))[0]
-    return _by_priority(problem, problem.is_allowed, up + down, pinned=pinned)
+    return _schedule(problem, problem.is_allowed, up + down, pinned=pinned)
 
 
 # ---- earliest start -----------------------------------------------------------------------------------------------
@@ -289,19 +288,8 @@ def etf(problem: PlaceProblem) -> Assignment:
 def by_earliest_start(problem: PlaceProblem, *, favourite: I64 | None = None, preferred: Bools | None = None
                       ) -> Assignment:
     """Return ETF's placement with favourite children ([n], -1 for none) and preferred devices ([units, m])."""
-    op_s, sent_s = make_means(problem, problem.is_allowed)
-    arrays = kernel.Arrays.of(problem)
-    wishes = list_kernel.Wishes(
-        level=upward_rank(problem, op_s, np.zeros(problem.num_tensors)),
-        favourite=np.full(problem.num_ops, -1, dtype=np.int64) if favourite is None else favourite,
-        preferred=problem.is_allowed if preferred is None else preferred, sent_anywhere_s=sent_s)
-
-    def place(room: Room) -> tuple[int, Assignment]:
-        state = list_kernel.make_state(problem)
-        failed = list_kernel.place_earliest(arrays, room, state, wishes)
-        return failed, Assignment(device=state.device, order=state.order)
-
-    return list_kernel.place_with_room(problem, problem.is_allowed, place)
+    level = list_kernel.upward(make_means(problem, problem.is_allowed)[0], np.zeros(problem.num_tensors), problem.edges)
+    return _schedule(problem, problem.is_allowed, level, in_gaps=False, favourite=favourite, preferred=preferred)
 
 
 # ---- m-SCT ----------------------------------------------------------------------------------------------------------

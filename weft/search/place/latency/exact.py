@@ -43,7 +43,7 @@ from weft.search.common.cpsat import solve
 from weft.search.place.fit import chosen, held_on, unit_choices
 from weft.search.place.latency.bounds import heads_and_tails, way_bound
 from weft.search.place.problem import PlaceProblem, csr, topological
-from weft.search.place.timetable import Clock, Sent, Timetable, make_timetable
+from weft.search.place.timetable import Sent, Timetable, make_timetable
 
 MAX_EXACT_TICKS: Final = 10**9
 """Times that are multiples of a power of ten are scaled exactly if the limit takes no more ticks."""
@@ -269,8 +269,13 @@ def replay(problem: PlaceProblem, device: I64, starts: F64, sent: dict[tuple[int
         here = int(device[reader])
         if here != device[writer]:
             moves[tensor, here] = min(moves.get((tensor, here), math.inf), float(starts[reader]))
-    return _play(problem, device, _in_order(problem, device, starts, moves | {key: sent[key] for key in moves
-                                                                            if key in sent}))
+    clock = Clock(problem, device)
+    for index, target in _in_order(problem, device, starts, moves | {key: sent[key] for key in moves if key in sent}):
+        if target >= 0:
+            clock.send(index, target)
+        else:
+            clock.run(index)
+    return clock.timetable()
 
 
 def _in_order(problem: PlaceProblem, device: I64, starts: F64, moves: dict[tuple[int, int], float]
@@ -299,15 +304,43 @@ def _in_order(problem: PlaceProblem, device: I64, starts: F64, moves: dict[tuple
     return [tasks[index] for index in topological(follow, [key(task) for task in tasks])]
 
 
-def _play(problem: PlaceProblem, device: I64, tasks: list[tuple[int, int]]) -> Timetable:
-    """Run operators and transfers one after the other."""
-    clock = Clock(problem, device)
-    for index, target in tasks:
-        if target >= 0:
-            clock.send(index, target)
-        else:
-            clock.run(index)
-    return Timetable(problem=problem, device=device, start_s=clock.start_s, transfers=tuple(clock.sent.values()))
+class Clock:
+    """Runs operators and transfers one after the other, each as early as what it needs allows."""
+
+    def __init__(self, problem: PlaceProblem, device: I64) -> None:
+        self.problem, self.device = problem, device
+        self.core_free = np.zeros(problem.num_devices)
+        self.way_free = np.zeros(max(1, problem.num_resources))
+        self.start_s, self.end_s = np.zeros(problem.num_ops), np.zeros(problem.num_ops)
+        self.sent: dict[tuple[int, int], Sent] = {}
+        """By tensor and target."""
+
+    def send(self, tensor: int, target: int) -> None:
+        """Send the tensor to the device."""
+        writer = int(self.problem.producer[tensor])
+        source = int(self.device[writer])
+        used = self.problem.ways(source, target)
+        begin = max(float(self.end_s[writer]), float(self.way_free[used].max(initial=0.0)))
+        done = begin + self.problem.transfer_s(tensor, source, target)
+        self.way_free[used] = done
+        self.sent[tensor, target] = Sent(tensor, source, target, begin, done)
+
+    def run(self, op: int) -> None:
+        """Run the operator; what it reads has been sent."""
+        here = int(self.device[op])
+        core = int(self.problem.core_of_device[here])
+        ready = float(self.core_free[core])
+        for tensor in self.problem.inputs_of(op).tolist():
+            writer = int(self.problem.producer[tensor])
+            ready = max(ready, float(self.end_s[writer]) if self.device[writer] == here else
+                        self.sent[tensor, here].end_s)
+        self.start_s[op] = ready
+        self.end_s[op] = self.core_free[core] = ready + self.problem.time_s[op, here]
+
+    def timetable(self) -> Timetable:
+        """Return what was run and sent."""
+        return Timetable(problem=self.problem, device=self.device, start_s=self.start_s,
+                         transfers=tuple(self.sent.values()))
 
 
 # ---- in series -----------------------------------------------------------------------------------------------------
