@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -351,15 +351,12 @@ def _given_transfers(graph: Graph, cluster: Cluster, costs: Costs, keep: I64) ->
     for index, tensor in enumerate(keep):
         if graph.given is None or graph.given.transfer_times[tensor] is None:
             continue
-        table = _seconds_table(partial(_tensor_seconds, costs, int(tensor)), num_devices)
+        table = _seconds_table(lambda source, target, tensor=int(tensor):
+                               costs.tensor_transfer(tensor, source, target).seconds, num_devices)
         row_of[index] = rows.setdefault(table.tobytes(), len(rows))
         if len(rows) > len(tables):
             tables.append(table)
     return row_of, np.array(tables, dtype=np.float64).reshape(len(tables), num_devices, num_devices)
-
-
-def _tensor_seconds(costs: Costs, tensor: int, source: int, target: int) -> float:
-    return costs.tensor_transfer(tensor, source, target).seconds
 
 
 def _seconds_table(seconds: Callable[[int, int], float], count: int) -> F64:
@@ -379,15 +376,12 @@ def _pair_costs(cluster: Cluster, costs: Costs, *, is_needed: bool) -> tuple[F64
     """Return latency and seconds per byte of every pair of devices; infinite where there is no way."""
     count = cluster.num_devices
     times = PairTimes(costs, (0.0, _PROBE_BYTES))
-    latency_s, many_s = (_seconds_table(partial(_pair_seconds, times, which), count) for which in (0, 1))
+    latency_s = _seconds_table(lambda source, target: times.seconds(source, target)[0], count)
+    many_s = _seconds_table(lambda source, target: times.seconds(source, target)[1], count)
     has_way = np.isfinite(latency_s)
     if is_needed and count > 1 and not has_way[~np.eye(count, dtype=np.bool_)].any():
         costs.transfer(0.0, count - 1, count - 2)  # raises what there is to say
     return latency_s, np.subtract(many_s, latency_s, out=np.zeros_like(many_s), where=has_way) / _PROBE_BYTES
-
-
-def _pair_seconds(times: PairTimes, which: int, source: int, target: int) -> float:
-    return times.seconds(source, target)[which]
 
 
 def _resources(cluster: Cluster, latency_s: F64) -> tuple[I64, I64]:

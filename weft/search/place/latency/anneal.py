@@ -27,7 +27,7 @@ from weft.base.compiled import compiled
 from weft.model.graph import F64, I64
 from weft.search.common.budget import Budget
 from weft.search.place.kernel import Arrays, pieces, transfer_s
-from weft.search.place.problem import PlaceProblem, starts_of
+from weft.search.place.problem import Bools, PlaceProblem, starts_of
 from weft.search.place.timetable import Timetable, make_timetable
 
 NEVER = 1 << 60
@@ -47,6 +47,8 @@ class Neighbours(NamedTuple):
     choice_start: I64
     choices: I64
     """Devices that each unit may run on."""
+    may_run: Bools
+    """[units, m] the same as a table."""
     next_start: I64
     next_ops: I64
     """Operators that each operator reads from or is read by."""
@@ -362,14 +364,6 @@ def _target(n: Neighbours, s: _State, unit: int) -> int:
 
 
 @compiled
-def _may_run(n: Neighbours, unit: int, target: int) -> bool:
-    found = False
-    for slot in range(n.choice_start[unit], n.choice_start[unit + 1]):
-        found = found or n.choices[slot] == target
-    return found
-
-
-@compiled
 def _make_room(n: Neighbours, s: _State, held: I64, used: F64, picked: I64, before: I64, moved: int, target: int,
                other: int) -> int:
     """Send units with weights from the full device to the other one until it has room; return how many moved in all."""
@@ -378,7 +372,7 @@ def _make_room(n: Neighbours, s: _State, held: I64, used: F64, picked: I64, befo
             break
         op = np.random.randint(len(s.order))
         unit = n.unit_of_op[op]
-        is_new = s.device[op] == target and n.weight_start[op + 1] > n.weight_start[op] and _may_run(n, unit, other)
+        is_new = s.device[op] == target and n.weight_start[op + 1] > n.weight_start[op] and n.may_run[unit, other]
         for index in range(moved):
             is_new = is_new and picked[index] != unit
         if is_new:
@@ -404,7 +398,7 @@ def _try_devices(n: Neighbours, s: _State, held: I64, used: F64, picked: I64, be
     for index in range(count):
         unit = picked[index]
         source = s.device[n.unit_ops[n.unit_start[unit]]]
-        if source != target and _may_run(n, unit, target):
+        if source != target and n.may_run[unit, target]:
             picked[moved] = unit
             before[moved] = source
             moved += 1
@@ -619,9 +613,9 @@ def _neighbours(problem: PlaceProblem) -> Neighbours:
     pairs = np.unique(np.concatenate([problem.edges[:, [0, 1]], problem.edges[:, [1, 0]]]), axis=0)
     return Neighbours(
         problem.unit_of_op, starts_of(problem.unit_of_op, units), np.argsort(problem.unit_of_op, kind="stable"),
-        starts_of(devices[0], units), devices[1], starts_of(pairs[:, 0], ops), pairs[:, 1].copy(), *problem.readers,
-        problem.weight_start, problem.weights, problem.weight_bytes, problem.capacity, least_tails(problem),
-        starts_of(problem.producer, ops), np.argsort(problem.producer, kind="stable"),
+        starts_of(devices[0], units), devices[1], problem.is_allowed, starts_of(pairs[:, 0], ops), pairs[:, 1].copy(),
+        *problem.readers, problem.weight_start, problem.weights, problem.weight_bytes, problem.capacity,
+        least_tails(problem), starts_of(problem.producer, ops), np.argsort(problem.producer, kind="stable"),
         problem.has_lifetimes and bool(np.isfinite(problem.capacity).any()))
 
 

@@ -20,9 +20,9 @@ or proves (``weft.search.place.partition.exact``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -220,38 +220,23 @@ def interval_sets(g: Graph, blocks: Sequence[I64]) -> I64:
     return np.asarray(starts[block_of_unit], dtype=np.int64)
 
 
-class Cover(NamedTuple):
-    """What the intervals of one path tell."""
+def cover(g: Graph, path: I64) -> tuple[float, I64]:
+    """Return a bound and the sets of units, by the path's best intervals.
 
-    bound: float
-    """No sets have a smaller latency."""
-    where: I64
-    """[units] Sets by the path's best intervals; they may break a rule, since the path does not know all of them."""
-
-
-def cover(g: Graph, path: I64) -> Cover:
-    """Return the best intervals of the path."""
+    The sets may break a rule, since the path does not know all of them.
+    """
     bound, ends = best_cover(g, path)
     _, after, before = spans(g, path)
     where = np.zeros(len(g.can_set), dtype=np.int64)
     for index, begin in enumerate(np.flatnonzero(ends >= 0).tolist()):
         where[g.unit[(after >= begin) & (before <= ends[begin])]] = index + 1
-    return Cover(bound, where)
+    return bound, where
 
 
 def cover_s(g: Graph) -> float:
     """Return about how many CPU seconds one cover takes."""
     nodes = len(g.cpu_s)
     return 1e-5 + 2e-8 * nodes * (nodes + len(g.targets)) + 2e-9 * nodes * nodes * g.num_sets
-
-
-def weights_for_paths(g: Graph) -> Iterator[F64]:
-    """Yield weights of nodes by which a path may tell much."""
-    yield np.minimum(g.cpu_s, g.fpga_s)
-    yield g.cpu_s
-    yield g.cost_s
-    yield g.size
-    yield np.ones(len(g.cpu_s))
 
 
 # ---- latency: the search ------------------------------------------------------------------------------------------
@@ -326,8 +311,9 @@ class _Search:
         for blocks in block_orders(self.g):
             self.starts.append(interval_sets(self.g, blocks))
             self.offer(self.starts[-1])
-        for weights in weights_for_paths(self.g):
-            self.follow(weights)
+        g = self.g
+        for weights in (np.minimum(g.cpu_s, g.fpga_s), g.cpu_s, g.cost_s, g.size, np.ones(len(g.cpu_s))):
+            self.follow(weights)  # the path may tell much
         self.follow_paths(0)
 
     def follow_paths(self, num_random: int) -> None:
@@ -346,11 +332,11 @@ class _Search:
             return
         self.paths.add(path.tobytes())
         self.budget.effort -= seconds
-        found = cover(self.g, path)
-        self.best.raise_bound(found.bound)
-        if not any((found.where == start).all() for start in self.starts):
-            self.starts.append(found.where)
-            self.offer(found.where)
+        bound, where = cover(self.g, path)
+        self.best.raise_bound(bound)
+        if not any((where == start).all() for start in self.starts):
+            self.starts.append(where)
+            self.offer(where)
 
     def anneal_for(self, effort: float) -> None:
         """Anneal from the best sets, and now and then from another start."""
@@ -387,13 +373,8 @@ class _Search:
 
 def path_bound(g: Graph) -> float:
     """Return the longest path with every node where it is fastest; a set's load is at least its nodes' times."""
-    ends = np.zeros(len(g.cpu_s))
     fastest = np.where((g.can_set[g.unit] > 0) & (g.num_sets > 0), np.minimum(g.cpu_s, g.fpga_s), g.cpu_s)
-    for node in range(len(ends)):
-        ends[node] += fastest[node]
-        for target in g.targets[g.target_start[node] : g.target_start[node + 1]]:
-            ends[target] = max(ends[target], ends[node])
-    return float(ends.max(initial=0.0))
+    return float(np.cumsum(fastest[longest_path(g, fastest)])[-1])
 
 
 # ---- either objective ---------------------------------------------------------------------------------------------
@@ -446,7 +427,7 @@ def compile_searches(objective: Objective) -> None:
     graph = latency_graph(tiny)
     scratch = Scratch.of(graph)
     anneal(graph, interval_sets(graph, block_orders(graph)[0]), scratch, 1, 1.0, 1.0, 0)
-    polish(graph, cover(graph, longest_path(graph, graph.cpu_s)).where, scratch, 10)
+    polish(graph, cover(graph, longest_path(graph, graph.cpu_s))[1], scratch, 10)
 
 
 def _latency_devices(problem: PartitionProblem, where: I64) -> I64:

@@ -21,7 +21,7 @@ contiguous if no path between two nodes of a device leaves the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Final
@@ -107,13 +107,19 @@ def make_loads(*, core: I64, owner: I64, reader_lists: Sequence[Sequence[int]], 
         owned=none, read_start=none, reads=none, **others), owner, reader_lists)
 
 
-def blocks_of(sources: I64, targets: I64, count: int) -> tuple[list[I64], list[set[int]]]:
-    """Return blocks of units, and what follows each block; units that depend on each other both ways are one block."""
+def _components(sources: I64, targets: I64, count: int, connection: str) -> tuple[int, I64]:
+    """Return how many connected components there are, and the number of each item's."""
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
 
     graph = coo_matrix((np.ones(len(sources)), (sources, targets)), shape=(count, count))
-    num_blocks, label = connected_components(graph, directed=True, connection="strong")
+    num_components, label = connected_components(graph, connection=connection)
+    return int(num_components), label.astype(np.int64)
+
+
+def blocks_of(sources: I64, targets: I64, count: int) -> tuple[list[I64], list[set[int]]]:
+    """Return blocks of units, and what follows each block; units that depend on each other both ways are one block."""
+    num_blocks, label = _components(sources, targets, count, "strong")
     follow: list[set[int]] = [set() for _ in range(num_blocks)]
     for one, other in zip(label[sources].tolist(), label[targets].tolist(), strict=True):
         if one != other:
@@ -262,33 +268,13 @@ def reduce_problem(problem: LoadProblem, limit: float) -> Reduced:
     group = np.arange(problem.num_units, dtype=np.int64)
     now = _forbid(problem, limit)
     while True:
-        parent = np.arange(now.num_units, dtype=np.int64)
-        _inseparable(now, limit, parent)
-        _free_riders(now, parent)
-        if now.contiguous:
-            _between(now, parent)
-        labels = _labels(parent)
-        if labels.max(initial=-1) + 1 == now.num_units:
+        pairs = [*_inseparable(now, limit), *_free_riders(now), *(_between(now) if now.contiguous else ())]
+        one, other = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        num_groups, labels = _components(one, other, now.num_units, "weak")
+        if num_groups == now.num_units:
             return Reduced(problem=now, group=group)
         group = labels[group]
         now = _forbid(merge(now, labels), limit)
-
-
-def _find(parent: I64, unit: int) -> int:
-    while parent[unit] != unit:
-        parent[unit] = parent[parent[unit]]
-        unit = int(parent[unit])
-    return unit
-
-
-def _union(parent: I64, one: int, other: int) -> None:
-    one, other = _find(parent, one), _find(parent, other)
-    parent[max(one, other)] = min(one, other)
-
-
-def _labels(parent: I64) -> I64:
-    roots = np.array([_find(parent, unit) for unit in range(len(parent))], dtype=np.int64)
-    return np.asarray(np.unique(roots, return_inverse=True)[1], dtype=np.int64).reshape(-1)
 
 
 def _forbid(problem: LoadProblem, limit: float) -> LoadProblem:
@@ -304,8 +290,8 @@ def _occupied_seconds(a: Loads, tensor: int) -> F64:
     return np.where(occupies | np.isinf(seconds), seconds, 0.0)
 
 
-def _inseparable(problem: LoadProblem, limit: float, parent: I64) -> None:
-    """Join the owner and a reader of a tensor where all pairs of different devices are above the limit."""
+def _inseparable(problem: LoadProblem, limit: float) -> Iterator[tuple[int, int]]:
+    """Yield the owner and a reader of a tensor where all pairs of different devices are above the limit."""
     a = problem.arrays
     most = limit * (1 + MARGIN)
     apart = ~np.eye(problem.num_devices, dtype=np.bool_)
@@ -317,11 +303,11 @@ def _inseparable(problem: LoadProblem, limit: float, parent: I64) -> None:
         for reader in a.readers_of(tensor):
             enters = a.time_s[reader] + a.touch_s[tensor] <= most
             if not (leaves[:, None] & enters[None, :] & (pair_s <= most) & apart).any():
-                _union(parent, owner, reader)
+                yield owner, reader
 
 
-def _free_riders(problem: LoadProblem, parent: I64) -> None:
-    """Join units without time with one they share a tensor with; none of them hosts or rides twice in one round."""
+def _free_riders(problem: LoadProblem) -> Iterator[tuple[int, int]]:
+    """Yield units without time, each with one they share a tensor with; none hosts or rides twice in one round."""
     a = problem.arrays
     only_touch = len(a.resources) == 0 and not np.isinf(a.latency_s).any() and not np.isinf(a.given_s).any()
     is_taken = np.zeros(problem.num_units, dtype=np.bool_)
@@ -337,11 +323,11 @@ def _free_riders(problem: LoadProblem, parent: I64) -> None:
         is_free = (a.time_s[unit][np.isfinite(a.time_s[host])] == 0).all()
         if has_room and is_free and not is_taken[host]:
             is_taken[[*pins, unit]] = True
-            _union(parent, unit, host)
+            yield unit, host
 
 
-def _between(problem: LoadProblem, parent: I64) -> None:
-    """Join each unit with the units of the nodes on paths between its own nodes."""
+def _between(problem: LoadProblem) -> Iterator[tuple[int, int]]:
+    """Yield each unit with the units of the nodes on paths between its own nodes."""
     a = problem.arrays
     count = len(a.node_unit)
     targets: list[list[int]] = [[] for _ in range(count)]
@@ -361,4 +347,4 @@ def _between(problem: LoadProblem, parent: I64) -> None:
         for node in range(own[-1], own[0] - 1, -1):
             above[node] |= any(above[target] for target in targets[node])
         for node in np.flatnonzero(below & above).tolist():
-            _union(parent, unit, int(a.node_unit[node]))
+            yield unit, int(a.node_unit[node])

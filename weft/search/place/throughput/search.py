@@ -427,7 +427,7 @@ class _Stream:
                 break
             table = self.last_table()
         over = self.lacking(table)
-        fitting = self.fitting(self.starts) + ([] if over.any() else [(best.value, table)])
+        fitting = self.fitting([*self.starts, self.found[-1]])
         if not fitting:
             raise _no_room_for_tensors(problem, table, over)
         if not over.any() and not best.is_proven:
