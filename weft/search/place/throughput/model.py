@@ -79,6 +79,16 @@ class LoadProblem:
             return float("inf")
         return float(state.load[:-1].max(initial=0.0))
 
+    @cached_property
+    def tensor_weights(self) -> F64:
+        """Return [t] about how many seconds it takes to part the units of a tensor."""
+        a = self.arrays
+        weights = a.touch_s.max(axis=1, initial=0.0)
+        for tensor in range(len(weights) if len(a.resources) else 0):
+            seconds = _occupied_seconds(a, tensor)
+            weights[tensor] += seconds[np.isfinite(seconds)].mean()
+        return np.asarray(weights, dtype=np.float64)
+
     def _state(self, device: I64) -> State:
         state = State.empty(self.arrays, device)
         fill(self.arrays, state)

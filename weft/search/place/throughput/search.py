@@ -5,10 +5,11 @@
                         no path leaves a device and comes back, if asked (``kernel.are_convex``)
     over the device of every unit
 
-Starts are intervals of an order of the units, one for each device, balanced by time and memory (``seeds``), and what
-named methods choose. Short annealing runs from a few of them give a first value (``_Search.start``). It makes the
-problem smaller (``reduce_problem``), and often CP-SAT then ends the matter (``exact``). What effort is left goes into
-longer annealing of the smaller problem, and into a last attempt at a proof.
+Starts are intervals of an order of the units, one for each device, balanced by time and memory (``seeds``), what named
+methods choose, and the best intervals of many random orders that keep together what shares tensors (``Orders``). Short
+annealing runs from a few of them give a first value (``_Search.start``). It makes the problem smaller
+(``reduce_problem``), and often CP-SAT then ends the matter (``exact``). What effort is left goes into longer annealing
+of the smaller problem, and into a last attempt at a proof.
 
 ``place_stream`` is the way from a placement problem to its result: loads know only what is resident, so it searches
 again with less room for weights until the tensors of one request fit beside them.
@@ -32,10 +33,18 @@ from weft.search.common.incumbent import Incumbent
 from weft.search.place.fit import fitting_devices
 from weft.search.place.kernel import pieces
 from weft.search.place.methods import METHODS
-from weft.search.place.problem import PlaceProblem, topological
+from weft.search.place.problem import PlaceProblem, csr, topological
 from weft.search.place.throughput.exact import average_bound, improve_or_prove, shared_bound
-from weft.search.place.throughput.kernel import State, anneal
-from weft.search.place.throughput.model import LoadProblem, Reduced, blocks_of, load_problem, loads, reduce_problem
+from weft.search.place.throughput.kernel import State, anneal, cut_order, grow_order
+from weft.search.place.throughput.model import (
+    LoadProblem,
+    Reduced,
+    blocks_of,
+    load_problem,
+    loads,
+    merge,
+    reduce_problem,
+)
 from weft.search.place.timetable import TOLERANCE, Assignment, PlaceResult, Timetable, make_timetable
 
 
@@ -59,6 +68,11 @@ class Tuning:
     """Effort of the first runs at most, for each unit: small problems are proven sooner than annealed."""
     run_steps: int = 5_000_000
     """Steps of one annealing run at most."""
+    noise: tuple[float, ...] = (0.01, 0.1, 0.3, 1.0)
+    """What chance adds to the weights that grow an order, in turn, in parts of their mean: little to much."""
+    orders_part: float = 0.03
+    """Part of the effort in which random orders are cut before anything else: 124.349 on o-resnet50_inference, where
+    annealing alone ends at 128.07, took 12 orders; more than 2,000 gave nothing on any recorded problem."""
     bisections: int = 40
     """Of the largest time of intervals: to a part in 10^12."""
     starts_part: float = 0.3
@@ -173,6 +187,39 @@ def hopeful(problem: LoadProblem) -> list[I64]:
     return [*([] if problem.contiguous else [device]), *([] if packed is None else [packed])]
 
 
+class Orders:
+    """Random linear orders of the units, each cut into one interval for every device where that is best.
+
+    An order keeps together what shares heavy tensors (``kernel.grow_order``), so few tensors lead out of any interval;
+    ``kernel.cut_order`` finds the best intervals of an order exactly, but for what transfers occupy. With contiguity
+    orders are topological, and blocks of units that depend on each other both ways stay whole.
+    """
+
+    def __init__(self, problem: LoadProblem, seed: int) -> None:
+        a, count = problem.arrays, problem.num_units
+        self.group, follow = np.arange(count, dtype=np.int64), [set[int]() for _ in range(count)]
+        if problem.contiguous:
+            blocks, follow = blocks_of(a.node_unit[a.sources], np.repeat(a.node_unit, np.diff(a.source_start)), count)
+            for index, block in enumerate(blocks):
+                self.group[block] = index
+        self.problem = merge(problem, self.group) if problem.contiguous else problem
+        self.follow_start, self.follow = csr([sorted(items) for items in follow])
+        self.weight = self.problem.tensor_weights
+        self.unit_bytes = self.problem.unit_bytes
+        self.rng, self.random = np.random.default_rng(seed), np.array([seed * 7919 + 12345], dtype=np.int64)
+        size, num_pins = self.problem.num_units, len(self.problem.arrays.owner) + len(self.problem.arrays.readers)
+        self.seconds = 1e-5 + 1e-9 * size * (size + num_pins) * (problem.num_devices + 1)
+        """CPU seconds that one order takes, about."""
+
+    def placement(self, turn: int) -> I64:
+        """Return the devices of the units by another order."""
+        a, mean = self.problem.arrays, float(self.weight.sum()) / max(1, len(self.weight))
+        order = grow_order(a, self.weight, self.follow_start, self.follow,
+                           mean * TUNING.noise[turn % len(TUNING.noise)], self.random)
+        sequence = self.rng.permutation(self.problem.num_devices)
+        return np.asarray(cut_order(a, order, sequence, self.unit_bytes)[self.group], dtype=np.int64)
+
+
 # ---- the search ---------------------------------------------------------------------------------------------------
 
 
@@ -215,6 +262,7 @@ class _Search:
         self.proof_value = float("inf")
         self.proof_bound = 0.0
         self.last: tuple[float, Reduced, I64] | None = None
+        self.orders: tuple[LoadProblem, Orders] | None = None
 
     @property
     def is_done(self) -> bool:
@@ -234,10 +282,27 @@ class _Search:
         allowed = [device for device in starts if np.isfinite(self.problem.value(device))]
         for device in allowed:
             self.offer(device)
+        allowed += self.cut_orders(self.problem, TUNING.orders_part * self.budget.effort)
         chosen = sorted(allowed, key=self.problem.value)[:2] or hopeful(self.problem)
         for device, heat in itertools.product(chosen, TUNING.first_heat):
             effort = min(0.02 * self.budget.effort, TUNING.first_s * self.problem.num_units)
             self._run(self.problem, device, effort=effort, heat=heat)
+
+    def cut_orders(self, problem: LoadProblem, effort: float, expand: Reduced | None = None) -> list[I64]:
+        """Return the best placement of random orders, if one is allowed, and offer what is better on the way."""
+        if self.orders is None or self.orders[0] is not problem:
+            self.orders = problem, Orders(problem, self.seed + self.num_runs)
+        orders, best, best_value = self.orders[1], np.zeros(0, dtype=np.int64), float("inf")
+        for turn in range(int(effort / orders.seconds)):
+            if self.is_done:
+                break
+            device = orders.placement(turn)
+            self.budget.effort -= orders.seconds
+            value = problem.value(device)
+            if value < best_value:
+                best, best_value = device, value
+                self.offer(device if expand is None else expand.expand(device))
+        return [best] if len(best) else []
 
     def _run(self, problem: LoadProblem, device: I64, *, effort: float, heat: float,
              expand: Reduced | None = None) -> None:
@@ -309,6 +374,9 @@ class _Search:
             reduced, device = self.reduced()
             share = min(self.budget.effort - least, 0.25 * effort)
             heat = TUNING.heat[self.num_runs % len(TUNING.heat)]
+            if self.num_runs % 3 == 2:
+                fresh = self.cut_orders(reduced.problem, 0.1 * share, reduced)
+                device = fresh[0] if fresh else device
             self._run(reduced.problem, device, effort=share, heat=heat, expand=reduced)
 
 
@@ -326,6 +394,7 @@ def warm_up(problem: LoadProblem) -> None:
     problem.value(where)
     average_bound(problem)
     anneal(problem.arrays, State.empty(problem.arrays, where), 1, 1.0, 1.0, 0, False)
+    Orders(problem, 0).placement(0)
 
 
 # ---- graphs on clusters -------------------------------------------------------------------------------------------
