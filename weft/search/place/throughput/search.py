@@ -71,8 +71,9 @@ class Tuning:
     noise: tuple[float, ...] = (0.01, 0.1, 0.3, 1.0)
     """What chance adds to the weights that grow an order, in turn, in parts of their mean: little to much."""
     orders_part: float = 0.03
-    """Part of the effort in which random orders are cut before anything else: 124.349 on o-resnet50_inference, where
-    annealing alone ends at 128.07, took 12 orders; more than 2,000 gave nothing on any recorded problem."""
+    """Part of the effort in which random orders are cut after the first runs. On o-resnet50_inference 12 orders led to
+    124.349, where annealing alone had ended at 128.07; no recorded problem gained from more than 4,000. Annealing from
+    the other starts still comes first: on o-bert_l-6_training it leads further than intervals do."""
     bisections: int = 40
     """Of the largest time of intervals: to a part in 10^12."""
     starts_part: float = 0.3
@@ -202,22 +203,22 @@ class Orders:
             blocks, follow = blocks_of(a.node_unit[a.sources], np.repeat(a.node_unit, np.diff(a.source_start)), count)
             for index, block in enumerate(blocks):
                 self.group[block] = index
-        self.problem = merge(problem, self.group) if problem.contiguous else problem
+        self.problem, self.blocks = problem, merge(problem, self.group) if problem.contiguous else problem
+        """The problem, and its blocks."""
         self.follow_start, self.follow = csr([sorted(items) for items in follow])
-        self.weight = self.problem.tensor_weights
-        self.unit_bytes = self.problem.unit_bytes
+        self.weight = self.blocks.tensor_weights
         self.rng, self.random = np.random.default_rng(seed), np.array([seed * 7919 + 12345], dtype=np.int64)
-        size, num_pins = self.problem.num_units, len(self.problem.arrays.owner) + len(self.problem.arrays.readers)
+        size, num_pins = self.blocks.num_units, len(self.blocks.arrays.owner) + len(self.blocks.arrays.readers)
         self.seconds = 1e-5 + 1e-9 * size * (size + num_pins) * (problem.num_devices + 1)
         """CPU seconds that one order takes, about."""
 
     def placement(self, turn: int) -> I64:
         """Return the devices of the units by another order."""
-        a, mean = self.problem.arrays, float(self.weight.sum()) / max(1, len(self.weight))
+        a, mean = self.blocks.arrays, float(self.weight.sum()) / max(1, len(self.weight))
         order = grow_order(a, self.weight, self.follow_start, self.follow,
                            mean * TUNING.noise[turn % len(TUNING.noise)], self.random)
         sequence = self.rng.permutation(self.problem.num_devices)
-        return np.asarray(cut_order(a, order, sequence, self.unit_bytes)[self.group], dtype=np.int64)
+        return np.asarray(cut_order(a, order, sequence, self.blocks.unit_bytes)[self.group], dtype=np.int64)
 
 
 # ---- the search ---------------------------------------------------------------------------------------------------
@@ -262,7 +263,7 @@ class _Search:
         self.proof_value = float("inf")
         self.proof_bound = 0.0
         self.last: tuple[float, Reduced, I64] | None = None
-        self.orders: tuple[LoadProblem, Orders] | None = None
+        self.orders: Orders | None = None
 
     @property
     def is_done(self) -> bool:
@@ -282,27 +283,32 @@ class _Search:
         allowed = [device for device in starts if np.isfinite(self.problem.value(device))]
         for device in allowed:
             self.offer(device)
-        allowed += self.cut_orders(self.problem, TUNING.orders_part * self.budget.effort)
         chosen = sorted(allowed, key=self.problem.value)[:2] or hopeful(self.problem)
         for device, heat in itertools.product(chosen, TUNING.first_heat):
             effort = min(0.02 * self.budget.effort, TUNING.first_s * self.problem.num_units)
             self._run(self.problem, device, effort=effort, heat=heat)
+        found = self.cut_orders(TUNING.orders_part * self.budget.effort)
+        for heat in TUNING.first_heat if found is not None else ():
+            reduced, device = found
+            self._run(reduced.problem, device, effort=0.02 * self.budget.effort, heat=heat, expand=reduced)
 
-    def cut_orders(self, problem: LoadProblem, effort: float, expand: Reduced | None = None) -> list[I64]:
-        """Return the best placement of random orders, if one is allowed, and offer what is better on the way."""
-        if self.orders is None or self.orders[0] is not problem:
-            self.orders = problem, Orders(problem, self.seed + self.num_runs)
-        orders, best, best_value = self.orders[1], np.zeros(0, dtype=np.int64), float("inf")
-        for turn in range(int(effort / orders.seconds)):
+    def cut_orders(self, effort: float) -> tuple[Reduced, I64] | None:
+        """Return the best placement of random orders of what the value known leaves, if any is allowed; offer it."""
+        reduced = self.reduced()[0] if self.best.answer is not None else _whole(self.problem)
+        if self.orders is None or self.orders.problem is not reduced.problem:
+            self.orders = Orders(reduced.problem, self.seed + self.num_runs)
+        found, least = None, float("inf")
+        for turn in range(int(effort / self.orders.seconds)):
             if self.is_done:
                 break
-            device = orders.placement(turn)
-            self.budget.effort -= orders.seconds
-            value = problem.value(device)
-            if value < best_value:
-                best, best_value = device, value
-                self.offer(device if expand is None else expand.expand(device))
-        return [best] if len(best) else []
+            device = self.orders.placement(turn)
+            self.budget.effort -= self.orders.seconds
+            value = reduced.problem.value(device)
+            if value < least:
+                found, least = (reduced, device), value
+        if found is not None:
+            self.offer(reduced.expand(found[1]))
+        return found
 
     def _run(self, problem: LoadProblem, device: I64, *, effort: float, heat: float,
              expand: Reduced | None = None) -> None:
@@ -345,7 +351,7 @@ class _Search:
                 first[reduced.group[unit]] = unit
         device = best[first]
         if not reduced.problem.value(device) <= value * (1 + TUNING.equal):
-            return Reduced(problem=self.problem, group=np.arange(self.problem.num_units, dtype=np.int64)), best
+            return _whole(self.problem), best
         return reduced, device
 
     def prove(self, effort: float) -> None:
@@ -375,9 +381,13 @@ class _Search:
             share = min(self.budget.effort - least, 0.25 * effort)
             heat = TUNING.heat[self.num_runs % len(TUNING.heat)]
             if self.num_runs % 3 == 2:
-                fresh = self.cut_orders(reduced.problem, 0.1 * share, reduced)
-                device = fresh[0] if fresh else device
+                reduced, device = self.cut_orders(0.1 * share) or (reduced, device)
             self._run(reduced.problem, device, effort=share, heat=heat, expand=reduced)
+
+
+def _whole(problem: LoadProblem) -> Reduced:
+    """Return the problem as it is."""
+    return Reduced(problem=problem, group=np.arange(problem.num_units, dtype=np.int64))
 
 
 def seconds_per_step(problem: LoadProblem) -> float:
