@@ -10,12 +10,19 @@
 The programme for latency; ``check_timetable`` states it for any timetable, ``weft.search.place.latency.exact`` as a
 model, ``weft.search.place.latency.bounds`` with fractions of operators:
 
-    minimise T   with   T >= end of every operator                                         (``Timetable.latency_s``)
-                        an operator starts when all it reads is there                      (``_missing_inputs``)
-                        a transfer starts when its tensor is written, and takes its time   (``_wrong_transfers``)
-                        one operator at a time on a core, one transfer at a time on a way  (``_overlaps``)
-                        what a device holds at any time fits                               (``Timetable.peak_bytes``)
-    over the device and start of every operator, and the start of every transfer
+    d[i], s[i]   device and start of operator i;  e[i] = s[i] + time[i, d[i]]                  (``Timetable.end_s``)
+    a[t, c]      start of the transfer of tensor t to device c, from the device of its writer w, in
+                 seconds[t, d[w], c]
+
+    minimise T over d, s, a with
+        T >= e[i]                                                                          (``Timetable.latency_s``)
+        s[i] >= e[w] of what i reads from its own device                                   (``_missing_inputs``)
+        s[i] >= a[t, d[i]] + seconds[t, d[w], d[i]] of what it reads from others           (``_missing_inputs``)
+        a[t, c] >= e[w]                                                                    (``_wrong_transfers``)
+        one operator at a time on a core                                                   (``_overlaps``)
+        one transfer at a time on a way                                                    (``_busy_ways``)
+        bytes held by a device at any time <= capacity                                     (``Timetable.peak_bytes``)
+        d[i] = d[j] for operators of one unit, time[i, d[i]] finite                        (``check_placement``)
 
 Throughput is another programme: ``weft.search.place.throughput.search``.
 

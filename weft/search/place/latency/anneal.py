@@ -19,6 +19,7 @@ Rounds of annealing (``Annealer.improve``) begin from warm and from hot in turn,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -525,18 +526,27 @@ def anneal(a: Arrays, n: Neighbours, device: I64, order: I64, steps: int, hot: f
     return best_device, best_order, best, spent
 
 
-HEAT: Final = (0.02, 0.005, 0.05, 0.01)
-"""Starting temperatures of rounds in turn, as parts of the value."""
-COLD: Final = 0.0002
-PRICE: Final = 0.3
-"""Of a byte over a device's memory, at first, as a part of the best time by byte."""
-DEARER: Final = 300.0
-"""Memory that is over costs so many times more at the end of a run than at its begin."""
-SECONDS_PER_STEP: Final = 50e-9
-"""CPU seconds of timing one operator, about."""
-PIECE: Final = 10_000_000
-"""Steps between two looks at whether to go on: about half a second."""
-LEAST_STEPS: Final = 10_000
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What was chosen for local search, and how."""
+
+    heat: tuple[float, ...] = (0.02, 0.005, 0.05, 0.01)
+    """Starting temperatures of rounds in turn, as parts of the value: a guess of warm and hot, not tuned."""
+    cold: float = 0.0002
+    """The last temperature, likewise: far below any change of a value that matters."""
+    price: float = 0.3
+    """Of a byte over a device's memory, at first, as a part of the best time by byte: a guess."""
+    dearer: float = 300.0
+    """Memory that is over costs so many times more at the end of a run than at its begin, so that it does not pay."""
+    seconds_per_step: float = 50e-9
+    """CPU seconds of timing one operator, about; measured."""
+    piece: int = 10_000_000
+    """Steps between two looks at whether to go on: about half a second, so that Ctrl-C is answered."""
+    least_steps: int = 10_000
+    """Steps of a round at least: a few hundred moves."""
+
+
+TUNING: Final = Tuning()
 
 
 class Annealed(NamedTuple):
@@ -560,17 +570,17 @@ class Annealer:
 
     def improve(self, best: Timetable, budget: Budget, *, effort: float) -> Iterator[Timetable]:
         """Yield the better timetables that rounds of annealing end with; each starts from the best so far."""
-        for index, hot in enumerate(HEAT):
+        for index, hot in enumerate(TUNING.heat):
             if budget.is_spent:
                 break
-            found = self._round(best, budget, effort=effort / len(HEAT), hot=hot, is_priced=index % 2 == 0)
+            found = self._round(best, budget, effort=effort / len(TUNING.heat), hot=hot, is_priced=index % 2 == 0)
             if found is not None and found.latency_s < best.latency_s:
                 best = found
                 yield best
 
     def make_fit(self, start: Timetable, budget: Budget, *, effort: float) -> Timetable | None:
         """Return what annealing comes to from a timetable that need not fit, None if it finds none that does."""
-        return self._round(start, budget, effort=effort, hot=HEAT[0], is_priced=True)
+        return self._round(start, budget, effort=effort, hot=TUNING.heat[0], is_priced=True)
 
     def _round(self, best: Timetable, budget: Budget, *, effort: float, hot: float, is_priced: bool
                ) -> Timetable | None:
@@ -579,10 +589,11 @@ class Annealer:
         With ``is_priced`` it may pass through what does not fit, where memory is tight at all.
         """
         self.num_runs += 1
-        price = PRICE * best.latency_s / self.bytes_held if is_priced and self.problem.is_tight else 0.0
-        found = self.run(best.device, best.order, steps=max(LEAST_STEPS, int(effort / SECONDS_PER_STEP)), hot=hot,
-                         cold=COLD, price=price, seed=self.seed + 97 * self.num_runs, is_spent=lambda: budget.is_spent)
-        budget.effort -= found.num_steps * SECONDS_PER_STEP
+        price = TUNING.price * best.latency_s / self.bytes_held if is_priced and self.problem.is_tight else 0.0
+        steps = max(TUNING.least_steps, int(effort / TUNING.seconds_per_step))
+        found = self.run(best.device, best.order, steps=steps, hot=hot, cold=TUNING.cold, price=price,
+                         seed=self.seed + 97 * self.num_runs, is_spent=lambda: budget.is_spent)
+        budget.effort -= found.num_steps * TUNING.seconds_per_step
         return make_timetable(self.problem, found.device, found.order) if np.isfinite(found.value) else None
 
     def run(self, device: I64, order: I64, *, steps: int, seed: int, hot: float, cold: float,
@@ -597,8 +608,8 @@ class Annealer:
         """
         device, order, spent = device.copy(), order.copy(), 0
         best: Annealed | None = None
-        for piece in pieces(steps, size=PIECE, hot=hot, fall=cold / hot, is_done=is_spent):
-            dearer = DEARER ** (1 / piece.total)
+        for piece in pieces(steps, size=TUNING.piece, hot=hot, fall=cold / hot, is_done=is_spent):
+            dearer = TUNING.dearer ** (1 / piece.total)
             found = Annealed(*anneal(self.arrays, self.neighbours, device, order, piece.steps, piece.hot, piece.cold,
                                      price * dearer**piece.number, dearer, (seed * 1000003 + piece.number) % 2**31))
             spent += found.num_steps

@@ -3,14 +3,21 @@
     from weft.search.place.partition.search import load_partition, solve_partition
     result = solve_partition(load_partition("bert24_inference.json"), objective="throughput")
 
-*Throughput* is a load problem (``loads_of``), solved as for Weft's graphs (``weft.search.place.throughput.search``).
+*Throughput*, as a load problem (``loads_of``): ``time[u, d]`` is the sum of the times of the unit's nodes,
+``touch[t, d]`` the cost of the node that writes t where d is an accelerator, 0 for CPUs. It is solved as for Weft's graphs
+(``weft.search.place.throughput.search``).
 
 *Latency*: accelerators get one set of units each, everything else is on CPUs.
 
-    minimise T   with   T >= end of every node on a CPU and of every set           (``kernel.latency``)
-                        sets within the memory of an accelerator                   (``kernel.excess``)
-                        no circle of sets that wait for each other                 (``kernel.latency``: infinite)
-    over the set of every unit, 0 for CPUs
+    x[u]     the set of unit u: 1 to K, or 0 for CPUs
+    L[k]     load of set k:  sum of fpga[v] of its nodes v, and of cost[v] of the nodes v inside that are read
+             outside, or outside that are read inside                                        (``kernel._add_loads``)
+    e[v]     end of node v:  max of e[u] of the nodes u that it reads, + cpu[v], on a CPU    (``kernel.latency``)
+    e[v]     in set k:       max of e[u] of the nodes u outside that the set reads, + L[k]   (``kernel.latency``)
+
+    minimise T over x with   T >= e[v] for all v                                             (``kernel.latency``)
+                             sum of size[v] in a set <= capacity                             (``kernel.excess``)
+                             no circle of sets that wait for each other           (``kernel.latency``: infinite)
 
 Starts come from a dynamic program over intervals of topological orders (``interval_sets``) and from paths, which also
 give bounds (``cover``); annealing with exact evaluation improves them (``_Search.anneal_for``); CP-SAT improves further

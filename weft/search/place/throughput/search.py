@@ -1,9 +1,16 @@
 """The search for the highest throughput: the least largest load of any device or of anything that transfers occupy.
 
-    minimise T   with   T >= load of every core and resource             (``LoadProblem.loads``)
-                        items kept on a device <= its capacity           (``kernel.excess``)
-                        no path leaves a device and comes back, if asked (``kernel.are_convex``)
-    over the device of every unit
+    x[u]     the device of unit u, one of those where time[u, d] is finite                    (``kernel._may_go``)
+    K[c]     load of core c:      sum of time[u, x[u]] of the units on its devices            (``kernel.fill``)
+                                  + sum of touch[t, d] of the tensors t that leave or enter
+                                  one of its devices d                                        (``kernel.add_tensor``)
+    R[r]     load of resource r:  sum of seconds[t, i, j] of the tensors t that are sent from
+                                  i to j over it, once to each device j                       (``kernel.add_tensor``)
+
+    minimise T over x with   T >= K[c],  T >= R[r]   for all c and r                          (``LoadProblem.value``)
+                             bytes of the items kept on d <= capacity[d]                      (``kernel.excess``)
+                             seconds[t, i, j] finite for all that is sent                     (``kernel.excess``)
+                             no path leaves a device and comes back, if that is asked         (``kernel.are_convex``)
 
 Starts are intervals of an order of the units, one for each device, balanced by time and memory (``seeds``), what named
 methods choose, and the best intervals of many random orders that keep together what shares tensors (``Orders``). Short
@@ -288,9 +295,10 @@ class _Search:
             effort = min(0.02 * self.budget.effort, TUNING.first_s * self.problem.num_units)
             self._run(self.problem, device, effort=effort, heat=heat)
         found = self.cut_orders(TUNING.orders_part * self.budget.effort)
-        for heat in TUNING.first_heat if found is not None else ():
+        if found is not None:
             reduced, device = found
-            self._run(reduced.problem, device, effort=0.02 * self.budget.effort, heat=heat, expand=reduced)
+            for heat in TUNING.first_heat:
+                self._run(reduced.problem, device, effort=0.02 * self.budget.effort, heat=heat, expand=reduced)
 
     def cut_orders(self, effort: float) -> tuple[Reduced, I64] | None:
         """Return the best placement of random orders of what the value known leaves, if any is allowed; offer it."""
