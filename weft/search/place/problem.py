@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -351,12 +351,15 @@ def _given_transfers(graph: Graph, cluster: Cluster, costs: Costs, keep: I64) ->
     for index, tensor in enumerate(keep):
         if graph.given is None or graph.given.transfer_times[tensor] is None:
             continue
-        table = _seconds_table(lambda source, target, tensor=int(tensor):
-                               costs.tensor_transfer(tensor, source, target).seconds, num_devices)
+        table = _seconds_table(partial(_tensor_seconds, costs, int(tensor)), num_devices)
         row_of[index] = rows.setdefault(table.tobytes(), len(rows))
         if len(rows) > len(tables):
             tables.append(table)
     return row_of, np.array(tables, dtype=np.float64).reshape(len(tables), num_devices, num_devices)
+
+
+def _tensor_seconds(costs: Costs, tensor: int, source: int, target: int) -> float:
+    return costs.tensor_transfer(tensor, source, target).seconds
 
 
 def _seconds_table(seconds: Callable[[int, int], float], count: int) -> F64:

@@ -4,7 +4,7 @@
     result = solve_partition(load_partition("bert24_inference.json"), objective="throughput")
 
 *Throughput*, as a load problem (``loads_of``): ``time[u, d]`` is the sum of the times of the unit's nodes,
-``touch[t, d]`` the cost of the node that writes t where d is an accelerator, 0 for CPUs. It is solved as for Weft's graphs
+``touch[t, d]`` the cost of the node that writes t where d is an accelerator, 0 for CPUs. It is solved as for graphs
 (``weft.search.place.throughput.search``).
 
 *Latency*: accelerators get one set of units each, everything else is on CPUs.

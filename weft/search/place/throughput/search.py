@@ -79,8 +79,20 @@ class Tuning:
     """What chance adds to the weights that grow an order, in turn, in parts of their mean: little to much."""
     orders_part: float = 0.03
     """Part of the effort in which random orders are cut after the first runs. On o-resnet50_inference 12 orders led to
-    124.349, where annealing alone had ended at 128.07; no recorded problem gained from more than 4,000. Annealing from
-    the other starts still comes first: on o-bert_l-6_training it leads further than intervals do."""
+    124.349, where annealing alone had ended at 128.07."""
+    max_orders: int = 4_000
+    """So many at most: no recorded problem gained from more."""
+    restarts_part: float = 0.35
+    """Part of the effort in which short runs begin from new orders. On o-bert_l-6_training they end at 71.642, once in
+    ten runs about; one long run ended at 73.35."""
+    fresh_orders: tuple[int, ...] = (10, 100)
+    """Orders of which the best is such a beginning, in turn; only the best of very many, and any, were both worse."""
+    fresh_heat: tuple[float, ...] = (0.03, 0.06)
+    """Starting temperatures of these runs in turn; with 0.01 none of 20 left where it began for long."""
+    fresh_cold: float = 1e-4
+    """The last temperature of these runs."""
+    fresh_steps: int = 200_000
+    """Steps of such a run: enough for the 250 units of the largest recorded problem, by its loads."""
     bisections: int = 40
     """Of the largest time of intervals: to a part in 10^12."""
     starts_part: float = 0.3
@@ -245,6 +257,8 @@ def minimise(problem: LoadProblem, *, budget: Budget, seed: int, starts: Sequenc
         effort = budget.effort
         search.bound_shared(0.05 * effort)
         search.prove(0.15 * effort)
+        search.restart_for(TUNING.restarts_part * effort)
+        search.prove(0.1 * effort)
         search.anneal_for(0.75 * budget.effort)
         search.bound_shared(0.15 * effort)
         if search.is_proof_near:
@@ -294,19 +308,19 @@ class _Search:
         for device, heat in itertools.product(chosen, TUNING.first_heat):
             effort = min(0.02 * self.budget.effort, TUNING.first_s * self.problem.num_units)
             self._run(self.problem, device, effort=effort, heat=heat)
-        found = self.cut_orders(TUNING.orders_part * self.budget.effort)
+        found = self.cut_orders(TUNING.max_orders, TUNING.orders_part * self.budget.effort)
         if found is not None:
             reduced, device = found
             for heat in TUNING.first_heat:
                 self._run(reduced.problem, device, effort=0.02 * self.budget.effort, heat=heat, expand=reduced)
 
-    def cut_orders(self, effort: float) -> tuple[Reduced, I64] | None:
+    def cut_orders(self, count: int, effort: float) -> tuple[Reduced, I64] | None:
         """Return the best placement of random orders of what the value known leaves, if any is allowed; offer it."""
         reduced = self.reduced()[0] if self.best.answer is not None else _whole(self.problem)
         if self.orders is None or self.orders.problem is not reduced.problem:
             self.orders = Orders(reduced.problem, self.seed + self.num_runs)
         found, least = None, float("inf")
-        for turn in range(int(effort / self.orders.seconds)):
+        for turn in range(min(count, int(effort / self.orders.seconds))):
             if self.is_done:
                 break
             device = self.orders.placement(turn)
@@ -318,7 +332,20 @@ class _Search:
             self.offer(reduced.expand(found[1]))
         return found
 
-    def _run(self, problem: LoadProblem, device: I64, *, effort: float, heat: float,
+    def restart_for(self, effort: float) -> None:
+        """Anneal shortly from the best of a few random orders, again and again: many basins rather than one."""
+        least = self.budget.effort - effort
+        while not self.is_done and self.budget.effort > max(least, 0.0) + 0.01:
+            count = TUNING.fresh_orders[self.num_runs % len(TUNING.fresh_orders)]
+            found = self.cut_orders(count, self.budget.effort - least)
+            if found is None:
+                return
+            reduced, device = found
+            heat = TUNING.fresh_heat[self.num_runs // len(TUNING.fresh_orders) % len(TUNING.fresh_heat)]
+            self._run(reduced.problem, device, effort=TUNING.fresh_steps * seconds_per_step(reduced.problem), heat=heat,
+                      cold=TUNING.fresh_cold, expand=reduced)
+
+    def _run(self, problem: LoadProblem, device: I64, *, effort: float, heat: float, cold: float = TUNING.cold,
              expand: Reduced | None = None) -> None:
         """Anneal once, in pieces, between which the clock and Ctrl-C are looked at."""
         if self.is_done:
@@ -327,7 +354,7 @@ class _Search:
         scale = min(max(float(problem.loads(device).max(initial=0.0)), 1e-300), self.best.value)
         self.num_runs += 1
         for piece in pieces(min(TUNING.run_steps, max(1000, int(effort / seconds))), size=TUNING.piece_s / seconds,
-                            hot=heat * scale, fall=TUNING.cold / heat, is_done=lambda: self.is_done):
+                            hot=heat * scale, fall=cold / heat, is_done=lambda: self.is_done):
             found, value = anneal(problem.arrays, state, piece.steps, piece.hot, piece.cold,
                                   (1000 * self.seed + self.num_runs) * 1000 + piece.number, problem.contiguous)
             self.budget.effort -= piece.steps * seconds
@@ -388,8 +415,6 @@ class _Search:
             reduced, device = self.reduced()
             share = min(self.budget.effort - least, 0.25 * effort)
             heat = TUNING.heat[self.num_runs % len(TUNING.heat)]
-            if self.num_runs % 3 == 2:
-                reduced, device = self.cut_orders(0.1 * share) or (reduced, device)
             self._run(reduced.problem, device, effort=share, heat=heat, expand=reduced)
 
 
