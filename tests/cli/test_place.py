@@ -61,7 +61,7 @@ def calls(monkeypatch):
                 Row("auto", 6.5, "", result(problem, options["objective"]))]
         return tuple(row for row in rows if options["seed"] != 7 or row.result is None)
 
-    monkeypatch.setitem(sys.modules, SEARCH, types.SimpleNamespace(place=place, compare=compare))
+    monkeypatch.setitem(sys.modules, SEARCH, types.SimpleNamespace(place=place, compare=compare, load_compiled=lambda: None))
     return made
 
 
@@ -187,7 +187,7 @@ def test_infeasible_memory_has_its_own_exit_code(capsys, files, monkeypatch):
     def place(*_, **__):
         raise NoFeasiblePlan("memory is 200 bytes short: 'left' fits nowhere", missing_bytes=200)
 
-    monkeypatch.setitem(sys.modules, SEARCH, types.SimpleNamespace(place=place, compare=None))
+    monkeypatch.setitem(sys.modules, SEARCH, types.SimpleNamespace(place=place, compare=None, load_compiled=lambda: None))
     assert "'left' fits nowhere" in fails(capsys, *files, code=3)
 
 

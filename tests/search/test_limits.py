@@ -370,10 +370,8 @@ def test_methods_are_not_begun_after_the_time_limit():
 
 
 def test_compiled_code_is_loaded_by_a_problem_of_two_operators():
-    from weft.search.place.preload import FIRST_METHODS, load_compiled
-
-    load_compiled()
-    assert (next(iter(placing.METHODS)), placing.TUNING.quick_method) == FIRST_METHODS
+    placing.load_compiled()
+    assert (next(iter(placing.METHODS)), placing.TUNING.quick_method) == ("single", "heft")
 
 
 def test_the_first_choice_of_strategies_fits_and_is_the_answer_if_there_is_no_time(monkeypatch):

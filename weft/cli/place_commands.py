@@ -208,12 +208,9 @@ def _not_counted(options: PlaceOptions, import_s: float) -> dict[str, float]:
 def _import_searches(options: PlaceOptions) -> None:
     """Import what searches under a time limit would import later: that is not to count against it."""
     if options.time_limit is not None:
-        import weft.search.place.search
-        from weft.search.place.preload import load_compiled
+        from weft.search.place.search import load_compiled
 
         load_compiled()
-        if options.objective == "throughput":
-            import weft.search.place.throughput.search  # noqa: F401
 
 
 def _load(spec: str, *, fusion: str | None, batch: int | None, dtype: str | None,

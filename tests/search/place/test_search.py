@@ -19,7 +19,7 @@ from tests.search.place.worlds import problem_of
 from weft.base.errors import InputError, NoFeasiblePlan
 from weft.search.common.budget import Budget
 from weft.search.place import search
-from weft.search.place.latency.series import Solved, subproblem
+from weft.search.place.latency.exact import Solved, subproblem
 from weft.search.place.methods import METHODS
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.search import LatencySearch, compare, pinned, place, solve_exactly

@@ -13,8 +13,9 @@ from tests.search.place.worlds import problem_of
 from weft.base.errors import InputError, PlanError
 from weft.model.graph import I64
 from weft.search.place import kernel
+from weft.search.place.latency.exact import Clock
 from weft.search.place.problem import PlaceProblem
-from weft.search.place.timetable import Sent, Timetable, check_timetable, decode, make_timetable
+from weft.search.place.timetable import Sent, Timetable, check_timetable, make_timetable
 
 CONTENTIONS = ("link", "port", "none")
 
@@ -47,6 +48,22 @@ def draw(seed: int, num_ops: int, *, lifetimes: bool = False) -> PlaceProblem:
                           shared_tensors=seed % 4 != 0, shared_cores=seed % 5 == 0, lifetimes=lifetimes)
 
 
+def decode(problem, device, order):
+    """Return the start of each operator and of each transfer [tensors, devices]; ``kernel.decode`` in plain Python."""
+    clock = Clock(problem, device)
+    for number in order.tolist():
+        here = int(device[number])
+        inputs = problem.inputs_of(number).tolist()
+        for tensor in sorted(inputs, key=lambda tensor: clock.end_s[problem.producer[tensor]]):
+            if device[problem.producer[tensor]] != here and (tensor, here) not in clock.sent:
+                clock.send(tensor, here)
+        clock.run(number)
+    sent_s = np.full((problem.num_tensors, problem.num_devices), np.inf)
+    for sent in clock.sent.values():
+        sent_s[sent.tensor, sent.target] = sent.start_s
+    return clock.start_s, sent_s
+
+
 # ---- decoding ---------------------------------------------------------------------------------------------------------
 
 
@@ -67,7 +84,7 @@ def test_plain_and_compiled_decoding_are_equal_and_pass_the_checker(seed):
         check_timetable(again)
 
 
-def test_large_problems_are_decoded_by_the_compiled_code():
+def test_timetables_are_decoded_by_the_compiled_code():
     problem = random_problem(np.random.default_rng(2), 320, 3, contention="port")
     rng = np.random.default_rng(0)
     device, order = random_placement(rng, problem), random_order(rng, problem)

@@ -16,7 +16,7 @@ from weft.model.graph import F64, I64
 from weft.search.place.problem import PlaceProblem
 
 if TYPE_CHECKING:
-    from weft.search.place.throughput.model import Loads
+    from weft.search.place.throughput.kernel import Loads
 
 
 class Piece(NamedTuple):

@@ -1,11 +1,11 @@
 """Compiled list scheduling: operators are taken one after the other and get the device that a rule likes best.
 
-``place_by_priority`` takes the ready operator of the highest priority and puts it, and the transfers that it needs,
-into the earliest gaps of a *calendar*: one row of busy intervals for each core and for each thing that transfers
-occupy. HEFT, PEFT and CPoP differ in priorities and in what they add to the finish time.
+``place_all`` books operators, and the transfers that they need, in a *calendar*: one row of busy intervals for each
+core and for each thing that transfers occupy. *Into gaps*, it takes the ready operator of the highest priority and puts
+everything into the earliest gaps. HEFT, PEFT and CPoP differ in priorities and in what they add to the finish time.
 
-``place_earliest`` takes, of all ready operators and devices, the pair that can start first. Nothing is put into gaps,
-so the times are those of ``make_timetable``. Two additions to ETF, each idle unless used:
+*By earliest start*, it takes, of all ready operators and devices, the pair that can start first. Nothing is put into
+gaps, so the times are those of ``make_timetable``. Two additions to ETF, each idle unless used:
 
 - *favourite children* (m-SCT): the device whose last operator has a favourite child waits for it; another operator may
   only start there once what it reads could be on every device (it is *urgent*).
@@ -115,10 +115,7 @@ def _room_with(problem: PlaceProblem, allowed: Bools, units: list[int]) -> Room 
     """Return the memory with room kept for these units, the largest first, or None if that cannot be."""
     times = np.zeros((problem.num_units, problem.num_devices))
     np.add.at(times, problem.unit_of_op, problem.time_s)
-    owner = np.repeat(np.arange(problem.num_units), [len(items) for items in problem.unit_weights])
-    held = np.array([weight for items in problem.unit_weights for weight in items], dtype=np.int64)
-    sizes = np.bincount(owner, weights=problem.weight_bytes[held], minlength=problem.num_units)
-    largest_first = sorted(units, key=lambda unit: (-sizes[unit], unit))
+    largest_first = sorted(units, key=lambda unit: (-problem.weight_bytes[problem.unit_weights[unit]].sum(), unit))
     for is_tight in (False, True):
         room = make_room(problem, allowed)
         if _pack(room, np.array(largest_first, dtype=np.int64), times, is_tight):
@@ -174,6 +171,8 @@ class State(NamedTuple):
     """The tensors that the operator at hand must still get."""
     sent_s: F64
     """When each of them would be sent."""
+    last: I64
+    """[m] the last operator on each device, or -1."""
     trial_row: I64
     trial_s: F64
     """Bookings for the operator at hand: rows, and [bookings, 2] begin and end."""
@@ -191,6 +190,7 @@ def make_state(problem: PlaceProblem) -> State:
         arrival=np.full((problem.num_tensors, num_devices), np.inf), order=np.full(count, -1, dtype=np.int64),
         waiting=waiting, ready=np.argsort(waiting > 0, kind="stable").astype(np.int64),
         missing=np.empty(widest, dtype=np.int64), sent_s=np.empty(widest),
+        last=np.full(num_devices, -1, dtype=np.int64),
         trial_row=np.empty(bookings, dtype=np.int64), trial_s=np.empty((bookings, 2)))
 
 
@@ -206,14 +206,7 @@ def release(state: State, op: int, num_ready: int) -> int:
     return num_ready
 
 
-@compiled
-def find_missing(a: Arrays, state: State, op: int, here: int) -> tuple[int, float]:
-    """Return how many tensors must be sent to the device (``state.missing``, first written first), and when all
-    others are there."""
-    return sort_inputs(a, op, here, state.device, state.end_s, state.arrival, state.missing, 0.0)
-
-
-# ---- into gaps ----------------------------------------------------------------------------------------------------
+# ---- when things are free -----------------------------------------------------------------------------------------
 
 
 class Calendar(NamedTuple):
@@ -223,11 +216,15 @@ class Calendar(NamedTuple):
     end: F64
     length: I64
     """[rows] how many intervals each row has."""
+    in_gaps: bool
+    """Gaps are used; else all comes after the last interval of its row, and only that is kept, as the first."""
 
 
 @compiled
 def _gap(calendar: Calendar, row: int, ready: float, length: float) -> float:
     """Return the earliest time from ``ready`` on at which the row is free for ``length``."""
+    if not calendar.in_gaps:
+        return float(max(ready, calendar.end[row, 0]))
     low, high = 0, calendar.length[row]
     while low < high:
         middle = (low + high) // 2
@@ -252,12 +249,15 @@ def _wider(calendar: Calendar) -> Calendar:
         for index in range(calendar.length[row]):
             begin[row, index] = calendar.begin[row, index]
             end[row, index] = calendar.end[row, index]
-    return Calendar(begin, end, calendar.length)
+    return Calendar(begin, end, calendar.length, calendar.in_gaps)
 
 
 @compiled
 def _book(calendar: Calendar, row: int, begin: float, end: float) -> Calendar:
-    """Return the calendar with one more interval; what takes no time is not written down."""
+    """Return the calendar with one more interval; into gaps, what takes no time is not written down."""
+    if not calendar.in_gaps:
+        calendar.end[row, 0] = end
+        return calendar
     if end <= begin:
         return calendar
     count = calendar.length[row]
@@ -286,7 +286,7 @@ def _slot(a: Arrays, calendar: Calendar, state: State, num_trial: int, pair: int
             begin = _gap(calendar, row, begin, length)
             for other in range(num_trial):
                 if state.trial_row[other] == row and begin < state.trial_s[other, 1] and (
-                        begin + length > state.trial_s[other, 0]):
+                        begin + length > state.trial_s[other, 0] or not calendar.in_gaps):
                     begin = state.trial_s[other, 1]
         if begin == before:
             return begin
@@ -296,7 +296,7 @@ def _slot(a: Arrays, calendar: Calendar, state: State, num_trial: int, pair: int
 def _try(a: Arrays, calendar: Calendar, state: State, op: int, here: int) -> tuple[int, float]:
     """Return how many tensors are sent (``state.missing`` at ``state.sent_s``) and when the operator would start."""
     num_devices = a.time_s.shape[1]
-    count, ready = find_missing(a, state, op, here)
+    count, ready = sort_inputs(a, op, here, state.device, state.end_s, state.arrival, state.missing, 0.0)
     num_trial = 0
     for index in range(count):
         tensor = state.missing[index]
@@ -317,10 +317,11 @@ def _try(a: Arrays, calendar: Calendar, state: State, op: int, here: int) -> tup
 
 
 @compiled
-def _put(a: Arrays, calendar: Calendar, state: State, op: int, here: int) -> Calendar:
+def _put(a: Arrays, calendar: Calendar, state: State, op: int, here: int, not_before: float) -> Calendar:
     """Return the calendar with the operator on the device, and what it needs sent there."""
     num_devices = a.time_s.shape[1]
     count, start = _try(a, calendar, state, op, here)
+    start = max(start, not_before)
     for index in range(count):
         tensor, begin = state.missing[index], state.sent_s[index]
         source = state.device[a.producer[tensor]]
@@ -332,7 +333,31 @@ def _put(a: Arrays, calendar: Calendar, state: State, op: int, here: int) -> Cal
     state.device[op] = here
     state.start_s[op] = start
     state.end_s[op] = start + a.time_s[op, here]
+    state.last[here] = op
     return _book(calendar, a.core_of_device[here], start, state.end_s[op])
+
+
+# ---- which operator is next, and where ----------------------------------------------------------------------------
+
+SLICE: Final = 1_000_000
+"""Pairs of operator and device that are looked at in one go, about."""
+
+
+class Wishes(NamedTuple):
+    """What decides beside the earliest start or finish."""
+
+    priority: F64
+    """[n] the higher first."""
+    extra: F64
+    """[n, m] seconds on top of the finish time (into gaps)."""
+    pinned: I64
+    """[n] a device that the operator takes if it can, or -1 (into gaps)."""
+    favourite: I64
+    """[n] an operator's favourite child, or -1 (by earliest start)."""
+    preferred: Bools
+    """[units, m] (by earliest start)"""
+    sent_anywhere_s: F64
+    """[tensors] seconds after which a tensor could be on any device."""
 
 
 @compiled
@@ -347,130 +372,23 @@ def _highest(state: State, num_ready: int, priority: F64) -> int:
 
 
 @compiled
-def _best_device(a: Arrays, calendar: Calendar, room: Room, state: State, op: int, extra: F64, pinned: int) -> int:
+def _best_device(a: Arrays, calendar: Calendar, room: Room, state: State, wishes: Wishes, op: int) -> int:
     """Return the device where finish time + ``extra`` is smallest, or the pinned one if it has room; -1 for none."""
-    if pinned >= 0 and can_take(room, room.unit_of_op[op], pinned):
-        return pinned
+    if wishes.pinned[op] >= 0 and can_take(room, room.unit_of_op[op], wishes.pinned[op]):
+        return int(wishes.pinned[op])
     best, best_value = -1, np.inf
     for here in range(a.time_s.shape[1]):
         if can_take(room, room.unit_of_op[op], here):
-            value = _try(a, calendar, state, op, here)[1] + a.time_s[op, here] + extra[op, here]
+            value = _try(a, calendar, state, op, here)[1] + a.time_s[op, here] + wishes.extra[op, here]
             if value < best_value:
                 best, best_value = here, value
     return best
 
 
 @compiled
-def place_by_priority(a: Arrays, room: Room, state: State, priority: F64, extra: F64, pinned: I64) -> int:
-    """Fill ``state``, each operator where finish time + ``extra[op, device]`` is smallest; return -1.
-
-    ``pinned[op]`` is a device that the operator takes if it can, or -1. Where no device has room for an operator,
-    return that operator.
-    """
-    num_ops, num_devices = a.time_s.shape
-    num_rows = num_devices + a.num_resources
-    calendar = Calendar(np.empty((num_rows, 64)), np.empty((num_rows, 64)), np.zeros(num_rows, dtype=np.int64))
-    num_ready = int(np.count_nonzero(state.waiting == 0))
-    for turn in range(num_ops):
-        index = _highest(state, num_ready, priority)
-        op = state.ready[index]
-        num_ready -= 1
-        state.ready[index] = state.ready[num_ready]
-        best = _best_device(a, calendar, room, state, op, extra, pinned[op])
-        if best < 0:
-            return int(op)
-        take(room, room.unit_of_op[op], best)
-        calendar = _put(a, calendar, state, op, best)
-        state.order[turn] = op
-        num_ready = release(state, op, num_ready)
-    return -1
-
-
-SLICE: Final = 1_000_000
-"""Pairs of operator and device that are looked at in one go, about."""
-
-
-class Wishes(NamedTuple):
-    """What decides beside the earliest start."""
-
-    level: F64
-    """[n] the higher first among pairs that start at the same time."""
-    favourite: I64
-    """[n] an operator's favourite child, or -1."""
-    preferred: Bools
-    """[units, m]"""
-    sent_anywhere_s: F64
-    """[tensors] seconds after which a tensor could be on any device."""
-
-
-class Busy(NamedTuple):
-    """Until when cores and what transfers occupy are taken; the last operator on each device."""
-
-    core_free: F64
-    way_free: F64
-    trial_free: F64
-    """``way_free`` while an operator is tried: only the entries stamped with ``token`` count."""
-    stamp: I64
-    token: I64
-    """[1]"""
-    last: I64
-
-
-@compiled
-def _ways_free(a: Arrays, busy: Busy, pair: int) -> float:
-    """Return when all that a transfer occupies is free, after what the operator at hand has been tried with."""
-    free = 0.0
-    for index in range(a.resource_start[pair], a.resource_start[pair + 1]):
-        way = a.resources[index]
-        free = max(free, busy.trial_free[way] if busy.stamp[way] == busy.token[0] else busy.way_free[way])
-    return free
-
-
-@compiled
-def _try_now(a: Arrays, state: State, busy: Busy, op: int, here: int) -> tuple[int, float]:
-    """Return how many tensors are sent (``state.missing`` at ``state.sent_s``) and when the operator could start."""
-    num_devices = a.time_s.shape[1]
-    busy.token[0] += 1
-    count, ready = find_missing(a, state, op, here)
-    ready = max(ready, busy.core_free[a.core_of_device[here]])
-    for index in range(count):
-        tensor = state.missing[index]
-        source = state.device[a.producer[tensor]]
-        pair = source * num_devices + here
-        begin = max(state.end_s[a.producer[tensor]], _ways_free(a, busy, pair))
-        end = begin + transfer_s(a, tensor, source, here)
-        state.sent_s[index] = begin
-        for slot in range(a.resource_start[pair], a.resource_start[pair + 1]):
-            busy.stamp[a.resources[slot]] = busy.token[0]
-            busy.trial_free[a.resources[slot]] = end
-        ready = max(ready, end)
-    return count, ready
-
-
-@compiled
-def _put_now(a: Arrays, state: State, busy: Busy, op: int, here: int, not_before: float) -> None:
-    """Run the operator on the device, and send there what it needs."""
-    num_devices = a.time_s.shape[1]
-    count, start = _try_now(a, state, busy, op, here)
-    start = max(start, not_before)
-    for index in range(count):
-        tensor, begin = state.missing[index], state.sent_s[index]
-        source = state.device[a.producer[tensor]]
-        state.arrival[tensor, here] = begin + transfer_s(a, tensor, source, here)
-        pair = source * num_devices + here
-        for slot in range(a.resource_start[pair], a.resource_start[pair + 1]):
-            busy.way_free[a.resources[slot]] = state.arrival[tensor, here]
-    state.device[op] = here
-    state.start_s[op] = start
-    state.end_s[op] = start + a.time_s[op, here]
-    busy.core_free[a.core_of_device[here]] = state.end_s[op]
-    busy.last[here] = op
-
-
-@compiled
-def _reserved_until(a: Arrays, room: Room, state: State, wishes: Wishes, busy: Busy, op: int, here: int) -> float:
+def _reserved_until(a: Arrays, room: Room, state: State, wishes: Wishes, op: int, here: int) -> float:
     """Return the time before which the operator may not start on a device that waits for a favourite child."""
-    last = busy.last[here]
+    last = state.last[here]
     child = wishes.favourite[last] if last >= 0 else -1
     if child < 0 or child == op or state.device[child] >= 0 or not can_take(room, room.unit_of_op[child], here):
         return 0.0
@@ -493,17 +411,21 @@ def _has_preferred(room: Room, wishes: Wishes, op: int) -> bool:
 @compiled
 def _comes_first(wishes: Wishes, op: int, other: int, end: float, other_end: float) -> bool:
     """Return whether the first of two pairs that start at the same time is taken."""
-    if wishes.level[op] != wishes.level[other]:
-        return bool(wishes.level[op] > wishes.level[other])
+    if wishes.priority[op] != wishes.priority[other]:
+        return bool(wishes.priority[op] > wishes.priority[other])
     if end != other_end:
         return bool(end < other_end)
     return bool(op < other)
 
 
 @compiled
-def _pick_pair(a: Arrays, room: Room, state: State, wishes: Wishes, busy: Busy, known: F64, num_ready: int
-          ) -> tuple[int, int, float]:
-    """Return (position among the ready operators, device or -1 if it has no room anywhere, start) of the next pair."""
+def _pick_pair(a: Arrays, calendar: Calendar, room: Room, state: State, wishes: Wishes, known: F64, num_ready: int
+               ) -> tuple[int, int, float]:
+    """Return (position among the ready operators, device or -1 if it has no room anywhere, start) of the next pair.
+
+    Starts grow while others are placed (with rare exceptions), so a pair whose last ``known`` start is too late is not
+    tried again.
+    """
     best, best_index, best_start, best_end = -1, 0, np.inf, np.inf
     for index in range(num_ready):
         op = state.ready[index]
@@ -516,8 +438,8 @@ def _pick_pair(a: Arrays, room: Room, state: State, wishes: Wishes, busy: Busy, 
             is_stuck = False
             if known[op, here] > best_start:
                 continue
-            known[op, here] = _try_now(a, state, busy, op, here)[1]
-            start = max(known[op, here], _reserved_until(a, room, state, wishes, busy, op, here))
+            known[op, here] = _try(a, calendar, state, op, here)[1]
+            start = max(known[op, here], _reserved_until(a, room, state, wishes, op, here))
             end = start + a.time_s[op, here]
             other = state.ready[best_index]
             if start < best_start or (start == best_start and _comes_first(wishes, op, other, end, best_end)):
@@ -527,44 +449,52 @@ def _pick_pair(a: Arrays, room: Room, state: State, wishes: Wishes, busy: Busy, 
     return best_index, best, best_start
 
 
-def place_earliest(a: Arrays, room: Room, state: State, wishes: Wishes) -> int:
-    """Fill ``state``, the pair that can start first next; return -1, or the operator for which no device has room.
-
-    Among equal starts: the higher level, then the earlier end, then the first operator and device. Starts grow
-    while others are placed (with rare exceptions), so a pair whose last known start is too late is not tried again.
-    Between slices Python gets its turn, and with it whatever ends the search.
-    """
-    num_ops, num_devices = a.time_s.shape
-    num_ways = max(1, a.num_resources)
-    busy = Busy(np.zeros(num_devices), np.zeros(num_ways), np.zeros(num_ways), np.zeros(num_ways, dtype=np.int64),
-                np.zeros(1, dtype=np.int64), np.full(num_devices, -1, dtype=np.int64))
-    known = np.zeros((num_ops, num_devices))
-    turn, num_ready, failed = 0, int(np.count_nonzero(state.waiting == 0)), -1
-    while turn < num_ops and failed < 0:
-        turn, num_ready, failed = _place_some(a, room, state, wishes, busy, known, turn, num_ready)
-    return failed
-
-
 @compiled
-def _place_some(a: Arrays, room: Room, state: State, wishes: Wishes, busy: Busy, known: F64, turn: int,
-                num_ready: int) -> tuple[int, int, int]:
-    """Place operators from ``turn`` on, about ``SLICE`` pairs; return turn, ready operators, and what has no room."""
+def _place_some(a: Arrays, calendar: Calendar, room: Room, state: State, wishes: Wishes, known: F64, turn: int,
+                num_ready: int) -> tuple[Calendar, int, int, int]:
+    """Place operators from ``turn`` on, about ``SLICE`` pairs.
+
+    Return the calendar, turn, how many operators are ready, and the one that has no room (or -1).
+    """
     num_ops, num_devices = a.time_s.shape
     num_tried = 0
     while turn < num_ops and num_tried < SLICE:
-        num_tried += num_ready * num_devices
-        index, here, start = _pick_pair(a, room, state, wishes, busy, known, num_ready)
+        if calendar.in_gaps:
+            num_tried += num_devices
+            index = _highest(state, num_ready, wishes.priority)
+            here, start = _best_device(a, calendar, room, state, wishes, state.ready[index]), 0.0
+        else:
+            num_tried += num_ready * num_devices
+            index, here, start = _pick_pair(a, calendar, room, state, wishes, known, num_ready)
         op = state.ready[index]
         if here < 0:
-            return turn, num_ready, int(op)
+            return calendar, turn, num_ready, int(op)
         num_ready -= 1
         state.ready[index] = state.ready[num_ready]
         take(room, room.unit_of_op[op], here)
-        _put_now(a, state, busy, op, here, start)
+        calendar = _put(a, calendar, state, op, here, start)
         state.order[turn] = op
         num_ready = release(state, op, num_ready)
         turn += 1
-    return turn, num_ready, -1
+    return calendar, turn, num_ready, -1
+
+
+def place_all(a: Arrays, room: Room, state: State, wishes: Wishes, *, in_gaps: bool) -> int:
+    """Fill ``state``; return -1, or the operator for which no device has room.
+
+    ``in_gaps``: the ready operator of the highest priority next, where finish time + ``extra`` is smallest. Else the
+    pair of operator and device that can start first; among equals the higher priority, then the earlier end, then the
+    first operator and device. Between slices Python gets its turn, and with it whatever ends the search.
+    """
+    num_ops, num_devices = a.time_s.shape
+    num_rows, width = num_devices + a.num_resources, 64 if in_gaps else 1
+    calendar = Calendar(np.zeros((num_rows, width)), np.zeros((num_rows, width)), np.zeros(num_rows, dtype=np.int64),
+                        in_gaps)
+    known = np.zeros((num_ops, num_devices))
+    turn, num_ready, failed = 0, int(np.count_nonzero(state.waiting == 0)), -1
+    while turn < num_ops and failed < 0:
+        calendar, turn, num_ready, failed = _place_some(a, calendar, room, state, wishes, known, turn, num_ready)
+    return failed
 
 
 @compiled

@@ -50,17 +50,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import combinations
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
+from weft.search.place import kernel, list_kernel
+from weft.search.place.list_kernel import Room
 from weft.search.place.problem import Bools, PlaceProblem, Rows
 from weft.search.place.timetable import Assignment, Method, with_room_for_tensors
-
-if TYPE_CHECKING:
-    from weft.search.place.list_kernel import Room
 
 _ALL_SUBSETS: Final = 8
 """With at most so many devices, HEFT over subsets tries all of them."""
@@ -121,7 +120,7 @@ def heft_on(problem: PlaceProblem, devices: Sequence[int]) -> Assignment:
     allowed = problem.is_allowed & np.isin(np.arange(problem.num_devices), devices)
 
     def place(problem: PlaceProblem) -> Assignment:
-        return _by_priority(problem, allowed, upward_rank(problem, *make_means(problem, allowed)))
+        return _schedule(problem, allowed, list_kernel.upward(*make_means(problem, allowed), problem.edges))
 
     return _by_list(problem, place, allowed)
 
@@ -153,8 +152,6 @@ def best_heft(problem: PlaceProblem) -> Assignment:
 
 def latency_of(problem: PlaceProblem, assignment: Assignment) -> float:
     """Return the latency of the assignment's timetable, without making it in full."""
-    from weft.search.place import kernel
-
     start_s = kernel.decode(kernel.Arrays.of(problem), assignment.device, assignment.order)[0]
     ends = start_s + problem.time_s[np.arange(problem.num_ops), assignment.device]
     return float(ends.max(initial=0.0))
@@ -211,28 +208,23 @@ def _neighbours(problem: PlaceProblem) -> list[tuple[int, ...]]:
 # ---- ranks --------------------------------------------------------------------------------------------------------
 
 
-def upward_rank(problem: PlaceProblem, op_s: F64, sent_s: F64) -> F64:
-    """Return [n] the longest way from the start of each operator to the end, transfers included."""
-    from weft.search.place import list_kernel
-
-    return list_kernel.upward(op_s, sent_s, problem.edges)
-
-
-def _by_priority(problem: PlaceProblem, allowed: Bools, priority: F64, *, extra: F64 | None = None,
-                 pinned: I64 | None = None) -> Assignment:
-    """Return the list schedule into gaps; operators by the start that it found for them."""
-    from weft.search.place import kernel, list_kernel
-
-    added = np.zeros_like(problem.time_s) if extra is None else extra
-    fixed = np.full(problem.num_ops, -1, dtype=np.int64) if pinned is None else pinned
+def _schedule(problem: PlaceProblem, allowed: Bools, priority: F64, *, in_gaps: bool = True, extra: F64 | None = None,
+              pinned: I64 | None = None, favourite: I64 | None = None, preferred: Bools | None = None) -> Assignment:
+    """Return the list schedule (see ``list_kernel.place_all``); into gaps, operators by the start found for them."""
+    none = np.full(problem.num_ops, -1, dtype=np.int64)
+    wishes = list_kernel.Wishes(
+        priority=priority, extra=np.zeros_like(problem.time_s) if extra is None else extra,
+        pinned=none if pinned is None else pinned, favourite=none if favourite is None else favourite,
+        preferred=problem.is_allowed if preferred is None else preferred,
+        sent_anywhere_s=make_means(problem, problem.is_allowed)[1])
     arrays = kernel.Arrays.of(problem)
 
     def place(room: Room) -> tuple[int, Assignment]:
         state = list_kernel.make_state(problem)
-        failed = list_kernel.place_by_priority(arrays, room, state, priority, added, fixed)
+        failed = list_kernel.place_all(arrays, room, state, wishes, in_gaps=in_gaps)
         turn = np.empty(problem.num_ops, dtype=np.int64)
         turn[state.order] = np.arange(problem.num_ops)
-        order = np.lexsort((turn, state.start_s)).astype(np.int64)
+        order = np.lexsort((turn, state.start_s)).astype(np.int64) if in_gaps else state.order
         return failed, Assignment(device=state.device, order=order)
 
     return list_kernel.place_with_room(problem, allowed, place)
@@ -250,13 +242,11 @@ def peft(problem: PlaceProblem) -> Assignment:
 
 
 def _peft(problem: PlaceProblem) -> Assignment:
-    from weft.search.place import list_kernel
-
     _, sent_s = make_means(problem, problem.is_allowed)
     where = problem.is_allowed[problem.unit_of_op]
     table = list_kernel.optimistic(np.where(where, problem.time_s, np.inf), sent_s, problem.edges)
     rank = np.where(where, table, 0.0).sum(axis=1) / where.sum(axis=1)
-    return _by_priority(problem, problem.is_allowed, rank, extra=table)
+    return _schedule(problem, problem.is_allowed, rank, extra=table)
 
 
 def cpop(problem: PlaceProblem) -> Assignment:
@@ -270,10 +260,8 @@ def cpop(problem: PlaceProblem) -> Assignment:
 
 
 def _cpop(problem: PlaceProblem) -> Assignment:
-    from weft.search.place import list_kernel
-
     op_s, sent_s = make_means(problem, problem.is_allowed)
-    up = upward_rank(problem, op_s, sent_s)
+    up = list_kernel.upward(op_s, sent_s, problem.edges)
     down = list_kernel.downward(op_s, sent_s, problem.edges)
     path = list_kernel.critical_path(up, sent_s, problem.edges)
     pinned = np.full(problem.num_ops, -1, dtype=np.int64)
@@ -281,7 +269,7 @@ def _cpop(problem: PlaceProblem) -> Assignment:
     forbidden = np.isinf(times).sum(axis=0)
     total = np.where(np.isinf(times), 0.0, times).sum(axis=0)
     pinned[path] = np.lexsort((total, forbidden))[0]
-    return _by_priority(problem, problem.is_allowed, up + down, pinned=pinned)
+    return _schedule(problem, problem.is_allowed, up + down, pinned=pinned)
 
 
 # ---- earliest start -----------------------------------------------------------------------------------------------
@@ -300,21 +288,8 @@ def etf(problem: PlaceProblem) -> Assignment:
 def by_earliest_start(problem: PlaceProblem, *, favourite: I64 | None = None, preferred: Bools | None = None
                       ) -> Assignment:
     """Return ETF's placement with favourite children ([n], -1 for none) and preferred devices ([units, m])."""
-    from weft.search.place import kernel, list_kernel
-
-    op_s, sent_s = make_means(problem, problem.is_allowed)
-    arrays = kernel.Arrays.of(problem)
-    wishes = list_kernel.Wishes(
-        level=upward_rank(problem, op_s, np.zeros(problem.num_tensors)),
-        favourite=np.full(problem.num_ops, -1, dtype=np.int64) if favourite is None else favourite,
-        preferred=problem.is_allowed if preferred is None else preferred, sent_anywhere_s=sent_s)
-
-    def place(room: Room) -> tuple[int, Assignment]:
-        state = list_kernel.make_state(problem)
-        failed = list_kernel.place_earliest(arrays, room, state, wishes)
-        return failed, Assignment(device=state.device, order=state.order)
-
-    return list_kernel.place_with_room(problem, problem.is_allowed, place)
+    level = list_kernel.upward(make_means(problem, problem.is_allowed)[0], np.zeros(problem.num_tensors), problem.edges)
+    return _schedule(problem, problem.is_allowed, level, in_gaps=False, favourite=favourite, preferred=preferred)
 
 
 # ---- m-SCT ----------------------------------------------------------------------------------------------------------

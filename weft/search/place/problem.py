@@ -379,15 +379,12 @@ def _pair_costs(cluster: Cluster, costs: Costs, *, is_needed: bool) -> tuple[F64
     """Return latency and seconds per byte of every pair of devices; infinite where there is no way."""
     count = cluster.num_devices
     times = PairTimes(costs, (0.0, _PROBE_BYTES))
-    latency_s, many_s = (_seconds_table(partial(_pair_seconds, times, which), count) for which in (0, 1))
+    latency_s = _seconds_table(lambda source, target: times.seconds(source, target)[0], count)
+    many_s = _seconds_table(lambda source, target: times.seconds(source, target)[1], count)
     has_way = np.isfinite(latency_s)
     if is_needed and count > 1 and not has_way[~np.eye(count, dtype=np.bool_)].any():
         costs.transfer(0.0, count - 1, count - 2)  # raises what there is to say
     return latency_s, np.subtract(many_s, latency_s, out=np.zeros_like(many_s), where=has_way) / _PROBE_BYTES
-
-
-def _pair_seconds(times: PairTimes, which: int, source: int, target: int) -> float:
-    return times.seconds(source, target)[which]
 
 
 def _resources(cluster: Cluster, latency_s: F64) -> tuple[I64, I64]:

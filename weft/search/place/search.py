@@ -10,12 +10,19 @@
 The programme for latency; ``check_timetable`` states it for any timetable, ``weft.search.place.latency.exact`` as a
 model, ``weft.search.place.latency.bounds`` with fractions of operators:
 
-    minimise T   with   T >= end of every operator                                         (``Timetable.latency_s``)
-                        an operator starts when all it reads is there                      (``_missing_inputs``)
-                        a transfer starts when its tensor is written, and takes its time   (``_wrong_transfers``)
-                        one operator at a time on a core, one transfer at a time on a way  (``_overlaps``)
-                        what a device holds at any time fits                               (``Timetable.peak_bytes``)
-    over the device and start of every operator, and the start of every transfer
+    d[i], s[i]   device and start of operator i;  e[i] = s[i] + time[i, d[i]]                  (``Timetable.end_s``)
+    a[t, c]      start of the transfer of tensor t to device c, from the device of its writer w, in
+                 seconds[t, d[w], c]
+
+    minimise T over d, s, a with
+        T >= e[i]                                                                          (``Timetable.latency_s``)
+        s[i] >= e[w] of what i reads from its own device                                   (``_missing_inputs``)
+        s[i] >= a[t, d[i]] + seconds[t, d[w], d[i]] of what it reads from others           (``_missing_inputs``)
+        a[t, c] >= e[w]                                                                    (``_wrong_transfers``)
+        one operator at a time on a core                                                   (``_overlaps``)
+        one transfer at a time on a way                                                    (``_busy_ways``)
+        bytes held by a device at any time <= capacity                                     (``Timetable.peak_bytes``)
+        d[i] = d[j] for operators of one unit, time[i, d[i]] finite                        (``check_placement``)
 
 Throughput is another programme: ``weft.search.place.throughput.search``.
 
@@ -31,18 +38,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from weft.base.errors import InputError, NoFeasiblePlan, PlanError
+from weft.cluster.cluster_file import parse_cluster
+from weft.cost.costs import estimate_costs
 from weft.model.graph import I64
+from weft.model.graph_file import parse_graph
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
 from weft.search.common.incumbent import Incumbent
+from weft.search.place.fit import fitting_devices
+from weft.search.place.latency.anneal import Annealer
 from weft.search.place.latency.bounds import Relaxation, heads_and_tails, tighten, way_bound
-from weft.search.place.latency.series import ANY, Series, Solved, solve_series
-from weft.search.place.methods import METHODS
-from weft.search.place.problem import Objective, PlaceProblem
+from weft.search.place.latency.exact import ANY, Model, Series, Solved, solve_series
+from weft.search.place.lists import heft
+from weft.search.place.methods import METHODS, single
+from weft.search.place.problem import Objective, PlaceProblem, problem_from_graph
+from weft.search.place.throughput.search import place_stream, solve_throughput
 from weft.search.place.timetable import (
     Assignment,
     PlaceResult,
@@ -51,9 +65,6 @@ from weft.search.place.timetable import (
     make_timetable,
     with_room_for_tensors,
 )
-
-if TYPE_CHECKING:
-    from weft.search.place.latency.anneal import Annealer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +126,6 @@ def place(problem: PlaceProblem, *, objective: Objective = "latency", method: st
                     deadline=None if time_limit is None else time.monotonic() + time_limit)
     with ended_by_ctrl_c(budget):
         if objective == "throughput":
-            from weft.search.place.throughput.search import place_stream
-
             return place_stream(problem, method=method, contiguous=contiguous, budget=budget, seed=seed, begin=begin)
         search = LatencySearch(problem, budget, seed)
         if method != "auto":
@@ -198,8 +207,6 @@ class LatencySearch:
     @cached_property
     def annealer(self) -> Annealer:
         """Return local search for the problem."""
-        from weft.search.place.latency.anneal import Annealer
-
         return Annealer(self.problem, self.seed)
 
     def bound_by_work(self) -> None:
@@ -254,8 +261,6 @@ class LatencySearch:
             if self.best.answer is None:
                 self.try_method(name)
         self.bound_by_work()
-        if self.best.answer is None:
-            self.import_searches()
         try:
             with cut_short(self.end_of_search(TUNING.grace_s)):
                 if TUNING.quick_method not in self.tried:
@@ -274,12 +279,6 @@ class LatencySearch:
     def fit_effort(self) -> float:
         """Return the effort in which annealing may make tensors fit."""
         return TUNING.fit_effort if self.budget.deadline is None else min(TUNING.fit_effort, TUNING.last_grace_s)
-
-    def import_searches(self) -> None:
-        """Import what looks for room where no method finds any; that is not to count against its time."""
-        with self.budget.paused():
-            from weft.search.place.latency import anneal  # noqa: F401
-            from weft.search.place.throughput import search  # noqa: F401
 
     def end_of_search(self, grace_s: float) -> float | None:
         """Return when the search is cut off: so long after the deadline, and later where there is no placement yet."""
@@ -362,8 +361,6 @@ class LatencySearch:
 
         Lists and memory alone do not look ahead where some devices cannot send to others; the search for loads does.
         """
-        from weft.search.place.throughput.search import solve_throughput
-
         with self.budget.without(0.8 * self.budget.effort):
             found = solve_throughput(self.problem, contiguous=False, budget=self.budget, seed=self.seed)
         assert found.answer is not None, "else it raises"
@@ -371,8 +368,6 @@ class LatencySearch:
 
     def fit(self) -> None:
         """Offer a placement that looks at memory alone; raise ``NoFeasiblePlan`` if there is none."""
-        from weft.search.place.fit import fitting_devices
-
         def method(problem: PlaceProblem) -> Assignment:
             return Assignment(device=fitting_devices(problem, seed=self.seed), order=np.arange(problem.num_ops))
 
@@ -468,8 +463,6 @@ def num_exact_terms(problem: PlaceProblem) -> int:
 def solve_exactly(problem: PlaceProblem, budget: Budget, *, effort: float, start: Timetable | None, limit: float,
                   seed: int, device: I64 | None = None) -> Solved:
     """Return what CP-SAT finds that takes less than ``limit``, and what it proves; ``device`` leaves only the order."""
-    from weft.search.place.latency.exact import Model
-
     if device is not None:
         problem = pinned(problem, device)
     if np.isfinite(limit):
@@ -509,3 +502,20 @@ def adopt(series: Series, table: Timetable) -> None:
         found = make_timetable(fixed, table.device[part.ops], inside[inside >= 0])
         series.record(index, before, after, Solved(bound=0.0, timetable=found))
         before = after
+
+
+def load_compiled() -> None:
+    """Read from the disk what every search needs of the compiled code, or compile it.
+
+    Before a search under a time limit, so that it does not count against it.
+    """
+    ops = [{"name": name, "kind": "op", "times": {"gpu": 1.0}, "memory": 1} for name in ("a", "b")]
+    graph = parse_graph({"format": "weft.graph", "version": 1, "ops": ops,
+                         "edges": [{"from": "a", "to": "b", "bytes": 1}]})
+    cluster = parse_cluster({"format": "weft.cluster", "version": 1,
+                             "devices": [{"name": name, "kind": "gpu", "memory": 2} for name in ("x", "y")],
+                             "links": [{"from": "x", "to": "y", "bandwidth": "1GB/s", "latency": "1us"}]})
+    problem = problem_from_graph(graph, cluster, estimate_costs(graph, cluster))
+    for method in (single, heft):  # under a time limit these are tried first
+        found = method(problem)
+        check_timetable(make_timetable(problem, found.device, found.order))

@@ -25,6 +25,7 @@ import numpy as np
 from weft.base.errors import InputError, NoFeasiblePlan, PlanError
 from weft.base.units import format_bytes
 from weft.model.graph import F64, I64
+from weft.search.place.kernel import Arrays, decode
 from weft.search.place.problem import Bools, Objective, PlaceProblem, check_placement
 
 Status = Literal["optimal", "feasible"]
@@ -33,8 +34,6 @@ TOLERANCE: Final = 1e-9
 """Times may differ by so much of the largest time and still count as equal."""
 MAX_AGAIN: Final = 8
 """Times that a method places again because tensors do not fit beside the weights."""
-SMALL: Final = 300
-"""Up to so many operators, timetables are made in plain Python."""
 
 
 class Sent(NamedTuple):
@@ -102,12 +101,7 @@ class Timetable:
 def make_timetable(problem: PlaceProblem, device: I64, order: I64) -> Timetable:
     """Return the timetable that the devices and the order mean; see the module's docstring."""
     check_placement(problem, device)
-    if problem.num_ops <= SMALL:  # not worth a compiler's start
-        start_s, sent_s = decode(problem, device, order)
-    else:
-        from weft.search.place import kernel
-
-        start_s, sent_s = kernel.decode(kernel.Arrays.of(problem), device, order)
+    start_s, sent_s = decode(Arrays.of(problem), device, order)
     row, target = np.nonzero(np.isfinite(sent_s))
     transfers = []
     for tensor, there in zip(row.tolist(), target.tolist(), strict=True):
@@ -115,56 +109,6 @@ def make_timetable(problem: PlaceProblem, device: I64, order: I64) -> Timetable:
         transfers.append(Sent(tensor, source, there, begin, begin + problem.transfer_s(tensor, source, there)))
     return Timetable(problem=problem, device=device.copy(), start_s=start_s,
                      transfers=tuple(sorted(transfers, key=lambda sent: (sent.start_s, sent.tensor, sent.target))))
-
-
-class Clock:
-    """Runs operators and transfers one after the other, each as early as what it needs allows."""
-
-    def __init__(self, problem: PlaceProblem, device: I64) -> None:
-        self.problem, self.device = problem, device
-        self.core_free = np.zeros(problem.num_devices)
-        self.way_free = np.zeros(max(1, problem.num_resources))
-        self.start_s, self.end_s = np.zeros(problem.num_ops), np.zeros(problem.num_ops)
-        self.sent: dict[tuple[int, int], Sent] = {}
-        """By tensor and target."""
-
-    def send(self, tensor: int, target: int) -> None:
-        """Send the tensor to the device."""
-        writer = int(self.problem.producer[tensor])
-        source = int(self.device[writer])
-        used = self.problem.ways(source, target)
-        begin = max(float(self.end_s[writer]), float(self.way_free[used].max(initial=0.0)))
-        done = begin + self.problem.transfer_s(tensor, source, target)
-        self.way_free[used] = done
-        self.sent[tensor, target] = Sent(tensor, source, target, begin, done)
-
-    def run(self, op: int) -> None:
-        """Run the operator; what it reads has been sent."""
-        here = int(self.device[op])
-        core = int(self.problem.core_of_device[here])
-        ready = float(self.core_free[core])
-        for tensor in self.problem.inputs_of(op).tolist():
-            writer = int(self.problem.producer[tensor])
-            ready = max(ready, float(self.end_s[writer]) if self.device[writer] == here else
-                        self.sent[tensor, here].end_s)
-        self.start_s[op] = ready
-        self.end_s[op] = self.core_free[core] = ready + self.problem.time_s[op, here]
-
-
-def decode(problem: PlaceProblem, device: I64, order: I64) -> tuple[F64, F64]:
-    """Return the start of each operator and of each transfer [tensors, devices]; ``kernel.decode`` in plain Python."""
-    clock = Clock(problem, device)
-    for op in order.tolist():
-        here = int(device[op])
-        inputs = problem.inputs_of(op).tolist()
-        for tensor in sorted(inputs, key=lambda tensor: clock.end_s[problem.producer[tensor]]):
-            if device[problem.producer[tensor]] != here and (tensor, here) not in clock.sent:
-                clock.send(tensor, here)
-        clock.run(op)
-    sent_s = np.full((problem.num_tensors, problem.num_devices), np.inf)
-    for sent in clock.sent.values():
-        sent_s[sent.tensor, sent.target] = sent.start_s
-    return clock.start_s, sent_s
 
 
 def check_timetable(timetable: Timetable) -> None:

@@ -95,7 +95,7 @@ def test_units_swap_where_both_devices_are_full():
 
 
 def test_it_stops_between_pieces(monkeypatch):
-    monkeypatch.setattr(anneal, "PIECE", 1000)
+    monkeypatch.setattr(anneal, "TUNING", replace(anneal.TUNING, piece=1000))
     problem = draw(1)
     rng = np.random.default_rng(1)
     start = random_placement(rng, replace(problem, capacity=np.full(problem.num_devices, np.inf))), random_order(rng, problem)

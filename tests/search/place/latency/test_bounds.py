@@ -12,7 +12,7 @@ from tests.search.place.oracle import min_latency
 from tests.search.place.test_oracle import draw
 from tests.search.place.worlds import problem_of
 from weft.search.place.latency.bounds import heads_and_tails, tighten, way_bound
-from weft.search.place.latency.series import subproblem
+from weft.search.place.latency.exact import subproblem
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.search import pinned
 from weft.search.place.timetable import Timetable

@@ -21,12 +21,12 @@ from weft.search.place.latency.exact import (
     MAX_EXACT_TICKS,
     ROUNDED_TICKS,
     Model,
+    Solved,
     Ticks,
     choose_ticks,
     longest,
     replay,
 )
-from weft.search.place.latency.series import Solved
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.search import pinned, place
 from weft.search.place.timetable import check_timetable, make_timetable

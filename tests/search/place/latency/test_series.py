@@ -13,7 +13,7 @@ from tests.search.place.oracle import min_latency
 from tests.search.place.random_problems import random_problem
 from tests.search.place.test_timetable import random_order, random_placement
 from tests.search.place.worlds import problem_of
-from weft.search.place.latency.series import ANY, Series, Solved, find_cuts, solve_series, split
+from weft.search.place.latency.exact import ANY, Series, Solved, find_cuts, solve_series, split
 from weft.search.place.problem import PlaceProblem
 from weft.search.place.search import adopt
 from weft.search.place.timetable import check_timetable, make_timetable

@@ -12,10 +12,9 @@ import pytest
 from benchmarks.partition_models import MODELS, for_latency, for_throughput, training
 from tests.search.place.partition.problems import best_latency, random_value
 from weft.search.place.partition import search as partition
-from weft.search.place.partition.kernel import Scratch, excess, latency, polish
-from weft.search.place.partition.path_kernel import longest_path
+from weft.search.place.partition.kernel import Scratch, excess, latency, longest_path, polish
 from weft.search.place.partition.problem import PartitionProblem, check_latency, parse_partition
-from weft.search.place.partition.search import cover, latency_graph, solve_partition, weights_for_paths
+from weft.search.place.partition.search import cover, latency_graph, solve_partition
 
 
 def chained(rng: np.random.Generator, count: int, *, is_pure: bool = False, **options: Any) -> PartitionProblem:
@@ -34,18 +33,18 @@ def test_no_path_has_a_bound_above_the_best(seed: int) -> None:
     problem = (chained(rng, 6, tight=True) if seed % 2 else
                parse_partition(random_value(rng, 6, tight=seed % 4 == 0, accelerators=1 + seed % 3)))
     g, best = latency_graph(problem), best_latency(problem)
-    for weights in (*weights_for_paths(g), *rng.random((5, 6))):
-        assert cover(g, longest_path(g, weights)).bound <= best * (1 + 1e-9)
+    for weights in (np.minimum(g.cpu_s, g.fpga_s), g.cpu_s, g.cost_s, g.size, np.ones(6), *rng.random((5, 6))):
+        assert cover(g, longest_path(g, weights))[0] <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_bound_of_a_chain_is_its_best_and_its_sets_reach_it(seed: int) -> None:
     problem = chained(np.random.default_rng(seed), 7, is_pure=True, classes=False, tight=True)
     g = latency_graph(problem)
-    found = cover(g, longest_path(g, np.ones(7)))
-    assert found.bound == pytest.approx(best_latency(problem))
+    bound, where = cover(g, longest_path(g, np.ones(7)))
+    assert bound == pytest.approx(best_latency(problem))
     scratch = Scratch.of(g)
-    assert latency(g, found.where, scratch) == pytest.approx(found.bound)
+    assert latency(g, where, scratch) == pytest.approx(bound)
     assert excess(g, scratch) == 0
 
 
@@ -55,10 +54,10 @@ def test_a_skip_over_a_whole_set_costs_nothing_and_into_it_costs() -> None:
         for node in range(4)], "edges": [{"sourceId": one, "destId": other, "cost": 1.0 + one}
                                          for one, other in ((0, 1), (1, 2), (2, 3), (0, 3))]}
     g = latency_graph(parse_partition(value))
-    assert cover(g, longest_path(g, np.ones(4))).bound == 50 + (1 + 1 + 1 + 3) + 50
+    assert cover(g, longest_path(g, np.ones(4)))[0] == 50 + (1 + 1 + 1 + 3) + 50
     value["edges"].append({"sourceId": 1, "destId": 3, "cost": 2.0})  # type: ignore[attr-defined]
     g = latency_graph(parse_partition(value))
-    assert cover(g, longest_path(g, np.ones(4))).bound == 50 + (1 + 1 + 1 + 2 + 3) + 50
+    assert cover(g, longest_path(g, np.ones(4)))[0] == 50 + (1 + 1 + 1 + 2 + 3) + 50
 
 
 def test_a_class_that_starts_before_a_set_is_not_in_it() -> None:
@@ -70,7 +69,7 @@ def test_a_class_that_starts_before_a_set_is_not_in_it() -> None:
              "edges": [{"sourceId": one, "destId": other, "cost": 4.0} for one, other in ((0, 1), (1, 2), (3, 2))]}
     problem = parse_partition(value)
     g = latency_graph(problem)
-    assert cover(g, longest_path(g, np.ones(4))).bound == pytest.approx(best_latency(problem))
+    assert cover(g, longest_path(g, np.ones(4)))[0] == pytest.approx(best_latency(problem))
 
 
 def test_the_longest_path_follows_edges_and_weights() -> None:

@@ -19,6 +19,7 @@ Rounds of annealing (``Annealer.improve``) begin from warm and from hot in turn,
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from weft.base.compiled import compiled
 from weft.model.graph import F64, I64
 from weft.search.common.budget import Budget
 from weft.search.place.kernel import Arrays, pieces, transfer_s
-from weft.search.place.problem import PlaceProblem, starts_of
+from weft.search.place.problem import Bools, PlaceProblem, starts_of
 from weft.search.place.timetable import Timetable, make_timetable
 
 NEVER = 1 << 60
@@ -47,6 +48,8 @@ class Neighbours(NamedTuple):
     choice_start: I64
     choices: I64
     """Devices that each unit may run on."""
+    may_run: Bools
+    """[units, m] the same as a table."""
     next_start: I64
     next_ops: I64
     """Operators that each operator reads from or is read by."""
@@ -362,14 +365,6 @@ def _target(n: Neighbours, s: _State, unit: int) -> int:
 
 
 @compiled
-def _may_run(n: Neighbours, unit: int, target: int) -> bool:
-    found = False
-    for slot in range(n.choice_start[unit], n.choice_start[unit + 1]):
-        found = found or n.choices[slot] == target
-    return found
-
-
-@compiled
 def _make_room(n: Neighbours, s: _State, held: I64, used: F64, picked: I64, before: I64, moved: int, target: int,
                other: int) -> int:
     """Send units with weights from the full device to the other one until it has room; return how many moved in all."""
@@ -378,7 +373,7 @@ def _make_room(n: Neighbours, s: _State, held: I64, used: F64, picked: I64, befo
             break
         op = np.random.randint(len(s.order))
         unit = n.unit_of_op[op]
-        is_new = s.device[op] == target and n.weight_start[op + 1] > n.weight_start[op] and _may_run(n, unit, other)
+        is_new = s.device[op] == target and n.weight_start[op + 1] > n.weight_start[op] and n.may_run[unit, other]
         for index in range(moved):
             is_new = is_new and picked[index] != unit
         if is_new:
@@ -404,7 +399,7 @@ def _try_devices(n: Neighbours, s: _State, held: I64, used: F64, picked: I64, be
     for index in range(count):
         unit = picked[index]
         source = s.device[n.unit_ops[n.unit_start[unit]]]
-        if source != target and _may_run(n, unit, target):
+        if source != target and n.may_run[unit, target]:
             picked[moved] = unit
             before[moved] = source
             moved += 1
@@ -531,18 +526,27 @@ def anneal(a: Arrays, n: Neighbours, device: I64, order: I64, steps: int, hot: f
     return best_device, best_order, best, spent
 
 
-HEAT: Final = (0.02, 0.005, 0.05, 0.01)
-"""Starting temperatures of rounds in turn, as parts of the value."""
-COLD: Final = 0.0002
-PRICE: Final = 0.3
-"""Of a byte over a device's memory, at first, as a part of the best time by byte."""
-DEARER: Final = 300.0
-"""Memory that is over costs so many times more at the end of a run than at its begin."""
-SECONDS_PER_STEP: Final = 50e-9
-"""CPU seconds of timing one operator, about."""
-PIECE: Final = 10_000_000
-"""Steps between two looks at whether to go on: about half a second."""
-LEAST_STEPS: Final = 10_000
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """What was chosen for local search, and how."""
+
+    heat: tuple[float, ...] = (0.02, 0.005, 0.05, 0.01)
+    """Starting temperatures of rounds in turn, as parts of the value: a guess of warm and hot, not tuned."""
+    cold: float = 0.0002
+    """The last temperature, likewise: far below any change of a value that matters."""
+    price: float = 0.3
+    """Of a byte over a device's memory, at first, as a part of the best time by byte: a guess."""
+    dearer: float = 300.0
+    """Memory that is over costs so many times more at the end of a run than at its begin, so that it does not pay."""
+    seconds_per_step: float = 50e-9
+    """CPU seconds of timing one operator, about; measured."""
+    piece: int = 10_000_000
+    """Steps between two looks at whether to go on: about half a second, so that Ctrl-C is answered."""
+    least_steps: int = 10_000
+    """Steps of a round at least: a few hundred moves."""
+
+
+TUNING: Final = Tuning()
 
 
 class Annealed(NamedTuple):
@@ -566,17 +570,17 @@ class Annealer:
 
     def improve(self, best: Timetable, budget: Budget, *, effort: float) -> Iterator[Timetable]:
         """Yield the better timetables that rounds of annealing end with; each starts from the best so far."""
-        for index, hot in enumerate(HEAT):
+        for index, hot in enumerate(TUNING.heat):
             if budget.is_spent:
                 break
-            found = self._round(best, budget, effort=effort / len(HEAT), hot=hot, is_priced=index % 2 == 0)
+            found = self._round(best, budget, effort=effort / len(TUNING.heat), hot=hot, is_priced=index % 2 == 0)
             if found is not None and found.latency_s < best.latency_s:
                 best = found
                 yield best
 
     def make_fit(self, start: Timetable, budget: Budget, *, effort: float) -> Timetable | None:
         """Return what annealing comes to from a timetable that need not fit, None if it finds none that does."""
-        return self._round(start, budget, effort=effort, hot=HEAT[0], is_priced=True)
+        return self._round(start, budget, effort=effort, hot=TUNING.heat[0], is_priced=True)
 
     def _round(self, best: Timetable, budget: Budget, *, effort: float, hot: float, is_priced: bool
                ) -> Timetable | None:
@@ -585,10 +589,11 @@ class Annealer:
         With ``is_priced`` it may pass through what does not fit, where memory is tight at all.
         """
         self.num_runs += 1
-        price = PRICE * best.latency_s / self.bytes_held if is_priced and self.problem.is_tight else 0.0
-        found = self.run(best.device, best.order, steps=max(LEAST_STEPS, int(effort / SECONDS_PER_STEP)), hot=hot,
-                         cold=COLD, price=price, seed=self.seed + 97 * self.num_runs, is_spent=lambda: budget.is_spent)
-        budget.effort -= found.num_steps * SECONDS_PER_STEP
+        price = TUNING.price * best.latency_s / self.bytes_held if is_priced and self.problem.is_tight else 0.0
+        steps = max(TUNING.least_steps, int(effort / TUNING.seconds_per_step))
+        found = self.run(best.device, best.order, steps=steps, hot=hot, cold=TUNING.cold, price=price,
+                         seed=self.seed + 97 * self.num_runs, is_spent=lambda: budget.is_spent)
+        budget.effort -= found.num_steps * TUNING.seconds_per_step
         return make_timetable(self.problem, found.device, found.order) if np.isfinite(found.value) else None
 
     def run(self, device: I64, order: I64, *, steps: int, seed: int, hot: float, cold: float,
@@ -603,8 +608,8 @@ class Annealer:
         """
         device, order, spent = device.copy(), order.copy(), 0
         best: Annealed | None = None
-        for piece in pieces(steps, size=PIECE, hot=hot, fall=cold / hot, is_done=is_spent):
-            dearer = DEARER ** (1 / piece.total)
+        for piece in pieces(steps, size=TUNING.piece, hot=hot, fall=cold / hot, is_done=is_spent):
+            dearer = TUNING.dearer ** (1 / piece.total)
             found = Annealed(*anneal(self.arrays, self.neighbours, device, order, piece.steps, piece.hot, piece.cold,
                                      price * dearer**piece.number, dearer, (seed * 1000003 + piece.number) % 2**31))
             spent += found.num_steps
@@ -619,9 +624,9 @@ def _neighbours(problem: PlaceProblem) -> Neighbours:
     pairs = np.unique(np.concatenate([problem.edges[:, [0, 1]], problem.edges[:, [1, 0]]]), axis=0)
     return Neighbours(
         problem.unit_of_op, starts_of(problem.unit_of_op, units), np.argsort(problem.unit_of_op, kind="stable"),
-        starts_of(devices[0], units), devices[1], starts_of(pairs[:, 0], ops), pairs[:, 1].copy(), *problem.readers,
-        problem.weight_start, problem.weights, problem.weight_bytes, problem.capacity, least_tails(problem),
-        starts_of(problem.producer, ops), np.argsort(problem.producer, kind="stable"),
+        starts_of(devices[0], units), devices[1], problem.is_allowed, starts_of(pairs[:, 0], ops), pairs[:, 1].copy(),
+        *problem.readers, problem.weight_start, problem.weights, problem.weight_bytes, problem.capacity,
+        least_tails(problem), starts_of(problem.producer, ops), np.argsort(problem.producer, kind="stable"),
         problem.has_lifetimes and bool(np.isfinite(problem.capacity).any()))
 
 

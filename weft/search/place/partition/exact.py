@@ -22,8 +22,7 @@ from weft.model.graph import I64
 from weft.search.common.budget import Budget
 from weft.search.common.cpsat import solve
 from weft.search.place.fit import add_parted, chosen, unit_choices
-from weft.search.place.partition.kernel import Graph
-from weft.search.place.partition.path_kernel import longest_path
+from weft.search.place.partition.kernel import Graph, longest_path
 
 RESOLUTION = float(1 << 27)
 """The known latency in whole numbers."""

@@ -3,14 +3,21 @@
     from weft.search.place.partition.search import load_partition, solve_partition
     result = solve_partition(load_partition("bert24_inference.json"), objective="throughput")
 
-*Throughput* is a load problem (``loads_of``), solved as for Weft's graphs (``weft.search.place.throughput.search``).
+*Throughput*, as a load problem (``loads_of``): ``time[u, d]`` is the sum of the times of the unit's nodes,
+``touch[t, d]`` the cost of the node that writes t where d is an accelerator, 0 for CPUs. It is solved as for graphs
+(``weft.search.place.throughput.search``).
 
 *Latency*: accelerators get one set of units each, everything else is on CPUs.
 
-    minimise T   with   T >= end of every node on a CPU and of every set           (``kernel.latency``)
-                        sets within the memory of an accelerator                   (``kernel.excess``)
-                        no circle of sets that wait for each other                 (``kernel.latency``: infinite)
-    over the set of every unit, 0 for CPUs
+    x[u]     the set of unit u: 1 to K, or 0 for CPUs
+    L[k]     load of set k:  sum of fpga[v] of its nodes v, and of cost[v] of the nodes v inside that are read
+             outside, or outside that are read inside                                        (``kernel._add_loads``)
+    e[v]     end of node v:  max of e[u] of the nodes u that it reads, + cpu[v], on a CPU    (``kernel.latency``)
+    e[v]     in set k:       max of e[u] of the nodes u outside that the set reads, + L[k]   (``kernel.latency``)
+
+    minimise T over x with   T >= e[v] for all v                                             (``kernel.latency``)
+                             sum of size[v] in a set <= capacity                             (``kernel.excess``)
+                             no circle of sets that wait for each other           (``kernel.latency``: infinite)
 
 Starts come from a dynamic program over intervals of topological orders (``interval_sets``) and from paths, which also
 give bounds (``cover``); annealing with exact evaluation improves them (``_Search.anneal_for``); CP-SAT improves further
@@ -20,9 +27,9 @@ or proves (``weft.search.place.partition.exact``).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
@@ -33,8 +40,18 @@ from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctr
 from weft.search.common.incumbent import Incumbent
 from weft.search.place.kernel import pieces
 from weft.search.place.partition.exact import improve_or_prove
-from weft.search.place.partition.kernel import Graph, Scratch, anneal, excess, latency, polish
-from weft.search.place.partition.path_kernel import best_cover, best_intervals, longest_path, spans
+from weft.search.place.partition.kernel import (
+    Graph,
+    Scratch,
+    anneal,
+    best_cover,
+    best_intervals,
+    excess,
+    latency,
+    longest_path,
+    polish,
+    spans,
+)
 from weft.search.place.partition.problem import (
     PartitionProblem,
     PartitionResult,
@@ -210,38 +227,23 @@ def interval_sets(g: Graph, blocks: Sequence[I64]) -> I64:
     return np.asarray(starts[block_of_unit], dtype=np.int64)
 
 
-class Cover(NamedTuple):
-    """What the intervals of one path tell."""
+def cover(g: Graph, path: I64) -> tuple[float, I64]:
+    """Return a bound and the sets of units, by the path's best intervals.
 
-    bound: float
-    """No sets have a smaller latency."""
-    where: I64
-    """[units] Sets by the path's best intervals; they may break a rule, since the path does not know all of them."""
-
-
-def cover(g: Graph, path: I64) -> Cover:
-    """Return the best intervals of the path."""
+    The sets may break a rule, since the path does not know all of them.
+    """
     bound, ends = best_cover(g, path)
     _, after, before = spans(g, path)
     where = np.zeros(len(g.can_set), dtype=np.int64)
     for index, begin in enumerate(np.flatnonzero(ends >= 0).tolist()):
         where[g.unit[(after >= begin) & (before <= ends[begin])]] = index + 1
-    return Cover(bound, where)
+    return bound, where
 
 
 def cover_s(g: Graph) -> float:
     """Return about how many CPU seconds one cover takes."""
     nodes = len(g.cpu_s)
     return 1e-5 + 2e-8 * nodes * (nodes + len(g.targets)) + 2e-9 * nodes * nodes * g.num_sets
-
-
-def weights_for_paths(g: Graph) -> Iterator[F64]:
-    """Yield weights of nodes by which a path may tell much."""
-    yield np.minimum(g.cpu_s, g.fpga_s)
-    yield g.cpu_s
-    yield g.cost_s
-    yield g.size
-    yield np.ones(len(g.cpu_s))
 
 
 # ---- latency: the search ------------------------------------------------------------------------------------------
@@ -316,8 +318,9 @@ class _Search:
         for blocks in block_orders(self.g):
             self.starts.append(interval_sets(self.g, blocks))
             self.offer(self.starts[-1])
-        for weights in weights_for_paths(self.g):
-            self.follow(weights)
+        g = self.g
+        for weights in (np.minimum(g.cpu_s, g.fpga_s), g.cpu_s, g.cost_s, g.size, np.ones(len(g.cpu_s))):
+            self.follow(weights)  # the path may tell much
         self.follow_paths(0)
 
     def follow_paths(self, num_random: int) -> None:
@@ -336,11 +339,11 @@ class _Search:
             return
         self.paths.add(path.tobytes())
         self.budget.effort -= seconds
-        found = cover(self.g, path)
-        self.best.raise_bound(found.bound)
-        if not any((found.where == start).all() for start in self.starts):
-            self.starts.append(found.where)
-            self.offer(found.where)
+        bound, where = cover(self.g, path)
+        self.best.raise_bound(bound)
+        if not any((where == start).all() for start in self.starts):
+            self.starts.append(where)
+            self.offer(where)
 
     def anneal_for(self, effort: float) -> None:
         """Anneal from the best sets, and now and then from another start."""
@@ -377,13 +380,8 @@ class _Search:
 
 def path_bound(g: Graph) -> float:
     """Return the longest path with every node where it is fastest; a set's load is at least its nodes' times."""
-    ends = np.zeros(len(g.cpu_s))
     fastest = np.where((g.can_set[g.unit] > 0) & (g.num_sets > 0), np.minimum(g.cpu_s, g.fpga_s), g.cpu_s)
-    for node in range(len(ends)):
-        ends[node] += fastest[node]
-        for target in g.targets[g.target_start[node] : g.target_start[node + 1]]:
-            ends[target] = max(ends[target], ends[node])
-    return float(ends.max(initial=0.0))
+    return float(np.cumsum(fastest[longest_path(g, fastest)])[-1])
 
 
 # ---- either objective ---------------------------------------------------------------------------------------------
@@ -436,7 +434,7 @@ def compile_searches(objective: Objective) -> None:
     graph = latency_graph(tiny)
     scratch = Scratch.of(graph)
     anneal(graph, interval_sets(graph, block_orders(graph)[0]), scratch, 1, 1.0, 1.0, 0)
-    polish(graph, cover(graph, longest_path(graph, graph.cpu_s)).where, scratch, 10)
+    polish(graph, cover(graph, longest_path(graph, graph.cpu_s))[1], scratch, 10)
 
 
 def _latency_devices(problem: PartitionProblem, where: I64) -> I64:

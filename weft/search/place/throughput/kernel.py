@@ -14,7 +14,6 @@ import numpy as np
 from weft.base.compiled import compiled
 from weft.model.graph import F64, I64
 from weft.search.place.kernel import accepts, draw, transfer_s
-from weft.search.place.throughput.model import Loads
 
 SQUARINGS = 5
 """The norm's p is 2 to this power."""
@@ -23,6 +22,76 @@ VIOLATION = 4.0
 """Weight of a device's memory taken twice, in loads."""
 SLACK = 1e-12
 """Relative: memory sums may be off by so much."""
+
+
+class Loads(NamedTuple):
+    """What compiled code needs of a load problem; ``n`` units, ``m`` devices, ``t`` tensors."""
+
+    time_s: F64
+    """[n, m] infinite where the unit may not run."""
+    core: I64
+    """[m]"""
+    num_cores: int
+    owner: I64
+    """[t] the unit that writes the tensor."""
+    reader_start: I64
+    """[t + 1]"""
+    readers: I64
+    """Units other than the owner, each once per tensor; no tensor is without."""
+    touch_s: F64
+    """[t, m]"""
+    own_start: I64
+    """[n + 1]"""
+    owned: I64
+    """Tensors by owner."""
+    read_start: I64
+    """[n + 1]"""
+    reads: I64
+    """Tensors by reader."""
+    latency_s: F64
+    """[m, m]"""
+    s_per_byte: F64
+    """[m, m]"""
+    tensor_bytes: F64
+    """[t]"""
+    given_row: I64
+    """[t]"""
+    given_s: F64
+    """[rows, m, m]"""
+    resource_start: I64
+    """[m * m + 1]"""
+    resources: I64
+    num_resources: int
+    item_start: I64
+    """[n + 1]"""
+    items: I64
+    item_bytes: F64
+    capacity: F64
+    """[m]"""
+    node_unit: I64
+    """[nodes] the unit of each node that must lie contiguously, sources before targets."""
+    source_start: I64
+    """[nodes + 1]"""
+    sources: I64
+    """Nodes that a node reads from."""
+
+    def readers_of(self, tensor: int) -> list[int]:
+        """Return the units that read the tensor."""
+        return [int(unit) for unit in self.readers[self.reader_start[tensor] : self.reader_start[tensor + 1]]]
+
+    def sources_of(self, node: int) -> list[int]:
+        """Return the nodes that the node reads from."""
+        return [int(source) for source in self.sources[self.source_start[node] : self.source_start[node + 1]]]
+
+    def items_of(self, unit: int) -> list[int]:
+        """Return what the unit keeps."""
+        return [int(item) for item in self.items[self.item_start[unit] : self.item_start[unit + 1]]]
+
+    def pair_seconds(self, tensor: int) -> F64:
+        """Return [m, m] the seconds to send the tensor."""
+        row = self.given_row[tensor]
+        return np.asarray(self.given_s[row] if row >= 0 else
+                          self.latency_s + self.s_per_byte * self.tensor_bytes[tensor])
 
 
 class State(NamedTuple):
@@ -323,3 +392,97 @@ def anneal(a: Loads, s: State, steps: int, hot: float, cold: float, seed: int, c
             s.load[:] = old_load
             s.used[:] = old_used
     return best, best_value
+
+
+# ---- orders cut into intervals --------------------------------------------------------------------------------------
+
+
+@compiled
+def grow_order(a: Loads, weight: F64, follow_start: I64, follow: I64, noise: float, random: I64) -> I64:
+    """Return an order of the units that keeps together what shares heavy tensors; a random one starts it.
+
+    Next comes the unit that adds least to the weight of the tensors between those in the order and the rest, with up to
+    some ``noise`` in the weights' unit on top. ``follow[follow_start[i]:follow_start[i + 1]]`` come after unit ``i``.
+    """
+    count = len(a.time_s)
+    gain, waits = np.zeros(count), np.zeros(count, dtype=np.int64)
+    is_near, is_done = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+    for unit in range(count):
+        for index in range(_num_tensors(a, unit)):
+            tensor = _tensor(a, unit, index)
+            gain[unit] -= weight[tensor] * (a.reader_start[tensor + 1] - a.reader_start[tensor])
+    for unit in follow:
+        waits[unit] += 1
+    order = np.empty(count, dtype=np.int64)
+    for turn in range(count):
+        best, best_gain, num_open = -1, -np.inf, 0
+        for unit in range(count):
+            if is_done[unit] or waits[unit] > 0:
+                continue
+            num_open += 1
+            if is_near[unit]:
+                value = gain[unit] - noise * np.log((1 + draw(random, 65535)) / 65536.0)
+                if value > best_gain:
+                    best, best_gain = unit, value
+        if best < 0:
+            skip = draw(random, num_open)
+            for unit in range(count):
+                if is_done[unit] == 0 and waits[unit] == 0:
+                    if skip == 0:
+                        best = unit
+                    skip -= 1
+        order[turn] = best
+        is_done[best] = 1
+        for slot in range(follow_start[best], follow_start[best + 1]):
+            waits[follow[slot]] -= 1
+        for index in range(_num_tensors(a, best)):
+            tensor = _tensor(a, best, index)
+            for pin in range(a.reader_start[tensor] - 1, a.reader_start[tensor + 1]):
+                other = a.owner[tensor] if pin < a.reader_start[tensor] else a.readers[pin]
+                gain[other] += 2.0 * weight[tensor]
+                is_near[other] = 1
+    return order
+
+
+@compiled
+def cut_order(a: Loads, order: I64, sequence: I64, unit_bytes: F64) -> I64:
+    """Return the devices of units with the least largest load of a device where each gets an interval of the order.
+
+    Devices come in this sequence, and intervals may be empty. What transfers occupy is left out. With ``best[k, j]``
+    the least for the first ``j`` units on the first ``k`` devices:
+
+        best[k, j] = min over i <= j of max(best[k - 1, i], load of device k with the units from i to j)
+    """
+    count, num_devices = len(order), len(sequence)
+    best = np.full((num_devices + 1, count + 1), np.inf)
+    came = np.zeros((num_devices + 1, count + 1), dtype=np.int64)
+    inside, load = np.zeros(len(a.owner), dtype=np.int64), np.zeros(num_devices)
+    best[0, 0] = 0.0
+    for end in range(count + 1):
+        for turn in range(1, num_devices + 1):
+            best[turn, end], came[turn, end] = best[turn - 1, end], end
+        inside[:] = 0
+        load[:] = 0
+        taken = 0.0
+        for begin in range(end - 1, -1, -1):
+            unit = order[begin]
+            taken += unit_bytes[unit]
+            for turn in range(num_devices):
+                load[turn] += a.time_s[unit, sequence[turn]]
+            for index in range(_num_tensors(a, unit)):
+                tensor = _tensor(a, unit, index)
+                inside[tensor] += 1
+                sign = (inside[tensor] == 1) - 1.0 * (
+                    inside[tensor] > a.reader_start[tensor + 1] - a.reader_start[tensor])
+                for turn in range(num_devices if sign != 0 else 0):
+                    load[turn] += sign * a.touch_s[tensor, sequence[turn]]
+            for turn in range(num_devices):
+                value = max(best[turn, begin], load[turn])
+                if value < best[turn + 1, end] and taken <= a.capacity[sequence[turn]] * (1 + SLACK):
+                    best[turn + 1, end], came[turn + 1, end] = value, begin
+    device, end = np.zeros(count, dtype=np.int64), count
+    for turn in range(num_devices, 0, -1):
+        for place in range(came[turn, end], end):
+            device[order[place]] = sequence[turn - 1]
+        end = came[turn, end]
+    return device

@@ -21,91 +21,19 @@ contiguous if no path between two nodes of a device leaves the device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final
 
 import numpy as np
 
 from weft.model.graph import F64, I64
 from weft.search.place.problem import PlaceProblem, csr, inverse, starts_of
-
-if TYPE_CHECKING:
-    from weft.search.place.throughput.kernel import State
+from weft.search.place.throughput.kernel import Loads, State, are_convex, excess, fill
 
 MARGIN: Final = 1e-9
 """Relative: times so close to the limit of a reduction count as within it."""
-
-
-class Loads(NamedTuple):
-    """What compiled code needs of a load problem; ``n`` units, ``m`` devices, ``t`` tensors."""
-
-    time_s: F64
-    """[n, m] infinite where the unit may not run."""
-    core: I64
-    """[m]"""
-    num_cores: int
-    owner: I64
-    """[t] the unit that writes the tensor."""
-    reader_start: I64
-    """[t + 1]"""
-    readers: I64
-    """Units other than the owner, each once per tensor; no tensor is without."""
-    touch_s: F64
-    """[t, m]"""
-    own_start: I64
-    """[n + 1]"""
-    owned: I64
-    """Tensors by owner."""
-    read_start: I64
-    """[n + 1]"""
-    reads: I64
-    """Tensors by reader."""
-    latency_s: F64
-    """[m, m]"""
-    s_per_byte: F64
-    """[m, m]"""
-    tensor_bytes: F64
-    """[t]"""
-    given_row: I64
-    """[t]"""
-    given_s: F64
-    """[rows, m, m]"""
-    resource_start: I64
-    """[m * m + 1]"""
-    resources: I64
-    num_resources: int
-    item_start: I64
-    """[n + 1]"""
-    items: I64
-    item_bytes: F64
-    capacity: F64
-    """[m]"""
-    node_unit: I64
-    """[nodes] the unit of each node that must lie contiguously, sources before targets."""
-    source_start: I64
-    """[nodes + 1]"""
-    sources: I64
-    """Nodes that a node reads from."""
-
-    def readers_of(self, tensor: int) -> list[int]:
-        """Return the units that read the tensor."""
-        return [int(unit) for unit in self.readers[self.reader_start[tensor] : self.reader_start[tensor + 1]]]
-
-    def sources_of(self, node: int) -> list[int]:
-        """Return the nodes that the node reads from."""
-        return [int(source) for source in self.sources[self.source_start[node] : self.source_start[node + 1]]]
-
-    def items_of(self, unit: int) -> list[int]:
-        """Return what the unit keeps."""
-        return [int(item) for item in self.items[self.item_start[unit] : self.item_start[unit + 1]]]
-
-    def pair_seconds(self, tensor: int) -> F64:
-        """Return [m, m] the seconds to send the tensor."""
-        row = self.given_row[tensor]
-        return np.asarray(self.given_s[row] if row >= 0 else
-                          self.latency_s + self.s_per_byte * self.tensor_bytes[tensor])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,16 +74,22 @@ class LoadProblem:
 
     def value(self, device: I64) -> float:
         """Return the largest load; infinite where the placement is not allowed."""
-        from weft.search.place.throughput.kernel import are_convex, excess
-
         state = self._state(device)
         if excess(self.arrays, state) > 0 or (self.contiguous and not are_convex(self.arrays, state.device)):
             return float("inf")
         return float(state.load[:-1].max(initial=0.0))
 
-    def _state(self, device: I64) -> State:
-        from weft.search.place.throughput.kernel import State, fill
+    @cached_property
+    def tensor_weights(self) -> F64:
+        """Return [t] about how many seconds it takes to part the units of a tensor."""
+        a = self.arrays
+        weights = a.touch_s.max(axis=1, initial=0.0)
+        for tensor in range(len(weights) if len(a.resources) else 0):
+            seconds = _occupied_seconds(a, tensor)
+            weights[tensor] += seconds[np.isfinite(seconds)].mean()
+        return np.asarray(weights, dtype=np.float64)
 
+    def _state(self, device: I64) -> State:
         state = State.empty(self.arrays, device)
         fill(self.arrays, state)
         return state
@@ -183,13 +117,19 @@ def make_loads(*, core: I64, owner: I64, reader_lists: Sequence[Sequence[int]], 
         owned=none, read_start=none, reads=none, **others), owner, reader_lists)
 
 
-def blocks_of(sources: I64, targets: I64, count: int) -> tuple[list[I64], list[set[int]]]:
-    """Return blocks of units, and what follows each block; units that depend on each other both ways are one block."""
+def _components(sources: I64, targets: I64, count: int, connection: str) -> tuple[int, I64]:
+    """Return how many connected components there are, and the number of each item's."""
     from scipy.sparse import coo_matrix
     from scipy.sparse.csgraph import connected_components
 
     graph = coo_matrix((np.ones(len(sources)), (sources, targets)), shape=(count, count))
-    num_blocks, label = connected_components(graph, directed=True, connection="strong")
+    num_components, label = connected_components(graph, connection=connection)
+    return int(num_components), label.astype(np.int64)
+
+
+def blocks_of(sources: I64, targets: I64, count: int) -> tuple[list[I64], list[set[int]]]:
+    """Return blocks of units, and what follows each block; units that depend on each other both ways are one block."""
+    num_blocks, label = _components(sources, targets, count, "strong")
     follow: list[set[int]] = [set() for _ in range(num_blocks)]
     for one, other in zip(label[sources].tolist(), label[targets].tolist(), strict=True):
         if one != other:
@@ -240,19 +180,6 @@ def _merged_tensors(a: Loads, group: I64) -> tuple[list[list[int]], list[int], l
             readers.append(others)
         kept[position].append(tensor)
     return kept, owners, readers
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Loaded:
-    """The best placement found for throughput."""
-
-    device: I64
-    """[ops]"""
-    value: float
-    """Seconds per request: the largest load."""
-    bound: float
-    """No placement has a smaller value."""
-    is_optimal: bool
 
 
 def loads(problem: PlaceProblem, device: I64) -> F64:
@@ -351,33 +278,13 @@ def reduce_problem(problem: LoadProblem, limit: float) -> Reduced:
     group = np.arange(problem.num_units, dtype=np.int64)
     now = _forbid(problem, limit)
     while True:
-        parent = np.arange(now.num_units, dtype=np.int64)
-        _inseparable(now, limit, parent)
-        _free_riders(now, parent)
-        if now.contiguous:
-            _between(now, parent)
-        labels = _labels(parent)
-        if labels.max(initial=-1) + 1 == now.num_units:
+        pairs = [*_inseparable(now, limit), *_free_riders(now), *(_between(now) if now.contiguous else ())]
+        one, other = np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+        num_groups, labels = _components(one, other, now.num_units, "weak")
+        if num_groups == now.num_units:
             return Reduced(problem=now, group=group)
         group = labels[group]
         now = _forbid(merge(now, labels), limit)
-
-
-def _find(parent: I64, unit: int) -> int:
-    while parent[unit] != unit:
-        parent[unit] = parent[parent[unit]]
-        unit = int(parent[unit])
-    return unit
-
-
-def _union(parent: I64, one: int, other: int) -> None:
-    one, other = _find(parent, one), _find(parent, other)
-    parent[max(one, other)] = min(one, other)
-
-
-def _labels(parent: I64) -> I64:
-    roots = np.array([_find(parent, unit) for unit in range(len(parent))], dtype=np.int64)
-    return np.asarray(np.unique(roots, return_inverse=True)[1], dtype=np.int64).reshape(-1)
 
 
 def _forbid(problem: LoadProblem, limit: float) -> LoadProblem:
@@ -393,8 +300,8 @@ def _occupied_seconds(a: Loads, tensor: int) -> F64:
     return np.where(occupies | np.isinf(seconds), seconds, 0.0)
 
 
-def _inseparable(problem: LoadProblem, limit: float, parent: I64) -> None:
-    """Join the owner and a reader of a tensor where all pairs of different devices are above the limit."""
+def _inseparable(problem: LoadProblem, limit: float) -> Iterator[tuple[int, int]]:
+    """Yield the owner and a reader of a tensor where all pairs of different devices are above the limit."""
     a = problem.arrays
     most = limit * (1 + MARGIN)
     apart = ~np.eye(problem.num_devices, dtype=np.bool_)
@@ -406,11 +313,11 @@ def _inseparable(problem: LoadProblem, limit: float, parent: I64) -> None:
         for reader in a.readers_of(tensor):
             enters = a.time_s[reader] + a.touch_s[tensor] <= most
             if not (leaves[:, None] & enters[None, :] & (pair_s <= most) & apart).any():
-                _union(parent, owner, reader)
+                yield owner, reader
 
 
-def _free_riders(problem: LoadProblem, parent: I64) -> None:
-    """Join units without time with one they share a tensor with; none of them hosts or rides twice in one round."""
+def _free_riders(problem: LoadProblem) -> Iterator[tuple[int, int]]:
+    """Yield units without time, each with one they share a tensor with; none hosts or rides twice in one round."""
     a = problem.arrays
     only_touch = len(a.resources) == 0 and not np.isinf(a.latency_s).any() and not np.isinf(a.given_s).any()
     is_taken = np.zeros(problem.num_units, dtype=np.bool_)
@@ -426,11 +333,11 @@ def _free_riders(problem: LoadProblem, parent: I64) -> None:
         is_free = (a.time_s[unit][np.isfinite(a.time_s[host])] == 0).all()
         if has_room and is_free and not is_taken[host]:
             is_taken[[*pins, unit]] = True
-            _union(parent, unit, host)
+            yield unit, host
 
 
-def _between(problem: LoadProblem, parent: I64) -> None:
-    """Join each unit with the units of the nodes on paths between its own nodes."""
+def _between(problem: LoadProblem) -> Iterator[tuple[int, int]]:
+    """Yield each unit with the units of the nodes on paths between its own nodes."""
     a = problem.arrays
     count = len(a.node_unit)
     targets: list[list[int]] = [[] for _ in range(count)]
@@ -450,4 +357,4 @@ def _between(problem: LoadProblem, parent: I64) -> None:
         for node in range(own[-1], own[0] - 1, -1):
             above[node] |= any(above[target] for target in targets[node])
         for node in np.flatnonzero(below & above).tolist():
-            _union(parent, unit, int(a.node_unit[node]))
+            yield unit, int(a.node_unit[node])

@@ -1,14 +1,22 @@
 """The search for the highest throughput: the least largest load of any device or of anything that transfers occupy.
 
-    minimise T   with   T >= load of every core and resource             (``LoadProblem.loads``)
-                        items kept on a device <= its capacity           (``kernel.excess``)
-                        no path leaves a device and comes back, if asked (``kernel.are_convex``)
-    over the device of every unit
+    x[u]     the device of unit u, one of those where time[u, d] is finite                    (``kernel._may_go``)
+    K[c]     load of core c:      sum of time[u, x[u]] of the units on its devices            (``kernel.fill``)
+                                  + sum of touch[t, d] of the tensors t that leave or enter
+                                  one of its devices d                                        (``kernel.add_tensor``)
+    R[r]     load of resource r:  sum of seconds[t, i, j] of the tensors t that are sent from
+                                  i to j over it, once to each device j                       (``kernel.add_tensor``)
 
-Starts are intervals of an order of the units, one for each device, balanced by time and memory (``seeds``), and what
-named methods choose. Short annealing runs from a few of them give a first value (``_Search.start``). It makes the
-problem smaller (``reduce_problem``), and often CP-SAT then ends the matter (``exact``). What effort is left goes into
-longer annealing of the smaller problem, and into a last attempt at a proof.
+    minimise T over x with   T >= K[c],  T >= R[r]   for all c and r                          (``LoadProblem.value``)
+                             bytes of the items kept on d <= capacity[d]                      (``kernel.excess``)
+                             seconds[t, i, j] finite for all that is sent                     (``kernel.excess``)
+                             no path leaves a device and comes back, if that is asked         (``kernel.are_convex``)
+
+Starts are intervals of an order of the units, one for each device, balanced by time and memory (``seeds``), what named
+methods choose, and the best intervals of many random orders that keep together what shares tensors (``Orders``). Short
+annealing runs from a few of them give a first value (``_Search.start``). It makes the problem smaller
+(``reduce_problem``), and often CP-SAT then ends the matter (``exact``). What effort is left goes into longer annealing
+of the smaller problem, and into a last attempt at a proof.
 
 ``place_stream`` is the way from a placement problem to its result: loads know only what is resident, so it searches
 again with less room for weights until the tensors of one request fit beside them.
@@ -32,10 +40,18 @@ from weft.search.common.incumbent import Incumbent
 from weft.search.place.fit import fitting_devices
 from weft.search.place.kernel import pieces
 from weft.search.place.methods import METHODS
-from weft.search.place.problem import PlaceProblem, topological
+from weft.search.place.problem import PlaceProblem, csr, topological
 from weft.search.place.throughput.exact import average_bound, improve_or_prove, shared_bound
-from weft.search.place.throughput.kernel import State, anneal
-from weft.search.place.throughput.model import LoadProblem, Reduced, blocks_of, load_problem, loads, reduce_problem
+from weft.search.place.throughput.kernel import State, anneal, cut_order, grow_order
+from weft.search.place.throughput.model import (
+    LoadProblem,
+    Reduced,
+    blocks_of,
+    load_problem,
+    loads,
+    merge,
+    reduce_problem,
+)
 from weft.search.place.timetable import TOLERANCE, Assignment, PlaceResult, Timetable, make_timetable
 
 
@@ -59,6 +75,24 @@ class Tuning:
     """Effort of the first runs at most, for each unit: small problems are proven sooner than annealed."""
     run_steps: int = 5_000_000
     """Steps of one annealing run at most."""
+    noise: tuple[float, ...] = (0.01, 0.1, 0.3, 1.0)
+    """What chance adds to the weights that grow an order, in turn, in parts of their mean: little to much."""
+    orders_part: float = 0.03
+    """Part of the effort in which random orders are cut after the first runs. On o-resnet50_inference 12 orders led to
+    124.349, where annealing alone had ended at 128.07."""
+    max_orders: int = 4_000
+    """So many at most: no recorded problem gained from more."""
+    restarts_part: float = 0.35
+    """Part of the effort in which short runs begin from new orders. On o-bert_l-6_training they end at 71.642, once in
+    ten runs about; one long run ended at 73.35."""
+    fresh_orders: tuple[int, ...] = (10, 100)
+    """Orders of which the best is such a beginning, in turn; only the best of very many, and any, were both worse."""
+    fresh_heat: tuple[float, ...] = (0.03, 0.06)
+    """Starting temperatures of these runs in turn; with 0.01 none of 20 left where it began for long."""
+    fresh_cold: float = 1e-4
+    """The last temperature of these runs."""
+    fresh_steps: int = 200_000
+    """Steps of such a run: enough for the 250 units of the largest recorded problem, by its loads."""
     bisections: int = 40
     """Of the largest time of intervals: to a part in 10^12."""
     starts_part: float = 0.3
@@ -173,6 +207,39 @@ def hopeful(problem: LoadProblem) -> list[I64]:
     return [*([] if problem.contiguous else [device]), *([] if packed is None else [packed])]
 
 
+class Orders:
+    """Random linear orders of the units, each cut into one interval for every device where that is best.
+
+    An order keeps together what shares heavy tensors (``kernel.grow_order``), so few tensors lead out of any interval;
+    ``kernel.cut_order`` finds the best intervals of an order exactly, but for what transfers occupy. With contiguity
+    orders are topological, and blocks of units that depend on each other both ways stay whole.
+    """
+
+    def __init__(self, problem: LoadProblem, seed: int) -> None:
+        a, count = problem.arrays, problem.num_units
+        self.group, follow = np.arange(count, dtype=np.int64), [set[int]() for _ in range(count)]
+        if problem.contiguous:
+            blocks, follow = blocks_of(a.node_unit[a.sources], np.repeat(a.node_unit, np.diff(a.source_start)), count)
+            for index, block in enumerate(blocks):
+                self.group[block] = index
+        self.problem, self.blocks = problem, merge(problem, self.group) if problem.contiguous else problem
+        """The problem, and its blocks."""
+        self.follow_start, self.follow = csr([sorted(items) for items in follow])
+        self.weight = self.blocks.tensor_weights
+        self.rng, self.random = np.random.default_rng(seed), np.array([seed * 7919 + 12345], dtype=np.int64)
+        size, num_pins = self.blocks.num_units, len(self.blocks.arrays.owner) + len(self.blocks.arrays.readers)
+        self.seconds = 1e-5 + 1e-9 * size * (size + num_pins) * (problem.num_devices + 1)
+        """CPU seconds that one order takes, about."""
+
+    def placement(self, turn: int) -> I64:
+        """Return the devices of the units by another order."""
+        a, mean = self.blocks.arrays, float(self.weight.sum()) / max(1, len(self.weight))
+        order = grow_order(a, self.weight, self.follow_start, self.follow,
+                           mean * TUNING.noise[turn % len(TUNING.noise)], self.random)
+        sequence = self.rng.permutation(self.problem.num_devices)
+        return np.asarray(cut_order(a, order, sequence, self.blocks.unit_bytes)[self.group], dtype=np.int64)
+
+
 # ---- the search ---------------------------------------------------------------------------------------------------
 
 
@@ -190,6 +257,8 @@ def minimise(problem: LoadProblem, *, budget: Budget, seed: int, starts: Sequenc
         effort = budget.effort
         search.bound_shared(0.05 * effort)
         search.prove(0.15 * effort)
+        search.restart_for(TUNING.restarts_part * effort)
+        search.prove(0.1 * effort)
         search.anneal_for(0.75 * budget.effort)
         search.bound_shared(0.15 * effort)
         if search.is_proof_near:
@@ -215,6 +284,7 @@ class _Search:
         self.proof_value = float("inf")
         self.proof_bound = 0.0
         self.last: tuple[float, Reduced, I64] | None = None
+        self.orders: Orders | None = None
 
     @property
     def is_done(self) -> bool:
@@ -238,8 +308,44 @@ class _Search:
         for device, heat in itertools.product(chosen, TUNING.first_heat):
             effort = min(0.02 * self.budget.effort, TUNING.first_s * self.problem.num_units)
             self._run(self.problem, device, effort=effort, heat=heat)
+        found = self.cut_orders(TUNING.max_orders, TUNING.orders_part * self.budget.effort)
+        if found is not None:
+            reduced, device = found
+            for heat in TUNING.first_heat:
+                self._run(reduced.problem, device, effort=0.02 * self.budget.effort, heat=heat, expand=reduced)
 
-    def _run(self, problem: LoadProblem, device: I64, *, effort: float, heat: float,
+    def cut_orders(self, count: int, effort: float) -> tuple[Reduced, I64] | None:
+        """Return the best placement of random orders of what the value known leaves, if any is allowed; offer it."""
+        reduced = self.reduced()[0] if self.best.answer is not None else _whole(self.problem)
+        if self.orders is None or self.orders.problem is not reduced.problem:
+            self.orders = Orders(reduced.problem, self.seed + self.num_runs)
+        found, least = None, float("inf")
+        for turn in range(min(count, int(effort / self.orders.seconds))):
+            if self.is_done:
+                break
+            device = self.orders.placement(turn)
+            self.budget.effort -= self.orders.seconds
+            value = reduced.problem.value(device)
+            if value < least:
+                found, least = (reduced, device), value
+        if found is not None:
+            self.offer(reduced.expand(found[1]))
+        return found
+
+    def restart_for(self, effort: float) -> None:
+        """Anneal shortly from the best of a few random orders, again and again: many basins rather than one."""
+        least = self.budget.effort - effort
+        while not self.is_done and self.budget.effort > max(least, 0.0) + 0.01:
+            count = TUNING.fresh_orders[self.num_runs % len(TUNING.fresh_orders)]
+            found = self.cut_orders(count, self.budget.effort - least)
+            if found is None:
+                return
+            reduced, device = found
+            heat = TUNING.fresh_heat[self.num_runs // len(TUNING.fresh_orders) % len(TUNING.fresh_heat)]
+            self._run(reduced.problem, device, effort=TUNING.fresh_steps * seconds_per_step(reduced.problem), heat=heat,
+                      cold=TUNING.fresh_cold, expand=reduced)
+
+    def _run(self, problem: LoadProblem, device: I64, *, effort: float, heat: float, cold: float = TUNING.cold,
              expand: Reduced | None = None) -> None:
         """Anneal once, in pieces, between which the clock and Ctrl-C are looked at."""
         if self.is_done:
@@ -248,7 +354,7 @@ class _Search:
         scale = min(max(float(problem.loads(device).max(initial=0.0)), 1e-300), self.best.value)
         self.num_runs += 1
         for piece in pieces(min(TUNING.run_steps, max(1000, int(effort / seconds))), size=TUNING.piece_s / seconds,
-                            hot=heat * scale, fall=TUNING.cold / heat, is_done=lambda: self.is_done):
+                            hot=heat * scale, fall=cold / heat, is_done=lambda: self.is_done):
             found, value = anneal(problem.arrays, state, piece.steps, piece.hot, piece.cold,
                                   (1000 * self.seed + self.num_runs) * 1000 + piece.number, problem.contiguous)
             self.budget.effort -= piece.steps * seconds
@@ -280,7 +386,7 @@ class _Search:
                 first[reduced.group[unit]] = unit
         device = best[first]
         if not reduced.problem.value(device) <= value * (1 + TUNING.equal):
-            return Reduced(problem=self.problem, group=np.arange(self.problem.num_units, dtype=np.int64)), best
+            return _whole(self.problem), best
         return reduced, device
 
     def prove(self, effort: float) -> None:
@@ -312,6 +418,11 @@ class _Search:
             self._run(reduced.problem, device, effort=share, heat=heat, expand=reduced)
 
 
+def _whole(problem: LoadProblem) -> Reduced:
+    """Return the problem as it is."""
+    return Reduced(problem=problem, group=np.arange(problem.num_units, dtype=np.int64))
+
+
 def seconds_per_step(problem: LoadProblem) -> float:
     """Return about how long one annealing step takes, so that effort is spent alike on any machine."""
     a = problem.arrays
@@ -326,6 +437,7 @@ def warm_up(problem: LoadProblem) -> None:
     problem.value(where)
     average_bound(problem)
     anneal(problem.arrays, State.empty(problem.arrays, where), 1, 1.0, 1.0, 0, False)
+    Orders(problem, 0).placement(0)
 
 
 # ---- graphs on clusters -------------------------------------------------------------------------------------------
@@ -427,7 +539,7 @@ class _Stream:
                 break
             table = self.last_table()
         over = self.lacking(table)
-        fitting = self.fitting(self.starts) + ([] if over.any() else [(best.value, table)])
+        fitting = self.fitting([*self.starts, self.found[-1]])
         if not fitting:
             raise _no_room_for_tensors(problem, table, over)
         if not over.any() and not best.is_proven:
