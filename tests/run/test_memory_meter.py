@@ -19,8 +19,7 @@ from weft.cli.main import main
 from weft.model.live_storages import LiveStorages
 from weft.plan.memory import CATEGORIES, account_memory
 from weft.plan.plan import Optimizer, Plan, save_plan
-from weft.run.live_memory import CpuMemory, storage_bytes
-from weft.run.memory_meter import MemoryMeter, compare_memory, measure_step, measured_account
+from weft.run.memory_meter import CpuMemory, MemoryMeter, compare_memory, measure_step, measured_account, storage_bytes
 from weft.run.optimizers import make_optimizer
 from weft.run.prepare import Tracer
 from weft.simulate.timeline import make_timeline

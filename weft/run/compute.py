@@ -19,11 +19,12 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
-from weft.run.cells import Cell, Transfer
 from weft.run.exchange import EarlyExchanges
 from weft.run.random_state import RankRandom
 from weft.run.split_backward import WeightGradients
 from weft.run.stage import Forward
+from weft.run.transport import Transfer
+from weft.run.wiring import Cell
 
 Action = Callable[[], None]
 

@@ -70,9 +70,18 @@ def make_room(folder: Path, rank: int) -> None:
     _path(folder, rank).write_bytes(b" " * ROOM_BYTES)
 
 
-def write_failure(folder: Path, rank: int, record: dict[str, Any]) -> None:
-    """Write down why this rank fails; ``message`` is cut if it is long."""
-    text = json.dumps({**record, "message": record["message"][:_MAX_MESSAGE]})
+def exit_code_and_text(problem: Exception) -> tuple[int, str]:
+    """Return the exit code of a rank that fails, and why it does."""
+    if isinstance(problem, WeftError):
+        return problem.exit_code, str(problem)
+    return RunError.exit_code, f"{type(problem).__name__}: {problem}"
+
+
+def write_failure(folder: Path, rank: int, problem: Exception) -> None:
+    """Write down why this rank fails; a long message is cut."""
+    code, text = exit_code_and_text(problem)
+    text = json.dumps({"kind": "peer" if isinstance(problem, PeerLost) else "own", "type": type(problem).__name__,
+                       "message": text[:_MAX_MESSAGE], "is_input": code != RunError.exit_code})
     with contextlib.suppress(OSError):  # the folder goes with the launcher
         handle = os.open(_path(folder, rank), os.O_WRONLY)
         os.write(handle, text.encode().ljust(ROOM_BYTES))

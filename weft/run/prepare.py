@@ -23,8 +23,7 @@ from weft.plan.lower import lower
 from weft.plan.plan import Plan, split_samples
 from weft.plan.program import Op, Phase, Program
 from weft.plan.sharding import Region, axis_sizes
-from weft.run.exchange import lane_groups
-from weft.run.exchange_factors import FactorBlock, check_rows, collect_factors, make_blocks
+from weft.run.exchange import FactorBlock, check_rows, collect_factors, lane_groups, make_blocks
 from weft.run.mesh import ReplicaMesh, axis_weights, mesh_groups
 from weft.run.parameters import (
     BufferShares,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -19,16 +21,17 @@ from weft.model.source import ModelSource, resolve_model
 from weft.model.weights import materialize
 from weft.plan.cut import check_cut
 from weft.plan.notes import recompute_notes
-from weft.plan.plan import Plan
-from weft.plan.program import Program
+from weft.plan.plan import Plan, load_plan
+from weft.plan.program import Op, Program
 from weft.run.checkpoint import Checkpoints, model_state
 from weft.run.executor import Executor, StepTimes, loaded_executor, measured_timeline
 from weft.run.memory_meter import add_memory, measure_step
 from weft.run.prepare import Prepared, Tracer, connect_ranks, lower_to_run, prepare_rank
-from weft.run.result import RunOptions, RunResult, Verification, rank_devices
-from weft.run.status import Milestone
-from weft.run.transport import Transport
+from weft.run.result import RunOptions, RunResult, Verification, check_folders, rank_devices, save_result
+from weft.run.status import Milestone, StatusLine
+from weft.run.transport import Transport, meeting_store, open_store
 from weft.run.verify import Measured, inspect, run_dtype, verify_again
+from weft.run.watch import start_watch
 
 MAX_TIMED_STEPS: Final = 64
 """Times of single instructions are kept for the last so many steps."""
@@ -73,6 +76,71 @@ def limit_memory(device: torch.device, num_bytes: int) -> None:
     """Let this process take at most so much of the GPU's memory; more raises an out-of-memory error."""
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
+
+
+def run_rank(plan_file: str, model: str, options: RunOptions, *, status: StatusLine, folder: Path | None,
+             listen_fd: int | None, output: Path | None) -> RunResult | None:
+    """Return on rank 0 the result, whose files then are in the launcher's ``folder`` or in ``output``; None elsewhere.
+
+    Without a launcher the ranks watch each other; then a failure that all know of raises ``SystemExit``.
+    """
+    rank, num_ranks, fault = status.rank, int(os.environ["WORLD_SIZE"]), _requested_fault(status.rank)
+    plan = load_plan(plan_file)
+    check_world(plan, num_ranks)
+    source = resolve_source(plan, model, options)
+    status.set(Milestone.CONNECTING)
+    if fault == "init":
+        os.kill(os.getpid(), signal.SIGKILL)
+    device = own_device(options.device, rank=rank, num_ranks=num_ranks)
+    if options.gpu_memory_bytes is not None and device.type == "cuda":
+        limit_memory(device, options.gpu_memory_bytes)
+    store = (meeting_store(options.timeout_s, rank=rank) if folder is None else
+             open_store(listen_fd=listen_fd, timeout_s=options.timeout_s))
+    transport = Transport(rank=rank, num_ranks=num_ranks, device=device, timeout_s=options.timeout_s, store=store,
+                          by_host="," in options.device, status=status)
+    watch = None if folder is not None else start_watch(transport, status, predicted_s=plan.search.step_time)
+    try:
+        if watch is not None and rank == 0:
+            check_folders(options, output)
+        result = execute(plan, Tracer(source), options, transport=transport, adjust=partial(_break_on_purpose, fault))
+        target = folder or output
+        if result is not None and target is not None:
+            save_result(result, target)
+        if watch is not None:
+            watch.is_leaving = True
+        transport.leave()
+    except Exception as problem:
+        if watch is None:
+            raise
+        raise SystemExit(watch.fail(problem)) from problem
+    if watch is not None:
+        watch.stop()
+    return result
+
+
+def _requested_fault(rank: int) -> str:
+    wanted, _, place = os.environ.get("WEFT_TEST_FAULT", "").partition(":")
+    return place if wanted == str(rank) else ""
+
+
+def _break_on_purpose(fault: str, executor: Executor) -> None:
+    """Let the first instruction of the kind that a test asked for kill the process."""
+    text, _, how = fault.partition("!")
+    place, _, step = text.partition("@")
+    actions, status = executor.binder.actions, executor.transport.status
+
+    def faulty(action: Callable[[], None]) -> None:
+        if status.cell[1] >= int(step or 0):
+            while how == "hang":
+                time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+        action()
+
+    for position, item in enumerate(executor.program.instructions(executor.transport.rank) if place else ()):
+        kind = item.phase.name if item.op == Op.COMPUTE else "all_reduce" if item.op == Op.COLLECTIVE else ""
+        if kind == place:
+            actions[position] = partial(faulty, actions[position])
+            return
 
 
 def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Transport,

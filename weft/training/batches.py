@@ -28,8 +28,7 @@ from weft.model.capture import source_line
 from weft.model.randomness import is_random
 from weft.model.trace import TracedModel, TracedProgram, retarget
 from weft.run.failures import PeerLost, error_of
-from weft.run.transport import Transport
-from weft.run.wire import settled
+from weft.run.transport import Transport, settled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
