@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from weft.base.errors import InputError
-from weft.export.degrees import DeviceGrid, axis_roles, device_grid
-from weft.export.layer_list import LayerList, find_layers, products
+from weft.export.degrees import DeviceGrid, LayerList, axis_roles, device_grid, find_layers, products
 from weft.export.pipelining_csv import order_to_csv
 from weft.model.graph import Graph
 from weft.plan.orders import Order, gpipe, one_f_one_b, stage_order

@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any, Final
 
 import numpy as np
@@ -69,12 +68,6 @@ class GpuMemory:
         self._before = 0
         self._readings: list[Reading] = []
 
-    def __enter__(self) -> GpuMemory:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        return
-
     def begin(self) -> None:
         """Note that an instruction begins."""
         self._before = torch.cuda.memory_allocated(self._device) - self._other
@@ -86,7 +79,7 @@ class GpuMemory:
         self._readings.append(Reading(self._before, most - self._other))
 
     def readings(self) -> list[Reading]:
-        """Return what was held in each instruction."""
+        """Return what was held in each instruction, when all is over."""
         return self._readings
 
     def watching(self) -> AbstractContextManager[Any]:
@@ -111,19 +104,8 @@ class CpuMemory:
 
     def __init__(self, there: Iterable[Tensor] = ()) -> None:
         self._there = storage_bytes(there)
-        self._noted: list[list[_Event]] = []
-        self._readings: list[Reading] = []
-
-    def __enter__(self) -> CpuMemory:
-        self._own = self.watching()
-        self._own.__enter__()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self._own.__exit__(kind, value, trace)
-        if kind is None:
-            self._readings = list(_read(sorted(event for events in self._noted for event in events), self._there))
+        self._noted: list[_Event] = []
+        self._num_threads = 0
 
     def begin(self) -> None:
         """Note that an instruction begins."""
@@ -136,8 +118,8 @@ class CpuMemory:
             pass
 
     def readings(self) -> list[Reading]:
-        """Return what was held in each instruction."""
-        return self._readings
+        """Return what was held in each instruction, when all is over."""
+        return list(_read(sorted(self._noted), self._there))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -151,11 +133,11 @@ class CpuMemory:
             yield
         finally:
             for events in autograd._disable_profiler_legacy():
-                thread = len(self._noted)
-                self._noted.append([
-                    _Event(started + events[0].cpu_elapsed_us(event), order, thread, event.kind(), event.name(),
-                           event.cpu_memory_usage() if event.kind() == "memory_alloc" else 0)
-                    for order, event in enumerate(events)])
+                self._num_threads += 1
+                self._noted += [
+                    _Event(started + events[0].cpu_elapsed_us(event), order, self._num_threads, event.kind(),
+                           event.name(), event.cpu_memory_usage() if event.kind() == "memory_alloc" else 0)
+                    for order, event in enumerate(events)]
 
 
 def _read(events: Iterable[_Event], held: int) -> Iterator[Reading]:
@@ -229,6 +211,7 @@ class MemoryMeter:
         self._rows: list[list[int]] = []
         self._actions: list[Callable[[], None]] = []
         self._live = live_memory(executor.transport.device, ())
+        self._watch = self._live.watching()
 
     def __enter__(self) -> MemoryMeter:
         executor = self._executor
@@ -240,12 +223,12 @@ class MemoryMeter:
         self._actions = list(executor.binder.actions)
         executor.binder.actions[:] = [self._metered(place, action) for place, action in enumerate(self._actions)]
         executor.binder.lane.around = self._live.watching
-        self._live.__enter__()
+        self._watch = self._live.watching()
+        self._watch.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self._live.__exit__(kind, value, trace)
+    def __exit__(self, *failure: Any) -> None:
+        self._watch.__exit__(*failure)
         self._executor.binder.actions[:] = self._actions
         self._executor.binder.lane.around = None
 
@@ -300,19 +283,16 @@ class MemoryMeter:
         yield from (loss for loss, _ in self._executor.binder.losses)
         yield from (tensor for _, _, values in self._executor.binder.results for tensor in values.values())
 
-    def _rooms(self) -> Iterator[Tensor]:
+    def _messages(self) -> Iterator[Tensor]:
+        """Yield room for messages, what stages hand over, and what is under way."""
         binder = self._executor.binder
         yield from (tensor for tensors in binder.wiring.arrived.values() for tensor in tensors)
         yield from binder.wiring.buffers.free()
         yield from (block.flat for block in binder.factors.values())
-
-    def _messages(self) -> Iterator[Tensor]:
-        """Yield room for messages, what stages hand over, and what is under way."""
-        yield from self._rooms()
-        for cell in self._executor.binder.wiring.cells.values():
+        for cell in binder.wiring.cells.values():
             yield from cell.outputs or ()
             yield from (item for item in cell.gradients if item is not None)
-        for transfer in self._executor.binder.transfers.values():
+        for transfer in binder.transfers.values():
             yield from transfer.tensors
 
 

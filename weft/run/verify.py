@@ -14,8 +14,6 @@ digit: a batch norm over two values gives plus or minus one, whatever they are. 
 rounding all but vanishes. Besides, one process in the run's dtype must be about as far from itself in float64 as the
 run is from one process: what is much farther off than rounding can bring it is an error, even one that does not come
 twice.
-
-``compare_gradients`` runs a plan with its own exchanges of gradients and with all-reduce for all of them.
 """
 
 from __future__ import annotations
@@ -24,18 +22,15 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from os import PathLike
-from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from weft.base.errors import InputError, WeftError
-from weft.model.differences import FLOOR, least_divisor, precise, relative_error
+from weft.base.errors import WeftError
+from weft.model.differences import least_divisor, precise, relative_error
 from weft.model.graph import F64, Graph
 from weft.model.source import ModelSource
 from weft.model.weights import materialize
@@ -45,10 +40,9 @@ from weft.plan.plan import Plan
 from weft.plan.program import Program
 from weft.plan.sharding import Region
 from weft.run.executor import Executor, StepTimes, loaded_executor
-from weft.run.launch import run_plan
 from weft.run.parameters import put_region
 from weft.run.prepare import Prepared, Tracer, connect_ranks, lower_to_run, prepare_rank
-from weft.run.result import RunOptions, RunResult, Verification
+from weft.run.result import RunOptions, Verification
 from weft.run.status import Milestone
 from weft.run.transport import Transport
 
@@ -416,52 +410,3 @@ def _room_problem(device: torch.device, options: RunOptions) -> str:
     needed = 4 * torch.cuda.max_memory_allocated(device)
     return "" if needed <= room else (f"it may take {needed} bytes of a GPU that has {room} for it: run it with "
                                       "--device cpu")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GradientComparison:
-    """Two runs of one plan from the same parameters and inputs."""
-
-    planned: RunResult
-    summed: RunResult
-    """With all-reduce for every exchange."""
-    difference: float
-    """Of the gradients of the first step: the largest over their elements, relative to the gradient's largest element.
-    """
-    worst: str
-    """The parameter with that difference."""
-
-
-def all_reduced(plan: Plan) -> Plan:
-    """Return the plan with all-reduce for every exchange of gradients."""
-    return replace(plan, gradients=tuple(
-        replace(item, method="all_reduce", groups=(), server=None) for item in plan.gradients))
-
-
-def compare_gradients(plan: Plan, model: str, *, options: RunOptions, threads: int = 1,
-                      keep: str | PathLike[str] | None = None) -> GradientComparison:
-    """Return what a plan's own exchanges and all-reduce give, each run with one local process for each device.
-
-    ``keep`` names a folder for the files of the first run; those of the second go to ``all_reduce`` in it.
-    """
-    if not plan.gradients:
-        raise InputError("the plan exchanges no gradients, so there is nothing to compare: it is for inference, or no "
-                         "two devices share a parameter")
-    wanted = replace(options, gradients=True)
-    planned = run_plan(plan, model, options=wanted, threads=threads, keep=keep)
-    second = None if keep is None else Path(keep) / "all_reduce"
-    summed = run_plan(all_reduced(plan), model, options=wanted, threads=threads, keep=second)
-    difference, worst = largest_difference(planned.gradients or {}, summed.gradients or {})
-    return GradientComparison(planned=planned, summed=summed, difference=difference, worst=worst)
-
-
-def largest_difference(gradients: Mapping[str, F64], expected: Mapping[str, F64]) -> tuple[float, str]:
-    """Return the largest relative difference between gradients, and whose it is."""
-    scale = max((float(np.abs(value).max(initial=0.0)) for value in expected.values()), default=0.0)
-    largest, worst = 0.0, ""
-    for name, value in expected.items():
-        difference = float(np.abs(gradients[name] - value).max(initial=0.0))
-        relative = difference / max(float(np.abs(value).max(initial=0.0)), FLOOR * scale, 1e-300)
-        if not relative <= largest:
-            largest, worst = relative, name
-    return largest, worst
