@@ -420,10 +420,8 @@ class Binder:
 
     def finish(self) -> None:
         """Return when all messages and collectives of the step are done."""
-        for transfer in self.transfers.values():
+        for transfer in (*self.transfers.values(), *self.collectives):
             transfer.wait()
-        for collective in self.collectives:
-            collective.wait()
 
 
 def _early_places(program: Program, rank: int) -> dict[int, list[int]]:

@@ -337,7 +337,8 @@ def verify_again(plan: Plan, tracer: Tracer, options: RunOptions, first: Inspect
             program = lower_to_run(plan, again)
             connect_ranks(program, again, transport)  # the same groups as before: nothing is exchanged
             prepared = prepare_rank(program, again, transport, seed=options.seed)
-            problem = _precision_problem(prepared)
+            if (dtype := _computed_dtype(prepared)) not in _PRECISE:
+                problem = f"it computes in {str(dtype).removeprefix('torch.')} by itself"
         except (WeftError, RuntimeError, TypeError, ValueError) as found:
             problem = f"{type(found).__name__}: {found}"
     problem = transport.first_record(problem)[1]
@@ -393,12 +394,6 @@ def _computed_dtype(prepared: Prepared) -> torch.dtype:
     """Return the least precise dtype that the model computes in even when it is converted to float64."""
     return _least_precise(set(prepared.program.graph.tensor_dtypes),
                           ("float8_e5m2", "float8_e4m3fn", "bfloat16", "float16", "float32"))
-
-
-def _precision_problem(prepared: Prepared) -> str:
-    dtype = _computed_dtype(prepared)
-    name = str(dtype).removeprefix("torch.")
-    return "" if dtype in _PRECISE else f"it computes in {name} by itself"
 
 
 def _room_problem(device: torch.device, options: RunOptions) -> str:

@@ -13,7 +13,6 @@ from typing import Final
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from weft.base.errors import InputError, RunError
 from weft.model.fidelity import check_trace
@@ -156,12 +155,12 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
     connect_ranks(program, tracer, transport)
     prepared = prepare_rank(program, tracer, transport, seed=options.seed)
     executor = loaded_executor(prepared, tracer.source, transport, seed=options.seed, adjust=adjust)
-    saving = None
+    checkpoints = None
     if options.checkpoint is not None:
         state = model_state(tracer.source.build(), program, rank=transport.rank, seed=options.seed)
-        saving = _Saving(options, Checkpoints(prepared, transport, plan=plan, state=state,
-                                              optimizer=executor.optimizer, shares=executor.shares))
-    measured = _run_steps(executor, prepared, options, saving)
+        checkpoints = Checkpoints(prepared, transport, plan=plan, state=state, optimizer=executor.optimizer,
+                                  shares=executor.shares)
+    measured = _run_steps(executor, prepared, options, checkpoints)
     metered = None
     if options.memory:
         transport.barrier()
@@ -207,43 +206,31 @@ def _with_reason(check: Verification, prepared: Prepared, tracer: Tracer, option
     return replace(check, passed=check.passed and not problem, reason=problem or check.reason)
 
 
-class _Saving:
-    """When a run writes checkpoints, and where it begins."""
-
-    def __init__(self, options: RunOptions, checkpoints: Checkpoints) -> None:
-        self._options, self._checkpoints = options, checkpoints
-        self._folder, self._last = Path(options.checkpoint or ""), options.warmup + options.steps
-        if checkpoints.program.plan.model.mode != "training":
-            raise InputError("checkpoints are for training, but the plan is for inference")
-        if options.resume and options.verify:
-            raise InputError("a resumed run does not begin with the parameters that verify compares: use one of both")
-
-    def first_step(self) -> int:
-        """Return how many steps are taken already, after loading the latest checkpoint."""
-        found = self._checkpoints.find(self._folder) if self._options.resume else None
-        if found is None:
-            return 0
-        step = self._checkpoints.load(found).step
-        if step >= self._last:
-            raise InputError(f"{str(found)!r} has {step} steps already, so nothing is left of {self._last}: ask for "
-                             "more steps")
-        return step
-
-    def save(self, num_steps: int) -> None:
-        """Write a checkpoint if it is time for one."""
-        if num_steps == self._last or (self._options.checkpoint_every
-                                       and num_steps % self._options.checkpoint_every == 0):
-            self._checkpoints.save(self._folder, step=num_steps)
+def _first_step(options: RunOptions, checkpoints: Checkpoints | None) -> int:
+    """Return how many steps are taken already, after loading the latest checkpoint; refuse what has no sense."""
+    if checkpoints is None:
+        return 0
+    if checkpoints.program.plan.model.mode != "training":
+        raise InputError("checkpoints are for training, but the plan is for inference")
+    if options.resume and options.verify:
+        raise InputError("a resumed run does not begin with the parameters that verify compares: use one of both")
+    found = checkpoints.find(Path(options.checkpoint or "")) if options.resume else None
+    if found is None:
+        return 0
+    step, last = checkpoints.load(found).step, options.warmup + options.steps
+    if step >= last:
+        raise InputError(f"{str(found)!r} has {step} steps already, so nothing is left of {last}: ask for more steps")
+    return step
 
 
 def _run_steps(executor: Executor, prepared: Prepared, options: RunOptions,
-               saving: _Saving | None) -> Measured:
+               checkpoints: Checkpoints | None) -> Measured:
     measured, transport, status = Measured(), executor.transport, executor.transport.status
-    first = 0 if saving is None else saving.first_step()
+    first, last = _first_step(options, checkpoints), options.warmup + options.steps
     status.set(Milestone.WAITING)
     offset = transport.clock_offset_s()
     wanted = options.verify or options.gradients
-    for number in range(first, options.warmup + options.steps):
+    for number in range(first, last):
         transport.barrier()  # a prediction begins with all ranks at once, so a measured step does too
         cpu_start = time.process_time()
         executor.step(number)
@@ -258,9 +245,9 @@ def _run_steps(executor: Executor, prepared: Prepared, options: RunOptions,
             measured.times = [*measured.times[1 - MAX_TIMED_STEPS:], times]
             measured.spans.append(times.span_s)
             measured.cpu_s += cpu_s
-        if saving is not None:
+        if checkpoints is not None and (number + 1 == last or (number + 1) % (options.checkpoint_every or last) == 0):
             status.set(Milestone.SAVING)
-            saving.save(number + 1)
+            checkpoints.save(Path(options.checkpoint or ""), step=number + 1)
             status.set(Milestone.WAITING)
     return measured
 
@@ -277,14 +264,10 @@ def collect(program: Program, measured: Measured, transport: Transport) -> RunRe
     durations = spans[:, :, 1].max(axis=0) - spans[:, :, 0].min(axis=0)
     kept = durations[-len(measured.times):]
     chosen = int(np.argsort(kept, kind="stable")[len(kept) // 2])
-    times = [_unpack(part, len(measured.times), chosen) for part in parts if part is not None]
+    values = [part.view(torch.float64).numpy().reshape(len(measured.times), 2, -1)[chosen]
+              for part in parts if part is not None]
     losses = tuple(float(value) for value in np.asarray([record["losses"] for record in records]).sum(axis=0))
     return RunResult(
         num_ranks=transport.num_ranks, losses=losses if program.plan.model.mode == "training" else (),
         step_times_s=tuple(durations.tolist()), cpu_s=tuple(record["cpu_s"] for record in records),
-        timeline=measured_timeline(program, times))
-
-
-def _unpack(part: Tensor, num_steps: int, chosen: int) -> StepTimes:
-    values = part.view(torch.float64).numpy().reshape(num_steps, 2, -1)
-    return StepTimes(start_s=values[chosen, 0], end_s=values[chosen, 1])
+        timeline=measured_timeline(program, [StepTimes(start_s=start_s, end_s=end_s) for start_s, end_s in values]))
