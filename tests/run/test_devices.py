@@ -11,7 +11,8 @@ from weft.base.errors import InputError, RunError
 from weft.run.failures import PeerLost
 from weft.run.launch import run_plan
 from weft.run.result import RunOptions, rank_devices, share_environment
-from weft.run.transport import Staging, Transport
+from weft.run.transport import Transport
+from weft.run.wire import Staging
 from weft.run.worker import own_device
 
 

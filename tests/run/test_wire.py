@@ -21,8 +21,9 @@ from weft.base.errors import RunError
 from weft.plan.orders import one_f_one_b
 from weft.run.failures import PeerLost, failure
 from weft.run.status import StatusLine
-from weft.run.transport import ExchangeGroup, Staging, Transport
+from weft.run.transport import Transport
 from weft.run.verify import relative_error
+from weft.run.wire import ExchangeGroup, Staging
 
 pytestmark = pytest.mark.timeout(120)
 BOTH = (0, 1)

@@ -14,7 +14,7 @@ import typer
 from weft.base.errors import NoFeasiblePlan
 from weft.cli import common
 from weft.cluster import read_cluster
-from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, Plan, load_plan, save_plan
+from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, load_plan, save_plan
 from weft.search.common.budget import Budget, time_budget
 
 if TYPE_CHECKING:
@@ -120,21 +120,18 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
     report(f"tracing {spec}")
     with budget.paused():
         graph = common.graph_of_plan(item, model, batch_dims=replans)
+    # It seems to be for the time of one request: then others are to have one micro-batch too.
+    is_of_latency = item.model.mode == "inference" and item.microbatches == 1
     options = PlanOptions(batch=item.model.batch, mode=item.model.mode, dtype=item.model.dtype,
-                          own_dtypes=item.model.own_dtypes,
-                          optimizer=item.optimizer, recompute=any(stage.recompute for stage in item.stages),
-                          seed=item.search.seed, microbatches=_of_latency(item))
+                          own_dtypes=item.model.own_dtypes, optimizer=item.optimizer,
+                          recompute=any(stage.recompute for stage in item.stages), seed=item.search.seed,
+                          microbatches=1 if is_of_latency else None)
     request = Request(model=spec, graph=graph, options=options,
                       costs_of=lambda graph, on: load_costs(graph, on, profile, options.dtype))
     program = check_plan(item, graph, target)
     timeline = simulate(program, request.costs_of(graph, target), target)
     _show(explain_plan(program.plan, request, target, timeline, replans=replans, deadline=budget.deadline,
                        report=report), budget, import_s, as_json=as_json)
-
-
-def _of_latency(plan: Plan) -> int | None:
-    """Return 1 where a plan seems to be for the time of one request: then others are to have one micro-batch too."""
-    return 1 if plan.model.mode == "inference" and plan.microbatches == 1 else None
 
 
 def _show(found: Explanation, budget: Budget, import_s: float, *, as_json: bool) -> None:

@@ -175,7 +175,10 @@ def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str 
         fine_costs = costs if loaded.coarse is None else load_costs(loaded.fine, target, profile, dtype)
         found = _write_plan(plan, loaded, target, result, options, costs=fine_costs, dtype=dtype)
         options.report(f"plan written to {plan}: {_plan_text(found)}")
-    more: dict[str, Any] = {} if loaded.coarse is None else {"groups": _fused_groups(loaded.coarse)}
+    more: dict[str, Any] = {}
+    if (coarse := loaded.coarse) is not None:  # the operators of every group of several, by its own name
+        more["groups"] = {coarse.graph.op_names[group]: [coarse.fine.op_names[op] for op in ops]
+                          for group, ops in enumerate(coarse.groups.members()) if len(ops) > 1}
     _present(PlaceView(result=result, title=f"{loaded.fine.name} on {target.name}", fusion=loaded.fusion,
                        num_ops_before=loaded.fine.num_ops, methods=methods,
                        kinds={device.name: device.kind for device in target.devices},
@@ -303,10 +306,12 @@ def _write_plan(path: Path, loaded: Loaded, cluster: Cluster, result: PlaceResul
     from weft.search.place.placed_plan import plan_within_memory
     from weft.simulate.predict import simulate
 
+    dtypes = [loaded.fine.tensor_dtypes[tensor] for tensor in loaded.fine.parameters.tolist()]
+    own_dtype = next((name for name in dtypes if name.startswith(("float", "bfloat"))), "float32")
     num_requests = 1 if result.objective == "latency" else NUM_REQUESTS
     problem = Problem(graph=loaded.fine, cluster=cluster, costs=costs, options=PlanOptions(
         batch=loaded.fine.batch * num_requests, microbatches=num_requests, mode="inference",
-        dtype=dtype or _float_dtype(loaded.fine), seed=options.seed))
+        dtype=dtype or own_dtype, seed=options.seed))
 
     def placed(reserve: Mapping[str, int]) -> OpPlacement:
         if not any(reserve.values()):
@@ -329,18 +334,6 @@ def _op_placement(loaded: Loaded, timetable: Timetable) -> OpPlacement:
     if loaded.coarse is None:
         return OpPlacement(device=timetable.device, order=timetable.order)
     return placement_of_groups(loaded.coarse, timetable.device, timetable.order)
-
-
-def _fused_groups(coarse: Coarse) -> dict[str, list[str]]:
-    """Return the model's operators in every group of several, by the name under which the group is placed."""
-    return {coarse.graph.op_names[group]: [coarse.fine.op_names[op] for op in ops]
-            for group, ops in enumerate(coarse.groups.members()) if len(ops) > 1}
-
-
-def _float_dtype(graph: Graph) -> str:
-    """Return the floating-point type of the model's parameters, or float32 where they have none."""
-    names = [graph.tensor_dtypes[tensor] for tensor in graph.parameters.tolist()]
-    return next((name for name in names if name.startswith(("float", "bfloat"))), "float32")
 
 
 # ---- a problem of the dnn-partitioning benchmark -------------------------------------------------------------------

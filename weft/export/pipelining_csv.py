@@ -249,7 +249,8 @@ def order_to_csv(order: Order, *, num_microbatches: int) -> str:
     """Return the actions of each rank as a CSV; raise ``PlanError`` if PyTorch could not run them to the end."""
     rows = [[Cell(action, rank=rank, column=place, position=place) for place, action in enumerate(actions)]
             for rank, actions in enumerate(order)]
-    shape = replace(_infer_shape(rows), num_microbatches=num_microbatches, place=_order_place)
+    shape = replace(_infer_shape(rows), num_microbatches=num_microbatches, place=lambda rank, column: (
+        f"rank {rank}" + (f", action {column}" if column >= 0 else "")))
     if empty := [rank for rank, row in enumerate(rows) if not row]:
         raise_problems("the order", [f"rank {rank} has nothing to do, which PyTorch refuses" for rank in empty])
     return _format(require_order(rows, shape, "the order"))
@@ -426,10 +427,6 @@ def _infer_shape(rows: Rows) -> Shape:
 def _csv_place(rank: int, column: int, device: str | None = None) -> str:
     name = "" if device is None else f" {device!r}"
     return f"row {rank + 1}{f', column {column + 1}' if column >= 0 else ''} (rank {rank}{name})"
-
-
-def _order_place(rank: int, column: int) -> str:
-    return f"rank {rank}" + (f", action {column}" if column >= 0 else "")
 
 
 def _shown(text: str) -> str:

@@ -50,7 +50,8 @@ from weft.plan.program import Bucket, Program
 from weft.run.parameters import Parameters
 from weft.run.split_backward import MatmulGradient, attributes_of, linear_call, split_matmul
 from weft.run.stage import StageModule
-from weft.run.transport import Transfer, Transport, Work
+from weft.run.transport import Transfer, Transport
+from weft.run.wire import Work
 
 Start = Callable[[], Sequence[Work]]
 

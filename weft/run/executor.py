@@ -12,12 +12,12 @@ still move beside the computes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -44,8 +44,9 @@ from weft.run.exchange import Early, EarlyExchanges, Lane, leads_to_loss, make_e
 from weft.run.optimizers import make_optimizer
 from weft.run.parameters import StateShares
 from weft.run.prepare import Prepared
-from weft.run.status import Milestone
-from weft.run.transport import Transfer, Transport, settled
+from weft.run.status import Labels, Milestone
+from weft.run.transport import Transfer, Transport
+from weft.run.wire import settled
 from weft.run.wiring import Cell, Given, Key, Rows, Wiring, occupy, vacate
 from weft.simulate.timeline import Timeline, make_timeline
 
@@ -69,8 +70,9 @@ class Executor:
     def __init__(self, prepared: Prepared, transport: Transport) -> None:
         program = prepared.program
         self.program, self.transport, self.parameters = program, transport, prepared.parameters
-        first, last = (int(value) for value in program.rank_start[transport.rank : transport.rank + 2])
-        self._starts, self._ends = array("q", [0]) * (last - first), array("q", [0]) * (last - first)
+        ranges = list(itertools.pairwise(program.rank_start.tolist()))
+        num_own = ranges[transport.rank][1] - ranges[transport.rank][0]
+        self._starts, self._ends = array("q", [0]) * num_own, array("q", [0]) * num_own
         self.shares = StateShares(program, prepared.parameters, transport)
         reached = with_gradient(program.graph)
         self.trained = [item for name, item in self.shares.tensors.items() if item.requires_grad and name in reached]
@@ -79,7 +81,7 @@ class Executor:
         self.binder = Binder(prepared, transport, optimizer=self.optimizer, shares=self.shares, starts=self._starts,
                              ends=self._ends)
         self._training = program.plan.model.mode == "training"
-        self._names = partial(_labels, program)
+        self._names: Labels = lambda rank: [program.label(index) for index in range(*ranges[rank])]
         transport.status.name_instructions(self._names)
 
     def load(self, inputs: Mapping[str, Tensor]) -> None:
@@ -141,11 +143,6 @@ def loaded_executor(prepared: Prepared, source: ModelSource, transport: Transpor
     if adjust is not None:
         adjust(executor)
     return executor
-
-
-def _labels(program: Program, rank: int) -> list[str]:
-    first, last = (int(value) for value in program.rank_start[rank : rank + 2])
-    return [program.label(index) for index in range(first, last)]
 
 
 def samples_of(value: Tensor, place: Given, *, batch: int) -> Tensor:

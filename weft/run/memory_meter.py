@@ -43,6 +43,8 @@ from weft.run.transport import Transport
 
 _BEGIN: Final = "weft instruction begins"
 _END: Final = "weft instruction ends"
+_STARTED: Final = "__start_profile"
+"""The mark that the profiler makes in the thread that starts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,10 +134,12 @@ class CpuMemory:
         try:
             yield
         finally:
-            for events in autograd._disable_profiler_legacy():
+            noted = autograd._disable_profiler_legacy()
+            first = next(event for events in noted for event in events if event.name() == _STARTED)
+            for events in noted:  # those of a backend's threads too, which begin later
                 self._num_threads += 1
                 self._noted += [
-                    _Event(started + events[0].cpu_elapsed_us(event), order, self._num_threads, event.kind(),
+                    _Event(started + first.cpu_elapsed_us(event), order, self._num_threads, event.kind(),
                            event.name(), event.cpu_memory_usage() if event.kind() == "memory_alloc" else 0)
                     for order, event in enumerate(events)]
 

@@ -28,7 +28,8 @@ from weft.plan.holders import parameter_copies, parameter_holdings
 from weft.plan.program import Program
 from weft.plan.sharding import Region, TensorLayout, axis_sizes, coordinates_of, parse_layout
 from weft.run.mesh import group_ranks
-from weft.run.transport import ExchangeGroup, Transport
+from weft.run.transport import Transport
+from weft.run.wire import ExchangeGroup
 from weft.sharding.tensor_layout import SUM, WHOLE
 
 

@@ -1,17 +1,9 @@
 """The runtime's only way to other ranks: tensors between two ranks, sums over a group, and small records to rank 0.
 
-``Transport`` is the one class over ``torch.distributed``. Sends and receives go straight to the backend, without the
-per-call checks of the public functions, because the program was checked before; tags keep messages apart on gloo, and
-on nccl, which has none, the order of the program does. Records travel as JSON, never as pickles.
-
-gloo and nccl do not know complex numbers in all of their calls, and neither knows every narrow dtype. What is only
-moved may be seen as anything of the same bytes; what is added up may be seen as real numbers if it is complex.
-
-Where ranks are on unlike devices, or share one GPU, nccl cannot connect them: then all use gloo, and what is on a GPU
-passes through the host's memory (``Staging``). What is sent is copied on a stream of its own, which waits for what the
-rank has computed so far; a thread sends the copy when it is there, while the rank goes on. One thread, so that
-collectives start in the order in which they were asked for. What arrives is copied back when the rank waits for it, in
-the stream that will read it.
+One class over ``torch.distributed``. Sends and receives go straight to the backend, without the per-call checks of
+the public functions, because the program was checked before; tags keep messages apart on gloo, and on nccl, which has
+none, the order of the program does. Where ranks are on unlike devices, or share one GPU, nccl cannot connect them:
+then all use gloo, and what is on a GPU passes through the host's memory. Records travel as JSON, never as pickles.
 """
 
 from __future__ import annotations
@@ -23,10 +15,9 @@ import socket
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,150 +26,7 @@ from torch import Tensor
 from weft.base.errors import RunError
 from weft.run.failures import PeerLost, failure
 from weft.run.status import StatusLine
-
-_REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, torch.complex128: torch.float64}
-_KNOWN: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
-                           torch.int8, torch.uint8, torch.bool})
-"""Dtypes that all backends move; they add up all of them but truth values."""
-
-
-def settled(tensor: Tensor) -> Tensor:
-    """Return the tensor, or one copy of it where it is not contiguous or a conjugate, a mark on another's values."""
-    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        return tensor
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
-
-
-def to_move(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor as one of a dtype that backends move: itself, or a flat view of it."""
-    if tensor.dtype in _KNOWN:
-        return tensor
-    return tensor.view(-1).view(_REAL.get(tensor.dtype, torch.uint8))
-
-
-def to_add(tensor: Tensor, how: str = "sum") -> Tensor:
-    """Return a contiguous tensor as one that backends add up: itself, or a flat view of it; else raise."""
-    if tensor.dtype in _REAL and how == "sum":
-        return tensor.view(-1).view(_REAL[tensor.dtype])
-    if tensor.dtype not in _KNOWN or tensor.dtype == torch.bool:
-        verb = "added up" if how == "sum" else "compared"
-        raise RunError(f"tensors of {str(tensor.dtype).removeprefix('torch.')} cannot be {verb} over ranks: use a plan "
-                       "that does not split what makes them, or another dtype")
-    return tensor
-
-
-def moved_per_entry(dtype: torch.dtype) -> int:
-    """Return how many entries ``to_move`` makes of one."""
-    if dtype in _KNOWN:
-        return 1
-    return 2 if dtype in _REAL else int(dtype.itemsize)
-
-
-class Work(Protocol):
-    """A transfer or collective under way."""
-
-    def wait(self) -> Any:
-        """Return when it is done (on a GPU: when later kernels will see its result)."""
-
-
-class OnHost:
-    """A transfer of a tensor's copy in the host's memory; what arrives goes to the tensor when it is waited for."""
-
-    def __init__(self, work: Future[Work] | Work, copy: Tensor, target: Tensor | None = None) -> None:
-        self._work, self._copy, self._target = work, copy, target
-
-    def wait(self) -> None:
-        """Return when it is done and, for an arrival, on its way to the device before all that is issued later."""
-        work = self._work.result() if isinstance(self._work, Future) else self._work
-        work.wait()
-        if self._target is not None:
-            self._target.copy_(self._copy, non_blocking=True)
-
-
-class Staging:
-    """The stream and the thread of one rank's outgoing copies."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device, self._is_cuda = device, device.type == "cuda"
-        self._stream = torch.cuda.Stream(device) if self._is_cuda else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="staging")
-
-    def room(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return room in memory that the GPU copies from and to at full speed."""
-        return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._is_cuda)
-
-    def copy(self, tensor: Tensor) -> Tensor:
-        """Return a copy of the tensor in the host's memory, when it is there."""
-        return self.room(tensor.shape, tensor.dtype).copy_(tensor)
-
-    def send(self, tensor: Tensor, start: Callable[[Tensor], Work], *, brings_back: bool = False) -> OnHost:
-        """Copy the tensor and ``start`` a transfer of the copy; what that leaves in it may be to be brought back.
-
-        The tensor must stay as it is until the work has been waited for.
-        """
-        copy = self.room(tensor.shape, tensor.dtype)
-        is_there = self._begin_copy(copy, tensor)
-
-        def run() -> Work:
-            if is_there is not None:
-                is_there.synchronize()
-            return start(copy)
-
-        return OnHost(self._thread.submit(run), copy, tensor if brings_back else None)
-
-    def _begin_copy(self, copy: Tensor, tensor: Tensor) -> torch.cuda.Event | None:
-        if self._stream is None:
-            copy.copy_(tensor)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            copy.copy_(tensor, non_blocking=True)
-            is_there = torch.cuda.Event()
-            is_there.record(self._stream)
-        tensor.record_stream(self._stream)
-        return is_there
-
-
-class ExchangeGroup:
-    """Some ranks, seen from one of them; every call returns when it is done (on a GPU: in the order of its stream).
-
-    Tensors are contiguous and on the device that the group's backend serves. A lost rank raises ``RuntimeError``.
-    """
-
-    def __init__(self, group: Any, ranks: Sequence[int]) -> None:
-        self._group, self._ranks = group, tuple(ranks)
-
-    def sum_all(self, tensor: Tensor) -> None:
-        """Replace the tensor by its sum over the ranks."""
-        self._group.allreduce([to_add(tensor)]).wait()
-
-    def sum_at(self, tensor: Tensor, root: int) -> None:
-        """Replace the tensor by its sum over the ranks on ``root``, and by anything on the others."""
-        options = dist.ReduceOptions()
-        options.rootRank = self._ranks.index(root)
-        self._group.reduce([to_add(tensor)], options).wait()
-
-    def spread(self, tensor: Tensor, root: int) -> None:
-        """Replace the tensor by that of ``root``."""
-        options = dist.BroadcastOptions()
-        options.rootRank = self._ranks.index(root)
-        self._group.broadcast([to_move(tensor)], options).wait()
-
-    def gather(self, flat: Tensor) -> Tensor:
-        """Return the one-dimensional tensors of all ranks, which have one size, as rows."""
-        result = flat.new_empty((len(self._ranks), flat.numel()))
-        self._group.allgather([[to_move(row) for row in result]], [to_move(settled(flat))]).wait()
-        return result
-
-    def send(self, tensor: Tensor, *targets: int) -> None:
-        """Send the tensor to these ranks at once."""
-        for work in [self._group.send([to_move(tensor)], self._ranks.index(target), 0) for target in targets]:
-            work.wait()
-
-    def receive(self, *parts: tuple[Tensor, int]) -> None:
-        """Receive into tensors, each from a rank, at once."""
-        for work in [self._group.recv([to_move(tensor)], self._ranks.index(source), 0) for tensor, source in parts]:
-            work.wait()
+from weft.run.wire import ExchangeGroup, OnHost, Staging, Work, moved_per_entry, settled, to_add, to_move
 
 
 class Transfer:
@@ -225,7 +73,7 @@ class Transfer:
 
 
 class Transport:
-    """The connections of one rank; use as a context manager or call ``close``."""
+    """The connections of one rank; ``close`` gives them up."""
 
     def __init__(self, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float = 300.0,
                  store: Any = None, by_host: bool = False, status: StatusLine | None = None) -> None:

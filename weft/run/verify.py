@@ -285,7 +285,8 @@ def _gather_outputs(program: Program, results: list[tuple[int, int, dict[str, Te
         for index, instance in enumerate(program.instances):
             if int(graph.tensor_producer[tensor]) not in program.stage_ops[instance.stage]:
                 continue
-            shape = _output_shape(graph, tensor, instance.num_samples)
+            shape = graph.tensor_shapes[tensor]  # its first dimension is the batch, unless it is a number
+            shape = (shape[0] // graph.batch * instance.num_samples, *shape[1:]) if shape else ()
             for microbatch in instance.microbatches:
                 mine = own.get((index, microbatch, graph.tensor_names[tensor]))
                 data = transport.gather_tensor(_flat(mine), source=instance.ranks[0])
@@ -294,12 +295,6 @@ def _gather_outputs(program: Program, results: list[tuple[int, int, dict[str, Te
                     found.setdefault(position, []).append(
                         (sample, instance.num_samples, data.view(_dtype_of(graph, tensor)).view(shape)))
     return {position: _put_together(sorted(parts, key=lambda part: part[0])) for position, parts in found.items()}
-
-
-def _output_shape(graph: Graph, tensor: int, num_samples: int) -> tuple[int, ...]:
-    """Return the shape of an output for so many samples: its first dimension is the batch, unless it is a number."""
-    shape = graph.tensor_shapes[tensor]
-    return (shape[0] // graph.batch * num_samples, *shape[1:]) if shape else ()
 
 
 def _put_together(parts: list[tuple[int, int, Tensor]]) -> Tensor:

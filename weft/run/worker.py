@@ -83,7 +83,9 @@ def run_rank(plan_file: str, model: str, options: RunOptions, *, status: StatusL
 
     Without a launcher the ranks watch each other; then a failure that all know of raises ``SystemExit``.
     """
-    rank, num_ranks, fault = status.rank, int(os.environ["WORLD_SIZE"]), _requested_fault(status.rank)
+    rank, num_ranks = status.rank, int(os.environ["WORLD_SIZE"])
+    wanted, _, place = os.environ.get("WEFT_TEST_FAULT", "").partition(":")
+    fault = place if wanted == str(rank) else ""
     plan = load_plan(plan_file)
     check_world(plan, num_ranks)
     source = resolve_source(plan, model, options)
@@ -115,11 +117,6 @@ def run_rank(plan_file: str, model: str, options: RunOptions, *, status: StatusL
     if watch is not None:
         watch.stop()
     return result
-
-
-def _requested_fault(rank: int) -> str:
-    wanted, _, place = os.environ.get("WEFT_TEST_FAULT", "").partition(":")
-    return place if wanted == str(rank) else ""
 
 
 def _break_on_purpose(fault: str, executor: Executor) -> None:

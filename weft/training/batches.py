@@ -28,7 +28,8 @@ from weft.model.capture import source_line
 from weft.model.randomness import is_random
 from weft.model.trace import TracedModel, TracedProgram, retarget
 from weft.run.failures import PeerLost, error_of
-from weft.run.transport import Transport, settled
+from weft.run.transport import Transport
+from weft.run.wire import settled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,14 +206,10 @@ def _settings(node: fx.Node) -> dict[str, Any]:
 def _numbers(graph: fx.Graph, known: Mapping[str, bool], num_samples: int) -> list[fx.Node]:
     """Return single numbers that operators make of the batch alone and that others are scaled with."""
     found = {node for node in graph.nodes if node.op == "call_function" and known.get(node.name)
-             and _is_number(node.meta.get("val"), num_samples)}
+             and isinstance(value := node.meta.get("val"), Tensor) and value.numel() == 1 and not value.is_complex()
+             and (value.ndim == 0 or num_samples > 1)}
     return [node for node in graph.nodes if node in found and any(
         user not in found and str(user.target).startswith(_SCALING) for user in node.users)]
-
-
-def _is_number(value: Any, num_samples: int) -> bool:
-    return (isinstance(value, Tensor) and not value.is_complex() and value.numel() == 1
-            and (value.ndim == 0 or num_samples > 1))
 
 
 def _are_equal(values: Sequence[float]) -> bool:
