@@ -84,10 +84,7 @@ def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: 
     try:
         with together(transport, "looking at the arguments"):
             source, wanted = source_of_module(model, example_inputs, batch), wanted_optimizer(optimizer, model)
-            if max_grad_norm is not None and not (isinstance(max_grad_norm, Real) and float(max_grad_norm) > 0
-                                                  and type(max_grad_norm) is not bool):
-                raise InputError("max_grad_norm must be a number above 0, or None to leave gradients as they are, not "
-                                 f"{max_grad_norm!r}")
+            _check_limit(max_grad_norm)
         plan = _shared_plan(transport, lambda: _find_plan(
             source, cluster_or_plan, batch=batch, microbatches=microbatches, devices=devices, seed=seed,
             num_ranks=num_ranks, optimizer=wanted.kind, whole=wanted.is_whole))
@@ -280,6 +277,13 @@ def _dtype_of(source: ModelSource) -> str:
         name = str(tensor.dtype).removeprefix("torch.")
         counts[name] = counts.get(name, 0) + tensor.numel()
     return max(counts, key=lambda name: counts[name], default="float32")
+
+
+def _check_limit(max_grad_norm: object) -> None:
+    is_number = type(max_grad_norm) is not bool and isinstance(max_grad_norm, Real) and float(max_grad_norm) > 0
+    if max_grad_norm is not None and not is_number:
+        raise InputError("max_grad_norm must be a number above 0, or None to leave gradients as they are, not "
+                         f"{max_grad_norm!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
