@@ -13,7 +13,7 @@ from weft.base.errors import InputError
 from weft.base.files import write_atomic
 from weft.cli import common
 from weft.cli.plan_commands import ClusterOption, ModelOption
-from weft.plan.plan import Plan, load_plan, save_plan
+from weft.plan.plan import load_plan, save_plan
 
 if TYPE_CHECKING:
     from weft.plan.program import Program
@@ -50,44 +50,40 @@ def export(
         raise InputError(f"--nearest is for {', '.join(BY_LAYER)}, which take whole layers, not for {format_}")
     common.check_outputs({"--out": out}, (plan, model, cluster))
     item = load_plan(plan)
-    if format_ == "onnx":
-        _check_onnx_options(model, out)
+    if format_ == "onnx" and (model is None or not model.lower().endswith(".onnx")):
+        raise InputError("--format onnx needs the ONNX file that was planned: give it with --model FILE.onnx")
+    if format_ == "onnx" and out is None:
+        raise InputError("--format onnx writes a binary file: say where with --out FILE.onnx")
     program = check_plan(item, common.graph_of_plan(item, model), common.cluster_of_plan(item, cluster))
     report = common.reporter(quiet)
+    text: str | None = None
     match format_:
         case "onnx":
-            assert model is not None
-            assert out is not None
             facts = _export_onnx(program, model, out)
         case "device-map":
-            facts = _export_text(*_device_map(program, model, cluster), out)
+            text, facts = _device_map(program, model, cluster)
         case "torchtitan":
-            facts = _export_text(*_titan(program, out, report, nearest), out)
+            text, facts = _titan(program, out, report, nearest)
         case "vllm" | "llama-cpp":
-            facts = _export_text(*_server_options(program, cluster, format_, nearest), out)
+            text, facts = _server_options(program, cluster, format_, nearest)
         case _:
-            facts = _export_text(*_pipelining_csv(program.plan, program), out)
+            text, facts = _pipelining_csv(program)
+    if out is not None and text is not None:
+        write_atomic(out, text)
     for note in facts.get("notes", ()):
         report(f"note: {note}")
     if out is not None:
         report(f"{FORMATS[format_]} written to {out}")
-    text = facts.pop("text", "")
     if as_json:
         common.print_json({"format": format_, **facts})
     elif out is None:
         print(text, end="")
 
 
-def _export_text(text: str, facts: dict[str, Any], out: Path | None) -> dict[str, Any]:
-    if out is not None:
-        write_atomic(out, text)
-    return {**facts, "text": text}
-
-
-def _pipelining_csv(plan: Plan, program: Program) -> tuple[str, dict[str, Any]]:
+def _pipelining_csv(program: Program) -> tuple[str, dict[str, Any]]:
     from weft.export.pipelining_csv import runtime_notes, to_csv
 
-    text = to_csv(plan)
+    plan, text = program.plan, to_csv(program.plan)
     return text, {"ranks": len(plan.cluster.devices), "stages": len(plan.stages), "microbatches": plan.microbatches,
                   "notes": runtime_notes(program), "rows": text.splitlines()}
 
@@ -135,17 +131,12 @@ def _server_options(program: Program, cluster: str | None, format_: str,
                                             "devices": options.devices, "notes": options.notes}
 
 
-def _check_onnx_options(model: str | None, out: Path | None) -> None:
-    if model is None or not model.lower().endswith(".onnx"):
-        raise InputError("--format onnx needs the ONNX file that was planned: give it with --model FILE.onnx")
-    if out is None:
-        raise InputError("--format onnx writes a binary file: say where with --out FILE.onnx")
-
-
-def _export_onnx(program: Program, model: str, out: Path) -> dict[str, Any]:
+def _export_onnx(program: Program, model: str | None, out: Path | None) -> dict[str, Any]:
     from weft.export.device_map import op_properties
     from weft.model.onnx_metadata import annotate_onnx
 
+    assert model is not None
+    assert out is not None
     done = annotate_onnx(model, out, program.graph, op_properties(program.plan, program.graph))
     return {"nodes": done.num_nodes, "annotated": done.num_annotated}
 

@@ -225,7 +225,7 @@ class LayerList:
 def find_layers(plan: Plan, graph: Graph, *, tool: str, nearest: bool = False) -> LayerList:
     """Return the model's layers with their stages; raise ``InputError`` if there is no one list, or a layer is cut.
 
-    With ``nearest`` a layer that is cut goes to the stage that has most of its work. ``tool`` is who wants to know, for
+    With ``nearest`` a layer that is cut goes to the stage that has most of its work. ``tool`` is the tool's name, for
     messages. The stages must come in the order in which data flows.
     """
     blocks = [_block(path) for path in graph.op_modules]

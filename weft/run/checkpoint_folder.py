@@ -9,9 +9,9 @@ killed, and what a killed process has left behind is removed when the next check
 something is written are the writer's own, and it holds a lock there while it lives: two runs in one folder do not
 touch each other's files, and the second to write a step is refused.
 
-``checkpoint.json`` has a checksum for each file and one for itself; those of before that was so are read as well. It is
-CRC-32, which the standard library has in C: it sees every flipped bit and every damage within 32 bits, and any other
-damage but for one chance in four thousand million; the file's size is beside it. It is taken while the file is
+``checkpoint.json`` has a checksum for each file and one for itself; older checkpoints, which have none, are read as
+well. It is CRC-32, which the standard library has in C: it sees every flipped bit and all damage within 32 bits, and
+misses other damage once in four thousand million times; the file's size is beside it. It is taken while the file is
 written, so that nothing is read twice, and compared when the checkpoint is loaded.
 
 Tensors are in safetensors files, which ``weft.base.tensor_file`` reads and lays out as bytes. They are written one
@@ -108,11 +108,11 @@ class CheckpointRecord:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What the training script has put in."""
     tensors: Mapping[str, int] = field(default_factory=dict)
-    """How many tensors each file has; empty in checkpoints of before that was written down."""
+    """How many tensors each file has; empty in older checkpoints, which do not say."""
     checksums: Mapping[str, str] = field(default_factory=dict)
     """Of each file, see ``weft.run.checkpoint_folder``."""
     checksum: str = ""
-    """Of everything else in the record; empty in checkpoints of before there were checksums."""
+    """Of everything else in the record; empty in older checkpoints, which have no checksums."""
 
     @property
     def is_checked(self) -> bool:

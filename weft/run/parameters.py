@@ -146,7 +146,7 @@ class _Shared:
     ranks: tuple[int, ...]
     group: ExchangeGroup
     bounds: tuple[int, ...]
-    """Rows of rank ``ranks[i]`` are from ``bounds[i]`` on, up to the next; two of them alone: all is the first's."""
+    """Rows of rank ``ranks[i]`` are from ``bounds[i]`` on, up to the next; with one bound the first rank has all."""
     own: torch.nn.Parameter | None
     """The rows of this rank, in the parameter's memory."""
     place: int

@@ -53,7 +53,7 @@ def check_world(plan: Plan, num_ranks: int) -> None:
 
 
 def own_device(text: str, *, rank: int, num_ranks: int) -> torch.device:
-    """Return the device of this rank: as ``text`` says for it, a GPU without a number in the order of local ranks."""
+    """Return this rank's device, as ``text`` says; GPUs without a number are given out in the order of local ranks."""
     wanted = rank_devices(text, num_ranks)
     if not wanted[rank].startswith("cuda"):
         return torch.device("cpu")

@@ -7,8 +7,8 @@ be wrong, all ranks raise the same before anything has been computed.
 
 A mean over the targets that are not padding is a mean over samples only where all parts of the batch have as many. Cut
 into parts, each part's loss is divided by its own number, so the mean over the parts is another number than the loss
-of the batch. ``cross_entropy`` and ``nll_loss`` count targets inside (``ignore_index``, class weights); code of one's
-own does it in the open, as ``(losses * mask).sum() / mask.sum()``. The example may have no padding, so what the model
+of the batch. ``cross_entropy`` and ``nll_loss`` count targets inside (``ignore_index``, class weights); other
+code does it in the open, as ``(losses * mask).sum() / mask.sum()``. The example may have no padding, so what the model
 computes of the batch alone, without parameters (``FromBatch``), is looked at as batches come, before the step.
 """
 
