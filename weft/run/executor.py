@@ -19,6 +19,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -200,6 +201,8 @@ class Binder:
         self.sent: dict[Key, list[Transfer]] = {}
         self.sent_on: dict[int, list[Transfer]] = {}
         self.collectives: list[Transfer] = []
+        self.early: dict[int, EarlyExchanges] = {}
+        """Exchanges that are issued inside a backward, by its position."""
         self.issued_early: dict[int, Action] = {}
         """What is left to do, at its own position, for an exchange that is issued inside a backward."""
         self.widest = max((len(channel.tensors) for channel in program.channels), default=1)
@@ -214,7 +217,7 @@ class Binder:
         for position, item in enumerate(self.wiring.instructions):
             action = self._bind(position, item)
             released = self.wiring.release_buffers(position)
-            self.actions.append(_releasing(action, released) if released else action)
+            self.actions.append(partial(_release_after, action, released) if released else action)
 
     def _bind(self, position: int, item: Instruction) -> Action:
         match item.op:
@@ -375,7 +378,7 @@ class Binder:
             rows = self.factors[bucket].filled_by(ops) if bucket in self.factors else []
             items.append(Early(position=place, parameters=[*(item for item in tensors if item.requires_grad), *rows],
                                issue=self._exchange(place, bucket), transfer=self.collectives[-1]))
-        early = EarlyExchanges(items, starts=self.starts, device=self.transport.device)
+        early = self.early[position] = EarlyExchanges(items, starts=self.starts, device=self.transport.device)
         self.issued_early.update({place: early.instruction(number) for number, place in enumerate(places)})
         return early
 
@@ -412,29 +415,28 @@ class Binder:
         cell = wiring.cells[producer]
         name = "outputs" if is_activation else "gradients"
         clears = (wiring.readers.outputs if is_activation else wiring.readers.gradients)[producer] == position
-        transfer, before = self._outgoing(position, key, is_awaited=is_activation and self.training)
+        transfer = self.transfers[key] = self._transfer(position)
+        before: Transfer | None = None
+        if is_activation and self.training:
+            self.sent.setdefault(producer, []).append(transfer)
+        else:  # nothing else waits for it, so a later one of the channel does
+            earlier = self.sent_on.setdefault(key[0], [])
+            before = earlier[-SEND_WINDOW] if len(earlier) >= SEND_WINDOW else None
+            earlier.append(transfer)
         parts = [(place, cut, self._tag(key, number))
                  for number, (place, cut) in enumerate(self._parts_to_send(channel))]
         send, target = self.transport.send, channel.target
 
         def action() -> None:
-            source = _taken(cell, name, clears)
+            source = getattr(cell, name)
+            if clears:  # it is the last to read them
+                setattr(cell, name, None if is_activation else [])
             tensors = transfer.tensors = [cut(source[place]) for place, cut, _ in parts]
             transfer.works = [send(tensor, target, part[2]) for tensor, part in zip(tensors, parts, strict=True)]
             if before is not None:
                 before.wait()
 
         return action
-
-    def _outgoing(self, position: int, key: Key, *, is_awaited: bool) -> tuple[Transfer, Transfer | None]:
-        """Return a new outgoing message, and an earlier one of the channel to wait for, if nothing else does."""
-        transfer = self.transfers[key] = self._transfer(position)
-        if is_awaited:
-            self.sent.setdefault((self.program.channels[key[0]].producer, key[1]), []).append(transfer)
-            return transfer, None
-        earlier = self.sent_on.setdefault(key[0], [])
-        earlier.append(transfer)
-        return transfer, earlier[-1 - SEND_WINDOW] if len(earlier) > SEND_WINDOW else None
 
     def _parts_to_send(self, channel: Channel) -> list[tuple[int, Callable[[Tensor | None], Tensor]]]:
         """Return, for each tensor of a channel, its place in the cell and the function that cuts out what is sent."""
@@ -502,22 +504,10 @@ def _early_places(program: Program, rank: int) -> dict[int, list[int]]:
     return places
 
 
-def _releasing(action: Action, buffers: list[Tensor]) -> Action:
-    """Return the action followed by giving back the memory of buffers that nobody reads any more."""
-
-    def releasing() -> None:
-        action()
-        vacate(buffers)
-
-    return releasing
-
-
-def _taken(cell: Cell, name: str, clears: bool) -> Any:
-    """Return a cell's outputs or gradients; the last to read them lets the cell forget them."""
-    found = getattr(cell, name)
-    if clears:
-        setattr(cell, name, None if name == "outputs" else [])
-    return found
+def _release_after(action: Action, buffers: list[Tensor]) -> None:
+    """Do the action, then give back the memory of buffers that nobody reads any more."""
+    action()
+    vacate(buffers)
 
 
 def _cutter(value: Tensor, rows: Rows | None, device: torch.device, *,
