@@ -19,9 +19,9 @@ from weft.plan.check import check_plan
 from weft.plan.lower import lower
 from weft.plan.overlap import inside_backward
 from weft.plan.plan import Plan
+from weft.run.cells import Transfer
 from weft.run.exchange import Early, EarlyExchanges, leads_to_loss
 from weft.run.failures import PeerLost
-from weft.run.transport import Transfer
 from weft.search.common.buckets import cut_gradients
 from weft.simulate.finality import first_readers
 

@@ -47,10 +47,11 @@ from weft.base.errors import RunError
 from weft.model.graph import DETACH, I64, Bool, Graph
 from weft.plan.factors import Factors, LinearUse, block_size, bucket_rows, factor_widths
 from weft.plan.program import Bucket, Program
+from weft.run.cells import Transfer
 from weft.run.parameters import Parameters
 from weft.run.split_backward import MatmulGradient, attributes_of, linear_call, split_matmul
 from weft.run.stage import StageModule
-from weft.run.transport import Transfer, Transport
+from weft.run.transport import Transport
 from weft.run.wire import Work
 
 Start = Callable[[], Sequence[Work]]

@@ -13,7 +13,6 @@ import json
 import os
 import socket
 import time
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -27,49 +26,6 @@ from weft.base.errors import RunError
 from weft.run.failures import PeerLost, failure
 from weft.run.status import StatusLine
 from weft.run.wire import ExchangeGroup, OnHost, Staging, Work, moved_per_entry, settled, to_add, to_move
-
-
-class Transfer:
-    """A message under way: its works, what must stay alive, and when it was seen to be done."""
-
-    __slots__ = ("done_ns", "ends", "position", "status", "synchronize", "tensors", "works")
-
-    def __init__(self, position: int, ends: array[int], synchronize: Callable[[], None] | None,
-                 status: StatusLine | None = None) -> None:
-        """Those who wait for it say so on the line ``status``."""
-        self.works: Sequence[Work] = ()
-        self.tensors: Sequence[Tensor] = ()
-        self.position, self.ends, self.synchronize, self.status = position, ends, synchronize, status
-        self.done_ns = 0
-
-    def wait(self) -> None:
-        """Return when the message is done; at once if it was waited for before."""
-        if self.works:
-            if self.status is not None:
-                self.status.begin_wait(self.position)
-            try:
-                for work in self.works:
-                    work.wait()
-                if self.synchronize is not None:
-                    self.synchronize()
-            except RuntimeError as problem:
-                raise failure(problem, lost="a message or collective failed",
-                              doing="a message or collective") from problem
-            if self.status is not None:
-                self.status.end_wait()
-            self.works = ()
-            self.tensors = ()
-            self.done_ns = time.perf_counter_ns()
-        if self.done_ns:
-            self.ends[self.position] = self.done_ns
-
-    def is_seen_done(self) -> bool:
-        """Return whether a collective of the backend is done, and note the time if so; on a CPU only."""
-        works: Any = self.works
-        if self.synchronize is not None or not all(work.is_completed() for work in works):
-            return False
-        self.wait()
-        return True
 
 
 class Transport:

@@ -6,15 +6,11 @@ that read the tensor; they are added up.
 
 What arrives whole lies in a buffer that never changes place, so it is bound once. What another instance of the rank
 has computed is taken from its cell, and what comes in pieces is put together, each time.
-
-A *cell* is one micro-batch in one stage instance between its forward and the end of its backward. Buffers are assigned
-like registers: taken at the receive, given back after the last compute that may read them, and used again by later
-receives and later steps. A buffer has memory only while it is taken.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,63 +20,8 @@ from torch import Tensor
 from weft.model.graph import NO_BATCH_DIM, Graph, TensorRole
 from weft.plan.layout import stage_inputs
 from weft.plan.program import Channel, Instance, Instruction, Op, Phase, Program
-from weft.run.split_backward import Deferred
+from weft.run.cells import Buffers, Cell, occupy
 from weft.run.stage import Stage
-
-
-class Cell:
-    """What one micro-batch keeps in one instance."""
-
-    __slots__ = ("arguments", "deferred", "edges", "gradients", "leaves", "outputs", "random_states")
-
-    def __init__(self) -> None:
-        self.arguments: list[Any] = []
-        self.outputs: tuple[Tensor, ...] | None = None
-        self.edges: list[Any] = []
-        self.leaves: list[Tensor] = []
-        self.gradients: list[Tensor | None] = []
-        self.deferred: list[Deferred] = []
-        self.random_states: dict[str, Tensor] = {}
-
-
-def occupy(buffer: Tensor) -> None:
-    """Give a buffer memory, with any values, unless it has some."""
-    num_bytes = buffer.numel() * buffer.element_size()
-    storage = buffer.untyped_storage()
-    if storage.nbytes() != num_bytes:
-        storage.resize_(num_bytes)
-
-
-def vacate(buffers: Sequence[Tensor]) -> None:
-    """Take the memory of buffers back; the tensors stay what they are for the next to occupy them."""
-    for buffer in buffers:
-        buffer.untyped_storage().resize_(0)
-
-
-class Buffers:
-    """Tensors by shape and dtype that are free to be used; they have no memory until somebody occupies them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
-
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of that shape."""
-        free = self._free.get((shape, dtype))
-        if free:
-            return free.pop()
-        buffer = torch.empty(shape, dtype=dtype, device=self._device)
-        vacate([buffer])
-        return buffer
-
-    def give(self, tensors: Iterable[Tensor]) -> None:
-        """Take tensors back: nobody will read them any more."""
-        for tensor in tensors:
-            self._free.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor)
-
-    def free(self) -> list[Tensor]:
-        """Return the tensors that nobody uses; when all instructions are bound, that is all of them."""
-        return [tensor for tensors in self._free.values() for tensor in tensors]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
