@@ -24,7 +24,7 @@ from weft.base.ending import end_on_signals, finish_output
 from weft.base.errors import RunError, WeftError
 from weft.base.files import encode
 from weft.base.units import parse_bytes
-from weft.run.failures import exit_code_and_text, write_failure
+from weft.run.failures import end_process, exit_code_and_text, write_failure
 from weft.run.launch import STATUS_FILE, run_plan
 from weft.run.result import RunOptions, RunResult, finite, load_options, losses_or_none, memory_table
 from weft.run.status import Beat, StatusLine
@@ -116,13 +116,6 @@ def _error(value: float) -> str:
     return f"{value:.1e}" if abs(value) < 1e308 else "not finite"  # files have no infinity
 
 
-def _end(code: int) -> NoReturn:
-    """End the process at once: threads of the backend may hang on lost connections, or abort when torn down."""
-    code = finish_output(code)
-    sys.stderr.flush()
-    os._exit(code)
-
-
 def _fail(problem: Exception, folder: Path | None, rank: int) -> NoReturn:
     """Record or print what went wrong, and end the process."""
     code, text = exit_code_and_text(problem)
@@ -130,7 +123,7 @@ def _fail(problem: Exception, folder: Path | None, rank: int) -> NoReturn:
         write_failure(folder, rank, problem)
     else:
         print(f"weft: rank {rank}: {text}", file=sys.stderr, flush=True)
-    _end(code)
+    end_process(code)
 
 
 def _follow_parent() -> None:
@@ -156,8 +149,6 @@ if __name__ == "__main__":
 
         _result = run_rank(_args.plan, _args.model, _options(_args), status=_status, folder=_folder,
                            listen_fd=_args.listen_fd, output=_args.output)
-    except SystemExit as ended:  # the watch has said why
-        _end(int(ended.code or 0))
     except Exception as problem:
         _fail(problem, _folder, _rank)
-    _end(0 if _result is None or _folder is not None else report(_result, as_json=_args.json))
+    end_process(0 if _result is None or _folder is not None else report(_result, as_json=_args.json))

@@ -17,11 +17,13 @@ import contextlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import weft.base.errors
+from weft.base.ending import finish_output
 from weft.base.errors import RunError, WeftError
 
 if TYPE_CHECKING:
@@ -75,6 +77,13 @@ def exit_code_and_text(problem: Exception) -> tuple[int, str]:
     if isinstance(problem, WeftError):
         return problem.exit_code, str(problem)
     return RunError.exit_code, f"{type(problem).__name__}: {problem}"
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process at once: threads of the backend may hang on lost connections, or abort when torn down."""
+    code = finish_output(code)
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def write_failure(folder: Path, rank: int, problem: Exception) -> None:

@@ -24,6 +24,7 @@ from weft.plan.plan import Plan, load_plan
 from weft.plan.program import Op, Program
 from weft.run.checkpoint import Checkpoints, model_state
 from weft.run.executor import Executor, StepTimes, loaded_executor, measured_timeline
+from weft.run.failures import end_process
 from weft.run.memory_meter import add_memory, measure_step
 from weft.run.prepare import Prepared, Tracer, connect_ranks, lower_to_run, prepare_rank
 from weft.run.result import RunOptions, RunResult, Verification, check_folders, rank_devices, save_result
@@ -81,7 +82,7 @@ def run_rank(plan_file: str, model: str, options: RunOptions, *, status: StatusL
              listen_fd: int | None, output: Path | None) -> RunResult | None:
     """Return on rank 0 the result, whose files then are in the launcher's ``folder`` or in ``output``; None elsewhere.
 
-    Without a launcher the ranks watch each other; then a failure that all know of raises ``SystemExit``.
+    Without a launcher the ranks watch each other; then a failure is told to all of them and ends the process.
     """
     rank, num_ranks = status.rank, int(os.environ["WORLD_SIZE"])
     wanted, _, place = os.environ.get("WEFT_TEST_FAULT", "").partition(":")
@@ -113,7 +114,7 @@ def run_rank(plan_file: str, model: str, options: RunOptions, *, status: StatusL
     except Exception as problem:
         if watch is None:
             raise
-        raise SystemExit(watch.fail(problem)) from problem
+        end_process(watch.fail(problem))
     if watch is not None:
         watch.stop()
     return result
