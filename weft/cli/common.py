@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
@@ -38,8 +38,6 @@ ProfileOption = Annotated[Path | None, typer.Option(
 MAX_SEED: Final = 2**31 - 1
 SeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the search.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
-
-
 LARGE_RESULT: Final = 20_000
 """A result whose fields have more items in all is written without line breaks, which takes a fraction of the time."""
 
@@ -77,16 +75,9 @@ def end_interrupted(text: str) -> NoReturn:
     raise typer.Exit(INTERRUPTED)
 
 
-class _Ended(Protocol):
-    """What Ctrl-C may have ended."""
-
-    @property
-    def is_interrupted(self) -> bool: ...
-
-
-def end_if_interrupted(found: _Ended) -> None:
-    """End with the exit code for Ctrl-C if it has ended the search: the best so far was told."""
-    if found.is_interrupted:
+def end_if_interrupted(is_interrupted: bool) -> None:
+    """End with the exit code for Ctrl-C if it has ended the search, of which the best so far was told."""
+    if is_interrupted:
         end_interrupted("interrupted: this is the best so far")
 
 

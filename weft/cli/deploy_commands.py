@@ -97,7 +97,7 @@ def deploy(
                            "plan": plan_to_json(found.plan)})
     else:
         _print_deployment(found, plain)
-    common.end_if_interrupted(budget)
+    common.end_if_interrupted(budget.is_interrupted)
 
 
 def _data_parallel(problem: Problem, budget: Budget) -> float | str:

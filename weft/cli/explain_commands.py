@@ -141,7 +141,7 @@ def _show(found: Explanation, budget: Budget, import_s: float, *, as_json: bool)
         common.print_json({**explanation_json(found), "import_seconds": import_s, "tracing_seconds": budget.paused_s})
     else:
         print_explanation(found)
-    common.end_if_interrupted(found)
+    common.end_if_interrupted(found.is_interrupted)
 
 
 def _explain_request(model: str, on: str, asked: _Asked, profile: Path | None, *, replans: bool, time_limit: float,
@@ -187,7 +187,7 @@ def _relax(miss: NoFeasiblePlan, problem: Problem, request: Request, budget: Bud
                            "tracing_seconds": budget.paused_s})
     else:
         print_relaxations(str(miss), found)
-    common.end_if_interrupted(budget)
+    common.end_if_interrupted(budget.is_interrupted)
 
 
 def _request(model: str, asked: _Asked, profile: Path | None, report: Callable[[str], None]) -> Request:
@@ -251,7 +251,7 @@ def fit(
                            "tracing_seconds": budget.paused_s})
     else:
         print_fit(found, command or "")
-    common.end_if_interrupted(budget)
+    common.end_if_interrupted(budget.is_interrupted)
     if found.recommended is None:
         raise found.miss()
 

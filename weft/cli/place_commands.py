@@ -274,7 +274,7 @@ def _present(view: PlaceView, options: PlaceOptions, more: Mapping[str, Any], ti
         from weft.show.place_tables import print_placement
 
         print_placement(view, width=options.width)
-    common.end_if_interrupted(view.result)
+    common.end_if_interrupted(view.result.is_interrupted)
 
 
 def _write_pictures(view: PlaceView, options: PlaceOptions) -> None:
@@ -354,4 +354,4 @@ def _place_partition(path: str, options: PlaceOptions) -> None:
         common.print_json({**value, **times})
     else:
         print_partition(result, width=options.width)
-    common.end_if_interrupted(result)
+    common.end_if_interrupted(result.is_interrupted)

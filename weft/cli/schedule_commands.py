@@ -63,7 +63,7 @@ def schedule(
         from weft.show.schedule_tables import print_schedule
 
         print_schedule(result, compared, width=width)
-    common.end_if_interrupted(result)
+    common.end_if_interrupted(result.is_interrupted)
 
 
 def _compare(problem: ScheduleProblem, result: ScheduleResult) -> list[ScheduleFacts]:

@@ -26,7 +26,6 @@ from weft.search.common.budget import Budget, ended_by_ctrl_c, time_budget
 if TYPE_CHECKING:
     from weft.model.folded import FoldedModel
 
-
 EXPORTS: Final = ("parallelize-module", "torchtitan")
 MAX_AXES: Final = 3
 LEAST_PLAN_S: Final = 1.5
@@ -94,7 +93,7 @@ def _shard_graph(path: Path, *, time_limit: float | None, seed: int, as_json: bo
         common.print_json({**solution.to_json(), **({} if time_limit is None else {"import_seconds": import_s})})
     else:
         print_strategies(graph, solution)
-    common.end_if_interrupted(solution)
+    common.end_if_interrupted(solution.is_interrupted)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +157,7 @@ def _shard_model(spec: str, cluster_text: str, options: ModelOptions) -> None:
             common.print_json({**value, "import_seconds": import_s, "tracing_seconds": budget.paused_s})
         else:
             print_sharding(facts, found.named)
-    common.end_if_interrupted(budget)
+    common.end_if_interrupted(budget.is_interrupted)
 
 
 def _parse_mesh(text: str, num_devices: int) -> tuple[int, ...]:

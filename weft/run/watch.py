@@ -29,6 +29,7 @@ from weft.base.scratch import scratch_file
 from weft.run.failures import PeerLost, exit_code_and_text
 from weft.run.status import (
     BEAT_S,
+    START_S,
     Hang,
     Limits,
     Line,
@@ -41,8 +42,6 @@ from weft.run.status import (
 )
 from weft.run.transport import Transport, open_store
 
-START_S: Final = 60.0
-"""How long a rank may take to beat for the first time."""
 ENDING: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _FAILED: Final = "failed"
 """Key of the verdict: exit code, rank that hangs (or nothing) and message, with bars between them."""
