@@ -53,7 +53,7 @@ def _chosen(path: Path, commands: Sequence[Sequence[str]]) -> Sequence[str]:
 def read_plan_by_commands(path: Path, use: bool) -> None:
     """Check, predict, show, compare, explain or export a plan, or plan again for one of its devices."""
     from weft.plan.plan import load_plan
-    from weft.training.replan import cluster_of, devices_left
+    from weft.training.parallelize import cluster_of, devices_left
 
     plan = load_plan(path)
     devices_left(cluster_of(plan), plan.cluster.devices[:1])

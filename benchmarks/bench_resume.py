@@ -35,8 +35,7 @@ from weft.cost.costs import estimate_costs
 from weft.model.folded import trace_folded
 from weft.model.source import ModelSource, resolve_model
 from weft.plan.plan import Optimizer, Plan, save_plan
-from weft.run.checkpoint_folder import check_file, checkpoints_in, read_record
-from weft.run.tensor_file import TensorFile
+from weft.run.checkpoint_folder import TensorFile, check_file, checkpoints_in, read_record
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.joint.baselines import data_parallel_by_speed, one_f_one_b_equal, single_device
 from weft.search.shard.plan_search import search_plan

@@ -241,7 +241,7 @@ class _Points:
 
 
 def _watch_disk(points: _Points) -> None:
-    from weft.run.tensor_file import TensorWriter
+    from weft.run.checkpoint_folder import TensorWriter
 
     for owner, name in ((TensorWriter, "write"), (os, "mkdir"), (os, "fsync"), (os, "rename"), (os, "unlink"),
                         (os, "rmdir"), (shutil, "rmtree")):

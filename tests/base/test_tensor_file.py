@@ -58,7 +58,7 @@ def test_who_opens_a_file_says_which_dtypes_it_may_have_and_what_to_do_without_i
 
 
 def test_bytes_per_number_are_those_of_pytorch_and_reading_needs_neither_it_nor_numpy():
-    torch_side = pytest.importorskip("weft.run.tensor_file")
+    torch_side = pytest.importorskip("weft.run.checkpoint_folder")
     assert {name: dtype.itemsize for name, dtype in torch_side.DTYPES.items()} == dict(ITEM_BYTES)
     code = "import sys, weft.base.tensor_file; print([name for name in ('torch', 'numpy') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout == "[]\n"

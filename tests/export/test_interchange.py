@@ -18,7 +18,7 @@ from tests.worlds import chain_graph, plain_cluster
 from weft.base.errors import InputError
 from weft.cli.main import main
 from weft.cluster.cluster import Cluster, Device, DeviceKind
-from weft.export.layer_list import find_layers
+from weft.export.degrees import find_layers
 from weft.export.pipelining_csv import parse_csv
 from weft.export.servers import VARIABLE, to_layer_partition, to_tensor_split
 from weft.export.titan import HEAD, TitanSettings, format_toml, to_titan

@@ -25,11 +25,12 @@ from weft.run.checkpoint_folder import (
     RECORD_FILE,
     CheckpointRecord,
     NewCheckpoint,
+    TensorFile,
+    TensorWriter,
     checkpoints_in,
     latest_checkpoint,
     read_record,
 )
-from weft.run.tensor_file import TensorFile, TensorWriter
 
 pytestmark = pytest.mark.timeout(120)
 MODEL, BATCH, NORM = "tied_gpt", 8, 0.5

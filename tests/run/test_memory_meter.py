@@ -19,8 +19,7 @@ from weft.cli.main import main
 from weft.model.live_storages import LiveStorages
 from weft.plan.memory import CATEGORIES, account_memory
 from weft.plan.plan import Optimizer, Plan, save_plan
-from weft.run.live_memory import CpuMemory, storage_bytes
-from weft.run.memory_meter import MemoryMeter, compare_memory, measure_step, measured_account
+from weft.run.memory_meter import CpuMemory, MemoryMeter, compare_memory, measure_step, measured_account, storage_bytes
 from weft.run.optimizers import make_optimizer
 from weft.run.prepare import Tracer
 from weft.simulate.timeline import make_timeline
@@ -84,7 +83,8 @@ def test_the_meter_lets_autograd_add_up_in_place():
         return (y * 2 + (y * 3 + y * 4)).sum()  # three gradients of y are added up
 
     loss = total()
-    with CpuMemory() as memory:
+    memory = CpuMemory()
+    with memory.watching():
         memory.begin()
         loss.backward()
         memory.end()
@@ -98,7 +98,8 @@ def test_the_meter_lets_autograd_add_up_in_place():
 
 def test_a_workspace_is_told_from_what_an_operator_gives():
     x, weight = torch.ones(1, 2, 64, dtype=torch.float64), torch.ones(2, 2, 3, dtype=torch.float64)
-    with CpuMemory() as memory:
+    memory = CpuMemory()
+    with memory.watching():
         memory.begin()
         kept = torch.nn.functional.conv1d(x, weight)  # in double precision by a product with a matrix of all windows
         memory.end()
@@ -115,7 +116,8 @@ def test_a_workspace_is_told_from_what_an_operator_gives():
 
 def test_another_thread_that_is_watched_counts():
     kept = []
-    with CpuMemory() as memory:
+    memory = CpuMemory()
+    with memory.watching():
         memory.begin()
 
         def work() -> None:

@@ -21,7 +21,7 @@ from weft.run.result import RunOptions
 from weft.run.worker import resolve_source
 from weft.search.common.problem import PlanOptions
 from weft.search.shard.plan_search import search_plan
-from weft.training.replan import plan_again
+from weft.training.parallelize import plan_again
 
 HERE = Path(__file__)
 KINDS = ("bfloat16", "float64")

@@ -28,7 +28,7 @@ from weft.cli.main import main
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import save_plan
 from weft.training.batches import digest, is_compared
-from weft.training.replan import devices_left
+from weft.training.parallelize import devices_left
 
 pytestmark = pytest.mark.timeout(120)
 CLUSTER = "1 x cpu"

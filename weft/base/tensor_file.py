@@ -3,7 +3,7 @@
 Nothing in a file is executed, no more is allocated than it is long, and every field of the header is checked before a
 byte of data is touched: tensors follow each other without a gap, and nothing comes after them. Whoever opens a file
 says which dtypes it may have. This module knows bytes alone, with nothing but the standard library:
-``weft.run.tensor_file`` makes PyTorch's tensors of them, ``weft.search.deploy.policy`` numpy's arrays.
+``weft.run.checkpoint_folder`` makes PyTorch's tensors of them, ``weft.search.deploy.policy`` numpy's arrays.
 """
 
 from __future__ import annotations

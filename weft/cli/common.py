@@ -14,16 +14,18 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 import typer
 
 from weft.base.errors import InputError
-from weft.base.files import check_output
+from weft.base.files import check_output, write_atomic
+from weft.cluster import read_cluster
+from weft.cluster.cluster import Cluster
+from weft.cluster.cluster_file import parse_cluster
+from weft.model.zoo import MODELS
+from weft.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from weft.cluster.cluster import Cluster
     from weft.model.graph import Graph
-    from weft.plan.plan import Plan
 
 INTERRUPTED: Final = 130
 """Exit code after Ctrl-C."""
-BEST_SO_FAR: Final = "interrupted: this is the best so far"
 ModelArgument = Annotated[str, typer.Argument(
     metavar="MODEL", help="A name from `weft models` (options after a colon: gpt2:layers=4,seq=128), "
     "path/to/file.py:function (:in_eval_mode after it: trained in eval mode), an .onnx file or a graph file.")]
@@ -36,8 +38,6 @@ ProfileOption = Annotated[Path | None, typer.Option(
 MAX_SEED: Final = 2**31 - 1
 SeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the search.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
-
-
 LARGE_RESULT: Final = 20_000
 """A result whose fields have more items in all is written without line breaks, which takes a fraction of the time."""
 
@@ -53,9 +53,12 @@ def print_json(value: Any) -> None:
     print(to_json_text(value))
 
 
-def without_seconds(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result without how long the search took: the same input gives the same file."""
-    return {key: item for key, item in value.items() if key != "seconds"}
+def write_result(path: Path | None, value: Mapping[str, Any], report: Callable[[str], None]) -> None:
+    """Write a result as JSON, if that is wanted, without how long the search took: the same input gives the same file.
+    """
+    if path is not None:
+        write_atomic(path, to_json_text({key: item for key, item in value.items() if key != "seconds"}) + "\n")
+        report(f"result written to {path}")
 
 
 def reporter(quiet: bool) -> Callable[[str], None]:
@@ -72,6 +75,25 @@ def end_interrupted(text: str) -> NoReturn:
     raise typer.Exit(INTERRUPTED)
 
 
+def end_if_interrupted(is_interrupted: bool) -> None:
+    """End with the exit code for Ctrl-C if it has ended the search, of which the best so far was told."""
+    if is_interrupted:
+        end_interrupted("interrupted: this is the best so far")
+
+
+def refuse_given(given: Mapping[str, object], why: str, *, joined: str = " or ") -> None:
+    """Raise ``InputError`` if one of the options, by name, is given; their names go into ``why``."""
+    if names := [name for name, value in given.items() if value is not None]:
+        raise InputError(why.format(joined.join(names)))
+
+
+def refuse_model(text: str) -> None:
+    """Raise ``InputError`` for what looks like a model where a file is wanted, since its cluster is missing."""
+    if not Path(text).exists() and (is_zoo_name(text) or ".py:" in text):
+        raise InputError(f"{text!r} is a model, so CLUSTER is missing: give a cluster file or a text such as "
+                         "'8 x H100-80GB' after it")
+
+
 def choice(option: str, text: str, allowed: tuple[str, ...]) -> Any:
     """Return ``text`` if it is one of the allowed values of the option."""
     if text not in allowed:
@@ -83,6 +105,12 @@ def check_time_limit(time_limit: float | None) -> None:
     """Raise ``InputError`` unless the limit is a number of seconds, or there is none."""
     if time_limit is not None and not (math.isfinite(time_limit) and time_limit > 0):
         raise InputError(f"--time-limit must be a number of seconds above 0, not {time_limit}")
+
+
+def check_width(width: int | None) -> None:
+    """Raise ``InputError`` unless a chart can be so wide."""
+    if width is not None and width < 1:
+        raise InputError(f"--width must be at least 1, not {width}")
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Sequence[str | Path | None] = (), *,
@@ -123,8 +151,6 @@ def graph_of_plan(plan: Plan, model: str | None, *, batch_dims: bool = False) ->
 
 def cluster_of_plan(plan: Plan, cluster: str | None) -> Cluster:
     """Return the cluster given on the command line, or the one that the plan describes."""
-    from weft.cluster import read_cluster
-    from weft.cluster.cluster_file import parse_cluster
 
     if cluster is not None:
         return read_cluster(cluster)
@@ -135,7 +161,6 @@ def cluster_of_plan(plan: Plan, cluster: str | None) -> Cluster:
 
 def is_zoo_name(spec: str) -> bool:
     """Return whether the text names a model of the zoo, so that building it runs no code but Weft's."""
-    from weft.model.zoo import MODELS
 
     return spec.partition(":")[0] in MODELS
 

@@ -12,28 +12,16 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from weft.base.errors import InputError, NoFeasiblePlan
-from weft.cli.common import (
-    BEST_SO_FAR,
-    MAX_SEED,
-    ClusterArgument,
-    JsonOption,
-    ModelArgument,
-    ProfileOption,
-    QuietOption,
-    SeedOption,
-    check_outputs,
-    check_time_limit,
-    choice,
-    end_interrupted,
-    print_json,
-    reporter,
-)
+from weft.cli import common
+from weft.cluster import read_cluster
+from weft.plan.plan import OPTIMIZERS, Optimizer, plan_to_json, save_plan
+from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
+from weft.show.tables import print_tables, seconds
 
 PLAIN_GRACE_S: Final = 0.3
 """So long data parallelism, to compare with, may take after the time limit: small models need less."""
 
 if TYPE_CHECKING:
-    from weft.search.common.budget import Budget
     from weft.search.common.problem import Problem
     from weft.search.deploy.search import Deployment
 
@@ -44,8 +32,8 @@ TRAINING: Final = "benchmarks/policy_training"
 
 
 def deploy(
-    model: ModelArgument,
-    cluster: ClusterArgument,
+    model: common.ModelArgument,
+    cluster: common.ClusterArgument,
     batch: Annotated[int, typer.Option(help="Samples in one step.")] = 32,
     microbatches: Annotated[int | None, typer.Option(help="Parts of the batch; chosen if absent.")] = None,
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
@@ -55,35 +43,32 @@ def deploy(
                                                  "Weft.")] = None,
     tensor: Annotated[bool, typer.Option(help="Let the devices of a host divide operators among them.")] = True,
     factors: Annotated[bool, typer.Option(help="Let layers exchange sufficient factors where that is faster.")] = True,
-    profile: ProfileOption = None,
+    profile: common.ProfileOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here.")] = None,
-    seed: SeedOption = 0,
+    seed: common.SeedOption = 0,
     time_limit: Annotated[float | None, typer.Option(
         help="Seconds for all of it but imports and tracing; the best found by then is the result.")] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    as_json: common.JsonOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Lay the training of a model over any cluster: which devices run and share which part, how gradients travel."""
     begin = time.perf_counter()
-    from weft.cluster import read_cluster
     from weft.cost.costs import load_costs
     from weft.model.load import load_graph_for
     from weft.model.source import DTYPES
     from weft.plan.notes import recompute_notes
-    from weft.plan.plan import OPTIMIZERS, Optimizer, plan_to_json, save_plan
-    from weft.search.common.budget import time_budget
     from weft.search.common.problem import PlanOptions, Problem
     from weft.search.deploy.policy import load_policy
     from weft.search.deploy.search import METHODS, DeployOptions
     from weft.search.deploy.search import deploy as search
     from weft.search.deploy.splits import load_splits
 
-    report, import_s = reporter(quiet), time.perf_counter() - begin
-    check_time_limit(time_limit)
-    check_outputs({"--out": out}, (model.partition(":")[0], cluster, profile, weights))
-    options = PlanOptions(batch=batch, microbatches=microbatches, dtype=choice("--dtype", dtype, tuple(DTYPES)),
-                          optimizer=Optimizer(kind=choice("--optimizer", optimizer, OPTIMIZERS)), seed=seed)
-    searching = DeployOptions(method=choice("--method", method, METHODS), seed=seed, use_factors=factors)
+    report, import_s = common.reporter(quiet), time.perf_counter() - begin
+    common.check_time_limit(time_limit)
+    common.check_outputs({"--out": out}, (model.partition(":")[0], cluster, profile, weights))
+    options = PlanOptions(batch=batch, microbatches=microbatches, dtype=common.choice("--dtype", dtype, tuple(DTYPES)),
+                          optimizer=Optimizer(kind=common.choice("--optimizer", optimizer, OPTIMIZERS)), seed=seed)
+    searching = DeployOptions(method=common.choice("--method", method, METHODS), seed=seed, use_factors=factors)
     target = read_cluster(cluster)
     report(f"tracing {model}")
     budget = time_budget(time_limit, report)
@@ -104,21 +89,19 @@ def deploy(
         report(f"plan written to {out}")
     plain = _data_parallel(problem, budget)
     if as_json:
-        print_json({"status": found.plan.search.status, "method": found.method, "step_time": found.step_time_s,
-                    "bound": found.bound_s, "data_parallel": plain if isinstance(plain, float) else None,
-                    "data_parallel_reason": None if isinstance(plain, float) else plain,
-                    "microbatches": found.plan.microbatches, "simulations": found.num_simulations,
-                    "seconds": found.cpu_seconds, "import_seconds": import_s, "tracing_seconds": budget.paused_s,
-                    "plan": plan_to_json(found.plan)})
+        common.print_json({"status": found.plan.search.status, "method": found.method, "step_time": found.step_time_s,
+                           "bound": found.bound_s, "data_parallel": plain if isinstance(plain, float) else None,
+                           "data_parallel_reason": None if isinstance(plain, float) else plain,
+                           "microbatches": found.plan.microbatches, "simulations": found.num_simulations,
+                           "seconds": found.cpu_seconds, "import_seconds": import_s, "tracing_seconds": budget.paused_s,
+                           "plan": plan_to_json(found.plan)})
     else:
         _print_deployment(found, plain)
-    if budget.is_interrupted:
-        end_interrupted(BEST_SO_FAR)
+    common.end_if_interrupted(budget.is_interrupted)
 
 
 def _data_parallel(problem: Problem, budget: Budget) -> float | str:
     """Return the step time of plain data parallelism with all-reduce, or why it is not known."""
-    from weft.search.common.budget import OutOfTime, cut_short
     from weft.search.deploy.search import DeployOptions
     from weft.search.deploy.search import deploy as search
 
@@ -139,7 +122,6 @@ def _data_parallel(problem: Problem, budget: Budget) -> float | str:
 
 def _print_deployment(found: Deployment, plain: float | str) -> None:
     from weft.show.plan_tables import plan_tables
-    from weft.show.tables import print_tables, seconds
 
     table, *others = plan_tables(found.plan, [found.timeline])
     against = plain if isinstance(plain, str) else f"{seconds(plain)}, {plain / found.step_time_s:.2f} times this"
@@ -152,26 +134,26 @@ def train_policy(
     rounds: Annotated[int, typer.Option(help="Rounds of expert iteration.")] = 3,
     cases: Annotated[int, typer.Option(help="Generated models on generated clusters, new in each round.")] = 1000,
     epochs: Annotated[int, typer.Option(help="Passes over all examples in each round.")] = 20,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of cases and weights.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=common.MAX_SEED, help="Seed of cases and weights.")] = 0,
     resume: Annotated[Path | None, typer.Option(
         metavar="DIR", help="Keep examples and weights of each round here, and go on from what is there; by default a "
         "folder beside the weights.")] = None,
     workers: Annotated[int, typer.Option(help="Processes that make examples.")] = 2,
     device: Annotated[str, typer.Option(help="Where the network learns: cpu or cuda.")] = "cpu",
-    quiet: QuietOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Train the network that guides the search for deployments; it takes hours on a laptop."""
     if workers < 1:
         raise InputError(f"--workers must be 1 or more, not {workers}")
     if out.suffix != ".safetensors":
         raise InputError(f"--out must end in .safetensors, not {str(out)!r}")
-    check_outputs({"--out": out, "the loss curve": out.with_suffix(".json")},
-                  folders={"--resume": resume or out.with_suffix(".training")})
+    common.check_outputs({"--out": out, "the loss curve": out.with_suffix(".json")},
+                         folders={"--resume": resume or out.with_suffix(".training")})
     training = _training_code()
     training.check_device(device)
     options = training.TrainOptions(rounds=rounds, cases=cases, epochs=epochs, seed=seed)
     training.train_policy(out, resume or out.with_suffix(".training"), options, workers=workers, device=device,
-                          report=reporter(quiet))
+                          report=common.reporter(quiet))
 
 
 def _training_code() -> Any:

@@ -11,31 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Final, get_args
 
 import typer
 
-from weft.base.errors import InputError, NoFeasiblePlan
-from weft.cli.common import (
-    BEST_SO_FAR,
-    ClusterArgument,
-    JsonOption,
-    ModelArgument,
-    ProfileOption,
-    QuietOption,
-    check_outputs,
-    check_time_limit,
-    choice,
-    cluster_of_plan,
-    end_interrupted,
-    graph_of_plan,
-    is_zoo_name,
-    print_json,
-    reporter,
-)
+from weft.base.errors import NoFeasiblePlan
+from weft.cli import common
+from weft.cluster import read_cluster
+from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, load_plan, save_plan
+from weft.search.common.budget import Budget, time_budget
 
 if TYPE_CHECKING:
     from weft.explain.explanation import Explanation
-    from weft.plan.plan import Plan
     from weft.planning.fit import Fit, Setting, Split
     from weft.planning.replan import Request
-    from weft.search.common.budget import Budget
     from weft.search.common.problem import PlanOptions, Problem
 
 TIME_LIMIT_S: Final = 60.0
@@ -61,13 +46,12 @@ class _Asked:
     def options(self) -> PlanOptions:
         """Return the options, with defaults where nothing is said."""
         from weft.model.source import DTYPES
-        from weft.plan.plan import OPTIMIZERS, Mode, Optimizer
         from weft.search.common.problem import PlanOptions
 
-        kind = choice("--optimizer", self.optimizer or _DEFAULTS["optimizer"], OPTIMIZERS)
+        kind = common.choice("--optimizer", self.optimizer or _DEFAULTS["optimizer"], OPTIMIZERS)
         return PlanOptions(batch=32 if self.batch is None else self.batch, microbatches=self.microbatches,
-                           mode=choice("--mode", self.mode or _DEFAULTS["mode"], get_args(Mode)),
-                           dtype=choice("--dtype", self.dtype or _DEFAULTS["dtype"], tuple(DTYPES)),
+                           mode=common.choice("--mode", self.mode or _DEFAULTS["mode"], get_args(Mode)),
+                           dtype=common.choice("--dtype", self.dtype or _DEFAULTS["dtype"], tuple(DTYPES)),
                            optimizer=Optimizer(kind=kind), recompute=self.recompute)
 
     def flags(self) -> list[str]:
@@ -93,38 +77,31 @@ def explain(
     dtype: DtypeOption = None,
     optimizer: OptimizerOption = None,
     recompute: Annotated[bool, typer.Option(help="Keep only stage inputs between forward and backward.")] = False,
-    profile: ProfileOption = None,
+    profile: common.ProfileOption = None,
     replan: Annotated[bool, typer.Option(help="Plan again: the second best, and what would help.")] = True,
     time_limit: Annotated[float, typer.Option(
         help="Seconds for all of it but imports and tracing; what is not reached is listed.")] = TIME_LIMIT_S,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    as_json: common.JsonOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Say what bounds a plan's step, what devices wait for, the second best, and what would help.
 
     With a MODEL and a CLUSTER: plan first. If nothing fits, find the smallest changes that make it possible.
     """
-    check_time_limit(time_limit)
+    common.check_time_limit(time_limit)
     asked = _Asked(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, optimizer=optimizer,
                    recompute=recompute)
-    report = reporter(quiet)
+    report = common.reporter(quiet)
     if on is None:
-        _refuse({"--batch": batch, "--microbatches": microbatches, "--mode": mode, "--dtype": dtype,
-                 "--optimizer": optimizer, "--recompute": recompute or None}, "is for a model with a CLUSTER after it")
-        if not Path(plan).exists() and is_zoo_name(plan):
-            raise InputError(f"{plan!r} is a model, so CLUSTER is missing: give a cluster file or a text such as "
-                             "'8 x H100-80GB' after it")
+        common.refuse_given({"--batch": batch, "--microbatches": microbatches, "--mode": mode, "--dtype": dtype,
+                             "--optimizer": optimizer, "--recompute": recompute or None},
+                            "{} is for a model with a CLUSTER after it", joined=" and ")
+        common.refuse_model(plan)
         _explain_plan(Path(plan), model, cluster, profile, replans=replan, time_limit=time_limit, as_json=as_json,
                       report=report)
         return
-    _refuse({"--model": model, "--cluster": cluster}, "is for a plan file")
+    common.refuse_given({"--model": model, "--cluster": cluster}, "{} is for a plan file", joined=" and ")
     _explain_request(plan, on, asked, profile, replans=replan, time_limit=time_limit, as_json=as_json, report=report)
-
-
-def _refuse(given: dict[str, object], why: str) -> None:
-    named = [name for name, value in given.items() if value is not None]
-    if named:
-        raise InputError(f"{' and '.join(named)} {why}")
 
 
 def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: Path | None, *, replans: bool,
@@ -133,22 +110,22 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
     from weft.cost.costs import load_costs
     from weft.explain.explanation import explain as explain_plan
     from weft.plan.check import check_plan
-    from weft.plan.plan import load_plan
     from weft.planning.replan import Request
-    from weft.search.common.budget import time_budget
     from weft.search.common.problem import PlanOptions
     from weft.simulate.predict import simulate
 
     import_s, budget = time.perf_counter() - begin, time_budget(time_limit)
     item = load_plan(path)
-    target, spec = cluster_of_plan(item, cluster), model or item.model.name
+    target, spec = common.cluster_of_plan(item, cluster), model or item.model.name
     report(f"tracing {spec}")
     with budget.paused():
-        graph = graph_of_plan(item, model, batch_dims=replans)
+        graph = common.graph_of_plan(item, model, batch_dims=replans)
+    # It seems to be for the time of one request: then others are to have one micro-batch too.
+    is_of_latency = item.model.mode == "inference" and item.microbatches == 1
     options = PlanOptions(batch=item.model.batch, mode=item.model.mode, dtype=item.model.dtype,
-                          own_dtypes=item.model.own_dtypes,
-                          optimizer=item.optimizer, recompute=any(stage.recompute for stage in item.stages),
-                          seed=item.search.seed, microbatches=_of_latency(item))
+                          own_dtypes=item.model.own_dtypes, optimizer=item.optimizer,
+                          recompute=any(stage.recompute for stage in item.stages), seed=item.search.seed,
+                          microbatches=1 if is_of_latency else None)
     request = Request(model=spec, graph=graph, options=options,
                       costs_of=lambda graph, on: load_costs(graph, on, profile, options.dtype))
     program = check_plan(item, graph, target)
@@ -157,30 +134,22 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
                        report=report), budget, import_s, as_json=as_json)
 
 
-def _of_latency(plan: Plan) -> int | None:
-    """Return 1 where a plan seems to be for the time of one request: then others are to have one micro-batch too."""
-    return 1 if plan.model.mode == "inference" and plan.microbatches == 1 else None
-
-
 def _show(found: Explanation, budget: Budget, import_s: float, *, as_json: bool) -> None:
     from weft.show.explain_tables import explanation_json, print_explanation
 
     if as_json:
-        print_json({**explanation_json(found), "import_seconds": import_s, "tracing_seconds": budget.paused_s})
+        common.print_json({**explanation_json(found), "import_seconds": import_s, "tracing_seconds": budget.paused_s})
     else:
         print_explanation(found)
-    if found.is_interrupted:
-        end_interrupted(BEST_SO_FAR)
+    common.end_if_interrupted(found.is_interrupted)
 
 
 def _explain_request(model: str, on: str, asked: _Asked, profile: Path | None, *, replans: bool, time_limit: float,
                      as_json: bool, report: Callable[[str], None]) -> None:
     """Plan, and explain the best plan; or say what would make a plan possible."""
     begin = time.perf_counter()
-    from weft.cluster import read_cluster
     from weft.explain.explanation import explain as explain_plan
     from weft.planning.replan import replan
-    from weft.search.common.budget import time_budget
 
     import_s, budget = time.perf_counter() - begin, time_budget(time_limit)
     target = read_cluster(on)
@@ -214,12 +183,11 @@ def _relax(miss: NoFeasiblePlan, problem: Problem, request: Request, budget: Bud
     if not found:
         raise miss
     if as_json:
-        print_json({**relaxations_json(str(miss), found), "import_seconds": import_s,
-                    "tracing_seconds": budget.paused_s})
+        common.print_json({**relaxations_json(str(miss), found), "import_seconds": import_s,
+                           "tracing_seconds": budget.paused_s})
     else:
         print_relaxations(str(miss), found)
-    if budget.is_interrupted:
-        end_interrupted(BEST_SO_FAR)
+    common.end_if_interrupted(budget.is_interrupted)
 
 
 def _request(model: str, asked: _Asked, profile: Path | None, report: Callable[[str], None]) -> Request:
@@ -243,8 +211,8 @@ def _request(model: str, asked: _Asked, profile: Path | None, report: Callable[[
 
 
 def fit(
-    model: ModelArgument,
-    cluster: ClusterArgument,
+    model: common.ModelArgument,
+    cluster: common.ClusterArgument,
     batch: BatchOption = None,
     microbatches: MicrobatchesOption = None,
     mode: ModeOption = None,
@@ -253,23 +221,21 @@ def fit(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan that is recommended here.")] = None,
     time_limit: Annotated[float | None, typer.Option(
         help="Seconds for all of it but imports and tracing; strategies that are not reached are left out.")] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    as_json: common.JsonOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Say whether a model fits on a cluster, how, with which margin on each device, and what to plan with.
 
     Exit codes: 0 it fits, 3 it does not.
     """
     begin = time.perf_counter()
-    from weft.cluster import read_cluster
     from weft.planning.fit import fit as find_fit
-    from weft.search.common.budget import time_budget
     from weft.show.explain_tables import fit_json, print_fit
 
     asked = _Asked(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, optimizer=optimizer)
-    report, import_s = reporter(quiet), time.perf_counter() - begin
-    check_time_limit(time_limit)
-    check_outputs({"--out": out}, (model.partition(":")[0], cluster))
+    report, import_s = common.reporter(quiet), time.perf_counter() - begin
+    common.check_time_limit(time_limit)
+    common.check_outputs({"--out": out}, (model.partition(":")[0], cluster))
     budget = time_budget(time_limit, report)
     target = read_cluster(cluster)
     with budget.paused():
@@ -281,12 +247,11 @@ def fit(
     if out is not None and found.recommended is not None:
         _write(out, problem, found, split, report)
     if as_json:
-        print_json({**fit_json(found, command), "complete": found.is_complete, "import_seconds": import_s,
-                    "tracing_seconds": budget.paused_s})
+        common.print_json({**fit_json(found, command), "complete": found.is_complete, "import_seconds": import_s,
+                           "tracing_seconds": budget.paused_s})
     else:
         print_fit(found, command or "")
-    if budget.is_interrupted:
-        end_interrupted(BEST_SO_FAR)
+    common.end_if_interrupted(budget.is_interrupted)
     if found.recommended is None:
         raise found.miss()
 
@@ -329,7 +294,6 @@ def _command(model: str, cluster: str, asked: _Asked, setting: Setting) -> str:
 def _write(out: Path, problem: Problem, found: Fit, split: Split, report: Callable[[str], None]) -> None:
     """Write the plan that is recommended, after all checks."""
     from weft.plan.check import check_plan
-    from weft.plan.plan import save_plan
     from weft.planning.fit import plan_of
 
     assert found.recommended is not None

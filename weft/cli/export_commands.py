@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
@@ -9,21 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 
 from weft.base.errors import InputError
-from weft.cli.common import (
-    JsonOption,
-    PlanArgument,
-    QuietOption,
-    check_outputs,
-    choice,
-    cluster_of_plan,
-    graph_of_plan,
-    print_json,
-    reporter,
-)
+from weft.base.files import write_atomic
+from weft.cli import common
 from weft.cli.plan_commands import ClusterOption, ModelOption
+from weft.plan.plan import load_plan, save_plan
 
 if TYPE_CHECKING:
-    from weft.plan.plan import Plan
     from weft.plan.program import Program
 
 FORMATS: Final = {"pytorch-csv": "schedule", "device-map": "device map", "onnx": "model", "torchtitan": "settings",
@@ -34,7 +26,7 @@ BY_LAYER: Final = ("torchtitan", "vllm", "llama-cpp")
 
 
 def export(
-    plan: PlanArgument,
+    plan: common.PlanArgument,
     format_: Annotated[str, typer.Option(
         "--format", help="pytorch-csv: the schedule file of torch.distributed.pipelining (compute_only). device-map: "
         "accelerate's device_map, where the placement is by module. onnx: the .onnx file given with --model, with "
@@ -47,65 +39,56 @@ def export(
         "instead of refusing.")] = False,
     model: ModelOption = None,
     cluster: ClusterOption = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    as_json: common.JsonOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Write a plan for another tool, after all checks of the plan."""
     from weft.plan.check import check_plan
-    from weft.plan.plan import load_plan
 
-    choice("--format", format_, tuple(FORMATS))
+    common.choice("--format", format_, tuple(FORMATS))
     if nearest and format_ not in BY_LAYER:
         raise InputError(f"--nearest is for {', '.join(BY_LAYER)}, which take whole layers, not for {format_}")
-    check_outputs({"--out": out}, (plan, model, cluster))
+    common.check_outputs({"--out": out}, (plan, model, cluster))
     item = load_plan(plan)
-    if format_ == "onnx":
-        _check_onnx_options(model, out)
-    program = check_plan(item, graph_of_plan(item, model), cluster_of_plan(item, cluster))
-    report = reporter(quiet)
+    if format_ == "onnx" and (model is None or not model.lower().endswith(".onnx")):
+        raise InputError("--format onnx needs the ONNX file that was planned: give it with --model FILE.onnx")
+    if format_ == "onnx" and out is None:
+        raise InputError("--format onnx writes a binary file: say where with --out FILE.onnx")
+    program = check_plan(item, common.graph_of_plan(item, model), common.cluster_of_plan(item, cluster))
+    report = common.reporter(quiet)
+    text: str | None = None
     match format_:
         case "onnx":
-            assert model is not None
-            assert out is not None
             facts = _export_onnx(program, model, out)
         case "device-map":
-            facts = _export_text(*_device_map(program, model, cluster), out)
+            text, facts = _device_map(program, model, cluster)
         case "torchtitan":
-            facts = _export_text(*_titan(program, out, report, nearest), out)
+            text, facts = _titan(program, out, report, nearest)
         case "vllm" | "llama-cpp":
-            facts = _export_text(*_server_options(program, cluster, format_, nearest), out)
+            text, facts = _server_options(program, cluster, format_, nearest)
         case _:
-            facts = _export_text(*_pipelining_csv(program.plan, program), out)
+            text, facts = _pipelining_csv(program)
+    if out is not None and text is not None:
+        write_atomic(out, text)
     for note in facts.get("notes", ()):
         report(f"note: {note}")
     if out is not None:
         report(f"{FORMATS[format_]} written to {out}")
-    text = facts.pop("text", "")
     if as_json:
-        print_json({"format": format_, **facts})
+        common.print_json({"format": format_, **facts})
     elif out is None:
         print(text, end="")
 
 
-def _export_text(text: str, facts: dict[str, Any], out: Path | None) -> dict[str, Any]:
-    from weft.base.files import write_atomic
-
-    if out is not None:
-        write_atomic(out, text)
-    return {**facts, "text": text}
-
-
-def _pipelining_csv(plan: Plan, program: Program) -> tuple[str, dict[str, Any]]:
+def _pipelining_csv(program: Program) -> tuple[str, dict[str, Any]]:
     from weft.export.pipelining_csv import runtime_notes, to_csv
 
-    text = to_csv(plan)
+    plan, text = program.plan, to_csv(program.plan)
     return text, {"ranks": len(plan.cluster.devices), "stages": len(plan.stages), "microbatches": plan.microbatches,
                   "notes": runtime_notes(program), "rows": text.splitlines()}
 
 
 def _device_map(program: Program, model: str | None, cluster: str | None) -> tuple[str, dict[str, Any]]:
-    import json
-
     from weft.export.device_map import to_device_map
     from weft.model.graph import Graph
     from weft.model.source import resolve_model
@@ -115,13 +98,12 @@ def _device_map(program: Program, model: str | None, cluster: str | None) -> tup
     if isinstance(source, Graph):
         raise InputError(f"{plan.model.name!r} is a graph without a PyTorch module, and a device map is of modules: "
                          "for an ONNX file use --format onnx")
-    found = to_device_map(plan, program.graph, cluster_of_plan(plan, cluster), state=source.build().state_dict())
+    found = to_device_map(plan, program.graph, common.cluster_of_plan(plan, cluster), state=source.build().state_dict())
     return json.dumps(found.entries, indent=1) + "\n", {"device_map": found.entries, "notes": found.notes}
 
 
 def _titan(program: Program, out: Path | None, report: Callable[[str], None],
            nearest: bool) -> tuple[str, dict[str, Any]]:
-    from weft.base.files import write_atomic
     from weft.export.titan import format_toml, to_titan
 
     schedule = None if out is None else out.with_suffix(".csv")
@@ -140,7 +122,7 @@ def _server_options(program: Program, cluster: str | None, format_: str,
                     nearest: bool) -> tuple[str, dict[str, Any]]:
     from weft.export.servers import to_layer_partition, to_tensor_split
 
-    target = cluster_of_plan(program.plan, cluster)
+    target = common.cluster_of_plan(program.plan, cluster)
     if format_ == "vllm":
         options, words = to_layer_partition(program, target, nearest=nearest), ("vllm", "serve", "MODEL")
     else:
@@ -149,43 +131,37 @@ def _server_options(program: Program, cluster: str | None, format_: str,
                                             "devices": options.devices, "notes": options.notes}
 
 
-def _check_onnx_options(model: str | None, out: Path | None) -> None:
-    if model is None or not model.lower().endswith(".onnx"):
-        raise InputError("--format onnx needs the ONNX file that was planned: give it with --model FILE.onnx")
-    if out is None:
-        raise InputError("--format onnx writes a binary file: say where with --out FILE.onnx")
-
-
-def _export_onnx(program: Program, model: str, out: Path) -> dict[str, Any]:
+def _export_onnx(program: Program, model: str | None, out: Path | None) -> dict[str, Any]:
     from weft.export.device_map import op_properties
     from weft.model.onnx_metadata import annotate_onnx
 
+    assert model is not None
+    assert out is not None
     done = annotate_onnx(model, out, program.graph, op_properties(program.plan, program.graph))
     return {"nodes": done.num_nodes, "annotated": done.num_annotated}
 
 
 def import_order(
-    plan: PlanArgument,
+    plan: common.PlanArgument,
     schedule: Annotated[Path, typer.Argument(metavar="CSV", help="A schedule file of torch.distributed.pipelining; "
                                              "row i is the plan's device i, stage s its stage s.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Write the plan with this order here.")],
     model: ModelOption = None,
     cluster: ClusterOption = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    as_json: common.JsonOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Give a plan the order in a schedule file, after all checks of both."""
     from weft.export.pipelining_csv import load_csv, order_from_csv
     from weft.plan.check import check_plan
-    from weft.plan.plan import load_plan, save_plan
 
-    check_outputs({"--out": out}, (schedule, cluster))
+    common.check_outputs({"--out": out}, (schedule, cluster))
     item = load_plan(plan)
     changed = order_from_csv(item, load_csv(schedule))
-    program = check_plan(changed, graph_of_plan(item, model), cluster_of_plan(item, cluster))
+    program = check_plan(changed, common.graph_of_plan(item, model), common.cluster_of_plan(item, cluster))
     save_plan(changed, out)
-    reporter(quiet)(f"plan written to {out}")
+    common.reporter(quiet)(f"plan written to {out}")
     if as_json:
-        print_json({"status": "ok", "ranks": program.num_ranks, "instructions": program.num_instructions})
+        common.print_json({"status": "ok", "ranks": program.num_ranks, "instructions": program.num_instructions})
     else:
         print(f"{out}: ok, {program.num_ranks} ranks, {program.num_instructions} instructions")

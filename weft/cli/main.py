@@ -15,18 +15,15 @@ import typer
 from weft.base.ending import end_on_signals, finish_output, output_failed
 from weft.base.errors import WeftError
 from weft.cli import (
-    cluster_commands,
     deploy_commands,
-    diff_commands,
     explain_commands,
     export_commands,
-    model_commands,
+    input_commands,
     place_commands,
     plan_commands,
     run_commands,
     schedule_commands,
     shard_commands,
-    view_commands,
 )
 from weft.cli.common import INTERRUPTED
 
@@ -35,14 +32,14 @@ app = typer.Typer(
     help="Plans how a neural network runs across many devices, predicts how fast that is, and runs it that way.",
     epilog="Exit codes: 0 ok, 1 plans differ (diff), 2 bad input or an output that cannot be written, 3 no plan fits, "
            "4 a run failed; after a signal 128 + its number: 129 hangup, 130 interrupted, 143 told to end.")
-app.command("models")(model_commands.models)
-app.command("profile")(model_commands.profile)
+app.command("models")(input_commands.models)
+app.command("profile")(input_commands.profile)
 app.command("plan")(plan_commands.plan)
 app.command("simulate")(plan_commands.simulate)
 app.command("show")(plan_commands.show)
-app.command("view")(view_commands.view)
+app.command("view")(plan_commands.view)
 app.command("check")(plan_commands.check)
-app.command("diff")(diff_commands.diff)
+app.command("diff")(plan_commands.diff)
 app.command("explain")(explain_commands.explain)
 app.command("fit")(explain_commands.fit)
 app.command("export")(export_commands.export)
@@ -53,7 +50,7 @@ app.command("place")(place_commands.place)
 app.command("shard")(shard_commands.shard)
 app.command("deploy")(deploy_commands.deploy)
 app.command("train-policy")(deploy_commands.train_policy)
-app.add_typer(cluster_commands.app, name="cluster")
+app.add_typer(input_commands.app, name="cluster")
 
 
 def main(arguments: list[str] | None = None) -> int:

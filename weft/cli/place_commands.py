@@ -11,31 +11,21 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.base.errors import InputError
-from weft.cli.common import (
-    BEST_SO_FAR,
-    JsonOption,
-    ProfileOption,
-    QuietOption,
-    SeedOption,
-    check_outputs,
-    check_time_limit,
-    choice,
-    end_interrupted,
-    print_json,
-    reporter,
-    to_json_text,
-    without_seconds,
-)
+from weft.base.files import write_atomic
+from weft.base.units import format_time
+from weft.cli import common
+from weft.cluster import read_cluster
+from weft.cluster.cluster import Cluster
+from weft.plan.plan import Plan, SearchInfo, save_plan
+from weft.search.common.budget import ctrl_c_not_lost
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from weft.cluster.cluster import Cluster
     from weft.coarsen.contract import Coarse
     from weft.cost.costs import Costs
     from weft.model.graph import Graph
     from weft.model.trace import TracedModel
-    from weft.plan.plan import Plan
     from weft.search.place.placed_plan import OpPlacement
     from weft.search.place.problem import PlaceProblem
     from weft.search.place.timetable import PlaceResult, Timetable
@@ -92,12 +82,12 @@ def place(
         "--contiguous", help="Throughput: each device gets one part of the graph without a way out and back.")] = False,
     time_limit: Annotated[float | None, typer.Option(
         help="Seconds for all of it but imports and tracing; the best found by then is the result.")] = None,
-    seed: SeedOption = 0,
+    seed: common.SeedOption = 0,
     compare: Annotated[bool, typer.Option("--compare", help="Compare all methods.")] = False,
     fusion: Annotated[str | None, typer.Option(
         help="What the backend fuses is placed as one: none, rules, inductor or onnxruntime; by default none for graph "
         "files and rules for models.")] = None,
-    profile: ProfileOption = None,
+    profile: common.ProfileOption = None,
     batch: Annotated[int | None, typer.Option(help="Samples of one request; the model's default if absent.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float64, float32, bfloat16 or float16.")] = None,
     format_: Annotated[str, typer.Option("--format", help="weft, or dnn-partitioning: GRAPH is a problem of that "
@@ -107,20 +97,22 @@ def place(
     html: Annotated[Path | None, typer.Option("--html", help="Write a self-contained page with a chart here.")] = None,
     svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture here.")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the chart; the terminal's if absent.")] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    as_json: common.JsonOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Find the device for each operator of a model: for the lowest latency, or the highest throughput."""
-    choice("--format", format_, FORMATS)
+    common.choice("--format", format_, FORMATS)
     options = PlaceOptions(
-        objective=choice("--objective", objective, OBJECTIVES), method=method, contiguous=contiguous,
+        objective=common.choice("--objective", objective, OBJECTIVES), method=method, contiguous=contiguous,
         time_limit=time_limit, begin=time.monotonic(), seed=seed, compare=compare, out=out, html=html, svg=svg,
-        width=width, as_json=as_json, report=reporter(quiet))
+        width=width, as_json=as_json, report=common.reporter(quiet))
     _check_options(options, plan, (graph.partition(":")[0], cluster, profile))
     if format_ == "dnn-partitioning":
-        _refuse_given(format_, {"CLUSTER": cluster, "--fusion": fusion, "--profile": profile, "--batch": batch,
-                                "--dtype": dtype, "--plan": plan, "--compare": compare or None,
-                                "--html": html, "--svg": svg, "--method": None if method == "auto" else method})
+        common.refuse_given({"CLUSTER": cluster, "--fusion": fusion, "--profile": profile, "--batch": batch,
+                             "--dtype": dtype, "--plan": plan, "--compare": compare or None, "--html": html,
+                             "--svg": svg, "--method": None if method == "auto" else method},
+                            f"--format {format_} takes no {{}}: the file has its own devices and times, and the "
+                            "benchmark's objectives have no timetable")
         _place_partition(graph, options)
         return
     if cluster is None:
@@ -133,21 +125,13 @@ def _check_options(options: PlaceOptions, plan: Path | None, inputs: Sequence[st
     """Refuse before the search what could only fail after it."""
     if options.contiguous and options.objective == "latency":
         raise InputError("--contiguous is for --objective throughput: the lowest latency needs no contiguous parts")
-    check_time_limit(options.time_limit)
-    if options.width is not None and options.width < 1:
-        raise InputError(f"--width must be at least 1, not {options.width}")
+    common.check_time_limit(options.time_limit)
+    common.check_width(options.width)
     if options.method != "auto":
         from weft.search.place.methods import METHODS
 
-        choice("--method", options.method, ("auto", *METHODS))
-    check_outputs({"--out": options.out, "--html": options.html, "--svg": options.svg, "--plan": plan}, inputs)
-
-
-def _refuse_given(format_: str, given: dict[str, object]) -> None:
-    named = [name for name, value in given.items() if value is not None]
-    if named:
-        raise InputError(f"--format {format_} takes no {' or '.join(named)}: the file has its own devices and times, "
-                         "and the benchmark's objectives have no timetable")
+        common.choice("--method", options.method, ("auto", *METHODS))
+    common.check_outputs({"--out": options.out, "--html": options.html, "--svg": options.svg, "--plan": plan}, inputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,9 +154,7 @@ class Loaded:
 def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str | None, profile: Path | None,
                  batch: int | None, dtype: str | None, plan: Path | None) -> None:
     imports = time.perf_counter()
-    from weft.cluster import read_cluster
     from weft.cost.costs import load_costs
-    from weft.search.common.budget import ctrl_c_not_lost
     from weft.search.place.problem import problem_from_graph
     from weft.show.place_tables import PlaceView
 
@@ -193,7 +175,10 @@ def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str 
         fine_costs = costs if loaded.coarse is None else load_costs(loaded.fine, target, profile, dtype)
         found = _write_plan(plan, loaded, target, result, options, costs=fine_costs, dtype=dtype)
         options.report(f"plan written to {plan}: {_plan_text(found)}")
-    more: dict[str, Any] = {} if loaded.coarse is None else {"groups": _fused_groups(loaded.coarse)}
+    more: dict[str, Any] = {}
+    if (coarse := loaded.coarse) is not None:  # the operators of every group of several, by its own name
+        more["groups"] = {coarse.graph.op_names[group]: [coarse.fine.op_names[op] for op in ops]
+                          for group, ops in enumerate(coarse.groups.members()) if len(ops) > 1}
     _present(PlaceView(result=result, title=f"{loaded.fine.name} on {target.name}", fusion=loaded.fusion,
                        num_ops_before=loaded.fine.num_ops, methods=methods,
                        kinds={device.name: device.kind for device in target.devices},
@@ -216,7 +201,8 @@ def _import_searches(options: PlaceOptions) -> None:
 def _load(spec: str, *, fusion: str | None, batch: int | None, dtype: str | None,
           report: Callable[[str], None]) -> Loaded:
     """Return the graph, traced for inference, with what the backend fuses as one operator."""
-    how = choice("--fusion", fusion if fusion is not None else "none" if _is_graph_file(spec) else "rules", FUSIONS)
+    usual = "none" if _is_graph_file(spec) else "rules"
+    how = common.choice("--fusion", usual if fusion is None else fusion, FUSIONS)
     source = _load_source(spec, batch=batch, dtype=dtype, report=report)
     fine: Graph = source if not hasattr(source, "graph") else source.graph
     if how == "none" and not fine.is_constant.any():
@@ -238,7 +224,7 @@ def _load_source(spec: str, *, batch: int | None, dtype: str | None,
     from weft.model.source import DTYPES
 
     if dtype is not None:
-        choice("--dtype", dtype, tuple(DTYPES))
+        common.choice("--dtype", dtype, tuple(DTYPES))
     if _is_graph_file(spec) and batch is not None:
         raise InputError(f"--batch is for models; the graph file {spec!r} has its own sizes")
     if _is_graph_file(spec) or spec.lower().endswith(".onnx"):
@@ -265,8 +251,6 @@ def _search(problem: PlaceProblem, options: PlaceOptions) -> tuple[PlaceResult, 
 
 
 def _plan_text(plan: Plan) -> str:
-    from weft.base.units import format_time
-
     step_time = plan.search.step_time
     assert step_time is not None
     stages = "1 stage" if len(plan.stages) == 1 else f"{len(plan.stages)} stages"
@@ -279,28 +263,18 @@ def _present(view: PlaceView, options: PlaceOptions, more: Mapping[str, Any], ti
     value = {**view.result.to_json(), **more}
     if view.methods:
         value["methods"] = [{"method": row.method, "value": row.value, "reason": row.reason} for row in view.methods]
-    _write_result(value, options)
+    common.write_result(options.out, value, options.report)
     _write_pictures(view, options)
     if options.as_json:
-        print_json({**value, **times})
+        common.print_json({**value, **times})
     else:
         from weft.show.place_tables import print_placement
 
         print_placement(view, width=options.width)
-    if view.result.is_interrupted:
-        end_interrupted(BEST_SO_FAR)
-
-
-def _write_result(value: dict[str, Any], options: PlaceOptions) -> None:
-    if options.out is not None:
-        from weft.base.files import write_atomic
-
-        write_atomic(options.out, to_json_text(without_seconds(value)) + "\n")
-        options.report(f"result written to {options.out}")
+    common.end_if_interrupted(view.result.is_interrupted)
 
 
 def _write_pictures(view: PlaceView, options: PlaceOptions) -> None:
-    from weft.base.files import write_atomic
     from weft.show.drawing import render_svg
     from weft.show.place_tables import render_placement_report
 
@@ -325,15 +299,16 @@ def _write_plan(path: Path, loaded: Loaded, cluster: Cluster, result: PlaceResul
     import numpy as np
 
     from weft.plan.check import check_plan
-    from weft.plan.plan import SearchInfo, save_plan
     from weft.search.common.problem import PlanOptions, Problem
     from weft.search.place.placed_plan import plan_within_memory
     from weft.simulate.predict import simulate
 
+    dtypes = [loaded.fine.tensor_dtypes[tensor] for tensor in loaded.fine.parameters.tolist()]
+    own_dtype = next((name for name in dtypes if name.startswith(("float", "bfloat"))), "float32")
     num_requests = 1 if result.objective == "latency" else NUM_REQUESTS
     problem = Problem(graph=loaded.fine, cluster=cluster, costs=costs, options=PlanOptions(
         batch=loaded.fine.batch * num_requests, microbatches=num_requests, mode="inference",
-        dtype=dtype or _float_dtype(loaded.fine), seed=options.seed))
+        dtype=dtype or own_dtype, seed=options.seed))
 
     def placed(reserve: Mapping[str, int]) -> OpPlacement:
         if not any(reserve.values()):
@@ -358,18 +333,6 @@ def _op_placement(loaded: Loaded, timetable: Timetable) -> OpPlacement:
     return placement_of_groups(loaded.coarse, timetable.device, timetable.order)
 
 
-def _fused_groups(coarse: Coarse) -> dict[str, list[str]]:
-    """Return the model's operators in every group of several, by the name under which the group is placed."""
-    return {coarse.graph.op_names[group]: [coarse.fine.op_names[op] for op in ops]
-            for group, ops in enumerate(coarse.groups.members()) if len(ops) > 1}
-
-
-def _float_dtype(graph: Graph) -> str:
-    """Return the floating-point type of the model's parameters, or float32 where they have none."""
-    names = [graph.tensor_dtypes[tensor] for tensor in graph.parameters.tolist()]
-    return next((name for name in names if name.startswith(("float", "bfloat"))), "float32")
-
-
 # ---- a problem of the dnn-partitioning benchmark -------------------------------------------------------------------
 
 
@@ -378,15 +341,14 @@ def _place_partition(path: str, options: PlaceOptions) -> None:
     from weft.search.place.partition.search import compile_searches, load_partition, solve_partition
     from weft.show.place_tables import print_partition
 
-    compile_searches(choice("--objective", options.objective, OBJECTIVES))
+    compile_searches(common.choice("--objective", options.objective, OBJECTIVES))
     times = _not_counted(options, time.perf_counter() - imports)
     options = replace(options, begin=time.monotonic())
     result = solve_partition(load_partition(path), **options.search())
     value = result.to_json()
-    _write_result(value, options)
+    common.write_result(options.out, value, options.report)
     if options.as_json:
-        print_json({**value, **times})
+        common.print_json({**value, **times})
     else:
         print_partition(result, width=options.width)
-    if result.is_interrupted:
-        end_interrupted(BEST_SO_FAR)
+    common.end_if_interrupted(result.is_interrupted)

@@ -1,38 +1,32 @@
-"""``weft plan``, ``simulate``, ``show`` and ``check``."""
+"""``weft plan``, and what looks at plans: ``simulate``, ``show``, ``view``, ``check`` and ``diff``."""
 
 from __future__ import annotations
 
+import sys
+import threading
 import time
+import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
 
 import typer
 
-from weft.cli.common import (
-    MAX_SEED,
-    ClusterArgument,
-    JsonOption,
-    ModelArgument,
-    PlanArgument,
-    ProfileOption,
-    QuietOption,
-    check_outputs,
-    check_time_limit,
-    choice,
-    cluster_of_plan,
-    end_interrupted,
-    graph_of_plan,
-    print_json,
-    reporter,
-)
+from weft.base.files import encode, write_atomic
+from weft.cli import common
+from weft.cluster import read_cluster
+from weft.cluster.cluster import Cluster
+from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, Plan, load_plan, plan_to_json, save_plan
 
 if TYPE_CHECKING:
-
-    from weft.plan.plan import Plan
+    from weft.cost.costs import Costs
+    from weft.model.graph import Graph
+    from weft.plan.program import Program
     from weft.planning.compare import Comparison
-    from weft.search.joint.finalists import Tried
     from weft.simulate.timeline import Timeline
 
+SAME: Final = 0
+DIFFERENT: Final = 1
+"""Exit codes of ``diff``."""
 ModelOption = Annotated[str | None, typer.Option(
     "--model", help="The plan's model, where it is not from `weft models`.")]
 ClusterOption = Annotated[str | None, typer.Option(
@@ -53,8 +47,8 @@ TriedOption = Annotated[bool, typer.Option("--tried", help="Also print what the 
 
 
 def plan(
-    model: ModelArgument,
-    cluster: ClusterArgument,
+    model: common.ModelArgument,
+    cluster: common.ClusterArgument,
     batch: BatchOption = None,
     microbatches: Annotated[int | None, typer.Option(help="Parts of the batch; chosen if absent.")] = None,
     strategy: Annotated[list[str] | None, typer.Option(help="Try only this strategy (may be repeated).")] = None,
@@ -73,36 +67,35 @@ def plan(
     dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
     optimizer: Annotated[str, typer.Option(help="none, sgd, adam or adamw.")] = "adamw",
     recompute: Annotated[bool, typer.Option(help="Keep only stage inputs between forward and backward.")] = False,
-    profile: ProfileOption = None,
+    profile: common.ProfileOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the best plan here.")] = None,
     tried: TriedOption = False,
     html: HtmlOption = None,
     trace: TraceOption = None,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of all searches.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=common.MAX_SEED, help="Seed of all searches.")] = 0,
     time_limit: Annotated[float | None, typer.Option(
         help="Seconds for all of it but imports and tracing; the best found by then is the result.")] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    as_json: common.JsonOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Find the fastest way to run a model on a cluster, and compare the strategies."""
     begin = time.perf_counter()
-    from weft.cluster import read_cluster
     from weft.model.source import DTYPES
-    from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, save_plan
     from weft.planning.make import SearchOptions, search_plans
     from weft.planning.objectives import Objective, request_for
     from weft.search.common.problem import PlanOptions
     from weft.show.facts import strategy_facts
     from weft.show.plan_tables import print_comparison, print_tried
 
-    report, import_s = reporter(quiet), time.perf_counter() - begin
-    check_time_limit(time_limit)
-    check_outputs({"--out": out, "--html": html, "--trace": trace}, (model.partition(":")[0], cluster, profile))
-    asked = request_for(choice("--objective", objective, get_args(Objective)), batch=batch, microbatches=microbatches,
-                        mode=None if mode is None else choice("--mode", mode, get_args(Mode)))
+    report, import_s = common.reporter(quiet), time.perf_counter() - begin
+    common.check_time_limit(time_limit)
+    common.check_outputs({"--out": out, "--html": html, "--trace": trace}, (model.partition(":")[0], cluster, profile))
+    asked = request_for(common.choice("--objective", objective, get_args(Objective)), batch=batch,
+                        microbatches=microbatches,
+                        mode=None if mode is None else common.choice("--mode", mode, get_args(Mode)))
     options = PlanOptions(batch=asked.batch, microbatches=asked.microbatches, mode=asked.mode,
-                          dtype=choice("--dtype", dtype, tuple(DTYPES)), recompute=recompute, seed=seed,
-                          optimizer=Optimizer(kind=choice("--optimizer", optimizer, OPTIMIZERS)))
+                          dtype=common.choice("--dtype", dtype, tuple(DTYPES)), recompute=recompute, seed=seed,
+                          optimizer=Optimizer(kind=common.choice("--optimizer", optimizer, OPTIMIZERS)))
     search = SearchOptions(strategies=strategy or None, placements=tuple(placement or ()), deploy=deploy, joint=joint,
                            time_limit_s=time_limit, target=target, headroom=headroom, profile=profile)
     found = search_plans(model, read_cluster(cluster), options, search, report=report)
@@ -115,8 +108,8 @@ def plan(
     _write_pictures([best.timeline], comparison, html=html, trace=trace)
     if as_json:
         reached = {} if found.devices is None else {"target": target, "devices": list(found.devices)}
-        print_json({**comparison_json(comparison), "objective": objective, "notes": list(found.notes), **reached,
-                    "import_seconds": import_s, "tracing_seconds": found.tracing_s})
+        common.print_json({**comparison_json(comparison), "objective": objective, "notes": list(found.notes), **reached,
+                           "import_seconds": import_s, "tracing_seconds": found.tracing_s})
     else:
         print_comparison(strategy_facts(comparison))
         if found.devices is not None:
@@ -126,41 +119,40 @@ def plan(
             print_tried(strategy_facts(comparison))
     if comparison.is_interrupted:
         written = "is the result" if out is None else f"is written to {out}"
-        end_interrupted(f"interrupted during the search of {comparison.interrupted_in}; the best so far, "
-                        f"{best.strategy} with {best.step_time_s:.6g} s, {written}")
+        common.end_interrupted(f"interrupted during the search of {comparison.interrupted_in}; the best so far, "
+                               f"{best.strategy} with {best.step_time_s:.6g} s, {written}")
 
 
 def simulate(
-    plan: PlanArgument,
+    plan: common.PlanArgument,
     model: ModelOption = None,
     cluster: ClusterOption = None,
-    profile: ProfileOption = None,
+    profile: common.ProfileOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the timeline (JSON) here.")] = None,
     trace: TraceOption = None,
-    as_json: JsonOption = False,
+    as_json: common.JsonOption = False,
 ) -> None:
     """Predict how a plan runs: step time, and where each device's time and memory go."""
-    from weft.plan.plan import load_plan
+    from weft.show.plan_tables import print_timeline
     from weft.simulate.timeline_file import save_timeline
 
-    check_outputs({"--out": out, "--trace": trace}, (plan, cluster, profile))
-    timeline = predict_plan(load_plan(plan), model, cluster, profile)
+    common.check_outputs({"--out": out, "--trace": trace}, (plan, cluster, profile))
+    (timeline,) = _timelines(plan, model, cluster, profile, None)
     if out is not None:
         save_timeline(timeline, out)
     _write_pictures([timeline], None, trace=trace)
     if as_json:
-        print_json(timeline_json(timeline))
+        common.print_json({"kind": timeline.kind, "step_time": timeline.step_time_s, "bubble": timeline.bubble,
+                           "devices": [encode(item) for item in timeline.summary()]})
     else:
-        from weft.show.plan_tables import print_timeline
-
         print_timeline(timeline)
 
 
 def show(
-    plan: PlanArgument,
+    plan: common.PlanArgument,
     model: ModelOption = None,
     cluster: ClusterOption = None,
-    profile: ProfileOption = None,
+    profile: common.ProfileOption = None,
     timeline: TimelineOption = None,
     html: HtmlOption = None,
     svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture of the predicted step here.")] = None,
@@ -168,51 +160,117 @@ def show(
         "--trace", help="Write a Perfetto trace (.json.gz) here, with the prediction and all timelines side by "
         "side.")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the Gantt chart; the terminal's if absent.")] = None,
-    as_json: JsonOption = False,
+    as_json: common.JsonOption = False,
 ) -> None:
     """Print a plan as tables and a Gantt chart, or write it as a page or a trace."""
-    from weft.plan.plan import load_plan, plan_to_json
     from weft.show.plan_tables import print_plan
-    from weft.simulate.timeline_file import load_timeline
 
-    check_outputs({"--html": html, "--svg": svg, "--trace": trace}, (plan, cluster, profile, *(timeline or ())))
-    item = load_plan(plan)
+    common.check_outputs({"--html": html, "--svg": svg, "--trace": trace}, (plan, cluster, profile, *(timeline or ())))
     if as_json:
-        print_json(plan_to_json(item))
+        common.print_json(plan_to_json(load_plan(plan)))
         if html is None and svg is None and trace is None:
             return
-    predicted = predict_plan(item, model, cluster, profile)
-    timelines = [predicted, *(load_timeline(path, program=predicted.program) for path in timeline or ())]
+    timelines = _timelines(plan, model, cluster, profile, timeline)
     if not as_json:
-        assert predicted.program is not None
-        print_plan(predicted.program.plan, timelines, width=width)
+        assert timelines[0].program is not None
+        print_plan(timelines[0].program.plan, timelines, width=width)
     _write_pictures(timelines, None, html=html, svg=svg, trace=trace)
 
 
 def check(
-    plan: PlanArgument, model: ModelOption = None, cluster: ClusterOption = None, as_json: JsonOption = False
+    plan: common.PlanArgument, model: ModelOption = None, cluster: ClusterOption = None,
+    as_json: common.JsonOption = False,
 ) -> None:
     """Check that a plan is sound: complete, free of deadlock, within memory, and made for this model and cluster."""
     from weft.plan.check import check_plan
-    from weft.plan.plan import load_plan
 
     item = load_plan(plan)
-    program = check_plan(item, graph_of_plan(item, model), cluster_of_plan(item, cluster))
+    program = check_plan(item, common.graph_of_plan(item, model), common.cluster_of_plan(item, cluster))
     if as_json:
-        print_json({"status": "ok", "ranks": program.num_ranks, "instructions": program.num_instructions})
+        common.print_json({"status": "ok", "ranks": program.num_ranks, "instructions": program.num_instructions})
     else:
         print(f"{plan}: ok, {program.num_ranks} ranks, {program.num_instructions} instructions")
 
 
-def predict_plan(plan: Plan, model: str | None, cluster: str | None, profile: Path | None) -> Timeline:
-    """Return the simulated timeline of a plan that passes all checks."""
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A plan file.")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another plan file.")],
+    model: Annotated[str | None, typer.Option(
+        "--model", help="The model of both plans, where it is not from `weft models`.")] = None,
+    cluster: Annotated[str | None, typer.Option(
+        "--cluster", help="The cluster of both plans, instead of the one that each describes.")] = None,
+    profile: common.ProfileOption = None,
+    as_json: common.JsonOption = False,
+) -> int:
+    """Say what differs between two plans: stages, placement, sharding, order, exchanges, and what is predicted.
+
+    Exit codes: 0 the plans are the same, 1 they differ, 2 bad input.
+    """
+    from weft.plan.diff import diff_plans
+    from weft.show.diff_tables import Predicted, diff_json, print_diff
+    from weft.simulate.predict import simulate as simulate_program
+    from weft.simulate.traffic import link_bytes
+
+    plans = [load_plan(a), load_plan(b)]
+    keys = [(plan.model.name, plan.model.mode, plan.microbatch_size, plan.model.conversion,
+             common.has_unaligned_replicas(plan)) for plan in plans]
+    graphs = [common.graph_of_plan(plans[0], model)]
+    graphs.append(graphs[0] if keys[0] == keys[1] else common.graph_of_plan(plans[1], model))
+    checked = [_checked(plan, graph, cluster, profile) for plan, graph in zip(plans, graphs, strict=True)]
+    predicted = [Predicted(plan=item[0].plan, timeline=simulate_program(*item), link_bytes=link_bytes(*item))
+                 for item in checked]
+    found = diff_plans(predicted[0].plan, predicted[1].plan, *graphs)
+    if as_json:
+        common.print_json(diff_json(found, *predicted))
+    else:
+        print_diff(found, *predicted)
+    return SAME if found.is_same else DIFFERENT
+
+
+def view(
+    plan: common.PlanArgument,
+    model: ModelOption = None,
+    cluster: ClusterOption = None,
+    profile: common.ProfileOption = None,
+    timeline: TimelineOption = None,
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 0,
+    open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in the browser.")] = True,
+) -> None:
+    """Show a plan's report in the browser, on this machine only, until Ctrl-C."""
+    from weft.show.html import render_report
+    from weft.show.serve import PageServer
+
+    page = render_report(_timelines(plan, model, cluster, profile, timeline),
+                         cluster=None if cluster is None else read_cluster(cluster))
+    with PageServer(page, port=port) as server:
+        print(server.address, flush=True)
+        print("Ctrl-C ends it.", file=sys.stderr, flush=True)
+        if open_browser:  # beside the server, since some browsers keep the caller waiting
+            threading.Thread(target=webbrowser.open, args=(server.address,), daemon=True).start()
+        try:
+            server.run()
+        except KeyboardInterrupt:
+            print("ended", file=sys.stderr)
+
+
+def _timelines(path: Path, model: str | None, cluster: str | None, profile: Path | None,
+               others: list[Path] | None) -> list[Timeline]:
+    """Return the simulated timeline of a plan that passes all checks, and others of the same plan from files."""
+    from weft.simulate.predict import simulate as simulate_program
+    from weft.simulate.timeline_file import load_timeline
+
+    plan = load_plan(path)
+    predicted = simulate_program(*_checked(plan, common.graph_of_plan(plan, model), cluster, profile))
+    return [predicted, *(load_timeline(other, program=predicted.program) for other in others or ())]
+
+
+def _checked(plan: Plan, graph: Graph, cluster: str | None, profile: Path | None) -> tuple[Program, Costs, Cluster]:
+    """Return what the simulator needs of a plan that passes all checks."""
     from weft.cost.costs import load_costs
     from weft.plan.check import check_plan
-    from weft.simulate.predict import simulate as simulate_program
 
-    graph, target = graph_of_plan(plan, model), cluster_of_plan(plan, cluster)
-    program = check_plan(plan, graph, target)
-    return simulate_program(program, load_costs(graph, target, profile, plan.model.dtype), target)
+    target = common.cluster_of_plan(plan, cluster)
+    return check_plan(plan, graph, target), load_costs(graph, target, profile, plan.model.dtype), target
 
 
 def _write_pictures(timelines: list[Timeline], comparison: Comparison | None, *, html: Path | None = None,
@@ -224,7 +282,6 @@ def _write_pictures(timelines: list[Timeline], comparison: Comparison | None, *,
         write_report(html, timelines, plan=comparison.best.plan if comparison else None,
                      comparison=strategy_facts(comparison) if comparison else None)
     if svg is not None:
-        from weft.base.files import write_atomic
         from weft.show.drawing import render_svg
         from weft.show.timeline_chart import find_period, timeline_chart
 
@@ -251,18 +308,6 @@ def comparison_json(comparison: Comparison) -> dict[str, Any]:
     assert best.plan is not None
     return {"status": best.plan.search.status, "best": best.strategy, "step_time": best.step_time_s,
             "bound": comparison.bound_s, "strategies": rows,
-            "tried": [_tried_row(item.strategy, entry) for item in comparison.candidates for entry in item.tried]}
-
-
-def _tried_row(strategy: str, entry: Tried) -> dict[str, Any]:
-    return {"strategy": strategy, "setting": entry.setting.describe(), "estimate": entry.estimate_s,
-            "step_time": entry.step_time_s, "reason": entry.reason}
-
-
-def timeline_json(timeline: Timeline) -> dict[str, Any]:
-    """Return a timeline's summary as plain JSON values."""
-    from weft.base.files import encode
-
-    return {"kind": timeline.kind, "step_time": timeline.step_time_s, "bubble": timeline.bubble,
-            "devices": [encode(item) for item in timeline.summary()]}
-
+            "tried": [{"strategy": item.strategy, "setting": entry.setting.describe(), "estimate": entry.estimate_s,
+                       "step_time": entry.step_time_s, "reason": entry.reason}
+                      for item in comparison.candidates for entry in item.tried]}

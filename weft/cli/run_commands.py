@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.base.errors import InputError
-from weft.cli.common import JsonOption, ModelArgument, PlanArgument, QuietOption, check_outputs, reporter
-from weft.cli.compare_gradients import compare
+from weft.base.errors import InputError, RunError
+from weft.base.units import format_time, parse_bytes
+from weft.cli import common
+from weft.plan.plan import Plan, load_plan, save_plan
+from weft.show.tables import print_table
 
 if TYPE_CHECKING:
-    from weft.plan.plan import Plan
     from weft.run.result import RunOptions, RunResult
 
 
 def run(
-    plan: PlanArgument,
-    model: ModelArgument,
+    plan: common.PlanArgument,
+    model: common.ModelArgument,
     steps: Annotated[int, typer.Option(help="Measured steps, all on the same inputs.")] = 1,
     warmup: Annotated[int, typer.Option(help="Steps before the measured ones.")] = 0,
     verify: Annotated[bool, typer.Option(help="Compare loss and every gradient with one process.")] = False,
@@ -51,17 +52,15 @@ def run(
     replan: Annotated[bool, typer.Option(
         "--replan", help="When a process is lost, plan again for the devices that are left and go on from the latest "
         "checkpoint.")] = False,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    as_json: common.JsonOption = False,
+    quiet: common.QuietOption = False,
 ) -> int:
     """Run a plan with one local process for each of its devices; `torchrun -m weft.run` does it on many hosts."""
-    from weft.base.units import parse_bytes
-    from weft.plan.plan import load_plan
     from weft.run.__main__ import report
     from weft.run.launch import run_plan
     from weft.run.result import RunOptions
 
-    check_outputs({}, folders={"--out": out, "--checkpoint": checkpoint})
+    common.check_outputs({}, folders={"--out": out, "--checkpoint": checkpoint})
     item = load_plan(plan)
     options = RunOptions(steps=steps, warmup=warmup, seed=seed, dtype=dtype, verify=verify, memory=memory,
                          timeout_s=timeout, device=device,
@@ -77,12 +76,12 @@ def run(
     if verify and (replan or resume):
         raise InputError("--verify compares the first step from the initial parameters, but a resumed run begins "
                          "elsewhere: leave out --verify, or --replan and --resume")
-    tell = reporter(quiet)
+    tell = common.reporter(quiet)
     if devices is not None:
         item, options = _plan_left(item, model, options, devices.split(","), tell)
     tell(f"starting {len(item.cluster.devices)} processes")
     if compare_gradients:
-        return compare(item, model, options=options, threads=threads, keep=out, profile=profile, as_json=as_json)
+        return _compare_gradients(item, model, options, threads, out, profile, as_json=as_json)
     if replan:
         return report(_run_on_what_is_left(item, model, options, threads, out, tell), as_json=as_json)
     return report(run_plan(item, model, options=options, threads=threads, keep=out), as_json=as_json)
@@ -107,10 +106,9 @@ def _run_on_what_is_left(plan: Plan, model: str, options: RunOptions, threads: i
 def _plan_left(plan: Plan, model: str, options: RunOptions, names: list[str],
                tell: Callable[[str], None]) -> tuple[Plan, RunOptions]:
     """Return a plan for the devices that are left, and the options for it; the plan goes beside the checkpoints."""
-    from weft.plan.plan import save_plan
     from weft.run.result import rank_devices
     from weft.run.worker import resolve_source
-    from weft.training.replan import plan_again
+    from weft.training.parallelize import plan_again
 
     tell(f"planning again for {', '.join(names)}")
     new = plan_again(plan, resolve_source(plan, model, options), names)
@@ -122,3 +120,58 @@ def _plan_left(plan: Plan, model: str, options: RunOptions, names: list[str],
         save_plan(new, path)
         tell(f"the new plan ({new.search.by}) is {path}")
     return new, options
+
+
+def _compare_gradients(plan: Plan, model: str, options: RunOptions, threads: int, keep: Path | None,
+                       profile: Path | None, *, as_json: bool) -> int:
+    """Run a plan with its own exchanges and with all-reduce, print how they compare, and return the exit code.
+
+    What is compared is the time of a step and the gradients of the first: their difference is the largest over the
+    elements of one, relative to its largest element.
+    """
+    import torch
+
+    from weft.model.differences import least_divisor, relative_error
+    from weft.run.launch import run_plan
+
+    if not plan.gradients:
+        raise InputError("the plan exchanges no gradients, so there is nothing to compare: it is for inference, or no "
+                         "two devices share a parameter")
+    summed = replace(plan, gradients=tuple(
+        replace(item, method="all_reduce", groups=(), server=None) for item in plan.gradients))
+    methods = ", ".join(sorted({item.method for item in plan.gradients}))
+    ways = ((methods, plan, keep), ("all_reduce", summed, None if keep is None else keep / "all_reduce"))
+    predicted = [_predicted(item, model, profile) for _, item, _ in ways]
+    results = [run_plan(item, model, options=replace(options, gradients=True), threads=threads, keep=folder)
+               for _, item, folder in ways]
+    own, expected = ({name: torch.from_numpy(value) for name, value in (result.gradients or {}).items()}
+                     for result in results)
+    floor = least_divisor(expected.values())
+    errors = {"": 0.0, **{name: relative_error(own[name], value, floor=floor) for name, value in expected.items()}}
+    worst = max(errors, key=lambda name: errors[name])
+    rows: list[dict[str, Any]] = [
+        {"exchange": way[0], "predicted_s": time_s, "measured_s": result.step_time_s}
+        for way, time_s, result in zip(ways, predicted, results, strict=True)]
+    if as_json:
+        common.print_json({"ways": rows, "difference": errors[worst], "worst": worst,
+                           "between_ranks": results[0].gradient_spread})
+    else:
+        print_table(("exchange", "predicted", "measured"), [
+            (row["exchange"], "-" if row["predicted_s"] is None else format_time(row["predicted_s"]),
+             format_time(row["measured_s"])) for row in rows])
+        print(f"largest difference of gradients {errors[worst]:.1e} {worst}; "
+              f"between ranks {results[0].gradient_spread:.1e}")
+    checks = [result.verification for result in results]
+    return 0 if all(check is None or check.passed for check in checks) else RunError.exit_code
+
+
+def _predicted(plan: Plan, model: str, profile: Path | None) -> float | None:
+    """Return the simulated time of a step, or None where the plan does not describe its cluster."""
+    from weft.cost.costs import load_costs
+    from weft.plan.lower import lower
+    from weft.simulate.predict import simulate
+
+    if plan.cluster.description is None:
+        return None
+    graph, cluster = common.graph_of_plan(plan, model), common.cluster_of_plan(plan, None)
+    return simulate(lower(plan, graph), load_costs(graph, cluster, profile, plan.model.dtype), cluster).step_time_s

@@ -9,19 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.base.errors import InputError
-from weft.cli.common import (
-    BEST_SO_FAR,
-    JsonOption,
-    QuietOption,
-    SeedOption,
-    check_outputs,
-    check_time_limit,
-    end_interrupted,
-    print_json,
-    reporter,
-    to_json_text,
-    without_seconds,
-)
+from weft.base.files import write_atomic
+from weft.cli import common
 
 if TYPE_CHECKING:
     from weft.search.schedule.problem import ScheduleProblem
@@ -39,14 +28,14 @@ def schedule(
     microbatches: Annotated[int, typer.Option("--microbatches", "-n", help="How many micro-batches flow through.")],
     time_limit: Annotated[float | None, typer.Option(
         help="Seconds for all of it but imports; the best found by then is the result.")] = None,
-    seed: SeedOption = 0,
+    seed: common.SeedOption = 0,
     compare: Annotated[bool, typer.Option("--compare", help="Add the named schedules (GPipe, 1F1B, ...).")] = False,
     html: Annotated[Path | None, typer.Option("--html", help="Write a self-contained page with a chart here.")] = None,
     svg: Annotated[Path | None, typer.Option("--svg", help="Write a picture here.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the result (JSON) here.")] = None,
     width: Annotated[int | None, typer.Option(help="Width of the chart; the terminal's if absent.")] = None,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    as_json: common.JsonOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Find the order in which micro-batches flow through blocks on devices: shortest, within the memory."""
     imports = time.perf_counter()
@@ -54,38 +43,27 @@ def schedule(
     from weft.search.schedule.search import schedule as search
 
     import_s, begin = time.perf_counter() - imports, time.monotonic()
-    _check_options(microbatches, time_limit, width)
-    check_outputs({"--html": html, "--svg": svg, "--out": out}, (problem,))
+    if microbatches < 1:
+        raise InputError(f"--microbatches must be at least 1, not {microbatches}")
+    common.check_time_limit(time_limit)
+    common.check_width(width)
+    common.check_outputs({"--html": html, "--svg": svg, "--out": out}, (problem,))
     item = load_problem(problem)
-    report = reporter(quiet)
+    report = common.reporter(quiet)
     writing_s = WRITING_S * microbatches * item.num_tasks
     left = None if time_limit is None else max(LEAST_S, time_limit - (time.monotonic() - begin) - writing_s)
     result = search(item, microbatches=microbatches, time_limit=left, seed=seed, progress=report)
     compared = _compare(item, result) if compare else []
     value = _result_json(result, compared)
-    if out is not None:
-        from weft.base.files import write_atomic
-
-        write_atomic(out, to_json_text(without_seconds(value)) + "\n")
-        report(f"result written to {out}")
+    common.write_result(out, value, report)
     _write_pictures(result, compared, name=problem.name, html=html, svg=svg)
     if as_json:
-        print_json(value if time_limit is None else {**value, "import_seconds": import_s})
+        common.print_json(value if time_limit is None else {**value, "import_seconds": import_s})
     else:
         from weft.show.schedule_tables import print_schedule
 
         print_schedule(result, compared, width=width)
-    if result.is_interrupted:
-        end_interrupted(BEST_SO_FAR)
-
-
-def _check_options(microbatches: int, time_limit: float | None, width: int | None) -> None:
-    """Refuse before the search what could only fail after it."""
-    if microbatches < 1:
-        raise InputError(f"--microbatches must be at least 1, not {microbatches}")
-    check_time_limit(time_limit)
-    if width is not None and width < 1:
-        raise InputError(f"--width must be at least 1, not {width}")
+    common.end_if_interrupted(result.is_interrupted)
 
 
 def _compare(problem: ScheduleProblem, result: ScheduleResult) -> list[ScheduleFacts]:
@@ -107,7 +85,6 @@ def _result_json(result: ScheduleResult, compared: list[ScheduleFacts]) -> dict[
 
 def _write_pictures(result: ScheduleResult, compared: list[ScheduleFacts], *, name: str, html: Path | None,
                     svg: Path | None) -> None:
-    from weft.base.files import write_atomic
     from weft.show.drawing import render_svg
     from weft.show.schedule_chart import schedule_chart
     from weft.show.schedule_tables import render_schedule_report

@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final, get_args
 
 import typer
 
-from weft.base.errors import InputError
-from weft.cli.common import (
-    BEST_SO_FAR,
-    MAX_SEED,
-    JsonOption,
-    QuietOption,
-    check_outputs,
-    check_time_limit,
-    end_interrupted,
-    is_zoo_name,
-    print_json,
-    reporter,
-)
+from weft.base.errors import InputError, ModelError
+from weft.base.files import write_atomic
+from weft.base.units import parse_bytes
+from weft.cli import common
+from weft.cluster import read_cluster
+from weft.cluster.cluster import Cluster
+from weft.model.zoo import Mode
+from weft.plan.plan import OPTIMIZERS, Optimizer, save_plan
+from weft.search.common.budget import Budget, ended_by_ctrl_c, time_budget
 
 if TYPE_CHECKING:
-    from weft.search.strategies.solve import ShardSolution
-    from weft.search.strategies.strategy_graph import StrategyGraph
+    from weft.model.folded import FoldedModel
+
+EXPORTS: Final = ("parallelize-module", "torchtitan")
+MAX_AXES: Final = 3
+LEAST_PLAN_S: Final = 1.5
+"""Seconds that the search for a plan that can be run has at least, whatever is left of a time limit."""
 
 
 def shard(
@@ -49,73 +54,169 @@ def shard(
         help="Write a plan of one sharded stage here, for `weft run`.")] = None,
     time_limit: Annotated[float | None, typer.Option(
         help="Seconds for all of it but imports and tracing; the best found by then is the result.")] = None,
-    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the search of a strategy graph.")] = 0,
-    as_json: JsonOption = False,
-    quiet: QuietOption = False,
+    seed: Annotated[int, typer.Option(min=0, max=common.MAX_SEED, help="Seed of the search of a strategy graph.")] = 0,
+    as_json: common.JsonOption = False,
+    quiet: common.QuietOption = False,
 ) -> None:
     """Split a model's tensors over devices for the fastest step; or solve a strategy graph of the contest's kind."""
-    check_time_limit(time_limit)
-    check_outputs({"--out": out, "--plan": plan}, (problem, cluster))
+    common.check_time_limit(time_limit)
+    common.check_outputs({"--out": out, "--plan": plan}, (problem, cluster))
     if cluster is not None:
-        from weft.cli.shard_model import ModelOptions, shard_model_command
-
-        shard_model_command(problem, cluster, ModelOptions(
+        _shard_model(problem, cluster, ModelOptions(
             mesh=mesh, batch=batch, dtype=dtype, mode=mode, memory=memory, optimizer=optimizer, compare=compare,
-            export=export, out=out, plan=plan, time_limit=time_limit, as_json=as_json, report=reporter(quiet)))
+            export=export, out=out, plan=plan, time_limit=time_limit, as_json=as_json, report=common.reporter(quiet)))
         return
-    _refuse_given({"--mesh": mesh, "--batch": batch, "--dtype": dtype, "--mode": mode, "--memory": memory,
-                   "--optimizer": optimizer, "--compare": compare or None, "--export": export, "--out": out,
-                   "--plan": plan})
+    common.refuse_given({"--mesh": mesh, "--batch": batch, "--dtype": dtype, "--mode": mode, "--memory": memory,
+                         "--optimizer": optimizer, "--compare": compare or None, "--export": export, "--out": out,
+                         "--plan": plan},
+                        "a strategy graph takes no {}: that is for a model, which needs a CLUSTER after it")
+    common.refuse_model(problem)
+    _shard_graph(Path(problem), time_limit=time_limit, seed=seed, as_json=as_json, report=common.reporter(quiet))
+
+
+def _shard_graph(path: Path, *, time_limit: float | None, seed: int, as_json: bool,
+                 report: Callable[[str], None]) -> None:
+    """Solve a strategy graph; reading it counts against the time limit, imports do not."""
     imports = time.perf_counter()
-    from weft.search.strategies import search, strategy_graph  # noqa: F401  they are not to count against the limit
+    from weft.search.strategies import search  # noqa: F401
+    from weft.search.strategies.solve import solve
+    from weft.search.strategies.strategy_graph import load_strategy_graph
+    from weft.show.sharding_tables import print_strategies
 
     import_s, begin = time.perf_counter() - imports, time.monotonic()
-    graph = read_problem(_problem_path(problem))
-    solution = solve_problem(graph, begin=begin, time_limit=time_limit, seed=seed, quiet=quiet)
-    if as_json:
-        times = {} if time_limit is None else {"import_seconds": import_s}
-        print_json({**solution.to_json(), **times})
-    else:
-        _print_solution(graph, solution)
-    if solution.is_interrupted:
-        end_interrupted(BEST_SO_FAR)
-
-
-def _refuse_given(given: dict[str, object]) -> None:
-    named = [name for name, value in given.items() if value is not None]
-    if named:
-        raise InputError(f"a strategy graph takes no {' or '.join(named)}: that is for a model, which needs a CLUSTER "
-                         "after it")
-
-
-def _problem_path(text: str) -> Path:
-    """Return the file; refuse what looks like a model without its cluster."""
-    if not Path(text).exists() and (is_zoo_name(text) or ".py:" in text):
-        raise InputError(f"{text!r} is a model, so CLUSTER is missing: give a cluster file or a text such as "
-                         "'8 x H100-80GB' after it")
-    return Path(text)
-
-
-def read_problem(path: Path) -> StrategyGraph:
-    """Return the strategy graph in the file."""
-    from weft.search.strategies.strategy_graph import load_strategy_graph
-
-    return load_strategy_graph(path)
-
-
-def solve_problem(graph: StrategyGraph, *, begin: float, time_limit: float | None, seed: int,
-                  quiet: bool) -> ShardSolution:
-    """Return the solution of a graph; the time limit counts from ``begin``, so that reading the file is in it."""
-    from weft.search.strategies.solve import solve
-
-    report = reporter(quiet)
+    graph = load_strategy_graph(path)
     report(f"{graph.num_nodes} nodes, {len(graph.edges)} edges, "
            + ("no usage limit" if graph.usage_limit is None else f"usage limit {graph.usage_limit}"))
     left = None if time_limit is None else max(time_limit - (time.monotonic() - begin), 0.0)
-    return solve(graph, time_limit=left, seed=seed, progress=report)
+    solution = solve(graph, time_limit=left, seed=seed, progress=report)
+    if as_json:
+        common.print_json({**solution.to_json(), **({} if time_limit is None else {"import_seconds": import_s})})
+    else:
+        print_strategies(graph, solution)
+    common.end_if_interrupted(solution.is_interrupted)
 
 
-def _print_solution(graph: StrategyGraph, solution: ShardSolution) -> None:
-    from weft.show.sharding_tables import print_strategies
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelOptions:
+    """What the command line asks for a model."""
 
-    print_strategies(graph, solution)
+    mesh: str | None
+    batch: int | None
+    dtype: str | None
+    mode: str | None
+    memory: str | None
+    optimizer: str | None
+    compare: bool
+    export: str | None
+    out: Path | None
+    plan: Path | None
+    time_limit: float | None
+    as_json: bool
+    report: Callable[[str], None]
+
+
+def _shard_model(spec: str, cluster_text: str, options: ModelOptions) -> None:
+    """Search the sharding of a model, then print, write or export it."""
+    begin = time.perf_counter()
+    from weft.cost.costs import estimate_costs
+    from weft.search.shard.compare import compare_meshes, sensible_shapes
+    from weft.search.shard.named import NAMES
+    from weft.show.sharding_facts import sharding_facts
+    from weft.show.sharding_tables import parallelize_plan, print_sharding, sharding_json, titan_settings
+
+    import_s, report = time.perf_counter() - begin, options.report
+    budget = time_budget(options.time_limit, report)
+    if options.export is not None:
+        common.choice("--export", options.export, EXPORTS)
+    cluster = read_cluster(cluster_text)
+    shapes = None if options.mesh is None else [_parse_mesh(options.mesh, cluster.num_devices)]
+    limit = _memory_limit(options.memory, cluster)
+    with budget.paused():
+        folded = _trace(spec, options)
+    optimizer = Optimizer(kind=common.choice("--optimizer", options.optimizer or "adamw", OPTIMIZERS))
+    with ended_by_ctrl_c(budget):
+        found = compare_meshes(folded, cluster, estimate_costs(folded.traced.graph, cluster),
+                               shapes=shapes or sensible_shapes(cluster, range(cluster.num_devices)),
+                               names=NAMES if options.compare else (), optimizer=optimizer, limit_bytes=limit,
+                               budget=budget, progress=report)
+    facts = sharding_facts(found.best, folded)
+    value = sharding_json(facts, found.named)
+    if options.export is not None:
+        value = parallelize_plan(facts, folded) if options.export == EXPORTS[0] else titan_settings(facts)
+        for difference in value["differences"]:
+            report(f"note: not expressed: {difference}")
+    if options.out is not None:
+        write_atomic(options.out, json.dumps(value, indent=1, allow_nan=False) + "\n")
+        report(f"written to {options.out}")
+    elif options.export is not None:
+        common.print_json(value)
+    if options.export is None:
+        if options.plan is not None:
+            _write_plan(options.plan, folded, cluster, found.best.mesh.shape, limit, optimizer, budget, report)
+        if options.as_json:
+            common.print_json({**value, "import_seconds": import_s, "tracing_seconds": budget.paused_s})
+        else:
+            print_sharding(facts, found.named)
+    common.end_if_interrupted(budget.is_interrupted)
+
+
+def _parse_mesh(text: str, num_devices: int) -> tuple[int, ...]:
+    """Return the sizes of ``2x4``; they must multiply to the number of devices."""
+    if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", text):
+        raise InputError(f"--mesh {text!r} is no mesh: write the sizes of its axes, such as 8, 2x4 or 2x2x2")
+    shape = tuple(map(int, text.split("x")))
+    if len(shape) > MAX_AXES:
+        raise InputError(f"--mesh {text} has {len(shape)} axes: at most {MAX_AXES} are searched")
+    if math.prod(shape) != num_devices:
+        raise InputError(f"a mesh of {text} has {math.prod(shape)} places, but the group has {num_devices} devices: "
+                         f"choose sizes whose product is {num_devices}")
+    return shape
+
+
+def _memory_limit(text: str | None, cluster: Cluster) -> float | None:
+    """Return the bytes that a device may hold: as given (``none``: no limit), else the memory of the smallest one."""
+    if text == "none":
+        return None
+    if text is not None:
+        limit = parse_bytes(text)
+        if limit < 1:
+            raise InputError(f"--memory must be more than nothing, not {text}")
+        return float(limit)
+    return min((float(device.memory_bytes) for device in cluster.devices if device.memory_bytes is not None),
+               default=None)
+
+
+def _trace(spec: str, options: ModelOptions) -> FoldedModel:
+    """Return the model, traced with a few copies of each run of equal layers."""
+    from weft.model.folded import trace_folded
+    from weft.model.graph import Graph
+    from weft.model.source import DTYPES, resolve_model
+
+    dtype = None if options.dtype is None else common.choice("--dtype", options.dtype, tuple(DTYPES))
+    mode = common.choice("--mode", options.mode or "training", get_args(Mode))
+    options.report(f"tracing {spec}")
+    source = resolve_model(spec, mode=mode, batch=options.batch, dtype=dtype)
+    if isinstance(source, Graph):
+        raise ModelError(f"{spec!r} has no PyTorch module behind it, so it is not known how its operators can be "
+                         "split: give a name from `weft models` or path/to/file.py:function")
+    folded = trace_folded(source, batch=options.batch)
+    cut = [path for run in folded.runs for position in range(run.num_copies) if position not in run.kept
+           for path in run.layers(position)]
+    for warning in folded.traced.graph.warnings:
+        if not any(f"{path}." in warning for path in cut):  # layers that were left out on purpose
+            options.report(f"note: {warning}")
+    return folded
+
+
+def _write_plan(path: Path, folded: FoldedModel, cluster: Cluster, shape: tuple[int, ...], limit: float | None,
+                optimizer: Optimizer, budget: Budget, report: Callable[[str], None]) -> None:
+    """Write the best plan on the mesh that the runtime can execute."""
+    from weft.search.shard.plan_search import search_plan
+
+    left = budget.seconds_left
+    report("tracing every layer for the plan")
+    plan = search_plan(folded, cluster, shape=shape, limit_bytes=limit, optimizer=optimizer,
+                       budget=time_budget(None if left is None else max(LEAST_PLAN_S, left)))
+    save_plan(plan, path)
+    report(f"plan of {plan.search.step_time:.6g} s a step, with optimizer states whole where parameters are, written "
+           f"to {path}")

@@ -15,6 +15,7 @@ their inputs are, whatever the plan says; where that differs, ``notes`` tells.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Final
@@ -99,20 +100,17 @@ def _device_names(cluster: Cluster, used: list[str]) -> dict[str, DeviceName]:
 
 
 def _build_tree(graph: Graph, device_of_op: list[str], state: Iterable[str]) -> dict[str, _Module]:
-    tree: dict[str, _Module] = {"": _Module()}
+    tree: dict[str, _Module] = defaultdict(_Module)
 
     def add(path: str, devices: Iterable[str]) -> _Module:
-        own = tree.get(path)
-        if own is None:
-            parent = path.rpartition(".")[0]
-            add(parent, ()).children[path] = None
-            own = tree[path] = _Module()
         here = path
         while True:
             tree[here].devices.update(devices)
             if not here:
-                return own
-            here = here.rpartition(".")[0]
+                return tree[path]
+            parent = here.rpartition(".")[0]
+            tree[parent].children[here] = None
+            here = parent
 
     for op, device in enumerate(device_of_op):
         if device:

@@ -20,8 +20,7 @@ from typing import Final
 
 from weft.base.errors import InputError
 from weft.cluster.cluster import Cluster
-from weft.export.degrees import axis_roles, device_grid, gpu_numbers
-from weft.export.layer_list import LayerList, find_layers
+from weft.export.degrees import LayerList, axis_roles, device_grid, find_layers, gpu_numbers
 from weft.plan.plan import Plan
 from weft.plan.program import Program
 

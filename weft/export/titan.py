@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from weft.base.errors import InputError
-from weft.export.degrees import DeviceGrid, axis_roles, device_grid
-from weft.export.layer_list import LayerList, find_layers, products
+from weft.export.degrees import DeviceGrid, LayerList, axis_roles, device_grid, find_layers, products
 from weft.export.pipelining_csv import order_to_csv
 from weft.model.graph import Graph
 from weft.plan.orders import Order, gpipe, one_f_one_b, stage_order
@@ -86,16 +85,13 @@ def to_titan(program: Program, *, csv_path: str | None = None, nearest: bool = F
         schedule, csv = _schedule(plan, grid, csv_path)
         parallelism |= schedule | {"pipeline_parallel_microbatch_size": plan.microbatch_size // degrees.data}
     notes += _notes(plan, grid)
+    # The batch of a rank: micro-batches are parts of it in a pipeline, else steps of accumulation.
+    samples = plan.model.batch if len(grid.groups) > 1 else plan.microbatch_size
+    training = {"local_batch_size": samples // degrees.data, "global_batch_size": plan.model.batch}
     recompute = {"mode": "full" if any(stage.recompute for stage in plan.stages) else "none"}
-    return TitanSettings(sections={"parallelism": parallelism, "training": _training(plan, grid, degrees),
+    return TitanSettings(sections={"parallelism": parallelism, "training": training,
                                    "activation_checkpoint": recompute},
                          ranks=grid.ranks, csv=csv, notes=tuple(notes))
-
-
-def _training(plan: Plan, grid: DeviceGrid, degrees: _Degrees) -> dict[str, int]:
-    """Return the batch of a rank: micro-batches are parts of it in a pipeline, else steps of accumulation."""
-    samples = plan.model.batch if len(grid.groups) > 1 else plan.microbatch_size
-    return {"local_batch_size": samples // degrees.data, "global_batch_size": plan.model.batch}
 
 
 def _degrees(plan: Plan, graph: Graph, grid: DeviceGrid, notes: list[str]) -> _Degrees:

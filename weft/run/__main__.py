@@ -16,42 +16,23 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 from weft.base.ending import end_on_signals, finish_output
 from weft.base.errors import RunError, WeftError
 from weft.base.files import encode
 from weft.base.units import parse_bytes
-from weft.plan.plan import load_plan
-from weft.plan.program import Op
-from weft.run.failures import PeerLost, write_failure
+from weft.run.failures import end_process, exit_code_and_text, write_failure
 from weft.run.launch import STATUS_FILE, run_plan
-from weft.run.result import (
-    RunOptions,
-    RunResult,
-    check_folders,
-    finite,
-    load_options,
-    losses_or_none,
-    memory_table,
-    save_result,
-)
-from weft.run.status import Beat, Milestone, StatusLine
-
-if TYPE_CHECKING:
-    from weft.run.executor import Executor
-    from weft.run.watch import Watch
+from weft.run.result import RunOptions, RunResult, finite, load_options, losses_or_none, memory_table
+from weft.run.status import Beat, StatusLine
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Return the exit code of the command."""
     args = _parser().parse_args(arguments)
-    if "RANK" in os.environ:
-        _Rank(args).run()
     try:
         result = run_plan(args.plan, args.model, options=_options(args), threads=args.threads, keep=args.output)
     except WeftError as problem:
@@ -135,113 +116,14 @@ def _error(value: float) -> str:
     return f"{value:.1e}" if abs(value) < 1e308 else "not finite"  # files have no infinity
 
 
-class _Rank:
-    """This process as one rank of a run."""
-
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.folder = args, args.launched_in
-        self.rank, self.num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        self.status = StatusLine(None if self.folder is None else self.folder / STATUS_FILE, self.rank)
-        self.fault = _requested_fault(self.rank)
-        self.watch: Watch | None = None
-        if self.folder is not None:
-            signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the launcher's
-            threading.Thread(target=_follow_parent, daemon=True).start()
-            Beat(self.status).start()
-
-    def run(self) -> NoReturn:
-        """Run this rank and end the process; every failure ends in one record or message."""
-        try:
-            result = self._execute()
-        except Exception as problem:
-            self._fail(problem)
-        code = 0 if result is None or self.folder is not None else report(result, as_json=self.args.json)
-        _end(code)
-
-    def _execute(self) -> RunResult | None:
-        # PyTorch is loaded here, late: a rank that cannot load it says so to the launcher.
-        from weft.run.prepare import Tracer
-        from weft.run.transport import Transport, meeting_store, open_store
-        from weft.run.watch import start_watch
-        from weft.run.worker import check_world, execute, limit_memory, own_device, resolve_source
-
-        options = _options(self.args)
-        plan = load_plan(self.args.plan)
-        check_world(plan, self.num_ranks)
-        source = resolve_source(plan, self.args.model, options)
-        self.status.set(Milestone.CONNECTING)
-        if self.fault == "init":
-            os.kill(os.getpid(), signal.SIGKILL)
-        device = own_device(options.device, rank=self.rank, num_ranks=self.num_ranks)
-        if options.gpu_memory_bytes is not None and device.type == "cuda":
-            limit_memory(device, options.gpu_memory_bytes)
-        if self.folder is not None:
-            store = open_store(listen_fd=self.args.listen_fd, timeout_s=options.timeout_s)
-        else:
-            store = meeting_store(options.timeout_s, rank=self.rank)
-        transport = Transport(rank=self.rank, num_ranks=self.num_ranks, device=device, timeout_s=options.timeout_s,
-                              store=store, by_host="," in options.device, status=self.status)
-        if self.folder is None:
-            self.watch = start_watch(transport, self.status, predicted_s=plan.search.step_time)
-        if self.folder is None and self.rank == 0:
-            check_folders(options, self.args.output)
-        result = execute(plan, Tracer(source), options, transport=transport, adjust=self._adjust)
-        output = self.folder or self.args.output
-        if result is not None and output is not None:
-            save_result(result, output)
-        if self.watch is not None:
-            self.watch.is_leaving = True
-        transport.leave()
-        if self.watch is not None:
-            self.watch.stop()
-        return result
-
-    def _adjust(self, executor: Executor) -> None:
-        """Let the first instruction of the kind that a test asked for kill the process."""
-        text, _, how = (self.fault or "").partition("!")
-        place, _, step = text.partition("@")
-        for position, item in enumerate(executor.program.instructions(self.rank)):
-            kind = item.phase.name if item.op == Op.COMPUTE else "all_reduce" if item.op == Op.COLLECTIVE else ""
-            if place and kind == place:
-                executor.binder.actions[position] = self._faulty(executor.binder.actions[position], int(step or 0), how)
-                return
-
-    def _faulty(self, action: Callable[[], None], step: int, how: str) -> Callable[[], None]:
-        def faulty() -> None:
-            if self.status.cell[1] >= step:
-                while how == "hang":
-                    time.sleep(1.0)
-                os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
-            action()
-
-        return faulty
-
-    def _fail(self, problem: Exception) -> NoReturn:
-        """Record or print what went wrong, and end the process."""
-        code = problem.exit_code if isinstance(problem, WeftError) else RunError.exit_code
-        text = str(problem) if isinstance(problem, WeftError) else f"{type(problem).__name__}: {problem}"
-        is_peer = isinstance(problem, PeerLost)
-        if self.folder is not None:
-            record = {"kind": "peer" if is_peer else "own", "type": type(problem).__name__, "message": text,
-                      "is_input": code != RunError.exit_code}
-            write_failure(self.folder, self.rank, record)
-        elif self.watch is None:
-            print(f"weft: rank {self.rank}: {text}", file=sys.stderr, flush=True)
-        elif not is_peer or self.watch.verdict() is None:
-            self.watch.announce(f"rank {self.rank} failed while {self.status.describe()}: {text}", code=code)
-        _end(code)
-
-
-def _end(code: int) -> NoReturn:
-    """End the process at once: threads of the backend may hang on lost connections, or abort when torn down."""
-    code = finish_output(code)
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _requested_fault(rank: int) -> str | None:
-    wanted, _, place = os.environ.get("WEFT_TEST_FAULT", "").partition(":")
-    return place if wanted == str(rank) else None
+def _fail(problem: Exception, folder: Path | None, rank: int) -> NoReturn:
+    """Record or print what went wrong, and end the process."""
+    code, text = exit_code_and_text(problem)
+    if folder is not None:
+        write_failure(folder, rank, problem)
+    else:
+        print(f"weft: rank {rank}: {text}", file=sys.stderr, flush=True)
+    end_process(code)
 
 
 def _follow_parent() -> None:
@@ -254,4 +136,19 @@ def _follow_parent() -> None:
 if __name__ == "__main__":
     if "RANK" not in os.environ:
         end_on_signals()
-    sys.exit(finish_output(main()))
+        sys.exit(finish_output(main()))
+    _args = _parser().parse_args()
+    _rank, _folder = int(os.environ["RANK"]), _args.launched_in
+    _status = StatusLine(None if _folder is None else _folder / STATUS_FILE, _rank)
+    if _folder is not None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is the launcher's
+        threading.Thread(target=_follow_parent, daemon=True).start()
+        Beat(_status).start()
+    try:  # PyTorch is loaded here, late: a rank that cannot load it says so to the launcher
+        from weft.run.worker import run_rank
+
+        _result = run_rank(_args.plan, _args.model, _options(_args), status=_status, folder=_folder,
+                           listen_fd=_args.listen_fd, output=_args.output)
+    except Exception as problem:
+        _fail(problem, _folder, _rank)
+    end_process(0 if _result is None or _folder is not None else report(_result, as_json=_args.json))

@@ -1,47 +1,40 @@
 """One closure per instruction, made once: everything that does not change from step to step is decided here.
 
-The closures of a rank, called in order, are a step. ``weft.run.wiring`` finds where arguments and gradients lie,
-``weft.run.compute`` makes the closures of computes, and this module those of messages, collectives and the optimizer.
+The closures of a rank, called in order, are a step. ``weft.run.wiring`` finds where arguments and gradients lie.
 """
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
 
 from weft.base.errors import RunError
 from weft.plan.memory import SEND_WINDOW
 from weft.plan.overlap import inside_backward
 from weft.plan.program import Channel, Instruction, Op, Phase, Program
 from weft.run.cells import Cell, Transfer, occupy, vacate
-from weft.run.compute import (
-    Action,
-    BackwardWork,
-    ForwardWork,
-    backward,
-    forgetful_forward,
-    forward,
-    recompute,
-    weight_gradients,
-)
-from weft.run.exchange import Early, EarlyExchanges, Lane, leads_to_loss, make_exchange
-from weft.run.exchange_factors import summed_in
+from weft.run.exchange import Early, EarlyExchanges, Lane, leads_to_loss, make_exchange, summed_in
 from weft.run.parameters import StateShares
 from weft.run.prepare import Prepared
 from weft.run.transport import Transport
 from weft.run.wire import settled
 from weft.run.wiring import Key, Rows, Wiring
 
+Action = Callable[[], None]
 _MAX_TAG = 1 << 28
 
 
 class Binder:
-    """The closures of one rank; see the module's docstring."""
+    """The closures of one rank: called in order, they are a step."""
 
     def __init__(self, prepared: Prepared, transport: Transport, *, optimizer: torch.optim.Optimizer | None,
                  shares: StateShares, starts: array[int], ends: array[int]) -> None:
@@ -57,7 +50,8 @@ class Binder:
         self.split = {(item.instance, item.microbatch) for item in self.wiring.instructions
                       if item.op == Op.COMPUTE and item.phase == Phase.I}
         self.early_places = _early_places(program, transport.rank)
-        self.forwards: dict[Key, ForwardWork] = {}
+        self.recomputes: dict[Key, Action] = {}
+        """What a backward does first in a stage that recomputes."""
         self.transfers: dict[Key, Transfer] = {}
         self.sent: dict[Key, list[Transfer]] = {}
         self.sent_on: dict[int, list[Transfer]] = {}
@@ -65,7 +59,7 @@ class Binder:
         self.early: dict[int, EarlyExchanges] = {}
         """Exchanges that are issued inside a backward, by its position."""
         self.issued_early: dict[int, Action] = {}
-        """What is left to do for them at their own positions."""
+        """What is left to do, at its own position, for an exchange that is issued inside a backward."""
         self.widest = max((len(channel.tensors) for channel in program.channels), default=1)
         self.given = self.wiring.given
         """Where the model's inputs go."""
@@ -78,14 +72,14 @@ class Binder:
         for position, item in enumerate(self.wiring.instructions):
             action = self._bind(position, item)
             released = self.wiring.release_buffers(position)
-            self.actions.append(_releasing(action, released) if released else action)
+            self.actions.append(partial(_release_after, action, released) if released else action)
 
     def _bind(self, position: int, item: Instruction) -> Action:
         match item.op:
             case Op.COMPUTE if item.phase == Phase.F:
                 return self._forward(position, (item.instance, item.microbatch))
             case Op.COMPUTE if item.phase == Phase.W:
-                return weight_gradients(self.wiring.cells[item.instance, item.microbatch])
+                return _weight_gradients(self.wiring.cells[item.instance, item.microbatch])
             case Op.COMPUTE:
                 return self._backward(position, (item.instance, item.microbatch))
             case Op.SEND:
@@ -100,20 +94,76 @@ class Binder:
     # ---- compute ----------------------------------------------------------------------------------------------------
 
     def _forward(self, position: int, key: Key) -> Action:
+        """Return the forward of a micro-batch; in inference nothing is kept for a backward.
+
+        In training it keeps the edges of the autograd graph at the stage's outputs (not the outputs themselves, so that
+        their memory can go) and the leaves at its inputs. In a stage that recomputes it keeps its arguments only, and
+        the states of random numbers that it met.
+        """
         instance, microbatch = key
         item, stage, wiring = self.program.instances[instance], self.stages[instance], self.wiring
+        cell, begin = wiring.cells[key], self._begin(position, self._arrivals(item.forward_channels, microbatch))
+        keeps, report, training = key in wiring.readers.outputs, self._report(key), self.training
         arguments: list[Any] = [None] * len(stage.module.inputs)
         dynamic = wiring.fill(key, arguments)
+        """Arguments that change from step to step: place, and function that returns the value."""
         call = stage.split_forward if key in self.split else stage.forward
         assert call is not None, "a stage with split actions has a split forward"
-        work = self.forwards[key] = ForwardWork(
-            position=position, starts=self.starts, cell=wiring.cells[key],
-            arrivals=self._arrivals(item.forward_channels, microbatch), arguments=arguments, dynamic=dynamic,
-            call=call, leaf_places=wiring.leaf_places(instance), root_places=wiring.root_places(key),
-            updates=stage.updates, keep=key in wiring.readers.outputs, report=self._report(key))
-        if self.training and self.program.plan.stages[item.stage].recompute:
-            return forgetful_forward(work, random=stage.random if stage.module.uses_random else None)
-        return forward(work, is_training=self.training)
+        leaf_places, root_places, updates = wiring.leaf_places(instance), wiring.root_places(key), stage.updates
+        random = stage.random if stage.module.uses_random else None
+        recomputes = training and self.program.plan.stages[item.stage].recompute
+
+        def connect(outputs: tuple[Tensor, ...]) -> None:
+            cell.edges = [_edge(outputs[place]) for place in root_places]
+            cell.leaves = [arguments[place] for place in leaf_places]
+
+        def let_go() -> None:
+            for place, _ in dynamic:
+                arguments[place] = None
+
+        def action() -> None:
+            begin()
+            for place, fetch in dynamic:
+                arguments[place] = fetch()
+            if recomputes:
+                if random is not None:
+                    cell.random_states = random.snapshot()
+                with torch.no_grad():
+                    outputs = call(*arguments)
+                cell.arguments = list(arguments)
+            else:
+                outputs = call(*arguments)
+                if training:
+                    connect(outputs)
+            if keeps:
+                cell.outputs = outputs
+            if report is not None:
+                report(outputs)
+            for place, buffer in updates:
+                buffer.data.copy_(outputs[place].detach())
+            let_go()
+
+        def recompute() -> None:  # it draws the same numbers again
+            arguments[:], cell.arguments = cell.arguments, []
+            with nullcontext() if random is None else random.replaying(cell.random_states):
+                connect(call(*arguments))
+            let_go()
+
+        if recomputes:
+            self.recomputes[key] = recompute
+        return action
+
+    def _begin(self, position: int, arrivals: Sequence[Transfer]) -> Action:
+        """Return what a compute does first: wait for what must have arrived, and note the time."""
+        starts = self.starts
+
+        def begin() -> None:
+            for arrival in arrivals:
+                arrival.wait()
+            if arrivals:
+                starts[position] = time.perf_counter_ns()
+
+        return begin
 
     def _report(self, key: Key) -> Callable[[tuple[Tensor, ...]], None] | None:
         """Return what takes the model's own outputs from those of a stage; the first of its ranks does so."""
@@ -132,19 +182,41 @@ class Binder:
         return lambda values: losses.append((values[place].detach(), weight))
 
     def _backward(self, position: int, key: Key) -> Action:
+        """Return the backward of a micro-batch, whole or its first part.
+
+        It runs autograd from the edges that the forward has kept with the gradients that have arrived, and leaves the
+        gradients of the inputs in the cell. The cell's own activations on their way out have arrived before.
+        """
         instance, microbatch = key
         item, wiring, stage = self.program.instances[instance], self.wiring, self.stages[instance]
-        recomputes = self.program.plan.stages[item.stage].recompute
-        readers = wiring.readers.gradients
-        return backward(BackwardWork(
-            position=position, starts=self.starts, cell=wiring.cells[key],
-            arrivals=[*self._arrivals(item.gradient_channels, microbatch), *self.sent.get(key, ())],
-            gradients=[wiring.gradient(key, place) for place in wiring.root_places(key)],
-            prepare=recompute(self.forwards[key], random=stage.random if stage.module.uses_random else None)
-            if recomputes else None, queue=stage.queue if key in self.split else None, keep=key in readers,
-            used_up=[wiring.cells[consumer, microbatch] for consumer in item.consumers
-                     if readers[consumer, microbatch] == position and (consumer, microbatch) in wiring.cells],
-            early=self._early(position, instance)))
+        cell, prepare, readers = wiring.cells[key], self.recomputes.get(key), wiring.readers.gradients
+        begin = self._begin(position, [*self._arrivals(item.gradient_channels, microbatch), *self.sent.get(key, ())])
+        wanted = [wiring.gradient(key, place) for place in wiring.root_places(key)]
+        fixed = None if any(callable(item) for item in wanted) else tuple(wanted)
+        queue, keeps = stage.queue if key in self.split else None, key in readers
+        used_up = [wiring.cells[consumer, microbatch] for consumer in item.consumers
+                   if readers[consumer, microbatch] == position and (consumer, microbatch) in wiring.cells]
+        early = self._early(position, instance) or nullcontext()
+
+        def action() -> None:
+            begin()
+            if prepare is not None:
+                prepare()
+            gradients = fixed or [item() if callable(item) else item for item in wanted]
+            with early:
+                _run_backward(cell.edges, gradients)
+            for other in used_up:
+                other.gradients = []
+            leaves = cell.leaves
+            if keeps:
+                cell.gradients = [_own(leaf.grad, gradients) for leaf in leaves]
+            for leaf in leaves:
+                leaf.grad = None
+            cell.edges, cell.leaves = [], []
+            if queue is not None:
+                cell.deferred = queue.take()
+
+        return action
 
     def _early(self, position: int, instance: int) -> EarlyExchanges | None:
         """Return the exchanges that are issued inside a backward, and bind their instructions."""
@@ -198,29 +270,28 @@ class Binder:
         cell = wiring.cells[producer]
         name = "outputs" if is_activation else "gradients"
         clears = (wiring.readers.outputs if is_activation else wiring.readers.gradients)[producer] == position
-        transfer, before = self._outgoing(position, key, is_awaited=is_activation and self.training)
+        transfer = self.transfers[key] = self._transfer(position)
+        before: Transfer | None = None
+        if is_activation and self.training:
+            self.sent.setdefault(producer, []).append(transfer)
+        else:  # nothing else waits for it, so a later one of the channel does
+            earlier = self.sent_on.setdefault(key[0], [])
+            before = earlier[-SEND_WINDOW] if len(earlier) >= SEND_WINDOW else None
+            earlier.append(transfer)
         parts = [(place, cut, self._tag(key, number))
                  for number, (place, cut) in enumerate(self._parts_to_send(channel))]
         send, target = self.transport.send, channel.target
 
         def action() -> None:
-            source = _taken(cell, name, clears)
+            source = getattr(cell, name)
+            if clears:  # it is the last to read them
+                setattr(cell, name, None if is_activation else [])
             tensors = transfer.tensors = [cut(source[place]) for place, cut, _ in parts]
             transfer.works = [send(tensor, target, part[2]) for tensor, part in zip(tensors, parts, strict=True)]
             if before is not None:
                 before.wait()
 
         return action
-
-    def _outgoing(self, position: int, key: Key, *, is_awaited: bool) -> tuple[Transfer, Transfer | None]:
-        """Return a new outgoing message, and an earlier one of the channel to wait for, if nothing else does."""
-        transfer = self.transfers[key] = self._transfer(position)
-        if is_awaited:
-            self.sent.setdefault((self.program.channels[key[0]].producer, key[1]), []).append(transfer)
-            return transfer, None
-        earlier = self.sent_on.setdefault(key[0], [])
-        earlier.append(transfer)
-        return transfer, earlier[-1 - SEND_WINDOW] if len(earlier) > SEND_WINDOW else None
 
     def _parts_to_send(self, channel: Channel) -> list[tuple[int, Callable[[Tensor | None], Tensor]]]:
         """Return, for each tensor of a channel, its place in the cell and the function that cuts out what is sent."""
@@ -274,10 +345,8 @@ class Binder:
 
     def finish(self) -> None:
         """Return when all messages and collectives of the step are done."""
-        for transfer in self.transfers.values():
+        for transfer in (*self.transfers.values(), *self.collectives):
             transfer.wait()
-        for collective in self.collectives:
-            collective.wait()
 
 
 def _early_places(program: Program, rank: int) -> dict[int, list[int]]:
@@ -290,22 +359,10 @@ def _early_places(program: Program, rank: int) -> dict[int, list[int]]:
     return places
 
 
-def _releasing(action: Action, buffers: list[Tensor]) -> Action:
-    """Return the action followed by giving back the memory of buffers that nobody reads any more."""
-
-    def releasing() -> None:
-        action()
-        vacate(buffers)
-
-    return releasing
-
-
-def _taken(cell: Cell, name: str, clears: bool) -> Any:
-    """Return a cell's outputs or gradients; the last to read them lets the cell forget them."""
-    found = getattr(cell, name)
-    if clears:
-        setattr(cell, name, None if name == "outputs" else [])
-    return found
+def _release_after(action: Action, buffers: list[Tensor]) -> None:
+    """Do the action, then give back the memory of buffers that nobody reads any more."""
+    action()
+    vacate(buffers)
 
 
 def _cutter(value: Tensor, rows: Rows | None, device: torch.device, *,
@@ -327,3 +384,46 @@ def _cutter(value: Tensor, rows: Rows | None, device: torch.device, *,
         return settled(tensor if rows is None else rows.of(tensor))
 
     return cut
+
+
+def _edge(output: Tensor) -> GradientEdge:
+    """Return where the gradient of ``output`` enters the graph; it keeps the graph alive, but not the output.
+
+    The node of a Python function would not: a view of the output has a node that does.
+    """
+    node = output.grad_fn
+    if isinstance(node, BackwardCFunction):
+        return GradientEdge(output.view_as(output).grad_fn, 0)
+    return GradientEdge(node, output.output_nr)
+
+
+def _own(gradient: Tensor | None, given: Sequence[Any]) -> Tensor | None:
+    """Return the gradient of an input in memory of its own.
+
+    Behind an operator that only views, autograd hands on a view of what was given, and that may be a buffer which a
+    later message overwrites while this gradient is still read or on its way.
+    """
+    if gradient is None:
+        return None
+    places = {item.untyped_storage().data_ptr() for item in given}
+    return gradient.clone() if gradient.untyped_storage().data_ptr() in places else gradient
+
+
+def _run_backward(edges: list[GradientEdge], gradients: Sequence[Any]) -> None:
+    pairs = [(edge, gradient) for edge, gradient in zip(edges, gradients, strict=True)
+             if edge.node is not None]  # else no parameter reaches the output after all
+    if pairs:  # ``torch.autograd.backward`` does the same after checks of about ten microseconds
+        torch.autograd.Variable._execution_engine.run_backward(
+            *zip(*pairs, strict=True), False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _weight_gradients(cell: Cell) -> Action:
+    """Return the second part of a backward; autograd must not follow it, since its factors are part of its graph."""
+
+    def action() -> None:
+        with torch.no_grad():
+            for item in cell.deferred:
+                item.accumulate()
+        cell.deferred = []
+
+    return action

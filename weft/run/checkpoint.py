@@ -27,12 +27,15 @@ from weft.plan.plan import Plan, format_plan
 from weft.plan.program import Program
 from weft.plan.sharding import Region
 from weft.run.checkpoint_folder import (
+    DTYPES,
     MODEL_FILE,
     OPTIMIZER_FILE,
     RANDOM_FILE,
     RECORD_FILE,
     CheckpointRecord,
     NewCheckpoint,
+    TensorFile,
+    TensorWriter,
     check_file,
     check_tensors,
     format_record,
@@ -42,7 +45,6 @@ from weft.run.checkpoint_folder import (
 from weft.run.optimizers import Claim, OptimizerState, claim_of, mismatch
 from weft.run.parameters import StateShares, cut_region, held_regions, put_region, rows_of_region
 from weft.run.prepare import Prepared, value_of
-from weft.run.tensor_file import DTYPES, TensorFile, TensorWriter
 from weft.run.transport import Transport
 
 log = logging.getLogger(__name__)

@@ -9,15 +9,20 @@ killed, and what a killed process has left behind is removed when the next check
 something is written are the writer's own, and it holds a lock there while it lives: two runs in one folder do not
 touch each other's files, and the second to write a step is refused.
 
-``checkpoint.json`` has a checksum for each file and one for itself; those of before that was so are read as well. It is
-CRC-32, which the standard library has in C: it sees every flipped bit and every damage within 32 bits, and any other
-damage but for one chance in four thousand million; the file's size is beside it. It is taken while the file is
+``checkpoint.json`` has a checksum for each file and one for itself; older checkpoints, which have none, are read as
+well. It is CRC-32, which the standard library has in C: it sees every flipped bit and all damage within 32 bits, and
+misses other damage once in four thousand million times; the file's size is beside it. It is taken while the file is
 written, so that nothing is read twice, and compared when the checkpoint is loaded.
+
+Tensors are in safetensors files, which ``weft.base.tensor_file`` reads and lays out as bytes. They are written one
+tensor after the other, so that the writer needs memory for one; a reader maps the file and copies out only the entries
+it is asked for, so that a rank reads its parts and no more.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -26,11 +31,18 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
+import torch
+from torch import Tensor
+
+from weft.base import tensor_file
 from weft.base.errors import InputError
 from weft.base.files import check_header, decode, encode, load_json, make_folder, parse_json, remove_empty
 from weft.base.scratch import take_lock
+from weft.base.tensor_file import Entry, file_begin, file_order
+from weft.plan.sharding import Region
+from weft.run.parameters import cut_region
 
 CHUNK_BYTES: Final = 1 << 24
 """So much is looked at in one call: other threads of the process, such as those of messages, run in between."""
@@ -96,11 +108,11 @@ class CheckpointRecord:
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What the training script has put in."""
     tensors: Mapping[str, int] = field(default_factory=dict)
-    """How many tensors each file has; empty in checkpoints of before that was written down."""
+    """How many tensors each file has; empty in older checkpoints, which do not say."""
     checksums: Mapping[str, str] = field(default_factory=dict)
     """Of each file, see ``weft.run.checkpoint_folder``."""
     checksum: str = ""
-    """Of everything else in the record; empty in checkpoints of before there were checksums."""
+    """Of everything else in the record; empty in older checkpoints, which have no checksums."""
 
     @property
     def is_checked(self) -> bool:
@@ -278,3 +290,69 @@ def _sync_folder(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+DTYPES: Final = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}
+"""How the format names dtypes."""
+_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def dtype_name(tensor: Tensor, name: str) -> str:
+    """Return how the format names the dtype of a tensor; ``name`` is for the message if it has no name for it."""
+    if tensor.dtype not in _NAMES:
+        raise InputError(f"{name!r} has the dtype {tensor.dtype}, which the safetensors format does not know")
+    return _NAMES[tensor.dtype]
+
+
+class TensorWriter:
+    """Writes tensors to a new file, in ``file_order``."""
+
+    def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
+        self.path, self.entries, self.names = path, entries, file_order(entries)
+        self._stream: IO[bytes] = open(path, "wb")  # noqa: SIM115 - closed in close
+        self._num_written = 0
+        self.checksum = Checksum()
+        """Of all that was written so far."""
+        self._write(file_begin(entries, {"format": "pt"}))
+
+    def _write(self, data: bytes | memoryview) -> None:
+        self.checksum.add(data)
+        self._stream.write(data)
+
+    def write(self, tensor: Tensor) -> None:
+        """Write the next tensor; it has the dtype and size that its entry says, in any shape."""
+        entry = self.entries[self.names[self._num_written]]
+        data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        assert (data.dtype, data.numel()) == (DTYPES[entry.dtype], math.prod(entry.shape)), "as the header says"
+        self._write(memoryview(data.view(torch.uint8).numpy()))
+        self._num_written += 1
+
+    def close(self) -> None:
+        """Make sure that the file is on the disk."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+
+
+class TensorFile(tensor_file.TensorFile):
+    """A checkpoint's file of tensors, open for reading; use as a context manager."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, missing="every rank must see the folder")
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def read(self, name: str, region: Region = ()) -> Tensor:
+        """Return a copy of the tensor, or of the entries of it that lie in the region."""
+        entry, dtype = self.entries[name], DTYPES[self.entries[name].dtype]
+        if entry.num_bytes == 0:
+            return cut_region(torch.empty(entry.shape, dtype=dtype), region)
+        data = torch.frombuffer(self.data(name), dtype=torch.uint8)
+        whole = (data.clone() if data.data_ptr() % dtype.itemsize else data).view(dtype).view(entry.shape)
+        part = cut_region(whole, region)
+        return part.clone() if part is whole else part

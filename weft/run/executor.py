@@ -9,12 +9,12 @@ are those of the device; messages still move beside the computes.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from weft.run.exchange import with_gradient
 from weft.run.optimizers import make_optimizer
 from weft.run.parameters import StateShares
 from weft.run.prepare import Prepared
-from weft.run.status import Milestone
+from weft.run.status import Labels, Milestone
 from weft.run.transport import Transport
 from weft.run.wiring import Given
 from weft.simulate.timeline import Timeline, make_timeline
@@ -55,8 +55,9 @@ class Executor:
     def __init__(self, prepared: Prepared, transport: Transport) -> None:
         program = prepared.program
         self.program, self.transport, self.parameters = program, transport, prepared.parameters
-        first, last = (int(value) for value in program.rank_start[transport.rank : transport.rank + 2])
-        self._starts, self._ends = array("q", [0]) * (last - first), array("q", [0]) * (last - first)
+        ranges = list(itertools.pairwise(program.rank_start.tolist()))
+        num_own = ranges[transport.rank][1] - ranges[transport.rank][0]
+        self._starts, self._ends = array("q", [0]) * num_own, array("q", [0]) * num_own
         self.shares = StateShares(program, prepared.parameters, transport)
         reached = with_gradient(program.graph)
         self.trained = [item for name, item in self.shares.tensors.items() if item.requires_grad and name in reached]
@@ -65,7 +66,7 @@ class Executor:
         self.binder = Binder(prepared, transport, optimizer=self.optimizer, shares=self.shares, starts=self._starts,
                              ends=self._ends)
         self._training = program.plan.model.mode == "training"
-        self._names = partial(_labels, program)
+        self._names: Labels = lambda rank: [program.label(index) for index in range(*ranges[rank])]
         transport.status.name_instructions(self._names)
 
     def load(self, inputs: Mapping[str, Tensor]) -> None:
@@ -127,11 +128,6 @@ def loaded_executor(prepared: Prepared, source: ModelSource, transport: Transpor
     if adjust is not None:
         adjust(executor)
     return executor
-
-
-def _labels(program: Program, rank: int) -> list[str]:
-    first, last = (int(value) for value in program.rank_start[rank : rank + 2])
-    return [program.label(index) for index in range(first, last)]
 
 
 def samples_of(value: Tensor, place: Given, *, batch: int) -> Tensor:

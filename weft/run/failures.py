@@ -17,11 +17,13 @@ import contextlib
 import json
 import os
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import weft.base.errors
+from weft.base.ending import finish_output
 from weft.base.errors import RunError, WeftError
 
 if TYPE_CHECKING:
@@ -70,9 +72,25 @@ def make_room(folder: Path, rank: int) -> None:
     _path(folder, rank).write_bytes(b" " * ROOM_BYTES)
 
 
-def write_failure(folder: Path, rank: int, record: dict[str, Any]) -> None:
-    """Write down why this rank fails; ``message`` is cut if it is long."""
-    text = json.dumps({**record, "message": record["message"][:_MAX_MESSAGE]})
+def exit_code_and_text(problem: Exception) -> tuple[int, str]:
+    """Return the exit code of a rank that fails, and why it does."""
+    if isinstance(problem, WeftError):
+        return problem.exit_code, str(problem)
+    return RunError.exit_code, f"{type(problem).__name__}: {problem}"
+
+
+def end_process(code: int) -> NoReturn:
+    """End the process at once: threads of the backend may hang on lost connections, or abort when torn down."""
+    code = finish_output(code)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def write_failure(folder: Path, rank: int, problem: Exception) -> None:
+    """Write down why this rank fails; a long message is cut."""
+    code, text = exit_code_and_text(problem)
+    text = json.dumps({"kind": "peer" if isinstance(problem, PeerLost) else "own", "type": type(problem).__name__,
+                       "message": text[:_MAX_MESSAGE], "is_input": code != RunError.exit_code})
     with contextlib.suppress(OSError):  # the folder goes with the launcher
         handle = os.open(_path(folder, rank), os.O_WRONLY)
         os.write(handle, text.encode().ljust(ROOM_BYTES))

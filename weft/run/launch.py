@@ -79,7 +79,9 @@ def run_plan(plan: Plan | str | PathLike[str], model: str, *, options: RunOption
     given = plan if isinstance(plan, Plan) else load_plan(plan)
     with scratch_folder("weft-run-") as folder:
         _prepare(folder, given, options)
-        with _Ranks(given, _model_argument(model), options, threads, folder) as ranks:
+        file, colon, function = model.partition(".py:")  # messages name the file of a model fully
+        named = f"{Path(file).resolve()}.py:{function}" if colon else model
+        with _Ranks(given, named, options, threads, folder) as ranks:
             ranks.wait()
         result = load_result(folder)
         if keep is not None:
@@ -111,12 +113,6 @@ def _check_options(options: RunOptions, threads: int) -> None:
         raise InputError("resume and checkpoint_every need a folder of checkpoints: give checkpoint as well")
     if options.checkpoint_every is not None and options.checkpoint_every < 1:
         raise InputError(f"checkpoint_every must be 1 or more, not {options.checkpoint_every}")
-
-
-def _model_argument(model: str) -> str:
-    """Return the model with the path of a file made absolute, so that messages name the file fully."""
-    path, colon, function = model.partition(".py:")
-    return f"{Path(path).resolve()}.py:{function}" if colon else model
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,14 +149,14 @@ class _Ranks:
         self._end_all()
 
     def _start(self, rank: int, listener: socket.socket) -> None:
-        """Start one rank; rank 0 serves the socket at which the others meet."""
-        world = str(len(self.plan.cluster.devices))
+        """Start one rank, with the same ``weft`` as here; rank 0 serves the socket at which the others meet."""
+        world, package = str(len(self.plan.cluster.devices)), Path(weft.base.errors.__file__).resolve().parents[2]
         environment = {
             **os.environ, **share_environment(self._devices[rank]),
             "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world,
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]),
             "TORCHELASTIC_USE_AGENT_STORE": "True", "OMP_NUM_THREADS": str(self._threads),
-            "PYTHONPATH": os.pathsep.join([_package_root(), *filter(None, [os.environ.get("PYTHONPATH")])])}
+            "PYTHONPATH": os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])}
         if sys.platform == "linux":
             environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
         extra = ["--listen-fd", str(listener.fileno())] if rank == 0 else []
@@ -273,8 +269,3 @@ def _undisturbed() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _package_root() -> str:
-    """Return the folder from which ``weft`` was imported, so that the processes import the same one."""
-    return str(Path(weft.base.errors.__file__).resolve().parents[2])

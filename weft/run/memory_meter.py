@@ -5,12 +5,13 @@
         executor.step()
     meter.record()
 
-On a GPU the allocator counts the totals, on a CPU ``weft.model.live_storages``; what one operator takes and gives back
-inside is seen by the allocator only. Parameters, gradients, the optimizer's state and messages are looked up where the
-runtime keeps them when an instruction ends; all else that was there while it ran is ``activations``: what forwards have
-kept, and what the running compute takes inside. What a stage has received and keeps for its backward is with
-``buffers`` here, with ``activations`` in the account; their sum is the same. The model's inputs and outputs do not
-count.
+The device's allocator is asked for the totals (``GpuMemory``, ``CpuMemory``), because whoever looks at operators from
+Python changes what they do: while a dispatch mode is on, autograd adds up gradients in new memory that it would else
+add in place. On a CPU the allocator's calls are noted by PyTorch's profiler, in the order in which they come, each
+thread's for itself. Parameters, gradients, the optimizer's state and messages are looked up where the runtime keeps
+them when an instruction ends; all else that was there while it ran is ``activations``: what forwards have kept, and
+what the running compute takes inside. What a stage has received and keeps for its backward is with ``buffers`` here,
+with ``activations`` in the account; their sum is the same. The model's inputs and outputs do not count.
 
 A meter changes the executor's actions while it is on, and nothing when it is off. Rank 0 gathers what the ranks have
 measured, and puts it beside the account (``add_memory``).
@@ -18,11 +19,14 @@ measured, and puts it beside the account (``add_memory``).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from types import TracebackType
+from typing import Any, Final
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from weft.base.errors import RunError
@@ -34,9 +38,149 @@ from weft.plan.lower import lower
 from weft.plan.memory import CATEGORIES, MemoryAccount, account_memory
 from weft.plan.program import Program
 from weft.run.executor import Executor
-from weft.run.live_memory import LiveMemory, live_memory, storage_bytes
 from weft.run.result import RankMemory, RunResult
 from weft.run.transport import Transport
+
+_BEGIN: Final = "weft instruction begins"
+_END: Final = "weft instruction ends"
+_STARTED: Final = "__start_profile"
+"""The mark that the profiler makes in the thread that starts it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was held in one instruction."""
+
+    before: int
+    """When it began."""
+    peak: int
+    """At most."""
+    at: tuple[str, ...] = ()
+    """What was running when the most was reached, from the outside in; empty where the allocator does not say."""
+    inside: int = 0
+    """Of the most, what the operator that was running had given back when it ended: its workspace."""
+
+
+class GpuMemory:
+    """What the allocator of a GPU has given to this process; ``there`` and what comes later count, nothing else."""
+
+    def __init__(self, device: torch.device, there: Iterable[Tensor] = ()) -> None:
+        self._device = device
+        self._other: int = torch.cuda.memory_allocated(device) - storage_bytes(there)
+        self._before = 0
+        self._readings: list[Reading] = []
+
+    def begin(self) -> None:
+        """Note that an instruction begins."""
+        self._before = torch.cuda.memory_allocated(self._device) - self._other
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def end(self) -> None:
+        """Note that it has ended."""
+        most: int = torch.cuda.max_memory_allocated(self._device)
+        self._readings.append(Reading(self._before, most - self._other))
+
+    def readings(self) -> list[Reading]:
+        """Return what was held in each instruction, when all is over."""
+        return self._readings
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """Return a context that does nothing: the allocator sees all threads."""
+        return nullcontext()
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Event:
+    """Something that the profiler has noted: an operator begins or ends, or memory is given or taken back."""
+
+    time_us: float
+    order: int
+    thread: int
+    kind: str
+    name: str
+    num_bytes: int
+
+
+class CpuMemory:
+    """What the host's allocator gives to this thread, and to those that are watched; what is ``there`` counts, too."""
+
+    def __init__(self, there: Iterable[Tensor] = ()) -> None:
+        self._there = storage_bytes(there)
+        self._noted: list[_Event] = []
+        self._num_threads = 0
+
+    def begin(self) -> None:
+        """Note that an instruction begins."""
+        with torch.autograd.profiler.record_function(_BEGIN):
+            pass
+
+    def end(self) -> None:
+        """Note that it has ended."""
+        with torch.autograd.profiler.record_function(_END):
+            pass
+
+    def readings(self) -> list[Reading]:
+        """Return what was held in each instruction, when all is over."""
+        return list(_read(sorted(self._noted), self._there))
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Return a context in which the calling thread's calls of the allocator are noted."""
+        autograd: Any = torch._C._autograd
+        profiler: Any = torch._C._profiler
+        started = time.perf_counter_ns() * 1e-3
+        autograd._enable_profiler_legacy(profiler.ProfilerConfig(
+            profiler.ProfilerState.CPU, False, True, False, False, False, profiler._ExperimentalConfig()))
+        try:
+            yield
+        finally:
+            noted = autograd._disable_profiler_legacy()
+            first = next(event for events in noted for event in events if event.name() == _STARTED)
+            for events in noted:  # those of a backend's threads too, which begin later
+                self._num_threads += 1
+                self._noted += [
+                    _Event(started + first.cpu_elapsed_us(event), order, self._num_threads, event.kind(),
+                           event.name(), event.cpu_memory_usage() if event.kind() == "memory_alloc" else 0)
+                    for order, event in enumerate(events)]
+
+
+def _read(events: Iterable[_Event], held: int) -> Iterator[Reading]:
+    """Yield what was held in each instruction; ``held`` at the beginning."""
+    running: dict[int, list[str]] = {}
+    reading, waits = Reading(held, held), -1
+    for event in events:
+        names = running.setdefault(event.thread, [])
+        if event.kind == "push":
+            if event.name == _END:
+                yield reading
+            names.append(event.name)
+            if event.name == _BEGIN:
+                reading, waits = Reading(held, held), -1
+        elif event.kind == "pop" and names:
+            names.pop()
+            if waits == event.thread and not _is_in_operator(names):
+                reading, waits = replace(reading, inside=max(0, reading.peak - held)), -1
+        elif event.kind == "memory_alloc":
+            held += event.num_bytes
+            if held > reading.peak:
+                reading = Reading(reading.before, held, tuple(names))
+                waits = event.thread if _is_in_operator(names) else -1
+
+
+def _is_in_operator(names: Iterable[str]) -> bool:
+    return any(name.startswith("aten::") for name in names)
+
+
+def live_memory(device: torch.device, there: Iterable[Tensor]) -> GpuMemory | CpuMemory:
+    """Return a counter for the device that begins with these tensors."""
+    return GpuMemory(device, there) if device.type == "cuda" else CpuMemory(there)
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of all storages behind these tensors, each once."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
 
 _PARAMETERS, _GRADIENTS, _OPTIMIZER, _ACTIVATIONS, _BUFFERS = range(len(CATEGORIES))
 
@@ -70,7 +214,8 @@ class MemoryMeter:
         self._executor, self._model_buffers = executor, list(buffers)
         self._rows: list[list[int]] = []
         self._actions: list[Callable[[], None]] = []
-        self._live: LiveMemory = live_memory(executor.transport.device, ())
+        self._live = live_memory(executor.transport.device, ())
+        self._watch = self._live.watching()
 
     def __enter__(self) -> MemoryMeter:
         executor = self._executor
@@ -82,12 +227,12 @@ class MemoryMeter:
         self._actions = list(executor.binder.actions)
         executor.binder.actions[:] = [self._metered(place, action) for place, action in enumerate(self._actions)]
         executor.binder.lane.around = self._live.watching
-        self._live.__enter__()
+        self._watch = self._live.watching()
+        self._watch.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        self._live.__exit__(kind, value, trace)
+    def __exit__(self, *failure: Any) -> None:
+        self._watch.__exit__(*failure)
         self._executor.binder.actions[:] = self._actions
         self._executor.binder.lane.around = None
 
@@ -142,19 +287,16 @@ class MemoryMeter:
         yield from (loss for loss, _ in self._executor.binder.losses)
         yield from (tensor for _, _, values in self._executor.binder.results for tensor in values.values())
 
-    def _rooms(self) -> Iterator[Tensor]:
+    def _messages(self) -> Iterator[Tensor]:
+        """Yield room for messages, what stages hand over, and what is under way."""
         binder = self._executor.binder
         yield from (tensor for tensors in binder.wiring.arrived.values() for tensor in tensors)
         yield from binder.wiring.buffers.free()
         yield from (block.flat for block in binder.factors.values())
-
-    def _messages(self) -> Iterator[Tensor]:
-        """Yield room for messages, what stages hand over, and what is under way."""
-        yield from self._rooms()
-        for cell in self._executor.binder.wiring.cells.values():
+        for cell in binder.wiring.cells.values():
             yield from cell.outputs or ()
             yield from (item for item in cell.gradients if item is not None)
-        for transfer in self._executor.binder.transfers.values():
+        for transfer in binder.transfers.values():
             yield from transfer.tensors
 
 

@@ -27,8 +27,7 @@ from weft.base.errors import InputError
 from weft.base.tensor_file import Entry
 from weft.plan.plan import Optimizer
 from weft.plan.sharding import Region
-from weft.run.checkpoint_folder import CheckpointRecord
-from weft.run.tensor_file import DTYPES, TensorFile, dtype_name
+from weft.run.checkpoint_folder import DTYPES, CheckpointRecord, TensorFile, dtype_name
 
 HALF: Final = (torch.float16, torch.bfloat16)
 KINDS: Final = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}

@@ -128,7 +128,7 @@ def parameter_layouts(program: Program, instance: int, rank: int) -> dict[str, T
     return result
 
 
-def _divided(program: Program) -> list[tuple[str, tuple[int, ...]]]:
+def divided_states(program: Program) -> list[tuple[str, tuple[int, ...]]]:
     """Return the parameters whose state several ranks divide, with these ranks, in the same order on every rank."""
     if not program.plan.optimizer.sharded:
         return []
@@ -136,11 +136,6 @@ def _divided(program: Program) -> list[tuple[str, tuple[int, ...]]]:
     return [(program.graph.tensor_names[tensor], tuple(sorted(rank_of[device] for device in item.devices)))
             for tensor, copies in parameter_copies(program.plan, program.graph).items()
             for item in copies if len(item.devices) > 1]
-
-
-def share_groups(program: Program) -> Iterator[tuple[int, ...]]:
-    """Yield the groups of ranks that divide states, in the same order on every rank."""
-    yield from dict.fromkeys(ranks for _, ranks in _divided(program))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +146,7 @@ class _Shared:
     ranks: tuple[int, ...]
     group: ExchangeGroup
     bounds: tuple[int, ...]
-    """Rows of rank ``ranks[i]`` are from ``bounds[i]`` on, up to the next; two of them alone: all is the first's."""
+    """Rows of rank ``ranks[i]`` are from ``bounds[i]`` on, up to the next; with one bound the first rank has all."""
     own: torch.nn.Parameter | None
     """The rows of this rank, in the parameter's memory."""
     place: int
@@ -167,7 +162,7 @@ class StateShares:
         self.rows: dict[str, tuple[int, int]] = {}
         """The rows of the rank's part that it changes, where not all."""
         self._transport, self._shared = transport, list[_Shared]()
-        for name, ranks in _divided(program):
+        for name, ranks in divided_states(program):
             parameter = parameters.tensors.get(name)
             if transport.rank in ranks and parameter is not None and parameter.requires_grad:
                 self._share(name, parameter, ranks)
@@ -242,11 +237,6 @@ def buffer_holders(program: Program, updates: Mapping[str, str]) -> dict[str, tu
         ranks = {rank for item in program.instances if op in program.stage_ops[item.stage] for rank in item.ranks}
         found[path] = tuple(sorted(ranks))
     return found
-
-
-def buffer_groups(program: Program, updates: Mapping[str, str]) -> Iterator[tuple[int, ...]]:
-    """Yield the groups of ranks that share buffers, in the same order on every rank."""
-    yield from dict.fromkeys(ranks for ranks in buffer_holders(program, updates).values() if len(ranks) > 1)
 
 
 class BufferShares:

@@ -23,21 +23,20 @@ from weft.plan.lower import lower
 from weft.plan.plan import Plan, split_samples
 from weft.plan.program import Op, Phase, Program
 from weft.plan.sharding import Region, axis_sizes
-from weft.run.exchange import lane_groups
-from weft.run.exchange_factors import FactorBlock, check_rows, collect_factors, make_blocks
+from weft.run.exchange import FactorBlock, check_rows, collect_factors, lane_groups, make_blocks
 from weft.run.mesh import ReplicaMesh, axis_weights, mesh_groups
 from weft.run.parameters import (
     BufferShares,
     Parameters,
-    buffer_groups,
+    buffer_holders,
     cut_region,
+    divided_states,
     held_regions,
     parameter_layouts,
-    share_groups,
 )
 from weft.run.random_state import RankRandom
 from weft.run.shard_stage import shard_stage
-from weft.run.stage import ModelGraph, Stage, StageModule, build_stage, model_graph
+from weft.run.stage import Stage, build_stage, model_graph
 from weft.run.transport import Transport
 from weft.run.wiring import Routes
 
@@ -81,7 +80,8 @@ class Prepared:
 
 def lower_to_run(plan: Plan, tracer: Tracer) -> Program:
     """Return the program of a plan for a model, checked; raise if the plan is for another or cannot be executed yet."""
-    divisions = _divisions(plan)
+    divisions = {split_samples(plan.microbatch_size, tuple(replica.share for replica in stage.replicas))
+                 for stage in plan.stages}  # ways in which stages divide the samples of a micro-batch among replicas
     traced = tracer.trace(min(min(counts) for counts in divisions), batch_dims=len(divisions) > 1)
     program = lower(plan, traced.graph)
     check_program(program)
@@ -92,7 +92,8 @@ def connect_ranks(program: Program, tracer: Tracer, transport: Transport) -> Non
     """Make the groups of ranks that the program needs; all ranks call this together."""
     updates = tracer.trace(program.graph.batch).program.buffer_updates
     transport.connect_groups(mesh_groups(program.plan), exchanges=(bucket.ranks for bucket in program.buckets),
-                             lanes=(*lane_groups(program), *share_groups(program), *buffer_groups(program, updates)))
+                             lanes=(*lane_groups(program), *(ranks for _, ranks in divided_states(program)),
+                                    *buffer_holders(program, updates).values()))
 
 
 def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed: int,
@@ -117,7 +118,10 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
     stages = {}
     for index in own:
         item = program.instances[index]
-        module, mesh = _stage_module(program, graphs[item.num_samples], routes, item.stage, values, device), None
+        ops = [program.graph.op_names[op] for op in program.stage_ops[item.stage].tolist()]
+        outputs = [program.graph.tensor_names[tensor] for tensor in routes.outputs(item.stage)]
+        module = build_stage(graphs[item.num_samples], ops, outputs, values=values.value, device=device)
+        mesh = None
         if len(item.ranks) > 1:
             stage = program.plan.stages[item.stage]
             replica = stage.replicas[item.replica]
@@ -134,13 +138,6 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
                     buffers=values.buffers, factors=factors, input_names=first.program.inputs,
                     takes_statistics=bool(updates), random=random,
                     buffer_shares=BufferShares(program, updates, values.buffers, transport))
-
-
-def _stage_module(program: Program, graph: ModelGraph, routes: Routes, stage: int, values: _Values,
-                  device: torch.device) -> StageModule:
-    ops = [program.graph.op_names[op] for op in program.stage_ops[stage].tolist()]
-    outputs = [program.graph.tensor_names[tensor] for tensor in routes.outputs(stage)]
-    return build_stage(graph, ops, outputs, values=values.value, device=device)
 
 
 def value_of(name: str, tensor: Tensor, seed: int) -> Tensor:
@@ -168,10 +165,10 @@ class _Values:
 
     def value(self, name: str) -> Tensor:
         """Return the parameter, buffer or constant of that name, on the run's device."""
-        return self.parameter(name) if name in self._parameters else self.buffer(name)
-
-    def parameter(self, name: str) -> torch.nn.Parameter:
-        """Return the parameter, on the run's device."""
+        if name not in self._parameters:
+            if name not in self.buffers:
+                self.buffers[name] = value_of(name, self._buffers[name], self._seed).to(self._device, copy=True)
+            return self.buffers[name]
         if name not in self.parameters:
             given = self._parameters[name]
             value = cut_region(value_of(name, given, self._seed), self._regions.get(name, ()))
@@ -179,18 +176,6 @@ class _Values:
             needs_gradient = given.requires_grad and (given.is_floating_point() or given.is_complex())
             self.parameters[name] = torch.nn.Parameter(value, requires_grad=needs_gradient)
         return self.parameters[name]
-
-    def buffer(self, name: str) -> Tensor:
-        """Return the buffer or constant, on the run's device."""
-        if name not in self.buffers:
-            self.buffers[name] = value_of(name, self._buffers[name], self._seed).to(self._device, copy=True)
-        return self.buffers[name]
-
-
-def _divisions(plan: Plan) -> set[tuple[int, ...]]:
-    """Return the ways in which the stages of a plan divide the samples of a micro-batch among replicas."""
-    return {split_samples(plan.microbatch_size, tuple(replica.share for replica in stage.replicas))
-            for stage in plan.stages}
 
 
 def _require_same(graph: Graph, other: Graph) -> None:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from weft.base.errors import InputError
-from weft.run.tensor_file import TensorFile, dtype_name
+from weft.run.checkpoint_folder import TensorFile, dtype_name
 
 ALONE: Final = "alone"
 """The stream of a process alone: its own generator."""

@@ -64,7 +64,8 @@ def memory_table(ranks: Sequence[RankMemory]) -> str:
     for rank, item in enumerate(ranks):
         for parts, words in ((item.account, (f"{rank} ({item.device})", "account", "", item.account_at)),
                              (item.measured, ("", "measured", f"{item.difference:+.1%}", item.measured_at))):
-            rows.append([*words[:2], *(_mb(parts[part]) for part in CATEGORIES), _mb(sum(parts.values())), *words[2:]])
+            sizes = [*(parts[part] for part in CATEGORIES), sum(parts.values())]
+            rows.append([*words[:2], *(f"{num_bytes / 1e6:.3f}" for num_bytes in sizes), *words[2:]])
     widths = [max(len(row[place]) for row in (heads, *rows)) for place in range(len(heads))]
     lines = [_line(row, widths) for row in (heads, *rows)]
     return "\n".join(["peak memory in MB:", *lines])
@@ -74,10 +75,6 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     numbers = range(2, len(cells) - 1)
     return "  ".join(cell.rjust(width) if place in numbers else cell.ljust(width)
                      for place, (cell, width) in enumerate(zip(cells, widths, strict=True))).rstrip()
-
-
-def _mb(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.3f}"
 
 
 RESULT_FILE: Final = "result.json"
@@ -262,13 +259,10 @@ def load_result(folder: Path) -> RunResult:
 def _load_gradients(path: Path) -> dict[str, npt.NDArray[np.float64]]:
     """Return the arrays in the file, which are as large as the file says and, being unpacked, no larger than it is."""
     found = read_arrays(path, max_bytes=path.stat().st_size)
-    return {name: _real(array, name, path) for name, array in found.items()}
-
-
-def _real(array: npt.NDArray[Any], name: str, path: Path) -> npt.NDArray[np.float64]:
-    if array.dtype != np.float64:
-        raise InputError(f"{str(path)!r}: {name!r} is no array of float64")
-    return array
+    for name, array in found.items():
+        if array.dtype != np.float64:
+            raise InputError(f"{str(path)!r}: {name!r} is no array of float64")
+    return found
 
 
 def losses_or_none(result: RunResult) -> tuple[float | None, ...]:

@@ -188,7 +188,8 @@ class _Builder:
         args, kwargs = map_arg(node.args, read), map_arg(node.kwargs, read)
         call = LocalCall(target=node.target, args=args, kwargs=kwargs, op=found.op, strategy=found.strategy,
                          mesh=self.mesh.sizes, coordinates=self.mesh.coordinates, group=self.mesh.group)
-        shapes = _shapes(node.meta["val"])
+        made = node.meta["val"]
+        shapes = [tuple(item.shape) for item in (made if isinstance(made, tuple | list) else (made,))]
         if is_special(found.op, found.strategy):
             return self.graph.call_function(_special(call, shapes), args, kwargs)
         target, args = plain_call(call, shapes)
@@ -213,10 +214,6 @@ class _Builder:
             new.meta["val"] = self._like(node.meta["val"], after.value)
             self.changed[node, after] = new
         return self.changed[node, after]
-
-
-def _shapes(value: Any) -> list[tuple[int, ...]]:
-    return [tuple(item.shape) for item in (value if isinstance(value, tuple | list) else (value,))]
 
 
 def _reshard(value: Change, gradient: Change, is_differentiable: bool) -> Callable[[Tensor], Tensor]:

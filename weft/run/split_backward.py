@@ -13,7 +13,7 @@ its gradient is there after ``I``.
 The values are the same as those of a whole backward up to the order of summation.
 
 A queue item keeps the factors of a gradient apart, which is where an exchange of factors instead of sums attaches
-(``weft.run.exchange_factors``).
+(``weft.run.exchange``).
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class _Builder:
         self.parameters: dict[str, Node] = {}
         self.buffers: dict[str, Node] = {}
         self.uses_random = False
-        self._first: Node | None = None
+        self._last_input: Node | None = None
 
     def copy_all(self) -> None:
         """Copy every operator of the stage, in the order of the model."""
@@ -164,19 +164,14 @@ class _Builder:
         for _, node in sorted(nodes, key=lambda item: item[0]):
             self._copy(node)
 
-    def _is_inside(self, node: Node) -> bool:
-        if node.op != "call_function":
-            return False
-        owner = _owner(node)
-        return self.model.op_names.get(owner) in self.ops
-
     def _value(self, node: Node) -> Node:
         """Return the copy of ``node``, made on demand: operator, argument, attribute or constant."""
         if node in self.copied:
             return self.copied[node]
         if node.op == "placeholder":
             return self._copy_placeholder(node)
-        if self._is_inside(node) or self.model.op_names.get(_owner(node)) in self.model.constants:
+        op = self.model.op_names.get(_owner(node))
+        if op in self.ops or op in self.model.constants:
             return self._copy(node)
         return self._argument(node)
 
@@ -203,16 +198,10 @@ class _Builder:
         name = self.model.tensor_names.get(node)
         if name is None:
             raise ModelError(f"{node.name!r} crosses between stages but is not a tensor: keep its readers with it")
-        new = self.graph.placeholder(f"a{len(self.inputs)}")
+        last = self._last_input  # placeholders lead the list
+        with self.graph.inserting_before() if last is None else self.graph.inserting_after(last):
+            new = self._last_input = self.graph.placeholder(f"a{len(self.inputs)}")
         new.meta = node.meta
-        # Placeholders lead the list: move each behind the last one.
-        if self._first is None:
-            first = next(iter(self.graph.nodes))
-            if first is not new:
-                first.prepend(new)
-        else:
-            self._first.append(new)
-        self._first = new
         self.inputs[name] = self.copied[node] = new
         return new
 
@@ -255,25 +244,17 @@ def _copy_shared_outputs(graph: FxGraph) -> None:
 
 
 def _shared_outputs(graph: FxGraph, *, in_one_piece: bool) -> set[int]:
-    arguments, outputs = _MetaRun(graph, in_one_piece=in_one_piece).run_stage()
+    arguments = [_meta_like(node) for node in graph.nodes if node.op == "placeholder"]
+    if in_one_piece:
+        arguments = [item.contiguous() for item in arguments]
+    with torch.no_grad():
+        outputs = _MetaRun(torch.nn.Module(), graph=graph).run(*arguments, enable_io_processing=False)
     storages = {item.untyped_storage()._cdata for item in arguments}
     return {position for position, output in enumerate(outputs) if output.untyped_storage()._cdata in storages}
 
 
 class _MetaRun(Interpreter):
     """Runs a stage without data; views share their (empty) storage as they will when it runs for real."""
-
-    def __init__(self, graph: FxGraph, *, in_one_piece: bool) -> None:
-        super().__init__(torch.nn.Module(), graph=graph)
-        self._in_one_piece = in_one_piece
-
-    def run_stage(self) -> tuple[list[Tensor], tuple[Tensor, ...]]:
-        """Return the arguments and the outputs."""
-        arguments = [_meta_like(node) for node in self.graph.nodes if node.op == "placeholder"]
-        if self._in_one_piece:
-            arguments = [item.contiguous() for item in arguments]
-        with torch.no_grad():
-            return arguments, self.run(*arguments, enable_io_processing=False)
 
     def run_node(self, n: Node) -> Any:
         return _meta_like(n) if n.op == "get_attr" else super().run_node(n)

@@ -37,37 +37,32 @@ BEAT_S = 1.0
 
 
 class Milestone(enum.IntEnum):
-    """What a rank does outside its instructions."""
+    """What a rank does outside its instructions, with words for it."""
 
-    STARTING = -1
-    TRACING = -2
-    CONNECTING = -3
-    LOADING = -4
-    WAITING = -5
-    COLLECTING = -6
-    VERIFYING = -7
-    DONE = -8
-    SAVING = -9
-    BETWEEN = -10
-    UPDATING = -11
-    COMPILING = -12
+    text: str
+
+    def __new__(cls, number: int, text: str) -> Milestone:
+        """Return the milestone, a number with a text."""
+        member = int.__new__(cls, number)
+        member._value_, member.text = number, text
+        return member
+
+    STARTING = -1, "starting up"
+    TRACING = -2, "tracing the model"
+    CONNECTING = -3, "connecting to the other ranks"
+    LOADING = -4, "loading its parameters"
+    WAITING = -5, "waiting for the other ranks"
+    COLLECTING = -6, "sending its results"
+    VERIFYING = -7, "verifying the results"
+    DONE = -8, "ending"
+    SAVING = -9, "writing a checkpoint"
+    BETWEEN = -10, "in the script, between steps"
+    UPDATING = -11, "updating its parameters"
+    COMPILING = -12, "compiling"
     """Set while code is compiled, which may take minutes: no limit on getting on holds then."""
 
 
-DESCRIPTIONS = {
-    Milestone.STARTING: "starting up",
-    Milestone.TRACING: "tracing the model",
-    Milestone.CONNECTING: "connecting to the other ranks",
-    Milestone.LOADING: "loading its parameters",
-    Milestone.WAITING: "waiting for the other ranks",
-    Milestone.COLLECTING: "sending its results",
-    Milestone.VERIFYING: "verifying the results",
-    Milestone.DONE: "ending",
-    Milestone.SAVING: "writing a checkpoint",
-    Milestone.BETWEEN: "in the script, between steps",
-    Milestone.UPDATING: "updating its parameters",
-    Milestone.COMPILING: "compiling",
-}
+_BY_PLACE = {int(item): item for item in Milestone}
 IN_STEP = (Milestone.WAITING, Milestone.UPDATING)
 """Milestones inside a step: a rank that stays there does not get on."""
 
@@ -224,7 +219,7 @@ def read_line(data: bytes) -> Line:
 def describe_line(line: Line, labels: Sequence[str]) -> str:
     """Return what a rank does: ``at instruction 7 (F s1 mb 0) of step 0`` or a milestone's text."""
     if line.place < 0:
-        return DESCRIPTIONS[Milestone(line.place)]
+        return _BY_PLACE[line.place].text
     what = f" ({labels[line.place]})" if line.place < len(labels) else ""
     return f"at instruction {line.place}{what} of step {line.step}"
 

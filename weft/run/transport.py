@@ -29,7 +29,7 @@ from weft.run.wire import ExchangeGroup, OnHost, Staging, Work, moved_per_entry,
 
 
 class Transport:
-    """The connections of one rank; use as a context manager or call ``close``."""
+    """The connections of one rank; ``close`` gives them up."""
 
     def __init__(self, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float = 300.0,
                  store: Any = None, by_host: bool = False, status: StatusLine | None = None) -> None:

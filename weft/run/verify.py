@@ -14,8 +14,6 @@ digit: a batch norm over two values gives plus or minus one, whatever they are. 
 rounding all but vanishes. Besides, one process in the run's dtype must be about as far from itself in float64 as the
 run is from one process: what is much farther off than rounding can bring it is an error, even one that does not come
 twice.
-
-``compare_gradients`` runs a plan with its own exchanges of gradients and with all-reduce for all of them.
 """
 
 from __future__ import annotations
@@ -24,18 +22,15 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from os import PathLike
-from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from weft.base.errors import InputError, WeftError
-from weft.model.differences import FLOOR, least_divisor, precise, relative_error
+from weft.base.errors import WeftError
+from weft.model.differences import least_divisor, precise, relative_error
 from weft.model.graph import F64, Graph
 from weft.model.source import ModelSource
 from weft.model.weights import materialize
@@ -45,10 +40,9 @@ from weft.plan.plan import Plan
 from weft.plan.program import Program
 from weft.plan.sharding import Region
 from weft.run.executor import Executor, StepTimes, loaded_executor
-from weft.run.launch import run_plan
 from weft.run.parameters import put_region
 from weft.run.prepare import Prepared, Tracer, connect_ranks, lower_to_run, prepare_rank
-from weft.run.result import RunOptions, RunResult, Verification
+from weft.run.result import RunOptions, Verification
 from weft.run.status import Milestone
 from weft.run.transport import Transport
 
@@ -291,7 +285,8 @@ def _gather_outputs(program: Program, results: list[tuple[int, int, dict[str, Te
         for index, instance in enumerate(program.instances):
             if int(graph.tensor_producer[tensor]) not in program.stage_ops[instance.stage]:
                 continue
-            shape = _output_shape(graph, tensor, instance.num_samples)
+            shape = graph.tensor_shapes[tensor]  # its first dimension is the batch, unless it is a number
+            shape = (shape[0] // graph.batch * instance.num_samples, *shape[1:]) if shape else ()
             for microbatch in instance.microbatches:
                 mine = own.get((index, microbatch, graph.tensor_names[tensor]))
                 data = transport.gather_tensor(_flat(mine), source=instance.ranks[0])
@@ -300,12 +295,6 @@ def _gather_outputs(program: Program, results: list[tuple[int, int, dict[str, Te
                     found.setdefault(position, []).append(
                         (sample, instance.num_samples, data.view(_dtype_of(graph, tensor)).view(shape)))
     return {position: _put_together(sorted(parts, key=lambda part: part[0])) for position, parts in found.items()}
-
-
-def _output_shape(graph: Graph, tensor: int, num_samples: int) -> tuple[int, ...]:
-    """Return the shape of an output for so many samples: its first dimension is the batch, unless it is a number."""
-    shape = graph.tensor_shapes[tensor]
-    return (shape[0] // graph.batch * num_samples, *shape[1:]) if shape else ()
 
 
 def _put_together(parts: list[tuple[int, int, Tensor]]) -> Tensor:
@@ -343,7 +332,8 @@ def verify_again(plan: Plan, tracer: Tracer, options: RunOptions, first: Inspect
             program = lower_to_run(plan, again)
             connect_ranks(program, again, transport)  # the same groups as before: nothing is exchanged
             prepared = prepare_rank(program, again, transport, seed=options.seed)
-            problem = _precision_problem(prepared)
+            if (dtype := _computed_dtype(prepared)) not in _PRECISE:
+                problem = f"it computes in {str(dtype).removeprefix('torch.')} by itself"
         except (WeftError, RuntimeError, TypeError, ValueError) as found:
             problem = f"{type(found).__name__}: {found}"
     problem = transport.first_record(problem)[1]
@@ -401,12 +391,6 @@ def _computed_dtype(prepared: Prepared) -> torch.dtype:
                           ("float8_e5m2", "float8_e4m3fn", "bfloat16", "float16", "float32"))
 
 
-def _precision_problem(prepared: Prepared) -> str:
-    dtype = _computed_dtype(prepared)
-    name = str(dtype).removeprefix("torch.")
-    return "" if dtype in _PRECISE else f"it computes in {name} by itself"
-
-
 def _room_problem(device: torch.device, options: RunOptions) -> str:
     """Return why a GPU may have too little memory for the step in float64, which takes up to four times as much."""
     if device.type != "cuda":
@@ -416,52 +400,3 @@ def _room_problem(device: torch.device, options: RunOptions) -> str:
     needed = 4 * torch.cuda.max_memory_allocated(device)
     return "" if needed <= room else (f"it may take {needed} bytes of a GPU that has {room} for it: run it with "
                                       "--device cpu")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class GradientComparison:
-    """Two runs of one plan from the same parameters and inputs."""
-
-    planned: RunResult
-    summed: RunResult
-    """With all-reduce for every exchange."""
-    difference: float
-    """Of the gradients of the first step: the largest over their elements, relative to the gradient's largest element.
-    """
-    worst: str
-    """The parameter with that difference."""
-
-
-def all_reduced(plan: Plan) -> Plan:
-    """Return the plan with all-reduce for every exchange of gradients."""
-    return replace(plan, gradients=tuple(
-        replace(item, method="all_reduce", groups=(), server=None) for item in plan.gradients))
-
-
-def compare_gradients(plan: Plan, model: str, *, options: RunOptions, threads: int = 1,
-                      keep: str | PathLike[str] | None = None) -> GradientComparison:
-    """Return what a plan's own exchanges and all-reduce give, each run with one local process for each device.
-
-    ``keep`` names a folder for the files of the first run; those of the second go to ``all_reduce`` in it.
-    """
-    if not plan.gradients:
-        raise InputError("the plan exchanges no gradients, so there is nothing to compare: it is for inference, or no "
-                         "two devices share a parameter")
-    wanted = replace(options, gradients=True)
-    planned = run_plan(plan, model, options=wanted, threads=threads, keep=keep)
-    second = None if keep is None else Path(keep) / "all_reduce"
-    summed = run_plan(all_reduced(plan), model, options=wanted, threads=threads, keep=second)
-    difference, worst = largest_difference(planned.gradients or {}, summed.gradients or {})
-    return GradientComparison(planned=planned, summed=summed, difference=difference, worst=worst)
-
-
-def largest_difference(gradients: Mapping[str, F64], expected: Mapping[str, F64]) -> tuple[float, str]:
-    """Return the largest relative difference between gradients, and whose it is."""
-    scale = max((float(np.abs(value).max(initial=0.0)) for value in expected.values()), default=0.0)
-    largest, worst = 0.0, ""
-    for name, value in expected.items():
-        difference = float(np.abs(gradients[name] - value).max(initial=0.0))
-        relative = difference / max(float(np.abs(value).max(initial=0.0)), FLOOR * scale, 1e-300)
-        if not relative <= largest:
-            largest, worst = relative, name
-    return largest, worst

@@ -26,8 +26,10 @@ import torch.distributed as dist
 
 from weft.base.errors import RunError
 from weft.base.scratch import scratch_file
+from weft.run.failures import PeerLost, exit_code_and_text
 from weft.run.status import (
     BEAT_S,
+    START_S,
     Hang,
     Limits,
     Line,
@@ -40,8 +42,6 @@ from weft.run.status import (
 )
 from weft.run.transport import Transport, open_store
 
-START_S: Final = 60.0
-"""How long a rank may take to beat for the first time."""
 ENDING: Final = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _FAILED: Final = "failed"
 """Key of the verdict: exit code, rank that hangs (or nothing) and message, with bars between them."""
@@ -199,6 +199,13 @@ class Watch(threading.Thread):
         verdict = f"{code}|{'' if hung is None else hung}|{message}"
         if self._store.compare_set(_FAILED, "", verdict).decode() == verdict:
             _print(message)
+
+    def fail(self, problem: Exception) -> int:
+        """Return the exit code of this rank, which fails, once all know why: for its own reason or another rank's."""
+        code, text = exit_code_and_text(problem)
+        if not isinstance(problem, PeerLost) or self.verdict() is None:
+            self.announce(f"rank {self.rank} failed while {self.status.describe()}: {text}", code=code)
+        return code
 
     def verdict(self, patience_s: float | None = None) -> str | None:
         """Return why the job failed, waiting for another rank to find out; None if nobody does."""

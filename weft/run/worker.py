@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from weft.base.errors import InputError, RunError
 from weft.model.fidelity import check_trace
@@ -19,16 +20,18 @@ from weft.model.source import ModelSource, resolve_model
 from weft.model.weights import materialize
 from weft.plan.cut import check_cut
 from weft.plan.notes import recompute_notes
-from weft.plan.plan import Plan
-from weft.plan.program import Program
+from weft.plan.plan import Plan, load_plan
+from weft.plan.program import Op, Program
 from weft.run.checkpoint import Checkpoints, model_state
 from weft.run.executor import Executor, StepTimes, loaded_executor, measured_timeline
+from weft.run.failures import end_process
 from weft.run.memory_meter import add_memory, measure_step
 from weft.run.prepare import Prepared, Tracer, connect_ranks, lower_to_run, prepare_rank
-from weft.run.result import RunOptions, RunResult, Verification, rank_devices
-from weft.run.status import Milestone
-from weft.run.transport import Transport
+from weft.run.result import RunOptions, RunResult, Verification, check_folders, rank_devices, save_result
+from weft.run.status import Milestone, StatusLine
+from weft.run.transport import Transport, meeting_store, open_store
 from weft.run.verify import Measured, inspect, run_dtype, verify_again
+from weft.run.watch import start_watch
 
 MAX_TIMED_STEPS: Final = 64
 """Times of single instructions are kept for the last so many steps."""
@@ -51,7 +54,7 @@ def check_world(plan: Plan, num_ranks: int) -> None:
 
 
 def own_device(text: str, *, rank: int, num_ranks: int) -> torch.device:
-    """Return the device of this rank: as ``text`` says for it, a GPU without a number in the order of local ranks."""
+    """Return this rank's device, as ``text`` says; GPUs without a number are given out in the order of local ranks."""
     wanted = rank_devices(text, num_ranks)
     if not wanted[rank].startswith("cuda"):
         return torch.device("cpu")
@@ -75,6 +78,68 @@ def limit_memory(device: torch.device, num_bytes: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
 
 
+def run_rank(plan_file: str, model: str, options: RunOptions, *, status: StatusLine, folder: Path | None,
+             listen_fd: int | None, output: Path | None) -> RunResult | None:
+    """Return on rank 0 the result, whose files then are in the launcher's ``folder`` or in ``output``; None elsewhere.
+
+    Without a launcher the ranks watch each other; then a failure is told to all of them and ends the process.
+    """
+    rank, num_ranks = status.rank, int(os.environ["WORLD_SIZE"])
+    wanted, _, place = os.environ.get("WEFT_TEST_FAULT", "").partition(":")
+    fault = place if wanted == str(rank) else ""
+    plan = load_plan(plan_file)
+    check_world(plan, num_ranks)
+    source = resolve_source(plan, model, options)
+    status.set(Milestone.CONNECTING)
+    if fault == "init":
+        os.kill(os.getpid(), signal.SIGKILL)
+    device = own_device(options.device, rank=rank, num_ranks=num_ranks)
+    if options.gpu_memory_bytes is not None and device.type == "cuda":
+        limit_memory(device, options.gpu_memory_bytes)
+    store = (meeting_store(options.timeout_s, rank=rank) if folder is None else
+             open_store(listen_fd=listen_fd, timeout_s=options.timeout_s))
+    transport = Transport(rank=rank, num_ranks=num_ranks, device=device, timeout_s=options.timeout_s, store=store,
+                          by_host="," in options.device, status=status)
+    watch = None if folder is not None else start_watch(transport, status, predicted_s=plan.search.step_time)
+    try:
+        if watch is not None and rank == 0:
+            check_folders(options, output)
+        result = execute(plan, Tracer(source), options, transport=transport, adjust=partial(_break_on_purpose, fault))
+        target = folder or output
+        if result is not None and target is not None:
+            save_result(result, target)
+        if watch is not None:
+            watch.is_leaving = True
+        transport.leave()
+    except Exception as problem:
+        if watch is None:
+            raise
+        end_process(watch.fail(problem))
+    if watch is not None:
+        watch.stop()
+    return result
+
+
+def _break_on_purpose(fault: str, executor: Executor) -> None:
+    """Let the first instruction of the kind that a test asked for kill the process."""
+    text, _, how = fault.partition("!")
+    place, _, step = text.partition("@")
+    actions, status = executor.binder.actions, executor.transport.status
+
+    def faulty(action: Callable[[], None]) -> None:
+        if status.cell[1] >= int(step or 0):
+            while how == "hang":
+                time.sleep(1.0)
+            os.kill(os.getpid(), signal.SIGSTOP if how == "stop" else signal.SIGKILL)
+        action()
+
+    for position, item in enumerate(executor.program.instructions(executor.transport.rank) if place else ()):
+        kind = item.phase.name if item.op == Op.COMPUTE else "all_reduce" if item.op == Op.COLLECTIVE else ""
+        if kind == place:
+            actions[position] = partial(faulty, actions[position])
+            return
+
+
 def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Transport,
             adjust: Callable[[Executor], None] | None = None) -> RunResult | None:
     """Run the plan's steps on this rank; return the result on rank 0, None elsewhere.
@@ -88,12 +153,12 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
     connect_ranks(program, tracer, transport)
     prepared = prepare_rank(program, tracer, transport, seed=options.seed)
     executor = loaded_executor(prepared, tracer.source, transport, seed=options.seed, adjust=adjust)
-    saving = None
+    checkpoints = None
     if options.checkpoint is not None:
         state = model_state(tracer.source.build(), program, rank=transport.rank, seed=options.seed)
-        saving = _Saving(options, Checkpoints(prepared, transport, plan=plan, state=state,
-                                              optimizer=executor.optimizer, shares=executor.shares))
-    measured = _run_steps(executor, prepared, options, saving)
+        checkpoints = Checkpoints(prepared, transport, plan=plan, state=state, optimizer=executor.optimizer,
+                                  shares=executor.shares)
+    measured = _run_steps(executor, prepared, options, checkpoints)
     metered = None
     if options.memory:
         transport.barrier()
@@ -139,43 +204,31 @@ def _with_reason(check: Verification, prepared: Prepared, tracer: Tracer, option
     return replace(check, passed=check.passed and not problem, reason=problem or check.reason)
 
 
-class _Saving:
-    """When a run writes checkpoints, and where it begins."""
-
-    def __init__(self, options: RunOptions, checkpoints: Checkpoints) -> None:
-        self._options, self._checkpoints = options, checkpoints
-        self._folder, self._last = Path(options.checkpoint or ""), options.warmup + options.steps
-        if checkpoints.program.plan.model.mode != "training":
-            raise InputError("checkpoints are for training, but the plan is for inference")
-        if options.resume and options.verify:
-            raise InputError("a resumed run does not begin with the parameters that verify compares: use one of both")
-
-    def first_step(self) -> int:
-        """Return how many steps are taken already, after loading the latest checkpoint."""
-        found = self._checkpoints.find(self._folder) if self._options.resume else None
-        if found is None:
-            return 0
-        step = self._checkpoints.load(found).step
-        if step >= self._last:
-            raise InputError(f"{str(found)!r} has {step} steps already, so nothing is left of {self._last}: ask for "
-                             "more steps")
-        return step
-
-    def save(self, num_steps: int) -> None:
-        """Write a checkpoint if it is time for one."""
-        if num_steps == self._last or (self._options.checkpoint_every
-                                       and num_steps % self._options.checkpoint_every == 0):
-            self._checkpoints.save(self._folder, step=num_steps)
+def _first_step(options: RunOptions, checkpoints: Checkpoints | None) -> int:
+    """Return how many steps are taken already, after loading the latest checkpoint; refuse what has no sense."""
+    if checkpoints is None:
+        return 0
+    if checkpoints.program.plan.model.mode != "training":
+        raise InputError("checkpoints are for training, but the plan is for inference")
+    if options.resume and options.verify:
+        raise InputError("a resumed run does not begin with the parameters that verify compares: use one of both")
+    found = checkpoints.find(Path(options.checkpoint or "")) if options.resume else None
+    if found is None:
+        return 0
+    step, last = checkpoints.load(found).step, options.warmup + options.steps
+    if step >= last:
+        raise InputError(f"{str(found)!r} has {step} steps already, so nothing is left of {last}: ask for more steps")
+    return step
 
 
 def _run_steps(executor: Executor, prepared: Prepared, options: RunOptions,
-               saving: _Saving | None) -> Measured:
+               checkpoints: Checkpoints | None) -> Measured:
     measured, transport, status = Measured(), executor.transport, executor.transport.status
-    first = 0 if saving is None else saving.first_step()
+    first, last = _first_step(options, checkpoints), options.warmup + options.steps
     status.set(Milestone.WAITING)
     offset = transport.clock_offset_s()
     wanted = options.verify or options.gradients
-    for number in range(first, options.warmup + options.steps):
+    for number in range(first, last):
         transport.barrier()  # a prediction begins with all ranks at once, so a measured step does too
         cpu_start = time.process_time()
         executor.step(number)
@@ -190,9 +243,9 @@ def _run_steps(executor: Executor, prepared: Prepared, options: RunOptions,
             measured.times = [*measured.times[1 - MAX_TIMED_STEPS:], times]
             measured.spans.append(times.span_s)
             measured.cpu_s += cpu_s
-        if saving is not None:
+        if checkpoints is not None and (number + 1 == last or (number + 1) % (options.checkpoint_every or last) == 0):
             status.set(Milestone.SAVING)
-            saving.save(number + 1)
+            checkpoints.save(Path(options.checkpoint or ""), step=number + 1)
             status.set(Milestone.WAITING)
     return measured
 
@@ -209,14 +262,10 @@ def collect(program: Program, measured: Measured, transport: Transport) -> RunRe
     durations = spans[:, :, 1].max(axis=0) - spans[:, :, 0].min(axis=0)
     kept = durations[-len(measured.times):]
     chosen = int(np.argsort(kept, kind="stable")[len(kept) // 2])
-    times = [_unpack(part, len(measured.times), chosen) for part in parts if part is not None]
+    values = [part.view(torch.float64).numpy().reshape(len(measured.times), 2, -1)[chosen]
+              for part in parts if part is not None]
     losses = tuple(float(value) for value in np.asarray([record["losses"] for record in records]).sum(axis=0))
     return RunResult(
         num_ranks=transport.num_ranks, losses=losses if program.plan.model.mode == "training" else (),
         step_times_s=tuple(durations.tolist()), cpu_s=tuple(record["cpu_s"] for record in records),
-        timeline=measured_timeline(program, times))
-
-
-def _unpack(part: Tensor, num_steps: int, chosen: int) -> StepTimes:
-    values = part.view(torch.float64).numpy().reshape(num_steps, 2, -1)
-    return StepTimes(start_s=values[chosen, 0], end_s=values[chosen, 1])
+        timeline=measured_timeline(program, [StepTimes(start_s=start_s, end_s=end_s) for start_s, end_s in values]))

@@ -7,8 +7,8 @@ be wrong, all ranks raise the same before anything has been computed.
 
 A mean over the targets that are not padding is a mean over samples only where all parts of the batch have as many. Cut
 into parts, each part's loss is divided by its own number, so the mean over the parts is another number than the loss
-of the batch. ``cross_entropy`` and ``nll_loss`` count targets inside (``ignore_index``, class weights); code of one's
-own does it in the open, as ``(losses * mask).sum() / mask.sum()``. The example may have no padding, so what the model
+of the batch. ``cross_entropy`` and ``nll_loss`` count targets inside (``ignore_index``, class weights); other
+code does it in the open, as ``(losses * mask).sum() / mask.sum()``. The example may have no padding, so what the model
 computes of the batch alone, without parameters (``FromBatch``), is looked at as batches come, before the step.
 """
 
@@ -206,14 +206,10 @@ def _settings(node: fx.Node) -> dict[str, Any]:
 def _numbers(graph: fx.Graph, known: Mapping[str, bool], num_samples: int) -> list[fx.Node]:
     """Return single numbers that operators make of the batch alone and that others are scaled with."""
     found = {node for node in graph.nodes if node.op == "call_function" and known.get(node.name)
-             and _is_number(node.meta.get("val"), num_samples)}
+             and isinstance(value := node.meta.get("val"), Tensor) and value.numel() == 1 and not value.is_complex()
+             and (value.ndim == 0 or num_samples > 1)}
     return [node for node in graph.nodes if node in found and any(
         user not in found and str(user.target).startswith(_SCALING) for user in node.users)]
-
-
-def _is_number(value: Any, num_samples: int) -> bool:
-    return (isinstance(value, Tensor) and not value.is_complex() and value.numel() == 1
-            and (value.ndim == 0 or num_samples > 1))
 
 
 def _are_equal(values: Sequence[float]) -> bool:

@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from weft.base.errors import InputError, ModelError, RunError
+from weft.base.errors import ClusterError, InputError, ModelError, RunError
 from weft.base.files import load_json
 from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster
+from weft.cluster.cluster_file import parse_cluster
 from weft.model.autocast import current_autocast
 from weft.model.fidelity import check_trace
 from weft.model.notes import rule_notes
@@ -36,12 +37,14 @@ from weft.plan.cut import check_cut, finest_parts, loss_parts
 from weft.plan.notes import recompute_notes
 from weft.plan.plan import Optimizer, OptimizerKind, Plan, load_plan, parse_plan, plan_to_json
 from weft.plan.program import Program
+from weft.planning.make import SearchOptions, search_plans
 from weft.run.checkpoint import model_state
 from weft.run.failures import together
 from weft.run.prepare import Tracer, connect_ranks, lower_to_run, prepare_rank
 from weft.run.transport import Transport, meeting_store
 from weft.run.watch import expect_steps, watch_script
 from weft.run.worker import check_world, own_device
+from weft.search.common.problem import PlanOptions
 from weft.training.batches import Batch, counted_targets, digest
 from weft.training.trainer import NEEDS_WHOLE, MakeOptimizer, Trainer, without_optimizer
 
@@ -243,23 +246,17 @@ def _find_plan(source: ModelSource, given: Plan | Cluster | str | PathLike[str],
             raise InputError("the plan is for inference: make one with --mode training")
         if batch is not None and batch != item.model.batch:
             raise InputError(f"batch is {batch}, but the plan is for {item.model.batch} samples: leave it out")
-        if optimizer is not None and devices is not None:
-            item = replace(item, optimizer=replace(item.optimizer, kind=optimizer))
         if devices is None:
             return item
-    from weft.search.common.problem import PlanOptions  # the planner is heavy: only who plans loads it
-    from weft.training.replan import devices_left, plan_again, plan_for
-
-    if isinstance(item, Plan):
-        assert devices is not None, "else the plan is the one"
+        if optimizer is not None:
+            item = replace(item, optimizer=replace(item.optimizer, kind=optimizer))
         return plan_again(item, source, devices, whole_parameters=whole)
     cluster = item if devices is None else devices_left(item, devices)
     if cluster.num_devices != num_ranks:
         raise InputError(f"the cluster has {cluster.num_devices} devices but there are {num_ranks} processes: start as "
                          "many, with torchrun, or name the devices that are left (devices=...)")
     options = PlanOptions(batch=source.batch, microbatches=microbatches, seed=seed, dtype=_dtype_of(source),
-                          own_dtypes=True,
-                          optimizer=Optimizer(kind=optimizer or "adamw"), whole_parameters=whole)
+                          own_dtypes=True, optimizer=Optimizer(kind=optimizer or "adamw"), whole_parameters=whole)
     return plan_for(source, cluster, options)
 
 
@@ -318,3 +315,42 @@ def wanted_optimizer(make: MakeOptimizer | None, model: torch.nn.Module | None =
     if isinstance(made, torch.optim.SGD) and not made.defaults.get("momentum"):
         kind = "sgd"
     return WantedOptimizer(kind=kind, is_whole=type(made).__name__ in NEEDS_WHOLE)
+
+
+def plan_for(source: ModelSource, cluster: Cluster, options: PlanOptions) -> Plan:
+    """Return the best plan that the planner finds for the model on the cluster."""
+    best = search_plans(source, cluster, options, SearchOptions(try_example=False)).comparison.best
+    assert best.plan is not None, "the search raises otherwise"
+    return best.plan
+
+
+def plan_again(plan: Plan, source: ModelSource, devices: Sequence[str], *, whole_parameters: bool = False) -> Plan:
+    """Return a new plan for the same step on those devices of the old plan's cluster that are left.
+
+    What only saves memory, states in pieces and recomputation, is done again where it is needed.
+    """
+    options = PlanOptions(batch=plan.model.batch, mode=plan.model.mode, dtype=plan.model.dtype, seed=plan.search.seed,
+                          own_dtypes=source.dtype is None, optimizer=replace(plan.optimizer, sharded=False),
+                          whole_parameters=whole_parameters)
+    return plan_for(source, devices_left(cluster_of(plan), devices), options)
+
+
+def cluster_of(plan: Plan) -> Cluster:
+    """Return the cluster that a plan describes."""
+    if plan.cluster.description is None:
+        raise InputError("the plan does not describe its cluster, so it cannot be planned again: make it with "
+                         "`weft plan`, or give a cluster")
+    return parse_cluster(plan.cluster.description, where="the plan's cluster.description")
+
+
+def devices_left(cluster: Cluster, names: Sequence[str]) -> Cluster:
+    """Return the cluster with only the devices named, in its own order, and the links among them and switches."""
+    unknown = [name for name in names if name not in cluster.device_index]
+    if unknown or not names:
+        known = ", ".join(device.name for device in cluster.devices[:8])
+        raise ClusterError(f"cluster {cluster.name!r} has no device {unknown[0]!r}: it has {known}" if unknown else
+                           f"no devices are left: name some of {known}")
+    devices = tuple(device for device in cluster.devices if device.name in names)
+    gone = {device.name for device in cluster.devices} - set(names)
+    links = tuple(link for link in cluster.links if not gone & {link.source, link.target})
+    return replace(cluster, devices=devices, links=links)
