@@ -23,7 +23,7 @@ from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
 from weft.cost.profile import ProfileStore
 from weft.model.load import trace_model
-from weft.plan.exchanges import with_sufficient_factors
+from weft.plan.factors import with_sufficient_factors
 from weft.plan.plan import Optimizer, Plan
 from weft.planning.compare import evaluate
 from weft.run.result import RunOptions, RunResult

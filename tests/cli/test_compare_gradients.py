@@ -11,7 +11,7 @@ from tests.run.plans import MODELS, replicated_plan, traced
 from tests.worlds import plain_cluster
 from weft.cli.main import main
 from weft.cluster.cluster_file import to_json
-from weft.plan.exchanges import with_sufficient_factors
+from weft.plan.factors import with_sufficient_factors
 from weft.plan.plan import save_plan
 
 

@@ -12,8 +12,7 @@ from tests.run.plans import greedy_order, opposite_plan, pipeline_plan, replicat
 from tests.run.pool import Pool
 from tests.worlds import with_gradients
 from weft.model.graph import Graph
-from weft.plan.exchanges import with_sufficient_factors
-from weft.plan.factors import block_size, find_factors, num_rows, share_inputs
+from weft.plan.factors import block_size, find_factors, num_rows, share_inputs, with_sufficient_factors
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import GradientExchange, Optimizer, Plan
 from weft.plan.structure import structure_problems

@@ -17,6 +17,7 @@ import numpy as np
 
 from weft.base.errors import ClusterError
 from weft.cluster.cluster import Cluster, DeviceId
+from weft.cluster.cluster_file import parse_cluster
 from weft.model.graph import Graph
 from weft.plan.binding import bind_plan
 from weft.plan.layout import Layout, build_layout
@@ -186,8 +187,6 @@ def _delays(plan: Plan, layout: Layout) -> dict[tuple[int, int, bool], float]:
     It is known where the plan describes its cluster, and only moves receives to where they are due: a description that
     cannot be read, or has no way between two devices, is refused by those who need it.
     """
-    from weft.cluster.cluster_file import parse_cluster
-
     description = plan.cluster.description
     try:
         if not _read_last or _read_last[0][0] is not description:

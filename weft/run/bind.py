@@ -16,8 +16,7 @@ from torch import Tensor
 
 from weft.base.errors import RunError
 from weft.plan.memory import SEND_WINDOW
-from weft.plan.overlap import inside_backward
-from weft.plan.program import Channel, Instruction, Op, Phase, Program
+from weft.plan.program import Channel, Instruction, Op, Phase, Program, inside_backward
 from weft.run.cells import Cell, Transfer, occupy, vacate
 from weft.run.compute import (
     Action,
