@@ -158,7 +158,7 @@ def _check_onnx_options(model: str | None, out: Path | None) -> None:
 
 def _export_onnx(program: Program, model: str, out: Path) -> dict[str, Any]:
     from weft.export.device_map import op_properties
-    from weft.model.onnx_metadata import annotate_onnx
+    from weft.model.onnx import annotate_onnx
 
     done = annotate_onnx(model, out, program.graph, op_properties(program.plan, program.graph))
     return {"nodes": done.num_nodes, "annotated": done.num_annotated}

@@ -15,7 +15,6 @@ never change, and results of the copy before, in the same places. Anything else 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -27,8 +26,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from weft.model import fold
-from weft.model.fold import FoldMismatch, Record, Region, TensorSpec
-from weft.model.watched import watch_numbers
+from weft.model.fold import FoldMismatch, Record, Region, watch_numbers
 
 MIN_COPIES: Final = 3
 """Fewer equal layers than this are simply traced."""
@@ -182,12 +180,13 @@ class _Call:
         if not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves):
             raise ChainMismatch(chain, f"{self.path} takes an argument that is neither a tensor nor a plain value")
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._check(_signature(leaves, spec, tensors), tensors)
+        self._check(fold.call_signature(leaves, spec), tensors)
         record = chain.records[self.layer]
         number = self.copy - chain.first
         is_last = self.copy == chain.num_copies - 1
         if number == 0 or is_last:
-            result = self._trace(record, real, leaves, spec, tensors)
+            traced, result = fold.trace_layer(record, f"{record.id}:{self.path}", real, leaves, spec)
+            self._note(tuple(traced))
         elif number <= 2:
             made = fold.wanting(fold.REPEAT(f"{record.id}:{self.path}", tensors), record.outputs)
             self._note(tuple(made))
@@ -196,17 +195,6 @@ class _Call:
             same = chain.made[chain.first + 2 - number % 2][self.layer]
             self._note(same)
             result = fold.rebuild(record, tensors, list(same))
-        return result
-
-    def _trace(self, record: Record, real: Callable[..., Any], leaves: list[Any], spec: Any,
-               tensors: list[torch.Tensor]) -> Any:
-        key = f"{record.id}:{self.path}"
-        entered = fold.wanting(fold.ENTER(key, tensors), tensors)
-        rest = iter(entered)
-        args, kwargs = pytree.tree_unflatten(
-            [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
-        made, result = fold.note_result(record, key, tensors, entered, real(*args, **kwargs))
-        self._note(tuple(made))
         return result
 
     def _note(self, made: tuple[torch.Tensor, ...]) -> None:
@@ -257,11 +245,6 @@ class _Call:
         return source[0] == "previous" or source == ("outside", id(before))
 
 
-def _signature(leaves: list[Any], spec: Any, tensors: list[torch.Tensor]) -> Any:
-    return (str(spec), tuple(TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves),
-            fold.sharing(tensors), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
-
-
 # ---- after tracing ------------------------------------------------------------------------------------------------
 
 
@@ -271,7 +254,7 @@ def reduce_chains(graph: fx.Graph, owned: Mapping[str, str], chains: Sequence[Ch
     ``owned`` gives the path of each parameter or buffer node. The last copy then reads the second one's results.
     """
     regions, repeats = fold.find_regions(graph)
-    nodes = {path: node for node in graph.nodes if node.op == "placeholder" and (path := owned.get(node.name))}
+    nodes = fold.stored_nodes(graph, owned)
     for chain in chains:
         same = [regions.get(str(record.id), []) for record in chain.records]
         if chain.num_calls != len(chain.paths) or not same:
@@ -285,9 +268,7 @@ def reduce_chains(graph: fx.Graph, owned: Mapping[str, str], chains: Sequence[Ch
                     fold.forward_items(node, results)
                 else:
                     results = fold.write_copy(graph, node, same[layer][0], node.args[0].split(":", 1)[1], owned, nodes)
-    for region in itertools.chain.from_iterable(regions.values()):
-        fold.forward_items(region.enter, region.enter.args[1])
-        fold.forward_items(region.leave, region.leave.args[1])
+    fold.remove_markers(regions)
 
 
 def _check_chain(chain: Chain, same: list[list[Region]], repeats: Sequence[fx.Node], owned: Mapping[str, str]) -> None:

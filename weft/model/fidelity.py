@@ -21,11 +21,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from weft.model.autocast import autocast_off
-from weft.model.checkpointing import checkpoints_noted
-from weft.model.differences import least_divisor, relative_error
+from weft.model.forward import autocast_off, checkpoints_noted
 from weft.model.graph import Graph
-from weft.model.parts import Settled, Verdict, Work, doubled, kept_buffers, too_much
+from weft.model.parts import Settled, Verdict, Work, doubled, kept_buffers, least_divisor, relative_error, too_much
 from weft.model.trace import TracedModel, run_program
 
 TOLERANCES: Final = {"float64": 1e-10, "complex128": 1e-10, "float32": 1e-5, "complex64": 1e-5}

@@ -23,12 +23,11 @@ from typing import Literal
 from torch import fx
 
 from weft.base.errors import ModelError
-from weft.model.autocast import current_autocast, within
 from weft.model.capture import Capture, capture_chains
 from weft.model.chains import MIN_COPIES, Chain, is_inside
-from weft.model.collector import collector_paused
 from weft.model.columns import Backward, make_columns
-from weft.model.graph import Graph, check_graph
+from weft.model.forward import current_autocast, within
+from weft.model.graph import Graph, check_graph, collector_paused
 from weft.model.source import ModelSource
 from weft.model.trace import TracedModel, make_program
 from weft.model.zoo import Mode

@@ -9,7 +9,7 @@ it does under gradient accumulation on one device: where nothing else does, that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,9 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from weft.base.units import format_bytes
-from weft.model.autocast import autocast_off
-from weft.model.checkpointing import checkpoints_noted
-from weft.model.differences import least_divisor
+from weft.model.forward import autocast_off, checkpoints_noted
 
 LOSS_TOLERANCE: Final = 1e-9
 GRADIENT_TOLERANCE: Final = 1e-7
@@ -32,6 +30,8 @@ WHOLLY_COARSE: Final = 30.0
 """What they are multiplied by besides where the model can only be run in its own dtype."""
 MAX_FLOP: Final = {"cpu": 4e11, "cuda": 1e13}
 """Work that the check may take: about twenty seconds of one core, or of a GPU in double precision."""
+FLOOR: Final = 1e-2
+"""Gradients smaller than this part of the model's largest are compared on that scale."""
 MEMORY_PART: Final = 0.5
 """Part of the free memory that it may take."""
 
@@ -137,6 +137,38 @@ def _vary(item: Tensor) -> Tensor:
     if item.ndim < 2:
         return item
     return torch.stack([row.roll(index, dims=-1) for index, row in enumerate(item)])
+
+
+# ---- how far results are from those expected ------------------------------------------------------------------------
+#
+# The one measure of checks before a run, of verification, and of comparisons. The error of a tensor is the largest
+# absolute difference over its elements, divided by the largest absolute value that is expected. For gradients the
+# divisor is at least ``FLOOR`` times the largest value over all gradients of the model, since some are zero up to
+# rounding (the bias of attention keys).
+
+
+def least_divisor(gradients: Iterable[Tensor]) -> float:
+    """Return what errors of these gradients are divided by at least."""
+    return FLOOR * max((float(item.abs().max()) for item in gradients if item.numel()), default=0.0)
+
+
+def relative_error(value: Tensor, expected: Tensor, *, floor: float = 0.0) -> float:
+    """Return the largest absolute difference over the largest absolute expected value (at least ``floor``).
+
+    It is infinite where one of the values is, or is not a number: whether such values are right cannot be told.
+    """
+    if expected.numel() == 0:
+        return 0.0
+    value, expected = precise(value), precise(expected)
+    difference = float((value - expected).abs().max())
+    if not math.isfinite(difference):  # over an infinite divisor it would be no number, which passes for any
+        return math.inf
+    return difference / max(float(expected.abs().max()), floor, 1e-300)
+
+
+def precise(tensor: Tensor) -> Tensor:
+    """Return the tensor in double precision in the host's memory; complex numbers stay complex."""
+    return tensor.to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------------

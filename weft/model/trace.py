@@ -43,11 +43,10 @@ import torch
 from torch import fx
 
 from weft.base.errors import ModelError
-from weft.model.autocast import current_autocast, within
 from weft.model.capture import Capture, capture
-from weft.model.collector import collector_paused
 from weft.model.columns import Backward, Columns, make_columns
-from weft.model.graph import NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Graph, check_graph
+from weft.model.forward import current_autocast, within
+from weft.model.graph import NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Graph, check_graph, collector_paused
 from weft.model.source import ModelSource
 from weft.model.zoo import Mode
 

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from weft.model.randomness import is_random
+from weft.model.probe import is_random
 from weft.plan.plan import Sharding
 from weft.plan.sharding import SplitOp, TensorLayout, parse_layout, parse_strategy, whole_layout
 from weft.run.mesh import Change, ReplicaMesh, Reshard

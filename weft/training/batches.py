@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, fx
 
 from weft.base.errors import InputError
-from weft.model.autocast import current_autocast
 from weft.model.capture import source_line
-from weft.model.randomness import is_random
+from weft.model.forward import current_autocast
+from weft.model.probe import is_random
 from weft.model.trace import TracedModel, TracedProgram, retarget
 from weft.run.failures import PeerLost, error_of
 from weft.run.transport import Transport

@@ -26,8 +26,8 @@ from weft.base.errors import InputError, ModelError, RunError
 from weft.base.files import load_json
 from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster
-from weft.model.autocast import current_autocast
 from weft.model.fidelity import check_trace
+from weft.model.forward import current_autocast
 from weft.model.parts import Verdict
 from weft.model.source import ModelSource
 from weft.model.zoo import Mode
