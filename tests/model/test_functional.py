@@ -153,7 +153,7 @@ class Normal(Base):
 
 def test_autocast_for_a_gpu_is_refused_around_a_trace_and_noted_inside(monkeypatch):
     graph = torch.fx.Graph()  # what a machine with a GPU gives: elsewhere PyTorch switches such a block off
-    graph.call_function(capture_module._AUTOCAST, ("cuda", torch.bfloat16, True, None, None))
+    graph.call_function(capture_module.AUTOCAST, ("cuda", torch.bfloat16, True, None, None))
     graph.output(())
     note, = capture_module._autocast_notes(torch.fx.GraphModule({}, graph))
     assert "switches autocast on for cuda, which is left out" in note

@@ -1,10 +1,9 @@
-"""ONNX files: one as a ``Graph``, and facts about operators written into one.
+"""ONNX files: one as a ``Graph``, and facts about operators written into the file.
 
-Read are operators, shapes by inference, FLOPs by the rules below, weights never loaded.
-
-Initialisers of floating-point type are parameters; whole-number ones and ``Constant`` nodes are buffers. Sizes must be
-fixed: a symbolic dimension is given its size by ``dims`` (``{"batch": 8}``), else refused with its name. Counting, as
-for PyTorch models (``weft.model.probe``): a multiply-add is two operations; ``Conv`` and ``MatMul`` and their kin by
+Operators are read, shapes inferred and FLOPs counted by the rules below; weights are never loaded. Initialisers of
+floating-point type are parameters; whole-number ones and ``Constant`` nodes are buffers. Sizes must be fixed: a
+symbolic dimension is given its size by ``dims`` (``{"batch": 8}``), else refused with its name. Counting, as for
+PyTorch models (``weft.model.probe``): a multiply-add is two operations; ``Conv`` and ``MatMul`` and their kin by
 formula, recurrent layers by their matrix products, pooling one per element of the window, the rest a fixed number per
 element of the largest tensor.
 """
@@ -418,8 +417,8 @@ _RULES: Final[Mapping[str, Callable[..., float]]] = {
 
 # ---- metadata -----------------------------------------------------------------------------------------------------
 #
-# Facts about operators, such as the device each runs on, written into the metadata of a file's nodes. A node is found by
-# the tensors it makes, whose names a ``Graph`` keeps; nodes themselves often have no names. Nothing else in the file
+# Facts about operators, such as the device each runs on, written into the metadata of a file's nodes. A node is found
+# by the tensors it makes, whose names a ``Graph`` keeps; nodes themselves often have no names. Nothing else in the file
 # changes: order, names, initialisers, opsets. Weights in files beside it are neither read nor copied, so the new file
 # must lie in the same folder as the old one to find them.
 
