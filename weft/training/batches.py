@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, fx
 
 from weft.base.errors import InputError
-from weft.model.capture import source_line
 from weft.model.forward import current_autocast
+from weft.model.functional import source_line
 from weft.model.probe import is_random
 from weft.model.trace import TracedModel, TracedProgram, retarget
 from weft.run.failures import PeerLost, error_of
