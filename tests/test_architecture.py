@@ -152,8 +152,8 @@ def source_of(module: str) -> str:
 
 
 FOR_TESTS = {
-    "weft.cost.explain.explain_costs", "weft.export.pipelining_csv.parse_csv", "weft.model.trace.state_of",
-    "weft.plan.holders.parameter_holders", "weft.sharding.local_ops.input_nodes", "weft.show.drawing.format_chart",
+    "weft.cost.explain.explain_costs", "weft.export.pipelining_csv.parse_csv",
+    "weft.sharding.local_ops.input_nodes", "weft.show.drawing.format_chart",
 }
 """What only tests call. Nothing is to be added here."""
 

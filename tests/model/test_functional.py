@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.model.helpers import assert_equals_eager, source_of
+from tests.model.helpers import assert_equals_eager, source_of, state_of
 from weft.base.errors import ModelError
 from weft.model import capture as capture_module
 from weft.model.functional import changes_memory
-from weft.model.trace import run_program, state_of, trace
+from weft.model.trace import run_program, trace
 
 
 class Base(nn.Module):

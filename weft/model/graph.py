@@ -18,10 +18,11 @@ import gc
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import numpy as np
@@ -368,6 +369,24 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def find_cycle(edges: Iterable[tuple[int, int]]) -> list[int]:
+    """Return the nodes of one cycle among (source, target) pairs, from the least of them; nothing if there is none.
+
+    >>> find_cycle([(0, 1), (2, 3), (3, 1), (1, 2)])
+    [1, 2, 3]
+    """
+    sources: dict[int, list[int]] = {}
+    for source, target in edges:
+        sources.setdefault(target, []).append(source)
+    try:
+        TopologicalSorter(sources).prepare()
+    except CycleError as problem:
+        cycle = problem.args[1][:-1]
+        first = cycle.index(min(cycle))
+        return [*cycle[first:], *cycle[:first]]
+    return []
 
 
 def check_graph(graph: Graph) -> None:

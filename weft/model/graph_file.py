@@ -40,6 +40,7 @@ from weft.model.graph import (
     TensorRow,
     check_graph,
     collector_paused,
+    find_cycle,
     make_graph,
 )
 
@@ -426,27 +427,11 @@ def _topological(num_ops: int, edges: Sequence[tuple[int, int]], names: Sequence
             if missing[reader] == 0:
                 heapq.heappush(ready, reader)
     if len(order) < num_ops:
-        cycle = _cycle(readers, {index for index in range(num_ops) if missing[index] > 0})
+        cycle = find_cycle(edges)
         shown = [names[index] for index in (cycle if len(cycle) <= 12 else [*cycle[:6], *cycle[-6:]])]
         raise ModelError(f"{where}: edges: the operators {' -> '.join(map(repr, [*shown, shown[0]]))} form a cycle; "
                          "a graph must have none")
     return order
-
-
-def _cycle(readers: list[list[int]], left: set[int]) -> list[int]:
-    """Return one cycle among the operators ``left`` that could not be ordered."""
-    writers: dict[int, int] = {}
-    for index in sorted(left):
-        for reader in readers[index]:
-            if reader in left:
-                writers.setdefault(reader, index)
-    path, seen = [min(left)], {min(left): 0}
-    while True:
-        before = writers[path[-1]]
-        if before in seen:
-            return path[seen[before] :][::-1]
-        seen[before] = len(path)
-        path.append(before)
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------

@@ -42,7 +42,6 @@ import numpy as np
 import torch
 from torch import fx
 
-from weft.base.errors import ModelError
 from weft.model.capture import Capture, capture
 from weft.model.columns import Backward, Columns, make_columns
 from weft.model.forward import current_autocast, within
@@ -173,11 +172,3 @@ def run_program(program: TracedProgram, tensors: Callable[[str], torch.Tensor] |
             values[node] = node.target(*retarget(args, device), **retarget(kwargs, device))
     by_name = program.nodes
     return tuple(values[by_name[program.tensor_nodes[name]]] for name in outputs or program.outputs)
-
-
-def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of ``module`` by path, tied ones under every name."""
-    if any(tensor.is_meta for tensor in module.parameters()):
-        raise ModelError("the module's parameters are on the meta device: call weft.model.weights.materialize first")
-    return {**dict(module.named_parameters(remove_duplicate=False)),
-            **dict(module.named_buffers(remove_duplicate=False))}

@@ -12,14 +12,13 @@ comes about as always and is summed over the devices as it is: such parameters a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from weft.model.graph import NO_BATCH_DIM, Graph, TensorRole
-from weft.plan.plan import GradientExchange, Plan
 
 if TYPE_CHECKING:
     from weft.plan.program import Bucket, Program
@@ -176,31 +175,3 @@ def block_size(graph: Graph, factors: Factors, rows: Sequence[int]) -> int:
         inputs, gradients = factor_widths(graph, use)
         total += count * (gradients + (inputs if use.takes_input_of is None else 0))
     return total
-
-
-def with_sufficient_factors(plan: Plan, graph: Graph, *, only: Callable[[str], bool] = lambda name: True) -> Plan:
-    """Return the plan with factors exchanged for the weights of linear operators that ``only`` accepts by name.
-
-    Their biases go with them, also from other exchanges among the same devices; what else was exchanged together with
-    them stays as it was.
-    """
-    homes: dict[tuple[str, tuple[str, ...]], int] = {}
-    """The exchange by factors that a parameter goes to, by its name and devices."""
-    for devices in dict.fromkeys(item.devices for item in plan.gradients):
-        place_of = {graph.tensor_index[name]: place for place, item in enumerate(plan.gradients)
-                    if item.devices == devices for name in item.parameters}
-        wanted = [tensor for tensor in place_of
-                  if len(graph.tensor_shapes[tensor]) < 2 or only(graph.tensor_names[tensor])]
-        for use in find_factors(graph, wanted).uses:
-            for tensor in (use.weight, use.bias):
-                if tensor is not None:
-                    homes.setdefault((graph.tensor_names[tensor], devices), place_of[use.weight])
-    exchanges: list[GradientExchange] = []
-    for place, item in enumerate(plan.gradients):
-        chosen = tuple(name for (name, devices), home in homes.items() if home == place and devices == item.devices)
-        rest = tuple(name for name in item.parameters if (name, item.devices) not in homes)
-        if chosen:
-            exchanges.append(GradientExchange(parameters=chosen, method="sufficient_factors", devices=item.devices))
-        if rest:
-            exchanges.append(replace(item, parameters=rest))
-    return replace(plan, gradients=tuple(exchanges))

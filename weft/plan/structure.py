@@ -18,7 +18,7 @@ import numpy as np
 from weft.base.errors import PlanError
 from weft.base.units import format_bytes
 from weft.cluster.cluster import Cluster
-from weft.model.graph import Graph
+from weft.model.graph import Graph, find_cycle
 from weft.plan.factors import LINEAR_KINDS, Factors, find_factors
 from weft.plan.holders import Copies, exchange_sets, layout_problems, parameter_copies
 from weft.plan.plan import GradientExchange, Plan, Replica, Stage, split_samples
@@ -399,38 +399,8 @@ def _cycle_problems(plan: Plan, graph: Graph) -> list[str]:
             continue
         pairs = np.stack([stage_of[graph.edges[:, 0]], stage_of[graph.edges[:, 1]]], axis=1)
         keep = (pairs[:, 0] != pairs[:, 1]) & (pairs >= 0).all(axis=1)
-        cycle = _find_cycle({(int(a), int(b)) for a, b in np.unique(pairs[keep], axis=0)})
+        cycle = find_cycle((int(a), int(b)) for a, b in np.unique(pairs[keep], axis=0))
         if cycle:
-            names = " -> ".join(plan.stages[index].name for index in cycle)
+            names = " -> ".join(plan.stages[index].name for index in (*cycle, cycle[0]))
             return [f"stages: {names} feed each other in a cycle; stages must be convex sets of operators"]
     return []
-
-
-def _find_cycle(edges: set[tuple[int, int]]) -> list[int] | None:
-    """Return the nodes of one cycle (first node repeated at the end), or None."""
-    following: dict[int, list[int]] = {}
-    for source, target in sorted(edges):
-        following.setdefault(source, []).append(target)
-    state: dict[int, int] = {}
-    for root in sorted(following):
-        path: list[int] = []
-        stack: list[tuple[int, int]] = [(root, 0)]
-        while stack:
-            node, child = stack.pop()
-            if child == 0:
-                if state.get(node) is not None:
-                    continue
-                state[node] = 1
-                path.append(node)
-            children = following.get(node, [])
-            if child < len(children):
-                stack.append((node, child + 1))
-                target = children[child]
-                if state.get(target) == 1:
-                    return [*path[path.index(target):], target]
-                if state.get(target) is None:
-                    stack.append((target, 0))
-            else:
-                state[node] = 2
-                path.pop()
-    return None
