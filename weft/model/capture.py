@@ -37,21 +37,10 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft.base.errors import ModelError
+from weft.model import functional
 from weft.model.chains import Chain, ChainMismatch, find_chains, reduce_chains, standing_in
 from weft.model.fold import FoldMismatch, check_unchanging, expand, folded
 from weft.model.forward import checkpoints_noted, refused_functions
-from weft.model.functional import (
-    AUTOCAST,
-    changed_tensors,
-    changes_memory,
-    check_precisions,
-    free_of_strides,
-    inline_blocks,
-    make_functional,
-    owner_of,
-    place_of,
-    simplify,
-)
 
 _CHATTY: Final = ("torch._subclasses.fake_tensor", "torch.export", "torch.export._trace",
                   "torch.fx.experimental.symbolic_shapes")
@@ -209,7 +198,7 @@ def _captured(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], tied: t
         with _without_code(), _forward_frames_only():
             program = torch.export.export(module, inputs, strict=False)
         notes = _autocast_notes(program.graph_module)
-        inline_blocks(program.graph_module)
+        functional.inline_blocks(program.graph_module)
         program, updates = _functional(program)
     except (FoldMismatch, ModelError):
         raise
@@ -221,7 +210,7 @@ def _captured(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], tied: t
 def _autocast_notes(root: fx.GraphModule) -> tuple[str, ...]:
     """Return what is lost of ``autocast`` blocks: those for a GPU do nothing on the CPU tensors of a trace."""
     kinds = {str(node.args[0]) for module in root.modules() if isinstance(module, fx.GraphModule)
-             for node in module.graph.nodes if node.target is AUTOCAST and node.args[2]} - {"cpu"}
+             for node in module.graph.nodes if node.target is functional.AUTOCAST and node.args[2]} - {"cpu"}
     return tuple(f"the forward switches autocast on for {kind}, which is left out: write the casts into the forward, "
                  "or convert the model" for kind in sorted(kinds))
 
@@ -279,12 +268,12 @@ def _functional(program: Any) -> tuple[Any, dict[str, fx.Node]]:
     """Return the program made functional, and the new value of each buffer that it changes, by path."""
     graph: fx.Graph = program.graph
     has_blocks = any(node.op == "get_attr" for node in graph.nodes)
-    if not has_blocks and not any(changes_memory(node) for node in graph.nodes):
+    if not has_blocks and not any(functional.changes_memory(node) for node in graph.nodes):
         return program, {}
-    check_unchanging(graph, changed_tensors, owner_of)
+    check_unchanging(graph, functional.changed_tensors, functional.owner_of)
     buffers = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs
                if spec.kind is InputKind.BUFFER}
-    updates = None if has_blocks else make_functional(graph, buffers)
+    updates = None if has_blocks else functional.make_functional(graph, buffers)
     if updates is not None:
         return program, updates
     for node in graph.nodes:
@@ -350,11 +339,11 @@ def _described(program: Any, updates: dict[str, fx.Node], tied: tuple[tuple[str,
     outputs = _outputs(program)
     graph.output_node().args = ((*updates.values(), *outputs),)
     write_out(graph, {**parameters, **buffers})
-    simplify(graph)  # before sizes are looked at: values that only checks use are gone then
+    functional.simplify(graph)  # before sizes are looked at: values that only checks use are gone then
     for node in graph.nodes:
         _check_sizes(node)
-    free_of_strides(graph)
-    check_precisions(graph)
+    functional.free_of_strides(graph)
+    functional.check_precisions(graph)
     results = [node.name for node in graph.output_node().args[0]]
     return Capture(
         graph=graph, parameters=parameters, buffers=buffers, constants=constants, inputs=tuple(inputs),
@@ -382,8 +371,8 @@ def _check_sizes(node: fx.Node) -> None:
     if node.op == "call_function" and any(isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
                                           for size in sizes):
         raise ModelError("the model cannot be traced: the size of the result of operator "
-                         f"{node.target}{place_of(node)} depends on values of tensors. Use masks or torch.where, which "
-                         "keep sizes fixed")
+                         f"{node.target}{functional.place_of(node)} depends on values of tensors. Use masks or "
+                         "torch.where, which keep sizes fixed")
 
 
 def _annotate(node: fx.Node) -> None:

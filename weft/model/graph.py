@@ -343,6 +343,8 @@ def make_graph(ops: Sequence[OpRow], tensors: Sequence[TensorRow], **more: Any) 
     def whole(key: str) -> I64:
         return np.array([getattr(tensor, key) for tensor in tensors], dtype=np.int64)
 
+    numbers: dict[str, Any] = {key: np.array([op.numbers.get(key, 0.0) for op in ops], dtype=np.float64)
+                               for key in OP_NUMBERS}
     is_scattered = np.array([tensor.is_scattered for tensor in tensors], dtype=np.bool_)
     return Graph(
         op_names=tuple(op.name for op in ops), op_kinds=tuple(op.kind for op in ops),
@@ -356,7 +358,7 @@ def make_graph(ops: Sequence[OpRow], tensors: Sequence[TensorRow], **more: Any) 
         tensor_producer=whole("producer"), tensor_bytes=whole("num_bytes"), tensor_base=whole("base"),
         is_saved=np.array([tensor.is_saved for tensor in tensors], dtype=np.bool_),
         is_scattered=is_scattered if is_scattered.any() else is_scattered[:0], tensor_batch_dim=whole("batch_dim"),
-        **{key: np.array([op.numbers.get(key, 0.0) for op in ops], dtype=np.float64) for key in OP_NUMBERS}, **more)
+        **numbers, **more)
 
 
 @contextmanager

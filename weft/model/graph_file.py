@@ -21,14 +21,14 @@ import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 
 from weft.base.errors import ModelError
-from weft.base.files import check_header, decode, load_json, write_atomic
+from weft.base.files import check_header, decode, encode, load_json, write_atomic
 from weft.model.graph import (
     NO_BATCH_DIM,
     OP_NUMBERS,
@@ -451,15 +451,17 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
         header["batch"] = graph.batch
     if graph.warnings:
         header["warnings"] = list(graph.warnings)
-    content = {"ops": [_op_to_json(graph, op) for op in range(graph.num_ops)],
-               "edges": [_edge_to_json(graph, *map(int, row)) for row in graph.edges]}
-    if _is_plain(graph):
+    is_plain = _is_plain(graph)
+    reads = [None if is_plain else tuple(names[tensor] for tensor in graph.op_inputs(op))
+             for op in range(graph.num_ops)]
+    content = {"ops": [_written(_op_record(graph, op, inputs), "kind") for op, inputs in enumerate(reads)],
+               "edges": [_written(_edge_record(graph, *map(int, row))) for row in graph.edges]}
+    if is_plain:
         return {**header, **content}
     header |= {"backward": graph.backward_source, "outputs": [names[tensor] for tensor in graph.outputs],
                "tied": [list(group) for group in graph.tied]}
-    for op, record in enumerate(content["ops"]):
-        record["inputs"] = [names[tensor] for tensor in graph.op_inputs(op)]
-    return {**header, **content, "tensors": [_tensor_to_json(graph, tensor) for tensor in range(graph.num_tensors)]}
+    return {**header, **content, "tensors": [_written(_tensor_record(graph, tensor), "shape", "dtype")
+                                             for tensor in range(graph.num_tensors)]}
 
 
 def _is_plain(graph: Graph) -> bool:
@@ -468,52 +470,37 @@ def _is_plain(graph: Graph) -> bool:
         np.all(graph.tensor_role == TensorRole.ACTIVATION))
 
 
-def _op_to_json(graph: Graph, op: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"name": graph.op_names[op], "kind": graph.op_kinds[op]}
-    numbers = {key: float(getattr(graph, key)[op]) for key in OP_NUMBERS}
-    given = graph.given
-    if given is not None:
-        optional = {"times": given.times[op], "memory": given.memory_bytes[op], "on": given.allowed_kinds[op],
-                    "colocate": given.colocate[op]}
-        result |= {key: dict(value) if isinstance(value, Mapping) else value
-                   for key, value in optional.items() if value is not None and value != 0}
-    if "times" not in result:
-        result["flops"] = numbers["flops"]
-    result |= {key: value for key, value in numbers.items() if value}
-    if graph.op_modules[op]:
-        result["module"] = graph.op_modules[op]
-    if graph.is_constant[op]:
-        result["constant"] = True
-    if graph.sources and graph.sources[op]:
-        result["source"] = graph.sources[op]
-    return result
+def _written(record: OpRecord | EdgeRecord | TensorRecord, *always: str) -> dict[str, Any]:
+    """Return the record as JSON, without fields that have their default, but for those that are ``always`` there."""
+    return {item.name.removesuffix("_"): encode(value) for item in fields(record)
+            if (value := getattr(record, item.name)) != item.default or item.name in always}
 
 
-def _edge_to_json(graph: Graph, source: int, target: int, tensor: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"from": graph.op_names[source], "to": graph.op_names[target]}
+def _op_record(graph: Graph, op: int, inputs: tuple[str, ...] | None) -> OpRecord:
+    numbers: dict[str, Any] = {key: float(getattr(graph, key)[op]) for key in OP_NUMBERS}
+    given: dict[str, Any] = {}
+    if graph.given is not None:
+        given = {"times": graph.given.times[op], "memory": graph.given.memory_bytes[op],
+                 "on": graph.given.allowed_kinds[op], "colocate": graph.given.colocate[op]}
+        numbers["flops"] = numbers["flops"] or (None if given["times"] else 0.0)
+    return OpRecord(name=graph.op_names[op], kind=graph.op_kinds[op], module=graph.op_modules[op], inputs=inputs,
+                    constant=bool(graph.is_constant[op]), source=graph.sources[op] if graph.sources else "",
+                    **numbers, **given)
+
+
+def _edge_record(graph: Graph, source: int, target: int, tensor: int) -> EdgeRecord:
     times = graph.given.transfer_times[tensor] if graph.given is not None else None
-    if times is not None:
-        result["times"] = dict(times)
-    if times is None or graph.tensor_bytes[tensor]:
-        result["bytes"] = int(graph.tensor_bytes[tensor])
-    result["tensor"] = graph.tensor_names[tensor]
-    return result
+    num_bytes = int(graph.tensor_bytes[tensor])
+    return EdgeRecord(from_=graph.op_names[source], to=graph.op_names[target], times=times,
+                      bytes=num_bytes if num_bytes or times is None else None, tensor=graph.tensor_names[tensor])
 
 
-def _tensor_to_json(graph: Graph, tensor: int) -> dict[str, Any]:
+def _tensor_record(graph: Graph, tensor: int) -> TensorRecord:
     producer, base = int(graph.tensor_producer[tensor]), int(graph.tensor_base[tensor])
-    result: dict[str, Any] = {"name": graph.tensor_names[tensor], "bytes": int(graph.tensor_bytes[tensor]),
-                              "shape": list(graph.tensor_shapes[tensor]), "dtype": graph.tensor_dtypes[tensor]}
-    if producer >= 0:
-        result["op"] = graph.op_names[producer]
-    else:
-        result["role"] = TensorRole(int(graph.tensor_role[tensor])).name.lower()
-    if base >= 0:
-        result["view_of"] = graph.tensor_names[base]
-    if graph.is_saved[tensor]:
-        result["saved"] = True
-    if len(graph.is_scattered) and graph.is_scattered[tensor]:
-        result["scattered"] = True
-    if graph.tensor_batch_dim[tensor] != UNKNOWN_BATCH_DIM:
-        result["batch_dim"] = int(graph.tensor_batch_dim[tensor])
-    return result
+    return TensorRecord(
+        name=graph.tensor_names[tensor], bytes=int(graph.tensor_bytes[tensor]), shape=graph.tensor_shapes[tensor],
+        dtype=graph.tensor_dtypes[tensor], op=graph.op_names[producer] if producer >= 0 else None,
+        role="activation" if producer >= 0 else TensorRole(int(graph.tensor_role[tensor])).name.lower(),
+        view_of=graph.tensor_names[base] if base >= 0 else None, saved=bool(graph.is_saved[tensor]),
+        scattered=bool(len(graph.is_scattered) and graph.is_scattered[tensor]),
+        batch_dim=int(graph.tensor_batch_dim[tensor]))

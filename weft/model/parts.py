@@ -76,12 +76,17 @@ def check_parts(module: torch.nn.Module, inputs: Sequence[Tensor], parts: Sequen
     cut = [[item[first:end] if item.ndim and item.shape[0] == last else item for item in rows]
            for first, end in ((0, middle), (middle, last))]
     weights = (middle / last, 1 - middle / last)
+    return tried(lambda: _compare(_Runs(module, device), rows, cut, weights, sizes=(middle, last)), UNCHECKED, device)
+
+
+def tried(check: Callable[[], Verdict], unchecked: str, device: torch.device) -> Verdict:
+    """Return what ``check`` finds, with random numbers of its own, or the note ``unchecked`` with why it fails."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
-            return _compare(_Runs(module, device), rows, cut, weights, sizes=(middle, last))
-        except Exception as problem:  # the model's own code: tracing tells what is wrong with it
-            return Verdict(note=UNCHECKED.format(f"{type(problem).__name__}: {str(problem).splitlines()[0][:160]}"
-                                                 if str(problem) else type(problem).__name__))
+            return check()
+        except Exception as problem:  # the model's own code, or memory: nothing is known then
+            reason = f"{type(problem).__name__}: {str(problem)[:160]}".splitlines()[0].removesuffix(": ")
+            return Verdict(note=unchecked.format(reason))
 
 
 def too_much(module: torch.nn.Module, work: Work, num_samples: int, device: torch.device) -> str:
@@ -118,16 +123,12 @@ def _varied(rows: Sequence[Tensor], count: int) -> list[Tensor]:
     their dimensions, so that all stay values that the model knows.
     """
     per_sample = [item for item in rows if item.ndim and item.shape[0] == count]
-    distinct = {tuple(hash(item[index].detach().cpu().numpy().tobytes()) for item in per_sample if not _is_odd(item))
+    distinct = {tuple(hash(item[index].detach().cpu().numpy().tobytes()) for item in per_sample
+                      if item.dtype != torch.bfloat16)  # which numpy does not know
                 for index in range(count)}
     if len(distinct) == count or not per_sample:
         return list(rows)
     return [_vary(item) if item.ndim and item.shape[0] == count else item for item in rows]
-
-
-def _is_odd(item: Tensor) -> bool:
-    """Return whether numpy does not know the dtype."""
-    return bool(item.dtype == torch.bfloat16)
 
 
 def _vary(item: Tensor) -> Tensor:
@@ -246,9 +247,14 @@ def _difference(run: _Run, rows: Sequence[Tensor], cut: Sequence[Sequence[Tensor
 def _gradients(run: _Run, rows: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     with torch.enable_grad():
         loss, wanted = run(rows)
-        with autocast_off():  # as after a forward in a script
-            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    return loss.detach(), {name: item.detach() for name, item in zip(wanted, found, strict=True) if item is not None}
+        return loss.detach(), gradients_of(loss, wanted)
+
+
+def gradients_of(loss: Tensor, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of these tensors by name, of those that the loss depends on."""
+    with autocast_off():  # as after a forward in a script
+        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    return {name: item.detach() for name, item in zip(wanted, found, strict=True) if item is not None}
 
 
 def _draws(run: _Run, rows: Sequence[Tensor]) -> bool:

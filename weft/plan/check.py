@@ -11,7 +11,7 @@ is at the same point, all ranks come to the end. Every problem is reported with 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -87,6 +87,15 @@ def excess_bytes(plan: Plan, graph: Graph, cluster: Cluster) -> dict[str, int]:
     return over
 
 
+def _by_rank(num_ranks: int, members: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Return for each rank the places at which it is a member."""
+    found: list[list[int]] = [[] for _ in range(num_ranks)]
+    for index, ranks in enumerate(members):
+        for rank in ranks:
+            found[rank].append(index)
+    return found
+
+
 class _Needs:
     """What each compute needs on its rank, from the program's tables."""
 
@@ -95,19 +104,9 @@ class _Needs:
         self.used = [frozenset(channel.microbatches) for channel in program.channels]
         self.handled = [frozenset(instance.microbatches) for instance in program.instances]
         self.training = program.plan.model.mode == "training"
-        ranks = range(program.num_ranks)
-        self.instances_of: list[list[int]] = [[] for _ in ranks]
-        self.channels_of: list[list[int]] = [[] for _ in ranks]
-        self.buckets_of: list[list[int]] = [[] for _ in ranks]
-        for index, instance in enumerate(program.instances):
-            for rank in instance.ranks:
-                self.instances_of[rank].append(index)
-        for index, channel in enumerate(program.channels):
-            self.channels_of[channel.source].append(index)
-            self.channels_of[channel.target].append(index)
-        for index, bucket in enumerate(program.buckets):
-            for rank in bucket.ranks:
-                self.buckets_of[rank].append(index)
+        self.instances_of = _by_rank(program.num_ranks, [item.ranks for item in program.instances])
+        self.channels_of = _by_rank(program.num_ranks, [(item.source, item.target) for item in program.channels])
+        self.buckets_of = _by_rank(program.num_ranks, [item.ranks for item in program.buckets])
         updates = self.training and program.plan.optimizer.kind != "none"
         self.steps = [updates and bool(instances) for instances in self.instances_of]
         read = [{int(tensor) for op in ops for tensor in program.graph.op_inputs(int(op))} for ops in program.stage_ops]
