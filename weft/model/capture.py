@@ -22,10 +22,9 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
-from functools import partial
 from types import FrameType
 from typing import Any, Final
 
@@ -38,8 +37,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft.base.errors import ModelError
 from weft.model import functional
-from weft.model.chains import Chain, ChainMismatch, find_chains, reduce_chains, standing_in
-from weft.model.fold import FoldMismatch, check_unchanging, expand, folded
+from weft.model.chains import Chain, ChainMismatch, find_chains, standing_in, write_chains
+from weft.model.fold import FoldMismatch, check_unchanging
 from weft.model.forward import checkpoints_noted, refused_functions
 
 _CHATTY: Final = ("torch._subclasses.fake_tensor", "torch.export", "torch.export._trace",
@@ -99,14 +98,9 @@ def _is_traceable_in_eval_mode(module: torch.nn.Module, inputs: tuple[torch.Tens
 
 
 def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *, training: bool, fold: bool) -> Capture:
-    tied = tied_names(module)
-    with fake_parameters(module) as mode, _forward_as_written(training), checkpoints_noted() as noted:
-        fake_inputs = tuple(_fake(mode, tensor) for tensor in inputs)
-        if fold:
-            with suppress(FoldMismatch), folded(module) as folding:
-                if folding.sets:
-                    return replace(_captured(module, fake_inputs, tied), asks_recompute=bool(noted))
-        return replace(_captured(module, fake_inputs, tied), asks_recompute=bool(noted))
+    if fold and (found := _capture_folded(module, inputs, training=training, is_whole=True)) is not None:
+        return found[0]
+    return _captured(module, inputs, training=training)
 
 
 def capture_chains(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *,
@@ -116,21 +110,29 @@ def capture_chains(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *,
     The copies are the first, one that stands for all in the middle, and the last. Chains whose copies turn out to
     differ are traced in full.
     """
-    tied = tied_names(module)
-    chains = find_chains(module)
-    while chains:
+    found = _capture_folded(module, inputs, training=training, is_whole=False)
+    return found or (capture(module, inputs, training=training), ())
+
+
+def _capture_folded(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *, training: bool,
+                    is_whole: bool) -> tuple[Capture, tuple[Chain, ...]] | None:
+    """Return the graph traced with most copies in chains stood in for, and the chains; None if there are none.
+
+    ``is_whole``: all copies are written out. Chains whose copies differ are left out, and traced in full.
+    """
+    differing: set[tuple[str, ...]] = set()
+    while chains := [item for item in find_chains(module, is_whole=is_whole) if item.paths not in differing]:
         try:
-            with (standing_in(module, chains), fake_parameters(module) as mode, _forward_as_written(training),
-                  checkpoints_noted() as noted):
-                fakes = tuple(_fake(mode, tensor) for tensor in inputs)
-                found = _captured(module, fakes, tied, partial(reduce_chains, chains=chains))
-                return replace(found, asks_recompute=bool(noted)), tuple(chains)
+            return _captured(module, inputs, training=training, chains=chains), tuple(chains)
         except ChainMismatch as problem:
-            wrong = problem.chain
-            chains = [Chain(paths=chain.paths, period=chain.period) for chain in chains if chain is not wrong]
-        except (FoldMismatch, ModelError):  # a hollow layer may be looked into: trace all, which tells what is wrong
-            break
-    return capture(module, inputs, training=training), ()
+            differing.add(problem.chain.paths)
+        except FoldMismatch:
+            return None
+        except ModelError:
+            if is_whole:
+                raise
+            return None  # a hollow layer may be looked into: tracing all tells what is wrong
+    return None
 
 
 def tied_names(module: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -192,19 +194,23 @@ def _forward_as_written(training: bool) -> Iterator[None]:
 # ---- tracing ------------------------------------------------------------------------------------------------------
 
 
-def _captured(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], tied: tuple[tuple[str, ...], ...],
-              write_out: Callable[[fx.Graph, Mapping[str, str]], None] = expand) -> Capture:
-    try:
-        with _without_code(), _forward_frames_only():
-            program = torch.export.export(module, inputs, strict=False)
-        notes = _autocast_notes(program.graph_module)
-        functional.inline_blocks(program.graph_module)
-        program, updates = _functional(program)
-    except (FoldMismatch, ModelError):
-        raise
-    except Exception as problem:
-        raise ModelError(_why_untraceable(problem)) from problem
-    return replace(_described(program, updates, tied, write_out), notes=notes)
+def _captured(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *, training: bool,
+              chains: Sequence[Chain] = ()) -> Capture:
+    tied = tied_names(module)
+    with (standing_in(module, chains), fake_parameters(module) as mode, _forward_as_written(training),
+          checkpoints_noted() as noted):
+        fakes = tuple(_fake(mode, tensor) for tensor in inputs)
+        try:
+            with _without_code(), _forward_frames_only():
+                program = torch.export.export(module, fakes, strict=False)
+            notes = _autocast_notes(program.graph_module)
+            functional.inline_blocks(program.graph_module)
+            program, updates = _functional(program)
+        except (FoldMismatch, ModelError):
+            raise
+        except Exception as problem:
+            raise ModelError(_why_untraceable(problem)) from problem
+        return replace(_described(program, updates, tied, chains), notes=notes, asks_recompute=bool(noted))
 
 
 def _autocast_notes(root: fx.GraphModule) -> tuple[str, ...]:
@@ -315,7 +321,7 @@ def _own_line(frames: Iterable[traceback.FrameSummary]) -> str | None:
 
 
 def _described(program: Any, updates: dict[str, fx.Node], tied: tuple[tuple[str, ...], ...],
-               write_out: Callable[[fx.Graph, Mapping[str, str]], None]) -> Capture:
+               chains: Sequence[Chain]) -> Capture:
     graph: fx.Graph = program.graph
     first = {name: names[0] for names in tied for name in names}
     parameters: dict[str, str] = {}
@@ -338,7 +344,7 @@ def _described(program: Any, updates: dict[str, fx.Node], tied: tuple[tuple[str,
         _annotate(node)
     outputs = _outputs(program)
     graph.output_node().args = ((*updates.values(), *outputs),)
-    write_out(graph, {**parameters, **buffers})
+    write_chains(graph, {**parameters, **buffers}, chains)
     functional.simplify(graph)  # before sizes are looked at: values that only checks use are gone then
     for node in graph.nodes:
         _check_sizes(node)

@@ -1,33 +1,30 @@
-"""Trace one of each repeated layer: the copies are stood in for while tracing and written out afterwards.
+"""Trace one of each repeated layer: how equal layers are known, stood in for, compared and copied.
 
 Tracing costs two to three milliseconds per operator, so the 80 equal layers of a large model take many seconds. Layers
-are *equal* when their classes, settings and parameter shapes are (``find_repeats``); a number that counts the layers is
-the only difference allowed, and it must not be used (``watch_numbers``). While ``torch.export`` runs, the first two and
-the last layer of a set are traced in full between two markers, ``fold_enter`` and ``fold_leave``; every other one
-becomes a single operator ``fold_repeat``. Afterwards ``expand`` compares the layers that were traced, operator by
-operator, and only if they agree replaces each ``fold_repeat`` with a copy of the first, wired to the copy's own
-parameters:
+are *equal* when their classes, settings and parameter shapes are (``equal_children``); a number that counts the layers
+is the only difference allowed, and it must not be used (``watch_numbers``). While ``torch.export`` runs, the first and
+the last layer are traced in full between two markers, ``fold_enter`` and ``fold_leave`` (``trace_layer``); others
+become a single operator ``fold_repeat``, which is afterwards replaced with a copy of the first, wired to the copy's own
+parameters (``write_copy``), if the layers that were traced agree, operator by operator (``check_equal``):
 
-    x -> [enter h.0 ... leave] -> [enter h.1 ... leave] -> repeat h.2 -> ... -> [enter h.47 ... leave] -> loss
+    x -> [enter h.0 ... leave] -> repeat h.1 -> repeat h.2 -> ... -> [enter h.47 ... leave] -> loss
 
-A difference, or an operator that changes memory inside a layer (``check_unchanging``), raises ``FoldMismatch``; the
-caller then traces all.
+A difference, or an operator that changes memory inside a layer (``check_unchanging``), raises ``FoldMismatch``. Which
+layers are traced and which are stood in for: ``weft.model.chains``.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-MIN_REPEATS: Final = 4
-"""Fewer equal layers than this are simply traced: the first two and the last are traced anyway."""
 MIN_MODULES: Final = 3
 """A layer of fewer modules than this has too few operators to be worth a stand-in."""
 _MEMBERS: Final = ("_parameters", "_buffers", "_modules")
@@ -69,7 +66,6 @@ class Record:
     """One set of equal layers called with equal inputs."""
 
     id: int
-    num_traced: int = 0
     outputs: tuple[TensorSpec, ...] = ()
     """The tensors that the layer makes, in order."""
     layout: tuple[tuple[str, Any], ...] = ()
@@ -101,25 +97,6 @@ MARKERS: Final = (ENTER, LEAVE, REPEAT)
 
 
 # ---- which layers are equal ---------------------------------------------------------------------------------------
-
-
-def find_repeats(module: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return sets of paths of equal sibling layers, outermost first, of ``MIN_REPEATS`` or more each."""
-    owners = parameter_owners(module)
-    sets: list[tuple[str, ...]] = []
-
-    def visit(parent: torch.nn.Module, prefix: str) -> None:
-        children = {name: child for name, child in parent._modules.items() if child is not None}
-        for equal in equal_children(list(children.values()), owners):
-            names = [list(children)[index] for index in equal]
-            if len(names) >= MIN_REPEATS:
-                sets.append(tuple(prefix + name for name in names))
-            else:
-                for name in names:
-                    visit(children[name], f"{prefix}{name}.")
-
-    visit(module, "")
-    return tuple(sets)
 
 
 def equal_children(children: list[torch.nn.Module], owners: Mapping[int, tuple[str, ...]]) -> list[list[int]]:
@@ -258,53 +235,6 @@ def _numbers(value: Any) -> list[int]:
 # ---- while tracing ------------------------------------------------------------------------------------------------
 
 
-@dataclass(slots=True, kw_only=True)
-class Folding:
-    """The layers being folded in one trace; use ``folded(module)``."""
-
-    sets: tuple[tuple[str, ...], ...]
-    records: dict[Any, Record] = field(default_factory=dict)
-
-    def forget(self) -> None:
-        """Let go of the records."""
-        for record in self.records.values():
-            RECORDS.pop(record.id, None)
-
-
-@contextmanager
-def folded(module: torch.nn.Module) -> Iterator[Folding]:
-    """Let equal layers of ``module`` be stood in for while the body runs."""
-    folding = Folding(sets=find_repeats(module))
-    with ExitStack() as stack:
-        stack.callback(folding.forget)
-        for number, paths in enumerate(folding.sets):
-            layers = [module.get_submodule(path) for path in paths]
-            watch_numbers(layers, stack, FoldMismatch)
-            for path, layer in zip(paths, layers, strict=True):
-                layer.forward = _stand_in(folding, number, path, path == paths[-1], layer.forward)
-                stack.callback(delattr, layer, "forward")
-        yield folding
-
-
-def _stand_in(folding: Folding, number: int, path: str, is_last: bool, real: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if not all(isinstance(leaf, torch.Tensor | bool | int | float | str | None) for leaf in leaves):
-            return real(*args, **kwargs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        signature = number, call_signature(leaves, spec)
-        if signature not in folding.records:
-            folding.records[signature] = new_record()
-        record = folding.records[signature]
-        key = f"{record.id}:{path}"
-        if record.num_traced >= 2 and not is_last:
-            return rebuild(record, tensors, wanting(REPEAT(key, tensors), record.outputs))
-        record.num_traced += 1
-        return trace_layer(record, key, real, leaves, spec)[1]
-
-    return forward
-
-
 def new_record() -> Record:
     """Return a record that ``REPEAT`` can be called with."""
     record = Record(id=next(_NUMBERS))
@@ -399,19 +329,6 @@ class Region:
     enter: fx.Node
     leave: fx.Node
     body: list[fx.Node]
-
-
-def expand(graph: fx.Graph, owned: Mapping[str, str]) -> None:
-    """Write out every stand-in of ``graph`` in place; ``owned`` gives the path of each parameter or buffer node."""
-    regions, repeats = find_regions(graph)
-    nodes = stored_nodes(graph, owned)
-    for same in regions.values():
-        for other in same[1:]:
-            check_equal(same[0], other, owned)
-    for node in repeats:
-        record, path = node.args[0].split(":", 1)
-        write_copy(graph, node, regions[record][0], path, owned, nodes)
-    remove_markers(regions)
 
 
 def stored_nodes(graph: fx.Graph, owned: Mapping[str, str]) -> dict[str, fx.Node]:

@@ -1,8 +1,8 @@
 """Trace a PyTorch model: ``trace(source) -> TracedModel``, a ``Graph`` to plan with and a program to run.
 
 The steps: ``capture`` exports the module to a functional fx graph without using memory (equal layers are traced once,
-``fold``), ``probe`` costs each distinct operator forward and backward on meta tensors, and ``columns`` writes
-operators, tensors and costs down as a ``Graph``.
+``weft.model.chains``), ``probe`` costs each distinct operator forward and backward on meta tensors, and ``columns``
+writes operators, tensors and costs down as a ``Graph``.
 
 ``TracedModel`` is what the runtime's partitioner reads:
 
