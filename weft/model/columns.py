@@ -1,4 +1,4 @@
-"""From a captured fx graph to Weft's ``Graph``: operators, tensors, costs and wiring in columns.
+"""From a captured fx graph to Weft's ``Graph``, operators, tensors, costs and wiring in columns, and to the program.
 
 Each ``call_function`` node becomes an operator, except ``getitem``, which only names one of an operator's outputs.
 Operators are named after their module and kind (``transformer.h.0.attn.c_attn.addmm``), so that names do not depend on
@@ -15,6 +15,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -29,16 +30,24 @@ from weft.model.probe import GradClass, OpCost, Probe, is_random, operator_name
 Backward = Literal["joint", "rule", "none"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """A graph, and the fx nodes that its operators and tensors came from."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TracedProgram:
+    """The fx graph behind a ``Graph``, and how their names meet; see ``weft.model.trace``."""
 
-    graph: Graph
+    fx_graph: fx.Graph
     op_nodes: Mapping[str, tuple[str, ...]]
     tensor_nodes: Mapping[str, str]
-    """Of several nodes with the same value (tied parameters) the first."""
-    node_tensors: Mapping[str, str]
-    """Tensor name by fx node, for every node that is a tensor."""
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    constants: Mapping[str, torch.Tensor]
+    buffer_updates: Mapping[str, str]
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+
+    @cached_property
+    def nodes(self) -> Mapping[str, fx.Node]:
+        """Return every fx node by its name."""
+        return {node.name: node for node in self.fx_graph.nodes}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,8 +79,8 @@ class _Op:
 
 
 def make_columns(capture: Capture, *, name: str, batch: int, training: bool, backward: Backward,
-                 more_reads: Mapping[tuple[str, str], int] | None = None) -> Columns:
-    """Return the graph of ``capture``, with the costs of its backward pass found as ``backward`` says.
+                 more_reads: Mapping[tuple[str, str], int] | None = None) -> tuple[Graph, TracedProgram]:
+    """Return the graph of ``capture``, with the costs of its backward pass found as ``backward`` says, and its program.
 
     ``more_reads`` gives, by fx nodes (operator, tensor), reads of operators that ``capture`` leaves out.
     """
@@ -293,20 +302,25 @@ class _Builder:
 
     # ---- the result ----
 
-    def finish(self, name: str, batch: int, outputs: tuple[int, ...]) -> Columns:
-        """Return all columns."""
-        ops, tensors = self.ops, self.tensors
+    def finish(self, name: str, batch: int, outputs: tuple[int, ...]) -> tuple[Graph, TracedProgram]:
+        """Return all columns, and what they came from."""
+        ops, tensors, found = self.ops, self.tensors, self.capture
         self._warn_unused()
-        for note in self.capture.notes:
+        for note in found.notes:
             self._warn(note)
         graph = make_graph(
             [_op_row(op) for op in ops], [_tensor_row(tensor) for tensor in tensors], name=name, batch=batch,
-            outputs=outputs, tied=self.capture.tied, warnings=tuple(self.warnings),
-            asks_recompute=self.capture.asks_recompute and self.backward != "none",
+            outputs=outputs, tied=found.tied, warnings=tuple(self.warnings),
+            asks_recompute=found.asks_recompute and self.backward != "none",
             has_backward=self.backward != "none", backward_source=self.backward)
-        return Columns(graph=graph, op_nodes={op.name: tuple(op.nodes) for op in ops},
-                       tensor_nodes={tensor.name: tensor.node for tensor in tensors},
-                       node_tensors={node: tensors[index].name for node, index in self.ids.items()})
+        names = {node: tensors[index].name for node, index in self.ids.items()}
+        return graph, TracedProgram(
+            fx_graph=found.graph, op_nodes={op.name: tuple(op.nodes) for op in ops},
+            tensor_nodes={tensor.name: tensor.node for tensor in tensors},
+            inputs=tuple(names[node] for node in found.inputs), outputs=tuple(tensors[item].name for item in outputs),
+            constants={names[node]: value for node, value in found.constants.items() if node in names},
+            buffer_updates={path: names[node] for path, node in found.buffer_updates.items()},
+            parameters=found.parameters, buffers=found.buffers)
 
     def _warn_unused(self) -> None:
         unused = sorted(set(self.capture.parameters.values()) - self.stored.keys())

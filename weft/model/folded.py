@@ -29,7 +29,7 @@ from weft.model.columns import Backward, make_columns
 from weft.model.forward import current_autocast, within
 from weft.model.graph import Graph, check_graph, collector_paused
 from weft.model.source import ModelSource
-from weft.model.trace import TracedModel, make_program
+from weft.model.trace import TracedModel
 from weft.model.zoo import Mode
 
 
@@ -103,12 +103,11 @@ def trace_folded(source: ModelSource, *, batch: int | None = None, mode: Mode | 
     with collector_paused(), within(module, current_autocast()):
         found, chains = capture_chains(module, inputs, training=training)
         whole = [chain for chain in chains if chain.num_copies - chain.first >= MIN_COPIES]
-        columns = make_columns(found, name=source.name, batch=size, training=training, backward=kind,
-                               more_reads=_more_reads(found, whole))
-    check_graph(columns.graph)
-    runs = tuple(_run(columns.graph, chain) for chain in whole)
-    traced = TracedModel(graph=columns.graph, program=make_program(found, columns), source=replace(source, batch=size))
-    return FoldedModel(traced=traced, runs=runs)
+        graph, program = make_columns(found, name=source.name, batch=size, training=training, backward=kind,
+                                      more_reads=_more_reads(found, whole))
+    check_graph(graph)
+    traced = TracedModel(graph=graph, program=program, source=replace(source, batch=size))
+    return FoldedModel(traced=traced, runs=tuple(_run(graph, chain) for chain in whole))
 
 
 def _paths(chain: Chain) -> tuple[str, ...]:
