@@ -149,13 +149,13 @@ def _refuse_options(spec: str, options: Mapping[str, str] | None, dtype: str | N
 
 
 def _from_zoo(spec: str, batch: int | None, mode: Mode, options: Mapping[str, str] | None) -> ModelSource:
-    from weft.model.zoo_models import build_model, sample_inputs  # which needs PyTorch
+    from weft.model import zoo_models  # which needs PyTorch
 
     model, dtype = find_model(spec, options)
     source = ModelSource(
         name=model.name, spec=model.name, batch=batch or model.batch, mode=mode, in_eval_mode=model.in_eval_mode,
-        builder=lambda mode: build_model(model, mode),
-        sampler=lambda mode, batch, seed: sample_inputs(model, mode, batch, seed))
+        builder=lambda mode: zoo_models.build_model(model, mode),
+        sampler=lambda mode, batch, seed: zoo_models.sample_inputs(model, mode, batch, seed))
     return source.with_dtype(dtype)
 
 

@@ -40,39 +40,31 @@ _Stages = tuple[int, ...]
 
 def bind_plan(plan: Plan, graph: Graph) -> Plan:
     """Return the plan with the names that its operators have in ``graph``; ``PlanError`` if that is another model."""
-    if _is_same(plan, graph):
+    if plan.model.digest == graph.digest:
         return plan
     if _is_same_in_another_dtype(plan, graph):
         return replace(plan, model=replace(plan.model, digest=graph.digest))
-    problems = [*_model_problems(plan, graph)]
-    if problems:
-        _refuse(plan, graph, problems)
+    _raise_if(plan, graph, [*_model_problems(plan, graph)])
     matching = _match(plan, graph)
     stages = tuple(_rebuilt(stage, index, matching, graph) for index, stage in enumerate(plan.stages))
-    problems = matching.problems + [text for stage in stages for text in _work_problems(stage, graph)]
-    if problems:
-        _refuse(plan, graph, problems)
+    _raise_if(plan, graph, matching.problems + [text for stage in stages for text in _work_problems(stage, graph)])
     return replace(plan, model=replace(plan.model, digest=graph.digest), stages=stages)
 
 
-def _refuse(plan: Plan, graph: Graph, problems: Sequence[str]) -> None:
+def _raise_if(plan: Plan, graph: Graph, problems: Sequence[str]) -> None:
+    """Raise ``PlanError`` if there are problems."""
+    if not problems:
+        return
     shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
     raise_problems("the plan", [
         f"model.digest is {plan.model.digest!r} but the model {graph.name!r} has {graph.digest!r}: the plan was made "
         f"for another model (or another version of it); plan again. What differs: {shown}"])
 
 
-def _is_same(plan: Plan, graph: Graph) -> bool:
-    return plan.model.digest == graph.digest
-
-
 def _is_same_in_another_dtype(plan: Plan, graph: Graph) -> bool:
     """Return whether only the floating-point type differs, as where a plan is verified in float64."""
-    for dtype in _FLOATS:
-        dtypes = tuple(dtype if item in _FLOATS else item for item in graph.tensor_dtypes)
-        if replace(graph, tensor_dtypes=dtypes).digest == plan.model.digest:
-            return True
-    return False
+    others = (tuple(dtype if item in _FLOATS else item for item in graph.tensor_dtypes) for dtype in _FLOATS)
+    return any(replace(graph, tensor_dtypes=dtypes).digest == plan.model.digest for dtypes in others)
 
 
 # ---- parameters, inputs, work ---------------------------------------------------------------------------------------

@@ -161,24 +161,14 @@ class _Player:
 def _action_queues(plan: Plan, layout: Layout) -> list[list[tuple[int, Phase, int]]]:
     instance_of = {(plan.stages[item.stage].name, rank): index
                    for index, item in enumerate(layout.instances) for rank in item.ranks}
-    queues = []
-    for rank, device in enumerate(plan.cluster.devices):
-        queue = []
-        for token in plan.order.get(device, ()):
-            action = parse_action(token)
-            assert action is not None, "structure was checked"
-            name, phase, microbatch = action
-            queue.append((instance_of[name, rank], Phase[phase], microbatch))
-        queues.append(queue)
-    return queues
+    actions = [[parse_action(token) for token in plan.order.get(device, ())] for device in plan.cluster.devices]
+    return [[(instance_of[action[0], rank], Phase[action[1]], action[2]) for action in row if action is not None]
+            for rank, row in enumerate(actions)]
 
 
 def _durations(plan: Plan, layout: Layout) -> list[dict[Phase, float]]:
-    result = []
-    for item in layout.instances:
-        times = plan.stages[item.stage].replicas[item.replica].times
-        result.append({phase: times.get(phase.name, DEFAULT_TIMES[phase.name]) for phase in Phase})
-    return result
+    times = [plan.stages[item.stage].replicas[item.replica].times for item in layout.instances]
+    return [{phase: known.get(phase.name, DEFAULT_TIMES[phase.name]) for phase in Phase} for known in times]
 
 
 def _delays(plan: Plan, layout: Layout) -> dict[tuple[int, int, bool], float]:
