@@ -3,7 +3,7 @@
 ``capture`` runs ``torch.export`` (non-strict) with every parameter, buffer and input replaced by a fake CPU tensor, so
 that a model of 70 billion parameters needs no memory, and the module is as it was afterwards. The result holds only
 ``aten`` operators at the level at which autograd sees them (``linear``, ``layer_norm`` and attention stay whole) and is
-*functional*: no operator changes a tensor. Three things need care, because PyTorch's own passes lose them silently:
+*functional*: no operator changes a tensor. Four things need care, because PyTorch's own passes lose them silently:
 
 * a ``no_grad`` block becomes a sub-graph; it is written out here with ``detach`` on its results, since
   ``run_decompositions`` would drop the block and gradients would flow where they must not;

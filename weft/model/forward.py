@@ -83,8 +83,8 @@ def within(module: torch.nn.Module, autocast: str | None) -> Iterator[None]:
 def checkpoints_noted() -> Iterator[list[str]]:
     """Run functions under ``torch.utils.checkpoint`` plainly while the body runs; each leaves its kind in the list.
 
-    Models have ``checkpoint`` itself under other names, so what it calls is replaced: a generator around the call in
-    the usual kind, an autograd function in the old, reentrant one.
+    A model may have imported ``checkpoint`` under a name of its own, so what it calls is replaced: a generator around
+    the call in the usual kind, an autograd function in the old, reentrant one.
     """
     noted: list[str] = []
     function, generator = checkpoint.CheckpointFunction, checkpoint._checkpoint_without_reentrant_generator

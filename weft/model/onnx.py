@@ -45,9 +45,9 @@ _SIZES: Final[Mapping[str, float]] = {
     "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "bool": 1, "complex64": 8,
     "complex128": 16, "int4": 0.5, "uint4": 0.5}
 _MAX_ELEMENTS: Final = 1 << 50
-"""Larger tensors are refused: a petabyte is none of a model."""
+"""Larger tensors are refused: no model has a petabyte in one."""
 _MAX_FOLLOWED: Final = 5_000_000
-"""So many values of shape tensors are followed at most; it takes a second and 700 MB."""
+"""At most so many values of shape tensors are followed, which takes a second and 700 MB."""
 _MAX_INLINED: Final = 100_000
 """No more nodes may come from local functions."""
 _MAX_INLINED_BYTES: Final = 256 << 20
@@ -205,9 +205,10 @@ def _is_complete(graph: Any) -> bool:
 
 
 def _num_followed(graph: Any) -> int:
-    """Return how many elements of tensors with one dimension are looked at at most if their values are followed.
+    """Return the most elements of one-dimensional tensors that are looked at if their values are followed.
 
-    Where a shape is not known yet, the output is taken to be as long as the longest input, and of ``Concat`` as all.
+    Where a shape is not known yet, the output is taken to be as long as the longest input, and that of ``Concat`` as
+    all of them together.
     """
     length = {tensor.name: tensor.dims[0] if len(tensor.dims) == 1 else 1 for tensor in graph.initializer}
     for value in (*graph.value_info, *graph.input, *graph.output):

@@ -40,7 +40,7 @@ class ZooModel:
     about: str
     """One line for people."""
     in_eval_mode: bool = False
-    """The module is traced in eval mode even for training (it does the same, but branches on random numbers else)."""
+    """The module is in eval mode even for training: it computes the same, and else branches on random numbers."""
 
     @property
     def sequence(self) -> str:

@@ -29,9 +29,9 @@ from weft.plan.plan import Plan, Sharding, Stage
 from weft.plan.structure import raise_problems
 
 TOLERANCE: Final = 0.01
-"""So far the FLOPs and bytes of a stage may be from the plan's."""
+"""How far the FLOPs and bytes of a stage may be from the plan's, as a part of them."""
 MAX_PAIRS: Final = 250_000
-"""So many pairs of operators of one module are compared at most: it takes a second."""
+"""At most so many pairs of operators of one module are compared, which takes a second."""
 _FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
 _NUMBER: Final = re.compile(r"(_\d+)+$")
 _Stages = tuple[int, ...]
@@ -193,7 +193,7 @@ def _match_module(old: Sequence[str], new: Sequence[str], planned: Mapping[str, 
 
 
 def _equal_runs(old: Sequence[str], new: Sequence[str], found: _Matching) -> Iterator[tuple[int, int, int]]:
-    """Yield (place in ``old``, place in ``new``, length) of what is equal: at the begin, at the end, and between."""
+    """Yield (place in ``old``, place in ``new``, length) of what is equal: at both ends, and between."""
     shorter = min(len(old), len(new))
     begin = next((place for place in range(shorter) if old[place] != new[place]), shorter)
     rest = shorter - begin
