@@ -22,8 +22,9 @@ from torch import fx
 
 from weft.base.errors import InputError
 from weft.coarsen.groups import Groups, choose_kernels, number_groups
+from weft.model.columns import TracedProgram
 from weft.model.graph import Graph
-from weft.model.trace import TracedModel, TracedProgram
+from weft.model.trace import TracedModel
 
 _HOOK: Final = "_post_fusion_custom_pass"
 _OP: Final = "weft_op"

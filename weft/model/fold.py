@@ -225,11 +225,7 @@ def _watch(settings: dict[str, Any], key: str, stack: ExitStack, problem: Except
 
 
 def _numbers(value: Any) -> list[int]:
-    if isinstance(value, list | tuple):
-        return [number for item in value for number in _numbers(item)]
-    if isinstance(value, dict):
-        return [number for item in value.values() for number in _numbers(item)]
-    return [value] if type(value) is int else []
+    return [leaf for leaf in pytree.tree_leaves(value) if type(leaf) is int]
 
 
 # ---- while tracing ------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from typing import Any, Final, TypeAlias
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -257,11 +258,7 @@ def _backward(outputs: list[torch.Tensor], tensors: list[torch.Tensor],
 
 
 def _flat(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    return [tensor for item in value for tensor in _flat(item)] if isinstance(value, list | tuple) else []
+    return [item for item in pytree.tree_leaves(value) if isinstance(item, torch.Tensor)]
 
 
 def _storage(tensor: torch.Tensor) -> int:

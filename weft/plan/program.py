@@ -189,14 +189,13 @@ class Program:
 
     def instruction(self, index: int) -> Instruction:
         """Return one instruction as an object."""
-        return Instruction(
-            index=index, op=Op(int(self.op[index])), instance=int(self.instance[index]),
-            microbatch=int(self.microbatch[index]), phase=Phase(int(self.phase[index])),
-            channel=int(self.channel[index]), bucket=int(self.bucket[index]))
+        return next(self._between(index, index + 1))
 
     def instructions(self, rank: int) -> Iterator[Instruction]:
         """Yield the instructions of ``rank`` in order."""
-        first, last = int(self.rank_start[rank]), int(self.rank_start[rank + 1])
+        return self._between(int(self.rank_start[rank]), int(self.rank_start[rank + 1]))
+
+    def _between(self, first: int, last: int) -> Iterator[Instruction]:
         columns = (self.op, self.instance, self.microbatch, self.phase, self.channel, self.bucket)
         rows = zip(*(column[first:last].tolist() for column in columns), strict=True)
         for index, (op, instance, microbatch, phase, channel, bucket) in enumerate(rows, first):
