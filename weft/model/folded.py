@@ -30,7 +30,6 @@ from weft.model.forward import current_autocast, within
 from weft.model.graph import Graph, check_graph, collector_paused
 from weft.model.source import ModelSource
 from weft.model.trace import TracedModel
-from weft.model.zoo import Mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,14 +87,13 @@ class FoldedModel:
         return tuple(counts.get(name, 1) for name in self.traced.graph.op_names)
 
 
-def trace_folded(source: ModelSource, *, batch: int | None = None, mode: Mode | None = None,
+def trace_folded(source: ModelSource, *, batch: int | None = None,
                  backward: Literal["auto", "joint", "rule", "none"] = "auto") -> FoldedModel:
     """Return ``source`` traced with a few copies of each run of equal layers, in a time that does not grow with depth.
 
     The arguments are those of ``weft.model.trace.trace``. Where equal layers turn out to differ, all of them are
     traced and there is no run of them. ``ModelError`` if the model cannot be traced.
     """
-    source = source if mode is None else source.with_mode(mode)
     training = source.mode == "training"
     kind: Backward = "none" if not training else "joint" if backward == "auto" else backward
     size = source.batch if batch is None else batch
