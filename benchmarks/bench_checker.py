@@ -31,10 +31,9 @@ from tests.plan.faults import FAULTS, seed_fault  # noqa: E402
 from tests.plan.generate import random_plan  # noqa: E402
 from tests.worlds import pipeline  # noqa: E402
 from weft.base.errors import PlanError  # noqa: E402
-from weft.plan.check import check_program  # noqa: E402
+from weft.plan.check import check_program, rendezvous_problems  # noqa: E402
 from weft.plan.lower import lower  # noqa: E402
 from weft.plan.program import Program  # noqa: E402
-from weft.plan.rendezvous import rendezvous_problems  # noqa: E402
 
 
 def is_accepted(program: Program) -> bool:

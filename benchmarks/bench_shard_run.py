@@ -29,8 +29,8 @@ from weft.model.folded import trace_folded
 from weft.model.source import ModelSource, resolve_model
 from weft.model.trace import trace
 from weft.plan.lower import lower
-from weft.plan.overlap import inside_backward
 from weft.plan.plan import Optimizer
+from weft.plan.program import inside_backward
 from weft.run.launch import run_plan
 from weft.run.result import RunOptions
 from weft.search.common.problem import PlanOptions, Problem, add_gradients

@@ -19,8 +19,7 @@ from weft.search.common.problem import PlanOptions, Problem
 
 HERE = Path(__file__).resolve().parent
 CLUSTERS = HERE / "problems" / "deploy"
-TRACER = ("capture", "columns", "flops", "fold", "functional", "graph", "probe", "source", "trace", "zoo", "zoo_plain",
-          "zoo_transformers")
+TRACER = ("capture", "columns", "fold", "forward", "functional", "graph", "probe", "source", "trace", "zoo", "zoo_models")
 """Modules that decide what a traced graph looks like."""
 GRAPHS = HERE.parent / "out" / "deploy-graphs"
 

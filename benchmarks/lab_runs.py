@@ -17,13 +17,13 @@ from benchmarks.lab.links import LinkReport, measure_links
 from benchmarks.lab.profiles import measured_kind, profile_together
 from benchmarks.lab.spaces import why_not
 from benchmarks.sections import Row
+from tests.worlds import with_sufficient_factors
 from weft.base.units import format_rate
 from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
 from weft.cost.profile import ProfileStore
 from weft.model.load import trace_model
-from weft.plan.exchanges import with_sufficient_factors
 from weft.plan.plan import Optimizer, Plan
 from weft.planning.compare import evaluate
 from weft.run.result import RunOptions, RunResult

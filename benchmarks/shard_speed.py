@@ -81,7 +81,7 @@ def speed(options: Any) -> Iterator[Row]:
 
 def measure(model: str, cluster: str, mesh: str, batch: int, memory: str) -> dict[str, Any]:
     """Return what one search took, after importing all that it needs."""
-    for name in ("torch", "numpy", "transformers", "weft.model.zoo_transformers", "weft.sharding.factor_rules",
+    for name in ("torch", "numpy", "transformers", "weft.model.zoo_models", "weft.sharding.factor_rules",
                  "transformers.models.llama.modeling_llama", "transformers.models.t5.modeling_t5",
                  "weft.search.strategies.search", "weft.search.strategies.integer"):
         importlib.import_module(name)

@@ -149,10 +149,7 @@ def source_of(module: str) -> str:
     return (path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text(encoding="utf-8")
 
 
-FOR_TESTS = {
-    "weft.export.pipelining_csv.parse_csv", "weft.model.trace.state_of",
-    "weft.plan.holders.parameter_holders", "weft.show.drawing.format_chart",
-}
+FOR_TESTS = {"weft.export.pipelining_csv.parse_csv", "weft.show.drawing.format_chart"}
 """What only tests call. Nothing is to be added here."""
 
 

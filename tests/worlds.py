@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 
 from weft.cluster.cluster import Cluster, Contention, Device, DeviceKind, Link
 from weft.model.graph import Graph, TensorRole
+from weft.plan.factors import find_factors
 from weft.plan.orders import Order, gpipe, interleaved, one_f_one_b, to_tokens
-from weft.plan.plan import ClusterRef, ModelRef, Optimizer, Plan, Replica, Stage
+from weft.plan.plan import ClusterRef, GradientExchange, ModelRef, Optimizer, Plan, Replica, Stage
 
 
 def chain_graph(num_ops: int, *, skips: tuple[tuple[int, int], ...] = (), parameter_bytes: int = 4,
@@ -162,3 +164,31 @@ def dag_graph(reads: list[list[int]], *, weights: list[int | None] | None = None
         is_saved=np.asarray([False] * first_output + [op not in not_saved for op in range(num_ops)]),
         tensor_batch_dim=np.asarray([0] + [-1] * len(used) + [-1 if item else 0 for item in no_batch], dtype=np.int64),
         outputs=(first_output + loss,), batch=batch, has_backward=True, backward_source="rule")
+
+
+def with_sufficient_factors(plan: Plan, graph: Graph, *, only: Callable[[str], bool] = lambda name: True) -> Plan:
+    """Return the plan with factors exchanged for the weights of linear operators that ``only`` accepts by name.
+
+    Their biases go with them, also from other exchanges among the same devices; what else was exchanged together with
+    them stays as it was.
+    """
+    homes: dict[tuple[str, tuple[str, ...]], int] = {}
+    """The exchange by factors that a parameter goes to, by its name and devices."""
+    for devices in dict.fromkeys(item.devices for item in plan.gradients):
+        place_of = {graph.tensor_index[name]: place for place, item in enumerate(plan.gradients)
+                    if item.devices == devices for name in item.parameters}
+        wanted = [tensor for tensor in place_of
+                  if len(graph.tensor_shapes[tensor]) < 2 or only(graph.tensor_names[tensor])]
+        for use in find_factors(graph, wanted).uses:
+            for tensor in (use.weight, use.bias):
+                if tensor is not None:
+                    homes.setdefault((graph.tensor_names[tensor], devices), place_of[use.weight])
+    exchanges: list[GradientExchange] = []
+    for place, item in enumerate(plan.gradients):
+        chosen = tuple(name for (name, devices), home in homes.items() if home == place and devices == item.devices)
+        rest = tuple(name for name in item.parameters if (name, item.devices) not in homes)
+        if chosen:
+            exchanges.append(GradientExchange(parameters=chosen, method="sufficient_factors", devices=item.devices))
+        if rest:
+            exchanges.append(replace(item, parameters=rest))
+    return replace(plan, gradients=tuple(exchanges))

@@ -8,10 +8,9 @@ from dataclasses import replace
 import pytest
 
 from tests.run.plans import MODELS, replicated_plan, traced
-from tests.worlds import plain_cluster
+from tests.worlds import plain_cluster, with_sufficient_factors
 from weft.cli.main import main
 from weft.cluster.cluster_file import to_json
-from weft.plan.exchanges import with_sufficient_factors
 from weft.plan.plan import save_plan
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from weft.model.source import ModelSource, resolve_model
-from weft.model.trace import TracedModel, run_program, state_of
+from weft.model.trace import TracedModel, run_program
 from weft.model.weights import materialize
 
 
@@ -29,6 +29,11 @@ def zoo(spec: str, **options) -> ModelSource:
     source = resolve_model(spec, **options)
     assert isinstance(source, ModelSource)
     return source
+
+
+def state_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters and buffers of ``module`` by path, tied ones under every name."""
+    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
 
 
 def gradients(module: nn.Module) -> dict[str, Tensor]:

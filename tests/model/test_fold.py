@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.model.helpers import assert_equals_eager, source_of
 from weft.model import fold
-from weft.model.fold import find_repeats
+from weft.model.chains import find_chains
 from weft.model.trace import trace
 
 COLUMNS = ("flops", "bytes_read", "bytes_written", "input_grad_flops", "input_grad_bytes", "weight_grad_flops",
@@ -128,15 +128,22 @@ def test_folded_graph_is_the_full_one(make, is_folded, monkeypatch):
     assert_equals_eager(trace(source))
 
 
+def found(module: nn.Module) -> list[tuple[tuple[str, ...], int]]:
+    return [(chain.paths, chain.period) for chain in find_chains(module)]
+
+
+def blocks_of(*numbers: int) -> tuple[str, ...]:
+    return tuple(f"blocks.{number}" for number in numbers)
+
+
 def test_layers_are_equal_by_structure_and_settings():
-    assert find_repeats(stack()()) == (tuple(f"blocks.{i}" for i in range(7)),)
-    assert find_repeats(stack(count=3)()) == ()
+    assert found(stack()()) == [(blocks_of(*range(7)), 1)]
+    assert found(stack(count=2)()) == []
     mixed = Stack([Block(i, scale=1.0 + (i % 2)) for i in range(10)])
-    assert find_repeats(mixed) == (tuple(f"blocks.{i}" for i in range(0, 10, 2)),
-                                   tuple(f"blocks.{i}" for i in range(1, 10, 2)))
+    assert found(mixed) == [(blocks_of(*range(10)), 2)]
     frozen = Stack([Block(i) for i in range(8)])
     frozen.blocks[3].requires_grad_(False)
-    assert find_repeats(frozen) == (tuple(f"blocks.{i}" for i in range(8) if i != 3),)
+    assert found(frozen) == [(blocks_of(0, 1, 2), 1), (blocks_of(4, 5, 6, 7), 1)]
 
 
 def test_an_index_that_looks_like_a_setting_does_not_split_the_set():
@@ -144,14 +151,14 @@ def test_an_index_that_looks_like_a_setting_does_not_split_the_set():
     blocks = [Block(i) for i in range(8)]
     for block in blocks:
         block.width = 4
-    assert find_repeats(Stack(blocks)) == (tuple(f"blocks.{i}" for i in range(8)),)
+    assert found(Stack(blocks)) == [(blocks_of(*range(8)), 1)]
 
 
 def test_shared_parameters_are_not_folded():
     blocks = [Block(i) for i in range(6)]
     for block in blocks[1:]:
         block.up.weight = blocks[0].up.weight
-    assert find_repeats(Stack(blocks)) == ()
+    assert found(Stack(blocks)) == []
     same_graph(lambda: _shared())
 
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from tests.model.helpers import assert_equals_eager, source_of
+from tests.model.helpers import assert_equals_eager, source_of, state_of
 from weft.base.errors import ModelError
 from weft.model import capture as capture_module
 from weft.model.functional import changes_memory
-from weft.model.trace import run_program, state_of, trace
+from weft.model.trace import run_program, trace
 
 
 class Base(nn.Module):
@@ -153,7 +153,7 @@ class Normal(Base):
 
 def test_autocast_for_a_gpu_is_refused_around_a_trace_and_noted_inside(monkeypatch):
     graph = torch.fx.Graph()  # what a machine with a GPU gives: elsewhere PyTorch switches such a block off
-    graph.call_function(capture_module._AUTOCAST, ("cuda", torch.bfloat16, True, None, None))
+    graph.call_function(capture_module.functional.AUTOCAST, ("cuda", torch.bfloat16, True, None, None))
     graph.output(())
     note, = capture_module._autocast_notes(torch.fx.GraphModule({}, graph))
     assert "switches autocast on for cuda, which is left out" in note
@@ -198,7 +198,7 @@ def test_a_change_seen_through_an_older_view_is_left_to_pytorch(monkeypatch):
 
 def test_a_wrong_rewrite_would_be_caught(monkeypatch):
     """The comparison with the module can fail: without functionalisation the view's change is lost between stages."""
-    monkeypatch.setattr(capture_module, "make_functional", lambda graph, buffers: _drop_changes(graph))
+    monkeypatch.setattr(capture_module.functional, "make_functional", lambda graph, buffers: _drop_changes(graph))
     with pytest.raises(AssertionError):
         assert_equals_eager(trace(source_of(InPlaceChain, (6,), batch=4)))
 

@@ -15,8 +15,7 @@ from weft.cli.main import main
 from weft.cost.costs import estimate_costs
 from weft.export.device_map import op_properties
 from weft.model.graph import Graph
-from weft.model.onnx import load_onnx
-from weft.model.onnx_metadata import annotate_onnx
+from weft.model.onnx import annotate_onnx, load_onnx
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan, save_plan
 from weft.search.common.problem import PlanOptions, Problem

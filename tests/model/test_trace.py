@@ -8,10 +8,10 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import flop_registry
 
-from tests.model.helpers import assert_equals_eager, source_of, zoo
+from tests.model.helpers import assert_equals_eager, source_of, state_of, zoo
 from weft.base.errors import ModelError
 from weft.model.graph import NO_BATCH_DIM, TensorRole, check_graph
-from weft.model.trace import run_program, state_of, trace
+from weft.model.trace import run_program, trace
 
 LAYERS, HIDDEN, HEADS, VOCAB, SEQ, BATCH = 4, 64, 4, 256, 32, 8
 

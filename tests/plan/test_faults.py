@@ -14,10 +14,9 @@ from tests.plan.explore import ways_to_block, works
 from tests.plan.faults import FAULTS, seed_fault
 from tests.plan.generate import random_plan
 from weft.base.errors import PlanError
-from weft.plan.check import check_program
+from weft.plan.check import check_program, play_rendezvous, rendezvous_problems
 from weft.plan.lower import lower
 from weft.plan.program import Program
-from weft.plan.rendezvous import play_rendezvous, rendezvous_problems
 
 SEEDS = 18
 PLACE = re.compile(r"rank \d+ \(d\d+\)")

@@ -10,9 +10,8 @@ import pytest
 
 from tests.run.plans import greedy_order, opposite_plan, pipeline_plan, replicated_plan, traced
 from tests.run.pool import Pool
-from tests.worlds import with_gradients
+from tests.worlds import with_gradients, with_sufficient_factors
 from weft.model.graph import Graph
-from weft.plan.exchanges import with_sufficient_factors
 from weft.plan.factors import block_size, find_factors, num_rows, share_inputs
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import GradientExchange, Optimizer, Plan

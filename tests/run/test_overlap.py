@@ -17,8 +17,8 @@ from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
 from weft.plan.check import check_plan
 from weft.plan.lower import lower
-from weft.plan.overlap import inside_backward
 from weft.plan.plan import Plan
+from weft.plan.program import inside_backward
 from weft.run.cells import Transfer
 from weft.run.exchange import Early, EarlyExchanges, leads_to_loss
 from weft.run.failures import PeerLost

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.model.helpers import state_of
 from tests.run.plans import source_of, traced
 from weft.base.errors import ModelError
 from weft.model.graph import TensorRole
-from weft.model.trace import state_of
 from weft.plan.layout import stage_inputs
 from weft.run.stage import attribute_name, build_stage, model_graph
 

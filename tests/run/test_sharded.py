@@ -15,8 +15,7 @@ from tests.run.pool import Pool
 from tests.run.sharded_plans import ops_of, parameter_shapes, sharded_plan, sharding_of
 from weft.base.errors import PlanError
 from weft.plan.plan import Plan, Sharding
-from weft.plan.sharding import parse_layout
-from weft.plan.strategies import parse_strategy
+from weft.plan.sharding import parse_layout, parse_strategy
 from weft.plan.structure import structure_problems
 
 TOLERANCE = 1e-10

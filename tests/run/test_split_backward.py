@@ -7,8 +7,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.model.helpers import state_of
 from weft.model.source import ModelSource
-from weft.model.trace import state_of, trace
+from weft.model.trace import trace
 from weft.run.random_state import RankRandom
 from weft.run.stage import Stage, build_stage, model_graph
 

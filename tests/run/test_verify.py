@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.run.plans import pipeline_plan
-from weft.model.differences import FLOOR, relative_error
+from weft.model.parts import FLOOR, relative_error
 from weft.model.trace import trace
 from weft.plan.orders import one_f_one_b
 from weft.run.prepare import Tracer, lower_to_run

@@ -16,9 +16,8 @@ from weft.cost.costs import Costs, estimate_costs
 from weft.model.graph import Graph
 from weft.plan.check import check_program
 from weft.plan.lower import lower
-from weft.plan.overlap import inside_backward
 from weft.plan.plan import ClusterRef, GradientExchange, ModelRef, Optimizer, Plan, Replica, Stage
-from weft.plan.program import Op, Phase, Program
+from weft.plan.program import Op, Phase, Program, inside_backward
 from weft.simulate.predict import simulate
 from weft.simulate.tasks import simulate_python
 from weft.simulate.timeline import Timeline

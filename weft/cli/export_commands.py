@@ -133,7 +133,7 @@ def _server_options(program: Program, cluster: str | None, format_: str,
 
 def _export_onnx(program: Program, model: str | None, out: Path | None) -> dict[str, Any]:
     from weft.export.device_map import op_properties
-    from weft.model.onnx_metadata import annotate_onnx
+    from weft.model.onnx import annotate_onnx
 
     assert model is not None
     assert out is not None

@@ -131,7 +131,7 @@ def _compare_gradients(plan: Plan, model: str, options: RunOptions, threads: int
     """
     import torch
 
-    from weft.model.differences import least_divisor, relative_error
+    from weft.model.parts import least_divisor, relative_error
     from weft.run.launch import run_plan
 
     if not plan.gradients:

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     import torch
     from torch import fx
 
-    from weft.model.trace import TracedModel, TracedProgram
+    from weft.model.columns import TracedProgram
+    from weft.model.trace import TracedModel
 
 _HOOK: Final = "_post_fusion_custom_pass"
 _OP: Final = "weft_op"

@@ -3,14 +3,14 @@
 ``capture`` runs ``torch.export`` (non-strict) with every parameter, buffer and input replaced by a fake CPU tensor, so
 that a model of 70 billion parameters needs no memory, and the module is as it was afterwards. The result holds only
 ``aten`` operators at the level at which autograd sees them (``linear``, ``layer_norm`` and attention stay whole) and is
-*functional*: no operator changes a tensor. Three things need care, because PyTorch's own passes lose them silently:
+*functional*: no operator changes a tensor. Four things need care, because PyTorch's own passes lose them silently:
 
 * a ``no_grad`` block becomes a sub-graph; it is written out here with ``detach`` on its results, since
   ``run_decompositions`` would drop the block and gradients would flow where they must not;
 * an operator that changes memory must become one that does not, also through views: ``weft.model.functional`` does
   so where it is simple, and ``run_decompositions({})``, which traces all over again, where it is not;
 * a custom ``autograd.Function`` is traced through its forward and loses its own backward: refused for training
-  (``weft.model.custom_functions``);
+  (``weft.model.forward``);
 * gradient checkpointing (``torch.utils.checkpoint``) leaves no trace in a graph: it is noted that it was asked for.
 """
 
@@ -22,10 +22,9 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr
 from dataclasses import dataclass, replace
-from functools import partial
 from types import FrameType
 from typing import Any, Final
 
@@ -37,25 +36,16 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from weft.base.errors import ModelError
-from weft.model.chains import Chain, ChainMismatch, find_chains, reduce_chains, standing_in
-from weft.model.checkpointing import checkpoints_noted
-from weft.model.custom_functions import refused_functions
-from weft.model.fold import FoldMismatch, check_unchanging, expand, folded
-from weft.model.functional import changed_tensors, changes_memory, is_mutable, make_functional, owner_of
-from weft.model.mixed_products import find_mixed_product, mixed_product_error
+from weft.model import functional
+from weft.model.chains import Chain, ChainMismatch, find_chains, standing_in, write_chains
+from weft.model.fold import FoldMismatch, check_unchanging
+from weft.model.forward import checkpoints_noted, refused_functions
 
-aten = torch.ops.aten
-
-_SET_GRAD: Final = torch.ops.higher_order.wrap_with_set_grad_enabled
-_AUTOCAST: Final = torch.ops.higher_order.wrap_with_autocast
-_REMOVED: Final = ("aten._assert_tensor_metadata", "aten._assert_async", "aten._assert_scalar",
-                   "aten.sym_constrain_range")
 _CHATTY: Final = ("torch._subclasses.fake_tensor", "torch.export", "torch.export._trace",
                   "torch.fx.experimental.symbolic_shapes")
 _EVAL_MODE_HELPS: Final = (
     "In eval mode (no dropout, no layer drop, statistics of batch norm as stored) the model can be traced: to train it "
     "so, write path/to/file.py:function:in_eval_mode, or call model.eval() before weft.parallelize")
-_SAME_AS_INPUT: Final = (aten.lift_fresh_copy.default, aten.alias.default)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,14 +98,9 @@ def _is_traceable_in_eval_mode(module: torch.nn.Module, inputs: tuple[torch.Tens
 
 
 def _capture(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *, training: bool, fold: bool) -> Capture:
-    tied = tied_names(module)
-    with fake_parameters(module) as mode, _forward_as_written(training), checkpoints_noted() as noted:
-        fake_inputs = tuple(_fake(mode, tensor) for tensor in inputs)
-        if fold:
-            with suppress(FoldMismatch), folded(module) as folding:
-                if folding.sets:
-                    return replace(_captured(module, fake_inputs, tied), asks_recompute=bool(noted))
-        return replace(_captured(module, fake_inputs, tied), asks_recompute=bool(noted))
+    if fold and (found := _capture_folded(module, inputs, training=training, is_whole=True)) is not None:
+        return found[0]
+    return _captured(module, inputs, training=training)
 
 
 def capture_chains(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *,
@@ -125,21 +110,29 @@ def capture_chains(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *,
     The copies are the first, one that stands for all in the middle, and the last. Chains whose copies turn out to
     differ are traced in full.
     """
-    tied = tied_names(module)
-    chains = find_chains(module)
-    while chains:
+    found = _capture_folded(module, inputs, training=training, is_whole=False)
+    return found or (capture(module, inputs, training=training), ())
+
+
+def _capture_folded(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *, training: bool,
+                    is_whole: bool) -> tuple[Capture, tuple[Chain, ...]] | None:
+    """Return the graph traced with most copies in chains stood in for, and the chains; None if there are none.
+
+    ``is_whole``: all copies are written out. Chains whose copies differ are left out, and traced in full.
+    """
+    differing: set[tuple[str, ...]] = set()
+    while chains := [item for item in find_chains(module, is_whole=is_whole) if item.paths not in differing]:
         try:
-            with (standing_in(module, chains), fake_parameters(module) as mode, _forward_as_written(training),
-                  checkpoints_noted() as noted):
-                fakes = tuple(_fake(mode, tensor) for tensor in inputs)
-                found = _captured(module, fakes, tied, partial(reduce_chains, chains=chains))
-                return replace(found, asks_recompute=bool(noted)), tuple(chains)
+            return _captured(module, inputs, training=training, chains=chains), tuple(chains)
         except ChainMismatch as problem:
-            wrong = problem.chain
-            chains = [Chain(paths=chain.paths, period=chain.period) for chain in chains if chain is not wrong]
-        except (FoldMismatch, ModelError):  # a hollow layer may be looked into: trace all, which tells what is wrong
-            break
-    return capture(module, inputs, training=training), ()
+            differing.add(problem.chain.paths)
+        except FoldMismatch:
+            return None
+        except ModelError:
+            if is_whole:
+                raise
+            return None  # a hollow layer may be looked into: tracing all tells what is wrong
+    return None
 
 
 def tied_names(module: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
@@ -201,25 +194,29 @@ def _forward_as_written(training: bool) -> Iterator[None]:
 # ---- tracing ------------------------------------------------------------------------------------------------------
 
 
-def _captured(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], tied: tuple[tuple[str, ...], ...],
-              write_out: Callable[[fx.Graph, Mapping[str, str]], None] = expand) -> Capture:
-    try:
-        with _without_code(), _forward_frames_only():
-            program = torch.export.export(module, inputs, strict=False)
-        notes = _autocast_notes(program.graph_module)
-        inline_blocks(program.graph_module)
-        program, updates = _functional(program)
-    except (FoldMismatch, ModelError):
-        raise
-    except Exception as problem:
-        raise ModelError(_why_untraceable(problem)) from problem
-    return replace(_described(program, updates, tied, write_out), notes=notes)
+def _captured(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], *, training: bool,
+              chains: Sequence[Chain] = ()) -> Capture:
+    tied = tied_names(module)
+    with (standing_in(module, chains), fake_parameters(module) as mode, _forward_as_written(training),
+          checkpoints_noted() as noted):
+        fakes = tuple(_fake(mode, tensor) for tensor in inputs)
+        try:
+            with _without_code(), _forward_frames_only():
+                program = torch.export.export(module, fakes, strict=False)
+            notes = _autocast_notes(program.graph_module)
+            functional.inline_blocks(program.graph_module)
+            program, updates = _functional(program)
+        except (FoldMismatch, ModelError):
+            raise
+        except Exception as problem:
+            raise ModelError(_why_untraceable(problem)) from problem
+        return replace(_described(program, updates, tied, chains), notes=notes, asks_recompute=bool(noted))
 
 
 def _autocast_notes(root: fx.GraphModule) -> tuple[str, ...]:
     """Return what is lost of ``autocast`` blocks: those for a GPU do nothing on the CPU tensors of a trace."""
     kinds = {str(node.args[0]) for module in root.modules() if isinstance(module, fx.GraphModule)
-             for node in module.graph.nodes if node.target is _AUTOCAST and node.args[2]} - {"cpu"}
+             for node in module.graph.nodes if node.target is functional.AUTOCAST and node.args[2]} - {"cpu"}
     return tuple(f"the forward switches autocast on for {kind}, which is left out: write the casts into the forward, "
                  "or convert the model" for kind in sorted(kinds))
 
@@ -277,12 +274,12 @@ def _functional(program: Any) -> tuple[Any, dict[str, fx.Node]]:
     """Return the program made functional, and the new value of each buffer that it changes, by path."""
     graph: fx.Graph = program.graph
     has_blocks = any(node.op == "get_attr" for node in graph.nodes)
-    if not has_blocks and not any(changes_memory(node) for node in graph.nodes):
+    if not has_blocks and not any(functional.changes_memory(node) for node in graph.nodes):
         return program, {}
-    check_unchanging(graph, changed_tensors, owner_of)
+    check_unchanging(graph, functional.changed_tensors, functional.owner_of)
     buffers = {spec.arg.name: spec.target for spec in program.graph_signature.input_specs
                if spec.kind is InputKind.BUFFER}
-    updates = None if has_blocks else make_functional(graph, buffers)
+    updates = None if has_blocks else functional.make_functional(graph, buffers)
     if updates is not None:
         return program, updates
     for node in graph.nodes:
@@ -290,17 +287,6 @@ def _functional(program: Any) -> tuple[Any, dict[str, fx.Node]]:
     program = program.run_decompositions({})
     results = zip(program.graph_signature.output_specs, program.graph.output_node().args[0], strict=True)
     return program, {spec.target: node for spec, node in results if spec.kind is OutputKind.BUFFER_MUTATION}
-
-
-def _free_of_strides(graph: fx.Graph) -> None:
-    """Turn views into reshapes, in place.
-
-    PyTorch leaves out a copy (``contiguous``) where the strides of fake CPU tensors need none; real kernels, such as
-    attention on another device, may lay out their results differently, and a view of those would fail.
-    """
-    for node in graph.nodes:
-        if node.target in (aten.view.default, aten._unsafe_view.default):
-            node.target = aten.reshape.default
 
 
 def _why_untraceable(problem: Exception) -> str:
@@ -331,68 +317,11 @@ def _own_line(frames: Iterable[traceback.FrameSummary]) -> str | None:
     return f"{own[-1].filename}:{own[-1].lineno} ({own[-1].line})" if own else None
 
 
-def inline_blocks(root: fx.GraphModule) -> None:
-    """Write out the sub-graphs of ``no_grad`` and disabled ``autocast`` blocks of ``root`` in place."""
-    for node in list(root.graph.nodes):
-        if node.target is _SET_GRAD:
-            _inline(root, node, node.args[1], node.args[2:], detach=not node.args[0])
-        elif node.target is _AUTOCAST and not node.args[2]:
-            _inline(root, node, node.args[4], node.args[5:], detach=False)
-
-
-def _inline(root: fx.GraphModule, call: fx.Node, getter: fx.Node, arguments: tuple[Any, ...], *, detach: bool) -> None:
-    body = root.get_submodule(str(getter.target))
-    inline_blocks(body)
-    values: dict[fx.Node, Any] = {}
-    rest = iter(arguments)
-    with root.graph.inserting_before(call):
-        for node in body.graph.nodes:
-            if node.op == "placeholder":
-                values[node] = next(rest)
-            elif node.op == "output":
-                results = node.args[0]
-            else:
-                if detach and _changes_memory_with_gradient(node, values):
-                    raise ModelError(f"{node.target} changes a tensor that needs a gradient inside a no_grad block"
-                                     f"{_at(node)}: a traced graph cannot keep that. Move it out of the forward pass")
-                values[node] = root.graph.node_copy(node, values.__getitem__)
-        made = [_detached(root.graph, values[item]) if detach else values[item] for item in results]
-    for user in list(call.users):
-        user.replace_all_uses_with(made[user.args[1]])
-        root.graph.erase_node(user)
-    root.graph.erase_node(call)
-    root.graph.erase_node(getter)
-
-
-def _detached(graph: fx.Graph, node: fx.Node) -> fx.Node:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return node
-    result = graph.call_function(aten.detach.default, (node,))
-    result.meta = dict(node.meta)
-    return result
-
-
-def _changes_memory_with_gradient(node: fx.Node, outside: Mapping[fx.Node, Any]) -> bool:
-    """Return whether a node of a ``no_grad`` block changes what came into the block with a gradient."""
-    if not is_mutable(node.target) or not node.args or not isinstance(node.args[0], fx.Node):
-        return False
-    waiting, seen = [outside[node.args[0]]], set()
-    while waiting:
-        source = waiting.pop()
-        if source.op == "placeholder" and source.meta["val"].requires_grad:
-            return True
-        if source not in seen:
-            seen.add(source)
-            waiting.extend(source.all_input_nodes)
-    return False
-
-
 # ---- describing ---------------------------------------------------------------------------------------------------
 
 
 def _described(program: Any, updates: dict[str, fx.Node], tied: tuple[tuple[str, ...], ...],
-               write_out: Callable[[fx.Graph, Mapping[str, str]], None]) -> Capture:
+               chains: Sequence[Chain]) -> Capture:
     graph: fx.Graph = program.graph
     first = {name: names[0] for names in tied for name in names}
     parameters: dict[str, str] = {}
@@ -415,13 +344,12 @@ def _described(program: Any, updates: dict[str, fx.Node], tied: tuple[tuple[str,
         _annotate(node)
     outputs = _outputs(program)
     graph.output_node().args = ((*updates.values(), *outputs),)
-    write_out(graph, {**parameters, **buffers})
-    simplify(graph)  # before sizes are looked at: values that only checks use are gone then
+    write_chains(graph, {**parameters, **buffers}, chains)
+    functional.simplify(graph)  # before sizes are looked at: values that only checks use are gone then
     for node in graph.nodes:
         _check_sizes(node)
-    _free_of_strides(graph)
-    if (mixed := find_mixed_product(graph)) is not None:
-        raise mixed_product_error(mixed, _at(mixed))
+    functional.free_of_strides(graph)
+    functional.check_precisions(graph)
     results = [node.name for node in graph.output_node().args[0]]
     return Capture(
         graph=graph, parameters=parameters, buffers=buffers, constants=constants, inputs=tuple(inputs),
@@ -448,8 +376,9 @@ def _check_sizes(node: fx.Node) -> None:
     sizes = [size for item in values for size in (item.shape if isinstance(item, torch.Tensor) else (item,))]
     if node.op == "call_function" and any(isinstance(size, torch.SymInt | torch.SymFloat | torch.SymBool)
                                           for size in sizes):
-        raise ModelError(f"the model cannot be traced: the size of the result of operator {node.target}{_at(node)} "
-                         "depends on values of tensors. Use masks or torch.where, which keep sizes fixed")
+        raise ModelError("the model cannot be traced: the size of the result of operator "
+                         f"{node.target}{functional.place_of(node)} depends on values of tensors. Use masks or "
+                         "torch.where, which keep sizes fixed")
 
 
 def _annotate(node: fx.Node) -> None:
@@ -460,68 +389,3 @@ def _annotate(node: fx.Node) -> None:
     if "module" not in node.meta:
         path = next(reversed(stack.values()))[0] if stack else ""
         node.meta["module"] = re.sub(r"@\d+", "", path)
-
-
-def _at(node: fx.Node) -> str:
-    source = source_line(node)
-    return f" ({source})" if source else ""
-
-
-_FRAME: Final = re.compile(r'File "([^"]+)", line (\d+)')
-
-
-def source_line(node: fx.Node) -> str:
-    """Return ``file.py:12`` of the innermost frame outside PyTorch that made ``node``, or ``""``."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [frame for frame in frames if "/torch/" not in frame[0] and not frame[0].startswith("<")] or frames
-    return f"{own[-1][0]}:{own[-1][1]}" if own else ""
-
-
-# ---- simplifying --------------------------------------------------------------------------------------------------
-
-
-def simplify(graph: fx.Graph) -> None:
-    """Remove, in place, checks, operators that return their input whatever its shape, and operators nobody uses."""
-    for node in graph.nodes:
-        if node.op == "call_function" and str(node.target).startswith(_REMOVED):
-            graph.erase_node(node)
-        elif node.target is aten.copy.default:
-            _spell_out_copy(graph, node)
-        elif node.op == "call_function" and _returns_input(node):
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-    for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users:
-            graph.erase_node(node)
-
-
-def _spell_out_copy(graph: fx.Graph, node: fx.Node) -> None:
-    """Replace the functional ``copy``, which has no derivative, by a cast (if any) and an expansion of its source."""
-    source, value = node.args[1], node.meta["val"]
-    with graph.inserting_before(node):
-        if source.meta["val"].dtype != value.dtype:
-            source = graph.call_function(aten._to_copy.default, (source,), {"dtype": value.dtype})
-            source.meta = {**node.meta, "val": node.args[1].meta["val"].to(value.dtype)}
-        result = graph.call_function(aten.expand.default, (source, list(value.shape)))
-    result.meta = {**node.meta, "val": source.meta["val"].expand(value.shape)}
-    node.replace_all_uses_with(result)
-    graph.erase_node(node)
-
-
-def _returns_input(node: fx.Node) -> bool:
-    """Return whether the operator gives back its input for every batch size (so that names do not depend on it)."""
-    target, args = node.target, node.args
-    if target in _SAME_AS_INPUT:
-        return True
-    if target is aten.detach.default:
-        return args[0].op == "placeholder" and not args[0].meta["val"].requires_grad
-    if target in (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default):
-        return args[1] == 0 or not args[2]
-    if target in (aten.to.dtype, aten.to.dtype_layout, aten.to.device, aten.to.other):
-        copies = node.kwargs.get("copy", False) or (target is aten.to.dtype and len(args) > 3 and args[3])
-        return not copies and args[0].meta["val"].dtype == node.meta["val"].dtype
-    if target is aten.slice.Tensor:
-        start = args[2] if len(args) > 2 else None
-        end = args[3] if len(args) > 3 else None
-        return start in (None, 0) and end in (None, sys.maxsize) and (len(args) < 5 or args[4] == 1)
-    return False

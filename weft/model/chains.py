@@ -6,16 +6,16 @@ settings and parameter shapes (``weft.model.fold``); only numbers that count the
 watched while tracing: a layer that looks at its number may do anything, so its chain is not folded.
 
 While tracing (``standing_in``) the first and the last copy run between the markers ``fold_enter`` and ``fold_leave``.
-The second becomes the single operator ``fold_repeat``, which is written out afterwards, and so does the third. All
-others are not even calls: they hand on the results of the second or third copy, in turn, so that a copy can always be
-told from the one before it. They are also hollow, that is without parameters, so that a trace takes as long for 80
-layers as for 8. Every copy must be called in order, once, and read exactly what the copy before it read: tensors that
-never change, and results of the copy before, in the same places. Anything else raises ``ChainMismatch``.
+Of a chain that is wanted *whole*, all others become an operator ``fold_repeat`` each, and are written out afterwards
+(``write_chains``). Else the second alone is written out; the third becomes such an operator, too, and all others are
+not even calls: they hand on the results of the second or third copy, in turn, so that a copy can always be told from
+the one before it. They are also hollow, that is without parameters, so that a trace takes as long for 80 layers as for
+8. Every copy must then read exactly what the copy before it read: tensors that never change, and results of the copy
+before, in the same places. Whole or not, copies must be called in order, once. Anything else raises ``ChainMismatch``.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -27,8 +27,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from weft.model import fold
-from weft.model.fold import FoldMismatch, Record, Region, TensorSpec
-from weft.model.watched import watch_numbers
+from weft.model.fold import FoldMismatch, Record, Region, watch_numbers
 
 MIN_COPIES: Final = 3
 """Fewer equal layers than this are simply traced."""
@@ -55,6 +54,8 @@ class Chain:
     """Paths of all layers, copy after copy."""
     period: int
     """Layers per copy."""
+    is_whole: bool = False
+    """Every copy is written out; so it may read what it likes."""
     first: int = 0
     """The first copy that is like the others: one before it was called with other inputs."""
     num_calls: int = 0
@@ -78,7 +79,7 @@ class Chain:
 # ---- in the module tree -------------------------------------------------------------------------------------------
 
 
-def find_chains(module: torch.nn.Module) -> list[Chain]:
+def find_chains(module: torch.nn.Module, *, is_whole: bool = False) -> list[Chain]:
     """Return the outermost stretches of equal layers of ``module``, in order."""
     owners = fold.parameter_owners(module)
     chains: list[Chain] = []
@@ -94,7 +95,8 @@ def find_chains(module: torch.nn.Module) -> list[Chain]:
         for start, period, count in periodic_stretches(kinds):
             members = range(start, start + period * count)
             inside.update(members)
-            chains.append(Chain(paths=tuple(prefix + names[position] for position in members), period=period))
+            chains.append(Chain(paths=tuple(prefix + names[position] for position in members), period=period,
+                                is_whole=is_whole))
         for position, name in enumerate(names):
             if position not in inside:
                 visit(children[name], f"{prefix}{name}.")
@@ -139,7 +141,7 @@ def standing_in(module: torch.nn.Module, chains: Sequence[Chain]) -> Iterator[No
                 watch_numbers([*equal[: _FIRST_HOLLOW - 1], equal[-1]], stack, partial(ChainMismatch, chain))
             for index, layer in enumerate(layers):
                 copy = index // chain.period
-                if _FIRST_HOLLOW <= copy < chain.num_copies - 1:
+                if _FIRST_HOLLOW <= copy < chain.num_copies - 1 and not chain.is_whole:
                     _hollow_out(layer, stack)
                 layer.forward = _stand_in(chain, index, layer.forward)
                 stack.callback(delattr, layer, "forward")
@@ -182,13 +184,14 @@ class _Call:
         if not all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for leaf in leaves):
             raise ChainMismatch(chain, f"{self.path} takes an argument that is neither a tensor nor a plain value")
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._check(_signature(leaves, spec, tensors), tensors)
+        self._check(fold.call_signature(leaves, spec), tensors)
         record = chain.records[self.layer]
         number = self.copy - chain.first
         is_last = self.copy == chain.num_copies - 1
         if number == 0 or is_last:
-            result = self._trace(record, real, leaves, spec, tensors)
-        elif number <= 2:
+            traced, result = fold.trace_layer(record, f"{record.id}:{self.path}", real, leaves, spec)
+            self._note(tuple(traced))
+        elif number <= 2 or chain.is_whole:
             made = fold.wanting(fold.REPEAT(f"{record.id}:{self.path}", tensors), record.outputs)
             self._note(tuple(made))
             result = fold.rebuild(record, tensors, made)
@@ -196,17 +199,6 @@ class _Call:
             same = chain.made[chain.first + 2 - number % 2][self.layer]
             self._note(same)
             result = fold.rebuild(record, tensors, list(same))
-        return result
-
-    def _trace(self, record: Record, real: Callable[..., Any], leaves: list[Any], spec: Any,
-               tensors: list[torch.Tensor]) -> Any:
-        key = f"{record.id}:{self.path}"
-        entered = fold.wanting(fold.ENTER(key, tensors), tensors)
-        rest = iter(entered)
-        args, kwargs = pytree.tree_unflatten(
-            [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
-        made, result = fold.note_result(record, key, tensors, entered, real(*args, **kwargs))
-        self._note(tuple(made))
         return result
 
     def _note(self, made: tuple[torch.Tensor, ...]) -> None:
@@ -218,10 +210,10 @@ class _Call:
         if self.copy == chain.first:
             self._begin(signature, tensors)
             return
-        wiring = [self._source(tensor) for tensor in tensors]
-        is_same = signature == chain.signatures[self.layer] and all(
+        wiring = [] if chain.is_whole else [self._source(tensor) for tensor in tensors]
+        is_same = signature == chain.signatures[self.layer] and (chain.is_whole or all(
             self._is_like_first(source, before)
-            for source, before in zip(wiring, chain.first_inputs[self.layer], strict=True))
+            for source, before in zip(wiring, chain.first_inputs[self.layer], strict=True)))
         if self.copy == chain.first + 1:
             if not is_same and chain.period == 1:
                 chain.first += 1
@@ -257,21 +249,17 @@ class _Call:
         return source[0] == "previous" or source == ("outside", id(before))
 
 
-def _signature(leaves: list[Any], spec: Any, tensors: list[torch.Tensor]) -> Any:
-    return (str(spec), tuple(TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves),
-            fold.sharing(tensors), torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
-
-
 # ---- after tracing ------------------------------------------------------------------------------------------------
 
 
-def reduce_chains(graph: fx.Graph, owned: Mapping[str, str], chains: Sequence[Chain]) -> None:
-    """Write out the second copy of each chain in place, after comparing the first with the last.
+def write_chains(graph: fx.Graph, owned: Mapping[str, str], chains: Sequence[Chain]) -> None:
+    """Write out stand-ins in place, after comparing the first copy of each chain with the last.
 
-    ``owned`` gives the path of each parameter or buffer node. The last copy then reads the second one's results.
+    Of a chain that is not whole the second copy alone is written out: the last one then reads its results. ``owned``
+    gives the path of each parameter or buffer node.
     """
     regions, repeats = fold.find_regions(graph)
-    nodes = {path: node for node in graph.nodes if node.op == "placeholder" and (path := owned.get(node.name))}
+    nodes = fold.stored_nodes(graph, owned)
     for chain in chains:
         same = [regions.get(str(record.id), []) for record in chain.records]
         if chain.num_calls != len(chain.paths) or not same:
@@ -281,13 +269,11 @@ def reduce_chains(graph: fx.Graph, owned: Mapping[str, str], chains: Sequence[Ch
             stand_ins = [node for node in repeats if node.args[0].split(":", 1)[0] == str(record.id)]
             results: list[Any] = []
             for node in stand_ins:
-                if results:
+                if results and not chain.is_whole:
                     fold.forward_items(node, results)
                 else:
                     results = fold.write_copy(graph, node, same[layer][0], node.args[0].split(":", 1)[1], owned, nodes)
-    for region in itertools.chain.from_iterable(regions.values()):
-        fold.forward_items(region.enter, region.enter.args[1])
-        fold.forward_items(region.leave, region.leave.args[1])
+    fold.remove_markers(regions)
 
 
 def _check_chain(chain: Chain, same: list[list[Region]], repeats: Sequence[fx.Node], owned: Mapping[str, str]) -> None:
@@ -300,7 +286,7 @@ def _check_chain(chain: Chain, same: list[list[Region]], repeats: Sequence[fx.No
         for region in regions:
             if any(not is_inside(node.meta["module"], region.path) for node in region.body):
                 raise ChainMismatch(chain, f"{region.path} calls a module that is not its own")
-    if chain.num_copies - chain.first < MIN_COPIES:
+    if chain.is_whole or chain.num_copies - chain.first < MIN_COPIES:
         return
     ids = {str(record.id) for record in chain.records}
     middle = [node for node in repeats if node.args[0].split(":", 1)[0] in ids]

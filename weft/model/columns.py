@@ -1,4 +1,4 @@
-"""From a captured fx graph to Weft's ``Graph``: operators, tensors, costs and wiring in columns.
+"""From a captured fx graph to Weft's ``Graph``, operators, tensors, costs and wiring in columns, and to the program.
 
 Each ``call_function`` node becomes an operator, except ``getitem``, which only names one of an operator's outputs.
 Operators are named after their module and kind (``transformer.h.0.attn.c_attn.addmm``), so that names do not depend on
@@ -15,32 +15,39 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import Literal
 
-import numpy as np
 import torch
 from torch import fx
 
 from weft.base.errors import ModelError
-from weft.model.capture import Capture, source_line
-from weft.model.flops import operator_name
-from weft.model.graph import UNKNOWN_BATCH_DIM, Graph, TensorRole
-from weft.model.probe import GradClass, OpCost, Probe
-from weft.model.randomness import is_random
+from weft.model.capture import Capture
+from weft.model.functional import source_line
+from weft.model.graph import OP_NUMBERS, Graph, OpRow, TensorRole, TensorRow, make_graph
+from weft.model.probe import GradClass, OpCost, Probe, is_random, operator_name
 
 Backward = Literal["joint", "rule", "none"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Columns:
-    """A graph, and the fx nodes that its operators and tensors came from."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TracedProgram:
+    """The fx graph behind a ``Graph``, and how their names meet; see ``weft.model.trace``."""
 
-    graph: Graph
+    fx_graph: fx.Graph
     op_nodes: Mapping[str, tuple[str, ...]]
     tensor_nodes: Mapping[str, str]
-    """Of several nodes with the same value (tied parameters) the first."""
-    node_tensors: Mapping[str, str]
-    """Tensor name by fx node, for every node that is a tensor."""
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    constants: Mapping[str, torch.Tensor]
+    buffer_updates: Mapping[str, str]
+    parameters: Mapping[str, str]
+    buffers: Mapping[str, str]
+
+    @cached_property
+    def nodes(self) -> Mapping[str, fx.Node]:
+        """Return every fx node by its name."""
+        return {node.name: node for node in self.fx_graph.nodes}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -69,15 +76,11 @@ class _Op:
     is_constant: bool
     outputs: dict[int, int] = field(default_factory=dict)
     """Tensor id by output position."""
-    sum_input: tuple[float, float] = (0.0, 0.0)
-    """Operations and bytes that add up the gradients of its outputs' readers."""
-    sum_weight: tuple[float, float] = (0.0, 0.0)
-    """The same for parameters."""
 
 
 def make_columns(capture: Capture, *, name: str, batch: int, training: bool, backward: Backward,
-                 more_reads: Mapping[tuple[str, str], int] | None = None) -> Columns:
-    """Return the graph of ``capture``, with the costs of its backward pass found as ``backward`` says.
+                 more_reads: Mapping[tuple[str, str], int] | None = None) -> tuple[Graph, TracedProgram]:
+    """Return the graph of ``capture``, with the costs of its backward pass found as ``backward`` says, and its program.
 
     ``more_reads`` gives, by fx nodes (operator, tensor), reads of operators that ``capture`` leaves out.
     """
@@ -272,10 +275,13 @@ class _Builder:
         flops = float(count * tensor.value.numel())
         num_bytes = 3.0 * flops * tensor.value.element_size()
         op = self.ops[tensor.producer] if tensor.producer >= 0 else reader
+        cost = op.cost
         if tensor.grad is GradClass.WEIGHT:
-            op.sum_weight = (op.sum_weight[0] + flops, op.sum_weight[1] + num_bytes)
+            op.cost = replace(cost, weight_grad_flops=cost.weight_grad_flops + flops,
+                              weight_grad_bytes=cost.weight_grad_bytes + num_bytes)
         else:
-            op.sum_input = (op.sum_input[0] + flops, op.sum_input[1] + num_bytes)
+            op.cost = replace(cost, input_grad_flops=cost.input_grad_flops + flops,
+                              input_grad_bytes=cost.input_grad_bytes + num_bytes)
 
     def _note_saved(self, index: int) -> None:
         base = self.tensors[index].base
@@ -296,23 +302,25 @@ class _Builder:
 
     # ---- the result ----
 
-    def finish(self, name: str, batch: int, outputs: tuple[int, ...]) -> Columns:
-        """Return all columns."""
-        ops, tensors = self.ops, self.tensors
+    def finish(self, name: str, batch: int, outputs: tuple[int, ...]) -> tuple[Graph, TracedProgram]:
+        """Return all columns, and what they came from."""
+        ops, tensors, found = self.ops, self.tensors, self.capture
         self._warn_unused()
-        for note in self.capture.notes:
+        for note in found.notes:
             self._warn(note)
-        starts = np.cumsum([0] + [len(op.inputs) for op in ops])
-        graph = Graph(
-            name=name, batch=batch, outputs=outputs, tied=self.capture.tied, warnings=tuple(self.warnings),
-            asks_recompute=self.capture.asks_recompute and self.backward != "none",
-            has_backward=self.backward != "none", backward_source=self.backward,
-            sources=tuple(op.source for op in ops), **_op_columns(ops), **_tensor_columns(tensors),
-            input_start=starts.astype(np.int64),
-            inputs=np.array([index for op in ops for index in op.inputs], dtype=np.int64))
-        return Columns(graph=graph, op_nodes={op.name: tuple(op.nodes) for op in ops},
-                       tensor_nodes={tensor.name: tensor.node for tensor in tensors},
-                       node_tensors={node: tensors[index].name for node, index in self.ids.items()})
+        graph = make_graph(
+            [_op_row(op) for op in ops], [_tensor_row(tensor) for tensor in tensors], name=name, batch=batch,
+            outputs=outputs, tied=found.tied, warnings=tuple(self.warnings),
+            asks_recompute=found.asks_recompute and self.backward != "none",
+            has_backward=self.backward != "none", backward_source=self.backward)
+        names = {node: tensors[index].name for node, index in self.ids.items()}
+        return graph, TracedProgram(
+            fx_graph=found.graph, op_nodes={op.name: tuple(op.nodes) for op in ops},
+            tensor_nodes={tensor.name: tensor.node for tensor in tensors},
+            inputs=tuple(names[node] for node in found.inputs), outputs=tuple(tensors[item].name for item in outputs),
+            constants={names[node]: value for node, value in found.constants.items() if node in names},
+            buffer_updates={path: names[node] for path, node in found.buffer_updates.items()},
+            parameters=found.parameters, buffers=found.buffers)
 
     def _warn_unused(self) -> None:
         unused = sorted(set(self.capture.parameters.values()) - self.stored.keys())
@@ -321,50 +329,18 @@ class _Builder:
             self._warn(f"{len(unused)} parameters are never used and left out of the graph: {shown}")
 
 
-
-def _op_columns(ops: list[_Op]) -> dict[str, Any]:
-    def column(values: list[float]) -> Any:
-        return np.array(values, dtype=np.float64)
-
-    return {
-        "op_names": tuple(op.name for op in ops), "op_kinds": tuple(op.kind for op in ops),
-        "op_modules": tuple(op.module for op in ops),
-        "flops": column([op.cost.flops for op in ops]),
-        "bytes_read": column([op.cost.bytes_read for op in ops]),
-        "bytes_written": column([op.cost.bytes_written for op in ops]),
-        "input_grad_flops": column([op.cost.input_grad_flops + op.sum_input[0] for op in ops]),
-        "input_grad_bytes": column([op.cost.input_grad_bytes + op.sum_input[1] for op in ops]),
-        "weight_grad_flops": column([op.cost.weight_grad_flops + op.sum_weight[0] for op in ops]),
-        "weight_grad_bytes": column([op.cost.weight_grad_bytes + op.sum_weight[1] for op in ops]),
-        "saved_inside_bytes": column([op.cost.saved_inside_bytes for op in ops]),
-        "forward_room_bytes": column([op.cost.forward_room_bytes for op in ops]),
-        "backward_room_bytes": column([op.cost.backward_room_bytes for op in ops]),
-        "is_constant": np.array([op.is_constant for op in ops], dtype=np.bool_),
-    }
+def _op_row(op: _Op) -> OpRow:
+    return OpRow(name=op.name, kind=op.kind, module=op.module, source=op.source, inputs=op.inputs,
+                 is_constant=op.is_constant, numbers={key: getattr(op.cost, key) for key in OP_NUMBERS})
 
 
-def _tensor_columns(tensors: list[_Tensor]) -> dict[str, Any]:
-    def column(values: list[int]) -> Any:
-        return np.array(values, dtype=np.int64)
-
-    scattered = np.array([_is_scattered(tensor.value) for tensor in tensors], dtype=np.bool_)
-    return {
-        "tensor_names": tuple(tensor.name for tensor in tensors),
-        "tensor_shapes": tuple(tuple(int(size) for size in tensor.value.shape) for tensor in tensors),
-        "tensor_dtypes": tuple(str(tensor.value.dtype).removeprefix("torch.") for tensor in tensors),
-        "tensor_role": column([tensor.role for tensor in tensors]),
-        "tensor_producer": column([tensor.producer for tensor in tensors]),
-        "tensor_bytes": column([tensor.value.numel() * tensor.value.element_size() for tensor in tensors]),
-        "tensor_base": column([tensor.base for tensor in tensors]),
-        "is_saved": np.array([tensor.is_saved for tensor in tensors], dtype=np.bool_),
-        "is_scattered": scattered if scattered.any() else scattered[:0],
-        "tensor_batch_dim": np.full(len(tensors), UNKNOWN_BATCH_DIM, dtype=np.int64),
-    }
-
-
-def _is_scattered(value: torch.Tensor) -> bool:
-    """Return whether a tensor must be copied to lie in one piece with its own values."""
-    return not value.is_contiguous() or value.is_conj() or value.is_neg()
+def _tensor_row(tensor: _Tensor) -> TensorRow:
+    value = tensor.value
+    return TensorRow(
+        name=tensor.name, shape=tuple(int(size) for size in value.shape), role=tensor.role, producer=tensor.producer,
+        dtype=str(value.dtype).removeprefix("torch."), num_bytes=value.numel() * value.element_size(),
+        base=tensor.base, is_saved=tensor.is_saved,
+        is_scattered=not value.is_contiguous() or value.is_conj() or value.is_neg())  # it must be copied to be in order
 
 
 def _has_gradient(value: torch.Tensor) -> bool:

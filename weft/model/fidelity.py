@@ -21,11 +21,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from weft.model.autocast import autocast_off
-from weft.model.checkpointing import checkpoints_noted
-from weft.model.differences import least_divisor, relative_error
+from weft.model import parts
+from weft.model.forward import autocast_off, checkpoints_noted
 from weft.model.graph import Graph
-from weft.model.parts import Settled, Verdict, Work, doubled, kept_buffers, too_much
+from weft.model.parts import Settled, Verdict, Work, doubled, kept_buffers
 from weft.model.trace import TracedModel, run_program
 
 TOLERANCES: Final = {"float64": 1e-10, "complex128": 1e-10, "float32": 1e-5, "complex64": 1e-5}
@@ -70,17 +69,11 @@ def check_trace(traced: TracedModel, module: torch.nn.Module, inputs: Sequence[T
     """
     own = next((item.device for item in module.parameters()), torch.device("cpu"))
     device = device or own
-    reason = too_much(module, graph_work(traced.graph), traced.graph.batch, device)
+    reason = parts.too_much(module, graph_work(traced.graph), traced.graph.batch, device)
     if reason:
         return Verdict(note=UNCHECKED.format(reason))
     example = _Example(traced, module, inputs, device=device, is_moved=device != own)
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        try:
-            return _compare(example, _tolerance(traced.graph))
-        except Exception as problem:  # the model's own code, or memory: nothing is known then
-            text = str(problem).splitlines()[0][:160] if str(problem) else ""
-            return Verdict(note=UNCHECKED.format(f"{type(problem).__name__}: {text}" if text else
-                                                 type(problem).__name__))
+    return parts.tried(lambda: _compare(example, _tolerance(traced.graph)), UNCHECKED, device)
 
 
 def _tolerance(graph: Graph) -> float:
@@ -157,7 +150,7 @@ def _difference(expected: _Results, found: _Results) -> _Difference:
               for index, (value, item) in enumerate(zip(expected.outputs, found.outputs, strict=True))}
     what = (f"the module's loss is {float(expected.outputs[0]):.6g} and the graph's {float(found.outputs[0]):.6g}"
             if expected.gradients else f"{max(errors, key=errors.__getitem__)} differs by {max(errors.values()):.1%}")
-    floor = least_divisor(expected.gradients.values())
+    floor = parts.least_divisor(expected.gradients.values())
     gradients = {name: _error(expected.gradients.get(name, torch.zeros_like(item)), item, floor=floor)
                  for name, item in found.gradients.items()}
     gradients |= {name: 1.0 for name, item in expected.gradients.items()
@@ -173,7 +166,7 @@ def _error(expected: Tensor, found: Tensor, *, floor: float = 0.0) -> float:
         return math.inf
     if expected.numel() and not (expected.is_floating_point() or expected.is_complex()):
         return float((expected != found).double().mean())
-    return relative_error(found, expected, floor=floor)
+    return parts.relative_error(found, expected, floor=floor)
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
@@ -236,10 +229,7 @@ class _Example:
         if not self._is_training:
             return _Results(outputs=tuple(item.detach() for item in outputs), gradients={})
         wanted = {name: item for name, item in tensors.items() if item.requires_grad}
-        with autocast_off():  # as after a forward in a script
-            found = torch.autograd.grad(outputs[0], list(wanted.values()), allow_unused=True)
-        return _Results(outputs=(outputs[0].detach(),), gradients={
-            name: item.detach() for name, item in zip(wanted, found, strict=True) if item is not None})
+        return _Results(outputs=(outputs[0].detach(),), gradients=parts.gradients_of(outputs[0], wanted))
 
 
 def _as_it_is(item: Tensor) -> Tensor:

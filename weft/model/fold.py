@@ -1,34 +1,30 @@
-"""Trace one of each repeated layer: the copies are stood in for while tracing and written out afterwards.
+"""Trace one of each repeated layer: how equal layers are known, stood in for, compared and copied.
 
 Tracing costs two to three milliseconds per operator, so the 80 equal layers of a large model take many seconds. Layers
-are *equal* when their classes, settings and parameter shapes are (``find_repeats``); a number that counts the layers is
-the only difference allowed, and it must not be used (``watched``). While ``torch.export`` runs, the first two and the
-last layer of a set are traced in full between two markers, ``fold_enter`` and ``fold_leave``; every other one becomes a
-single operator ``fold_repeat``. Afterwards ``expand`` compares the layers that were traced, operator by operator, and
-only if they agree replaces each ``fold_repeat`` with a copy of the first, wired to the copy's own parameters:
+are *equal* when their classes, settings and parameter shapes are (``equal_children``); a number that counts the layers
+is the only difference allowed, and it must not be used (``watch_numbers``). While ``torch.export`` runs, the first and
+the last layer are traced in full between two markers, ``fold_enter`` and ``fold_leave`` (``trace_layer``); others
+become a single operator ``fold_repeat``, which is afterwards replaced with a copy of the first, wired to the copy's own
+parameters (``write_copy``), if the layers that were traced agree, operator by operator (``check_equal``):
 
-    x -> [enter h.0 ... leave] -> [enter h.1 ... leave] -> repeat h.2 -> ... -> [enter h.47 ... leave] -> loss
+    x -> [enter h.0 ... leave] -> repeat h.1 -> repeat h.2 -> ... -> [enter h.47 ... leave] -> loss
 
-A difference, or an operator that changes memory inside a layer (``check_unchanging``), raises ``FoldMismatch``; the
-caller then traces all.
+A difference, or an operator that changes memory inside a layer (``check_unchanging``), raises ``FoldMismatch``. Which
+layers are traced and which are stood in for: ``weft.model.chains``.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from weft.model.watched import watch_numbers
-
-MIN_REPEATS: Final = 4
-"""Fewer equal layers than this are simply traced: the first two and the last are traced anyway."""
 MIN_MODULES: Final = 3
 """A layer of fewer modules than this has too few operators to be worth a stand-in."""
 _MEMBERS: Final = ("_parameters", "_buffers", "_modules")
@@ -70,7 +66,6 @@ class Record:
     """One set of equal layers called with equal inputs."""
 
     id: int
-    num_traced: int = 0
     outputs: tuple[TensorSpec, ...] = ()
     """The tensors that the layer makes, in order."""
     layout: tuple[tuple[str, Any], ...] = ()
@@ -102,25 +97,6 @@ MARKERS: Final = (ENTER, LEAVE, REPEAT)
 
 
 # ---- which layers are equal ---------------------------------------------------------------------------------------
-
-
-def find_repeats(module: torch.nn.Module) -> tuple[tuple[str, ...], ...]:
-    """Return sets of paths of equal sibling layers, outermost first, of ``MIN_REPEATS`` or more each."""
-    owners = parameter_owners(module)
-    sets: list[tuple[str, ...]] = []
-
-    def visit(parent: torch.nn.Module, prefix: str) -> None:
-        children = {name: child for name, child in parent._modules.items() if child is not None}
-        for equal in equal_children(list(children.values()), owners):
-            names = [list(children)[index] for index in equal]
-            if len(names) >= MIN_REPEATS:
-                sets.append(tuple(prefix + name for name in names))
-            else:
-                for name in names:
-                    visit(children[name], f"{prefix}{name}.")
-
-    visit(module, "")
-    return tuple(sets)
 
 
 def equal_children(children: list[torch.nn.Module], owners: Mapping[int, tuple[str, ...]]) -> list[list[int]]:
@@ -199,64 +175,60 @@ def _setting(value: Any, numbers: list[int]) -> Any:
     return (type(value).__name__, id(value))
 
 
+# ---- numbers that must not be looked at ---------------------------------------------------------------------------
+#
+# Equal layers may each have a number of their own, such as the position in the stack that a cache would need. A layer
+# that computes with it may do something else in one of the layers that are not traced, whatever the traced ones do. So
+# while layers are folded these numbers are replaced by ones that raise an error when they are used.
+
+
+class Watched(int):
+    """A whole number that raises ``problem`` when anything is done with it but printing."""
+
+    problem: Exception
+
+
+def _refuse(self: Watched, *args: Any) -> Any:
+    raise self.problem
+
+
+_USES: Final = (
+    "eq ne lt le gt ge hash bool index int float complex trunc round floor ceil abs neg pos invert add radd sub rsub "
+    "mul rmul mod rmod floordiv rfloordiv truediv rtruediv divmod rdivmod pow rpow and rand or ror xor rxor lshift "
+    "rlshift rshift rrshift")
+for _name in _USES.split():
+    setattr(Watched, f"__{_name}__", _refuse)
+
+
+def watch_numbers(layers: Sequence[torch.nn.Module], stack: ExitStack, problem: Callable[[str], Exception]) -> None:
+    """Replace the whole numbers in which equal ``layers`` differ by watched ones, until ``stack`` is closed.
+
+    ``problem`` makes the exception from a reason; it is raised at once where numbers differ inside a list or dict.
+    """
+    first, last = (dict(layer.named_modules()) for layer in (layers[0], layers[-1]))
+    for path, module in first.items():
+        for key, value in module.__dict__.items():
+            other = last[path].__dict__.get(key)
+            if isinstance(value, list | tuple | dict):
+                if value and key not in ("_modules", "_parameters", "_buffers") and _numbers(value) != _numbers(other):
+                    raise problem(f"{key} differs between layers")
+            elif type(value) is int and value != other:
+                for layer in layers:
+                    _watch(layer.get_submodule(path).__dict__, key, stack, problem("a layer looks at its own number"))
+
+
+def _watch(settings: dict[str, Any], key: str, stack: ExitStack, problem: Exception) -> None:
+    value = settings[key]
+    stack.callback(settings.__setitem__, key, value)
+    settings[key] = Watched(value)
+    settings[key].problem = problem
+
+
+def _numbers(value: Any) -> list[int]:
+    return [leaf for leaf in pytree.tree_leaves(value) if type(leaf) is int]
+
+
 # ---- while tracing ------------------------------------------------------------------------------------------------
-
-
-@dataclass(slots=True, kw_only=True)
-class Folding:
-    """The layers being folded in one trace; use ``folded(module)``."""
-
-    sets: tuple[tuple[str, ...], ...]
-    records: dict[Any, Record] = field(default_factory=dict)
-
-    @property
-    def num_repeats(self) -> int:
-        """Return how many layers the sets hold."""
-        return sum(len(names) for names in self.sets)
-
-    def forget(self) -> None:
-        """Let go of the records."""
-        for record in self.records.values():
-            RECORDS.pop(record.id, None)
-
-
-@contextmanager
-def folded(module: torch.nn.Module) -> Iterator[Folding]:
-    """Let equal layers of ``module`` be stood in for while the body runs."""
-    folding = Folding(sets=find_repeats(module))
-    with ExitStack() as stack:
-        stack.callback(folding.forget)
-        for number, paths in enumerate(folding.sets):
-            layers = [module.get_submodule(path) for path in paths]
-            watch_numbers(layers, stack, FoldMismatch)
-            for path, layer in zip(paths, layers, strict=True):
-                layer.forward = _stand_in(folding, number, path, path == paths[-1], layer.forward)
-                stack.callback(delattr, layer, "forward")
-        yield folding
-
-
-def _stand_in(folding: Folding, number: int, path: str, is_last: bool, real: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        if not all(isinstance(leaf, torch.Tensor | bool | int | float | str | None) for leaf in leaves):
-            return real(*args, **kwargs)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        signature = (number, str(spec), tuple(TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf)
-                                              for leaf in leaves), sharing(tensors))
-        if signature not in folding.records:
-            folding.records[signature] = new_record()
-        record = folding.records[signature]
-        key = f"{record.id}:{path}"
-        if record.num_traced >= 2 and not is_last:
-            return rebuild(record, tensors, wanting(REPEAT(key, tensors), record.outputs))
-        record.num_traced += 1
-        entered = wanting(ENTER(key, tensors), tensors)
-        rest = iter(entered)
-        args, kwargs = pytree.tree_unflatten(
-            [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
-        return note_result(record, key, tensors, entered, real(*args, **kwargs))[1]
-
-    return forward
 
 
 def new_record() -> Record:
@@ -273,19 +245,27 @@ def wanting(tensors: list[torch.Tensor], like: Sequence[TensorSpec | torch.Tenso
     return list(tensors)
 
 
-def sharing(tensors: list[torch.Tensor]) -> tuple[int, ...]:
-    """Return for each tensor the first position that holds the same one."""
+def call_signature(leaves: Sequence[Any], spec: Any) -> Any:
+    """Return what calls of equal layers must have in common: settings, and what stands where in the arguments."""
     first: dict[int, int] = {}
-    return tuple(first.setdefault(id(tensor), position) for position, tensor in enumerate(tensors))
+    shared = tuple(first.setdefault(id(leaf), position) for position, leaf in enumerate(leaves)
+                   if isinstance(leaf, torch.Tensor))
+    return (str(spec), tuple(TensorSpec.of(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves),
+            shared, torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"))
 
 
-def note_result(record: Record, key: str, tensors: list[torch.Tensor], entered: list[torch.Tensor],
-                result: Any) -> tuple[list[torch.Tensor], Any]:
-    """Return the tensors that a layer made, and its result with these; the record learns of both."""
-    leaves, spec = pytree.tree_flatten(result)
+def trace_layer(record: Record, key: str, real: Callable[..., Any], leaves: Sequence[Any],
+                spec: Any) -> tuple[list[torch.Tensor], Any]:
+    """Return the tensors that a layer makes, called between markers, and its result; the record learns of both."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    entered = wanting(ENTER(key, tensors), tensors)
+    rest = iter(entered)
+    args, kwargs = pytree.tree_unflatten(
+        [next(rest) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves], spec)
+    found, result_spec = pytree.tree_flatten(real(*args, **kwargs))
     layout: list[tuple[str, Any]] = []
     made: list[torch.Tensor] = []
-    for leaf in leaves:
+    for leaf in found:
         position = next((i for i, tensor in enumerate(entered) if tensor is leaf), None)
         if position is not None:
             layout.append(("input", position))
@@ -297,7 +277,7 @@ def note_result(record: Record, key: str, tensors: list[torch.Tensor], entered: 
     outputs = tuple(TensorSpec.of(tensor) for tensor in made)
     if record.spec is not None and (record.outputs, record.layout) != (outputs, tuple(layout)):
         raise FoldMismatch(f"the results of {key} differ from those of an equal layer")
-    record.outputs, record.layout, record.spec = outputs, tuple(layout), spec
+    record.outputs, record.layout, record.spec = outputs, tuple(layout), result_spec
     made = wanting(LEAVE(key, made), outputs)
     return made, rebuild(record, tensors, made)
 
@@ -347,16 +327,13 @@ class Region:
     body: list[fx.Node]
 
 
-def expand(graph: fx.Graph, owned: Mapping[str, str]) -> None:
-    """Write out every stand-in of ``graph`` in place; ``owned`` gives the path of each parameter or buffer node."""
-    regions, repeats = find_regions(graph)
-    nodes = {path: node for node in graph.nodes if node.op == "placeholder" and (path := owned.get(node.name))}
-    for same in regions.values():
-        for other in same[1:]:
-            check_equal(same[0], other, owned)
-    for node in repeats:
-        record, path = node.args[0].split(":", 1)
-        write_copy(graph, node, regions[record][0], path, owned, nodes)
+def stored_nodes(graph: fx.Graph, owned: Mapping[str, str]) -> dict[str, fx.Node]:
+    """Return the nodes of parameters and buffers by path."""
+    return {path: node for node in graph.nodes if node.op == "placeholder" and (path := owned.get(node.name))}
+
+
+def remove_markers(regions: Mapping[str, Sequence[Region]]) -> None:
+    """Let what is read of the markers around traced layers be read from where it comes."""
     for region in itertools.chain.from_iterable(regions.values()):
         forward_items(region.enter, region.enter.args[1])
         forward_items(region.leave, region.leave.args[1])
@@ -417,17 +394,8 @@ def check_equal(first: Region, other: Region, owned: Mapping[str, str]) -> None:
 
 
 def _named(value: Any, name: Callable[[fx.Node], Any]) -> str:
-    return repr(fx.node.map_arg(value, lambda node: _Name(name(node))))
-
-
-class _Name:
-    """A node's place, printed so that two argument lists can be compared as text."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def __repr__(self) -> str:
-        return f"<{self.value}>"
+    """Return the arguments with every node's place for it, as text that can be compared."""
+    return repr(fx.node.map_arg(value, lambda node: f"<{name(node)}>"))
 
 
 def write_copy(graph: fx.Graph, repeat: fx.Node, template: Region, path: str, owned: Mapping[str, str],

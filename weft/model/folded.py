@@ -23,15 +23,13 @@ from typing import Literal
 from torch import fx
 
 from weft.base.errors import ModelError
-from weft.model.autocast import current_autocast, within
 from weft.model.capture import Capture, capture_chains
 from weft.model.chains import MIN_COPIES, Chain, is_inside
-from weft.model.collector import collector_paused
 from weft.model.columns import Backward, make_columns
-from weft.model.graph import Graph, check_graph
+from weft.model.forward import current_autocast, within
+from weft.model.graph import Graph, check_graph, collector_paused
 from weft.model.source import ModelSource
-from weft.model.trace import TracedModel, make_program
-from weft.model.zoo import Mode
+from weft.model.trace import TracedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +87,13 @@ class FoldedModel:
         return tuple(counts.get(name, 1) for name in self.traced.graph.op_names)
 
 
-def trace_folded(source: ModelSource, *, batch: int | None = None, mode: Mode | None = None,
+def trace_folded(source: ModelSource, *, batch: int | None = None,
                  backward: Literal["auto", "joint", "rule", "none"] = "auto") -> FoldedModel:
     """Return ``source`` traced with a few copies of each run of equal layers, in a time that does not grow with depth.
 
     The arguments are those of ``weft.model.trace.trace``. Where equal layers turn out to differ, all of them are
     traced and there is no run of them. ``ModelError`` if the model cannot be traced.
     """
-    source = source if mode is None else source.with_mode(mode)
     training = source.mode == "training"
     kind: Backward = "none" if not training else "joint" if backward == "auto" else backward
     size = source.batch if batch is None else batch
@@ -104,12 +101,11 @@ def trace_folded(source: ModelSource, *, batch: int | None = None, mode: Mode | 
     with collector_paused(), within(module, current_autocast()):
         found, chains = capture_chains(module, inputs, training=training)
         whole = [chain for chain in chains if chain.num_copies - chain.first >= MIN_COPIES]
-        columns = make_columns(found, name=source.name, batch=size, training=training, backward=kind,
-                               more_reads=_more_reads(found, whole))
-    check_graph(columns.graph)
-    runs = tuple(_run(columns.graph, chain) for chain in whole)
-    traced = TracedModel(graph=columns.graph, program=make_program(found, columns), source=replace(source, batch=size))
-    return FoldedModel(traced=traced, runs=runs)
+        graph, program = make_columns(found, name=source.name, batch=size, training=training, backward=kind,
+                                      more_reads=_more_reads(found, whole))
+    check_graph(graph)
+    traced = TracedModel(graph=graph, program=program, source=replace(source, batch=size))
+    return FoldedModel(traced=traced, runs=tuple(_run(graph, chain) for chain in whole))
 
 
 def _paths(chain: Chain) -> tuple[str, ...]:

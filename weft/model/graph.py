@@ -14,12 +14,15 @@ functionalised: no operator changes a tensor in place. Costs in seconds are not 
 from __future__ import annotations
 
 import enum
+import gc
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 import numpy as np
@@ -39,7 +42,9 @@ DETACH = "aten.detach"
 """The operator that hands a tensor on and its gradient not back."""
 _OPTIONAL_COLUMNS = ("saved_inside_bytes", "forward_room_bytes", "backward_room_bytes")
 """Columns of operators that are zero where an importer does not know them."""
-_ADDITIONS = frozenset({"aten.add", "aten.add_", "prims.add"})
+OP_NUMBERS = ("flops", "bytes_read", "bytes_written", "input_grad_flops", "input_grad_bytes", "weight_grad_flops",
+              "weight_grad_bytes", *_OPTIONAL_COLUMNS)
+"""Columns of operators that are zero or more."""
 
 
 class TensorRole(enum.IntEnum):
@@ -226,24 +231,6 @@ class Graph:
             root[tensor] = root[self.tensor_base[tensor]]
         return root
 
-    @cached_property
-    def gradient_root(self) -> I64:
-        """Return for each tensor the one whose gradient is the same memory: itself, or what an addition makes of it.
-
-        The backward of an addition, and of a view, hands its gradient on as it is. A tensor that is read twice gets a
-        new one, the sum of two.
-        """
-        root: I64 = np.arange(self.num_tensors, dtype=np.int64)
-        num_readers = np.bincount(self.inputs, minlength=self.num_tensors)
-        for op in range(self.num_ops - 1, -1, -1):
-            outputs = self.op_outputs(op)
-            if len(outputs) != 1 or not (self.op_kinds[op] in _ADDITIONS or self.tensor_base[outputs[0]] >= 0):
-                continue
-            for tensor in self.op_inputs(op):
-                if num_readers[tensor] == 1 and self.tensor_bytes[tensor] == self.tensor_bytes[outputs[0]]:
-                    root[tensor] = root[outputs[0]]
-        return root
-
     @property
     def parameter_bytes(self) -> int:
         """Return the bytes of all parameters, shared ones counted once."""
@@ -317,6 +304,93 @@ def _plain(value: Any) -> Any:
     return dict(value) if isinstance(value, Mapping) else value
 
 
+# ---- from rows to columns -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRow:
+    """One operator, as importers find it."""
+
+    name: str
+    kind: str
+    module: str = ""
+    source: str = ""
+    inputs: Sequence[int] = ()
+    """Tensor ids."""
+    is_constant: bool = False
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """By the names of ``OP_NUMBERS``; the others are zero."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRow:
+    """One tensor, as importers find it."""
+
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    role: TensorRole = TensorRole.ACTIVATION
+    producer: int = -1
+    num_bytes: int = 0
+    base: int = -1
+    is_saved: bool = False
+    is_scattered: bool = False
+    batch_dim: int = UNKNOWN_BATCH_DIM
+
+
+def make_graph(ops: Sequence[OpRow], tensors: Sequence[TensorRow], **more: Any) -> Graph:
+    """Return the graph of these rows; ``more`` are the fields of ``Graph`` that are no columns."""
+    def whole(key: str) -> I64:
+        return np.array([getattr(tensor, key) for tensor in tensors], dtype=np.int64)
+
+    numbers: dict[str, Any] = {key: np.array([op.numbers.get(key, 0.0) for op in ops], dtype=np.float64)
+                               for key in OP_NUMBERS}
+    is_scattered = np.array([tensor.is_scattered for tensor in tensors], dtype=np.bool_)
+    return Graph(
+        op_names=tuple(op.name for op in ops), op_kinds=tuple(op.kind for op in ops),
+        op_modules=tuple(op.module for op in ops),
+        sources=tuple(op.source for op in ops) if any(op.source for op in ops) else (),
+        is_constant=np.array([op.is_constant for op in ops], dtype=np.bool_),
+        input_start=np.cumsum([0] + [len(op.inputs) for op in ops]).astype(np.int64),
+        inputs=np.array([tensor for op in ops for tensor in op.inputs], dtype=np.int64),
+        tensor_names=tuple(tensor.name for tensor in tensors), tensor_shapes=tuple(tensor.shape for tensor in tensors),
+        tensor_dtypes=tuple(tensor.dtype for tensor in tensors), tensor_role=whole("role"),
+        tensor_producer=whole("producer"), tensor_bytes=whole("num_bytes"), tensor_base=whole("base"),
+        is_saved=np.array([tensor.is_saved for tensor in tensors], dtype=np.bool_),
+        is_scattered=is_scattered if is_scattered.any() else is_scattered[:0], tensor_batch_dim=whole("batch_dim"),
+        **numbers, **more)
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Let Python's garbage collector not run in the body: making 100,000 small objects takes twice as long with it."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def find_cycle(edges: Iterable[tuple[int, int]]) -> list[int]:
+    """Return the nodes of one cycle among (source, target) pairs, from the least of them; nothing if there is none.
+
+    >>> find_cycle([(0, 1), (2, 3), (3, 1), (1, 2)])
+    [1, 2, 3]
+    """
+    sources: dict[int, list[int]] = {}
+    for source, target in edges:
+        sources.setdefault(target, []).append(source)
+    try:
+        TopologicalSorter(sources).prepare()
+    except CycleError as problem:
+        cycle = problem.args[1][:-1]
+        first = cycle.index(min(cycle))
+        return [*cycle[first:], *cycle[:first]]
+    return []
+
+
 def check_graph(graph: Graph) -> None:
     """Raise ``ModelError`` with every problem found: column lengths, references, order, unique names, sizes."""
     problems = [*_length_problems(graph)] or [*_reference_problems(graph), *_value_problems(graph)]
@@ -325,8 +399,7 @@ def check_graph(graph: Graph) -> None:
         raise ModelError(f"graph {graph.name!r}: {shown}")
 
 
-_OP_COLUMNS = ("op_kinds", "op_modules", "flops", "bytes_read", "bytes_written", "input_grad_flops",
-               "input_grad_bytes", "weight_grad_flops", "weight_grad_bytes", "is_constant", *_OPTIONAL_COLUMNS)
+_OP_COLUMNS = ("op_kinds", "op_modules", "is_constant", *OP_NUMBERS)
 _TENSOR_COLUMNS = ("tensor_shapes", "tensor_dtypes", "tensor_role", "tensor_producer", "tensor_bytes", "tensor_base",
                    "is_saved", "tensor_batch_dim")
 
@@ -369,8 +442,7 @@ def _reference_problems(graph: Graph) -> list[str]:
 
 def _value_problems(graph: Graph) -> list[str]:
     problems = []
-    for column in ("flops", "bytes_read", "bytes_written", "input_grad_flops", "input_grad_bytes", "weight_grad_flops",
-                   "weight_grad_bytes", *_OPTIONAL_COLUMNS, "tensor_bytes"):
+    for column in (*OP_NUMBERS, "tensor_bytes"):
         values = getattr(graph, column)
         bad = np.flatnonzero(~np.isfinite(values) | (values < 0))
         names = graph.tensor_names if column == "tensor_bytes" else graph.op_names

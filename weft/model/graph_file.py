@@ -20,29 +20,34 @@ import heapq
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from weft.base.errors import ModelError
-from weft.base.files import load_json, write_atomic
-from weft.model.collector import collector_paused
-from weft.model.graph import F64, UNKNOWN_BATCH_DIM, GivenCosts, Graph, TensorRole, check_graph
-from weft.model.graph_records import (
-    FORMAT,
+from weft.base.files import check_header, decode, encode, load_json, write_atomic
+from weft.model.graph import (
+    NO_BATCH_DIM,
     OP_NUMBERS,
-    ROLES,
-    VERSION,
-    EdgeRecord,
-    GraphRecord,
-    OpRecord,
-    TensorRecord,
-    raise_if,
-    read_records,
+    UNKNOWN_BATCH_DIM,
+    GivenCosts,
+    Graph,
+    OpRow,
+    TensorRole,
+    TensorRow,
+    check_graph,
+    collector_paused,
+    find_cycle,
+    make_graph,
 )
+
+FORMAT: Final = "weft.graph"
+VERSION: Final = 1
+MAX_BYTES: Final = 1 << 60
+"""No size may be larger (it must fit in 64 bits, and sums of sizes as well)."""
 
 
 def load_graph(path: str | os.PathLike[str]) -> Graph:
@@ -54,10 +59,243 @@ def load_graph(path: str | os.PathLike[str]) -> Graph:
 def parse_graph(value: Any, *, where: str = "the graph", name: str = "graph") -> Graph:
     """Return the graph that the JSON value ``value`` describes; ``where`` is for messages, ``name`` for people."""
     with collector_paused():
-        record = read_records(value, where)
+        record = _read_records(value, where)
         graph = (_plain_graph if record.tensors is None else _full_graph)(record, where, record.name or name)
         check_graph(graph)
         return graph
+
+
+# ---- records ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpRecord:
+    """One operator."""
+
+    name: str
+    kind: str = "op"
+    times: Mapping[str, float] | None = None
+    memory: float = 0.0
+    on: tuple[str, ...] | None = None
+    colocate: str | None = None
+    flops: float | None = None
+    bytes_read: float = 0.0
+    bytes_written: float = 0.0
+    # the rest is written for traced graphs only
+    module: str = ""
+    inputs: tuple[str, ...] | None = None
+    input_grad_flops: float = 0.0
+    input_grad_bytes: float = 0.0
+    weight_grad_flops: float = 0.0
+    weight_grad_bytes: float = 0.0
+    saved_inside_bytes: float = 0.0
+    forward_room_bytes: float = 0.0
+    backward_room_bytes: float = 0.0
+    constant: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeRecord:
+    """One edge."""
+
+    from_: str
+    to: str
+    bytes: float | None = None
+    times: Mapping[str, float] | None = None
+    tensor: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRecord:
+    """One tensor of a traced graph."""
+
+    name: str
+    bytes: int
+    op: str | None = None
+    role: str = "activation"
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    view_of: str | None = None
+    saved: bool = False
+    scattered: bool = False
+    batch_dim: int = UNKNOWN_BATCH_DIM
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphRecord:
+    """A whole file."""
+
+    ops: tuple[OpRecord, ...]
+    edges: tuple[EdgeRecord, ...] = ()
+    name: str | None = None
+    tensors: tuple[TensorRecord, ...] | None = None
+    outputs: tuple[str, ...] = ()
+    tied: tuple[tuple[str, ...], ...] = ()
+    batch: int = 1
+    backward: str = "none"
+    warnings: tuple[str, ...] = ()
+
+
+def _read_records(value: Any, where: str) -> GraphRecord:
+    """Return the records in the JSON value of a graph file, checked one by one."""
+    content = check_header(value, format_name=FORMAT, version=VERSION, where=where, error=ModelError)
+    record = _read_quickly(content) or decode(GraphRecord, content, where=where, error=ModelError)
+    _raise_if([*_op_problems(record), *_edge_problems(record), *_tensor_problems(record)], where)
+    return record
+
+
+def _raise_if(problems: Sequence[str], where: str) -> None:
+    """Raise one ``ModelError`` with all ``problems``, if there are any."""
+    if problems:
+        more = [f"... and {len(problems) - 20} more"] if len(problems) > 20 else []
+        raise ModelError(f"{where}: " + "; ".join([*problems[:20], *more]))
+
+
+# ---- reading many records quickly ---------------------------------------------------------------------------------
+
+
+class _Unusual(Exception):  # noqa: N818 - it only leads to the thorough reader
+    """A value is not as it mostly is."""
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise _Unusual
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (float, int) or not -(2**53) < value < 1e300:
+        raise _Unusual
+    return float(value)
+
+
+def _times(value: Any) -> dict[str, float]:
+    if type(value) is not dict:
+        raise _Unusual
+    return {_text(key): _number(seconds) for key, seconds in value.items()}
+
+
+_QUICK_OP: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "name": _text, "kind": _text, "times": _times, "memory": _number, "flops": _number, "bytes_read": _number,
+    "bytes_written": _number, "colocate": _text}
+_QUICK_EDGE: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "from": _text, "to": _text, "bytes": _number, "times": _times, "tensor": _text}
+
+
+def _read_quickly(content: Mapping[str, Any]) -> GraphRecord | None:
+    """Return a plain graph's records, five times faster than ``decode`` does, or None if anything is unusual.
+
+    It accepts less than ``decode`` and leaves every complaint to it.
+    """
+    if content.keys() != {"ops", "edges"} or type(content["ops"]) is not list or type(content["edges"]) is not list:
+        return None
+    try:
+        ops = tuple(OpRecord(**{key: _QUICK_OP[key](value) for key, value in op.items()}) for op in content["ops"])
+        edges = tuple(EdgeRecord(**{"from_" if key == "from" else key: _QUICK_EDGE[key](value)
+                                     for key, value in edge.items()}) for edge in content["edges"])
+    except (_Unusual, KeyError, TypeError, AttributeError):
+        return None
+    return GraphRecord(ops=ops, edges=edges)
+
+
+# ---- checks -------------------------------------------------------------------------------------------------------
+
+
+def _op_problems(record: GraphRecord) -> list[str]:
+    problems: list[str] = []
+    if not record.ops:
+        problems.append("ops is empty: a graph has at least one operator")
+    seen: dict[str, int] = {}
+    for index, op in enumerate(record.ops):
+        path = f"ops[{index}]"
+        if not op.name:
+            problems.append(f"{path}.name is empty")
+        elif seen.setdefault(op.name, index) != index:
+            problems.append(f"{path}.name: {op.name!r} is the name of ops[{seen[op.name]}] already")
+        for key in ("memory", *OP_NUMBERS):
+            number = getattr(op, key)
+            if number is not None and not 0 <= number <= MAX_BYTES * (1 << 40):
+                problems.append(f"{path}.{key} must be zero or more, not {number!r}")
+        if op.memory > MAX_BYTES:
+            problems.append(f"{path}.memory is too large: {op.memory!r}")
+        problems += _times_problems(op.times, f"{path}.times", pairs=False)
+        if op.times is None and op.flops is None:
+            problems.append(f"{path} ({op.name!r}) needs times, or flops, bytes_read and bytes_written")
+        if op.on is not None and (not op.on or not all(op.on)):
+            problems.append(f"{path}.on must name at least one device kind, and none may be empty")
+    return problems
+
+
+def _times_problems(times: Mapping[str, float] | None, path: str, *, pairs: bool) -> list[str]:
+    if times is None:
+        return []
+    problems = [] if times else [f"{path} is empty"]
+    for key, seconds in times.items():
+        if seconds < 0:
+            problems.append(f"{path}.{key} must be zero or more, not {seconds!r}")
+        ends = key.split(">")
+        if (pairs and (len(ends) != 2 or not all(ends))) or not key:
+            wanted = "an ordered device pair such as 'd0>d1'" if pairs else "a device kind or name"
+            problems.append(f"{path}: the key {key!r} must be {wanted}")
+    return problems
+
+
+def _edge_problems(record: GraphRecord) -> list[str]:
+    problems: list[str] = []
+    names = {op.name for op in record.ops}
+    for index, edge in enumerate(record.edges):
+        path = f"edges[{index}]"
+        for key, name in (("from", edge.from_), ("to", edge.to)):
+            if name not in names:
+                problems.append(f"{path}.{key}: there is no operator {name!r}")
+        if edge.bytes is None and edge.times is None:
+            problems.append(f"{path} ({edge.from_!r} to {edge.to!r}) needs bytes or times")
+        if edge.bytes is not None and not 0 <= edge.bytes <= MAX_BYTES:
+            problems.append(f"{path}.bytes must be from 0 to {MAX_BYTES}, not {edge.bytes!r}")
+        if edge.tensor == "":
+            problems.append(f"{path}.tensor is empty")
+        problems += _times_problems(edge.times, f"{path}.times", pairs=True)
+    return problems
+
+
+ROLES: Final = {role.name.lower(): role for role in TensorRole}
+
+
+def _tensor_problems(record: GraphRecord) -> list[str]:
+    tensors = record.tensors
+    if tensors is None:
+        return []
+    problems: list[str] = []
+    ops = {op.name for op in record.ops}
+    seen: dict[str, int] = {}
+    for index, tensor in enumerate(tensors):
+        path = f"tensors[{index}]"
+        if not tensor.name or seen.setdefault(tensor.name, index) != index:
+            problems.append(f"{path}.name: {tensor.name!r} is empty or there already")
+        if tensor.op is not None and tensor.op not in ops:
+            problems.append(f"{path}.op: there is no operator {tensor.op!r}")
+        if tensor.role not in ROLES or (tensor.role == "activation") != (tensor.op is not None):
+            problems.append(f"{path}.role {tensor.role!r}: activations have an op, and {', '.join(list(ROLES)[1:])} "
+                            "have none")
+        if not 0 <= tensor.bytes <= MAX_BYTES or any(not 0 <= size <= MAX_BYTES for size in tensor.shape):
+            problems.append(f"{path}: bytes and shape must be from 0 to {MAX_BYTES}")
+        if not UNKNOWN_BATCH_DIM <= tensor.batch_dim < max(len(tensor.shape), 1):
+            problems.append(f"{path}.batch_dim must be a dimension, {NO_BATCH_DIM} or {UNKNOWN_BATCH_DIM}, "
+                            f"not {tensor.batch_dim}")
+    used = [(f"ops[{index}].inputs", item) for index, op in enumerate(record.ops) for item in op.inputs or ()]
+    used += [(f"tensors[{index}].view_of", item.view_of) for index, item in enumerate(tensors) if item.view_of]
+    used += [(f"outputs[{index}]", item) for index, item in enumerate(record.outputs)]
+    problems += [f"{path}: there is no tensor {item!r}" for path, item in used if item not in seen]
+    views = {item.name for item in tensors if item.view_of is not None}
+    problems += [f"tensors[{index}].view_of: {item.view_of!r} is a view itself; name the tensor that owns the memory"
+                 for index, item in enumerate(tensors) if item.view_of in views]
+    if record.backward not in ("joint", "rule", "none"):
+        problems.append(f"backward must be joint, rule or none, not {record.backward!r}")
+    if record.batch < 1:
+        problems.append(f"batch must be 1 or more, not {record.batch}")
+    return problems
 
 
 # ---- a graph of operators and edges -------------------------------------------------------------------------------
@@ -86,20 +324,11 @@ def _plain_graph(record: GraphRecord, where: str, name: str) -> Graph:
     for tensor, wire in enumerate(wires):
         for reader in dict.fromkeys(wire.readers):
             reads[reader].append(tensor)
-    sizes = np.array([math.ceil(wire.num_bytes or 0) for wire in wires], dtype=np.int64)
-    given = GivenCosts(
-        times=tuple(op.times for op in ops), memory_bytes=tuple(math.ceil(op.memory) for op in ops),
-        allowed_kinds=tuple(op.on for op in ops), colocate=tuple(op.colocate for op in ops),
-        transfer_times=tuple(wire.times for wire in wires))
-    return Graph(
-        name=name, **_op_columns(ops), given=given, batch=record.batch, outputs=(),
-        input_start=np.cumsum([0] + [len(items) for items in reads]).astype(np.int64),
-        inputs=np.array([tensor for items in reads for tensor in items], dtype=np.int64),
-        tensor_names=tuple(wire.name for wire in wires), tensor_shapes=((),) * len(wires),
-        tensor_dtypes=("",) * len(wires), tensor_role=np.full(len(wires), TensorRole.ACTIVATION, dtype=np.int64),
-        tensor_producer=np.array([wire.source for wire in wires], dtype=np.int64), tensor_bytes=sizes,
-        tensor_base=np.full(len(wires), -1, dtype=np.int64), is_saved=np.zeros(len(wires), dtype=np.bool_),
-        tensor_batch_dim=np.full(len(wires), UNKNOWN_BATCH_DIM, dtype=np.int64), warnings=record.warnings)
+    rows = [TensorRow(name=wire.name, producer=wire.source, num_bytes=math.ceil(wire.num_bytes or 0))
+            for wire in wires]
+    return make_graph(
+        [_op_row(op, items) for op, items in zip(ops, reads, strict=True)], rows, name=name, batch=record.batch,
+        outputs=(), warnings=record.warnings, given=_given(ops, tuple(wire.times for wire in wires)))
 
 
 def _wires(edges: Sequence[EdgeRecord], ends: Sequence[tuple[int, int]], where: str) -> list[_Wire]:
@@ -121,21 +350,20 @@ def _wires(edges: Sequence[EdgeRecord], ends: Sequence[tuple[int, int]], where: 
             problems.append(f"edges[{index}]: tensor {edge.tensor!r} of {edge.from_!r} has other bytes or times "
                             f"than in edges[{wire.edge}]")
         wire.readers.append(target)
-    raise_if(problems, where)
+    _raise_if(problems, where)
     return sorted(wires.values(), key=lambda wire: (wire.source, min(wire.readers), wire.name))
 
 
-def _op_columns(ops: Sequence[OpRecord]) -> dict[str, Any]:
-    def column(key: str) -> F64:
-        return np.array([getattr(op, key) or 0.0 for op in ops], dtype=np.float64)
+def _op_row(op: OpRecord, inputs: Sequence[int]) -> OpRow:
+    return OpRow(name=op.name, kind=op.kind, module=op.module, source=op.source, inputs=inputs, is_constant=op.constant,
+                 numbers={key: getattr(op, key) or 0.0 for key in OP_NUMBERS})
 
-    return {
-        "op_names": tuple(op.name for op in ops), "op_kinds": tuple(op.kind for op in ops),
-        "op_modules": tuple(op.module for op in ops),
-        **{key: column(key) for key in OP_NUMBERS if key != "memory"},
-        "is_constant": np.array([op.constant for op in ops], dtype=np.bool_),
-        "sources": tuple(op.source for op in ops) if any(op.source for op in ops) else (),
-    }
+
+def _given(ops: Sequence[OpRecord], transfer_times: tuple[Mapping[str, float] | None, ...]) -> GivenCosts:
+    return GivenCosts(
+        times=tuple(op.times for op in ops), memory_bytes=tuple(math.ceil(op.memory) for op in ops),
+        allowed_kinds=tuple(op.on for op in ops), colocate=tuple(op.colocate for op in ops),
+        transfer_times=transfer_times)
 
 
 # ---- a traced graph -----------------------------------------------------------------------------------------------
@@ -153,30 +381,17 @@ def _full_graph(record: GraphRecord, where: str, name: str) -> Graph:
     if order != list(range(len(order))):
         raise ModelError(f"{where}: ops must be in an order in which every operator comes after those it reads from")
     _check_edges(record, tensors, producer, reads, where)
-    given = None
-    if any(op.times or op.memory or op.on or op.colocate for op in record.ops):
-        given = GivenCosts(
-            times=tuple(op.times for op in record.ops), colocate=tuple(op.colocate for op in record.ops),
-            memory_bytes=tuple(math.ceil(op.memory) for op in record.ops),
-            allowed_kinds=tuple(op.on for op in record.ops), transfer_times=(None,) * len(tensors))
-    return Graph(
-        name=name, **_op_columns(record.ops), given=given, batch=record.batch, tied=record.tied,
-        outputs=tuple(ids[output] for output in record.outputs), warnings=record.warnings,
+    is_given = any(op.times or op.memory or op.on or op.colocate for op in record.ops)
+    rows = [TensorRow(
+        name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, role=ROLES[tensor.role], producer=source,
+        num_bytes=tensor.bytes, base=-1 if tensor.view_of is None else ids[tensor.view_of], is_saved=tensor.saved,
+        is_scattered=tensor.scattered, batch_dim=tensor.batch_dim)
+        for tensor, source in zip(tensors, producer, strict=True)]
+    return make_graph(
+        [_op_row(op, items) for op, items in zip(record.ops, reads, strict=True)], rows, name=name, batch=record.batch,
+        tied=record.tied, outputs=tuple(ids[output] for output in record.outputs), warnings=record.warnings,
         has_backward=record.backward != "none", backward_source=record.backward,
-        input_start=np.cumsum([0] + [len(items) for items in reads]).astype(np.int64),
-        inputs=np.array([tensor for items in reads for tensor in items], dtype=np.int64),
-        tensor_names=tuple(tensor.name for tensor in tensors),
-        tensor_shapes=tuple(tensor.shape for tensor in tensors),
-        tensor_dtypes=tuple(tensor.dtype for tensor in tensors),
-        tensor_role=np.array([ROLES[tensor.role] for tensor in tensors], dtype=np.int64),
-        tensor_producer=np.array(producer, dtype=np.int64),
-        tensor_bytes=np.array([tensor.bytes for tensor in tensors], dtype=np.int64),
-        tensor_base=np.array([-1 if tensor.view_of is None else ids[tensor.view_of] for tensor in tensors],
-                             dtype=np.int64),
-        is_saved=np.array([tensor.saved for tensor in tensors], dtype=np.bool_),
-        is_scattered=np.array([tensor.scattered for tensor in tensors] if any(
-            tensor.scattered for tensor in tensors) else [], dtype=np.bool_),
-        tensor_batch_dim=np.array([tensor.batch_dim for tensor in tensors], dtype=np.int64))
+        given=_given(record.ops, (None,) * len(tensors)) if is_given else None)
 
 
 def _check_edges(record: GraphRecord, tensors: Sequence[TensorRecord], producer: Sequence[int],
@@ -212,27 +427,11 @@ def _topological(num_ops: int, edges: Sequence[tuple[int, int]], names: Sequence
             if missing[reader] == 0:
                 heapq.heappush(ready, reader)
     if len(order) < num_ops:
-        cycle = _cycle(readers, {index for index in range(num_ops) if missing[index] > 0})
+        cycle = find_cycle(edges)
         shown = [names[index] for index in (cycle if len(cycle) <= 12 else [*cycle[:6], *cycle[-6:]])]
         raise ModelError(f"{where}: edges: the operators {' -> '.join(map(repr, [*shown, shown[0]]))} form a cycle; "
                          "a graph must have none")
     return order
-
-
-def _cycle(readers: list[list[int]], left: set[int]) -> list[int]:
-    """Return one cycle among the operators ``left`` that could not be ordered."""
-    writers: dict[int, int] = {}
-    for index in sorted(left):
-        for reader in readers[index]:
-            if reader in left:
-                writers.setdefault(reader, index)
-    path, seen = [min(left)], {min(left): 0}
-    while True:
-        before = writers[path[-1]]
-        if before in seen:
-            return path[seen[before] :][::-1]
-        seen[before] = len(path)
-        path.append(before)
 
 
 # ---- writing ------------------------------------------------------------------------------------------------------
@@ -252,15 +451,17 @@ def graph_to_json(graph: Graph) -> dict[str, Any]:
         header["batch"] = graph.batch
     if graph.warnings:
         header["warnings"] = list(graph.warnings)
-    content = {"ops": [_op_to_json(graph, op) for op in range(graph.num_ops)],
-               "edges": [_edge_to_json(graph, *map(int, row)) for row in graph.edges]}
-    if _is_plain(graph):
+    is_plain = _is_plain(graph)
+    reads = [None if is_plain else tuple(names[tensor] for tensor in graph.op_inputs(op))
+             for op in range(graph.num_ops)]
+    content = {"ops": [_written(_op_record(graph, op, inputs), "kind") for op, inputs in enumerate(reads)],
+               "edges": [_written(_edge_record(graph, *map(int, row))) for row in graph.edges]}
+    if is_plain:
         return {**header, **content}
     header |= {"backward": graph.backward_source, "outputs": [names[tensor] for tensor in graph.outputs],
                "tied": [list(group) for group in graph.tied]}
-    for op, record in enumerate(content["ops"]):
-        record["inputs"] = [names[tensor] for tensor in graph.op_inputs(op)]
-    return {**header, **content, "tensors": [_tensor_to_json(graph, tensor) for tensor in range(graph.num_tensors)]}
+    return {**header, **content, "tensors": [_written(_tensor_record(graph, tensor), "shape", "dtype")
+                                             for tensor in range(graph.num_tensors)]}
 
 
 def _is_plain(graph: Graph) -> bool:
@@ -269,52 +470,37 @@ def _is_plain(graph: Graph) -> bool:
         np.all(graph.tensor_role == TensorRole.ACTIVATION))
 
 
-def _op_to_json(graph: Graph, op: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"name": graph.op_names[op], "kind": graph.op_kinds[op]}
-    numbers = {key: float(getattr(graph, key)[op]) for key in OP_NUMBERS if key != "memory"}
-    given = graph.given
-    if given is not None:
-        optional = {"times": given.times[op], "memory": given.memory_bytes[op], "on": given.allowed_kinds[op],
-                    "colocate": given.colocate[op]}
-        result |= {key: dict(value) if isinstance(value, Mapping) else value
-                   for key, value in optional.items() if value is not None and value != 0}
-    if "times" not in result:
-        result["flops"] = numbers["flops"]
-    result |= {key: value for key, value in numbers.items() if value}
-    if graph.op_modules[op]:
-        result["module"] = graph.op_modules[op]
-    if graph.is_constant[op]:
-        result["constant"] = True
-    if graph.sources and graph.sources[op]:
-        result["source"] = graph.sources[op]
-    return result
+def _written(record: OpRecord | EdgeRecord | TensorRecord, *always: str) -> dict[str, Any]:
+    """Return the record as JSON, without fields that have their default, but for those that are ``always`` there."""
+    return {item.name.removesuffix("_"): encode(value) for item in fields(record)
+            if (value := getattr(record, item.name)) != item.default or item.name in always}
 
 
-def _edge_to_json(graph: Graph, source: int, target: int, tensor: int) -> dict[str, Any]:
-    result: dict[str, Any] = {"from": graph.op_names[source], "to": graph.op_names[target]}
+def _op_record(graph: Graph, op: int, inputs: tuple[str, ...] | None) -> OpRecord:
+    numbers: dict[str, Any] = {key: float(getattr(graph, key)[op]) for key in OP_NUMBERS}
+    given: dict[str, Any] = {}
+    if graph.given is not None:
+        given = {"times": graph.given.times[op], "memory": graph.given.memory_bytes[op],
+                 "on": graph.given.allowed_kinds[op], "colocate": graph.given.colocate[op]}
+        numbers["flops"] = numbers["flops"] or (None if given["times"] else 0.0)
+    return OpRecord(name=graph.op_names[op], kind=graph.op_kinds[op], module=graph.op_modules[op], inputs=inputs,
+                    constant=bool(graph.is_constant[op]), source=graph.sources[op] if graph.sources else "",
+                    **numbers, **given)
+
+
+def _edge_record(graph: Graph, source: int, target: int, tensor: int) -> EdgeRecord:
     times = graph.given.transfer_times[tensor] if graph.given is not None else None
-    if times is not None:
-        result["times"] = dict(times)
-    if times is None or graph.tensor_bytes[tensor]:
-        result["bytes"] = int(graph.tensor_bytes[tensor])
-    result["tensor"] = graph.tensor_names[tensor]
-    return result
+    num_bytes = int(graph.tensor_bytes[tensor])
+    return EdgeRecord(from_=graph.op_names[source], to=graph.op_names[target], times=times,
+                      bytes=num_bytes if num_bytes or times is None else None, tensor=graph.tensor_names[tensor])
 
 
-def _tensor_to_json(graph: Graph, tensor: int) -> dict[str, Any]:
+def _tensor_record(graph: Graph, tensor: int) -> TensorRecord:
     producer, base = int(graph.tensor_producer[tensor]), int(graph.tensor_base[tensor])
-    result: dict[str, Any] = {"name": graph.tensor_names[tensor], "bytes": int(graph.tensor_bytes[tensor]),
-                              "shape": list(graph.tensor_shapes[tensor]), "dtype": graph.tensor_dtypes[tensor]}
-    if producer >= 0:
-        result["op"] = graph.op_names[producer]
-    else:
-        result["role"] = TensorRole(int(graph.tensor_role[tensor])).name.lower()
-    if base >= 0:
-        result["view_of"] = graph.tensor_names[base]
-    if graph.is_saved[tensor]:
-        result["saved"] = True
-    if len(graph.is_scattered) and graph.is_scattered[tensor]:
-        result["scattered"] = True
-    if graph.tensor_batch_dim[tensor] != UNKNOWN_BATCH_DIM:
-        result["batch_dim"] = int(graph.tensor_batch_dim[tensor])
-    return result
+    return TensorRecord(
+        name=graph.tensor_names[tensor], bytes=int(graph.tensor_bytes[tensor]), shape=graph.tensor_shapes[tensor],
+        dtype=graph.tensor_dtypes[tensor], op=graph.op_names[producer] if producer >= 0 else None,
+        role="activation" if producer >= 0 else TensorRole(int(graph.tensor_role[tensor])).name.lower(),
+        view_of=graph.tensor_names[base] if base >= 0 else None, saved=bool(graph.is_saved[tensor]),
+        scattered=bool(len(graph.is_scattered) and graph.is_scattered[tensor]),
+        batch_dim=int(graph.tensor_batch_dim[tensor]))

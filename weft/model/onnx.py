@@ -1,8 +1,9 @@
-"""An ONNX file as a ``Graph``: operators, shapes by inference, FLOPs by the rules below, weights never loaded.
+"""ONNX files: one as a ``Graph``, and facts about operators written into the file.
 
-Initialisers of floating-point type are parameters; whole-number ones and ``Constant`` nodes are buffers. Sizes must be
-fixed: a symbolic dimension is given its size by ``dims`` (``{"batch": 8}``), else refused with its name. Counting, as
-for PyTorch models (``weft.model.flops``): a multiply-add is two operations; ``Conv`` and ``MatMul`` and their kin by
+Operators are read, shapes inferred and FLOPs counted by the rules below; weights are never loaded. Initialisers of
+floating-point type are parameters; whole-number ones and ``Constant`` nodes are buffers. Sizes must be fixed: a
+symbolic dimension is given its size by ``dims`` (``{"batch": 8}``), else refused with its name. Counting, as for
+PyTorch models (``weft.model.probe``): a multiply-add is two operations; ``Conv`` and ``MatMul`` and their kin by
 formula, recurrent layers by their matrix products, pooling one per element of the window, the rest a fixed number per
 element of the largest tensor.
 """
@@ -18,11 +19,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
-
-from weft.base.errors import ModelError
-from weft.base.files import read_bytes
-from weft.model.graph import UNKNOWN_BATCH_DIM, Graph, TensorRole, check_graph
+from weft.base.errors import InputError, ModelError
+from weft.base.files import read_bytes, write_atomic
+from weft.model.graph import Graph, OpRow, TensorRole, TensorRow, check_graph, make_graph
 
 Shape = tuple[int, ...]
 
@@ -46,9 +45,9 @@ _SIZES: Final[Mapping[str, float]] = {
     "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "bool": 1, "complex64": 8,
     "complex128": 16, "int4": 0.5, "uint4": 0.5}
 _MAX_ELEMENTS: Final = 1 << 50
-"""Larger tensors are refused: a petabyte is none of a model."""
+"""Larger tensors are refused: no model has a petabyte in one."""
 _MAX_FOLLOWED: Final = 5_000_000
-"""So many values of shape tensors are followed at most; it takes a second and 700 MB."""
+"""At most so many values of shape tensors are followed, which takes a second and 700 MB."""
 _MAX_INLINED: Final = 100_000
 """No more nodes may come from local functions."""
 _MAX_INLINED_BYTES: Final = 256 << 20
@@ -206,9 +205,10 @@ def _is_complete(graph: Any) -> bool:
 
 
 def _num_followed(graph: Any) -> int:
-    """Return how many elements of tensors with one dimension are looked at at most if their values are followed.
+    """Return the most elements of one-dimensional tensors that are looked at if their values are followed.
 
-    Where a shape is not known yet, the output is taken to be as long as the longest input, and of ``Concat`` as all.
+    Where a shape is not known yet, the output is taken to be as long as the longest input, and that of ``Concat`` as
+    all of them together.
     """
     length = {tensor.name: tensor.dims[0] if len(tensor.dims) == 1 else 1 for tensor in graph.initializer}
     for value in (*graph.value_info, *graph.input, *graph.output):
@@ -231,40 +231,15 @@ def _num_followed(graph: Any) -> int:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Tensor:
-    name: str
-    shape: Shape
-    dtype: str
-    role: TensorRole
-    producer: int = -1
-    base: int = -1
-    is_constant: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        return math.ceil(math.prod(self.shape) * Fraction(_SIZES.get(self.dtype, 4)))
-
-
-@dataclass(slots=True, kw_only=True)
-class _Op:
-    name: str
-    kind: str
-    module: str
-    inputs: list[int]
-    flops: float
-    bytes_read: float
-    bytes_written: float
-    is_constant: bool
-
-
-@dataclass(slots=True, kw_only=True)
 class _Reader:
     """The columns while they grow."""
 
     where: str
     graph: Any
-    tensors: list[_Tensor] = field(default_factory=list)
-    ops: list[_Op] = field(default_factory=list)
+    tensors: list[TensorRow] = field(default_factory=list)
+    is_constant: list[bool] = field(default_factory=list)
+    """By tensor."""
+    ops: list[OpRow] = field(default_factory=list)
     ids: dict[str, int] = field(default_factory=dict)
     shapes: dict[str, tuple[Shape, str]] = field(default_factory=dict)
     names: dict[str, int] = field(default_factory=dict)
@@ -300,8 +275,10 @@ class _Reader:
             raise ModelError(f"{self.where}: tensor {name!r} has the shape {list(shape)}: sizes are zero or more, "
                              f"and there are at most {_MAX_ELEMENTS:g} elements in all")
         self.ids[name] = len(self.tensors)
-        self.tensors.append(_Tensor(name=name, shape=shape, dtype=dtype, role=role, producer=producer, base=base,
-                                    is_constant=is_constant))
+        num_bytes = math.ceil(math.prod(shape) * Fraction(_SIZES.get(dtype, 4)))
+        self.tensors.append(TensorRow(name=name, shape=shape, dtype=dtype, role=role, producer=producer, base=base,
+                                      num_bytes=num_bytes))
+        self.is_constant.append(is_constant)
 
     def _add_node(self, node: Any) -> None:
         kind = node.op_type
@@ -323,7 +300,7 @@ class _Reader:
     def _add_op(self, node: Any, inputs: list[int], outputs: list[tuple[str, Shape, str]]) -> None:
         kind, read = node.op_type, [self.tensors[index] for index in inputs]
         is_view = kind in _VIEWS
-        constant = kind not in _RANDOM and all(tensor.is_constant for tensor in read)
+        constant = kind not in _RANDOM and all(self.is_constant[index] for index in inputs)
         shapes = [self.tensors[self.ids[name]].shape if name else None for name in node.input]
         index = len(self.ops)
         for name, shape, dtype in outputs:
@@ -332,11 +309,11 @@ class _Reader:
             self._add(name, shape, dtype, TensorRole.ACTIVATION, producer=index, base=owner, is_constant=constant)
         written = [self.tensors[self.ids[name]].num_bytes for name, *_ in outputs]
         name = self._unique(node.name or f"{kind}_{index}")
-        self.ops.append(_Op(
-            name=name, kind=kind, module=".".join(node.name.strip("/").split("/")[:-1]), inputs=inputs,
-            flops=0.0 if is_view else self._flops(node, shapes, [shape for _, shape, _ in outputs]),
-            bytes_read=0.0 if is_view else float(sum(tensor.num_bytes for tensor in read)),
-            bytes_written=0.0 if is_view else float(sum(written)), is_constant=constant))
+        numbers = {} if is_view else {
+            "flops": self._flops(node, shapes, [shape for _, shape, _ in outputs]),
+            "bytes_read": float(sum(tensor.num_bytes for tensor in read)), "bytes_written": float(sum(written))}
+        self.ops.append(OpRow(name=name, kind=kind, module=".".join(node.name.strip("/").split("/")[:-1]),
+                              inputs=inputs, numbers=numbers, is_constant=constant))
 
     def _known_shape(self, name: str, node: Any) -> tuple[Shape, str]:
         shape, dtype = self.shapes.get(name, ((-1,), ""))
@@ -372,26 +349,8 @@ class _Reader:
             raise ModelError(f"{self.where}: nothing makes the output {unknown[0]!r}")
         random = sorted({op.kind for op in ops if op.kind in _RANDOM and op.kind != "Dropout"})
         first = next((tensor for tensor in tensors if tensor.role is TensorRole.INPUT and tensor.shape), None)
-        zeros = np.zeros(len(ops))
-        return Graph(
-            name=name, op_names=tuple(op.name for op in ops), op_kinds=tuple(op.kind for op in ops),
-            op_modules=tuple(op.module for op in ops), flops=np.array([op.flops for op in ops], dtype=np.float64),
-            bytes_read=np.array([op.bytes_read for op in ops], dtype=np.float64),
-            bytes_written=np.array([op.bytes_written for op in ops], dtype=np.float64),
-            input_grad_flops=zeros, input_grad_bytes=zeros, weight_grad_flops=zeros, weight_grad_bytes=zeros,
-            is_constant=np.array([op.is_constant for op in ops], dtype=np.bool_),
-            input_start=np.cumsum([0] + [len(op.inputs) for op in ops]).astype(np.int64),
-            inputs=np.array([index for op in ops for index in op.inputs], dtype=np.int64),
-            tensor_names=tuple(tensor.name for tensor in tensors),
-            tensor_shapes=tuple(tensor.shape for tensor in tensors),
-            tensor_dtypes=tuple(tensor.dtype for tensor in tensors),
-            tensor_role=np.array([tensor.role for tensor in tensors], dtype=np.int64),
-            tensor_producer=np.array([tensor.producer for tensor in tensors], dtype=np.int64),
-            tensor_bytes=np.array([tensor.num_bytes for tensor in tensors], dtype=np.int64),
-            tensor_base=np.array([tensor.base for tensor in tensors], dtype=np.int64),
-            is_saved=np.zeros(len(tensors), dtype=np.bool_),
-            tensor_batch_dim=np.full(len(tensors), UNKNOWN_BATCH_DIM, dtype=np.int64),
-            outputs=tuple(self.ids[value.name] for value in self.graph.output),
+        return make_graph(
+            ops, tensors, name=name, outputs=tuple(self.ids[value.name] for value in self.graph.output),
             batch=first.shape[0] if first is not None and first.shape[0] > 0 else 1,
             warnings=tuple(f"operator {kind} draws random numbers" for kind in random))
 
@@ -455,3 +414,69 @@ _RULES: Final[Mapping[str, Callable[..., float]]] = {
     **dict.fromkeys(("GRU", "LSTM", "RNN"), _recurrent),
     **dict.fromkeys(("AveragePool", "GlobalAveragePool", "GlobalMaxPool", "LpPool", "MaxPool"), _pool),
 }
+
+
+# ---- metadata -----------------------------------------------------------------------------------------------------
+#
+# Facts about operators, such as the device each runs on, written into the metadata of a file's nodes. A node is found
+# by the tensors it makes, whose names a ``Graph`` keeps; nodes themselves often have no names. Nothing else in the file
+# changes: order, names, initialisers, opsets. Weights in files beside it are neither read nor copied, so the new file
+# must lie in the same folder as the old one to find them.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Annotated:
+    """What was written."""
+
+    num_nodes: int
+    num_annotated: int
+    """Nodes that have properties now; those that make constants have none."""
+
+
+def annotate_onnx(path: str | os.PathLike[str], out: str | os.PathLike[str], graph: Graph,
+                  properties: Sequence[Mapping[str, str]]) -> Annotated:
+    """Write the ONNX file ``path`` to ``out`` with ``properties[op]`` in the metadata of each operator's node.
+
+    ``graph`` is that of the file (``load_onnx``). A property that a node has already is replaced. Raise ``InputError``
+    if an operator's node is not in the file, or if ``out`` would not find the file's external weights.
+    """
+    model = read_model(path)
+    outside = sorted(set(_external_files(model.graph)))
+    if outside and Path(out).resolve().parent != Path(path).resolve().parent:
+        raise InputError(f"{str(path)!r} keeps weights in {outside[0]!r} beside it, which {str(out)!r} would not find: "
+                         f"write the new file into {str(Path(path).parent)!r}")
+    found: set[int] = set()
+    for node in model.graph.node:
+        op = _op_of(node, graph)
+        if op is not None and properties[op]:
+            _set_properties(node, properties[op])
+            found.add(op)
+    missing = [op for op in range(graph.num_ops) if properties[op] and op not in found]
+    if missing:
+        raise InputError(f"{str(path)!r} has no node that makes the outputs of operator "
+                         f"{graph.op_names[missing[0]]!r}: it is another file than the one that was planned")
+    write_atomic(out, model.SerializeToString(deterministic=True))
+    return Annotated(num_nodes=len(model.graph.node), num_annotated=len(found))
+
+
+def _op_of(node: Any, graph: Graph) -> int | None:
+    """Return the operator of the graph that makes the node's outputs; None for a constant."""
+    for name in node.output:
+        tensor = graph.tensor_index.get(name) if name else None
+        if tensor is not None and graph.tensor_producer[tensor] >= 0:
+            return int(graph.tensor_producer[tensor])
+    return None
+
+
+def _set_properties(node: Any, properties: Mapping[str, str]) -> None:
+    kept = [(item.key, item.value) for item in node.metadata_props if item.key not in properties]
+    del node.metadata_props[:]
+    for key, value in (*kept, *properties.items()):
+        node.metadata_props.add(key=key, value=value)
+
+
+def _external_files(graph: Any) -> Iterator[str]:
+    for tensor in graph.initializer:
+        for entry in tensor.external_data:
+            if entry.key == "location":
+                yield entry.value

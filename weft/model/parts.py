@@ -9,7 +9,7 @@ it does under gradient accumulation on one device: where nothing else does, that
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -19,9 +19,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from weft.base.units import format_bytes
-from weft.model.autocast import autocast_off
-from weft.model.checkpointing import checkpoints_noted
-from weft.model.differences import least_divisor
+from weft.model.forward import autocast_off, checkpoints_noted
 
 LOSS_TOLERANCE: Final = 1e-9
 GRADIENT_TOLERANCE: Final = 1e-7
@@ -32,6 +30,8 @@ WHOLLY_COARSE: Final = 30.0
 """What they are multiplied by besides where the model can only be run in its own dtype."""
 MAX_FLOP: Final = {"cpu": 4e11, "cuda": 1e13}
 """Work that the check may take: about twenty seconds of one core, or of a GPU in double precision."""
+FLOOR: Final = 1e-2
+"""Gradients smaller than this part of the model's largest are compared on that scale."""
 MEMORY_PART: Final = 0.5
 """Part of the free memory that it may take."""
 
@@ -76,12 +76,17 @@ def check_parts(module: torch.nn.Module, inputs: Sequence[Tensor], parts: Sequen
     cut = [[item[first:end] if item.ndim and item.shape[0] == last else item for item in rows]
            for first, end in ((0, middle), (middle, last))]
     weights = (middle / last, 1 - middle / last)
+    return tried(lambda: _compare(_Runs(module, device), rows, cut, weights, sizes=(middle, last)), UNCHECKED, device)
+
+
+def tried(check: Callable[[], Verdict], unchecked: str, device: torch.device) -> Verdict:
+    """Return what ``check`` finds, with random numbers of its own, or the note ``unchecked`` with why it fails."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
-            return _compare(_Runs(module, device), rows, cut, weights, sizes=(middle, last))
-        except Exception as problem:  # the model's own code: tracing tells what is wrong with it
-            return Verdict(note=UNCHECKED.format(f"{type(problem).__name__}: {str(problem).splitlines()[0][:160]}"
-                                                 if str(problem) else type(problem).__name__))
+            return check()
+        except Exception as problem:  # the model's own code, or memory: nothing is known then
+            reason = f"{type(problem).__name__}: {str(problem)[:160]}".splitlines()[0].removesuffix(": ")
+            return Verdict(note=unchecked.format(reason))
 
 
 def too_much(module: torch.nn.Module, work: Work, num_samples: int, device: torch.device) -> str:
@@ -118,16 +123,12 @@ def _varied(rows: Sequence[Tensor], count: int) -> list[Tensor]:
     their dimensions, so that all stay values that the model knows.
     """
     per_sample = [item for item in rows if item.ndim and item.shape[0] == count]
-    distinct = {tuple(hash(item[index].detach().cpu().numpy().tobytes()) for item in per_sample if not _is_odd(item))
+    distinct = {tuple(hash(item[index].detach().cpu().numpy().tobytes()) for item in per_sample
+                      if item.dtype != torch.bfloat16)  # which numpy does not know
                 for index in range(count)}
     if len(distinct) == count or not per_sample:
         return list(rows)
     return [_vary(item) if item.ndim and item.shape[0] == count else item for item in rows]
-
-
-def _is_odd(item: Tensor) -> bool:
-    """Return whether numpy does not know the dtype."""
-    return bool(item.dtype == torch.bfloat16)
 
 
 def _vary(item: Tensor) -> Tensor:
@@ -137,6 +138,38 @@ def _vary(item: Tensor) -> Tensor:
     if item.ndim < 2:
         return item
     return torch.stack([row.roll(index, dims=-1) for index, row in enumerate(item)])
+
+
+# ---- how far results are from those expected ------------------------------------------------------------------------
+#
+# The one measure of checks before a run, of verification, and of comparisons. The error of a tensor is the largest
+# absolute difference over its elements, divided by the largest absolute value that is expected. For gradients the
+# divisor is at least ``FLOOR`` times the largest value over all gradients of the model, since some are zero up to
+# rounding (the bias of attention keys).
+
+
+def least_divisor(gradients: Iterable[Tensor]) -> float:
+    """Return what errors of these gradients are divided by at least."""
+    return FLOOR * max((float(item.abs().max()) for item in gradients if item.numel()), default=0.0)
+
+
+def relative_error(value: Tensor, expected: Tensor, *, floor: float = 0.0) -> float:
+    """Return the largest absolute difference over the largest absolute expected value (at least ``floor``).
+
+    It is infinite where one of the values is, or is not a number: whether such values are right cannot be told.
+    """
+    if expected.numel() == 0:
+        return 0.0
+    value, expected = precise(value), precise(expected)
+    difference = float((value - expected).abs().max())
+    if not math.isfinite(difference):  # over an infinite divisor it would be no number, which passes for any
+        return math.inf
+    return difference / max(float(expected.abs().max()), floor, 1e-300)
+
+
+def precise(tensor: Tensor) -> Tensor:
+    """Return the tensor in double precision in the host's memory; complex numbers stay complex."""
+    return tensor.to("cpu", torch.complex128 if tensor.is_complex() else torch.float64)
 
 
 # ---- comparing ------------------------------------------------------------------------------------------------------
@@ -214,9 +247,14 @@ def _difference(run: _Run, rows: Sequence[Tensor], cut: Sequence[Sequence[Tensor
 def _gradients(run: _Run, rows: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
     with torch.enable_grad():
         loss, wanted = run(rows)
-        with autocast_off():  # as after a forward in a script
-            found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
-    return loss.detach(), {name: item.detach() for name, item in zip(wanted, found, strict=True) if item is not None}
+        return loss.detach(), gradients_of(loss, wanted)
+
+
+def gradients_of(loss: Tensor, wanted: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradients of these tensors by name, of those that the loss depends on."""
+    with autocast_off():  # as after a forward in a script
+        found = torch.autograd.grad(loss, list(wanted.values()), allow_unused=True)
+    return {name: item.detach() for name, item in zip(wanted, found, strict=True) if item is not None}
 
 
 def _draws(run: _Run, rows: Sequence[Tensor]) -> bool:

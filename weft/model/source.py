@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from weft.base.errors import ModelError
 from weft.model.graph import Graph
-from weft.model.zoo import Mode, build_model, find_model, sample_inputs
+from weft.model.graph_file import load_graph
+from weft.model.onnx import load_onnx
+from weft.model.zoo import Mode, find_model
 
 if TYPE_CHECKING:
     import torch
@@ -119,13 +121,9 @@ def resolve_model(spec: str, *, batch: int | None = None, mode: Mode = "training
     if batch is not None and batch < 1:
         raise ModelError(f"batch must be 1 or more, not {batch}")
     if lower.endswith(".onnx"):
-        from weft.model.onnx import load_onnx
-
         _refuse_options(spec, None, dtype)
         return load_onnx(spec, dims=_sizes(spec, options or {}), batch=batch)
     if lower.endswith((".json", ".json.gz")):
-        from weft.model.graph_file import load_graph
-
         _refuse_options(spec, options, dtype)
         return load_graph(spec)
     if ".py:" in spec or lower.endswith(".py"):
@@ -151,11 +149,13 @@ def _refuse_options(spec: str, options: Mapping[str, str] | None, dtype: str | N
 
 
 def _from_zoo(spec: str, batch: int | None, mode: Mode, options: Mapping[str, str] | None) -> ModelSource:
+    from weft.model import zoo_models  # which needs PyTorch
+
     model, dtype = find_model(spec, options)
     source = ModelSource(
         name=model.name, spec=model.name, batch=batch or model.batch, mode=mode, in_eval_mode=model.in_eval_mode,
-        builder=lambda mode: build_model(model, mode),
-        sampler=lambda mode, batch, seed: sample_inputs(model, mode, batch, seed))
+        builder=lambda mode: zoo_models.build_model(model, mode),
+        sampler=lambda mode, batch, seed: zoo_models.sample_inputs(model, mode, batch, seed))
     return source.with_dtype(dtype)
 
 

@@ -1,8 +1,8 @@
 """Trace a PyTorch model: ``trace(source) -> TracedModel``, a ``Graph`` to plan with and a program to run.
 
 The steps: ``capture`` exports the module to a functional fx graph without using memory (equal layers are traced once,
-``fold``), ``probe`` costs each distinct operator forward and backward on meta tensors, and ``columns`` writes
-operators, tensors and costs down as a ``Graph``.
+``weft.model.chains``), ``probe`` costs each distinct operator forward and backward on meta tensors, and ``columns``
+writes operators, tensors and costs down as a ``Graph``.
 
 ``TracedModel`` is what the runtime's partitioner reads:
 
@@ -35,41 +35,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import fx
 
-from weft.base.errors import ModelError
-from weft.model.autocast import current_autocast, within
-from weft.model.capture import Capture, capture
-from weft.model.collector import collector_paused
-from weft.model.columns import Backward, Columns, make_columns
-from weft.model.graph import NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Graph, check_graph
+from weft.model.capture import capture
+from weft.model.columns import Backward, TracedProgram, make_columns
+from weft.model.forward import current_autocast, within
+from weft.model.graph import NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Graph, check_graph, collector_paused
 from weft.model.source import ModelSource
 from weft.model.zoo import Mode
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class TracedProgram:
-    """The fx graph behind a ``Graph``, and how their names meet; see the module's docstring."""
-
-    fx_graph: fx.Graph
-    op_nodes: Mapping[str, tuple[str, ...]]
-    tensor_nodes: Mapping[str, str]
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    constants: Mapping[str, torch.Tensor]
-    buffer_updates: Mapping[str, str]
-    parameters: Mapping[str, str]
-    buffers: Mapping[str, str]
-
-    @cached_property
-    def nodes(self) -> Mapping[str, fx.Node]:
-        """Return every fx node by its name."""
-        return {node.name: node for node in self.fx_graph.nodes}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,34 +71,23 @@ def trace(source: ModelSource, *, batch: int | None = None, mode: Mode | None = 
     source = source if mode is None else source.with_mode(mode)
     kind: Backward = "none" if source.mode == "inference" else "joint" if backward == "auto" else backward
     size = source.batch if batch is None else batch
-    found, columns = _traced(source, size, kind, fold)
-    graph = columns.graph
+    traced = _traced(source, size, kind, fold)
     if batch_dims:
         other = size + 1 if size > 1 else 3  # 2 would hide behind dimensions of 2 made by stacking pairs
-        graph = _with_batch_dims(graph, _traced(source, other, "none", fold)[1].graph, size, other)
-    check_graph(graph)
-    return TracedModel(graph=graph, program=make_program(found, columns), source=replace(source, batch=size))
+        graph = _with_batch_dims(traced.graph, _traced(source, other, "none", fold).graph, size, other)
+        traced = replace(traced, graph=graph)
+    check_graph(traced.graph)
+    return traced
 
 
-def _traced(source: ModelSource, batch: int, backward: Backward, fold: bool) -> tuple[Capture, Columns]:
+def _traced(source: ModelSource, batch: int, backward: Backward, fold: bool) -> TracedModel:
     module = source.build()
     inputs = source.inputs(batch, 0)
     training = source.mode == "training"
     with collector_paused(), within(module, current_autocast()):
         found = capture(module, inputs, training=training, fold=fold)
-        return found, make_columns(found, name=source.name, batch=batch, training=training, backward=backward)
-
-
-def make_program(found: Capture, columns: Columns) -> TracedProgram:
-    """Return the program of a captured graph and its columns."""
-    names = columns.node_tensors
-    return TracedProgram(
-        fx_graph=found.graph, op_nodes=columns.op_nodes, tensor_nodes=columns.tensor_nodes,
-        inputs=tuple(names[node] for node in found.inputs),
-        outputs=tuple(columns.graph.tensor_names[index] for index in columns.graph.outputs),
-        constants={names[node]: value for node, value in found.constants.items() if node in names},
-        buffer_updates={path: names[node] for path, node in found.buffer_updates.items()},
-        parameters=found.parameters, buffers=found.buffers)
+        graph, program = make_columns(found, name=source.name, batch=batch, training=training, backward=backward)
+    return TracedModel(graph=graph, program=program, source=replace(source, batch=batch))
 
 
 def _with_batch_dims(graph: Graph, other: Graph, batch: int, other_batch: int) -> Graph:
@@ -174,11 +140,3 @@ def run_program(program: TracedProgram, tensors: Callable[[str], torch.Tensor] |
             values[node] = node.target(*retarget(args, device), **retarget(kwargs, device))
     by_name = program.nodes
     return tuple(values[by_name[program.tensor_nodes[name]]] for name in outputs or program.outputs)
-
-
-def state_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of ``module`` by path, tied ones under every name."""
-    if any(tensor.is_meta for tensor in module.parameters()):
-        raise ModelError("the module's parameters are on the meta device: call weft.model.weights.materialize first")
-    return {**dict(module.named_parameters(remove_duplicate=False)),
-            **dict(module.named_buffers(remove_duplicate=False))}

@@ -4,8 +4,8 @@
 takes plain tensors. For training it returns one number, the mean loss over the batch, and the labels are an input; for
 inference it returns the logits. Dropout is off, so that a run on many devices can equal a run on one.
 
-``MODELS`` is the table; a family's builder in ``weft.model.zoo_transformers`` or ``weft.model.zoo_plain`` makes the
-module. This module imports neither PyTorch nor transformers, so that listing models is quick.
+``MODELS`` is the table; ``weft.model.zoo_models`` makes the modules and their inputs. This module imports neither
+PyTorch nor transformers, so that listing models is quick.
 """
 
 from __future__ import annotations
@@ -13,13 +13,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import Final, Literal, TypeAlias
 
 from weft.base.errors import ModelError
-
-if TYPE_CHECKING:
-    import torch
 
 Mode: TypeAlias = Literal["training", "inference"]
 
@@ -44,7 +40,7 @@ class ZooModel:
     about: str
     """One line for people."""
     in_eval_mode: bool = False
-    """The module is traced in eval mode even for training (it does the same, but branches on random numbers else)."""
+    """The module is in eval mode even for training: it computes the same, and else branches on random numbers."""
 
     @property
     def sequence(self) -> str:
@@ -149,37 +145,3 @@ def _parse_options(spec: str, text: str) -> dict[str, str]:
             raise ModelError(f"cannot read {part!r} in model {spec!r}: options are written name:layers=4,seq=128")
         result[key.strip()] = value.strip()
     return result
-
-
-def build_model(model: ZooModel, mode: Mode) -> torch.nn.Module:
-    """Return the module, its parameters on the meta device and its buffers with their true values."""
-    from weft.model import zoo_plain
-    from weft.model.weights import without_memory
-
-    with without_memory():
-        if model.family in zoo_plain.BUILDERS:
-            return zoo_plain.BUILDERS[model.family](model.sizes, mode)
-        from weft.model import zoo_transformers
-
-        return zoo_transformers.build(model.family, model.sizes, mode)
-
-
-def sample_inputs(model: ZooModel, mode: Mode, batch: int, seed: int) -> tuple[torch.Tensor, ...]:
-    """Return random inputs for ``model``: every sample different, the same for the same seed."""
-    import torch
-
-    sizes = model.sizes
-    generator = torch.Generator().manual_seed(seed)
-    tokens = partial(torch.randint, generator=generator)
-    labels = mode == "training"
-    if model.family in ("vit", "swin", "resnet", "convnext", "vgg", "inception", "flava"):
-        image = torch.randn(batch, 3, sizes["image"], sizes["image"], generator=generator)
-        target = (tokens(0, sizes["classes"], (batch,)),) if labels else ()
-        text = (tokens(0, sizes["vocab"], (batch, sizes["seq"])),) if model.family == "flava" else ()
-        return (*text, image, *target)
-    text = tokens(0, sizes["vocab"], (batch, sizes["seq"]))
-    if model.family in ("t5", "mt5"):
-        return text, tokens(0, sizes["vocab"], (batch, sizes["seq"]))
-    if model.family == "whisper":
-        return torch.randn(batch, 80, sizes["frames"], generator=generator), text
-    return (text, tokens(0, sizes["vocab"], (batch, sizes["seq"]))) if labels else (text,)

@@ -29,9 +29,9 @@ from weft.plan.plan import Plan, Sharding, Stage
 from weft.plan.structure import raise_problems
 
 TOLERANCE: Final = 0.01
-"""So far the FLOPs and bytes of a stage may be from the plan's."""
+"""How far the FLOPs and bytes of a stage may be from the plan's, as a part of them."""
 MAX_PAIRS: Final = 250_000
-"""So many pairs of operators of one module are compared at most: it takes a second."""
+"""At most so many pairs of operators of one module are compared, which takes a second."""
 _FLOATS: Final = ("float64", "float32", "bfloat16", "float16")
 _NUMBER: Final = re.compile(r"(_\d+)+$")
 _Stages = tuple[int, ...]
@@ -40,39 +40,31 @@ _Stages = tuple[int, ...]
 
 def bind_plan(plan: Plan, graph: Graph) -> Plan:
     """Return the plan with the names that its operators have in ``graph``; ``PlanError`` if that is another model."""
-    if _is_same(plan, graph):
+    if plan.model.digest == graph.digest:
         return plan
     if _is_same_in_another_dtype(plan, graph):
         return replace(plan, model=replace(plan.model, digest=graph.digest))
-    problems = [*_model_problems(plan, graph)]
-    if problems:
-        _refuse(plan, graph, problems)
+    _raise_if(plan, graph, [*_model_problems(plan, graph)])
     matching = _match(plan, graph)
     stages = tuple(_rebuilt(stage, index, matching, graph) for index, stage in enumerate(plan.stages))
-    problems = matching.problems + [text for stage in stages for text in _work_problems(stage, graph)]
-    if problems:
-        _refuse(plan, graph, problems)
+    _raise_if(plan, graph, matching.problems + [text for stage in stages for text in _work_problems(stage, graph)])
     return replace(plan, model=replace(plan.model, digest=graph.digest), stages=stages)
 
 
-def _refuse(plan: Plan, graph: Graph, problems: Sequence[str]) -> None:
+def _raise_if(plan: Plan, graph: Graph, problems: Sequence[str]) -> None:
+    """Raise ``PlanError`` if there are problems."""
+    if not problems:
+        return
     shown = "; ".join(problems[:5]) + (f"; and {len(problems) - 5} more" if len(problems) > 5 else "")
     raise_problems("the plan", [
         f"model.digest is {plan.model.digest!r} but the model {graph.name!r} has {graph.digest!r}: the plan was made "
         f"for another model (or another version of it); plan again. What differs: {shown}"])
 
 
-def _is_same(plan: Plan, graph: Graph) -> bool:
-    return plan.model.digest == graph.digest
-
-
 def _is_same_in_another_dtype(plan: Plan, graph: Graph) -> bool:
     """Return whether only the floating-point type differs, as where a plan is verified in float64."""
-    for dtype in _FLOATS:
-        dtypes = tuple(dtype if item in _FLOATS else item for item in graph.tensor_dtypes)
-        if replace(graph, tensor_dtypes=dtypes).digest == plan.model.digest:
-            return True
-    return False
+    others = (tuple(dtype if item in _FLOATS else item for item in graph.tensor_dtypes) for dtype in _FLOATS)
+    return any(replace(graph, tensor_dtypes=dtypes).digest == plan.model.digest for dtypes in others)
 
 
 # ---- parameters, inputs, work ---------------------------------------------------------------------------------------
@@ -201,7 +193,7 @@ def _match_module(old: Sequence[str], new: Sequence[str], planned: Mapping[str, 
 
 
 def _equal_runs(old: Sequence[str], new: Sequence[str], found: _Matching) -> Iterator[tuple[int, int, int]]:
-    """Yield (place in ``old``, place in ``new``, length) of what is equal: at the begin, at the end, and between."""
+    """Yield (place in ``old``, place in ``new``, length) of what is equal: at both ends, and between."""
     shorter = min(len(old), len(new))
     begin = next((place for place in range(shorter) if old[place] != new[place]), shorter)
     rest = shorter - begin

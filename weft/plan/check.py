@@ -11,7 +11,7 @@ is at the same point, all ranks come to the end. Every problem is reported with 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -24,11 +24,14 @@ from weft.plan.lower import lower
 from weft.plan.memory import MemoryAccount, account_memory
 from weft.plan.plan import Plan
 from weft.plan.program import Instruction, Op, Phase, Program
-from weft.plan.rendezvous import rendezvous_problems
 from weft.plan.structure import raise_problems, require_structure
 
 _Key = tuple[str, int, int, int]
 """What a rank has done: ("compute", instance, microbatch, phase) or ("receive", channel, microbatch, 0)."""
+_COMPUTE, _SEND, _RECV, _COLLECTIVE = int(Op.COMPUTE), int(Op.SEND), int(Op.RECV), int(Op.COLLECTIVE)
+
+_Meeting = tuple[int, int, int, int]
+"""What instructions that pass together have in common: operation, channel or bucket or instance, microbatch, phase."""
 
 
 def check_plan(plan: Plan, graph: Graph, cluster: Cluster) -> Program:
@@ -84,6 +87,15 @@ def excess_bytes(plan: Plan, graph: Graph, cluster: Cluster) -> dict[str, int]:
     return over
 
 
+def _by_rank(num_ranks: int, members: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Return for each rank the places at which it is a member."""
+    found: list[list[int]] = [[] for _ in range(num_ranks)]
+    for index, ranks in enumerate(members):
+        for rank in ranks:
+            found[rank].append(index)
+    return found
+
+
 class _Needs:
     """What each compute needs on its rank, from the program's tables."""
 
@@ -92,19 +104,9 @@ class _Needs:
         self.used = [frozenset(channel.microbatches) for channel in program.channels]
         self.handled = [frozenset(instance.microbatches) for instance in program.instances]
         self.training = program.plan.model.mode == "training"
-        ranks = range(program.num_ranks)
-        self.instances_of: list[list[int]] = [[] for _ in ranks]
-        self.channels_of: list[list[int]] = [[] for _ in ranks]
-        self.buckets_of: list[list[int]] = [[] for _ in ranks]
-        for index, instance in enumerate(program.instances):
-            for rank in instance.ranks:
-                self.instances_of[rank].append(index)
-        for index, channel in enumerate(program.channels):
-            self.channels_of[channel.source].append(index)
-            self.channels_of[channel.target].append(index)
-        for index, bucket in enumerate(program.buckets):
-            for rank in bucket.ranks:
-                self.buckets_of[rank].append(index)
+        self.instances_of = _by_rank(program.num_ranks, [item.ranks for item in program.instances])
+        self.channels_of = _by_rank(program.num_ranks, [(item.source, item.target) for item in program.channels])
+        self.buckets_of = _by_rank(program.num_ranks, [item.ranks for item in program.buckets])
         updates = self.training and program.plan.optimizer.kind != "none"
         self.steps = [updates and bool(instances) for instances in self.instances_of]
         read = [{int(tensor) for op in ops for tensor in program.graph.op_inputs(int(op))} for ops in program.stage_ops]
@@ -318,3 +320,91 @@ def _sequence_problems(program: Program, pair: tuple[int, int], sends: list[int]
 def _rank_list(program: Program, ranks: tuple[int, ...]) -> str:
     shown = ", ".join(f"rank {rank} ({program.rank_names[rank]})" for rank in ranks[:8])
     return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+
+
+# ---- rendezvous -----------------------------------------------------------------------------------------------------
+#
+# Does the program come to its end if nothing is buffered? Each rank stands at one instruction. A send passes together
+# with its receive when both ranks stand at it, a collective when all its members do, the compute of an instance with
+# several ranks when all of them do (they exchange shards inside it); all else passes at once. No rank ever has a
+# choice, so any order of steps ends in the same state, and one play decides: if some rank cannot reach its end, the
+# program can hang.
+
+
+def rendezvous_problems(program: Program) -> list[str]:
+    """Return a line for each rank that cannot come to its end under rendezvous; empty if the program is safe."""
+    at = play_rendezvous(program)
+    stuck = [rank for rank in range(program.num_ranks) if at[rank] < program.rank_start[rank + 1]]
+    meetings = _meetings(program) if stuck else []
+    problems = []
+    for rank in stuck:
+        meeting = meetings[at[rank]]
+        assert meeting is not None, "a rank waits only where others must be"
+        problems.append(f"{program.place(at[rank])}: waits for ever for {_partner(program, meeting, at, rank)}")
+    return problems
+
+
+def play_rendezvous(program: Program) -> list[int]:
+    """Return the instruction at which each rank stands when nothing moves any more."""
+    at: list[int] = program.rank_start[:-1].tolist()
+    end = program.rank_start[1:].tolist()
+    ops = program.op.tolist()
+    meetings = _meetings(program)
+    parties: dict[tuple[int, int], dict[int, int]] = {}
+    arrived: dict[_Meeting, list[int]] = {}
+    moving = list(range(program.num_ranks))
+    while moving:
+        rank = moving.pop()
+        while at[rank] < end[rank]:
+            meeting = meetings[at[rank]]
+            if meeting is None:
+                at[rank] += 1
+                continue
+            wanted = parties.get(meeting[:2]) or parties.setdefault(meeting[:2], _parties(program, meeting))
+            if wanted.get(rank) != ops[at[rank]]:
+                break
+            here = arrived.setdefault(meeting, [])
+            here.append(rank)
+            if len(here) < len(wanted):
+                break
+            del arrived[meeting]
+            for member in here:
+                at[member] += 1
+            moving.extend(member for member in here if member != rank)
+    return at
+
+
+def _meetings(program: Program) -> list[_Meeting | None]:
+    """Return what each instruction must meet, or None for those that pass alone."""
+    joint = [len(instance.ranks) > 1 for instance in program.instances]
+    columns = (program.op, program.instance, program.microbatch, program.phase, program.channel, program.bucket)
+    result: list[_Meeting | None] = []
+    for op, instance, microbatch, phase, channel, bucket in zip(*(item.tolist() for item in columns), strict=True):
+        if op in (_SEND, _RECV):
+            result.append((_SEND, channel, microbatch, 0))
+        elif op == _COLLECTIVE:
+            result.append((_COLLECTIVE, bucket, 0, 0))
+        else:
+            result.append((_COMPUTE, instance, microbatch, phase) if op == _COMPUTE and joint[instance] else None)
+    return result
+
+
+def _parties(program: Program, meeting: _Meeting) -> dict[int, int]:
+    """Return, for each rank that takes part, the operation at which it must stand."""
+    op, index, _, _ = meeting
+    if op == _SEND:
+        channel = program.channels[index]
+        return {channel.source: _SEND, channel.target: _RECV}
+    ranks = program.buckets[index].ranks if op == _COLLECTIVE else program.instances[index].ranks
+    return dict.fromkeys(ranks, op)
+
+
+def _partner(program: Program, meeting: _Meeting, at: list[int], rank: int) -> str:
+    """Return what the ranks that it waits for are doing instead."""
+    lines = []
+    for member in _parties(program, meeting):
+        if member != rank:
+            ended = at[member] >= program.rank_start[member + 1]
+            lines.append(f"rank {member} ({program.rank_names[member]}), which "
+                         + ("has ended" if ended else f"is at {program.label(at[member])!r}"))
+    return "; ".join(lines[:4]) or "itself"

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from weft.model.fidelity import graph_work
 from weft.model.graph import Graph
+from weft.model.parts import Verdict, check_parts
 from weft.plan.plan import Plan, split_samples
 from weft.plan.program import Program
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from weft.model.parts import Verdict
 
 
 def loss_parts(program: Program) -> list[tuple[int, int]]:
@@ -44,9 +42,6 @@ def check_cut(plan: Plan, graph: Graph, module: torch.nn.Module, inputs: Sequenc
 
     ``device`` is where to find out (default: where the module is).
     """
-    from weft.model.fidelity import graph_work
-    from weft.model.parts import Verdict, check_parts
-
     if plan.model.mode != "training":
         return Verdict()
     return check_parts(module, inputs, finest_parts(plan), batch=plan.model.batch, work=graph_work(graph),

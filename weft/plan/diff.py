@@ -7,14 +7,17 @@ the same are the same. What a plan says about its search, and the predicted time
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
+from typing import TypeVar
 
 from weft.model.graph import Graph
 from weft.plan.orders import order_name, stage_order
 from weft.plan.plan import GradientExchange, ModelRef, Plan, Replica, Stage
 
+T = TypeVar("T")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
@@ -152,6 +155,21 @@ def match_stages(a: Plan, b: Plan) -> tuple[tuple[int | None, int | None], ...]:
     return (*pairs, *((None, right) for right in range(len(b.stages)) if right not in taken))
 
 
+def _differing(here: Mapping[str, T], there: Mapping[str, T], default: T) -> Iterator[tuple[str, T, T]]:
+    """Yield the names of which the two say different things, with these; ``default`` where one says nothing."""
+    for name in dict.fromkeys((*here, *there)):
+        left, right = here.get(name, default), there.get(name, default)
+        if left != right:
+            yield name, left, right
+
+
+def _grouped(changes: Iterator[tuple[str, T, T]]) -> dict[tuple[T, T], list[str]]:
+    groups: dict[tuple[T, T], list[str]] = {}
+    for name, left, right in changes:
+        groups.setdefault((left, right), []).append(name)
+    return groups
+
+
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 
@@ -245,13 +263,7 @@ def _microbatch_changes(a: Plan, one: Stage, b: Plan, other: Stage) -> Iterator[
 
 
 def _moves(a: Plan, b: Plan, graph_a: Graph, graph_b: Graph) -> Iterator[Move]:
-    here, there = _places(a, graph_a), _places(b, graph_b)
-    groups: dict[tuple[tuple[str, ...], tuple[str, ...]], list[str]] = {}
-    for op in dict.fromkeys((*here, *there)):
-        devices = here.get(op, ()), there.get(op, ())
-        if devices[0] != devices[1]:
-            groups.setdefault(devices, []).append(op)
-    for (left, right), ops in groups.items():
+    for (left, right), ops in _grouped(_differing(_places(a, graph_a), _places(b, graph_b), ())).items():
         graph = graph_a if left else graph_b
         indices = [graph.op_index[op] for op in ops]
         parameters = set(graph.parameters.tolist()) & {tensor for op in indices for tensor in
@@ -276,15 +288,10 @@ def _places(plan: Plan, graph: Graph) -> dict[str, tuple[str, ...]]:
 
 def _sharding(a: Plan, b: Plan) -> Iterator[ShardingChange]:
     for kind in ("operator", "tensor"):
-        here, there = _words(a, kind), _words(b, kind)
-        groups: dict[tuple[str, str, str], int] = {}
-        for name in dict.fromkeys((*here, *there)):
-            left, right = here.get(name, "whole"), there.get(name, "whole")
-            if left != right:
-                key = _NUMBER.sub("*", name), left, right
-                groups[key] = groups.get(key, 0) + 1
+        changes = _differing(_words(a, kind), _words(b, kind), "whole")
+        counts = Counter((_NUMBER.sub("*", name), left, right) for name, left, right in changes)
         yield from (ShardingChange(kind=kind, name=name, a=left, b=right, count=count)
-                    for (name, left, right), count in groups.items())
+                    for (name, left, right), count in counts.items())
 
 
 def _words(plan: Plan, kind: str) -> dict[str, str]:
@@ -322,12 +329,7 @@ def _renamed(token: str, names: Mapping[str, str]) -> str:
 
 
 def _exchanges(a: Plan, b: Plan, graph_a: Graph, graph_b: Graph) -> Iterator[ExchangeChange]:
-    here, there = _methods(a), _methods(b)
-    groups: dict[tuple[str, str], list[str]] = {}
-    for name in dict.fromkeys((*here, *there)):
-        left, right = here.get(name, "none"), there.get(name, "none")
-        if left != right:
-            groups.setdefault((left, right), []).append(name)
+    groups = _grouped(_differing(_methods(a), _methods(b), "none"))
     for (left, right), names in groups.items():
         yield ExchangeChange(a=left, b=right, parameters=tuple(names),
                              num_bytes=sum(_tensor_bytes(name, graph_a, graph_b) for name in names))

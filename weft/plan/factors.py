@@ -6,7 +6,7 @@ form the whole gradient themselves; that of a bias is the sum of the rows of the
 as linear if its kind is in ``LINEAR_KINDS`` and the parameter, or its transpose, is the matrix on the right.
 
 A parameter that something else reads too (an embedding that is also the head) has a second part of its gradient, which
-comes about as always and is summed over the devices as it is: such parameters are ``shared``.
+is computed as usual and summed over the devices as it is: such parameters are ``shared``.
 """
 
 from __future__ import annotations

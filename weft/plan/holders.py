@@ -105,11 +105,6 @@ def _replica_holdings(stage: Stage, replica: Replica, graph: Graph, tensor: int)
         yield device, Holding(region_held(shape, layout.value, sizes, coordinates), part, equal)
 
 
-def parameter_holders(plan: Plan, graph: Graph) -> dict[int, tuple[str, ...]]:
-    """Return the devices that hold each parameter or parts of it, in the order of ``cluster.devices``."""
-    return {tensor: tuple(held) for tensor, held in parameter_holdings(plan, graph).items()}
-
-
 def parameter_parts(plan: Plan, graph: Graph) -> dict[int, dict[str, float]]:
     """Return, for each parameter, the part of it that each device holds, in the order of ``cluster.devices``."""
     return {tensor: {device: max(item.part for item in items) for device, items in held.items()}

@@ -53,9 +53,9 @@ def build_layout(plan: Plan, graph: Graph) -> Layout:
     flows = list(_find_flows(plan, graph, stage_ops, instances))
     training = plan.model.mode == "training"
     needs_gradient = graph.needs_gradient if training else np.zeros(graph.num_tensors, dtype=bool)
-    channels = [*_forward_channels(graph, instances, flows)]
+    channels = [*_channels(graph, instances, flows, "activation")]
     if training:
-        channels.extend(_gradient_channels(graph, instances, [flow for flow in flows if needs_gradient[flow.tensor]]))
+        channels += _channels(graph, instances, [flow for flow in flows if needs_gradient[flow.tensor]], "gradient")
     return Layout(stage_ops=stage_ops, instances=_link_instances(instances, flows, channels, needs_gradient),
                   channels=tuple(channels), buckets=_build_buckets(plan, graph))
 
@@ -153,44 +153,31 @@ def _bytes_of(graph: Graph, tensors: tuple[int, ...], num_samples: int) -> int:
     return sum(size * num_samples // graph.batch if is_batched else size for size, is_batched in sizes)
 
 
-def _forward_channels(graph: Graph, instances: list[Instance], flows: list[_Flow]) -> Iterator[Channel]:
-    needed: dict[tuple[int, int, int, tuple[int, int], bool, tuple[int, ...]], dict[int, list[int]]] = {}
+def _channels(graph: Graph, instances: list[Instance], flows: list[_Flow],
+              kind: Literal["activation", "gradient"]) -> Iterator[Channel]:
+    """Yield the channels of the flows, or of the gradients that go the opposite way.
+
+    Activations that several consumers on a rank read go there once; gradients go to each producer by itself.
+    """
+    is_forward = kind == "activation"
+    needed: dict[tuple[int, int | None, int, int, tuple[int, int], bool, tuple[int, ...]], dict[int, set[int]]] = {}
     for flow in flows:
-        source_ranks = instances[flow.producer].ranks
-        for position, target in enumerate(instances[flow.consumer].ranks):
+        start, end = (flow.producer, flow.consumer) if is_forward else (flow.consumer, flow.producer)
+        source_ranks = instances[start].ranks
+        for position, target in enumerate(instances[end].ranks):
             if target not in source_ranks:
                 source = source_ranks[position % len(source_ranks)]
-                key = (flow.producer, source, target, flow.samples, flow.whole, flow.microbatches)
-                needed.setdefault(key, {}).setdefault(flow.tensor, []).append(flow.consumer)
-    for (producer, source, target, samples, whole, microbatches), consumers_of in needed.items():
+                key = (start, None if is_forward else end, source, target, flow.samples, flow.whole, flow.microbatches)
+                needed.setdefault(key, {}).setdefault(flow.tensor, set()).add(end)
+    for (start, _, source, target, samples, whole, microbatches), ends_of in needed.items():
         grouped: dict[tuple[int, ...], list[int]] = {}
-        for tensor, consumers in consumers_of.items():
-            grouped.setdefault(tuple(sorted(set(consumers))), []).append(tensor)
-        for consumer_ids, members in grouped.items():
-            yield _channel(graph, "activation", producer, consumer_ids, source, target, tuple(sorted(members)), samples,
-                           whole, microbatches)
-
-
-def _gradient_channels(graph: Graph, instances: list[Instance], flows: list[_Flow]) -> Iterator[Channel]:
-    needed: dict[tuple[int, int, int, int, tuple[int, int], bool, tuple[int, ...]], list[int]] = {}
-    for flow in flows:
-        consumer_ranks = instances[flow.consumer].ranks
-        for position, target in enumerate(instances[flow.producer].ranks):
-            if target not in consumer_ranks:
-                source = consumer_ranks[position % len(consumer_ranks)]
-                key = (flow.consumer, flow.producer, source, target, flow.samples, flow.whole, flow.microbatches)
-                needed.setdefault(key, []).append(flow.tensor)
-    for (consumer, producer, source, target, samples, whole, microbatches), tensors in needed.items():
-        yield _channel(graph, "gradient", consumer, (producer,), source, target, tuple(sorted(tensors)), samples, whole,
-                       microbatches)
-
-
-def _channel(graph: Graph, kind: Literal["activation", "gradient"], producer: int, consumers: tuple[int, ...],
-             source: int, target: int, tensors: tuple[int, ...], samples: tuple[int, int], whole: bool,
-             microbatches: tuple[int, ...]) -> Channel:
-    return Channel(kind=kind, producer=producer, consumers=consumers, source=source, target=target, tensors=tensors,
-                   samples=samples, whole=whole, microbatches=microbatches,
-                   num_bytes=_bytes_of(graph, tensors, samples[1] - samples[0]))
+        for tensor, ends in ends_of.items():
+            grouped.setdefault(tuple(sorted(ends)), []).append(tensor)
+        for consumers, members in grouped.items():
+            tensors = tuple(sorted(members))
+            yield Channel(kind=kind, producer=start, consumers=consumers, source=source, target=target, tensors=tensors,
+                          samples=samples, whole=whole, microbatches=microbatches,
+                          num_bytes=_bytes_of(graph, tensors, samples[1] - samples[0]))
 
 
 def _link_instances(instances: list[Instance], flows: list[_Flow], channels: list[Channel],

@@ -14,8 +14,7 @@ from typing import Final
 
 from weft.model.graph import I64, Graph
 from weft.plan.plan import Replica, Stage
-from weft.plan.sharding import axis_sizes, parse_layout, whole_layout
-from weft.plan.strategies import SUMS
+from weft.plan.sharding import SUMS, axis_sizes, parse_layout, whole_layout
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, largest_part
 
 LOSSES: Final = frozenset({"aten.nll_loss", "aten.nll_loss_nd"})

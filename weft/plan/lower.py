@@ -17,6 +17,7 @@ import numpy as np
 
 from weft.base.errors import ClusterError
 from weft.cluster.cluster import Cluster, DeviceId
+from weft.cluster.cluster_file import parse_cluster
 from weft.model.graph import Graph
 from weft.plan.binding import bind_plan
 from weft.plan.layout import Layout, build_layout
@@ -160,24 +161,14 @@ class _Player:
 def _action_queues(plan: Plan, layout: Layout) -> list[list[tuple[int, Phase, int]]]:
     instance_of = {(plan.stages[item.stage].name, rank): index
                    for index, item in enumerate(layout.instances) for rank in item.ranks}
-    queues = []
-    for rank, device in enumerate(plan.cluster.devices):
-        queue = []
-        for token in plan.order.get(device, ()):
-            action = parse_action(token)
-            assert action is not None, "structure was checked"
-            name, phase, microbatch = action
-            queue.append((instance_of[name, rank], Phase[phase], microbatch))
-        queues.append(queue)
-    return queues
+    actions = [[parse_action(token) for token in plan.order.get(device, ())] for device in plan.cluster.devices]
+    return [[(instance_of[action[0], rank], Phase[action[1]], action[2]) for action in row if action is not None]
+            for rank, row in enumerate(actions)]
 
 
 def _durations(plan: Plan, layout: Layout) -> list[dict[Phase, float]]:
-    result = []
-    for item in layout.instances:
-        times = plan.stages[item.stage].replicas[item.replica].times
-        result.append({phase: times.get(phase.name, DEFAULT_TIMES[phase.name]) for phase in Phase})
-    return result
+    times = [plan.stages[item.stage].replicas[item.replica].times for item in layout.instances]
+    return [{phase: known.get(phase.name, DEFAULT_TIMES[phase.name]) for phase in Phase} for known in times]
 
 
 def _delays(plan: Plan, layout: Layout) -> dict[tuple[int, int, bool], float]:
@@ -186,8 +177,6 @@ def _delays(plan: Plan, layout: Layout) -> dict[tuple[int, int, bool], float]:
     It is known where the plan describes its cluster, and only moves receives to where they are due: a description that
     cannot be read, or has no way between two devices, is refused by those who need it.
     """
-    from weft.cluster.cluster_file import parse_cluster
-
     description = plan.cluster.description
     try:
         if not _read_last or _read_last[0][0] is not description:

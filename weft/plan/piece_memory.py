@@ -20,8 +20,9 @@ stay the one account:
 
   where ``released_a`` is what is made before ``a`` and only needed behind it: in the whole model it is released there.
 
-Sizes are ``fixed + samples * per_sample``. The most of several such sums is none, but convex in the samples: figures by
-operator are taken from the line through none and the most samples of a step, which is never below.
+Sizes are ``fixed + samples * per_sample``. The largest of several such sums is not one itself, but convex in the
+samples: figures by operator are taken from the line through those for no samples and for the most that a step has,
+which is never below.
 """
 
 from __future__ import annotations

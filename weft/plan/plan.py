@@ -88,7 +88,7 @@ class Sharding:
     """
 
     ops: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """For each axis the name of the factor that it splits, or ``""`` for none; ``weft.plan.strategies`` knows some
+    """For each axis the name of the factor that it splits, or ``""`` for none; ``weft.plan.sharding`` knows some
     more words. Operators that are not named are not split."""
     tensors: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """For each axis a placement: of a parameter how it is stored, of another tensor how its readers find it. After a

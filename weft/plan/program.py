@@ -14,7 +14,7 @@ members have issued it. The compute of an instance with several ranks runs on al
 
 The collectives that directly follow a whole backward (``B``) on a rank are issued inside that backward: each as soon as
 the gradients of its parameters are final there and those before it in the list are issued, so that gradients travel
-beside the rest of the backward (``weft.plan.overlap`` says which, and why the list stays as it is). Behind a weight
+beside the rest of the backward (``inside_backward`` says which, and why the list stays as it is). Behind a weight
 gradient (``W``) or a message they are issued after it, as all others.
 
 ``weft.plan.check`` demands more, so that a program is safe on any transport: it must make progress even if every send,
@@ -31,7 +31,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-from weft.model.graph import I64, Graph
+from weft.model.graph import I64, Bool, Graph
 from weft.plan.factors import NO_FACTORS, Factors
 from weft.plan.plan import GradientMethod, Plan
 
@@ -189,14 +189,13 @@ class Program:
 
     def instruction(self, index: int) -> Instruction:
         """Return one instruction as an object."""
-        return Instruction(
-            index=index, op=Op(int(self.op[index])), instance=int(self.instance[index]),
-            microbatch=int(self.microbatch[index]), phase=Phase(int(self.phase[index])),
-            channel=int(self.channel[index]), bucket=int(self.bucket[index]))
+        return next(self._between(index, index + 1))
 
     def instructions(self, rank: int) -> Iterator[Instruction]:
         """Yield the instructions of ``rank`` in order."""
-        first, last = int(self.rank_start[rank]), int(self.rank_start[rank + 1])
+        return self._between(int(self.rank_start[rank]), int(self.rank_start[rank + 1]))
+
+    def _between(self, first: int, last: int) -> Iterator[Instruction]:
         columns = (self.op, self.instance, self.microbatch, self.phase, self.channel, self.bucket)
         rows = zip(*(column[first:last].tolist() for column in columns), strict=True)
         for index, (op, instance, microbatch, phase, channel, bucket) in enumerate(rows, first):
@@ -236,3 +235,61 @@ class Program:
         """Return the rank and the place in its list, for messages: ``rank 1 (a1), instruction 7``."""
         rank = int(np.searchsorted(self.rank_start, index, side="right")) - 1
         return f"rank {rank} ({self.rank_names[rank]}), instruction {index - int(self.rank_start[rank])}"
+
+
+def inside_backward(program: Program) -> I64:
+    """Return for each instruction the backward that it is issued inside, beside the rest of it, or -1.
+
+    Both are known by their places in the program's columns. What is issued inside the backward at place ``p`` stands at
+    ``p + 1``, ``p + 2``, ... in that order.
+
+    The collectives that directly follow a whole backward on a rank, with no message between, wait for nothing but that
+    backward, so each may be issued in the middle of it: as soon as the gradients of its own parameters are final there
+    and the collectives before it in the list are issued. Where they stand in the list does not change, and neither does
+    their order on any rank, so what ``weft.plan.check`` has found safe stays safe:
+
+        list:   B s0 mb 7        all_reduce 0   all_reduce 1
+        time:   B s0 mb 7 ----------------------------->
+                         all_reduce 0 ----> all_reduce 1 ---->
+
+    The devices of an instance that has several also meet inside its backward; so there the same parameters must follow,
+    in the same order, on all of them: then all issue everything in one order. Factors that are gathered instead of
+    gradients are final when the backward of their operator is done, as its gradients would be.
+    """
+    inside = np.full(program.num_instructions, -1, dtype=np.int64)
+    collectives = np.flatnonzero(program.op == Op.COLLECTIVE)
+    if len(collectives) == 0:
+        return inside
+    before = last_before(program.rank_start, program.op != Op.COLLECTIVE)[collectives]
+    found = (before >= 0) & (program.op[before] == Op.COMPUTE) & (program.phase[before] == Phase.B)
+    inside[collectives[found]] = before[found]
+    for first, last in _differing(program, inside):
+        inside[first:last] = -1
+    return inside
+
+
+def last_before(rank_start: I64, chosen: Bool) -> I64:
+    """Return, for each instruction, the last ``chosen`` one before it on its rank, or -1."""
+    latest = np.full(len(chosen) + 1, -1, dtype=np.int64)
+    latest[1:] = np.where(chosen, np.arange(len(chosen)), -1)
+    latest = np.maximum.accumulate(latest)[:-1]
+    first = np.repeat(rank_start[:-1], np.diff(rank_start))
+    return np.where(latest >= first, latest, -1)
+
+
+def _differing(program: Program, inside: I64) -> list[tuple[int, int]]:
+    """Return the ranges of collectives behind backwards whose devices are not followed by the same parameters."""
+    joint = np.asarray([len(instance.ranks) > 1 for instance in program.instances], dtype=np.bool_)
+    places, counts = np.unique(inside[inside >= 0], return_counts=True)
+    is_joint = joint[program.instance[places]]
+    groups: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for place, count in zip(places[is_joint].tolist(), counts[is_joint].tolist(), strict=True):
+        key = int(program.instance[place]), int(program.microbatch[place])
+        groups.setdefault(key, []).append((place + 1, place + 1 + count))
+    result = []
+    for (instance, _), ranges in groups.items():
+        followed = {tuple(program.buckets[bucket].parameters for bucket in program.bucket[first:last].tolist())
+                    for first, last in ranges}
+        if len(followed) > 1 or len(ranges) < len(program.instances[instance].ranks):
+            result.extend(ranges)
+    return result

@@ -18,10 +18,10 @@ import numpy as np
 from weft.base.errors import PlanError
 from weft.base.units import format_bytes
 from weft.cluster.cluster import Cluster
-from weft.model.graph import Graph
-from weft.plan.exchanges import exchange_problems
+from weft.model.graph import Graph, find_cycle
+from weft.plan.factors import LINEAR_KINDS, Factors, find_factors
 from weft.plan.holders import Copies, exchange_sets, layout_problems, parameter_copies
-from weft.plan.plan import Plan, Replica, Stage, split_samples
+from weft.plan.plan import GradientExchange, Plan, Replica, Stage, split_samples
 from weft.plan.sharding import sharding_problems
 
 PHASES = ("F", "B", "I", "W")
@@ -308,7 +308,7 @@ def _gradient_problems(plan: Plan, graph: Graph) -> Iterator[str]:
         if len(set(exchange.devices)) != len(exchange.devices) or not exchange.devices or not exchange.parameters:
             yield f"gradients[{index}] must name parameters and devices, each device once"
         elif all(graph.tensor_index.get(name, -1) in copies for name in exchange.parameters):
-            yield from exchange_problems(plan, graph, exchange, f"gradients[{index}]")
+            yield from _exchange_problems(plan, graph, exchange, f"gradients[{index}]")
     for tensor, sets in exchange_sets(plan, graph).items():
         for devices in sets:
             if (tensor, devices[0]) not in exchanged:
@@ -324,6 +324,71 @@ def _member_problems(copies: Sequence[Copies], name: str, devices: Sequence[str]
         yield f"{path}: {name!r} is held by {', '.join(meant)}, but exchanged among {', '.join(devices)}"
 
 
+def _exchange_problems(plan: Plan, graph: Graph, exchange: GradientExchange, path: str) -> Iterator[str]:
+    """Yield what is wrong with the method of an exchange whose parameters and devices exist."""
+    if exchange.groups and exchange.method != "hierarchical":
+        yield f"{path}.groups is for the method 'hierarchical', not for {exchange.method!r}: leave it out"
+    if exchange.server is not None and exchange.method != "parameter_server":
+        yield f"{path}.server is for the method 'parameter_server', not for {exchange.method!r}: leave it out"
+    if exchange.method == "hierarchical":
+        yield from _group_problems(exchange, path)
+    if exchange.method == "parameter_server" and exchange.server not in exchange.devices:
+        given = "is missing" if exchange.server is None else f"{exchange.server!r} is not one of its devices"
+        yield f"{path}.server {given}: name one of {', '.join(exchange.devices)}"
+    if exchange.method == "sufficient_factors":
+        yield from _factor_problems(plan, graph, exchange, path)
+
+
+def _group_problems(exchange: GradientExchange, path: str) -> Iterator[str]:
+    if any(not group for group in exchange.groups):
+        yield f"{path}.groups has an empty group"
+    count = Counter(device for group in exchange.groups for device in group)
+    for device in exchange.devices:
+        if count[device] != 1:
+            what = "is in no group" if count[device] == 0 else f"is in them {count[device]} times"
+            yield f"{path}.groups: {device!r} {what}; the groups divide the exchange's devices, each in one of them"
+    for device in count:
+        if device not in exchange.devices:
+            yield f"{path}.groups: {device!r} is not one of the exchange's devices"
+
+
+def _factor_problems(plan: Plan, graph: Graph, exchange: GradientExchange, path: str) -> Iterator[str]:
+    tensors = [graph.tensor_index[name] for name in exchange.parameters]
+    factors = find_factors(graph, tensors)
+    made = {use.weight for use in factors.uses} | {use.bias for use in factors.uses}
+    for position, (tensor, name) in enumerate(zip(tensors, exchange.parameters, strict=True)):
+        if tensor not in made:
+            yield f"{path}.parameters[{position}]: {_why_not(graph, tensor, name)}"
+    dtypes = sorted({graph.tensor_dtypes[tensor] for tensor in tensors})
+    if len(dtypes) > 1:
+        yield f"{path}.parameters have the dtypes {', '.join(dtypes)}: exchange factors of each dtype by themselves"
+    read = {use.op for use in factors.uses}
+    for index, stage in enumerate(plan.stages):
+        inside = {graph.op_index[name] for name in stage.ops}
+        if inside & read:
+            if any(len(replica.devices) > 1 for replica in stage.replicas):
+                yield (f"{path}: stages[{index}] ({stage.name!r}) has replicas of several devices; sufficient_factors "
+                       "needs replicas of one device each: use all_reduce")
+            yield from _transpose_problems(graph, factors, inside, f"{path}: stages[{index}] ({stage.name!r})")
+
+
+def _why_not(graph: Graph, tensor: int, name: str) -> str:
+    readers = graph.consumer_op[graph.inputs == tensor].tolist()
+    kinds = list(dict.fromkeys(graph.op_kinds[op] for op in readers))
+    is_bias = len(graph.tensor_shapes[tensor]) == 1 and any(kind in LINEAR_KINDS for kind in kinds)
+    if is_bias:
+        return f"{name!r} is a bias; the weight that belongs to it must be in the same exchange of sufficient_factors"
+    return (f"{name!r} is not the weight or bias of a linear operator (it is read by {', '.join(kinds[:3])}), so its "
+            "gradient has no factors: use all_reduce")
+
+
+def _transpose_problems(graph: Graph, factors: Factors, inside: set[int], where: str) -> Iterator[str]:
+    for use in factors.uses:
+        if use.transpose is not None and use.op in inside and use.transpose not in inside:
+            yield (f"{where} holds {graph.op_names[use.op]!r} but not {graph.op_names[use.transpose]!r}, which "
+                   "transposes its weight: put both into one stage")
+
+
 def _cycle_problems(plan: Plan, graph: Graph) -> list[str]:
     for stages in stage_patterns(plan):
         stage_of = np.full(graph.num_ops, -1, dtype=np.int64)
@@ -334,38 +399,8 @@ def _cycle_problems(plan: Plan, graph: Graph) -> list[str]:
             continue
         pairs = np.stack([stage_of[graph.edges[:, 0]], stage_of[graph.edges[:, 1]]], axis=1)
         keep = (pairs[:, 0] != pairs[:, 1]) & (pairs >= 0).all(axis=1)
-        cycle = _find_cycle({(int(a), int(b)) for a, b in np.unique(pairs[keep], axis=0)})
+        cycle = find_cycle((int(a), int(b)) for a, b in np.unique(pairs[keep], axis=0))
         if cycle:
-            names = " -> ".join(plan.stages[index].name for index in cycle)
+            names = " -> ".join(plan.stages[index].name for index in (*cycle, cycle[0]))
             return [f"stages: {names} feed each other in a cycle; stages must be convex sets of operators"]
     return []
-
-
-def _find_cycle(edges: set[tuple[int, int]]) -> list[int] | None:
-    """Return the nodes of one cycle (first node repeated at the end), or None."""
-    following: dict[int, list[int]] = {}
-    for source, target in sorted(edges):
-        following.setdefault(source, []).append(target)
-    state: dict[int, int] = {}
-    for root in sorted(following):
-        path: list[int] = []
-        stack: list[tuple[int, int]] = [(root, 0)]
-        while stack:
-            node, child = stack.pop()
-            if child == 0:
-                if state.get(node) is not None:
-                    continue
-                state[node] = 1
-                path.append(node)
-            children = following.get(node, [])
-            if child < len(children):
-                stack.append((node, child + 1))
-                target = children[child]
-                if state.get(target) == 1:
-                    return [*path[path.index(target):], target]
-                if state.get(target) is None:
-                    stack.append((target, 0))
-            else:
-                state[node] = 2
-                path.pop()
-    return None

@@ -19,8 +19,7 @@ from weft.cluster.cluster_file import read_cluster
 from weft.cost.costs import Costs, load_costs
 from weft.model.graph import Graph
 from weft.model.load import has_module, load_graph_for, trace_model
-from weft.model.notes import NOTE
-from weft.plan.notes import recompute_notes
+from weft.plan.notes import NOTE, recompute_notes
 from weft.plan.plan import Mode, Optimizer, OptimizerKind, Plan
 from weft.planning.compare import Comparison, compare_all
 from weft.planning.objectives import bind_to_cluster, fewest_devices, parse_target, with_headroom

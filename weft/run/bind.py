@@ -19,8 +19,7 @@ from torch.autograd.graph import GradientEdge
 
 from weft.base.errors import RunError
 from weft.plan.memory import SEND_WINDOW
-from weft.plan.overlap import inside_backward
-from weft.plan.program import Channel, Instruction, Op, Phase, Program
+from weft.plan.program import Channel, Instruction, Op, Phase, Program, inside_backward
 from weft.run.cells import Cell, Transfer, occupy, vacate
 from weft.run.exchange import Early, EarlyExchanges, Lane, leads_to_loss, make_exchange, summed_in
 from weft.run.parameters import StateShares

@@ -9,7 +9,7 @@ backend; the other methods have several steps and run beside the program on a ``
 
 An exchange may be issued inside a backward, when the gradients of its parameters are final. PyTorch calls a hook when
 it has added a gradient to ``parameter.grad``, once in a backward even if many operators read the parameter. The hooks
-are there during one backward only, the last that adds to these gradients (``weft.plan.overlap`` says which). In what
+are there during one backward only, the last that adds to these gradients (``weft.plan.program`` says which). In what
 order they are called does not matter: an exchange waits for those before it in the rank's list, so that every rank
 issues them in the same order. What the hooks have not issued when the backward is done, because the loss does not
 depend on a parameter after all, is issued after it.

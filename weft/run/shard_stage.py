@@ -25,10 +25,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from weft.model.randomness import is_random
+from weft.model.probe import is_random
 from weft.plan.plan import Sharding
-from weft.plan.sharding import TensorLayout, parse_layout, whole_layout
-from weft.plan.strategies import SplitOp, parse_strategy
+from weft.plan.sharding import SplitOp, TensorLayout, parse_layout, parse_strategy, whole_layout
 from weft.run.mesh import Change, ReplicaMesh, Reshard
 from weft.run.random_state import RankRandom
 from weft.run.split_backward import attributes_of

@@ -30,7 +30,7 @@ from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Interpreter, Node
 
 from weft.base.errors import ModelError
-from weft.model.randomness import is_random
+from weft.model.probe import is_random
 from weft.model.trace import TracedModel, retarget
 from weft.run.mesh import ReplicaMesh
 from weft.run.random_state import RankRandom

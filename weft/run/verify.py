@@ -1,6 +1,6 @@
 """Does a run equal one device? The original module, eager, on the whole batch, against what the ranks computed.
 
-Both start from the same parameters and inputs. Errors are those of ``weft.model.differences``; that of the loss is
+Both start from the same parameters and inputs. Errors are those of ``weft.model.parts``; that of the loss is
 relative to the loss. Gradients and outputs travel to rank 0 one tensor at a time, so that it needs memory for the
 reference run and one tensor.
 
@@ -30,8 +30,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from weft.base.errors import WeftError
-from weft.model.differences import least_divisor, precise, relative_error
 from weft.model.graph import F64, Graph
+from weft.model.parts import least_divisor, precise, relative_error
 from weft.model.source import ModelSource
 from weft.model.weights import materialize
 from weft.plan.cut import loss_parts

@@ -20,9 +20,8 @@ from weft.base.files import check_header, decode, encode, load_json, write_atomi
 from weft.cost.figure import SOURCES, Source
 from weft.model.graph import I64
 from weft.plan.memory import CATEGORIES, MemoryAccount
-from weft.plan.overlap import last_before
 from weft.plan.plan import ClusterRef, ModelRef
-from weft.plan.program import Op, Program
+from weft.plan.program import Op, Program, last_before
 from weft.plan.structure import raise_problems
 from weft.simulate.timeline import Kind, MemorySource, RankSummary, Timeline
 

@@ -37,8 +37,7 @@ from weft.cost.figure import ZERO, Figure, Source, combine
 from weft.cost.roofline import pointwise_rate
 from weft.model.graph import F64, I64, Graph
 from weft.plan.memory import static_bytes
-from weft.plan.overlap import last_before
-from weft.plan.program import U8, Channel, Op, Phase, Program
+from weft.plan.program import U8, Channel, Op, Phase, Program, last_before
 from weft.simulate.exchange_time import (
     exchange_figure,
     exchange_resources,

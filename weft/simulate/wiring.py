@@ -7,7 +7,7 @@ send, or the one on the lowest rank. Tasks are numbered by their leaders' positi
     rank 0:  F s0 mb 0, send, ...            tasks: 0 F s0 mb 0,  1 transfer,  2 F s1 mb 0
     rank 1:  receive, F s1 mb 0, ...         the receive belongs to task 1
 
-A backward inside which collectives are issued (``weft.plan.overlap``) is several tasks, one after the other: its parts.
+A backward inside which collectives are issued (``weft.plan.program``) is several tasks, one after the other: its parts.
 The first ends where the first of those collectives may start, and so on; the last ends the backward.
 """
 
@@ -20,8 +20,7 @@ import numpy as np
 
 from weft.base.errors import PlanError
 from weft.model.graph import I64
-from weft.plan.overlap import inside_backward, last_before
-from weft.plan.program import Op, Phase, Program
+from weft.plan.program import Op, Phase, Program, inside_backward, last_before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

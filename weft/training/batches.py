@@ -23,10 +23,11 @@ import torch
 from torch import Tensor, fx
 
 from weft.base.errors import InputError
-from weft.model.autocast import current_autocast
-from weft.model.capture import source_line
-from weft.model.randomness import is_random
-from weft.model.trace import TracedModel, TracedProgram, retarget
+from weft.model.columns import TracedProgram
+from weft.model.forward import current_autocast
+from weft.model.functional import source_line
+from weft.model.probe import is_random
+from weft.model.trace import TracedModel, retarget
 from weft.run.failures import PeerLost, error_of
 from weft.run.transport import Transport
 from weft.run.wire import settled

@@ -27,14 +27,13 @@ from weft.base.files import load_json
 from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import parse_cluster
-from weft.model.autocast import current_autocast
 from weft.model.fidelity import check_trace
-from weft.model.notes import rule_notes
+from weft.model.forward import current_autocast
 from weft.model.parts import Verdict
 from weft.model.source import ModelSource
 from weft.model.zoo import Mode
 from weft.plan.cut import check_cut, finest_parts, loss_parts
-from weft.plan.notes import recompute_notes
+from weft.plan.notes import recompute_notes, rule_notes
 from weft.plan.plan import Optimizer, OptimizerKind, Plan, load_plan, parse_plan, plan_to_json
 from weft.plan.program import Program
 from weft.planning.make import SearchOptions, search_plans

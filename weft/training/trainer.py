@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from weft.base.errors import InputError, RunError
-from weft.model.autocast import autocast_off
+from weft.model.forward import autocast_off
 from weft.plan.lower import lower
 from weft.plan.plan import Optimizer, Plan
 from weft.run.checkpoint import Checkpoints, ModelState

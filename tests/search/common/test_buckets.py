@@ -12,8 +12,8 @@ from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
 from weft.plan.check import check_plan
-from weft.plan.overlap import inside_backward
 from weft.plan.plan import Plan
+from weft.plan.program import inside_backward
 from weft.search.common import buckets
 from weft.search.common.problem import PlanOptions, Problem, StageSpec, add_gradients, make_plan
 from weft.search.joint.baselines import data_parallel

@@ -7,7 +7,7 @@ A bucket is exchanged when the last of its gradients is final (``final_times``),
 
 More buckets begin earlier and leave less for the end, but each costs the latency of a collective and the host's time to
 issue it: of some numbers of buckets that is taken which ends first (``_best_cut``). Parameters go into buckets in the
-order in which they become final, as many bytes in each. Only what can overlap is cut (``weft.plan.overlap``):
+order in which they become final, as many bytes in each. Only what can overlap is cut (``weft.plan.program``):
 parameters of one stage, whose last backward is whole and sends no gradients to other stages.
 """
 

@@ -14,8 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 from weft.plan.plan import Sharding
-from weft.plan.sharding import TensorLayout, format_layout
-from weft.plan.strategies import SplitOp, parse_strategy
+from weft.plan.sharding import SplitOp, TensorLayout, format_layout, parse_strategy
 from weft.sharding.factors import (
     NOT_SPLIT,
     OpFactors,

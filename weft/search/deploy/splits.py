@@ -11,8 +11,8 @@ from weft.cluster.cluster import Cluster, DeviceId
 from weft.cost.costs import Costs
 from weft.model.graph import Graph
 from weft.model.load import has_module
-from weft.model.notes import NOTE, rule_notes
 from weft.model.source import ModelSource, resolve_model
+from weft.plan.notes import NOTE, rule_notes
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.problem import Problem
 

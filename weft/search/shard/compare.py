@@ -13,7 +13,7 @@ from weft.cluster.cluster import Cluster
 from weft.cost.costs import Costs
 from weft.cost.mesh import Mesh
 from weft.model.folded import FoldedModel
-from weft.model.notes import without_rule_notes
+from weft.plan.notes import without_rule_notes
 from weft.plan.plan import Optimizer
 from weft.search.common.budget import Budget, OutOfTime, cut_short
 from weft.search.shard.mesh import mesh_shapes
