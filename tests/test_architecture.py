@@ -131,7 +131,7 @@ MARKS = {
     "row of a chart": (r"\bclass Row\b[^@]*\bboxes\b", {"weft.show.chart"}),
     "reader of safetensors": (r"__metadata__", {"weft.base.tensor_file"}),
     "way to tell the best and its bound": (r"report\(\s*f\"[^\"]*best[^\"]*bound", {
-        "weft.planning.compare", "weft.search.common.incumbent", "weft.search.strategies.search", "weft.search.strategies.solve"}),
+        "weft.search.common.incumbent", "weft.search.strategies.search", "weft.search.strategies.solve"}),
     "exchange time": (r"Collective\.ALL_REDUCE, (bucket|num_bytes|size|TYPICAL_BYTES)", {
         "weft.search.common.buckets", "weft.search.deploy.exchange", "weft.search.deploy.features", "weft.search.joint.estimate", "weft.simulate.exchange_time",
         "weft.simulate.traffic"}),

@@ -20,8 +20,7 @@ from weft.plan.check import check_plan
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
 from weft.planning.compare import compare_strategies
-from weft.planning.fit import Setting, describe, fit, plan_of, problem_with, splitter
-from weft.planning.reduced import Reduced
+from weft.planning.fit import Reduced, Setting, describe, fit, plan_of, problem_with, splitter
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.joint.baselines import STRATEGIES
 

@@ -16,7 +16,7 @@ from tests.show.helpers import simulated
 from weft.base.errors import InputError
 from weft.cli.main import main
 from weft.plan.plan import save_plan
-from weft.show.serve import ADDRESS, PageServer
+from weft.show.page import ADDRESS, PageServer
 
 TEXT = "<!doctype html><p>\u00d7</p>"
 

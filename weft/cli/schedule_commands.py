@@ -109,8 +109,7 @@ def _write_pictures(result: ScheduleResult, compared: list[ScheduleFacts], *, na
                     svg: Path | None) -> None:
     from weft.base.files import write_atomic
     from weft.show.drawing import render_svg
-    from weft.show.schedule_chart import schedule_chart
-    from weft.show.schedule_tables import render_schedule_report
+    from weft.show.schedule_tables import render_schedule_report, schedule_chart
 
     title = name.removesuffix(".gz").removesuffix(".json")
     if html is not None:

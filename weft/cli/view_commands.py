@@ -24,7 +24,7 @@ def view(
     from weft.cluster import read_cluster
     from weft.plan.plan import load_plan
     from weft.show.html import render_report
-    from weft.show.serve import PageServer
+    from weft.show.page import PageServer
     from weft.simulate.timeline_file import load_timeline
 
     predicted = predict_plan(load_plan(plan), model, cluster, profile)

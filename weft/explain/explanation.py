@@ -9,8 +9,7 @@ from typing import Final
 from weft.base.errors import NoFeasiblePlan
 from weft.base.units import format_bytes, format_time
 from weft.cluster.cluster import Cluster
-from weft.explain.path import CriticalPath, Kind, critical_path, link_rates, link_seconds
-from weft.explain.waits import DeviceWaits, device_waits
+from weft.explain.path import CriticalPath, DeviceWaits, Kind, critical_path, device_waits, link_rates, link_seconds
 from weft.explain.whatif import Change, settled, what_would_help
 from weft.plan.plan import Plan
 from weft.planning.compare import Candidate, Comparison

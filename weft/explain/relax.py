@@ -19,7 +19,7 @@ from typing import Final
 from weft.base.errors import NoFeasiblePlan, WeftError
 from weft.base.units import format_bytes
 from weft.cost.costs import estimate_costs
-from weft.explain.changes import with_memory, with_more_devices
+from weft.explain.whatif import with_memory, with_more_devices
 from weft.planning.compare import Candidate, microbatch_choices
 from weft.planning.replan import THRIFTY, Report, Request, find_splits, fits_jointly, least_missing, replan
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget

@@ -11,15 +11,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from weft.base.errors import ModelError
 from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import read_cluster
 from weft.cost.costs import Costs, load_costs
+from weft.model.fidelity import check_trace
 from weft.model.graph import Graph
 from weft.model.load import has_module, load_graph_for, trace_model
 from weft.model.notes import NOTE
+from weft.model.parts import Verdict
+from weft.model.source import ModelSource, resolve_model
+from weft.model.trace import TracedModel
+from weft.plan.cut import check_cut, finest_parts
 from weft.plan.notes import recompute_notes
 from weft.plan.plan import Mode, Optimizer, OptimizerKind, Plan
 from weft.planning.compare import Comparison, compare_all
@@ -28,11 +32,6 @@ from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.splits import Splits, load_splits
 from weft.sharding.named_ops import named_ops
-
-if TYPE_CHECKING:
-    from weft.model.parts import Verdict
-    from weft.model.source import ModelSource
-    from weft.model.trace import TracedModel
 
 Report = Callable[[str], None]
 
@@ -159,16 +158,11 @@ def _has_values(model: str | ModelSource) -> bool:
 
 def _check_trace(traced: TracedModel, report: Report) -> None:
     """Raise ``ModelError`` if the traced graph computes something else than the model."""
-    from weft.model.fidelity import check_trace
-
     _judge(check_trace(traced, traced.source.build(), traced.source.inputs()), report)
 
 
 def _check_cut(model: str | ModelSource, plan: Plan, graph: Graph, options: PlanOptions, report: Report) -> None:
     """Raise ``ModelError`` if the plan must not cut the model's batch."""
-    from weft.model.source import ModelSource, resolve_model
-    from weft.plan.cut import check_cut, finest_parts
-
     if len(finest_parts(plan)) < 2 or options.mode != "training":
         return
     source = model if not isinstance(model, str) else resolve_model(model, mode=options.mode, dtype=options.dtype)

@@ -22,7 +22,7 @@ from weft.plan.program import Program
 from weft.show import facts, page
 from weft.show import plan_drawings as drawings
 from weft.show.chart import Steady, counted
-from weft.show.layer_facts import LayerFacts, layer_facts
+from weft.show.facts import LayerFacts, layer_facts
 from weft.show.names import grouped, short_list
 from weft.show.plan_tables import batch_text, bound_text, peak_text, stages_table
 from weft.show.tables import UNKNOWN, per_second, percent, seconds

@@ -14,6 +14,10 @@ The script gets charts in columns, as plain JSON values of linear size (``chart_
 
 Times are whole multiples of ``unit_s``, nine digits for the whole. Where the chart repeats, ``period`` is one period,
 and a timeline's ``steady`` has the span for each row.
+
+``PageServer`` serves one page on the loopback address. Only this machine can reach it, only ``/`` is there, and only
+under the names that a browser on this machine uses for it: a foreign page that makes its own name point here gets
+nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +29,14 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from typing import Any, Final
 
 import numpy as np
 
+from weft.base.errors import InputError
 from weft.model.graph import F64
 from weft.show.chart import Chart, number, period_text
 from weft.show.names import printable
@@ -231,3 +238,67 @@ def definitions(items: Iterable[tuple[str, str]]) -> str:
     """Return names and what they are, side by side in a box."""
     parts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in items)
     return f'<dl class="facts panel">{parts}</dl>'
+
+
+ADDRESS: Final = "127.0.0.1"
+_HEADERS: Final = {
+    "Content-Type": "text/html; charset=utf-8", "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer", "Content-Security-Policy": "frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin"}
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves one page until it is closed or interrupted."""
+
+    daemon_threads = True
+
+    def __init__(self, text: str, *, port: int = 0) -> None:
+        """Bind to the port; 0 takes a free one. Raise ``InputError`` where that is not possible."""
+        if not 0 <= port <= 65535:
+            raise InputError(f"port {port} does not exist: give one from 0 to 65535 (0 takes a free one)")
+        self.page = text.encode()
+        try:
+            super().__init__((ADDRESS, port), _Handler)
+        except OSError as problem:
+            raise InputError(f"cannot listen on {ADDRESS}:{port}: {problem.strerror}. Try another --port, or 0 for "
+                             "any free one") from problem
+
+    @property
+    def address(self) -> str:
+        """Return where the page is: ``http://127.0.0.1:40123/``."""
+        return f"http://{ADDRESS}:{self.server_port}/"
+
+    def run(self) -> None:
+        """Serve until ``shutdown`` is called from another thread, or Ctrl-C."""
+        self.serve_forever()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers with the page, or with an empty refusal."""
+
+    server: PageServer
+    server_version = "weft"
+    sys_version = ""
+    timeout = 30
+
+    def do_GET(self) -> None:
+        status = self._status()
+        body = self.server.page if status is HTTPStatus.OK else b""
+        self.send_response(status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def _status(self) -> HTTPStatus:
+        if self.headers.get("Host", "") not in (f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")):
+            return HTTPStatus.FORBIDDEN
+        return HTTPStatus.OK if self.path == "/" else HTTPStatus.NOT_FOUND
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name in the base class
+        """Say nothing."""

@@ -20,8 +20,7 @@ from weft.show import place_facts as facts
 from weft.show.chart import Chart, counted, number
 from weft.show.drawing import print_chart
 from weft.show.names import printable, shorten
-from weft.show.place_chart import place_chart, placement_data
-from weft.show.place_facts import WHY, DeviceUse, Segment, Waits
+from weft.show.place_facts import WHY, DeviceUse, Segment, Waits, place_chart, placement_data
 from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, cut_table, percent, print_tables
 
 MAX_SEGMENTS: Final = 12
