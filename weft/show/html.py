@@ -437,7 +437,7 @@ def _cluster_drawing(cluster: Cluster | None, plan: Plan) -> str:
     direct = "; ".join(f"{source} - {target} {format_rate(rate)}" for source, target, rate in item.direct[:8])
     note = f'<p class="note">Direct links: {page.escape(direct)}</p>' if direct else ""
     box = ('<div class="card scroll drawing" tabindex="0" role="region" aria-label="Cluster">'
-           f"{drawings.cluster_svg(item)}</div>")
+           f"{drawings.cluster_html(item)}</div>")
     return page.section("Cluster", box + page.colour_key(names) + note, lead=(
         "Each device with the stages it runs. Rates are of links inside a host and to the network."))
 
