@@ -147,7 +147,6 @@ class _Places:
 
     def __init__(self, program: Program, costs: Costs, cluster: Cluster) -> None:
         self.program, self.costs, self.cluster = program, costs, cluster
-        self.rates = link_rates(cluster)
         self.known: dict[tuple[str, int], tuple[str, float]] = {}
 
     def divide(self, instruction: int, seconds: float) -> Iterator[tuple[Kind, str, float]]:
@@ -182,7 +181,7 @@ class _Places:
             alone = replace(program, channels=(replace(channel, microbatches=channel.microbatches[:1]),), buckets=())
         else:
             alone = replace(program, channels=(), buckets=(program.buckets[index],))
-        times = link_seconds(link_bytes(alone, self.costs, self.cluster), self.rates)
+        times = link_times(alone, self.costs, self.cluster)
         if not times:
             ranks = (program.channels[index].source, program.channels[index].target) if kind == "transfer" else (
                 program.buckets[index].ranks)
@@ -191,17 +190,12 @@ class _Places:
         return where, times[where]
 
 
-def link_rates(cluster: Cluster) -> dict[str, float]:
-    """Return the bandwidth of each link by the name that ``link_bytes`` gives it."""
+def link_times(program: Program, costs: Costs, cluster: Cluster) -> dict[str, float]:
+    """Return how long each link is busy with the bytes of a step, where its rate is known."""
     rates: dict[str, float] = {}
     for link in cluster.links:
         rates.setdefault(link.shared if link.shared is not None else link.name, link.bytes_per_s)
-    return rates
-
-
-def link_seconds(num_bytes: dict[str, int], rates: dict[str, float]) -> dict[str, float]:
-    """Return how long each link is busy with its bytes, where its rate is known."""
-    return {name: amount / rates[name] for name, amount in num_bytes.items() if name in rates}
+    return {name: amount / rates[name] for name, amount in link_bytes(program, costs, cluster).items() if name in rates}
 
 
 GRADIENTS = "gradients"
@@ -228,12 +222,11 @@ class DeviceWaits:
     @property
     def longest(self) -> tuple[str, float]:
         """Return what is waited for most, in words, and for how long."""
+        special = {GRADIENTS: "others before gradients", UNIT: "its processing unit"}
         reasons = {"its first work": self.fill_s, "the end of the step": self.drain_s}
-        for partner, seconds in self.for_others_s.items():
-            reasons[f"computing on {partner}" if partner not in (GRADIENTS, UNIT) else
-                    {GRADIENTS: "others before gradients", UNIT: "its processing unit"}[partner]] = seconds
-        for partner, seconds in self.exposed_s.items():
-            reasons["the exchange of gradients" if partner == GRADIENTS else f"messages from {partner}"] = seconds
+        reasons |= {special.get(name, f"computing on {name}"): seconds for name, seconds in self.for_others_s.items()}
+        reasons |= {"the exchange of gradients" if name == GRADIENTS else f"messages from {name}": seconds
+                    for name, seconds in self.exposed_s.items()}
         what = max(reasons, key=lambda reason: reasons[reason])
         return what, reasons[what]
 

@@ -11,13 +11,12 @@ from typing import Final
 from weft.base.errors import WeftError
 from weft.base.units import format_bytes
 from weft.cluster.cluster import Cluster, DeviceId, Link, check_cluster
-from weft.explain.path import link_rates, link_seconds
+from weft.explain.path import link_times
 from weft.planning.compare import Candidate, Comparison
 from weft.planning.replan import Report, Request, replan
 from weft.search.common.budget import OutOfTime, cut_short
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
-from weft.simulate.traffic import link_bytes
 
 EXTRA_BYTES: Final = 10 * 2**30
 PLAIN: Final = ("single", "data-parallel-by-speed", "1f1b-balanced")
@@ -63,8 +62,11 @@ def what_would_help(request: Request, cluster: Cluster, timeline: Timeline, comp
     the faster of both.
     """
     known = _Known(request, cluster, timeline, comparison)
-    trials = [_one_more(cluster, timeline), *_bandwidths(request, cluster, timeline),
-              _more_memory(request, cluster, timeline, comparison)]
+    device = cluster.device_index[timeline.devices[int(timeline.busy_s.argmax())]]
+    busiest = cluster.devices[device]
+    trials = [_Trial(name=f"one more {busiest.kind} on host {busiest.host}",
+                     make=lambda: with_more_devices(cluster, device)),
+              *_bandwidths(request, cluster, timeline), _more_memory(request, cluster, timeline, comparison)]
     for number, trial in enumerate(trials):
         left_s = None if deadline is None else deadline - time.monotonic()
         if trial.make is None:
@@ -137,7 +139,8 @@ def _try(trial: _Trial, cluster: Cluster, request: Request, known: _Known, *, li
          report: Report) -> Change:
     """Return what planning for the changed cluster comes to, within the limit."""
     report(f"planning with {trial.name}")
-    requests = [without_recomputation(request), request] if trial.drops_recomputation else [request]
+    keeping = replace(request, options=replace(request.options, recompute=False))
+    requests = [keeping, request] if trial.drops_recomputation else [request]
     each_s = None if limit_s is None else limit_s / len(requests)
     candidates, note, is_complete = list[Candidate](), "", True
     for item in requests:
@@ -161,14 +164,6 @@ def _try(trial: _Trial, cluster: Cluster, request: Request, known: _Known, *, li
                   before_s=known.before_s)
 
 
-def _one_more(cluster: Cluster, timeline: Timeline) -> _Trial:
-    """Return one more device like the busiest one."""
-    rank = int(timeline.busy_s.argmax())
-    device = cluster.device_index[timeline.devices[rank]]
-    like = cluster.devices[device]
-    return _Trial(name=f"one more {like.kind} on host {like.host}", make=lambda: with_more_devices(cluster, device))
-
-
 def _bandwidths(request: Request, cluster: Cluster, timeline: Timeline) -> Iterator[_Trial]:
     """Yield the busiest link of twice the bandwidth, and all links like it; if nothing is sent, the slowest links."""
     assert timeline.program is not None
@@ -179,7 +174,7 @@ def _bandwidths(request: Request, cluster: Cluster, timeline: Timeline) -> Itera
     if costs.comm_fits:
         yield _Trial(name="twice the bandwidth", note="collectives are timed by a fit of measurements, not by links")
         return
-    times = link_seconds(link_bytes(timeline.program, costs, cluster), link_rates(cluster))
+    times = link_times(timeline.program, costs, cluster)
     if times:
         name = max(times, key=lambda link: times[link])
         links = both_ways(cluster, name)
@@ -215,11 +210,6 @@ def memory_binds(cluster: Cluster, timeline: Timeline, comparison: Comparison | 
     return any(capacity is not None and item.peak_bytes > FULL * capacity
                for item in timeline.summary()
                if (capacity := cluster.devices[cluster.device_index[item.device]].memory_bytes) is not None)
-
-
-def without_recomputation(request: Request) -> Request:
-    """Return the request with everything kept between forward and backward."""
-    return replace(request, options=replace(request.options, recompute=False))
 
 
 def with_more_devices(cluster: Cluster, like: DeviceId, count: int = 1) -> Cluster:

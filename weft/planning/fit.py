@@ -38,12 +38,12 @@ from weft.cluster.cluster import DeviceId
 from weft.cost.collectives import Collective
 from weft.cost.costs import Costs
 from weft.model.folded import FoldedModel
-from weft.model.graph import F64, I64, Graph
+from weft.model.graph import F64, Graph
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory, optimizer_bytes
 from weft.plan.op_bytes import state_by_op
 from weft.plan.orders import forward_only, one_f_one_b
-from weft.plan.plan import Plan, Stage, split_samples
+from weft.plan.plan import Plan, split_samples
 from weft.planning.replan import best_joint
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.fair import fair_samples
@@ -233,7 +233,7 @@ def plan_of(problem: Problem, setting: Setting, splits: Splits = NO_SPLITS) -> P
         return STRATEGIES[setting.strategy](changed, setting.microbatches)
     reduced = Reduced(changed)
     if setting.strategy == "pipeline":
-        return reduced.pipeline_plan(setting.cuts, setting.microbatches)
+        return _pipeline(changed, setting.cuts, setting.microbatches)
     return reduced.team_plan(splits, setting.degree, setting.microbatches)
 
 
@@ -308,11 +308,9 @@ class _Fitter:
         best = best_joint(self.problem, splits, deadline=budget.deadline, budget=budget)
         if best is None or best.plan is None:
             return
-        account = account_memory(lower(best.plan, self.problem.graph))
         setting = Setting(strategy="joint", microbatches=best.plan.microbatches, sharded=best.plan.optimizer.sharded,
                           recompute=any(stage.recompute for stage in best.plan.stages))
-        yield FitCandidate(setting=setting, rough_s=best.step_time_s, plan=best.plan,
-                           uses=self._uses([account.peak_bytes(rank) for rank in range(len(self.devices))]))
+        yield FitCandidate(setting=setting, rough_s=best.step_time_s, plan=best.plan, uses=self._uses_of(best.plan))
 
     def as_planned(self, candidate: FitCandidate) -> FitCandidate:
         """Return a pipeline as `weft plan` cuts it, if that fits; all else as it is."""
@@ -321,21 +319,18 @@ class _Fitter:
         setting = replace(candidate.setting, strategy="1f1b-balanced", cuts=())
         try:
             plan = plan_of(self.problem, setting)
-            account = account_memory(lower(plan, self.problem.graph))
+            uses = self._uses_of(plan)
         except NoFeasiblePlan:
             return candidate
-        peaks = [account.peak_bytes(rank) for rank in range(len(self.devices))]
-        number = setting.microbatches
-        rough_s = (number + len(plan.stages) - 1) * max(self._stage_s(plan, stage, setting) for stage in plan.stages)
-        found = replace(candidate, setting=setting, uses=self._uses(peaks), rough_s=rough_s)
+        device, op = self.problem.cluster.device_index, self.problem.graph.op_index
+        stages = [(device[stage.replicas[0].devices[0]], [op[name] for name in stage.ops]) for stage in plan.stages]
+        found = replace(candidate, setting=setting, uses=uses, rough_s=self._pipeline_s(stages, setting))
         return found if found.fits else candidate
 
-    def _stage_s(self, plan: Plan, stage: Stage, setting: Setting) -> float:
-        """Return the seconds of a stage on its device, for one micro-batch."""
-        graph, problem = self.problem.graph, self.reduced[setting.recompute].problem
-        device = problem.cluster.device_index[stage.replicas[0].devices[0]]
-        seconds = problem.op_seconds(device, plan.model.batch / plan.microbatches)
-        return float(seconds[[graph.op_index[name] for name in stage.ops]].sum())
+    def _uses_of(self, plan: Plan) -> tuple[Use, ...]:
+        """Return what each device holds by the account of a plan."""
+        account = account_memory(lower(plan, self.problem.graph))
+        return self._uses([account.peak_bytes(rank) for rank in range(len(self.devices))])
 
     def _uses(self, peaks: Sequence[int]) -> tuple[Use, ...]:
         """Return what each device holds; those with nothing are left out."""
@@ -452,20 +447,22 @@ class _Fitter:
         reduced, batch = self.reduced[again], self.problem.options.batch
         enough = [number for number in self.choices if number <= MICROBATCHES_PER_STAGE * len(self.devices)]
         for number in dict.fromkeys((enough or self.choices)[-1:] + self.choices[-1:]):
-            cut = reduced.memory_cuts(batch // number, number)
-            peaks = [*cut.peaks, *[0] * (len(self.devices) - len(cut.peaks))]
-            slowest_s = self._slowest_s(cut.cuts, number, again)
-            found = FitCandidate(
-                setting=Setting(strategy="pipeline", microbatches=number, recompute=again, cuts=cut.cuts),
-                uses=self._uses(peaks), rough_s=(number + len(cut.peaks) - 1) * slowest_s)
+            cuts = reduced.memory_cuts(batch // number, number)
+            peaks = reduced.pipeline_peaks(cuts, batch // number, number)
+            setting = Setting(strategy="pipeline", microbatches=number, recompute=again, cuts=cuts)
+            stages = [(DeviceId(device), slice(*ends)) for device, ends in enumerate(itertools.pairwise(cuts))]
+            found = FitCandidate(setting=setting, rough_s=self._pipeline_s(stages, setting),
+                                 uses=self._uses([*peaks, *[0] * (len(self.devices) - len(peaks))]))
             if found.fits:
                 break
         return found
 
-    def _slowest_s(self, cuts: Sequence[int], microbatches: int, again: bool) -> float:
-        problem, size = self.reduced[again].problem, self.problem.options.batch / microbatches
-        return max(float(problem.op_seconds(DeviceId(device), size)[cuts[device] : cuts[device + 1]].sum())
-                   for device in range(len(cuts) - 1))
+    def _pipeline_s(self, stages: Sequence[tuple[DeviceId, slice | list[int]]], setting: Setting) -> float:
+        """Return the seconds of a pipeline by its slowest stage; stages are given by device and operators."""
+        problem, number = self.reduced[setting.recompute].problem, setting.microbatches
+        size = self.problem.options.batch / number
+        return (number + len(stages) - 1) * max(
+            float(problem.op_seconds(device, size)[ops].sum()) for device, ops in stages)
 
     # ---- rough times ------------------------------------------------------------------------------------------------
 
@@ -489,14 +486,6 @@ MORE_FORWARD = 16
 """The same without backwards: stages that are faster than the next ones run further and further ahead of them."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
-    """A pipeline of consecutive operators, one stage on each device from the first on."""
-
-    cuts: tuple[int, ...]
-    peaks: tuple[int, ...]
-
-
 class Reduced:
     """Plans of one problem and their peaks; results are kept."""
 
@@ -512,16 +501,11 @@ class Reduced:
         key = "whole", num_samples, min(microbatches, 2), num_replicas
         if key not in self._peaks:
             teams = [(device,) for device in self.problem.devices[:num_replicas]]
-            spec = StageSpec(ops=self._all_ops, replicas=tuple((team, 1 / num_replicas) for team in teams))
+            spec = StageSpec(ops=np.arange(self.problem.graph.num_ops),
+                             replicas=tuple((team, 1 / num_replicas) for team in teams))
             self._peaks[key] = self._peak(spec, num_samples, microbatches)
-        return self._peaks[key] - (self._saved_by_sharding(num_holders) if sharded else 0)
-
-    @cached_property
-    def _all_ops(self) -> I64:
-        return np.arange(self.problem.graph.num_ops)
-
-    def _saved_by_sharding(self, num_holders: int) -> int:
-        return sum(state - math.ceil(state / num_holders) for state in self._states)
+        saved = sum(state - math.ceil(state / num_holders) for state in self._states) if sharded else 0
+        return self._peaks[key] - saved
 
     @cached_property
     def _states(self) -> list[int]:
@@ -567,13 +551,13 @@ class Reduced:
         graph, degree = self.problem.graph, len(teams[0])
         words = splits[0, degree].words(graph.op_names, graph.tensor_names)
         times = tuple(self._team_times(splits, team, count) for team, count in zip(teams, counts, strict=True))
-        return StageSpec(ops=self._all_ops, sharding=words, times=times,
+        return StageSpec(ops=np.arange(graph.num_ops), sharding=words, times=times,
                          replicas=tuple((team, count / sum(counts)) for team, count in zip(teams, counts, strict=True)))
 
     def _team_times(self, splits: Splits, team: Team, count: int) -> dict[str, float]:
         """Return the seconds of a team by phase for so many samples."""
-        costs, group = self.problem.costs, self._group_of(team[0])
-        table = splits[group, len(team)]
+        costs, groups = self.problem.costs, self.problem.cluster.groups_by_host_and_kind()
+        table = splits[next(index for index, group in enumerate(groups) if team[0] in group), len(team)]
         column = costs.column_of_device[team[0]]
         seconds: dict[str, float] = {}
         for which, phase in enumerate(("F", "B")[: 1 + self.problem.is_training]):
@@ -582,10 +566,6 @@ class Reduced:
         if self.problem.is_training and self.problem.options.recompute:
             seconds["B"] += seconds["F"]
         return seconds
-
-    def _group_of(self, device: DeviceId) -> int:
-        groups = self.problem.cluster.groups_by_host_and_kind()
-        return next(index for index, group in enumerate(groups) if device in group)
 
     def team_seconds(self, splits: Splits, degree: int, size: int) -> float:
         """Return the time of one micro-batch on the slowest team, forward and backward."""
@@ -604,10 +584,6 @@ class Reduced:
 
     # ---- pipelines --------------------------------------------------------------------------------------------------
 
-    def pipeline_plan(self, cuts: Sequence[int], microbatches: int) -> Plan:
-        """Return the whole 1F1B plan with stages from cut to cut, on devices from the first on."""
-        return _pipeline(self.problem, cuts, microbatches)
-
     def pipeline_peaks(self, cuts: Sequence[int], size: int, microbatches: int) -> tuple[int, ...]:
         """Return the peak of each stage with so many micro-batches of this size."""
         number = min(microbatches, len(cuts) - 1 + (MORE if self.problem.is_training else MORE_FORWARD))
@@ -615,13 +591,12 @@ class Reduced:
         account = account_memory(lower(_pipeline(problem, cuts, number), problem.graph))
         return tuple(account.peak_bytes(stage) for stage in range(len(cuts) - 1))
 
-    def memory_cuts(self, size: int, microbatches: int) -> Cut:
-        """Return the pipeline whose fullest device, by its own memory, is about as empty as possible."""
+    def memory_cuts(self, size: int, microbatches: int) -> tuple[int, ...]:
+        """Return the cuts of the pipeline whose fullest device, by its own memory, is about as empty as possible."""
         num_stages = min(len(self.problem.devices), self._chain.num_places - 1)
         room = Room(devices=self.problem.devices[:num_stages], memory=tuple(self._capacities[:num_stages]))
         cutter = PipelineCutter(self._chain, microbatches, room, size=size)
-        cuts = tuple(self._chain.places[cutter.emptiest()].tolist())
-        return Cut(cuts=cuts, peaks=self.pipeline_peaks(cuts, size, microbatches))
+        return tuple(self._chain.places[cutter.emptiest()].tolist())
 
     @cached_property
     def _chain(self) -> Chain:

@@ -27,7 +27,7 @@ from weft.cost.costs import estimate_costs
 from weft.model.graph import F64, I64, Graph
 from weft.plan.plan import Plan, Replica, Stage
 from weft.plan.program import Op, Phase, Program
-from weft.show.names import ATTENTION, factor_word, grouped, short_list, short_modules
+from weft.show.names import ATTENTION, factor_word, grouped, short_list, short_modules, to_number
 from weft.simulate.timeline import RankSummary, Timeline
 from weft.simulate.traffic import link_bytes
 
@@ -240,11 +240,9 @@ def _phase_times(program: Program, timeline: Timeline | None) -> list[tuple[floa
     seconds = np.bincount(keys, weights=(timeline.end_s - timeline.start_s)[computes], minlength=size)
     counts = np.bincount(keys, minlength=size)
     mean: F64 = np.divide(seconds, counts, out=np.zeros(size), where=counts > 0).reshape(-1, len(Phase))
-    known = counts.reshape(-1, len(Phase)) > 0
-    backward = [Phase.B, Phase.I, Phase.W]
-    return [(float(mean[index, Phase.F]) if known[index, Phase.F] else None,
-             float(mean[index, backward].sum()) if known[index, backward].any() else None)
-            for index in range(len(program.instances))]
+    known, backward = counts.reshape(-1, len(Phase)) > 0, [Phase.B, Phase.I, Phase.W]
+    return [(float(row[Phase.F]) if has[Phase.F] else None, float(row[backward].sum()) if has[backward].any() else None)
+            for row, has in zip(mean, known, strict=True)]
 
 
 def parameters_of(graph: Graph, ops: Sequence[int]) -> I64:
@@ -268,8 +266,8 @@ def exchange_facts(program: Program, timeline: Timeline | None = None) -> tuple[
 
 
 def _bucket_time(program: Program, timeline: Timeline, bucket: int) -> float:
-    members = np.flatnonzero((program.op == Op.COLLECTIVE) & (program.bucket == bucket))
-    return float(timeline.end_s[members].max() - timeline.start_s[members].min()) if len(members) else 0.0
+    members = (program.op == Op.COLLECTIVE) & (program.bucket == bucket)
+    return float(timeline.end_s[members].max() - timeline.start_s[members].min()) if members.any() else 0.0
 
 
 def device_facts(timeline: Timeline, capacities: Mapping[str, int | None] | None = None) -> tuple[DeviceFacts, ...]:
@@ -283,11 +281,6 @@ def plan_cluster(plan: Plan) -> Cluster | None:
     if plan.cluster.description is None:
         return None
     return parse_cluster(plan.cluster.description, where="the plan's cluster.description")
-
-
-def plan_capacities(plan: Plan) -> dict[str, int | None]:
-    """Return the memory of each device by the cluster that the plan describes; empty where it describes none."""
-    return capacities_of(plan_cluster(plan))
 
 
 def capacities_of(cluster: Cluster | None) -> dict[str, int | None]:
@@ -364,13 +357,10 @@ def error_facts(program: Program, predicted: Timeline, measured: Timeline) -> tu
     kinds += [(what, "", program.op == op) for op, what in _OTHERS.items()]
     kinds += [(what, stage.name, (stage_of == index) & (program.phase == phase)) for index, stage in enumerate(stages)
               for phase, what in _PHASES.items() if len(stages) > 1]
-    rows = []
-    for what, stage_name, members in kinds:
-        if members.any():
-            means = [float((item.end_s - item.start_s)[members].mean()) for item in (predicted, measured)]
-            rows.append(ErrorFacts(what=what, stage=stage_name, count=int(members.sum()), predicted_s=means[0],
-                                   measured_s=means[1]))
-    return tuple(rows)
+    predicted_s, measured_s = (item.end_s - item.start_s for item in (predicted, measured))
+    return tuple(ErrorFacts(what=what, stage=stage, predicted_s=float(predicted_s[members].mean()),
+                            measured_s=float(measured_s[members].mean()), count=int(members.sum()))
+                 for what, stage, members in kinds if members.any())
 
 
 def mean_error(rows: Sequence[ErrorFacts]) -> float | None:
@@ -423,17 +413,12 @@ def link_title(names: Sequence[str]) -> str:
     >>> link_title(["a0>a/fabric", "a/fabric>a0", "a1>a/fabric", "a/fabric>a1"])
     'a0 - a1 > a/fabric, a/fabric > a0 - a1'
     """
-    pairs = [tuple(name.split(">")) for name in names if name.count(">") == 1]
-    num_sources = Counter(pair[1] for pair in pairs)
-    into: dict[str, list[str]] = {}
-    out_of: dict[str, list[str]] = {}
-    for source, target in pairs:
-        if num_sources[target] > 1:
-            into.setdefault(target, []).append(source)
-        else:
-            out_of.setdefault(source, []).append(target)
-    parts = [f"{short_list(sources, limit=4)} > {target}" for target, sources in into.items()]
-    parts += [f"{source} > {short_list(targets, limit=4)}" for source, targets in out_of.items()]
+    pairs = [name.split(">") for name in names if name.count(">") == 1]
+    num_sources = Counter(target for _, target in pairs)
+    into = grouped((pair for pair in pairs if num_sources[pair[1]] > 1), lambda pair: pair[1])
+    out_of = grouped((pair for pair in pairs if num_sources[pair[1]] == 1), lambda pair: pair[0])
+    parts = [f"{short_list((source for source, _ in alike), limit=4)} > {alike[0][1]}" for alike in into]
+    parts += [f"{alike[0][0]} > {short_list((target for _, target in alike), limit=4)}" for alike in out_of]
     parts += [name for name in names if name.count(">") != 1]
     return ", ".join(parts[:MAX_PARTS]) + (f", {len(parts) - MAX_PARTS} more" if len(parts) > MAX_PARTS else "")
 
@@ -487,11 +472,7 @@ def layer_path(module: str) -> str:
     >>> layer_path("transformer.h.3.attn.c_attn")
     'transformer.h.3'
     """
-    parts = module.split(".")
-    for index, part in enumerate(parts):
-        if part.isdecimal():
-            return ".".join(parts[: index + 1])
-    return module
+    return ".".join(to_number(module.split(".")))
 
 
 def _family(path: str) -> str:

@@ -143,7 +143,8 @@ def _members(timetable: Timetable) -> Iterator[tuple[str, list[int]]]:
     members: list[list[int]] = [[] for _ in names]
     for index, sent in enumerate(timetable.transfers):
         pair = sent.source * problem.num_devices + sent.target
-        for resource in resources_of(problem, sent.source, sent.target) if problem.resource_names else [pair]:
+        used = slice(*problem.resource_start[pair : pair + 2].tolist())
+        for resource in problem.resources[used].tolist() if problem.resource_names else [pair]:
             members[resource].append(index)
     return zip(names, members, strict=True)
 
@@ -156,13 +157,6 @@ def items_at(timetable: Timetable, name: str) -> list[int]:
     return [problem.num_ops + index for link, members in _members(timetable) if link == name for index in members]
 
 
-def resources_of(problem: PlaceProblem, source: int, target: int) -> list[int]:
-    """Return what a transfer between the devices occupies."""
-    pair = source * problem.num_devices + target
-    found: list[int] = problem.resources[problem.resource_start[pair] : problem.resource_start[pair + 1]].tolist()
-    return found
-
-
 def _row(name: str, items: I64, times: tuple[F64, F64], *, is_link: bool) -> Row:
     starts, ends = times[0][items], times[1][items]
     order = np.lexsort((ends, starts))
@@ -172,10 +166,8 @@ def _row(name: str, items: I64, times: tuple[F64, F64], *, is_link: bool) -> Row
 
 def _covered(starts: F64, ends: F64) -> float:
     """Return the time in which at least one of the spans runs; they are sorted by start."""
-    if not len(starts):
-        return 0.0
     latest = np.maximum.accumulate(ends)
-    before = np.concatenate(([starts[0]], latest[:-1]))
+    before = np.concatenate((starts[:1], latest[:-1]))
     return float(np.maximum(0.0, latest - np.maximum(starts, before)).sum())
 
 
@@ -207,8 +199,7 @@ def memory_curves(timetable: Timetable) -> list[tuple[F64, F64]]:
     problem, resident = timetable.problem, timetable.problem.resident_bytes(timetable.device)
     changes: list[list[tuple[float, int, float]]] = [[] for _ in problem.device_names]
     for held in _held_tensors(timetable) if problem.has_lifetimes else ():
-        changes[held.device].append((held.since_s, 1, held.num_bytes))
-        changes[held.device].append((held.until_s, 0, -held.num_bytes))
+        changes[held.device] += (held.since_s, 1, held.num_bytes), (held.until_s, 0, -held.num_bytes)
     curves = []
     for amount, items in zip(resident.tolist(), changes, strict=True):
         rows = [(0.0, 0, amount), *sorted(items)]
@@ -278,9 +269,8 @@ def _offer_busy(timetable: Timetable, start_s: F64, end_s: F64, slack: float,
                 offer: Callable[[int, int, Why], None]) -> None:
     """Offer to each item the one before it on its processing unit, or on each thing that it occupies."""
     problem, num_ops = timetable.problem, timetable.problem.num_ops
-    queues: list[tuple[Why, I64]] = []
     cores = problem.core_of_device[timetable.device]
-    queues += [("device", np.flatnonzero(cores == core)) for core in np.unique(cores)]
+    queues: list[tuple[Why, I64]] = [("device", np.flatnonzero(cores == core)) for core in np.unique(cores)]
     if problem.resource_names:
         queues += [("link", np.asarray(members, dtype=np.int64) + num_ops) for _, members in _members(timetable)]
     for reason, items in queues:
@@ -292,15 +282,12 @@ def _offer_busy(timetable: Timetable, start_s: F64, end_s: F64, slack: float,
 
 def critical_items(waits: Waits, num_ops: int) -> list[int]:
     """Return the items on the critical path, first to last."""
-    if not num_ops:
-        return []
-    item = int(np.argmax(waits.end_s[:num_ops]))
-    path, seen = [item], {item}
-    while waits.after[item] >= 0 and int(waits.after[item]) not in seen:
+    item = int(np.argmax(waits.end_s[:num_ops])) if num_ops else -1
+    path: dict[int, None] = {}
+    while item >= 0 and item not in path:
+        path[item] = None
         item = int(waits.after[item])
-        path.append(item)
-        seen.add(item)
-    return path[::-1]
+    return [*path][::-1]
 
 
 def critical_path(timetable: Timetable, waits: Waits | None = None) -> list[Segment]:
@@ -362,9 +349,7 @@ def graph_parts(timetable: Timetable) -> F64:
 def item_letters(timetable: Timetable) -> I64:
     """Return for every item its letter's number, 0 to 25."""
     problem = timetable.problem
-    letters = np.arange(problem.num_ops)
-    if problem.num_ops > LETTERS:
-        letters = letters * LETTERS // problem.num_ops
+    letters = np.arange(problem.num_ops) * min(LETTERS, problem.num_ops) // max(1, problem.num_ops)
     sent = [letters[problem.producer[item.tensor]] for item in timetable.transfers]
     return np.concatenate((letters, sent)).astype(np.int64)
 

@@ -229,20 +229,15 @@ class MemoryPanel:
 
 def memory_panels(timeline: Timeline, capacities: Mapping[str, int | None]) -> tuple[MemoryPanel, ...]:
     """Return what the devices hold, alike ones together, in the order of the first of each; idle ones are left out."""
-    groups: dict[tuple[int | None, bytes], tuple[list[str], I64]] = {}
-    for rank, device in enumerate(timeline.devices):
-        columns = _columns(timeline, rank)
-        if columns.any():
-            key = (capacities.get(device), columns.tobytes())
-            groups.setdefault(key, ([], columns))[0].append(device)
-    return tuple(MemoryPanel(devices=tuple(devices), capacity_bytes=capacity, num_bytes=columns)
-                 for (capacity, _), (devices, columns) in groups.items())
+    held = [(device, _columns(timeline, rank)) for rank, device in enumerate(timeline.devices)]
+    groups = grouped((item for item in held if item[1].any()),
+                     lambda item: (capacities.get(item[0]), item[1].tobytes()))
+    return tuple(MemoryPanel(devices=tuple(device for device, _ in alike), capacity_bytes=capacities.get(alike[0][0]),
+                             num_bytes=alike[0][1]) for alike in groups)
 
 
 def fullest(panels: Sequence[MemoryPanel]) -> tuple[MemoryPanel, ...]:
     """Return the panels to draw, in their order: all, or those that are fullest."""
-    if len(panels) <= MAX_PANELS:
-        return tuple(panels)
     by_use = sorted(range(len(panels)), key=lambda index: -panels[index].peak_bytes / (
         panels[index].capacity_bytes or 1))
     return tuple(panels[index] for index in sorted(by_use[:MAX_PANELS]))

@@ -29,7 +29,7 @@ from weft.show.names import grouped, short_list
 from weft.show.sharding_facts import OUTSIDE, Exchange, LayerClass, ShardingFacts, ShardingReader, Use
 from weft.show.tables import TextTable, percent, print_tables
 
-STORED = {"whole": "whole", "split": "split", "pieces": "in pieces", "states": "states in pieces"}
+STORED = {"split": "split", "pieces": "in pieces", "states": "states in pieces"}
 """How a parameter is stored, in words."""
 MOST_SHOWN: Final = 8
 """Rows of the table of what costs most."""
@@ -65,13 +65,10 @@ def summary_table(facts: ShardingFacts) -> TextTable:
 def layers_table(facts: ShardingFacts) -> TextTable:
     """Return how modules are split, by class of layers: those that are split alike share a row."""
     axes = [f"{axis.name} ({axis.size})" for axis in facts.axes]
-    rows: list[tuple[str, ...]] = []
-    for layer in facts.layers:
-        for number, uses in enumerate(grouped(layer.uses, lambda use: (use.words, use.stored))):
-            names = short_list((use.name for use in uses), limit=12)
-            rows.append((layer_label(layer) if number == 0 else "", names, *uses[0].words,
-                         stored_text(uses[0].stored, facts)))
-    return TextTable(title="Layers", header=("layers", "modules", *axes, "parameters"), rows=tuple(rows))
+    rows = tuple((layer_label(layer) if number == 0 else "", short_list((use.name for use in uses), limit=12),
+                  *uses[0].words, stored_text(uses[0].stored, facts)) for layer in facts.layers
+                 for number, uses in enumerate(grouped(layer.uses, lambda use: (use.words, use.stored))))
+    return TextTable(title="Layers", header=("layers", "modules", *axes, "parameters"), rows=rows)
 
 
 def layer_label(layer: LayerClass) -> str:
@@ -83,22 +80,18 @@ def stored_text(stored: Sequence[str], facts: ShardingFacts) -> str:
     """Return how a parameter is stored: ``split (tensor), states in pieces (data)``; ``-`` where there is none."""
     if not stored:
         return "-"
-    axes: dict[str, list[str]] = {}
-    for word, axis in zip(stored, facts.axes, strict=True):
-        axes.setdefault(word, []).append(axis.name)
-    axes.pop("whole", None)
-    return ", ".join(f"{STORED[word]} ({', '.join(names)})" for word, names in axes.items()) or "whole"
+    pairs = [(word, axis.name) for word, axis in zip(stored, facts.axes, strict=True) if word != "whole"]
+    return ", ".join(f"{STORED[alike[0][0]]} ({', '.join(name for _, name in alike)})"
+                     for alike in grouped(pairs, lambda pair: pair[0])) or "whole"
 
 
 def exchanges_table(facts: ShardingFacts) -> TextTable:
     """Return the collectives of one layer of each class, with the seconds of all its layers."""
-    rows = []
-    for layer in facts.layers:
-        for number, item in enumerate(layer.exchanges):
-            rows.append((layer_label(layer) if number == 0 else "", item.direction, facts.axes[item.axis].name,
-                         exchange_text(item), format_time(item.seconds)))
+    rows = tuple((layer_label(layer) if number == 0 else "", item.direction, facts.axes[item.axis].name,
+                  exchange_text(item), format_time(item.seconds))
+                 for layer in facts.layers for number, item in enumerate(layer.exchanges))
     return TextTable(title="Collectives", header=("layers", "when", "axis", "in one layer", "in all"),
-                     rows=tuple(rows), numeric=frozenset({4}),
+                     rows=rows, numeric=frozenset({4}),
                      notes=("weights: gathered for use; gradients: added up; update: gathered after the optimizer",))
 
 
@@ -113,20 +106,21 @@ def exchange_text(item: Exchange) -> str:
 def named_table(facts: ShardingFacts, named: Sequence[NamedResult]) -> TextTable:
     """Return the named plans beside the sharding found, the fastest first."""
     best = facts.sharding
-    rows = [(best.seconds, ("weft", best.mesh.name, format_time(best.seconds), "1", format_bytes(best.held_bytes), ""))]
-    for item in named:
+    rows = []
+    for item in sorted([NamedResult(name="weft", sharding=best), *named],
+                       key=lambda item: float("inf") if item.sharding is None else item.sharding.seconds):
         found = item.sharding
         if found is None:
             why = f"not possible: {item.reason}" if item.least_bytes is None else (
                 f"does not fit: at least {format_bytes(item.least_bytes)}")
-            rows.append((float("inf"), (item.name, "-", "-", "-", "-", why)))
-            continue
-        rows.append((found.seconds, (item.name, found.mesh.name, format_time(found.seconds),
-                                     f"{found.seconds / best.seconds:.3f}", format_bytes(found.held_bytes), "")))
-    rows.sort(key=lambda row: row[0])
+            rows.append((item.name, "-", "-", "-", "-", why))
+        else:
+            ratio = "1" if found is best else f"{found.seconds / best.seconds:.3f}"
+            rows.append((item.name, found.mesh.name, format_time(found.seconds), ratio,
+                         format_bytes(found.held_bytes), ""))
     return TextTable(title="Named plans", header=("plan", "mesh", "step time", "to weft's", "memory", "reason"),
-                     rows=tuple(cells for _, cells in rows), numeric=frozenset({2, 3, 4}),
-                     marked=frozenset(index for index, (_, cells) in enumerate(rows) if cells[0] == "weft"))
+                     rows=tuple(rows), numeric=frozenset({2, 3, 4}),
+                     marked=frozenset(index for index, cells in enumerate(rows) if cells[0] == "weft"))
 
 
 def sharding_json(facts: ShardingFacts, named: Sequence[NamedResult] = ()) -> dict[str, Any]:
