@@ -36,7 +36,7 @@ def view(
         if open_browser:
             _open(server.address)
         try:
-            server.run()
+            server.serve_forever()
         except KeyboardInterrupt:
             print("ended", file=sys.stderr)
 

@@ -118,8 +118,7 @@ def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None
     if joint:
         searches["joint"] = partial(_joint_candidate, problem, splits, bound_s, budget, 0.5 if deploys else 1.0)
     if deployments is not None and deploys:
-        build = _deploy_builder(deployments, splits, budget)
-        searches["deploy"] = partial(_deploy_candidate, problem, build, bound_s, budget)
+        searches["deploy"] = partial(_deploy_candidate, problem, deployments, splits, bound_s, budget)
     if budget.deadline is not None:
         searches = _hopeful_first(searches, problem.cluster.num_devices)
     comparison = _search_all(searches, bound_s, budget)
@@ -226,20 +225,16 @@ def _placement_builders(problem: Problem, placements: Sequence[str], time_limit_
     return {f"schedule-{name}": builder(name) for name in placements}
 
 
-def _deploy_builder(options: DeployOptions, splits: Splits, budget: Budget) -> Strategy:
-    """Return what searches a deployment; it chooses the number of micro-batches itself."""
-    def build(problem: Problem, microbatches: int) -> Plan:
+def _deploy_candidate(problem: Problem, options: DeployOptions, splits: Splits, bound_s: float,
+                      budget: Budget) -> Candidate:
+    """Return the best deployment; the order of one that is a pipeline is searched once more."""
+    def build(problem: Problem, microbatches: int) -> Plan:  # it chooses the number of micro-batches itself
         lent = budget.part(0.7)
         try:
             return deploy(problem, options, splits=splits, policy=load_policy(), budget=lent).plan
         finally:
             budget.is_interrupted |= lent.is_interrupted
 
-    return build
-
-
-def _deploy_candidate(problem: Problem, build: Strategy, bound_s: float, budget: Budget) -> Candidate:
-    """Return the best deployment; the order of one that is a pipeline is searched once more."""
     found = _best_of_strategy(problem, "deploy", build, bound_s, budget)
     if found.plan is None or found.timeline is None:
         return found

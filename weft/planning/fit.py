@@ -256,43 +256,31 @@ class _Fitter:
     def __init__(self, problem: Problem, split: Split) -> None:
         self.problem, self.split = problem, split
         self.devices = problem.cluster.devices
-        self.fits = False
-        """What was tried fits well enough not to try what takes longer."""
         given = problem.options.microbatches
         self.choices = divisors(problem.options.batch) if given is None else [given]
         self.reduced = {again: Reduced(replace(problem, options=replace(problem.options, recompute=again)))
                         for again in ((False, True) if problem.is_training else (False,))}
 
     def candidates(self) -> Iterator[FitCandidate]:
-        """Yield the best of each strategy; with recomputation where it does not fit without."""
-        names: list[Name] = ["single"]
-        if len(self.devices) > 1:
-            names.append("data-parallel")
-            if len({device.kind for device in self.devices}) > 1:
-                names.append("data-parallel-by-speed")
-            names += ["pipeline", "tensor"] if self.problem.graph.num_ops > MANY_OPS else ["tensor", "pipeline"]
-        for name in names:
-            yield from self._best_of(name)
-
-    def _best_of(self, name: Name) -> Iterator[FitCandidate]:
-        """Yield a strategy as it is, and what makes it fit if it does not: recomputation, or a divided state.
+        """Yield each strategy as it is, and what makes it fit if it does not: recomputation, or a divided state.
 
         Recomputation spares nothing where all is one stage: there is one micro-batch at a time. Pipelines and teams are
         tried where copies of the whole model do not fit; where one of the two takes long, only if the other does not
         fit.
         """
-        is_long = self.problem.graph.num_ops > MANY_OPS or len(self.devices) > MANY_DEVICES
-        match name:
-            case "single":
-                yield self._single()
-            case "pipeline" | "tensor":
-                several = [] if self.fits else [*(self._pipelines() if name == "pipeline" else self._tensor())]
-                yield from several
-                self.fits = self.fits or (is_long and any(item.fits for item in several))
-            case _:
-                copies = [item for sharded in (False, True) if (item := self._replicated(name, sharded=sharded))]
-                self.fits = self.fits or (bool(copies) and copies[0].fits)
-                yield from copies[:1] if self.fits else copies
+        yield self._single()
+        if len(self.devices) < 2:
+            return
+        fits, has_many_ops = False, self.problem.graph.num_ops > MANY_OPS
+        names: list[Name] = ["data-parallel", "data-parallel-by-speed"]
+        for name in names[: len({device.kind for device in self.devices})]:
+            copies = [item for sharded in (False, True) if (item := self._replicated(name, sharded=sharded))]
+            fits = fits or (bool(copies) and copies[0].fits)
+            yield from copies[:1] if fits else copies
+        for search in (self._pipelines, self._tensor) if has_many_ops else (self._tensor, self._pipelines):
+            several = [] if fits else [*search()]
+            yield from several
+            fits = fits or ((has_many_ops or len(self.devices) > MANY_DEVICES) and any(item.fits for item in several))
 
     def _pipelines(self) -> Iterator[FitCandidate]:
         """Yield a pipeline that keeps everything, and one that recomputes if it is needed."""

@@ -92,12 +92,12 @@ def find_steady(result: ScheduleResult) -> Steady | None:
         first, last = int(steady[0]), int(steady[-1])
         after = max(after, row[first + number - 1] - period, row[first - 1] if first else -np.inf)
         until = min(until, row[last + 1 - number])
-    starts = np.sort(schedule.starts[: schedule.problem.num_blocks].ravel())
+    num_blocks = schedule.problem.num_blocks
+    starts, ends = np.sort(schedule.starts[:num_blocks].ravel()), schedule.ends[:num_blocks].ravel()
     cuts = starts[(starts > after + slack) & (starts <= until + slack)]
     if not len(cuts):
         return None
-    num_blocks = schedule.problem.num_blocks
-    cut = chart.quietest_cut(cuts, schedule.starts[:num_blocks].ravel(), schedule.ends[:num_blocks].ravel(), slack)
+    cut = chart.quietest_cut(cuts, starts, ends, slack)
     inside = (schedule.starts >= cut - slack) & (schedule.starts < cut + period - slack)
     if (inside.sum(axis=1) != number).any():
         return None  # micro-batches that overtake each other
@@ -108,11 +108,9 @@ def find_steady(result: ScheduleResult) -> Steady | None:
 def block_shades(problem: ScheduleProblem) -> tuple[Shade, ...]:
     """Return for each task how dark it is drawn; transfers have the shade of the block that they come from."""
     roles = find_roles(problem)
-    if roles is None or not roles.is_training:
-        shades = _shades_by_memory(problem)
-    else:
-        known = roles.of_blocks()
-        shades = [_SHADES[known[block].role] for block in range(problem.num_blocks)]
+    known = roles.of_blocks() if roles is not None and roles.is_training else None
+    shades = _shades_by_memory(problem) if known is None else [
+        _SHADES[known[block].role] for block in range(problem.num_blocks)]
     return (*shades, *(shades[transfer.source] for transfer in problem.linked))
 
 
@@ -219,9 +217,9 @@ def summary_table(result: ScheduleResult) -> TextTable:
 
 def gap_text(result: ScheduleResult) -> str:
     """Return how far the makespan is from its bound."""
-    if result.makespan_bound <= 0:
-        return percent(0.0) if result.makespan <= 0 else UNKNOWN
-    return percent(max(0.0, result.makespan / result.makespan_bound - 1))
+    if result.makespan_bound > 0:
+        return percent(max(0.0, result.makespan / result.makespan_bound - 1))
+    return percent(0.0) if result.makespan <= 0 else UNKNOWN
 
 
 def period_texts(result: ScheduleResult) -> tuple[str, str]:
@@ -249,11 +247,8 @@ def limit_text(memory: float | None) -> str:
 
 def peaks_text(row: ScheduleFacts) -> str:
     """Return the range of the devices' peaks: ``1 - 4``."""
-    peaks = sorted((row.peak_memory or {}).values())
-    if not peaks:
-        return UNKNOWN
-    low, high = number(peaks[0]), number(peaks[-1])
-    return high if low == high else f"{low} - {high}"
+    peaks = (row.peak_memory or {}).values()
+    return " - ".join(dict.fromkeys([number(min(peaks)), number(max(peaks))])) if peaks else UNKNOWN
 
 
 def compare_table(rows: Sequence[ScheduleFacts]) -> TextTable:
@@ -340,22 +335,18 @@ def _fullest(result: ScheduleResult) -> tuple[str, str]:
     """Return the peak of the device that is fullest, and a note on it."""
     problem, peaks = result.schedule.problem, result.schedule.peak_memory()
     names = dict(zip(problem.device_names, problem.device_memory, strict=True))
-    name = max(names, key=lambda item: (peaks[item] / (names[item] or math.inf), peaks[item]), default="")
     if not names:
         return UNKNOWN, ""
+    name = max(names, key=lambda item: (peaks[item] / (names[item] or math.inf), peaks[item]))
     return number(peaks[name]), f"on {printable(name)}, limit {limit_text(names[name])}"
 
 
 def _compared(rows: Sequence[ScheduleFacts]) -> str:
     best = min((row.makespan for row in rows if row.makespan is not None and row.reason is None), default=None)
-    body: list[tuple[str, ...]] = []
-    for row in rows:
-        name = page.tagged(row.name, "best" if row.is_best else "")
-        if row.makespan is None:
-            body.append((name, printable(row.reason or "")))
-        else:
-            body.append((name, number(row.makespan), percent(row.makespan / best - 1, signed=True) if best else UNKNOWN,
-                         percent(row.idle), peaks_text(row), printable(fits_text(row))))
+    body = [(page.tagged(row.name, "best" if row.is_best else ""), *(
+        [printable(row.reason or "")] if row.makespan is None else
+        [number(row.makespan), percent(row.makespan / best - 1, signed=True) if best else UNKNOWN, percent(row.idle),
+         peaks_text(row), printable(fits_text(row))])) for row in rows]
     styles = {index: "chosen" if row.is_best else "refused" for index, row in enumerate(rows)
               if row.is_best or row.reason}
     header = ("Schedule", "#Makespan", "#Against best", "#Idle", "#Peak memory per device", "~Fits")
