@@ -330,10 +330,8 @@ def _decode_list(target: Any, value: Any, path: str, problems: list[str]) -> Any
     if len(arguments) != len(value):
         problems.append(f"{path} must have {len(arguments)} items, not {len(value)}")
         return None
-    return tuple(
-        _decode(kind, item, f"{path}[{index}]", problems)
-        for index, (kind, item) in enumerate(zip(arguments, value, strict=True))
-    )
+    return tuple(_decode(kind, item, f"{path}[{index}]", problems)
+                 for index, (kind, item) in enumerate(zip(arguments, value, strict=True)))
 
 
 def _decode_mapping(target: Any, value: Any, path: str, problems: list[str]) -> Any:
@@ -343,10 +341,10 @@ def _decode_mapping(target: Any, value: Any, path: str, problems: list[str]) -> 
     kind = get_args(target)[1]
     result = {}
     for key, item in value.items():
-        if not isinstance(key, str):
+        if isinstance(key, str):
+            result[key] = _decode(kind, item, _join(path, key), problems)
+        else:
             problems.append(f"{path}: the key {key!r} must be text")
-            continue
-        result[key] = _decode(kind, item, _join(path, key), problems)
     return result
 
 

@@ -94,15 +94,13 @@ def with_headroom(cluster: Cluster, text: str) -> Cluster:
     if percent is not None and not 0 <= float(percent[1]) < 100:
         raise InputError(f"--headroom {text!r} must be at least 0% and less than 100%")
     try:
-        extra = None if percent is not None else parse_bytes(text)
+        extra = 0 if percent is not None else parse_bytes(text)
     except InputError as problem:
         raise InputError(f"--headroom is a size such as 4GiB or a percentage such as 10%: {problem}") from problem
     devices = []
     for device in cluster.devices:
-        size = device.memory_bytes
-        if size is not None:
+        if (size := device.memory_bytes) is not None:
             free = round(size * float(percent[1]) / 100) if percent is not None else extra
-            assert free is not None, "one of both was read"
             if free >= size:
                 raise InputError(f"--headroom {text!r} leaves no memory on {device.name!r}, which has "
                                  f"{format_bytes(size)}: give less, or a percentage")

@@ -29,7 +29,7 @@ import numpy as np
 from weft.base.units import format_time
 from weft.model.graph import F64, I64
 from weft.search.place.problem import PlaceProblem
-from weft.search.place.timetable import PlaceResult, Sent, Timetable
+from weft.search.place.timetable import PlaceResult, Timetable
 from weft.show.chart import Chart, Key, Look, Row, part_colour, part_look
 from weft.show.names import grouped, printable
 from weft.show.page import chart_data
@@ -223,19 +223,16 @@ def _held_tensors(timetable: Timetable) -> Iterator[_Held]:
     """Return every tensor on every device that has it: from when it is written or received to when it is last used."""
     problem, ends = timetable.problem, timetable.end_s
     start, readers = problem.readers
-    sent: dict[int, list[Sent]] = {}
-    for item in timetable.transfers:
-        sent.setdefault(item.tensor, []).append(item)
+    sent = {items[0].tensor: items for items in grouped(timetable.transfers, lambda item: item.tensor)}
     for tensor, op in enumerate(problem.producer.tolist()):
         used: dict[int, float] = {}
         for reader in readers[start[tensor] : start[tensor + 1]].tolist():
             where = int(timetable.device[reader])
             used[where] = max(used.get(where, 0.0), float(ends[reader]))
-        home, size = int(timetable.device[op]), float(problem.tensor_bytes[tensor])
-        leaves = [item.end_s for item in sent.get(tensor, ())]
-        yield _Held(home, size, float(timetable.start_s[op]), max(float(ends[op]), used.get(home, 0.0), *leaves, 0.0))
-        for item in sent.get(tensor, ()):
-            yield _Held(item.target, size, item.start_s, used[item.target])
+        home, size, leaving = int(timetable.device[op]), float(problem.tensor_bytes[tensor]), sent.get(tensor, [])
+        last_s = max(float(ends[op]), used.get(home, 0.0), *(item.end_s for item in leaving))
+        yield _Held(home, size, float(timetable.start_s[op]), last_s)
+        yield from (_Held(item.target, size, item.start_s, used[item.target]) for item in leaving)
 
 
 # ---- waits and the critical path

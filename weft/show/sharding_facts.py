@@ -8,7 +8,7 @@ words, and under the names of the full model.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from weft.cost.mesh import KINDS
 from weft.model.folded import FoldedModel, Run
 from weft.search.shard.folded_graph import MIDDLE, Assembler
 from weft.search.shard.model_search import ShardedModel
-from weft.search.shard.parts import Edge, ModelPart, ModelParts
+from weft.search.shard.parts import ModelPart, ModelParts
 from weft.search.shard.roles import LINEAR_KINDS, Roles, find_roles
 from weft.sharding.factors import NOT_SPLIT
 from weft.sharding.tensor_layout import WHOLE, Layout
@@ -53,15 +53,11 @@ class ShardingReader:
         program = folded.traced.program
         self.has_positions = all(len(program.nodes[program.tensor_nodes[name]].meta["val"].shape) < 4
                                  for name in program.inputs)
-        self.parameters_of: dict[int, list[Edge]] = {}
-        self.reader_of: dict[int, Edge] = {}
-        for edge in self.parts.edges:
-            if edge.is_parameter:
-                self.parameters_of.setdefault(edge.reader, []).append(edge)
-                self.reader_of[edge.giver] = edge
-        folded_graph = sharding.graph
-        self.nodes = {key: node for node, key in
-                      enumerate(zip(folded_graph.node_part, folded_graph.node_variant, strict=True))}
+        read = [edge for edge in self.parts.edges if edge.is_parameter]
+        self.parameters_of = {edges[0].reader: edges for edges in grouped(read, lambda edge: edge.reader)}
+        self.reader_of = {edge.giver: edge for edge in read}
+        keys = zip(sharding.graph.node_part, sharding.graph.node_variant, strict=True)
+        self.nodes = {key: node for node, key in enumerate(keys)}
 
     def times(self, part: int, node: int) -> float:
         """Return how many copies a node stands for."""
@@ -242,14 +238,14 @@ class _FactsReader(ShardingReader):
             for source, target, times in self.assembler.uses(edge, graph.counts, graph.is_woven):
                 given, read = self.choice_of(source), self.choice_of(target)
                 giver, unit = self.parts.parts[edge.giver], self.unit_of(target)
-                value = int(giver.values[edge.output][given])
-                weights: Direction = "weights" if edge.is_parameter else "forward"
+                forth: Direction = "weights" if edge.is_parameter else "forward"
+                back: Direction = "gradients" if edge.is_parameter else "backward"
                 often = 2 if edge.is_parameter and edge.returns is not None else 1
-                yield from self._steps(unit, weights, value, int(edge.reads[read]), edge.tensor, times * often)
+                yield from self._steps(unit, forth, int(giver.values[edge.output][given]), int(edge.reads[read]),
+                                       edge.tensor, times * often)
                 if edge.returns is not None:
-                    back: Direction = "gradients" if edge.is_parameter else "backward"
-                    wanted = int(giver.gradients[edge.output][given])
-                    yield from self._steps(unit, back, int(edge.returns[read]), wanted, edge.tensor, times)
+                    yield from self._steps(unit, back, int(edge.returns[read]),
+                                           int(giver.gradients[edge.output][given]), edge.tensor, times)
         for key, node in self.nodes.items():
             item = self.parts.parts[key[0]]
             if item.kind == "parameter":
@@ -326,18 +322,15 @@ class _FactsReader(ShardingReader):
     def _uses_by_unit(self) -> dict[Unit | None, tuple[Use, ...]]:
         """Return, by unit, how its modules with parameters, its attention and its loss are split."""
         found: dict[Unit | None, dict[str, tuple[float, Use]]] = {}
-        for key in self.nodes:
-            part = self.parts.parts[key[0]]
-            for name, size, use in self._shown(key, part):
+        for key in (key for key in self.nodes if self.parts.parts[key[0]].kind == "op"):
+            for size, use in self._shown(key, self.parts.parts[key[0]]):
                 rows = found.setdefault(self.unit_of(key), {})
-                if name not in rows or rows[name][0] < size:
-                    rows[name] = (size, replace(use, name=name))
+                if use.name not in rows or rows[use.name][0] < size:
+                    rows[use.name] = (size, use)
         return {unit: tuple(use for _, use in rows.values()) for unit, rows in found.items()}
 
-    def _shown(self, key: tuple[int, int], part: ModelPart) -> Iterator[tuple[str, float, Use]]:
-        """Yield what is shown of an operator: name in its layer, size of the parameter, how it is split."""
-        if part.kind != "op":
-            return
+    def _shown(self, key: tuple[int, int], part: ModelPart) -> Iterator[tuple[float, Use]]:
+        """Yield what is shown of an operator: size of the parameter, name in its layer and how it is split."""
         chosen = self.choice_of(key)
         words, kind = self.op_words(key[0], chosen), self.kind_of[part.name]
         for edge in self.parameters_of.get(key[0], ()):
@@ -345,15 +338,13 @@ class _FactsReader(ShardingReader):
             used = self.resharding.layouts[int(edge.reads[chosen])]
             stored = self.stored_words(edge.giver, self.choice_of(holder), used)
             whole_name = self.parts.parts[edge.giver].name
-            name = whole_name.rpartition(".")[0] or whole_name
-            use = Use(name="", words=words, stored=stored, is_matrix=kind.startswith(LINEAR_KINDS))
-            yield self._inside(key[0], name), edge.num_bytes, use
+            name = self._inside(key[0], whole_name.rpartition(".")[0] or whole_name)
+            yield edge.num_bytes, Use(name=name, words=words, stored=stored, is_matrix=kind.startswith(LINEAR_KINDS))
         if kind.startswith(ATTENTION) and key[0] in self.roles.attention:
             module = self.graph.op_modules[self.graph.op_names.index(part.name)]
-            where = self._inside(key[0], module)
-            yield f"{where} attention".strip(), 0.0, Use(name="", words=words)
+            yield 0.0, Use(name=f"{self._inside(key[0], module)} attention".strip(), words=words)
         elif "loss" in kind:
-            yield "loss", 0.0, Use(name="", words=words)
+            yield 0.0, Use(name="loss", words=words)
 
     def _inside(self, index: int, name: str) -> str:
         """Return a name without the path of the layer that it is in."""
