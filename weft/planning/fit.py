@@ -512,17 +512,16 @@ class Reduced:
 
     # ---- teams ------------------------------------------------------------------------------------------------------
 
-    def _teams(self, degree: int) -> list[Team]:
-        return [group[first : first + degree] for group in self.problem.cluster.groups_by_host_and_kind()
-                for first in range(0, len(group), degree)]
+    def _teams(self, degree: int, size: int) -> list[tuple[Team, int]]:
+        """Return the teams with their samples of a micro-batch of this size."""
+        teams = [group[first : first + degree] for group in self.problem.cluster.groups_by_host_and_kind()
+                 for first in range(0, len(group), degree)]
+        return list(zip(teams, split_samples(size, (1.0,) * len(teams)), strict=True))
 
     def team_peaks(self, splits: Splits, degree: int, microbatches: int) -> list[int]:
         """Return the peak of every device where teams divide operators and share so many micro-batches."""
-        size = self.problem.options.batch // microbatches
-        teams = self._teams(degree)
-        counts = split_samples(size, (1.0,) * len(teams))
         peaks = [0] * len(self.problem.devices)
-        for team, count in zip(teams, counts, strict=True):
+        for team, count in self._teams(degree, self.problem.options.batch // microbatches):
             for device in team:
                 peaks[device] = self._team_peak(splits, degree, count, microbatches)
         return peaks
@@ -530,17 +529,16 @@ class Reduced:
     def _team_peak(self, splits: Splits, degree: int, num_samples: int, microbatches: int) -> int:
         key = "team", degree, num_samples, min(microbatches, 2)
         if key not in self._peaks and num_samples:
-            teams = self._teams(degree)[:2]
-            spec = self._team_spec(splits, teams, [num_samples] * len(teams))
+            spec = self._team_spec(splits, [(team, num_samples) for team, _ in self._teams(degree, 0)[:2]])
             self._peaks[key] = self._peak(spec, num_samples, microbatches)
         return self._peaks.get(key, 0)
 
-    def _team_spec(self, splits: Splits, teams: Sequence[Team], counts: Sequence[int]) -> StageSpec:
-        graph, degree = self.problem.graph, len(teams[0])
-        words = splits[0, degree].words(graph.op_names, graph.tensor_names)
-        times = tuple(self._team_times(splits, team, count) for team, count in zip(teams, counts, strict=True))
-        return StageSpec(ops=np.arange(graph.num_ops), sharding=words, times=times,
-                         replicas=tuple((team, count / sum(counts)) for team, count in zip(teams, counts, strict=True)))
+    def _team_spec(self, splits: Splits, teams: Sequence[tuple[Team, int]]) -> StageSpec:
+        graph, whole = self.problem.graph, sum(count for _, count in teams)
+        return StageSpec(ops=np.arange(graph.num_ops),
+                         sharding=splits[0, len(teams[0][0])].words(graph.op_names, graph.tensor_names),
+                         times=tuple(self._team_times(splits, team, count) for team, count in teams),
+                         replicas=tuple((team, count / whole) for team, count in teams))
 
     def _team_times(self, splits: Splits, team: Team, count: int) -> dict[str, float]:
         """Return the seconds of a team by phase for so many samples."""
@@ -557,17 +555,13 @@ class Reduced:
 
     def team_seconds(self, splits: Splits, degree: int, size: int) -> float:
         """Return the time of one micro-batch on the slowest team, forward and backward."""
-        teams = self._teams(degree)
-        counts = split_samples(size, (1.0,) * len(teams))
         return max(sum(self._team_times(splits, team, count).values())
-                   for team, count in zip(teams, counts, strict=True) if count)
+                   for team, count in self._teams(degree, size) if count)
 
     def team_plan(self, splits: Splits, degree: int, microbatches: int) -> Plan:
         """Return the whole plan of teams that share each micro-batch."""
-        teams = self._teams(degree)
-        counts = split_samples(self.problem.options.batch // microbatches, (1.0,) * len(teams))
-        used = [(team, count) for team, count in zip(teams, counts, strict=True) if count]
-        spec = self._team_spec(splits, [team for team, _ in used], [count for _, count in used])
+        teams = self._teams(degree, self.problem.options.batch // microbatches)
+        spec = self._team_spec(splits, [(team, count) for team, count in teams if count])
         return _one_stage(self.problem, spec, microbatches, by="fit")
 
     # ---- pipelines --------------------------------------------------------------------------------------------------
