@@ -14,8 +14,7 @@ names the one in the way. What else differs (a norm, the embedding) is listed un
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import IO, Any, Final
 
 from weft.base.errors import InputError
@@ -197,69 +196,43 @@ def figure(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.9g}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Module:
-    """A module with a parameter, on one axis."""
-
-    paths: list[str]
-    kind: str
-    """``linear``, ``embedding`` or ``other``."""
-    word: str
-    input: str
-    """Layout in which its input comes."""
-    output: str
-    """Layout in which its output is wanted."""
-    is_strict: bool
-    """It is a matrix product of a layer."""
-
-
 # ---- parallelize_module ---------------------------------------------------------------------------------------------
 
 
 def parallelize_plan(facts: ShardingFacts, folded: FoldedModel) -> dict[str, Any]:
     """Return the plan of ``parallelize_module`` for the last axis: module path to style and layouts."""
-    axis = facts.axes[-1]
+    reader, axis, last = ShardingReader(facts.sharding, folded), facts.axes[-1], len(facts.axes) - 1
     plan: dict[str, Any] = {}
     differences: list[str] = []
-    for module in _modules(ShardingReader(facts.sharding, folded), len(facts.axes) - 1):
-        if module.word == "whole":
-            continue
-        style = STYLES.get((module.kind, module.word))
-        if style is None and module.is_strict:
+    for key, paths in _modules(reader):
+        op = reader.kind_of[reader.parts.parts[key[0]].name]
+        kind = next((item for item in ("linear", "embedding") if op.startswith(f"aten.{item}")), "other")
+        word = reader.op_words(key[0], reader.choice_of(key))[last]
+        is_product = op.startswith(("aten.linear", "aten.addmm", "aten.mm", "aten.matmul"))
+        style = STYLES.get((kind, word))
+        if style is None and word != "whole" and is_product and reader.unit_of(key) is not None:
             raise InputError(f"parallelize_module cannot say this sharding: on the mesh's last axis ({axis.name!r}) "
-                             f"{module.paths[0]!r} ({module.kind}) is split by {module.word}. Try another --mesh, with "
-                             "the axis that splits layers last")
-        for path in module.paths:
-            if style is None:
-                differences.append(f"{path}: {module.word} ({axis.name})")
-            elif style == "SequenceParallel":
-                plan[path] = {"style": style}
-            else:
-                plan[path] = {"style": style, "input_layouts": module.input, "output_layouts": module.output}
+                             f"{paths[0]!r} ({kind}) is split by {word}. Try another --mesh, with the axis that splits "
+                             "layers last")
+        before, after = _around(reader, key, last)
+        layouts = {} if style == "SequenceParallel" else {"input_layouts": before, "output_layouts": after}
+        if style is not None:
+            plan |= {path: {"style": style, **layouts} for path in paths}
+        elif word != "whole":
+            differences += [f"{path}: {word} ({axis.name})" for path in paths]
     return {"mesh": [item.size for item in facts.axes], "mesh_dim_names": [item.name for item in facts.axes],
             "axis": axis.name, "plan": plan, "differences": differences}
 
 
-def _modules(reader: ShardingReader, axis: int) -> Iterator[_Module]:
-    """Yield the modules with parameters, as they are split on an axis; each once, by its largest parameter."""
-    largest: dict[str, float] = {}
-    found: dict[str, _Module] = {}
+def _modules(reader: ShardingReader) -> list[tuple[tuple[int, int], list[str]]]:
+    """Return the modules with parameters: the node that reads the largest of these, and the paths of all copies."""
+    largest: dict[str, tuple[float, tuple[int, int], list[str]]] = {}
     for key in reader.nodes:
-        part = reader.parts.parts[key[0]]
-        for edge in reader.parameters_of.get(key[0], ()) if part.kind == "op" else ():
-            name = reader.parts.parts[edge.giver].name.rpartition(".")[0]
-            paths = reader.full_names(key, name)
-            if edge.num_bytes <= largest.get(paths[0], 0.0):
-                continue
-            largest[paths[0]] = edge.num_bytes
-            kind = reader.kind_of[part.name]
-            what = next((item for item in ("linear", "embedding") if kind.startswith(f"aten.{item}")), "other")
-            before, after = _around(reader, key, axis)
-            is_product = kind.startswith(("aten.linear", "aten.addmm", "aten.mm", "aten.matmul"))
-            found[paths[0]] = _Module(
-                paths=paths, kind=what, word=reader.op_words(key[0], reader.choice_of(key))[axis], input=before,
-                output=after, is_strict=is_product and reader.unit_of(key) is not None)
-    yield from found.values()
+        for edge in reader.parameters_of.get(key[0], ()) if reader.parts.parts[key[0]].kind == "op" else ():
+            paths = reader.full_names(key, reader.parts.parts[edge.giver].name.rpartition(".")[0])
+            if paths[0] not in largest or edge.num_bytes > largest[paths[0]][0]:
+                largest[paths[0]] = edge.num_bytes, key, paths
+    return [(key, paths) for _, key, paths in largest.values()]
 
 
 def _around(reader: ShardingReader, key: tuple[int, int], axis: int) -> tuple[str, str]:
