@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
 
+from weft.base import errors
+
 _Item = TypeVar("_Item")
 _NUMBERED: Final = re.compile(r"(.*?)(\d{1,9})")
 _MAX_DEEPER: Final = 3
@@ -25,8 +27,7 @@ def printable(text: str) -> str:
     >>> printable("a\x1b[2J")
     'a\\x1b[2J'
     """
-    return text if text.isprintable() else "".join(
-        char if char.isprintable() else char.encode("unicode_escape", "backslashreplace").decode() for char in text)
+    return errors.printable(text, keep="")
 
 
 def shorten(text: str, length: int) -> str:
