@@ -24,7 +24,7 @@ TEXT = "<!doctype html><p>\u00d7</p>"
 @pytest.fixture
 def server():
     with PageServer(TEXT) as opened:
-        thread = threading.Thread(target=opened.run, daemon=True)
+        thread = threading.Thread(target=opened.serve_forever, daemon=True)
         thread.start()
         yield opened
         opened.shutdown()
