@@ -8,9 +8,28 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
+
+from weft.cluster.cluster_file import parse_cluster
+from weft.cost.costs import estimate_costs
+from weft.model.graph_file import parse_graph
+from weft.model.load import load_graph_for
+from weft.search.common.budget import Budget
+from weft.search.common.problem import PlanOptions, Problem
+from weft.search.deploy.search import DeployOptions, deploy
+from weft.search.place import kernel
+from weft.search.place.latency.anneal import Annealer
+from weft.search.place.methods import METHODS
+from weft.search.place.partition.problem import parse_partition
+from weft.search.place.partition.search import solve_partition
+from weft.search.place.problem import PlaceProblem, problem_from_graph
+from weft.search.place.throughput.search import solve_throughput
+from weft.search.strategies.solve import solve
+from weft.search.strategies.strategy_graph import StrategyGraph
+from weft.simulate.engine import Simulator
+from weft.simulate.tasks import make_task_graph
 
 NUM_OPS = 48
 
@@ -29,12 +48,7 @@ def main(names: list[str]) -> int:
     return code
 
 
-def _small_problem() -> Any:
-    from weft.cluster.cluster_file import parse_cluster
-    from weft.cost.costs import estimate_costs
-    from weft.model.graph_file import parse_graph
-    from weft.search.place.problem import problem_from_graph
-
+def _small_problem() -> PlaceProblem:
     ops = [{"name": f"op{i}", "kind": "op", "times": {"a": 1.0 + i % 3, "b": 2.0}, "memory": 1} for i in range(NUM_OPS)]
     edges = [{"from": f"op{i}", "to": f"op{j}", "bytes": 10} for i in range(NUM_OPS) for j in (i + 1, i + 3)
              if j < NUM_OPS]
@@ -47,10 +61,6 @@ def _small_problem() -> Any:
 
 
 def _warm_placement() -> None:
-    from weft.search.place import kernel
-    from weft.search.place.latency.anneal import Annealer
-    from weft.search.place.methods import METHODS
-
     problem = _small_problem()
     found = [method(problem) for method in METHODS.values()]
     start = found[0]
@@ -59,9 +69,6 @@ def _warm_placement() -> None:
 
 
 def _warm_loads() -> None:
-    from weft.search.common.budget import Budget
-    from weft.search.place.throughput.search import solve_throughput
-
     problem = _small_problem()
     start = np.zeros(problem.num_ops, dtype=np.int64)
     for contiguous in (False, True):
@@ -69,9 +76,6 @@ def _warm_loads() -> None:
 
 
 def _warm_partition() -> None:
-    from weft.search.place.partition.problem import parse_partition
-    from weft.search.place.partition.search import solve_partition
-
     nodes = [{"id": i, "supportedOnFpga": True, "cpuLatency": 10.0, "fpgaLatency": 1.0 + i % 3, "isBackwardNode": False,
               "colorClass": i // 2, "size": 1.0} for i in range(NUM_OPS)]
     edges = [{"sourceId": i, "destId": j, "cost": 0.5} for i in range(NUM_OPS) for j in (i + 1, i + 3) if j < NUM_OPS]
@@ -80,9 +84,7 @@ def _warm_partition() -> None:
         solve_partition(problem, objective=objective, time_limit=0.3)
 
 
-def _strategy_graph(limit: int | None) -> Any:
-    from weft.search.strategies.strategy_graph import StrategyGraph
-
+def _strategy_graph(limit: int | None) -> StrategyGraph:
     rng = np.random.default_rng(0)
     edges = [(i, j) for i in range(NUM_OPS) for j in (i + 1, i + 3, i + 7) if j < NUM_OPS]
     return StrategyGraph(
@@ -92,27 +94,17 @@ def _strategy_graph(limit: int | None) -> Any:
 
 
 def _warm_shard() -> None:
-    from weft.search.strategies.solve import solve
-
     for limit in (None, 30 * NUM_OPS):
         for _ in range(2):  # The first is over before everything has been compiled.
             solve(_strategy_graph(limit), time_limit=1.0)
 
 
 def _warm_simulator() -> None:
-    from weft.simulate.engine import Simulator
-    from weft.simulate.tasks import make_task_graph
-
     graph = make_task_graph([2.0, 1.0, 5.0], edges=[(0, 2)], holds=[(0, 0), (1, 0)], num_resources=1)
     Simulator(graph).run(np.array([1.0, 1.0, 1.0]))
 
 
-def _training_problem() -> Any:
-    from weft.cluster.cluster_file import parse_cluster
-    from weft.cost.costs import estimate_costs
-    from weft.model.load import load_graph_for
-    from weft.search.common.problem import PlanOptions, Problem
-
+def _training_problem() -> Problem:
     graph = load_graph_for("vgg-19:width=8,image=32", batch=16, dtype="float32", batch_dims=True)
     cluster = parse_cluster({
         "format": "weft.cluster", "version": 1, "network": {"bandwidth": "10Gbit/s", "latency": "20us"},
@@ -121,8 +113,6 @@ def _training_problem() -> Any:
 
 
 def _warm_deploy() -> None:
-    from weft.search.deploy.search import DeployOptions, deploy
-
     deploy(_training_problem(), DeployOptions(max_simulations=100))
 
 

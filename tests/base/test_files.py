@@ -26,8 +26,17 @@ from weft.base.errors import (
     WeftError,
     printable,
 )
-from weft.base.files import check_header, decode, encode, load_json, parse_json, read_bytes, write_atomic
-from weft.base.json_limits import JsonLimits, excess
+from weft.base.files import (
+    JsonLimits,
+    check_header,
+    decode,
+    encode,
+    excess,
+    load_json,
+    parse_json,
+    read_bytes,
+    write_atomic,
+)
 
 
 class Colour(enum.Enum):

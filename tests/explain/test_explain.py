@@ -16,11 +16,9 @@ from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster, Device, DeviceKind, Link
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
-from weft.explain.changes import both_ways, tier_of, with_bandwidth, with_memory, with_more_devices
 from weft.explain.explanation import Explanation, explain, sentence
-from weft.explain.path import critical_path, walk_back
-from weft.explain.waits import GRADIENTS, device_waits
-from weft.explain.whatif import memory_binds
+from weft.explain.path import GRADIENTS, critical_path, device_waits, walk_back
+from weft.explain.whatif import both_ways, memory_binds, tier_of, with_bandwidth, with_memory, with_more_devices
 from weft.plan.lower import lower
 from weft.plan.orders import one_f_one_b
 from weft.planning.compare import Candidate, Comparison, compare_strategies

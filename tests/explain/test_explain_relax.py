@@ -10,8 +10,8 @@ from tests.worlds import chain_graph, plain_cluster
 from weft.base.errors import NoFeasiblePlan
 from weft.cost.costs import estimate_costs
 from weft.explain import relax
-from weft.explain.changes import with_memory, with_more_devices
 from weft.explain.relax import FINENESS, STEP_BYTES, Relaxation, smallest_relaxation
+from weft.explain.whatif import with_memory, with_more_devices
 from weft.planning.compare import compare_strategies
 from weft.planning.replan import Request, least_missing
 from weft.search.common.problem import PlanOptions, Problem

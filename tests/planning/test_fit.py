@@ -20,8 +20,7 @@ from weft.plan.check import check_plan
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
 from weft.planning.compare import compare_strategies
-from weft.planning.fit import Setting, describe, fit, plan_of, problem_with, splitter
-from weft.planning.reduced import Reduced
+from weft.planning.fit import Reduced, Setting, describe, fit, plan_of, problem_with, splitter
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.joint.baselines import STRATEGIES
 
@@ -69,8 +68,9 @@ def test_the_state_in_pieces_is_that_of_the_whole_plan(tiny):
 def test_peaks_of_pipelines_are_those_of_the_whole_plan(tiny, mode, recompute, microbatches):
     problem = problem_on(tiny, read_cluster("3 x A100-80GB"), mode=mode, recompute=recompute)
     reduced = Reduced(problem)
-    cut = reduced.memory_cuts(16 // microbatches, microbatches)
-    assert list(cut.peaks) == peaks_of(reduced.pipeline_plan(cut.cuts, microbatches), problem)
+    cuts = reduced.memory_cuts(16 // microbatches, microbatches)
+    plan = plan_of(problem, Setting(strategy="pipeline", microbatches=microbatches, recompute=recompute, cuts=cuts))
+    assert list(reduced.pipeline_peaks(cuts, 16 // microbatches, microbatches)) == peaks_of(plan, problem)
 
 
 def test_peaks_of_teams_are_those_of_the_whole_plan(tiny):
@@ -91,17 +91,17 @@ def test_pipelines_are_cut_by_memory():
     sizes[[graph.tensor_index[f"w{op}"] for op in (0, 1)]] = 16000
     graph = replace(graph, tensor_bytes=sizes)
     problem = problem_on(graph, plain_cluster(2, memory_bytes=10**6), batch=4)
-    cut = Reduced(problem).memory_cuts(1, 4)
+    cuts = Reduced(problem).memory_cuts(1, 4)
     equal = peaks_of(STRATEGIES["1f1b"](problem, 4), problem)
-    assert max(cut.peaks) < 0.85 * max(equal)
-    assert cut.cuts == (0, 2, 8)
+    assert max(Reduced(problem).pipeline_peaks(cuts, 1, 4)) < 0.85 * max(equal)
+    assert cuts == (0, 2, 8)
 
 
 def test_devices_of_their_own_size_get_what_they_can_hold():
     graph = chain_graph(8, parameter_bytes=4000, activation_bytes=40)
     cluster = plain_cluster(2, memory_bytes=10**6)
     cluster = replace(cluster, devices=(cluster.devices[0], replace(cluster.devices[1], memory_bytes=3 * 10**6)))
-    assert Reduced(problem_on(graph, cluster, batch=4)).memory_cuts(1, 4).cuts == (0, 2, 8)
+    assert Reduced(problem_on(graph, cluster, batch=4)).memory_cuts(1, 4) == (0, 2, 8)
 
 
 def test_what_is_recommended_fits_and_is_what_the_planner_makes(tiny):

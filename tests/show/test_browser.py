@@ -244,7 +244,7 @@ def test_every_section_is_drawn_without_a_request_or_a_complaint(browser, pages)
     titles = browser.evaluate("[...document.querySelectorAll('h2')].map(title => title.textContent)")
     assert titles == ["Timeline", "Predicted against measured", "Cluster", "Stages", "Layers", "Devices", "Memory",
                       "Communication by link", "Gradient exchanges", "About this plan"]
-    box = place(browser, "svg.cluster")
+    box = place(browser, ".cluster")
     assert box["w"] > 300
     assert box["h"] > 80
     assert browser.evaluate("document.querySelectorAll('svg.memory').length") == 8

@@ -7,7 +7,7 @@ import pytest
 from tests.worlds import chain_graph, pipeline
 from weft.plan.lower import lower
 from weft.plan.plan import Replica, Sharding
-from weft.show.layer_facts import OUTSIDE, Split, layer_facts, layer_path
+from weft.show.facts import OUTSIDE, Split, layer_facts, layer_path
 
 
 def with_modules(num_ops: int, modules: dict[int, str]):

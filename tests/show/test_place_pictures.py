@@ -19,8 +19,16 @@ from tests.show.test_html import Page
 from tests.show.test_place_tables import METHODS, RANDOM
 from weft.show.chart import number, part_colour
 from weft.show.drawing import format_chart, print_chart, render_svg
-from weft.show.place_chart import item_letters, place_chart, placement_data
-from weft.show.place_facts import critical_items, device_rows, find_waits, item_names, link_rows
+from weft.show.place_facts import (
+    critical_items,
+    device_rows,
+    find_waits,
+    item_letters,
+    item_names,
+    link_rows,
+    place_chart,
+    placement_data,
+)
 from weft.show.place_tables import render_placement_report
 
 SPACE = "{http://www.w3.org/2000/svg}"
@@ -183,7 +191,7 @@ def test_large_graphs_stay_loadable():
 def test_runs_of_short_operators_are_one_box_on_a_very_large_page(monkeypatch):
     result = random_result(9_000, 3, contention="none")
     fine = placement_data(result.timetable)
-    monkeypatch.setattr("weft.show.place_chart.MAX_BOXES", 1000)
+    monkeypatch.setattr("weft.show.place_facts.MAX_BOXES", 1000)
     data = placement_data(result.timetable)
     assert len(data["what"]) < len(fine["what"])
     joined = [what for what in data["what"] if " in a row: " in what["label"]]

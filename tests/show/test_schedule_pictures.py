@@ -20,8 +20,16 @@ from tests.show.test_html import Page
 from weft.search.schedule.schedule import check_schedule
 from weft.show.chart import box_colour, shortened
 from weft.show.drawing import COOL_DOWN, LEFT, RIGHT, WARM_UP, format_chart, print_chart, render_svg
-from weft.show.schedule_chart import block_shades, find_steady, memory_curve, rows_of, schedule_chart, schedule_data
-from weft.show.schedule_tables import ScheduleFacts, render_schedule_report
+from weft.show.schedule_tables import (
+    ScheduleFacts,
+    block_shades,
+    find_steady,
+    memory_curve,
+    render_schedule_report,
+    rows_of,
+    schedule_chart,
+    schedule_data,
+)
 
 SPACE = "{http://www.w3.org/2000/svg}"
 

@@ -16,7 +16,7 @@ from tests.show.helpers import simulated
 from weft.base.errors import InputError
 from weft.cli.main import main
 from weft.plan.plan import save_plan
-from weft.show.serve import ADDRESS, PageServer
+from weft.show.page import ADDRESS, PageServer
 
 TEXT = "<!doctype html><p>\u00d7</p>"
 
@@ -24,7 +24,7 @@ TEXT = "<!doctype html><p>\u00d7</p>"
 @pytest.fixture
 def server():
     with PageServer(TEXT) as opened:
-        thread = threading.Thread(target=opened.run, daemon=True)
+        thread = threading.Thread(target=opened.serve_forever, daemon=True)
         thread.start()
         yield opened
         opened.shutdown()

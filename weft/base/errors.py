@@ -65,8 +65,8 @@ class RunError(WeftError):
     exit_code = 4
 
 
-def printable(text: str) -> str:
-    """Return the text with everything unprintable but line breaks and tabs as an escape: ``'\\x1b'``."""
+def printable(text: str, *, keep: str = "\n\t") -> str:
+    """Return the text with everything unprintable but what is to ``keep`` as an escape: ``'\\x1b'``."""
     if text.isprintable():
         return text
-    return "".join(char if char.isprintable() or char in "\n\t" else ascii(char)[1:-1] for char in text)
+    return "".join(char if char.isprintable() or char in keep else ascii(char)[1:-1] for char in text)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Final
 
 from weft.base.errors import InputError
@@ -130,36 +131,29 @@ def parse_flop_rate(text: str | float | int) -> float:
 
 def format_bytes(num_bytes: float) -> str:
     """Return ``num_bytes`` for people, in binary units: ``'1.5 GiB'``."""
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(value) < 1024 or unit == "TiB":
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.4g} {unit}"
-        value /= 1024
-    raise AssertionError("unreachable")
+    units = ((" TiB", 2.0**40), (" GiB", 2.0**30), (" MiB", 2.0**20), (" KiB", 2.0**10))
+    return f"{num_bytes:.0f} B" if abs(num_bytes) < 1024 else _scaled(num_bytes, units)
 
 
 def format_time(time_s: float) -> str:
     """Return ``time_s`` for people: ``'3.15 ms'``."""
-    for unit, scale in (("days", 86400.0), ("h", 3600.0)):
-        if abs(time_s) >= 2 * scale:
-            return f"{time_s / scale:.4g} {unit}"
-    for unit, scale in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if abs(time_s) >= scale or unit == "us":
-            return f"{time_s / scale:.4g} {unit}"
-    raise AssertionError("unreachable")
+    if abs(time_s) >= 7200.0:
+        return _scaled(time_s, ((" days", 86400.0), (" h", 3600.0)), least=2.0)
+    return _scaled(time_s, ((" s", 1.0), (" ms", 1e-3), (" us", 1e-6)))
 
 
 def format_rate(bytes_per_s: float) -> str:
     """Return ``bytes_per_s`` for people: ``'50 GB/s'``."""
-    for unit, scale in (("TB/s", 1e12), ("GB/s", 1e9), ("MB/s", 1e6), ("kB/s", 1e3)):
-        if bytes_per_s >= scale or unit == "kB/s":
-            return f"{bytes_per_s / scale:.4g} {unit}"
-    raise AssertionError("unreachable")
+    return _scaled(bytes_per_s, ((" TB/s", 1e12), (" GB/s", 1e9), (" MB/s", 1e6), (" kB/s", 1e3)))
 
 
 def format_count(value: float) -> str:
     """Return a large count for people: ``'6.74 G'``."""
-    for unit, scale in ((" P", 1e15), (" T", 1e12), (" G", 1e9), (" M", 1e6), (" k", 1e3)):
-        if abs(value) >= scale:
-            return f"{value / scale:.3g}{unit}"
-    return f"{value:.0f}"
+    units = ((" P", 1e15), (" T", 1e12), (" G", 1e9), (" M", 1e6), (" k", 1e3))
+    return f"{value:.0f}" if abs(value) < 1e3 else _scaled(value, units, digits=3)
+
+
+def _scaled(value: float, units: Sequence[tuple[str, float]], *, digits: int = 4, least: float = 1.0) -> str:
+    """Return the value in the largest unit of which there are at least ``least``, or in the last one."""
+    name, scale = next((unit for unit in units if abs(value) >= least * unit[1]), units[-1])
+    return f"{value / scale:.{digits}g}{name}"

@@ -238,7 +238,7 @@ def view(
 ) -> None:
     """Show a plan's report in the browser, on this machine only, until Ctrl-C."""
     from weft.show.html import render_report
-    from weft.show.serve import PageServer
+    from weft.show.page import PageServer
 
     page = render_report(_timelines(plan, model, cluster, profile, timeline),
                          cluster=None if cluster is None else read_cluster(cluster))
@@ -248,7 +248,7 @@ def view(
         if open_browser:  # beside the server, since some browsers keep the caller waiting
             threading.Thread(target=webbrowser.open, args=(server.address,), daemon=True).start()
         try:
-            server.run()
+            server.serve_forever()
         except KeyboardInterrupt:
             print("ended", file=sys.stderr)
 

@@ -86,8 +86,7 @@ def _result_json(result: ScheduleResult, compared: list[ScheduleFacts]) -> dict[
 def _write_pictures(result: ScheduleResult, compared: list[ScheduleFacts], *, name: str, html: Path | None,
                     svg: Path | None) -> None:
     from weft.show.drawing import render_svg
-    from weft.show.schedule_chart import schedule_chart
-    from weft.show.schedule_tables import render_schedule_report
+    from weft.show.schedule_tables import render_schedule_report, schedule_chart
 
     title = name.removesuffix(".gz").removesuffix(".json")
     if html is not None:

@@ -9,15 +9,13 @@ from typing import Final
 from weft.base.errors import NoFeasiblePlan
 from weft.base.units import format_bytes, format_time
 from weft.cluster.cluster import Cluster
-from weft.explain.path import CriticalPath, Kind, critical_path, link_rates, link_seconds
-from weft.explain.waits import DeviceWaits, device_waits
+from weft.explain.path import CriticalPath, DeviceWaits, Kind, critical_path, device_waits, link_times
 from weft.explain.whatif import Change, settled, what_would_help
 from weft.plan.plan import Plan
 from weft.planning.compare import Candidate, Comparison
 from weft.planning.replan import Report, Request, replan
 from weft.search.common.problem import Problem
 from weft.simulate.timeline import Timeline
-from weft.simulate.traffic import link_bytes
 
 WORDS: Final[dict[Kind, str]] = {
     "compute": "computing", "optimizer": "the optimizer", "transfer": "sending tensors between stages",
@@ -72,10 +70,8 @@ class Explanation:
     @property
     def faster(self) -> Candidate | None:
         """Return the best of planning again, if it is faster than the plan."""
-        if self.comparison is None:
-            return None
-        best = self.comparison.best
-        return best if best.step_time_s < self.timeline.step_time_s * (1 - SAME) else None
+        best = self.comparison.best if self.comparison is not None else None
+        return best if best is not None and best.step_time_s < self.timeline.step_time_s * (1 - SAME) else None
 
     @property
     def faster_elsewhere_s(self) -> float | None:
@@ -121,7 +117,7 @@ def explain(plan: Plan, request: Request, cluster: Cluster, timeline: Timeline, 
     """
     problem = problem or request.problem(cluster)
     assert timeline.program is not None
-    times = link_seconds(link_bytes(timeline.program, problem.costs, cluster), link_rates(cluster))
+    times = link_times(timeline.program, problem.costs, cluster)
     result = Explanation(
         plan=plan, timeline=timeline, path=critical_path(timeline.program, problem.costs, cluster),
         waits=device_waits(timeline), memory=_memory(cluster, timeline), comparison=comparison,
@@ -143,9 +139,8 @@ def _plan_again(result: Explanation, problem: Problem, request: Request, deadlin
                     raise KeyboardInterrupt
             except NoFeasiblePlan as miss:  # the plan at hand may be of a kind that is not searched
                 report(f"note: planning again found no plan: {miss}")
-        for change in what_would_help(request, problem.cluster, result.timeline, result.comparison, deadline=deadline,
-                                      report=report):
-            changes.append(change)
+        changes.extend(what_would_help(request, problem.cluster, result.timeline, result.comparison, deadline=deadline,
+                                       report=report))
     except KeyboardInterrupt:
         result = replace(result, is_interrupted=True)
         report("interrupted: nothing further is planned")
@@ -154,8 +149,7 @@ def _plan_again(result: Explanation, problem: Problem, request: Request, deadlin
 
 def _memory(cluster: Cluster, timeline: Timeline) -> tuple[MemoryUse, ...]:
     return tuple(MemoryUse(
-        device=item.device, peak_bytes=item.peak_bytes, largest=max(item.peak_memory, key=lambda key: (
-            item.peak_memory[key])),
+        device=item.device, peak_bytes=item.peak_bytes, largest=max(item.peak_memory, key=item.peak_memory.__getitem__),
         capacity_bytes=cluster.devices[cluster.device_index[item.device]].memory_bytes)
         for item in timeline.summary())
 

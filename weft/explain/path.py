@@ -1,4 +1,4 @@
-"""The critical path of a simulated step: from its end back to its begin, what each task had to wait for.
+"""Where the time of a simulated step goes: its critical path, and what each device waits for.
 
 A task starts when the last task that it waits for has ended, or when what it occupies (a link, a shared processing
 unit) is free. So from any task there is one before it that ends when it starts, back to the begin of the step:
@@ -8,6 +8,11 @@ unit) is free. So from any task there is one before it that ends when it starts,
 
 The path's seconds add up to the step. A transfer or exchange divides into what its busiest link needs for the bytes
 (``wire``), and the rest: latency of the rounds, or of waiting inside it.
+
+On a device (``device_waits``) the gap before every compute or optimizer step divides into *exposed communication*,
+while something that it needs is on its way, and the rest, in which whoever sends it last is not done yet. The gap
+before a device's first compute is its *fill*, the time after its last one its *drain*. As in ``Timeline``, busy +
+exposed + bubble is the step; the bubble is fill + waiting for others + drain.
 """
 
 from __future__ import annotations
@@ -22,7 +27,9 @@ from weft.cluster.cluster import Cluster
 from weft.cost.costs import Costs
 from weft.model.graph import F64, I64
 from weft.plan.program import Op, Program
+from weft.simulate.engine import Simulator
 from weft.simulate.tasks import TaskGraph
+from weft.simulate.timeline import Timeline, union_lengths
 from weft.simulate.timing import time_program
 from weft.simulate.traffic import link_bytes
 
@@ -62,8 +69,6 @@ class CriticalPath:
 
 def critical_path(program: Program, costs: Costs, cluster: Cluster) -> CriticalPath:
     """Return what the simulated step of the program is made of."""
-    from weft.simulate.engine import Simulator
-
     timed = time_program(program, costs, cluster)
     simulator = Simulator(timed.graph)
     step_time_s = simulator.run()
@@ -85,7 +90,8 @@ def walk_back(graph: TaskGraph, starts: F64, ends: F64) -> tuple[int, ...]:
 
     Among several that end at the same time the one with the lowest number is taken.
 
-    >>> from weft.simulate.tasks import make_task_graph
+    >>> from weft.simulate.engine import Simulator
+from weft.simulate.tasks import make_task_graph
     >>> graph = make_task_graph([2.0, 1.0, 5.0], edges=[(0, 2), (1, 2)], holds=[], num_resources=0)
     >>> walk_back(graph, np.array([0.0, 0.0, 2.0]), np.array([2.0, 1.0, 7.0]))
     (0, 2)
@@ -141,7 +147,6 @@ class _Places:
 
     def __init__(self, program: Program, costs: Costs, cluster: Cluster) -> None:
         self.program, self.costs, self.cluster = program, costs, cluster
-        self.rates = link_rates(cluster)
         self.known: dict[tuple[str, int], tuple[str, float]] = {}
 
     def divide(self, instruction: int, seconds: float) -> Iterator[tuple[Kind, str, float]]:
@@ -176,7 +181,7 @@ class _Places:
             alone = replace(program, channels=(replace(channel, microbatches=channel.microbatches[:1]),), buckets=())
         else:
             alone = replace(program, channels=(), buckets=(program.buckets[index],))
-        times = link_seconds(link_bytes(alone, self.costs, self.cluster), self.rates)
+        times = link_times(alone, self.costs, self.cluster)
         if not times:
             ranks = (program.channels[index].source, program.channels[index].target) if kind == "transfer" else (
                 program.buckets[index].ranks)
@@ -185,14 +190,103 @@ class _Places:
         return where, times[where]
 
 
-def link_rates(cluster: Cluster) -> dict[str, float]:
-    """Return the bandwidth of each link by the name that ``link_bytes`` gives it."""
+def link_times(program: Program, costs: Costs, cluster: Cluster) -> dict[str, float]:
+    """Return how long each link is busy with the bytes of a step, where its rate is known."""
     rates: dict[str, float] = {}
     for link in cluster.links:
         rates.setdefault(link.shared if link.shared is not None else link.name, link.bytes_per_s)
-    return rates
+    return {name: amount / rates[name] for name, amount in link_bytes(program, costs, cluster).items() if name in rates}
 
 
-def link_seconds(num_bytes: dict[str, int], rates: dict[str, float]) -> dict[str, float]:
-    """Return how long each link is busy with its bytes, where its rate is known."""
-    return {name: amount / rates[name] for name, amount in num_bytes.items() if name in rates}
+GRADIENTS = "gradients"
+"""The partner of a device that waits for an exchange of gradients."""
+UNIT = "itself"
+"""The partner where a device waits for nothing that is sent: a processing unit that it shares, or its own team."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceWaits:
+    """Where the time of one device goes, and whom it waits for."""
+
+    device: str
+    busy_s: float
+    fill_s: float
+    """Before its first compute, less what is on its way then."""
+    drain_s: float
+    """After its last compute."""
+    for_others_s: dict[str, float]
+    """By partner: its work is not done. The longest first."""
+    exposed_s: dict[str, float]
+    """By partner: what it sent is on its way. The longest first."""
+
+    @property
+    def longest(self) -> tuple[str, float]:
+        """Return what is waited for most, in words, and for how long."""
+        special = {GRADIENTS: "others before gradients", UNIT: "its processing unit"}
+        reasons = {"its first work": self.fill_s, "the end of the step": self.drain_s}
+        reasons |= {special.get(name, f"computing on {name}"): seconds for name, seconds in self.for_others_s.items()}
+        reasons |= {"the exchange of gradients" if name == GRADIENTS else f"messages from {name}": seconds
+                    for name, seconds in self.exposed_s.items()}
+        what = max(reasons, key=lambda reason: reasons[reason])
+        return what, reasons[what]
+
+
+def device_waits(timeline: Timeline) -> tuple[DeviceWaits, ...]:
+    """Return what each device waits for; the timeline must know its program."""
+    assert timeline.program is not None
+    return tuple(_Waits(timeline, timeline.program).of(rank) for rank in range(timeline.num_ranks))
+
+
+class _Waits:
+    def __init__(self, timeline: Timeline, program: Program) -> None:
+        self.timeline, self.program = timeline, program
+        waiting, arriving = timeline.needs[:, 0], timeline.needs[:, 1]
+        low = np.maximum(timeline.issue_s[waiting], timeline.start_s[arriving])
+        high = np.minimum(timeline.start_s[waiting], timeline.end_s[arriving])
+        kept = high > low
+        self.exposed: F64 = np.zeros(len(waiting))
+        self.exposed[kept] = union_lengths(waiting[kept], low[kept], high[kept])
+        self.row_start: I64 = np.searchsorted(waiting, np.arange(timeline.num_instructions + 1))
+
+    def of(self, rank: int) -> DeviceWaits:
+        """Return what one rank waits for."""
+        timeline = self.timeline
+        first, last = int(timeline.rank_start[rank]), int(timeline.rank_start[rank + 1])
+        runs = first + np.flatnonzero(timeline.runs[first:last])
+        exposed: dict[str, float] = {}
+        others: dict[str, float] = {}
+        fill_s = 0.0
+        for number, item in enumerate(runs.tolist()):
+            rows = slice(int(self.row_start[item]), int(self.row_start[item + 1]))
+            for arriving, part in zip(timeline.needs[rows, 1].tolist(), self.exposed[rows].tolist(), strict=True):
+                _add(exposed, self._partner(arriving), part)
+            rest = float(timeline.start_s[item] - timeline.issue_s[item] - self.exposed[rows].sum())
+            if number == 0:
+                fill_s = max(rest, 0.0)
+            else:
+                _add(others, self._last_partner(rows), rest)
+        end_s = float(timeline.end_s[runs].max()) if len(runs) else 0.0
+        return DeviceWaits(device=timeline.devices[rank], busy_s=float(timeline.busy_s[rank]), fill_s=fill_s,
+                           drain_s=timeline.step_time_s - end_s, for_others_s=_longest_first(others),
+                           exposed_s=_longest_first(exposed))
+
+    def _partner(self, arriving: int) -> str:
+        """Return who sends what a receive or collective brings."""
+        if self.timeline.op[arriving] != Op.RECV:
+            return GRADIENTS
+        channel = self.program.channels[int(self.program.channel[arriving])]
+        return self.timeline.devices[channel.source]
+
+    def _last_partner(self, rows: slice) -> str:
+        """Return who sends what arrives last among some needs."""
+        arriving = self.timeline.needs[rows, 1]
+        return self._partner(int(arriving[np.argmax(self.timeline.end_s[arriving])])) if len(arriving) else UNIT
+
+
+def _add(totals: dict[str, float], name: str, seconds: float) -> None:
+    if seconds > 0:
+        totals[name] = totals.get(name, 0.0) + seconds
+
+
+def _longest_first(totals: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))

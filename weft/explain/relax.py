@@ -19,7 +19,7 @@ from typing import Final
 from weft.base.errors import NoFeasiblePlan, WeftError
 from weft.base.units import format_bytes
 from weft.cost.costs import estimate_costs
-from weft.explain.changes import with_memory, with_more_devices
+from weft.explain.whatif import with_memory, with_more_devices
 from weft.planning.compare import Candidate, microbatch_choices
 from weft.planning.replan import THRIFTY, Report, Request, find_splits, fits_jointly, least_missing, replan
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
@@ -40,30 +40,26 @@ PIPELINES: Final = ("1f1b-balanced", "1f1b")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Relaxation:
-    """A change that makes the request possible."""
+class _Found:
+    """A change that is enough by the account of memory, before it is planned."""
 
     kind: str
     """``microbatches``, ``recompute``, ``dtype``, ``sharded``, ``together``, ``batch``, ``memory`` or ``devices``."""
     change: str
     """In words."""
-    options: str
+    options: str = ""
     """For `weft plan`, where a setting is changed and it has an option for that."""
     problem: Problem
     """The request with the change."""
-    best: Candidate
-    """The fastest plan that was found then."""
+    request: Request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Found:
-    """A change that is enough by the account of memory, before it is planned."""
+class Relaxation(_Found):
+    """A change that makes the request possible."""
 
-    kind: str
-    change: str
-    options: str
-    problem: Problem
-    request: Request
+    best: Candidate
+    """The fastest plan that was found then."""
 
 
 def smallest_relaxation(problem: Problem, request: Request | None = None, *, deadline: float | None = None,
@@ -136,7 +132,7 @@ def _plan(found: _Found, deadline: float | None, num_left: int, report: Report) 
         report(f"note: {found.change} is not enough for the planner: {miss}")
         return None, False
     return Relaxation(kind=found.kind, change=found.change, options=found.options, problem=found.problem,
-                      best=planned.best), planned.is_interrupted
+                      request=found.request, best=planned.best), planned.is_interrupted
 
 
 # Settings ------------------------------------------------------------------------------------------------------------
@@ -179,8 +175,7 @@ def _sharded(problem: Problem, request: Request) -> Iterator[_Found]:
 
 def _precisions(problem: Problem, request: Request) -> Iterator[_Found]:
     for dtype in LOWER.get(problem.options.dtype, ()):
-        lowered = request.in_dtype(dtype)
-        if lowered is not None:
+        if (lowered := request.in_dtype(dtype)) is not None:
             yield _Found(kind="dtype", change=dtype, options=f"--dtype {dtype}", request=lowered,
                          problem=lowered.problem(problem.cluster))
 
@@ -235,7 +230,7 @@ def _memory(problem: Problem, request: Request, enough: _Enough) -> Iterator[_Fo
         low, high = (low, middle) if enough(trial, BY_CAPACITY) else (middle, high)
     extra = -(-int(high) // STEP_BYTES) * STEP_BYTES
     cluster = with_memory(problem.cluster, extra)
-    yield _Found(kind="memory", change=f"{format_bytes(extra)} more memory on every device", options="",
+    yield _Found(kind="memory", change=f"{format_bytes(extra)} more memory on every device",
                  problem=request.problem(cluster), request=request)
 
 
@@ -258,7 +253,7 @@ def _devices(problem: Problem, request: Request, enough: _Enough) -> Iterator[_F
             middle = (low + high) // 2
             low, high = (low, middle) if enough(more(middle), PIPELINES) else (middle, high)
         name = devices[like].kind
-        yield _Found(kind="devices", change=f"{high} more {name} on host {devices[like].host}", options="",
+        yield _Found(kind="devices", change=f"{high} more {name} on host {devices[like].host}",
                      problem=more(high), request=request)
     except WeftError:
         return  # such as times that a graph file gives for the devices it names

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from weft.base.errors import WeftError
 from weft.base.units import format_bytes
-from weft.cluster.cluster import Cluster
-from weft.explain.changes import both_ways, tier_of, with_bandwidth, with_memory, with_more_devices
-from weft.explain.path import link_rates, link_seconds
+from weft.cluster.cluster import Cluster, DeviceId, Link, check_cluster
+from weft.explain.path import link_times
 from weft.planning.compare import Candidate, Comparison
 from weft.planning.replan import Report, Request, replan
 from weft.search.common.budget import OutOfTime, cut_short
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
-from weft.simulate.traffic import link_bytes
 
 EXTRA_BYTES: Final = 10 * 2**30
 PLAIN: Final = ("single", "data-parallel-by-speed", "1f1b-balanced")
@@ -63,8 +62,11 @@ def what_would_help(request: Request, cluster: Cluster, timeline: Timeline, comp
     the faster of both.
     """
     known = _Known(request, cluster, timeline, comparison)
-    trials = [_one_more(cluster, timeline), *_bandwidths(request, cluster, timeline),
-              _more_memory(request, cluster, timeline, comparison)]
+    device = cluster.device_index[timeline.devices[int(timeline.busy_s.argmax())]]
+    busiest = cluster.devices[device]
+    trials = [_Trial(name=f"one more {busiest.kind} on host {busiest.host}",
+                     make=lambda: with_more_devices(cluster, device)),
+              *_bandwidths(request, cluster, timeline), _more_memory(request, cluster, timeline, comparison)]
     for number, trial in enumerate(trials):
         left_s = None if deadline is None else deadline - time.monotonic()
         if trial.make is None:
@@ -137,7 +139,8 @@ def _try(trial: _Trial, cluster: Cluster, request: Request, known: _Known, *, li
          report: Report) -> Change:
     """Return what planning for the changed cluster comes to, within the limit."""
     report(f"planning with {trial.name}")
-    requests = [without_recomputation(request), request] if trial.drops_recomputation else [request]
+    keeping = replace(request, options=replace(request.options, recompute=False))
+    requests = [keeping, request] if trial.drops_recomputation else [request]
     each_s = None if limit_s is None else limit_s / len(requests)
     candidates, note, is_complete = list[Candidate](), "", True
     for item in requests:
@@ -161,14 +164,6 @@ def _try(trial: _Trial, cluster: Cluster, request: Request, known: _Known, *, li
                   before_s=known.before_s)
 
 
-def _one_more(cluster: Cluster, timeline: Timeline) -> _Trial:
-    """Return one more device like the busiest one."""
-    rank = int(timeline.busy_s.argmax())
-    device = cluster.device_index[timeline.devices[rank]]
-    like = cluster.devices[device]
-    return _Trial(name=f"one more {like.kind} on host {like.host}", make=lambda: with_more_devices(cluster, device))
-
-
 def _bandwidths(request: Request, cluster: Cluster, timeline: Timeline) -> Iterator[_Trial]:
     """Yield the busiest link of twice the bandwidth, and all links like it; if nothing is sent, the slowest links."""
     assert timeline.program is not None
@@ -179,7 +174,7 @@ def _bandwidths(request: Request, cluster: Cluster, timeline: Timeline) -> Itera
     if costs.comm_fits:
         yield _Trial(name="twice the bandwidth", note="collectives are timed by a fit of measurements, not by links")
         return
-    times = link_seconds(link_bytes(timeline.program, costs, cluster), link_rates(cluster))
+    times = link_times(timeline.program, costs, cluster)
     if times:
         name = max(times, key=lambda link: times[link])
         links = both_ways(cluster, name)
@@ -217,6 +212,70 @@ def memory_binds(cluster: Cluster, timeline: Timeline, comparison: Comparison | 
                if (capacity := cluster.devices[cluster.device_index[item.device]].memory_bytes) is not None)
 
 
-def without_recomputation(request: Request) -> Request:
-    """Return the request with everything kept between forward and backward."""
-    return replace(request, options=replace(request.options, recompute=False))
+def with_more_devices(cluster: Cluster, like: DeviceId, count: int = 1) -> Cluster:
+    """Return the cluster with so many more devices of the same kind, on the same host and linked in the same way.
+
+    Where devices are linked with each other, not through a switch, the new one is linked with the old one as well, as
+    fast as the old one's fastest such link.
+    """
+    for _ in range(count):
+        cluster = _with_device(cluster, like)
+    check_cluster(cluster)
+    return cluster
+
+
+def _with_device(cluster: Cluster, like: DeviceId) -> Cluster:
+    old = cluster.devices[like]
+    name = _free_name(cluster, old.name)
+    unit = None if old.unit is None else f"{old.unit} of {name}"
+    links = [replace(link, source=name) for link in cluster.links if link.source == old.name]
+    links += [replace(link, target=name) for link in cluster.links if link.target == old.name]
+    direct = [link for link in cluster.links if link.source == old.name and link.target in cluster.device_index]
+    if direct:
+        best = max(direct, key=lambda link: link.bytes_per_s)
+        links += [Link(source=one, target=other, bytes_per_s=best.bytes_per_s, latency_s=best.latency_s)
+                  for one, other in ((old.name, name), (name, old.name))]
+    return replace(cluster, devices=(*cluster.devices, replace(old, name=name, unit=unit)),
+                   links=(*cluster.links, *links))
+
+
+def _free_name(cluster: Cluster, name: str) -> str:
+    """Return ``a4`` for ``a3``, or the next number that no device or switch has."""
+    stem, digits = re.fullmatch(r"(.*?)([0-9]*)", name, re.DOTALL).groups()  # type: ignore[union-attr]
+    number = int(digits or 0) + 1
+    taken = {*cluster.device_index, *cluster.switches}
+    while f"{stem}{number}" in taken:
+        number += 1
+    return f"{stem}{number}"
+
+
+def with_bandwidth(cluster: Cluster, links: Collection[int], factor: float) -> Cluster:
+    """Return the cluster with the bandwidth of these links (by number) multiplied."""
+    return replace(cluster, links=tuple(
+        replace(link, bytes_per_s=link.bytes_per_s * factor) if index in links else link
+        for index, link in enumerate(cluster.links)))
+
+
+def with_memory(cluster: Cluster, extra_bytes: int) -> Cluster:
+    """Return the cluster with so much more memory on every device that has a limit."""
+    return replace(cluster, devices=tuple(
+        device if device.memory_bytes is None else replace(device, memory_bytes=device.memory_bytes + extra_bytes)
+        for device in cluster.devices))
+
+
+def both_ways(cluster: Cluster, name: str) -> frozenset[int]:
+    """Return the links that are called so in ``link_bytes``, with those of the other direction."""
+    ends = {(link.source, link.target) for link in cluster.links if name in (link.shared, link.name)}
+    ends |= {(target, source) for source, target in ends}
+    return frozenset(index for index, link in enumerate(cluster.links) if (link.source, link.target) in ends)
+
+
+def tier_of(cluster: Cluster, links: Collection[int]) -> frozenset[int]:
+    """Return all links of the same sort: of the same rate and latency, between the same sorts of nodes."""
+    sorts = {_sort(cluster, cluster.links[index]) for index in links}
+    return frozenset(index for index, link in enumerate(cluster.links) if _sort(cluster, link) in sorts)
+
+
+def _sort(cluster: Cluster, link: Link) -> tuple[float, float, frozenset[bool]]:
+    ends = frozenset(end in cluster.device_index for end in (link.source, link.target))
+    return link.bytes_per_s, link.latency_s, ends

@@ -10,14 +10,16 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 from weft.base.errors import InputError, NoFeasiblePlan
 from weft.base.units import format_bytes
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan, with_search
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c, time_budget
+from weft.search.common.incumbent import Incumbent
 from weft.search.common.problem import Problem, divisors
+from weft.search.deploy.policy import load_policy
+from weft.search.deploy.search import DeployOptions, deploy
 from weft.search.deploy.splits import NO_SPLITS, Splits
 from weft.search.joint.baselines import STRATEGIES, Strategy
 from weft.search.joint.finalists import LARGE, Tried
@@ -26,9 +28,6 @@ from weft.search.joint.scheduled import reschedule, schedule_search, scheduled_p
 from weft.search.joint.search import joint_search
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
-
-if TYPE_CHECKING:
-    from weft.search.deploy.search import DeployOptions
 
 log = logging.getLogger(__name__)
 
@@ -119,8 +118,7 @@ def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None
     if joint:
         searches["joint"] = partial(_joint_candidate, problem, splits, bound_s, budget, 0.5 if deploys else 1.0)
     if deployments is not None and deploys:
-        build = _deploy_builder(deployments, splits, budget)
-        searches["deploy"] = partial(_deploy_candidate, problem, build, bound_s, budget)
+        searches["deploy"] = partial(_deploy_candidate, problem, deployments, splits, bound_s, budget)
     if budget.deadline is not None:
         searches = _hopeful_first(searches, problem.cluster.num_devices)
     comparison = _search_all(searches, bound_s, budget)
@@ -136,8 +134,6 @@ def compare_all(problem: Problem, splits: Splits, budget: Budget, *, strategies:
 
     Unless told, the joint search takes part where there are several devices, deployments where they train.
     """
-    from weft.search.deploy.search import DeployOptions
-
     several = problem.cluster.num_devices > 1
     may = several or bool(strategies)
     deploys = may and (several and problem.is_training if deploy is None else deploy)
@@ -157,18 +153,18 @@ def _hopeful_first(searches: dict[str, Callable[[], Candidate]],
 def _search_all(searches: Mapping[str, Callable[[], Candidate]], bound_s: float, budget: Budget) -> Comparison:
     """Return what the searches come to until the budget is spent."""
     candidates: list[Candidate] = []
+    best = Incumbent[Candidate](budget=budget, what="best so far", unit="s", bound=bound_s)
     interrupted_in = ""
     for name, search in searches.items():
-        best_s = min((candidate.step_time_s for candidate in candidates), default=float("inf"))
-        has_plan = best_s < float("inf")
+        has_plan = best.answer is not None
         if has_plan and budget.is_spent:
             budget.report(f"time limit: {name} and what follows are not tried")
             break
-        best = f"best so far {best_s:.6g} s" if has_plan else "no plan yet"
-        budget.report(f"{name}: {best}, bound {bound_s:.6g} s")
+        budget.report(f"trying {name}")
         try:
             with cut_short(_end_of_search(budget, has_plan=has_plan, is_first=not candidates)):
                 candidates.append(search())
+            best.offer(candidates[-1].step_time_s, candidates[-1], by=name)
         except OutOfTime:
             if not candidates:  # the first is never cut short here: it is for a caller, and nothing is known yet
                 raise
@@ -229,23 +225,16 @@ def _placement_builders(problem: Problem, placements: Sequence[str], time_limit_
     return {f"schedule-{name}": builder(name) for name in placements}
 
 
-def _deploy_builder(options: DeployOptions, splits: Splits, budget: Budget) -> Strategy:
-    """Return what searches a deployment; it chooses the number of micro-batches itself."""
-    from weft.search.deploy.policy import load_policy
-    from weft.search.deploy.search import deploy
-
-    def build(problem: Problem, microbatches: int) -> Plan:
+def _deploy_candidate(problem: Problem, options: DeployOptions, splits: Splits, bound_s: float,
+                      budget: Budget) -> Candidate:
+    """Return the best deployment; the order of one that is a pipeline is searched once more."""
+    def build(problem: Problem, microbatches: int) -> Plan:  # it chooses the number of micro-batches itself
         lent = budget.part(0.7)
         try:
             return deploy(problem, options, splits=splits, policy=load_policy(), budget=lent).plan
         finally:
             budget.is_interrupted |= lent.is_interrupted
 
-    return build
-
-
-def _deploy_candidate(problem: Problem, build: Strategy, bound_s: float, budget: Budget) -> Candidate:
-    """Return the best deployment; the order of one that is a pipeline is searched once more."""
     found = _best_of_strategy(problem, "deploy", build, bound_s, budget)
     if found.plan is None or found.timeline is None:
         return found

@@ -9,36 +9,48 @@ For each strategy the largest micro-batches that fit are found:
 
 Where none of these fits, the joint search looks for a plan (``weft.search.joint``), for a few seconds.
 
-Memory is that of ``weft.plan.memory``, of plans reduced to what decides it (``weft.planning.reduced``). Times are
-rough: all devices busy, nothing waits for messages but gradients at the end. They only say which of several to
-recommend.
+Memory is that of ``weft.plan.memory``, of smaller plans with the same peaks (``Reduced``): a device's peak does not
+depend on how many other devices do the same as it does, nor on micro-batches that are not there at the same time.
+
+    data parallel    two replicas instead of all, two micro-batches (gradients are there in the second) instead of all;
+                     the optimizer's state, if it is divided, is counted apart
+    teams            two teams instead of all, likewise
+    pipeline         a few micro-batches more than there are stages: from then on everything comes again
+
+Tests compare these peaks with those of the whole plans. Times are rough: all devices busy, nothing waits for messages
+but gradients at the end. They only say which of several to recommend.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Final, Literal
+
+import numpy as np
 
 from weft.base.errors import ModelError, NoFeasiblePlan
 from weft.base.units import format_bytes
 from weft.cluster.cluster import DeviceId
 from weft.cost.costs import Costs
 from weft.model.folded import FoldedModel
-from weft.model.graph import Graph
+from weft.model.graph import F64, Graph
 from weft.plan.lower import lower
-from weft.plan.memory import account_memory
+from weft.plan.memory import account_memory, optimizer_bytes
 from weft.plan.op_bytes import state_by_op
-from weft.plan.plan import Plan, Stage, split_samples
-from weft.planning.reduced import Reduced
+from weft.plan.orders import forward_only, one_f_one_b
+from weft.plan.plan import Plan, split_samples
 from weft.planning.replan import best_joint
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.fair import fair_samples
-from weft.search.common.problem import Problem, divisors
+from weft.search.common.problem import Problem, StageSpec, divisors, make_plan
 from weft.search.deploy.splits import NO_SPLITS, Splits, teams_by_degree
-from weft.search.joint.baselines import STRATEGIES
+from weft.search.joint.baselines import STRATEGIES, PipelineCutter, Room
+from weft.search.joint.chain import Chain
+from weft.search.shard.tensor_costs import split_operators
 from weft.simulate.exchange_time import reduce_seconds
 
 Name = Literal["single", "data-parallel", "data-parallel-by-speed", "tensor", "pipeline", "1f1b-balanced", "joint"]
@@ -194,8 +206,6 @@ def splitter(problem: Problem, fold: Callable[[], FoldedModel], costs_of: Callab
 
     @cache
     def split(degree: int) -> Splits:
-        from weft.search.shard.tensor_costs import split_operators
-
         firsts = {index: group[:degree] for index, group in enumerate(cluster.groups_by_host_and_kind())
                   if len(group) >= degree}
         teams = {alike(team): team for team in reversed(firsts.values())}
@@ -223,7 +233,7 @@ def plan_of(problem: Problem, setting: Setting, splits: Splits = NO_SPLITS) -> P
         return STRATEGIES[setting.strategy](changed, setting.microbatches)
     reduced = Reduced(changed)
     if setting.strategy == "pipeline":
-        return reduced.pipeline_plan(setting.cuts, setting.microbatches)
+        return _pipeline(changed, setting.cuts, setting.microbatches)
     return reduced.team_plan(splits, setting.degree, setting.microbatches)
 
 
@@ -246,43 +256,31 @@ class _Fitter:
     def __init__(self, problem: Problem, split: Split) -> None:
         self.problem, self.split = problem, split
         self.devices = problem.cluster.devices
-        self.fits = False
-        """What was tried fits well enough not to try what takes longer."""
         given = problem.options.microbatches
         self.choices = divisors(problem.options.batch) if given is None else [given]
         self.reduced = {again: Reduced(replace(problem, options=replace(problem.options, recompute=again)))
                         for again in ((False, True) if problem.is_training else (False,))}
 
     def candidates(self) -> Iterator[FitCandidate]:
-        """Yield the best of each strategy; with recomputation where it does not fit without."""
-        names: list[Name] = ["single"]
-        if len(self.devices) > 1:
-            names.append("data-parallel")
-            if len({device.kind for device in self.devices}) > 1:
-                names.append("data-parallel-by-speed")
-            names += ["pipeline", "tensor"] if self.problem.graph.num_ops > MANY_OPS else ["tensor", "pipeline"]
-        for name in names:
-            yield from self._best_of(name)
-
-    def _best_of(self, name: Name) -> Iterator[FitCandidate]:
-        """Yield a strategy as it is, and what makes it fit if it does not: recomputation, or a divided state.
+        """Yield each strategy as it is, and what makes it fit if it does not: recomputation, or a divided state.
 
         Recomputation spares nothing where all is one stage: there is one micro-batch at a time. Pipelines and teams are
         tried where copies of the whole model do not fit; where one of the two takes long, only if the other does not
         fit.
         """
-        is_long = self.problem.graph.num_ops > MANY_OPS or len(self.devices) > MANY_DEVICES
-        match name:
-            case "single":
-                yield self._single()
-            case "pipeline" | "tensor":
-                several = [] if self.fits else [*(self._pipelines() if name == "pipeline" else self._tensor())]
-                yield from several
-                self.fits = self.fits or (is_long and any(item.fits for item in several))
-            case _:
-                copies = [item for sharded in (False, True) if (item := self._replicated(name, sharded=sharded))]
-                self.fits = self.fits or (bool(copies) and copies[0].fits)
-                yield from copies[:1] if self.fits else copies
+        yield self._single()
+        if len(self.devices) < 2:
+            return
+        fits, has_many_ops = False, self.problem.graph.num_ops > MANY_OPS
+        names: list[Name] = ["data-parallel", "data-parallel-by-speed"]
+        for name in names[: len({device.kind for device in self.devices})]:
+            copies = [item for sharded in (False, True) if (item := self._replicated(name, sharded=sharded))]
+            fits = fits or (bool(copies) and copies[0].fits)
+            yield from copies[:1] if fits else copies
+        for search in (self._pipelines, self._tensor) if has_many_ops else (self._tensor, self._pipelines):
+            several = [] if fits else [*search()]
+            yield from several
+            fits = fits or ((has_many_ops or len(self.devices) > MANY_DEVICES) and any(item.fits for item in several))
 
     def _pipelines(self) -> Iterator[FitCandidate]:
         """Yield a pipeline that keeps everything, and one that recomputes if it is needed."""
@@ -298,11 +296,9 @@ class _Fitter:
         best = best_joint(self.problem, splits, deadline=budget.deadline, budget=budget)
         if best is None or best.plan is None:
             return
-        account = account_memory(lower(best.plan, self.problem.graph))
         setting = Setting(strategy="joint", microbatches=best.plan.microbatches, sharded=best.plan.optimizer.sharded,
                           recompute=any(stage.recompute for stage in best.plan.stages))
-        yield FitCandidate(setting=setting, rough_s=best.step_time_s, plan=best.plan,
-                           uses=self._uses([account.peak_bytes(rank) for rank in range(len(self.devices))]))
+        yield FitCandidate(setting=setting, rough_s=best.step_time_s, plan=best.plan, uses=self._uses_of(best.plan))
 
     def as_planned(self, candidate: FitCandidate) -> FitCandidate:
         """Return a pipeline as `weft plan` cuts it, if that fits; all else as it is."""
@@ -311,21 +307,18 @@ class _Fitter:
         setting = replace(candidate.setting, strategy="1f1b-balanced", cuts=())
         try:
             plan = plan_of(self.problem, setting)
-            account = account_memory(lower(plan, self.problem.graph))
+            uses = self._uses_of(plan)
         except NoFeasiblePlan:
             return candidate
-        peaks = [account.peak_bytes(rank) for rank in range(len(self.devices))]
-        number = setting.microbatches
-        rough_s = (number + len(plan.stages) - 1) * max(self._stage_s(plan, stage, setting) for stage in plan.stages)
-        found = replace(candidate, setting=setting, uses=self._uses(peaks), rough_s=rough_s)
+        device, op = self.problem.cluster.device_index, self.problem.graph.op_index
+        stages = [(device[stage.replicas[0].devices[0]], [op[name] for name in stage.ops]) for stage in plan.stages]
+        found = replace(candidate, setting=setting, uses=uses, rough_s=self._pipeline_s(stages, setting))
         return found if found.fits else candidate
 
-    def _stage_s(self, plan: Plan, stage: Stage, setting: Setting) -> float:
-        """Return the seconds of a stage on its device, for one micro-batch."""
-        graph, problem = self.problem.graph, self.reduced[setting.recompute].problem
-        device = problem.cluster.device_index[stage.replicas[0].devices[0]]
-        seconds = problem.op_seconds(device, plan.model.batch / plan.microbatches)
-        return float(seconds[[graph.op_index[name] for name in stage.ops]].sum())
+    def _uses_of(self, plan: Plan) -> tuple[Use, ...]:
+        """Return what each device holds by the account of a plan."""
+        account = account_memory(lower(plan, self.problem.graph))
+        return self._uses([account.peak_bytes(rank) for rank in range(len(self.devices))])
 
     def _uses(self, peaks: Sequence[int]) -> tuple[Use, ...]:
         """Return what each device holds; those with nothing are left out."""
@@ -442,20 +435,22 @@ class _Fitter:
         reduced, batch = self.reduced[again], self.problem.options.batch
         enough = [number for number in self.choices if number <= MICROBATCHES_PER_STAGE * len(self.devices)]
         for number in dict.fromkeys((enough or self.choices)[-1:] + self.choices[-1:]):
-            cut = reduced.memory_cuts(batch // number, number)
-            peaks = [*cut.peaks, *[0] * (len(self.devices) - len(cut.peaks))]
-            slowest_s = self._slowest_s(cut.cuts, number, again)
-            found = FitCandidate(
-                setting=Setting(strategy="pipeline", microbatches=number, recompute=again, cuts=cut.cuts),
-                uses=self._uses(peaks), rough_s=(number + len(cut.peaks) - 1) * slowest_s)
+            cuts = reduced.memory_cuts(batch // number, number)
+            peaks = reduced.pipeline_peaks(cuts, batch // number, number)
+            setting = Setting(strategy="pipeline", microbatches=number, recompute=again, cuts=cuts)
+            stages = [(DeviceId(device), slice(*ends)) for device, ends in enumerate(itertools.pairwise(cuts))]
+            found = FitCandidate(setting=setting, rough_s=self._pipeline_s(stages, setting),
+                                 uses=self._uses([*peaks, *[0] * (len(self.devices) - len(peaks))]))
             if found.fits:
                 break
         return found
 
-    def _slowest_s(self, cuts: Sequence[int], microbatches: int, again: bool) -> float:
-        problem, size = self.reduced[again].problem, self.problem.options.batch / microbatches
-        return max(float(problem.op_seconds(DeviceId(device), size)[cuts[device] : cuts[device + 1]].sum())
-                   for device in range(len(cuts) - 1))
+    def _pipeline_s(self, stages: Sequence[tuple[DeviceId, slice | list[int]]], setting: Setting) -> float:
+        """Return the seconds of a pipeline by its slowest stage; stages are given by device and operators."""
+        problem, number = self.reduced[setting.recompute].problem, setting.microbatches
+        size = self.problem.options.batch / number
+        return (number + len(stages) - 1) * max(
+            float(problem.op_seconds(device, size)[ops].sum()) for device, ops in stages)
 
     # ---- rough times ------------------------------------------------------------------------------------------------
 
@@ -469,3 +464,142 @@ class _Fitter:
         if not self.problem.is_training:
             return 0.0
         return reduce_seconds(self.problem.costs, self.problem.graph.parameter_bytes, [device for device, _ in shares])
+
+
+Team = tuple[DeviceId, ...]
+MORE = 4
+"""Micro-batches more than stages, after which the memory of a pipeline is what it was before."""
+MORE_FORWARD = 16
+"""The same without backwards: stages that are faster than the next ones run further and further ahead of them."""
+
+
+class Reduced:
+    """Plans of one problem and their peaks; results are kept."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self._peaks: dict[object, int] = {}
+
+    # ---- the whole model on each device -----------------------------------------------------------------------------
+
+    def whole_peak(self, num_samples: int, *, microbatches: int, num_holders: int, sharded: bool = False) -> int:
+        """Return the peak of a device with the whole model, which takes so many samples of each micro-batch."""
+        num_replicas = min(num_holders, 2)
+        key = "whole", num_samples, min(microbatches, 2), num_replicas
+        if key not in self._peaks:
+            teams = [(device,) for device in self.problem.devices[:num_replicas]]
+            spec = StageSpec(ops=np.arange(self.problem.graph.num_ops),
+                             replicas=tuple((team, 1 / num_replicas) for team in teams))
+            self._peaks[key] = self._peak(spec, num_samples, microbatches)
+        saved = sum(state - math.ceil(state / num_holders) for state in self._states) if sharded else 0
+        return self._peaks[key] - saved
+
+    @cached_property
+    def _states(self) -> list[int]:
+        """Return the bytes of the optimizer's state of each parameter that is read."""
+        graph, optimizer = self.problem.graph, self.problem.options.optimizer
+        used = np.intersect1d(graph.inputs, graph.parameters)
+        return [optimizer_bytes(graph, int(tensor), optimizer) for tensor in used]
+
+    def _peak(self, spec: StageSpec, num_samples: int, microbatches: int) -> int:
+        """Return the largest peak of a stage whose replicas take so many samples of each micro-batch."""
+        number = min(microbatches, 2)
+        batch = num_samples * len(spec.replicas) * number
+        problem = replace(self.problem, options=replace(self.problem.options, batch=batch, microbatches=number))
+        account = account_memory(lower(_one_stage(problem, spec, number), problem.graph))
+        return max(account.peak_bytes(rank) for rank in range(len(problem.devices)))
+
+    # ---- teams ------------------------------------------------------------------------------------------------------
+
+    def _teams(self, degree: int, size: int) -> list[tuple[Team, int]]:
+        """Return the teams with their samples of a micro-batch of this size."""
+        teams = [group[first : first + degree] for group in self.problem.cluster.groups_by_host_and_kind()
+                 for first in range(0, len(group), degree)]
+        return list(zip(teams, split_samples(size, (1.0,) * len(teams)), strict=True))
+
+    def team_peaks(self, splits: Splits, degree: int, microbatches: int) -> list[int]:
+        """Return the peak of every device where teams divide operators and share so many micro-batches."""
+        peaks = [0] * len(self.problem.devices)
+        for team, count in self._teams(degree, self.problem.options.batch // microbatches):
+            for device in team:
+                peaks[device] = self._team_peak(splits, degree, count, microbatches)
+        return peaks
+
+    def _team_peak(self, splits: Splits, degree: int, num_samples: int, microbatches: int) -> int:
+        key = "team", degree, num_samples, min(microbatches, 2)
+        if key not in self._peaks and num_samples:
+            spec = self._team_spec(splits, [(team, num_samples) for team, _ in self._teams(degree, 0)[:2]])
+            self._peaks[key] = self._peak(spec, num_samples, microbatches)
+        return self._peaks.get(key, 0)
+
+    def _team_spec(self, splits: Splits, teams: Sequence[tuple[Team, int]]) -> StageSpec:
+        graph, whole = self.problem.graph, sum(count for _, count in teams)
+        return StageSpec(ops=np.arange(graph.num_ops),
+                         sharding=splits[0, len(teams[0][0])].words(graph.op_names, graph.tensor_names),
+                         times=tuple(self._team_times(splits, team, count) for team, count in teams),
+                         replicas=tuple((team, count / whole) for team, count in teams))
+
+    def _team_times(self, splits: Splits, team: Team, count: int) -> dict[str, float]:
+        """Return the seconds of a team by phase for so many samples."""
+        costs, groups = self.problem.costs, self.problem.cluster.groups_by_host_and_kind()
+        table = splits[next(index for index, group in enumerate(groups) if team[0] in group), len(team)]
+        column = costs.column_of_device[team[0]]
+        seconds: dict[str, float] = {}
+        for which, phase in enumerate(("F", "B")[: 1 + self.problem.is_training]):
+            whole: F64 = costs.op_seconds("F" if which == 0 else "B", count / self.problem.graph.batch)[:, column]
+            seconds[phase] = float(table.seconds(which, whole, count).sum())
+        if self.problem.is_training and self.problem.options.recompute:
+            seconds["B"] += seconds["F"]
+        return seconds
+
+    def team_seconds(self, splits: Splits, degree: int, size: int) -> float:
+        """Return the time of one micro-batch on the slowest team, forward and backward."""
+        return max(sum(self._team_times(splits, team, count).values())
+                   for team, count in self._teams(degree, size) if count)
+
+    def team_plan(self, splits: Splits, degree: int, microbatches: int) -> Plan:
+        """Return the whole plan of teams that share each micro-batch."""
+        teams = self._teams(degree, self.problem.options.batch // microbatches)
+        spec = self._team_spec(splits, [(team, count) for team, count in teams if count])
+        return _one_stage(self.problem, spec, microbatches, by="fit")
+
+    # ---- pipelines --------------------------------------------------------------------------------------------------
+
+    def pipeline_peaks(self, cuts: Sequence[int], size: int, microbatches: int) -> tuple[int, ...]:
+        """Return the peak of each stage with so many micro-batches of this size."""
+        number = min(microbatches, len(cuts) - 1 + (MORE if self.problem.is_training else MORE_FORWARD))
+        problem = replace(self.problem, options=replace(self.problem.options, batch=size * number, microbatches=number))
+        account = account_memory(lower(_pipeline(problem, cuts, number), problem.graph))
+        return tuple(account.peak_bytes(stage) for stage in range(len(cuts) - 1))
+
+    def memory_cuts(self, size: int, microbatches: int) -> tuple[int, ...]:
+        """Return the cuts of the pipeline whose fullest device, by its own memory, is about as empty as possible."""
+        num_stages = min(len(self.problem.devices), self._chain.num_places - 1)
+        room = Room(devices=self.problem.devices[:num_stages], memory=tuple(self._capacities[:num_stages]))
+        cutter = PipelineCutter(self._chain, microbatches, room, size=size)
+        return tuple(self._chain.places[cutter.emptiest()].tolist())
+
+    @cached_property
+    def _chain(self) -> Chain:
+        return Chain(self.problem, num_stages=len(self.problem.devices))
+
+    @cached_property
+    def _capacities(self) -> list[float]:
+        """Return each device's memory; where there is no limit, more than everything."""
+        sizes = [device.memory_bytes for device in self.problem.cluster.devices]
+        most = 2.0 * max((size for size in sizes if size is not None), default=2**40)
+        return [most if size is None else float(size) for size in sizes]
+
+
+def _one_stage(problem: Problem, spec: StageSpec, microbatches: int, *, by: str = "reduced") -> Plan:
+    order = (one_f_one_b if problem.is_training else forward_only)(1, microbatches)
+    devices = [device for team, _ in spec.replicas for device in team]
+    return make_plan(problem, [spec], order * len(devices), microbatches=microbatches, by=by, order_devices=devices)
+
+
+def _pipeline(problem: Problem, cuts: Sequence[int], microbatches: int) -> Plan:
+    specs = [StageSpec(ops=np.arange(first, last), replicas=(((problem.devices[device],), 1.0),))
+             for device, (first, last) in enumerate(itertools.pairwise(cuts))]
+    order = (one_f_one_b if problem.is_training else forward_only)(len(specs), microbatches)
+    return make_plan(problem, specs, order, microbatches=microbatches, by="fit",
+                     order_devices=problem.devices[: len(specs)])

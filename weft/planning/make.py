@@ -11,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from weft.base.errors import ModelError
 from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import read_cluster
 from weft.cost.costs import Costs, load_costs
+from weft.model.fidelity import check_trace
 from weft.model.graph import Graph
 from weft.model.load import has_module, load_graph_for, trace_model
+from weft.model.parts import Verdict
+from weft.model.source import ModelSource, resolve_model
+from weft.model.trace import TracedModel
+from weft.plan.cut import check_cut, finest_parts
 from weft.plan.notes import NOTE, recompute_notes
 from weft.plan.plan import Mode, Optimizer, OptimizerKind, Plan
 from weft.planning.compare import Comparison, compare_all
@@ -27,11 +31,6 @@ from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.splits import Splits, load_splits
 from weft.sharding.named_ops import named_ops
-
-if TYPE_CHECKING:
-    from weft.model.parts import Verdict
-    from weft.model.source import ModelSource
-    from weft.model.trace import TracedModel
 
 Report = Callable[[str], None]
 
@@ -100,13 +99,12 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
     search, budget = _settled(search, options, cluster.num_devices), time_budget(search.time_limit_s, report)
     report(f"tracing {model if isinstance(model, str) else model.name}")
     with budget.paused():
-        loaded = _load(model, options, batch_dims=bool(search.deploy or search.joint))
-        ops = named_ops(loaded.traced) if search.placements and loaded.traced is not None else None
+        graph, traced = _load(model, options, batch_dims=bool(search.deploy or search.joint))
+        ops = named_ops(traced) if search.placements and traced is not None else None
     report(f"traced in {budget.paused_s:.1f} s")
-    if search.try_example and loaded.traced is not None and _has_values(model):
+    if search.try_example and traced is not None and _has_values(model):
         with budget.paused():
-            _check_trace(loaded.traced, report)
-    graph = loaded.graph
+            _judge(check_trace(traced, traced.source.build(), traced.source.inputs()), report)
     options = replace(options, recompute=options.recompute or graph.asks_recompute)
     for note in graph.warnings:
         report(f"{NOTE}{note}")
@@ -156,18 +154,8 @@ def _has_values(model: str | ModelSource) -> bool:
     return not isinstance(model, str) or ".py:" in model
 
 
-def _check_trace(traced: TracedModel, report: Report) -> None:
-    """Raise ``ModelError`` if the traced graph computes something else than the model."""
-    from weft.model.fidelity import check_trace
-
-    _judge(check_trace(traced, traced.source.build(), traced.source.inputs()), report)
-
-
 def _check_cut(model: str | ModelSource, plan: Plan, graph: Graph, options: PlanOptions, report: Report) -> None:
     """Raise ``ModelError`` if the plan must not cut the model's batch."""
-    from weft.model.source import ModelSource, resolve_model
-    from weft.plan.cut import check_cut, finest_parts
-
     if len(finest_parts(plan)) < 2 or options.mode != "training":
         return
     source = model if not isinstance(model, str) else resolve_model(model, mode=options.mode, dtype=options.dtype)
@@ -196,17 +184,10 @@ def _compare(search: SearchOptions, budget: Budget, problem: Problem, splits: Sp
                        joint=bool(search.joint), deploy=bool(search.deploy))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Loaded:
-    graph: Graph
-    traced: TracedModel | None = None
-    """Where the model has a module."""
-
-
-def _load(model: str | ModelSource, options: PlanOptions, *, batch_dims: bool) -> _Loaded:
+def _load(model: str | ModelSource, options: PlanOptions, *, batch_dims: bool) -> tuple[Graph, TracedModel | None]:
     """Return the model's graph and, where it has a module, what it was traced to."""
     batch = options.batch // options.microbatches if options.microbatches else None
     if not has_module(model):
-        return _Loaded(graph=load_graph_for(model, mode=options.mode, batch=batch, dtype=options.dtype))
+        return load_graph_for(model, mode=options.mode, batch=batch, dtype=options.dtype), None
     traced = trace_model(model, mode=options.mode, batch=batch, dtype=options.dtype, batch_dims=batch_dims)
-    return _Loaded(graph=traced.graph, traced=traced)
+    return traced.graph, traced

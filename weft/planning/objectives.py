@@ -22,7 +22,7 @@ from weft.cluster.cluster import Cluster, DeviceId
 from weft.cluster.cluster_file import to_json
 from weft.cost.costs import Costs
 from weft.model.graph import Graph
-from weft.plan.plan import ClusterRef, Mode, Plan
+from weft.plan.plan import ClusterRef, Mode
 from weft.planning.compare import Candidate, Comparison, evaluate
 from weft.search.common.problem import Problem
 from weft.search.deploy.splits import Splits
@@ -94,15 +94,13 @@ def with_headroom(cluster: Cluster, text: str) -> Cluster:
     if percent is not None and not 0 <= float(percent[1]) < 100:
         raise InputError(f"--headroom {text!r} must be at least 0% and less than 100%")
     try:
-        extra = None if percent is not None else parse_bytes(text)
+        extra = 0 if percent is not None else parse_bytes(text)
     except InputError as problem:
         raise InputError(f"--headroom is a size such as 4GiB or a percentage such as 10%: {problem}") from problem
     devices = []
     for device in cluster.devices:
-        size = device.memory_bytes
-        if size is not None:
+        if (size := device.memory_bytes) is not None:
             free = round(size * float(percent[1]) / 100) if percent is not None else extra
-            assert free is not None, "one of both was read"
             if free >= size:
                 raise InputError(f"--headroom {text!r} leaves no memory on {device.name!r}, which has "
                                  f"{format_bytes(size)}: give less, or a percentage")
@@ -129,18 +127,15 @@ def with_bound(comparison: Comparison, bound_s: float) -> Comparison:
 def _bind(candidate: Candidate, problem: Problem) -> Candidate:
     if candidate.plan is None:
         return candidate
-    plan = _with_cluster(candidate.plan, problem.cluster)
+    cluster = problem.cluster
+    plan = replace(candidate.plan, cluster=ClusterRef(
+        digest=cluster.digest, description=to_json(cluster), devices=tuple(item.name for item in cluster.devices)))
     assert candidate.timeline is not None, "it has a plan"
     if candidate.predicted_s is not None and candidate.predicted_s != candidate.timeline.step_time_s:
         return replace(candidate, plan=plan)  # too large to be simulated as a whole
     timeline = evaluate(plan, problem)
     predicted_s = None if candidate.predicted_s is None else timeline.step_time_s
     return replace(candidate, plan=plan, timeline=timeline, predicted_s=predicted_s)
-
-
-def _with_cluster(plan: Plan, cluster: Cluster) -> Plan:
-    return replace(plan, cluster=ClusterRef(digest=cluster.digest, description=to_json(cluster),
-                                            devices=tuple(device.name for device in cluster.devices)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -308,11 +303,7 @@ def splits_of_part(cluster: Cluster, splits: Splits, part: Cluster) -> Splits:
     whole = {(cluster.devices[group[0]].host, cluster.devices[group[0]].kind): index
              for index, group in enumerate(cluster.groups_by_host_and_kind())}
     groups = part.groups_by_host_and_kind()
-    degrees = sorted({degree for _, degree in splits})
-    found = {}
-    for index, group in enumerate(groups):
-        origin = whole[part.devices[group[0]].host, part.devices[group[0]].kind]
-        for degree in degrees:
-            if (origin, degree) in splits and len(group) >= degree:
-                found[index, degree] = splits[origin, degree]
-    return found
+    origins = [whole[part.devices[group[0]].host, part.devices[group[0]].kind] for group in groups]
+    return {(index, degree): splits[origin, degree] for index, origin in enumerate(origins)
+            for degree in sorted({degree for _, degree in splits})
+            if (origin, degree) in splits and len(groups[index]) >= degree}

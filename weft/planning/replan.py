@@ -6,23 +6,24 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from weft.base.errors import ModelError, NoFeasiblePlan
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import Costs
+from weft.model.folded import FoldedModel, trace_folded
 from weft.model.graph import Graph
+from weft.model.load import has_module
+from weft.model.source import ModelSource, resolve_model
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
+from weft.plan.plan import Mode
 from weft.planning.compare import Candidate, Comparison, compare_all, compare_strategies, microbatch_choices
 from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import PlanOptions, Problem
+from weft.search.deploy import splits as team_splits
 from weft.search.deploy.splits import NO_SPLITS, Splits
 from weft.search.joint.baselines import STRATEGIES
-
-if TYPE_CHECKING:
-    from weft.model.folded import FoldedModel
-    from weft.plan.plan import Mode
 
 Report = Callable[[str], None]
 
@@ -66,16 +67,13 @@ def replan(problem: Problem, request: Request, *, strategies: Sequence[str] | No
 def find_splits(problem: Problem, request: Request, *, budget: Budget | None = None,
                 report: Report = lambda text: None) -> Splits:
     """Return how the devices of a host may divide the model's operators, as ``load_splits``; it is traced once only."""
-    from weft.model.load import has_module
-    from weft.search.deploy import splits
-
     options, graph, budget = problem.options, problem.graph, budget or time_budget(None)
     if request.model is None or problem.cluster.num_devices < 2 or not has_module(request.model):
         return NO_SPLITS
     try:
         folded = _folded(request.model, options.mode, graph.batch, options.dtype)
-        return splits.find_splits(problem, folded, lambda graph: request.costs_of(graph, problem.cluster),
-                                  budget=budget.part(splits.SPLITS_PART))
+        return team_splits.find_splits(problem, folded, lambda graph: request.costs_of(graph, problem.cluster),
+                                       budget=budget.part(team_splits.SPLITS_PART))
     except ModelError as miss:
         report(f"note: operators are not divided: {miss}")
         return NO_SPLITS
@@ -83,9 +81,6 @@ def find_splits(problem: Problem, request: Request, *, budget: Budget | None = N
 
 @lru_cache(maxsize=2)
 def _folded(model: str, mode: Mode, batch: int, dtype: str) -> FoldedModel:
-    from weft.model.folded import trace_folded
-    from weft.model.source import ModelSource, resolve_model
-
     source = resolve_model(model, mode=mode, batch=batch, dtype=dtype)
     assert isinstance(source, ModelSource), "it has a module"
     return trace_folded(source, batch=batch)

@@ -4,10 +4,10 @@
     Row      what one device does, or one thing that transfers occupy: boxes by start, each with the number of an item
     Look     mark, colours and words of an item
 
-Charts are made by ``timeline_chart`` (plans and runs), ``schedules`` and ``place_chart``. Times are seconds, or plain
-numbers where a problem has no units. Each micro-batch has its own hue, the same in every row; backward is darker than
-forward, weight gradients are darkest. In text a digit is the forward of a micro-batch, a small letter its backward, a
-capital its weight gradients.
+Charts are made by ``timeline_chart`` (plans and runs), ``schedule_chart`` and ``place_chart``. Times are seconds, or
+plain numbers where a problem has no units. Each micro-batch has its own hue, the same in every row; backward is darker
+than forward, weight gradients are darkest. In text a digit is the forward of a micro-batch, a small letter its
+backward, a capital its weight gradients.
 """
 
 from __future__ import annotations

@@ -48,14 +48,13 @@ def diff_json(diff: PlanDiff, a: Predicted, b: Predicted) -> dict[str, Any]:
     return {"same": diff.is_same, "differs": list(diff.parts), **encode(diff),
             "predicted": {"step_time": [item.timeline.step_time_s for item in (a, b)],
                           "bubble": [item.timeline.bubble for item in (a, b)],
-                          "peak_memory": dict(_joined(a.peak_bytes, b.peak_bytes)),
-                          "link_bytes": dict(_joined(a.link_bytes, b.link_bytes))}}
+                          "peak_memory": _joined(a.peak_bytes, b.peak_bytes),
+                          "link_bytes": _joined(a.link_bytes, b.link_bytes)}}
 
 
-def _joined(a: Mapping[str, int], b: Mapping[str, int]) -> Iterator[tuple[str, tuple[int | None, int | None]]]:
-    """Yield (name, (value of the first, value of the second)); None where one has nothing of that name."""
-    for name in dict.fromkeys((*a, *b)):
-        yield name, (a.get(name), b.get(name))
+def _joined(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, tuple[int | None, int | None]]:
+    """Return (value of the first, value of the second) by name; None where one has nothing of that name."""
+    return {name: (a.get(name), b.get(name)) for name in (*a, *b)}
 
 
 def print_diff(diff: PlanDiff, a: Predicted, b: Predicted, *, file: IO[str] | None = None,
@@ -74,10 +73,10 @@ def diff_tables(diff: PlanDiff, a: Predicted, b: Predicted) -> Iterator[TextTabl
     """Yield the tables: both plans, then what differs where, then memory and links of both."""
     yield summary_table(diff, a, b)
     yield from (table for table in _differences(diff) if table.rows)
-    yield _pairs_table("Peak memory", "device", dict(_joined(a.peak_bytes, b.peak_bytes)), format_bytes)
-    links = dict(_joined(a.link_bytes, b.link_bytes))
+    yield _pairs_table("Peak memory", "device", _joined(a.peak_bytes, b.peak_bytes))
+    links = _joined(a.link_bytes, b.link_bytes)
     if links:
-        table = _pairs_table("Bytes over links in a step", "link", links, format_bytes)
+        table = _pairs_table("Bytes over links in a step", "link", links)
         is_sharded = any(stage.sharding for item in (a, b) for stage in item.plan.stages)
         yield replace(table, notes=(_NOT_COUNTED,)) if is_sharded else table
 
@@ -100,10 +99,6 @@ def summary_table(diff: PlanDiff, a: Predicted, b: Predicted) -> TextTable:
     return TextTable(title="Plans", header=("", "A", "B", "difference"), rows=tuple(cells), numeric=frozenset({3}))
 
 
-def _devices_text(plan: Plan, facts: PlanFacts) -> str:
-    return f"{facts.num_devices} of {len(plan.cluster.devices)} devices: {short_list(plan.cluster.devices)}"
-
-
 def _optimizer_text(plan: Plan, facts: PlanFacts) -> str:
     if plan.model.mode != "training":
         return UNKNOWN
@@ -112,7 +107,8 @@ def _optimizer_text(plan: Plan, facts: PlanFacts) -> str:
 
 _ROWS: Final[tuple[tuple[str, Callable[[Plan, PlanFacts], str], tuple[str, ...]], ...]] = (
     ("model", lambda plan, facts: model_text(plan), ("model", "mode", "dtype")),
-    ("cluster", _devices_text, ("cluster",)),
+    ("cluster", lambda plan, facts: f"{facts.num_devices} of {len(plan.cluster.devices)} devices: "
+                                    f"{short_list(plan.cluster.devices)}", ("cluster",)),
     ("batch", lambda plan, facts: batch_text(plan), ("batch", "micro-batches")),
     ("stages", lambda plan, facts: str(len(plan.stages)), ("stages",)),
     ("order", lambda plan, facts: plan_order_name(plan) or "of its own", ("order",)),
@@ -141,21 +137,17 @@ def _differences(diff: PlanDiff) -> Iterator[TextTable]:
         for change in diff.exchanges], numeric={3})
 
 
-def _pairs_table(title: str, what: str, pairs: Mapping[str, tuple[int | None, int | None]],
-                 text: Callable[[int], str]) -> TextTable:
-    """Return amounts of both plans with the difference; what only one has is nothing in the other."""
-    rows = [(name, *(UNKNOWN if value is None else text(value) for value in pair), _difference(pair, text))
+def _pairs_table(title: str, what: str, pairs: Mapping[str, tuple[int | None, int | None]]) -> TextTable:
+    """Return bytes of both plans with the difference; what only one has is nothing in the other."""
+    rows = [(name, *(UNKNOWN if value is None else format_bytes(value) for value in pair), _difference(*pair))
             for name, pair in pairs.items()]
     return cut_table(title, (what, "A", "B", "difference"), rows, MAX_ROWS)
 
 
-def _difference(pair: tuple[int | None, int | None], text: Callable[[int], str]) -> str:
-    change = (pair[1] or 0) - (pair[0] or 0)
-    if not change:
-        return ""
-    sign = "+" if change > 0 else "-"
-    part = relative(pair[1], pair[0]) if pair[1] is not None else None
-    return f"{sign}{text(abs(change))}" + (f" ({percent(part, signed=True)})" if part is not None else "")
+def _difference(a: int | None, b: int | None) -> str:
+    change, part = (b or 0) - (a or 0), relative(b, a)
+    text = f"{'+' if change > 0 else '-'}{format_bytes(abs(change))}" if change else ""
+    return text + (f" ({percent(part, signed=True)})" if change and part is not None else "")
 
 
 def _cut(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *,

@@ -149,10 +149,9 @@ def _text_axis(chart: Chart, num_cells: int) -> str:
 
 def _period_note(chart: Chart) -> str:
     steady = chart.steady
-    if steady is None:
-        return ""
-    text = (f"; [=] one period, {chart.to_text(steady.length)} for {counted(steady.num_microbatches, 'micro-batch')}, "
-            "- the rest of the steady part")
+    text = "" if steady is None else (
+        f"; [=] one period, {chart.to_text(steady.length)} for {counted(steady.num_microbatches, 'micro-batch')}, "
+        "- the rest of the steady part")
     return text if chart.gap is None else f"{text}; {GAP} {counted(chart.num_periods, 'more period')}, not shown"
 
 

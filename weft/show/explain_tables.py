@@ -11,7 +11,7 @@ from weft.explain.explanation import SAME, Explanation, memory_sentence, sentenc
 from weft.explain.relax import Relaxation
 from weft.planning.compare import Candidate
 from weft.planning.fit import Fit, FitCandidate, Use, describe
-from weft.show.facts import strategy_facts
+from weft.show.facts import mean_parts, strategy_facts
 from weft.show.names import printable
 from weft.show.plan_tables import print_comparison
 from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, cut_table, percent, print_tables, seconds
@@ -39,9 +39,7 @@ def print_explanation(item: Explanation, file: IO[str] | None = None, width: int
     print_tables(path_table(item), waits_table(item), memory_table(item), *links, file=file, width=width)
     if item.comparison is not None:
         print_comparison(strategy_facts(item.comparison), file=file, width=width)
-        for line in comparison_lines(item):
-            print(printable(line), file=file)
-        print(file=file)
+        print(*map(printable, comparison_lines(item)), "", sep="\n", file=file)
     if item.changes:
         print_tables(changes_table(item), file=file, width=width)
 
@@ -63,9 +61,7 @@ def waits_table(item: Explanation) -> TextTable:
     """Return where each device's time goes; those without work are left out."""
     whole = item.path.step_time_s or 1.0
     rows = []
-    for row in item.waits:
-        if not row.busy_s:
-            continue
+    for row in (row for row in item.waits if row.busy_s):
         reason, longest_s = row.longest
         parts = (row.busy_s, row.fill_s, sum(row.for_others_s.values()), sum(row.exposed_s.values()), row.drain_s)
         rows.append((row.device, *(percent(value / whole) for value in parts),
@@ -77,15 +73,11 @@ def waits_table(item: Explanation) -> TextTable:
 
 def memory_table(item: Explanation) -> TextTable:
     """Return what each device holds, and what is left; those that hold nothing are left out."""
-    rows = [(row.device, format_bytes(row.peak_bytes), row.largest, *_left(row.peak_bytes, row.capacity_bytes))
+    rows = [(row.device, format_bytes(row.peak_bytes), row.largest, *(
+        [UNKNOWN] * 3 if row.capacity_bytes is None else
+        [format_bytes(row.capacity_bytes), format_bytes(row.capacity_bytes - row.peak_bytes), percent(row.used)]))
             for row in item.memory if row.peak_bytes]
     return cut_table("Memory", ("device", "peak", "mainly", "capacity", "left", "used"), rows, MAX_DEVICE_ROWS)
-
-
-def _left(peak: int, capacity: int | None) -> tuple[str, str, str]:
-    if capacity is None:
-        return UNKNOWN, UNKNOWN, UNKNOWN
-    return format_bytes(capacity), format_bytes(capacity - peak), percent(peak / capacity)
 
 
 def links_table(item: Explanation) -> TextTable:
@@ -116,14 +108,12 @@ def comparison_lines(item: Explanation) -> list[str]:
 
 def _why(item: Explanation, other: Candidate) -> str:
     """Return what a slower plan loses its time with: what grows most, over all devices."""
-    timeline = other.timeline
-    if timeline is None:
+    if other.timeline is None:
         return ""
-    ours = item.timeline
-    growth = {"computing": timeline.busy_s.mean() - ours.busy_s.mean(),
-              "waiting for messages": timeline.exposed_s.mean() - ours.exposed_s.mean(),
-              "idle devices": timeline.bubble_s.mean() - ours.bubble_s.mean()}
-    most = max(growth, key=lambda name: float(growth[name]))
+    words = ("computing", "waiting for messages", "idle devices")
+    theirs, ours = mean_parts(other.timeline).values(), mean_parts(item.timeline).values()
+    growth = {word: their - our for word, their, our in zip(words, theirs, ours, strict=True)}
+    most = max(growth, key=growth.__getitem__)
     return f", mostly with {most}" if growth[most] > 0 else ""
 
 

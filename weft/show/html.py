@@ -22,7 +22,7 @@ from weft.plan.program import Program
 from weft.show import facts, page
 from weft.show import plan_drawings as drawings
 from weft.show.chart import Steady, counted
-from weft.show.layer_facts import LayerFacts, layer_facts
+from weft.show.facts import LayerFacts, layer_facts
 from weft.show.names import grouped, short_list
 from weft.show.plan_tables import batch_text, bound_text, peak_text, stages_table
 from weft.show.tables import UNKNOWN, per_second, percent, seconds
@@ -41,6 +41,8 @@ MAX_GROUPS: Final = 6
 _TIME_PARTS: Final = {"busy": "busy", "exposed": "exposed communication", "bubble": "bubble"}
 _OVER: Final = ("More than 100 %: exchanges at the same time are predicted as if each had the link to itself, so the "
                 "step will take longer than predicted.")
+_STAGE_HEADER: Final = ("Stage", "Modules", "Operators", "Devices", "Share of batch", "Parameters", "Forward",
+                        "Backward")
 _TEXT: Final = "{:.4g}".format
 
 
@@ -85,7 +87,9 @@ def render_report(timelines: Sequence[Timeline], *, plan: Plan | None = None,
         + (_part_note(plan, part, shown) if is_part else ""),
         "sections": "\n".join([
             _errors(program, timelines), _strategies(comparison) if comparison else "",
-            _cluster_drawing(cluster, plan), _stages(facts.stage_facts(program, shown)),
+            _cluster_drawing(cluster, plan) if cluster else "",
+            page.section("Stages", page.html_table(stages_table(facts.stage_facts(program, shown)), _STAGE_HEADER),
+                         lead="Times are for one micro-batch."),
             _layers(layer_facts(program)), _devices(devices, shown.kind), _memory(shown, known),
             links(facts.link_facts(program, drawn_on, shown.step_time_s)) if drawn_on else "",
             exchanges(facts.exchange_facts(program, shown)), _provenance(plan)]),
@@ -99,8 +103,7 @@ def render_report(timelines: Sequence[Timeline], *, plan: Plan | None = None,
 
 def _tiles(item: facts.PlanFacts, devices: Sequence[facts.DeviceFacts]) -> str:
     """Return the key figures."""
-    items: list[tuple[str, str, str]] = [
-        ("Predicted step", seconds(item.step_time_s), f"{per_second(item.samples_per_s)} samples")]
+    items = [("Predicted step", seconds(item.step_time_s), f"{per_second(item.samples_per_s)} samples")]
     if item.measured_s is not None:
         items.append(("Measured step", seconds(item.measured_s),
                       f"{percent(item.measured_difference, signed=True)} against the prediction"))
@@ -143,28 +146,20 @@ def _part_note(plan: Plan, part: Plan, shown: Timeline) -> str:
 
 def _shape(plan: Plan) -> str:
     """Return how the plan divides model and batch: ``4 stages, 2 replicas, tensor 2``."""
-    counts = sorted({len(stage.replicas) for stage in plan.stages})
-    axes: dict[str, set[int]] = {}
-    for stage in plan.stages:
-        for replica in stage.replicas:
-            for axis, size in replica.mesh.items():
-                axes.setdefault(axis, set()).add(size)
+    counts = [("replicas", len(stage.replicas)) for stage in plan.stages]
+    counts += [item for stage in plan.stages for replica in stage.replicas for item in replica.mesh.items()]
     parts = [counted(len(plan.stages), "stage")]
-    if counts[-1] > 1:
-        parts.append(f"{_range(counts)} replicas")
-    parts += [f"{axis} {_range(sorted(sizes))}" for axis, sizes in axes.items() if max(sizes) > 1]
+    for alike in grouped(counts, lambda item: item[0]):
+        name, least, most = alike[0][0], min(size for _, size in alike), max(size for _, size in alike)
+        sizes = str(most) if least == most else f"{least} to {most}"
+        if most > 1:
+            parts.append(f"{sizes} {name}" if name == "replicas" else f"{name} {sizes}")
     return ", ".join(parts)
-
-
-def _range(values: Sequence[int]) -> str:
-    return str(values[0]) if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
 
 
 def _recomputation(plan: Plan) -> str:
     again = [stage.name for stage in plan.stages if stage.recompute]
-    if not again:
-        return "none"
-    return "all stages" if len(again) == len(plan.stages) else short_list(again)
+    return "all stages" if len(again) == len(plan.stages) else short_list(again) or "none"
 
 
 def _optimizer(plan: Plan) -> str:
@@ -175,14 +170,10 @@ def _optimizer(plan: Plan) -> str:
 
 def _gradients(plan: Plan) -> str:
     """Return the ways in which gradients are exchanged, with the number of parameters of each."""
-    used: dict[str, set[str]] = {}
-    for exchange in plan.gradients:
-        if len(exchange.devices) > 1:
-            used.setdefault(exchange.method, set()).update(exchange.parameters)
-    if not used:
-        return "nothing to exchange"
-    return ", ".join(f"{method.replace('_', ' ')} ({counted(len(names), 'parameter')})"
-                     for method, names in used.items())
+    sent = grouped((item for item in plan.gradients if len(item.devices) > 1), lambda item: item.method)
+    numbers = [len({name for item in items for name in item.parameters}) for items in sent]
+    return ", ".join(f"{items[0].method.replace('_', ' ')} ({counted(number, 'parameter')})"
+                     for items, number in zip(sent, numbers, strict=True)) or "nothing to exchange"
 
 
 # ---- predicted against measured
@@ -242,14 +233,12 @@ def _strategies(rows: Sequence[facts.StrategyFacts]) -> str:
               if row.is_chosen or row.step_time_s is None}
     body: list[tuple[str, ...]] = []
     for row in rows:
-        name = page.tagged(row.strategy, "chosen" if row.is_chosen else "")
-        if row.step_time_s is None:
-            body.append((name, f"{row.status}: {row.reason or 'no reason given'}"))
-            continue
         slower = facts.relative(row.step_time_s, best)
-        body.append((name, seconds(row.step_time_s), "fastest" if not slower else percent(slower, signed=True),
-                     per_second(row.samples_per_s), str(row.microbatches or UNKNOWN), peak_text(row),
-                     percent(row.bubble), _verdict(row, chosen)))
+        body.append((page.tagged(row.strategy, "chosen" if row.is_chosen else ""), *(
+            [f"{row.status}: {row.reason or 'no reason given'}"] if row.step_time_s is None else
+            [seconds(row.step_time_s), "fastest" if not slower else percent(slower, signed=True),
+             per_second(row.samples_per_s), str(row.microbatches or UNKNOWN), peak_text(row), percent(row.bubble),
+             _verdict(row, chosen)])))
     header = ("Strategy", "#Step time", "#Against fastest", "#Samples", "#Micro-batches", "#Peak memory per device",
               "#Bubble", "~Why")
     return page.table_section(
@@ -286,11 +275,6 @@ def _verdict(row: facts.StrategyFacts, chosen: facts.StrategyFacts | None) -> st
 
 
 # ---- stages, layers, devices
-
-
-def _stages(rows: Sequence[facts.StageFacts]) -> str:
-    header = ("Stage", "Modules", "Operators", "Devices", "Share of batch", "Parameters", "Forward", "Backward")
-    return page.section("Stages", page.html_table(stages_table(rows), header), lead="Times are for one micro-batch.")
 
 
 def _layers(rows: Sequence[LayerFacts]) -> str:
@@ -427,30 +411,25 @@ def _exchange_row(members: Sequence[facts.ExchangeFacts]) -> tuple[str, ...]:
 # ---- cluster, origin
 
 
-def _cluster_drawing(cluster: Cluster | None, plan: Plan) -> str:
+def _cluster_drawing(cluster: Cluster, plan: Plan) -> str:
     """Return the drawing of the cluster with what runs where."""
-    if cluster is None:
-        return ""
     item = drawings.cluster_facts(cluster, plan)
     names = {f"kind-{index % drawings.NUM_COLOURS}": _kind_text(cluster, name, count)
              for index, (name, count) in enumerate(item.kinds.items())}
     direct = "; ".join(f"{source} - {target} {format_rate(rate)}" for source, target, rate in item.direct[:8])
     note = f'<p class="note">Direct links: {page.escape(direct)}</p>' if direct else ""
     box = ('<div class="card scroll drawing" tabindex="0" role="region" aria-label="Cluster">'
-           f"{drawings.cluster_svg(item)}</div>")
+           f"{drawings.cluster_html(item)}</div>")
     return page.section("Cluster", box + page.colour_key(names) + note, lead=(
         "Each device with the stages it runs. Rates are of links inside a host and to the network."))
 
 
 def _kind_text(cluster: Cluster, name: str, count: int) -> str:
     kind = cluster.kinds[name]
-    peak = max(kind.flop_per_s.items(), key=lambda item: item[1], default=None)
-    parts = [f"{count} x {name}" if count > 1 else name]
-    if kind.memory_bytes is not None:
-        parts.append(format_bytes(kind.memory_bytes))
-    if peak is not None:
-        parts.append(f"{format_count(peak[1])}FLOP/s {peak[0]}")
-    return ", ".join(parts)
+    fastest = sorted(kind.flop_per_s.items(), key=lambda item: -item[1])[:1]
+    return ", ".join([f"{count} x {name}" if count > 1 else name,
+                      *([] if kind.memory_bytes is None else [format_bytes(kind.memory_bytes)]),
+                      *(f"{format_count(rate)}FLOP/s {dtype}" for dtype, rate in fastest)])
 
 
 def _provenance(plan: Plan) -> str:

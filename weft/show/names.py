@@ -9,8 +9,11 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, TypeVar
+
+from weft.base import errors
 
 _Item = TypeVar("_Item")
 _NUMBERED: Final = re.compile(r"(.*?)(\d{1,9})")
@@ -24,8 +27,7 @@ def printable(text: str) -> str:
     >>> printable("a\x1b[2J")
     'a\\x1b[2J'
     """
-    return text if text.isprintable() else "".join(
-        char if char.isprintable() else char.encode("unicode_escape", "backslashreplace").decode() for char in text)
+    return errors.printable(text, keep="")
 
 
 def shorten(text: str, length: int) -> str:
@@ -98,23 +100,18 @@ def short_modules(stages: Sequence[Sequence[str]]) -> tuple[str, ...]:
 
 
 def _cut(path: tuple[str, ...], depth: dict[tuple[str, ...], int]) -> tuple[str, ...]:
-    if path in depth:
-        return path[: depth[path]]
-    for index, part in enumerate(path):
-        if part.isdecimal():
-            return path[: index + 1]
-    return path
+    return path[: depth[path]] if path in depth else tuple(to_number(path))
+
+
+def to_number(path: Sequence[str]) -> Sequence[str]:
+    """Return the parts of a module's path up to its first number, or all of them."""
+    return path[: next((index + 1 for index, part in enumerate(path) if part.isdecimal()), len(path))]
 
 
 def _shared(stages: list[set[tuple[str, ...]]]) -> set[tuple[str, ...]]:
     """Return the names that stages with different modules have in common; equal stages are copies of each other."""
-    distinct = {frozenset(stage) for stage in stages}
-    seen: set[tuple[str, ...]] = set()
-    shared: set[tuple[str, ...]] = set()
-    for stage in distinct:
-        shared |= stage & seen
-        seen |= stage
-    return shared
+    count = Counter(name for stage in {frozenset(stage) for stage in stages} for name in stage)
+    return {name for name in count if count[name] > 1}
 
 
 def _strip_common(names: set[tuple[str, ...]]) -> dict[tuple[str, ...], tuple[str, ...]]:

@@ -14,6 +14,10 @@ The script gets charts in columns, as plain JSON values of linear size (``chart_
 
 Times are whole multiples of ``unit_s``, nine digits for the whole. Where the chart repeats, ``period`` is one period,
 and a timeline's ``steady`` has the span for each row.
+
+``PageServer`` serves one page on the loopback address. Only this machine can reach it, only ``/`` is there, and only
+under the names that a browser on this machine uses for it: a foreign page that makes its own name point here gets
+nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +29,15 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
 
+from weft.base.errors import InputError
 from weft.model.graph import F64
 from weft.show.chart import Chart, number, period_text
 from weft.show.names import printable
@@ -51,35 +59,26 @@ def render_page(values: Mapping[str, str], data: Any) -> str:
     instructions ``last_column`` and, if it is not of micro-batches, ``second_column``; the others are HTML: ``tiles``,
     ``sections``, and ``before``, what stands before the timeline, if anything does.
     """
-    style, script = _read("report.css"), _script()
+    # the scripts are one block, so that they leave no global names
+    style, script = _read("report.css"), '"use strict";\n{\n' + "\n".join(map(_read, _SCRIPTS)) + "}\n"
     texts = {name: value if name in _IS_HTML else escape(value) for name, value in values.items()}
-    return _fill(_read("report.html"), {
+    texts = {
         "second_column": "Micro-batch", "before": "", **texts, "navigation": _navigation(values["sections"]),
         "policy": f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; img-src data:; "
-                  "base-uri 'none'; form-action 'none'", "style": style, "script": script, "data": embed_json(data)})
+                  "base-uri 'none'; form-action 'none'", "style": style, "script": script, "data": embed_json(data)}
+    # each place is filled once: what is inserted is not searched again
+    return _PLACEHOLDER.sub(lambda match: texts[match[1]], _read("report.html"))
 
 
 def _read(name: str) -> str:
     return (files("weft.show") / name).read_text(encoding="utf-8")
 
 
-def _script() -> str:
-    """Return the scripts as one, in a block of their own so that they leave no global names."""
-    return '"use strict";\n{\n' + "\n".join(_read(name) for name in _SCRIPTS) + "}\n"
-
-
-def _fill(template: str, values: Mapping[str, str]) -> str:
-    """Return the template with each ``{{name}}`` replaced once; what is inserted is not searched again."""
-    return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
-
-
 def _navigation(sections: str) -> str:
     """Return links to the sections, where there are enough of them to look for one."""
     found = _HEADING.findall(sections)
-    if len(found) < _MIN_LINKS:
-        return ""
     items = "".join(f'<li><a href="#{name}">{title}</a></li>' for name, title in (("timeline", "Timeline"), *found))
-    return f'<nav aria-label="Sections"><ul>{items}</ul></nav>'
+    return f'<nav aria-label="Sections"><ul>{items}</ul></nav>' if len(found) >= _MIN_LINKS else ""
 
 
 def _digest(text: str) -> str:
@@ -118,13 +117,13 @@ def chart_data(charts: Mapping[str, Chart], *, devices: Sequence[Mapping[str, An
 
 def _timeline(title: str, chart: Chart) -> dict[str, Any]:
     unit = 10.0 ** (math.floor(math.log10(chart.span)) - 8) if chart.span > 0 else 1.0
-    starts = [time for row in chart.rows for time in _whole(row.starts, unit)]
-    ends = [time for row in chart.rows for time in _whole(row.ends, unit)]
-    steady = {"steady": [row.steady and _whole(np.asarray(row.steady), unit) for row in chart.rows]} if any(
-        row.steady for row in chart.rows) else {}
-    return {"title": title, "step_time_s": chart.span, "unit_s": unit, "start": starts,
-            "duration": [end - start for start, end in zip(starts, ends, strict=True)],
-            "busy": [round(row.share(chart.span), 6) for row in chart.rows], **steady}
+    starts, ends = (np.concatenate([np.zeros(0), *times]) for times in (
+        [row.starts for row in chart.rows], [row.ends for row in chart.rows]))
+    steady = [row.steady and _whole(np.asarray(row.steady), unit) for row in chart.rows]
+    return {"title": title, "step_time_s": chart.span, "unit_s": unit, "start": _whole(starts, unit),
+            "duration": (np.round(ends / unit) - np.round(starts / unit)).astype(np.int64).tolist(),
+            "busy": [round(row.share(chart.span), 6) for row in chart.rows],
+            **({"steady": steady} if any(steady) else {})}
 
 
 def _whole(times: F64, unit: float) -> list[int]:
@@ -212,12 +211,11 @@ def tagged(text: str, tag: str = "") -> Html:
 
 def with_bar(text: str, shares: Mapping[str, float]) -> Html:
     """Return a cell of text over a bar of parts of a whole, by class of the style; the rest stays empty."""
-    x, parts = 0.0, []
-    for name, share in shares.items():
-        parts.append(f'<rect class="{name}" x="{x:.2f}%" width="{100 * share:.2f}%" height="100%"/>')
-        x += 100 * share
+    begins = accumulate(shares.values(), initial=0.0)
+    parts = "".join(f'<rect class="{name}" x="{100 * begin:.2f}%" width="{100 * share:.2f}%" height="100%"/>'
+                    for (name, share), begin in zip(shares.items(), begins, strict=False))
     before = text if isinstance(text, Html) else escape(text)
-    return Html(f'{before}<svg class="parts" aria-hidden="true">{"".join(parts)}</svg>')
+    return Html(f'{before}<svg class="parts" aria-hidden="true">{parts}</svg>')
 
 
 def colour_key(names: Mapping[str, str]) -> str:
@@ -231,3 +229,63 @@ def definitions(items: Iterable[tuple[str, str]]) -> str:
     """Return names and what they are, side by side in a box."""
     parts = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in items)
     return f'<dl class="facts panel">{parts}</dl>'
+
+
+ADDRESS: Final = "127.0.0.1"
+_HEADERS: Final = {
+    "Content-Type": "text/html; charset=utf-8", "Cache-Control": "no-store", "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer", "Content-Security-Policy": "frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin"}
+
+
+class PageServer(ThreadingHTTPServer):
+    """Serves one page until it is closed or interrupted."""
+
+    daemon_threads = True
+
+    def __init__(self, text: str, *, port: int = 0) -> None:
+        """Bind to the port; 0 takes a free one. Raise ``InputError`` where that is not possible."""
+        if not 0 <= port <= 65535:
+            raise InputError(f"port {port} does not exist: give one from 0 to 65535 (0 takes a free one)")
+        self.page = text.encode()
+        try:
+            super().__init__((ADDRESS, port), _Handler)
+        except OSError as problem:
+            raise InputError(f"cannot listen on {ADDRESS}:{port}: {problem.strerror}. Try another --port, or 0 for "
+                             "any free one") from problem
+
+    @property
+    def address(self) -> str:
+        """Return where the page is: ``http://127.0.0.1:40123/``."""
+        return f"http://{ADDRESS}:{self.server_port}/"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers with the page, or with an empty refusal."""
+
+    server: PageServer
+    server_version = "weft"
+    sys_version = ""
+    timeout = 30
+
+    def do_GET(self) -> None:
+        status = self._status()
+        body = self.server.page if status is HTTPStatus.OK else b""
+        self.send_response(status)
+        for name, value in _HEADERS.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def _status(self) -> HTTPStatus:
+        if self.headers.get("Host", "") not in (f"{name}:{self.server.server_port}" for name in (ADDRESS, "localhost")):
+            return HTTPStatus.FORBIDDEN
+        return HTTPStatus.OK if self.path == "/" else HTTPStatus.NOT_FOUND
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - its name in the base class
+        """Say nothing."""

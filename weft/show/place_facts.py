@@ -1,25 +1,38 @@
-"""What the tables and pictures of a placement say: rows of boxes, use of devices and links, and the critical path.
+"""What the tables of a placement say, its critical path, its chart, and what the page's script draws of that.
 
 Everything that runs is an *item*: operator ``i`` is item ``i``, transfer ``j`` of the timetable is item ``n + j`` with
 ``n`` operators. An item starts when the last of what it waits for ends: an operator waits for the tensors that it reads
 and for the operator before it on its processing unit, a transfer for its tensor and for the one before it on its way.
 Followed back from the operator that ends last, these waits are the critical path: they explain the whole latency.
+
+    gpu     |AAABBBBCCC......ffGGGG|   77 %
+    cpu     |....ddddEEEEEE........|   45 %
+    gpu>cpu |..........CC..........|    9 %
+            0        12 ms     24 ms
+
+The chart has the devices, then the links in use. A letter says where in the graph an operator is: ``a`` to ``z`` from
+the first to the last operator, or the operator itself where there are no more than 26; the colour says the same, from
+blue to red. Capitals and full colours are on the critical path. A transfer looks like its writer. On the page, of a
+very large graph, runs of operators too short to be seen are one box.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Final, Literal, NamedTuple
+from itertools import pairwise, zip_longest
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
+from weft.base.units import format_time
 from weft.model.graph import F64, I64
 from weft.search.place.problem import PlaceProblem
-from weft.search.place.timetable import PlaceResult, Sent, Timetable
-from weft.show.chart import Row
-from weft.show.names import grouped
+from weft.search.place.timetable import PlaceResult, Timetable
+from weft.show.chart import Chart, Key, Look, Row, part_colour, part_look
+from weft.show.names import grouped, printable
+from weft.show.page import chart_data
 
 Why = Literal["start", "input", "transfer", "device", "link"]
 """What an item waited for last: nothing, an operator that it reads from, a tensor on its way, its device, its link."""
@@ -130,7 +143,8 @@ def _members(timetable: Timetable) -> Iterator[tuple[str, list[int]]]:
     members: list[list[int]] = [[] for _ in names]
     for index, sent in enumerate(timetable.transfers):
         pair = sent.source * problem.num_devices + sent.target
-        for resource in resources_of(problem, sent.source, sent.target) if problem.resource_names else [pair]:
+        used = slice(*problem.resource_start[pair : pair + 2].tolist())
+        for resource in problem.resources[used].tolist() if problem.resource_names else [pair]:
             members[resource].append(index)
     return zip(names, members, strict=True)
 
@@ -143,13 +157,6 @@ def items_at(timetable: Timetable, name: str) -> list[int]:
     return [problem.num_ops + index for link, members in _members(timetable) if link == name for index in members]
 
 
-def resources_of(problem: PlaceProblem, source: int, target: int) -> list[int]:
-    """Return what a transfer between the devices occupies."""
-    pair = source * problem.num_devices + target
-    found: list[int] = problem.resources[problem.resource_start[pair] : problem.resource_start[pair + 1]].tolist()
-    return found
-
-
 def _row(name: str, items: I64, times: tuple[F64, F64], *, is_link: bool) -> Row:
     starts, ends = times[0][items], times[1][items]
     order = np.lexsort((ends, starts))
@@ -159,10 +166,8 @@ def _row(name: str, items: I64, times: tuple[F64, F64], *, is_link: bool) -> Row
 
 def _covered(starts: F64, ends: F64) -> float:
     """Return the time in which at least one of the spans runs; they are sorted by start."""
-    if not len(starts):
-        return 0.0
     latest = np.maximum.accumulate(ends)
-    before = np.concatenate(([starts[0]], latest[:-1]))
+    before = np.concatenate((starts[:1], latest[:-1]))
     return float(np.maximum(0.0, latest - np.maximum(starts, before)).sum())
 
 
@@ -194,8 +199,7 @@ def memory_curves(timetable: Timetable) -> list[tuple[F64, F64]]:
     problem, resident = timetable.problem, timetable.problem.resident_bytes(timetable.device)
     changes: list[list[tuple[float, int, float]]] = [[] for _ in problem.device_names]
     for held in _held_tensors(timetable) if problem.has_lifetimes else ():
-        changes[held.device].append((held.since_s, 1, held.num_bytes))
-        changes[held.device].append((held.until_s, 0, -held.num_bytes))
+        changes[held.device] += (held.since_s, 1, held.num_bytes), (held.until_s, 0, -held.num_bytes)
     curves = []
     for amount, items in zip(resident.tolist(), changes, strict=True):
         rows = [(0.0, 0, amount), *sorted(items)]
@@ -219,19 +223,16 @@ def _held_tensors(timetable: Timetable) -> Iterator[_Held]:
     """Return every tensor on every device that has it: from when it is written or received to when it is last used."""
     problem, ends = timetable.problem, timetable.end_s
     start, readers = problem.readers
-    sent: dict[int, list[Sent]] = {}
-    for item in timetable.transfers:
-        sent.setdefault(item.tensor, []).append(item)
+    sent = {items[0].tensor: items for items in grouped(timetable.transfers, lambda item: item.tensor)}
     for tensor, op in enumerate(problem.producer.tolist()):
         used: dict[int, float] = {}
         for reader in readers[start[tensor] : start[tensor + 1]].tolist():
             where = int(timetable.device[reader])
             used[where] = max(used.get(where, 0.0), float(ends[reader]))
-        home, size = int(timetable.device[op]), float(problem.tensor_bytes[tensor])
-        leaves = [item.end_s for item in sent.get(tensor, ())]
-        yield _Held(home, size, float(timetable.start_s[op]), max(float(ends[op]), used.get(home, 0.0), *leaves, 0.0))
-        for item in sent.get(tensor, ()):
-            yield _Held(item.target, size, item.start_s, used[item.target])
+        home, size, leaving = int(timetable.device[op]), float(problem.tensor_bytes[tensor]), sent.get(tensor, [])
+        last_s = max(float(ends[op]), used.get(home, 0.0), *(item.end_s for item in leaving))
+        yield _Held(home, size, float(timetable.start_s[op]), last_s)
+        yield from (_Held(item.target, size, item.start_s, used[item.target]) for item in leaving)
 
 
 # ---- waits and the critical path
@@ -265,9 +266,8 @@ def _offer_busy(timetable: Timetable, start_s: F64, end_s: F64, slack: float,
                 offer: Callable[[int, int, Why], None]) -> None:
     """Offer to each item the one before it on its processing unit, or on each thing that it occupies."""
     problem, num_ops = timetable.problem, timetable.problem.num_ops
-    queues: list[tuple[Why, I64]] = []
     cores = problem.core_of_device[timetable.device]
-    queues += [("device", np.flatnonzero(cores == core)) for core in np.unique(cores)]
+    queues: list[tuple[Why, I64]] = [("device", np.flatnonzero(cores == core)) for core in np.unique(cores)]
     if problem.resource_names:
         queues += [("link", np.asarray(members, dtype=np.int64) + num_ops) for _, members in _members(timetable)]
     for reason, items in queues:
@@ -279,15 +279,12 @@ def _offer_busy(timetable: Timetable, start_s: F64, end_s: F64, slack: float,
 
 def critical_items(waits: Waits, num_ops: int) -> list[int]:
     """Return the items on the critical path, first to last."""
-    if not num_ops:
-        return []
-    item = int(np.argmax(waits.end_s[:num_ops]))
-    path, seen = [item], {item}
-    while waits.after[item] >= 0 and int(waits.after[item]) not in seen:
+    item = int(np.argmax(waits.end_s[:num_ops])) if num_ops else -1
+    path: dict[int, None] = {}
+    while item >= 0 and item not in path:
+        path[item] = None
         item = int(waits.after[item])
-        path.append(item)
-        seen.add(item)
-    return path[::-1]
+    return [*path][::-1]
 
 
 def critical_path(timetable: Timetable, waits: Waits | None = None) -> list[Segment]:
@@ -309,3 +306,120 @@ def critical_path(timetable: Timetable, waits: Waits | None = None) -> list[Segm
             segments.append(Segment(items=(item,), where=where, start_s=float(waits.start_s[item]), why=waits.why[item],
                                     end_s=float(waits.end_s[item]), is_transfer=is_transfer))
     return segments
+
+
+LETTERS: Final = 26
+MAX_NAMES: Final = 160
+"""The legend has the operators' names if they are no longer in all."""
+MAX_BOXES: Final = 30_000
+"""Of more boxes on a page, runs of short ones are joined."""
+_SHORT: Final = 1 / 4000
+"""Boxes are short if they take less of the whole time than this."""
+
+
+def place_chart(timetable: Timetable, *, title: str = "Placement", to_text: Callable[[float], str] = format_time,
+                waits: Waits | None = None) -> Chart:
+    """Return the chart of the timetable."""
+    problem, names, parts = timetable.problem, item_names(timetable), graph_parts(timetable)
+    waits, letters = find_waits(timetable) if waits is None else waits, item_letters(timetable)
+    critical = set(critical_items(waits, problem.num_ops))
+
+    def look(item: int) -> Look:
+        start, end = float(waits.start_s[item]), float(waits.end_s[item])
+        tip = (f"{names[item]}: {to_text(start)} to {to_text(end)} ({to_text(end - start)}), waited for "
+               f"{WHY[waits.why[item]]}")
+        return part_look(float(parts[item]), int(letters[item]), text=names[item], tip=tip, is_strong=item in critical)
+
+    keys = (Key(tuple(part_colour(step / 5, is_strong=is_strong) for step in range(6)), text) for is_strong, text in (
+        (True, "on the critical path"), (False, "others, from first to last operator")))
+    return Chart(title=title, rows=(*device_rows(timetable), *link_rows(timetable)), look=look,
+                 span=timetable.latency_s, to_text=to_text, legend=_legend(problem), keys=tuple(keys))
+
+
+def graph_parts(timetable: Timetable) -> F64:
+    """Return for every item where in the graph it is, from 0 to 1; a transfer is where its writer is."""
+    problem = timetable.problem
+    part = np.arange(problem.num_ops) / max(1, problem.num_ops - 1)
+    return np.concatenate((part, [part[problem.producer[sent.tensor]] for sent in timetable.transfers]))
+
+
+def item_letters(timetable: Timetable) -> I64:
+    """Return for every item its letter's number, 0 to 25."""
+    problem = timetable.problem
+    letters = np.arange(problem.num_ops) * min(LETTERS, problem.num_ops) // max(1, problem.num_ops)
+    sent = [letters[problem.producer[item.tensor]] for item in timetable.transfers]
+    return np.concatenate((letters, sent)).astype(np.int64)
+
+
+def _legend(problem: PlaceProblem) -> str:
+    names = ", ".join(f"{chr(ord('a') + op)} {printable(name)}" for op, name in enumerate(problem.op_names[:LETTERS]))
+    if problem.num_ops > LETTERS or len(names) > MAX_NAMES:
+        last = chr(ord("a") + min(problem.num_ops, LETTERS) - 1)
+        names = f"a-{last} operators from the first to the last of the graph, transfers by what they carry"
+    return f"{names}; capitals: on the critical path"
+
+
+# ---- for the page
+
+
+class _Boxes(NamedTuple):
+    """What a row draws on the page: each box is a run of items, most often of one."""
+
+    row: Row
+    """With the first item of each box."""
+    last: I64
+    num_items: I64
+
+
+def placement_data(timetable: Timetable, to_text: Callable[[float], str] = format_time) -> dict[str, Any]:
+    """Return everything that the page's script draws."""
+    waits = find_waits(timetable)
+    chart = place_chart(timetable, to_text=to_text, waits=waits)
+    is_large = sum(len(row.items) for row in chart.rows) > MAX_BOXES
+    boxes = [_joined(row, chart.span * _SHORT if is_large else 0.0) for row in chart.rows]
+    what = list(_what(timetable, boxes, waits))
+    capacities = [limit if math.isfinite(limit) else None for limit in timetable.problem.capacity.tolist()]
+    devices = [{"name": printable(row.name), "link": row.is_link, "capacity": limit}
+               for row, limit in zip_longest(chart.rows, capacities)]
+    curves = [(times, amounts.tolist()) for times, amounts in memory_curves(timetable)]
+    idle: list[tuple[F64, list[float]]] = [(np.zeros(0), [])] * (len(chart.rows) - len(curves))
+    return chart_data({"placement": replace(chart, rows=tuple(item.row for item in boxes))}, devices=devices, what=what,
+                      columns=_columns(boxes, waits), microbatches=1, whys=list(WHY.values()),
+                      memory=[[*curves, *idle]] if timetable.problem.has_lifetimes else ())
+
+
+def _joined(row: Row, short_s: float) -> _Boxes:
+    """Return the row's items as boxes; runs of items that are shorter than ``short_s``, without gaps, are one."""
+    is_short = row.ends - row.starts < short_s
+    gap = row.starts[1:] - row.ends[:-1]
+    joins = np.concatenate(([False], is_short[1:] & is_short[:-1] & (gap < 0.1 * short_s)))[: len(is_short)]
+    begin = np.flatnonzero(~joins)
+    end = np.append(begin[1:], len(joins))[: len(begin)]
+    return _Boxes(replace(row.only(begin), ends=row.ends[end - 1]), row.items[end - 1], end - begin)
+
+
+def _columns(boxes: Sequence[_Boxes], waits: Waits) -> dict[str, list[int]]:
+    """Return the boxes in columns; ``after`` is the box of what each waited for."""
+    first = [item for box in boxes for item in box.row.items.tolist()]
+    last = [item for box in boxes for item in box.last.tolist()]
+    box_of: dict[int, int] = {}
+    for at, ends in enumerate(zip(first, last, strict=True)):
+        for item in ends:
+            box_of.setdefault(item, at)
+    codes = {name: index for index, name in enumerate(WHY)}
+    return {"what": list(range(len(first))), "microbatch": [-1] * len(first),
+            "after": [box_of.get(int(waits.after[item]), -1) for item in first],
+            "why": [codes[waits.why[item]] for item in first]}
+
+
+def _what(timetable: Timetable, boxes: Sequence[_Boxes], waits: Waits) -> Iterator[dict[str, Any]]:
+    problem, names, parts = timetable.problem, item_names(timetable), graph_parts(timetable)
+    critical = set(critical_items(waits, problem.num_ops))
+    for box in boxes:
+        for first, last, count in zip(box.row.items.tolist(), box.last.tolist(), box.num_items.tolist(), strict=True):
+            is_sent = first >= problem.num_ops
+            label = names[first] if count == 1 else f"{count} in a row: {names[first]} ... {names[last]}"
+            size = float(problem.tensor_bytes[timetable.transfers[first - problem.num_ops].tensor]) if is_sent else None
+            yield {"label": printable(label), "op": "send" if is_sent else "compute", "phase": "",
+                   "bytes": size if count == 1 else None, "part": round(float(parts[first]), 3),
+                   "strong": first in critical or last in critical}

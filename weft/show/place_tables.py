@@ -20,8 +20,7 @@ from weft.show import place_facts as facts
 from weft.show.chart import Chart, counted, number
 from weft.show.drawing import print_chart
 from weft.show.names import printable, shorten
-from weft.show.place_chart import place_chart, placement_data
-from weft.show.place_facts import WHY, DeviceUse, Segment, Waits
+from weft.show.place_facts import WHY, DeviceUse, Segment, Waits, place_chart, placement_data
 from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, cut_table, percent, print_tables
 
 MAX_SEGMENTS: Final = 12
@@ -148,10 +147,10 @@ def capacity_text(row: DeviceUse) -> str:
 def critical_table(view: PlaceView, *, limit: int = MAX_SEGMENTS) -> TextTable:
     """Return the critical path of the timetable in time order; of a long one the longest parts."""
     table = view.result.timetable
-    waits, names = facts.find_waits(table), facts.item_names(table)
+    waits, names, latency = facts.find_waits(table), facts.item_names(table), table.latency_s
     segments = facts.critical_path(table, waits)
-    shown = shown_segments(segments, limit)
-    latency = table.latency_s
+    longest = sorted(range(len(segments)), key=lambda index: (-segments[index].time_s, index))[:limit]
+    shown = [segments[index] for index in sorted(longest)]
     cells = [(view.to_text(part.start_s) if part.start_s > 0 else "0", part.where, segment_text(part, names),
               view.to_text(part.time_s), percent(part.time_s / latency if latency > 0 else 0.0), WHY[part.why])
              for part in shown]
@@ -163,12 +162,6 @@ def critical_table(view: PlaceView, *, limit: int = MAX_SEGMENTS) -> TextTable:
         notes.insert(0, f"not shown: {counted(count, 'shorter part')}, {view.to_text(rest)} in all")
     return TextTable(title="Critical path", rows=tuple(cells), notes=tuple(notes),
                      header=("start", "where", "what", "time", "part", "waited for"), numeric=frozenset({0, 3, 4}))
-
-
-def shown_segments(segments: Sequence[Segment], limit: int) -> list[Segment]:
-    """Return the longest parts of the path, in their order."""
-    kept = sorted(range(len(segments)), key=lambda index: (-segments[index].time_s, index))[:limit]
-    return [segments[index] for index in sorted(kept)]
 
 
 def segment_text(segment: Segment, names: Sequence[str]) -> str:
@@ -196,14 +189,11 @@ def path_text(segments: Sequence[Segment], latency: float) -> str:
 
 def longest_text(view: PlaceView, waits: Waits, items: Sequence[int], whole: float) -> str:
     """Return the items that take longest."""
-    names = facts.item_names(view.result.timetable)
-    parts = []
-    times = waits.end_s - waits.start_s
-    for item in sorted(items, key=lambda item: (-times[item], item))[:NUM_LONGEST]:
-        time_s = float(times[item])
-        share = percent(time_s / whole if whole > 0 else 0.0)
-        parts.append(f"{shorten(printable(names[item]), NAME_WIDTH)} {view.to_text(time_s)} ({share})")
-    return f"longest: {', '.join(parts)}" if parts else ""
+    names, times = facts.item_names(view.result.timetable), (waits.end_s - waits.start_s).tolist()
+    parts = (f"{shorten(printable(names[item]), NAME_WIDTH)} {view.to_text(times[item])} "
+             f"({percent(times[item] / whole if whole > 0 else 0.0)})"
+             for item in sorted(items, key=lambda item: (-times[item], item))[:NUM_LONGEST])
+    return f"longest: {', '.join(parts)}" if items else ""
 
 
 def loads_table(view: PlaceView, *, limit: int = MAX_SEGMENTS) -> TextTable:
@@ -212,12 +202,12 @@ def loads_table(view: PlaceView, *, limit: int = MAX_SEGMENTS) -> TextTable:
     busy = sorted(result.loads.items(), key=lambda item: -item[1])
     cells = [(name, view.to_text(load), percent(load / result.value if result.value > 0 else 0.0))
              for name, load in busy if load > 0]
-    whole, notes = cut_table("Load per request", ("where", "load", "of the largest"), cells, limit), []
-    if cells:
-        name, load = busy[0]
-        longest = longest_text(view, facts.find_waits(table), facts.items_at(table, name), load)
-        notes = [f"{name} is the bottleneck" + (f"; {longest}" if longest else "")]
-    return replace(whole, notes=tuple(notes))
+    whole = cut_table("Load per request", ("where", "load", "of the largest"), cells, limit)
+    if not cells:
+        return whole
+    name, load = busy[0]
+    longest = longest_text(view, facts.find_waits(table), facts.items_at(table, name), load)
+    return replace(whole, notes=(f"{name} is the bottleneck" + (f"; {longest}" if longest else ""),))
 
 
 # ---- methods
@@ -226,19 +216,13 @@ def loads_table(view: PlaceView, *, limit: int = MAX_SEGMENTS) -> TextTable:
 def methods_table(view: PlaceView) -> TextTable:
     """Return the comparison: the best first, with what the others take more, and why a method has none."""
     best = next((row.value for row in view.methods if row.value is not None), None)
-    cells = tuple((row.method, UNKNOWN if row.value is None else view.to_text(row.value), _ratio(row.value, best),
+    cells = tuple((row.method, UNKNOWN if row.value is None else view.to_text(row.value),
+                   f"{row.value / best:.3f}" if row.value is not None and best else UNKNOWN,
                    row.reason.partition(". Try ")[0]) for row in view.methods)
-    is_bare = not any(row.reason for row in view.methods)
-    kept = 3 if is_bare else 4
+    kept = 4 if any(row.reason for row in view.methods) else 3
     return TextTable(title="Methods", header=("method", value_name(view.result), "of the best", "why none")[:kept],
                      rows=tuple(row[:kept] for row in cells), numeric=frozenset({1, 2}),
                      marked=frozenset({0} if best is not None else ()))
-
-
-def _ratio(value: float | None, best: float | None) -> str:
-    if value is None or not best:
-        return UNKNOWN
-    return f"{value / best:.3f}"
 
 
 # ---- the page
@@ -298,14 +282,10 @@ def _why(view: PlaceView) -> str:
     if view.result.objective == "throughput":
         loads = loads_table(view, limit=page.MAX_ROWS)
         return page.section("Load per request", page.html_table(loads), lead=" ".join(map(printable, loads.notes)))
-    timetable = view.result.timetable
-    waits = facts.find_waits(timetable)
-    segments = facts.critical_path(timetable, waits)
-    items = [item for part in segments for item in part.items]
-    longest = longest_text(view, waits, items, timetable.latency_s)
-    lead = f"{path_text(segments, timetable.latency_s).replace('in all', 'In all')}; {longest}."
-    body = page.html_table(critical_table(view, limit=page.MAX_ROWS))
-    return page.section("Critical path", body, lead=printable(lead))
+    table = critical_table(view, limit=page.MAX_ROWS)
+    path, longest = table.notes[-2:]
+    return page.section("Critical path", page.html_table(table),
+                        lead=printable(f"{path.replace('in all', 'In all')}; {longest}."))
 
 
 # ---- a problem of the dnn-partitioning benchmark
@@ -322,13 +302,12 @@ def partition_summary(result: PartitionResult) -> TextTable:
     name = "latency" if result.objective == "latency" else "largest load"
     status = result.status + (", contiguous" if result.contiguous else "") + (
         ", interrupted" if result.is_interrupted else "")
-    devices = f"{problem.num_accelerators} accelerators, " + (
-        "any number of CPUs" if result.objective == "latency" else f"{problem.num_cpus} CPUs")
+    cpus = "any number of CPUs" if result.objective == "latency" else f"{problem.num_cpus} CPUs"
     return TextTable(header=("split", problem.name), rows=(
         (name, f"{number(result.value)} (bound {number(result.bound)}, gap {percent(result.gap)})"),
         ("status", status),
         ("nodes", f"{problem.num_nodes:,} in {problem.num_units:,} units that share a device"),
-        ("devices", devices),
+        ("devices", f"{problem.num_accelerators} accelerators, {cpus}"),
         ("search", f"{result.seconds:.3g} CPU seconds")))
 
 

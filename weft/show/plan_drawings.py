@@ -1,30 +1,30 @@
 """The drawings of a plan's page beside the chart: the cluster with what runs where, and memory over time.
 
-The cluster has a card for each host, a chip for each device, lines to the network. A switch that touches the devices of
+The cluster has a card for each host, a box for each device, a line to the network. A switch that touches the devices of
 one host only belongs to that host; other switches join hosts. Hosts that are alike in devices, links and stages are one
 record, and so are alike devices of a large host. Of memory there is a small drawing for each device: what it holds, by
 category, under its capacity; devices that hold the same at the same times share one.
 
 Colours and fonts are the page's (``report.css``), so that drawings follow its light and dark scheme; the colour of a
-chip's edge is its kind's, which is written on it, too. Every text is escaped.
+device's edge is its kind's, which is written on it, too. Every text is escaped.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
-from typing import Final, NamedTuple
+from typing import Final
 
 import numpy as np
 
 from weft.base.units import format_bytes, format_rate
-from weft.cluster.cluster import Cluster, Link
+from weft.cluster.cluster import Cluster
 from weft.model.graph import I64
 from weft.plan.memory import CATEGORIES
 from weft.plan.plan import Plan
-from weft.show.names import grouped, printable, short_list, shorten
+from weft.show.names import grouped, printable, short_list
 from weft.simulate.timeline import Timeline
 
 MAX_HOSTS: Final = 12
@@ -36,22 +36,6 @@ MAX_DEVICES: Final = 32
 MAX_CHIPS: Final = 16
 """Of more different devices in a host, those of a kind are drawn as one, whatever runs there."""
 NUM_COLOURS: Final = 8
-_WIDTH: Final = 1120
-_CHIP: Final = (126, 60)
-_GAP: Final = 8
-_PAD: Final = 14
-_HEAD: Final = 34
-_COLUMNS: Final = 4
-_BUS: Final = 46
-"""Between a row of hosts and the bar of the network below it."""
-_BAR: Final = 24
-_SPINE: Final = 22
-"""Room for the lines that join the bars of several rows."""
-_CHARACTER: Final = 8
-"""Pixels of a wide character of a card's title."""
-_WIDEST_HEAD: Final = 340
-_CHARACTERS: Final = 16
-"""That fit into a chip's line."""
 MAX_PANELS: Final = 24
 """Of more different devices, those that are fullest are drawn."""
 COLUMNS: Final = 120
@@ -103,18 +87,30 @@ class ClusterFacts:
 
 def cluster_facts(cluster: Cluster, plan: Plan) -> ClusterFacts:
     """Return what is drawn of the cluster and of the plan on it."""
-    host_of = _nodes_by_host(cluster)
-    outside = tuple(name for name in cluster.switches if name not in host_of)
-    work = _work(plan)
-    links, hosts = _links_by_host(cluster.links, host_of), []
+    host_of, work = _nodes_by_host(cluster), _work(plan)
+    inside: dict[str, set[float]] = {}
+    outside: dict[str, dict[str, float]] = {}
+    direct: dict[tuple[str, str], float] = {}
+    for link in cluster.links:
+        source, target = host_of.get(link.source), host_of.get(link.target)
+        if source is not None and target is None:
+            rates = outside.setdefault(source, {})
+            rates[link.target] = max(link.bytes_per_s, rates.get(link.target, 0.0))
+        elif source is not None and source == target:
+            inside.setdefault(source, set()).add(link.bytes_per_s)
+        elif source is not None and (link.target, link.source) not in direct:
+            direct[link.source, link.target] = link.bytes_per_s
+    hosts = []
     for devices in grouped(cluster.devices, lambda device: device.host):
         name = devices[0].host
         chips = [ChipFacts(names=(device.name,), kind=device.kind, memory_bytes=device.memory_bytes,
                            work=tuple(work.get(device.name, ()))) for device in devices]
-        hosts.append(_host(name, chips if cluster.num_devices <= MAX_DEVICES else _fold_chips(chips),
-                           links.get(name, ()), host_of))
+        hosts.append(HostFacts(
+            names=(name,), chips=tuple(chips if cluster.num_devices <= MAX_DEVICES else _fold_chips(chips)),
+            inside=tuple(sorted(inside.get(name, ()), reverse=True)), outside=outside.get(name, {})))
     return ClusterFacts(kinds=Counter(device.kind for device in cluster.devices), hosts=_fold_hosts(hosts),
-                        switches=outside, direct=_direct(cluster.links, host_of))
+                        switches=tuple(name for name in cluster.switches if name not in host_of),
+                        direct=tuple((*ends, rate) for ends, rate in direct.items()))
 
 
 def _nodes_by_host(cluster: Cluster) -> dict[str, str]:
@@ -136,26 +132,6 @@ def _work(plan: Plan) -> dict[str, list[str]]:
             for device in replica.devices:
                 found.setdefault(device, []).append(stage.name + share)
     return found
-
-
-def _links_by_host(links: Iterable[Link], host_of: Mapping[str, str]) -> dict[str, list[Link]]:
-    found: dict[str, list[Link]] = {}
-    for link in links:
-        for host in dict.fromkeys(host_of[end] for end in (link.source, link.target) if end in host_of):
-            found.setdefault(host, []).append(link)
-    return found
-
-
-def _host(name: str, chips: Sequence[ChipFacts], links: Iterable[Link], host_of: Mapping[str, str]) -> HostFacts:
-    inside: set[float] = set()
-    outside: dict[str, float] = {}
-    for link in links:
-        ends = [host_of.get(link.source), host_of.get(link.target)]
-        if ends == [name, name]:
-            inside.add(link.bytes_per_s)
-        elif ends[1] is None:
-            outside[link.target] = max(link.bytes_per_s, outside.get(link.target, 0.0))
-    return HostFacts(names=(name,), chips=tuple(chips), inside=tuple(sorted(inside, reverse=True)), outside=outside)
 
 
 def _fold_chips(chips: Sequence[ChipFacts]) -> list[ChipFacts]:
@@ -189,15 +165,6 @@ def _join_hosts(hosts: Sequence[HostFacts]) -> HostFacts:
                    chips=tuple(map(_join_chips, zip(*(host.chips for host in hosts), strict=True))))
 
 
-def _direct(links: Iterable[Link], host_of: Mapping[str, str]) -> tuple[tuple[str, str, float], ...]:
-    found: dict[tuple[str, str], float] = {}
-    for link in links:
-        hosts = {host_of.get(link.source), host_of.get(link.target)}
-        if len(hosts) == 2 and None not in hosts and (link.target, link.source) not in found:
-            found[link.source, link.target] = link.bytes_per_s
-    return tuple((source, target, rate) for (source, target), rate in found.items())
-
-
 def chip_title(chip: ChipFacts, num_hosts: int) -> str:
     """Return the names of a chip: ``a0``, ``a0 - a7`` for alike ones, ``a0 ...`` for one in each of alike hosts."""
     if len(chip.names) == 1:
@@ -205,135 +172,36 @@ def chip_title(chip: ChipFacts, num_hosts: int) -> str:
     return f"{chip.names[0]} ..." if num_hosts == len(chip.names) > 1 else short_list(chip.names, limit=2)
 
 
-class _Card(NamedTuple):
-    host: HostFacts
-    x: int
-    width: int
-    columns: int
-    height: int
-
-
-def cluster_svg(facts: ClusterFacts) -> str:
-    """Return the drawing as an ``svg`` element."""
+def cluster_html(facts: ClusterFacts) -> str:
+    """Return the drawing as elements that the page's style lays out."""
     kinds = {name: index % NUM_COLOURS for index, name in enumerate(facts.kinds)}
-    rows = _rows(facts.hosts)
-    left = _SPINE if len(rows) > 1 and facts.switches else 0
-    parts: list[str] = []
-    ends: dict[str, list[int]] = {}
-    y = right = 0
-    for row in rows:
-        bottom = y + max(card.height for card in row)
-        end = max(card.x + card.width for card in row)
-        for card in row:
-            parts += _card(card, y, kinds)
-        bars = [name for name in facts.switches if any(name in card.host.outside for card in row)]
-        for number, name in enumerate(bars):
-            at = bottom + _BUS + number * (_BAR + _GAP)
-            parts += _bar(name, number, row, y, at, end)
-            ends.setdefault(name, []).append(at + _BAR // 2)
-        y = (bottom + _BUS + len(bars) * (_BAR + _GAP) - _GAP if bars else bottom) + 20
-        right = max(right, end)
-    parts += _spines(ends, left)
-    label = escape(f"Cluster of {sum(facts.kinds.values())} devices")
-    return (f'<svg class="cluster" width="{right + left + 2}" height="{y - 18}" '
-            f'viewBox="{-left - 1} -1 {right + left + 2} {y - 18}" role="img" aria-label="{label}">'
-            f'{"".join(parts)}</svg>')
+    hosts = "".join(_host(host, kinds, facts.switches) for host in facts.hosts)
+    bars = "".join(f'<p class="switch">{escape(printable(name))}</p>' for name in facts.switches)
+    return f'<div class="cluster"><div class="hosts">{hosts}</div>{bars}</div>'
 
 
-def _rows(hosts: Sequence[HostFacts]) -> list[list[_Card]]:
-    """Return the hosts in rows that fit the page: in one row if narrower hosts make that possible."""
-    widest = 2 * _COLUMNS if len(hosts) == 1 else _COLUMNS
-    for columns in range(widest, 1, -1):
-        rows = _fill_rows(hosts, columns)
-        if len(rows) == 1:
-            return rows
-    return _fill_rows(hosts, widest)
-
-
-def _fill_rows(hosts: Sequence[HostFacts], most: int) -> list[list[_Card]]:
-    """Return the hosts in rows, with so many devices side by side at most."""
-    rows: list[list[_Card]] = [[]]
-    x = 0
-    for host in hosts:
-        columns = min(most, max(1, len(host.chips)))
-        width = max(2 * _PAD + columns * (_CHIP[0] + _GAP) - _GAP, _head_width(host))
-        lines = -(-len(host.chips) // columns)
-        if rows[-1] and x + width > _WIDTH:
-            rows.append([])
-            x = 0
-        rows[-1].append(_Card(host, x, width, columns, _HEAD + lines * (_CHIP[1] + _GAP) - _GAP + _PAD))
-        x += width + 18
-    return rows
-
-
-def _spines(ends: dict[str, list[int]], left: int) -> Iterator[str]:
-    """Yield for each switch the line that joins its bars of several rows."""
-    for number, places in enumerate(ends.values()):
-        if len(places) > 1:
-            x = -left + 3 + 5 * number
-            yield f'<line class="wire" x1="{x}" x2="{x}" y1="{places[0]}" y2="{places[-1]}"/>'
-            yield from (f'<line class="wire" x1="{x}" x2="0" y1="{at}" y2="{at}"/>' for at in places)
-
-
-def _head_width(host: HostFacts) -> int:
-    """Return how wide a card must be for its title and rates, within reason."""
-    num_characters = len("".join(_head(host)))
-    return min(_WIDEST_HEAD, 2 * _PAD + 24 + _CHARACTER * num_characters)
-
-
-def _head(host: HostFacts) -> tuple[str, str, str]:
-    """Return the title of a card, how many hosts it is, and the rates inside."""
-    times = f" \u00d7 {len(host.names)}" if len(host.names) > 1 else ""
+def _host(host: HostFacts, kinds: Mapping[str, int], switches: Sequence[str]) -> str:
+    """Return a card: the host's name and rates inside, its devices, and its rate to each switch below it."""
+    title = f"Host {short_list(map(printable, host.names), limit=2)}" + _times(len(host.names))
     rates = ", ".join(format_rate(rate) for rate in host.inside[:2])
-    return f"Host {short_list(map(printable, host.names), limit=2)}", times, rates
+    wires = (f"{format_rate(host.outside[name])} to {printable(name)}" for name in switches if name in host.outside)
+    return (f'<div class="host"><div class="card"><p><b>{escape(title)}</b><span>{escape(rates)}</span></p>'
+            f'<ul>{"".join(_chip(chip, len(host.names), kinds[chip.kind]) for chip in host.chips)}</ul></div>'
+            + "".join(f'<p class="wire">{escape(wire)}</p>' for wire in wires) + "</div>")
 
 
-def _card(card: _Card, y: int, kinds: dict[str, int]) -> Iterator[str]:
-    host = card.host
-    num_hosts = len(host.names)
-    title, times, rates = _head(host)
-    yield f'<rect class="host" x="{card.x}" y="{y}" width="{card.width}" height="{card.height}" rx="9"/>'
-    room = (card.width - 2 * _PAD - 24) // _CHARACTER - len(rates) - len(times)
-    yield (f'<text class="strong" x="{card.x + _PAD}" y="{y + 22}">{escape(shorten(title, max(9, room)))}'
-           f'<tspan class="times">{times}</tspan></text>')
-    if rates:
-        yield f'<text class="soft end" x="{card.x + card.width - _PAD}" y="{y + 22}">{escape(rates)}</text>'
-    for index, chip in enumerate(host.chips):
-        line, column = divmod(index, card.columns)
-        yield from _chip(chip, num_hosts, card.x + _PAD + column * (_CHIP[0] + _GAP),
-                         y + _HEAD + line * (_CHIP[1] + _GAP), kinds[chip.kind])
-
-
-def _chip(chip: ChipFacts, num_hosts: int, x: int, y: int, colour: int) -> Iterator[str]:
-    wide, tall = _CHIP
+def _chip(chip: ChipFacts, num_hosts: int, colour: int) -> str:
     memory = "" if chip.memory_bytes is None else f", {format_bytes(chip.memory_bytes)}"
-    work = short_list(map(printable, chip.work), limit=2) if chip.work else "idle"
-    name = printable(chip_title(chip, num_hosts))
-    count = len(chip.names) // num_hosts
+    title = printable(chip_title(chip, num_hosts)) + _times(len(chip.names) // num_hosts)
     full = f"{short_list(map(printable, chip.names))}: {printable(chip.kind)}{memory}; " + (
-        short_list(map(printable, chip.work), limit=12) if chip.work else "no work")
-    yield (f'<g><title>{escape(full)}</title>'
-           f'<rect class="chip{"" if chip.work else " idle"}" x="{x}" y="{y}" width="{wide}" height="{tall}" rx="6"/>'
-           f'<rect class="kind-{colour}" x="{x}" y="{y + 6}" width="4" height="{tall - 12}" rx="2"/>')
-    times = f" \u00d7 {count}" if count > 1 else ""
-    title = shorten(name, _CHARACTERS - len(times)) + times
-    yield f'<text class="strong" x="{x + 12}" y="{y + 18}">{escape(title)}</text>'
-    yield f'<text x="{x + 12}" y="{y + 35}">{escape(shorten(work, _CHARACTERS + 1))}</text>'
-    yield f'<text class="soft small" x="{x + 12}" y="{y + 51}">{escape(shorten(printable(chip.kind), 19))}</text></g>'
+        short_list(map(printable, chip.work), limit=12) or "no work")
+    work = short_list(map(printable, chip.work), limit=2) or "idle"
+    return (f'<li class="kind-{colour}{"" if chip.work else " idle"}" title="{escape(full)}"><b>{escape(title)}</b>'
+            f"<span>{escape(work)}</span><small>{escape(printable(chip.kind))}</small></li>")
 
 
-def _bar(name: str, number: int, row: Sequence[_Card], y: int, bar: int, end: int) -> Iterator[str]:
-    """Yield a switch that joins hosts: a bar below them, and a line from each with its rate."""
-    for card in row:
-        rate = card.host.outside.get(name)
-        if rate is None:
-            continue
-        x = card.x + card.width // 2 + 90 * number
-        yield f'<line class="wire" x1="{x}" x2="{x}" y1="{y + card.height}" y2="{bar}"/>'
-        yield f'<text class="soft" x="{x + 8}" y="{bar - 12}">{escape(format_rate(rate))}</text>'
-    yield f'<rect class="bar" x="0" y="{bar}" width="{end}" height="{_BAR}" rx="6"/>'
-    yield (f'<text class="soft middle" x="{end / 2:.0f}" y="{bar + 16}">{escape(shorten(printable(name), 60))}'
-           "</text>")
+def _times(count: int) -> str:
+    return f" \u00d7 {count}" if count > 1 else ""
 
 
 # ---- memory
@@ -361,20 +229,15 @@ class MemoryPanel:
 
 def memory_panels(timeline: Timeline, capacities: Mapping[str, int | None]) -> tuple[MemoryPanel, ...]:
     """Return what the devices hold, alike ones together, in the order of the first of each; idle ones are left out."""
-    groups: dict[tuple[int | None, bytes], tuple[list[str], I64]] = {}
-    for rank, device in enumerate(timeline.devices):
-        columns = _columns(timeline, rank)
-        if columns.any():
-            key = (capacities.get(device), columns.tobytes())
-            groups.setdefault(key, ([], columns))[0].append(device)
-    return tuple(MemoryPanel(devices=tuple(devices), capacity_bytes=capacity, num_bytes=columns)
-                 for (capacity, _), (devices, columns) in groups.items())
+    held = [(device, _columns(timeline, rank)) for rank, device in enumerate(timeline.devices)]
+    groups = grouped((item for item in held if item[1].any()),
+                     lambda item: (capacities.get(item[0]), item[1].tobytes()))
+    return tuple(MemoryPanel(devices=tuple(device for device, _ in alike), capacity_bytes=capacities.get(alike[0][0]),
+                             num_bytes=alike[0][1]) for alike in groups)
 
 
 def fullest(panels: Sequence[MemoryPanel]) -> tuple[MemoryPanel, ...]:
     """Return the panels to draw, in their order: all, or those that are fullest."""
-    if len(panels) <= MAX_PANELS:
-        return tuple(panels)
     by_use = sorted(range(len(panels)), key=lambda index: -panels[index].peak_bytes / (
         panels[index].capacity_bytes or 1))
     return tuple(panels[index] for index in sorted(by_use[:MAX_PANELS]))

@@ -49,23 +49,20 @@ def plan_table(item: facts.PlanFacts) -> TextTable:
     """Return the plan as rows of (what, value)."""
     plan = item.plan
     devices, num_all = str(item.num_devices), len(plan.cluster.devices)
-    rows = [
+    rows = (
         ("model", model_text(plan)),
         ("batch", batch_text(plan)),
         ("devices", devices if item.num_devices == num_all else f"{devices} of {num_all}"),
         ("stages", str(len(plan.stages))),
-        ("strategy", plan.search.by),
+        ("strategy", plan.search.by or UNKNOWN),
         ("predicted step", f"{seconds(item.step_time_s)}, {per_second(item.samples_per_s)} samples"
          if item.step_time_s is not None else UNKNOWN),
+        ("measured step", f"{seconds(item.measured_s)}, {percent(item.measured_difference, signed=True)} against the "
+                          "prediction" if item.measured_s is not None else ""),
         ("bound", bound_text(item)),
-        ("status", plan.search.status),
-    ]
-    if item.bubble is not None:
-        rows.insert(-1, ("bubble", percent(item.bubble)))
-    if item.measured_s is not None:
-        rows.insert(6, ("measured step", f"{seconds(item.measured_s)}, "
-                                         f"{percent(item.measured_difference, signed=True)} against the prediction"))
-    return TextTable(header=("plan", ""), rows=tuple(rows))
+        ("bubble", percent(item.bubble) if item.bubble is not None else ""),
+        ("status", plan.search.status))
+    return TextTable(header=("plan", ""), rows=tuple(row for row in rows if row[1]))
 
 
 def model_text(plan: Plan) -> str:
@@ -194,7 +191,7 @@ def print_comparison(rows: Sequence[StrategyFacts], *, file: IO[str] | None = No
 
 def print_timeline(timeline: Timeline, *, file: IO[str] | None = None, width: int | None = None) -> None:
     """Draw where each device's time and memory go."""
-    known = None if timeline.program is None else facts.plan_capacities(timeline.program.plan)
+    known = None if timeline.program is None else facts.capacities_of(facts.plan_cluster(timeline.program.plan))
     title = f"{timeline.kind.capitalize()} step: {seconds(timeline.step_time_s)}, bubble {percent(timeline.bubble)}"
     rows = facts.device_facts(timeline, known)
     if make_console(file, width).width >= WIDE:
@@ -230,8 +227,8 @@ def tried_tables(rows: Sequence[facts.TriedFacts], *, limit: int = MAX_TRIED) ->
     left_out = grouped((row for row in rows if row.estimate_s is None), _kind)
     if left_out:
         yield TextTable(title="Left out", header=("reason", "settings", "such as"), numeric=frozenset({1}),
-                        rows=tuple((_kind(items[0]), str(len(items)), _example(items[0])) for items in sorted(
-                            left_out, key=lambda items: (-len(items), _kind(items[0])))))
+                        rows=tuple((_kind(items[0]), str(len(items)), f"{items[0].setting}: {_reason(items[0])}")
+                                   for items in sorted(left_out, key=lambda items: (-len(items), _kind(items[0])))))
 
 
 def _time(row: facts.TriedFacts) -> float:
@@ -246,17 +243,16 @@ def _why(row: facts.TriedFacts, best_s: float) -> str:
     loss = percent(_time(row) / best_s - 1, signed=True) if best_s > 0 else ""
     if row.step_time_s is None:
         return f"{loss}, not simulated"
-    return "the best" if row.step_time_s <= best_s else f"{loss}"
+    return "the best" if row.step_time_s <= best_s else loss
 
 
 def _kind(row: facts.TriedFacts) -> str:
     """Return a reason without its figures."""
-    text = row.reason.removeprefix(f"{row.setting}: ")
-    return re.split(r"[:0-9]", text, maxsplit=1)[0].strip() or "no reason given"
+    return re.split(r"[:0-9]", _reason(row), maxsplit=1)[0].strip() or "no reason given"
 
 
-def _example(row: facts.TriedFacts) -> str:
-    return f"{row.setting}: {row.reason.removeprefix(f'{row.setting}: ')}"
+def _reason(row: facts.TriedFacts) -> str:
+    return row.reason.removeprefix(f"{row.setting}: ")
 
 
 def print_tried(strategies: Sequence[StrategyFacts], *, file: IO[str] | None = None, width: int | None = None) -> None:

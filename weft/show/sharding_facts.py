@@ -8,7 +8,7 @@ words, and under the names of the full model.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 import numpy as np
@@ -17,11 +17,11 @@ from weft.cost.mesh import KINDS
 from weft.model.folded import FoldedModel, Run
 from weft.search.shard.folded_graph import MIDDLE, Assembler
 from weft.search.shard.model_search import ShardedModel
-from weft.search.shard.parts import Edge, ModelPart, ModelParts
+from weft.search.shard.parts import ModelPart, ModelParts
 from weft.search.shard.roles import LINEAR_KINDS, Roles, find_roles
 from weft.sharding.factors import NOT_SPLIT
 from weft.sharding.tensor_layout import WHOLE, Layout
-from weft.show.names import ATTENTION, factor_word
+from weft.show.names import ATTENTION, factor_word, grouped, short_list
 
 OUTSIDE: Final = "outside layers"
 Direction = Literal["forward", "backward", "weights", "gradients", "update"]
@@ -53,15 +53,11 @@ class ShardingReader:
         program = folded.traced.program
         self.has_positions = all(len(program.nodes[program.tensor_nodes[name]].meta["val"].shape) < 4
                                  for name in program.inputs)
-        self.parameters_of: dict[int, list[Edge]] = {}
-        self.reader_of: dict[int, Edge] = {}
-        for edge in self.parts.edges:
-            if edge.is_parameter:
-                self.parameters_of.setdefault(edge.reader, []).append(edge)
-                self.reader_of[edge.giver] = edge
-        folded_graph = sharding.graph
-        self.nodes = {key: node for node, key in
-                      enumerate(zip(folded_graph.node_part, folded_graph.node_variant, strict=True))}
+        read = [edge for edge in self.parts.edges if edge.is_parameter]
+        self.parameters_of = {edges[0].reader: edges for edges in grouped(read, lambda edge: edge.reader)}
+        self.reader_of = {edge.giver: edge for edge in read}
+        keys = zip(sharding.graph.node_part, sharding.graph.node_variant, strict=True)
+        self.nodes = {key: node for node, key in enumerate(keys)}
 
     def times(self, part: int, node: int) -> float:
         """Return how many copies a node stands for."""
@@ -105,22 +101,15 @@ class ShardingReader:
 
     def op_words(self, index: int, chosen: int) -> tuple[str, ...]:
         """Return for each axis how an operator is split."""
-        choices = self.parts.parts[index].choices
-        assert choices is not None
-        return tuple(self._word(index, factor) for factor in choices.strategies[chosen])
-
-    def _word(self, index: int, factor: int) -> str:
         part = self.parts.parts[index]
         assert part.choices is not None
         assert part.choices.op is not None
-        if factor < 0:
-            return "whole" if factor == NOT_SPLIT else "sum"
-        if factor == self.roles.samples.get(index):
-            return "samples"
-        if self.has_positions and factor == self.roles.positions.get(index):
-            return "positions"
-        name = part.choices.op.factors[factor].name
-        return factor_word(self.kind_of[part.name], name)
+        known = {NOT_SPLIT: "whole", self.roles.samples.get(index): "samples"}
+        if self.has_positions:
+            known.setdefault(self.roles.positions.get(index), "positions")
+        factors, kind = part.choices.op.factors, self.kind_of[part.name]
+        return tuple(known.get(factor) or ("sum" if factor < 0 else factor_word(kind, factors[factor].name))
+                     for factor in part.choices.strategies[chosen])
 
     def stored_words(self, index: int, chosen: int, used: Layout) -> tuple[str, ...]:
         """Return for each axis how a parameter is stored that is read in the layout ``used``."""
@@ -227,9 +216,7 @@ class _FactsReader(ShardingReader):
         """Return all that is shown."""
         sent = list(self._all_sent())
         axes = self._axes(sent)
-        held = {True: 0.0, False: 0.0}
-        compute = 0.0
-        graph = self.sharding.graph
+        held, compute, graph = {True: 0.0, False: 0.0}, 0.0, self.sharding.graph
         for (part, _), node in self.nodes.items():
             item, chosen = self.parts.parts[part], self.sharding.choice[node]
             held[item.kind == "parameter"] += float(graph.problem.usages[node][chosen])
@@ -251,14 +238,14 @@ class _FactsReader(ShardingReader):
             for source, target, times in self.assembler.uses(edge, graph.counts, graph.is_woven):
                 given, read = self.choice_of(source), self.choice_of(target)
                 giver, unit = self.parts.parts[edge.giver], self.unit_of(target)
-                value = int(giver.values[edge.output][given])
-                weights: Direction = "weights" if edge.is_parameter else "forward"
+                forth: Direction = "weights" if edge.is_parameter else "forward"
+                back: Direction = "gradients" if edge.is_parameter else "backward"
                 often = 2 if edge.is_parameter and edge.returns is not None else 1
-                yield from self._steps(unit, weights, value, int(edge.reads[read]), edge.tensor, times * often)
+                yield from self._steps(unit, forth, int(giver.values[edge.output][given]), int(edge.reads[read]),
+                                       edge.tensor, times * often)
                 if edge.returns is not None:
-                    back: Direction = "gradients" if edge.is_parameter else "backward"
-                    wanted = int(giver.gradients[edge.output][given])
-                    yield from self._steps(unit, back, int(edge.returns[read]), wanted, edge.tensor, times)
+                    yield from self._steps(unit, back, int(edge.returns[read]),
+                                           int(giver.gradients[edge.output][given]), edge.tensor, times)
         for key, node in self.nodes.items():
             item = self.parts.parts[key[0]]
             if item.kind == "parameter":
@@ -294,12 +281,11 @@ class _FactsReader(ShardingReader):
         for axis in range(len(self.mesh.shape)):
             time = {"data": 0.0, "sequence": 0.0, "tensor": 0.0}
             for (part, _), node in self.nodes.items():
-                item = self.parts.parts[part]
-                if item.kind == "op":
-                    word = self.op_words(part, self.sharding.choice[node])[axis]
-                    name = {"samples": "data", "positions": "sequence", "whole": ""}.get(word, "tensor")
-                    if name and word != "sum":
-                        time[name] += self.times(part, node) * float(item.seconds[self.sharding.choice[node]])
+                item, chosen = self.parts.parts[part], self.sharding.choice[node]
+                word = self.op_words(part, chosen)[axis] if item.kind == "op" else "whole"
+                if word not in ("whole", "sum"):
+                    name = {"samples": "data", "positions": "sequence"}.get(word, "tensor")
+                    time[name] += self.times(part, node) * float(item.seconds[chosen])
             best = max(time, key=lambda name: time[name]) if any(time.values()) else "unused"
             names.append(best if best not in names else f"{best}{1 + sum(name.startswith(best) for name in names)}")
         return tuple(Axis(name=name, size=size, seconds=sum(item.seconds for item in sent if item.axis == axis))
@@ -311,17 +297,13 @@ class _FactsReader(ShardingReader):
         """Return the classes of layers, in order of first use; what is in no layer comes last."""
         uses = self._uses_by_unit()
         result = []
-        for run_index, run in enumerate(self.folded.runs):
-            units = [unit for unit in uses if unit is not None and unit.run == run_index]
-            groups: dict[tuple[Use, ...], list[Unit]] = {}
-            for unit in sorted(units):
-                groups.setdefault(uses[unit], []).append(unit)
-            for words, members in groups.items():
-                positions = sorted(place for unit in members for place in self.positions(unit))
-                title = layer_title(run, positions)
-                shown = max(members, key=lambda unit: len(self.positions(unit)))
-                result.append(LayerClass(title=title, count=len(positions), uses=words,
-                                         exchanges=self._exchanges(sent, members, shown)))
+        units = sorted(unit for unit in uses if unit is not None)
+        for members in grouped(units, lambda unit: (unit.run, uses[unit])):
+            positions = sorted(place for unit in members for place in self.positions(unit))
+            shown = max(members, key=lambda unit: len(self.positions(unit)))
+            result.append(LayerClass(
+                title=layer_title(self.folded.runs[shown.run], positions), count=len(positions), uses=uses[shown],
+                exchanges=self._exchanges(sent, members, shown)))
         return (*result, LayerClass(title=OUTSIDE, count=1, uses=uses.get(None, ()),
                                     exchanges=self._exchanges(sent, [None], None)))
 
@@ -329,33 +311,26 @@ class _FactsReader(ShardingReader):
                    ) -> tuple[Exchange, ...]:
         """Return the collectives of a class: those of one layer of its largest unit, the seconds of all layers."""
         copies = 1 if shown is None else len(self.positions(shown))
-        rows: dict[tuple[int, int, int], list[float]] = {}
-        for item in sent:
-            if item.unit in units:
-                row = rows.setdefault((DIRECTIONS.index(item.direction), item.axis, item.kind), [0.0, 0.0, 0.0])
-                row[2] += item.seconds
-                if item.unit == shown:
-                    row[0] += item.times / copies
-                    row[1] += item.num_bytes / copies
-        return tuple(Exchange(direction=DIRECTIONS[direction], axis=axis, kind=KINDS[kind].value, count=count,
-                              num_bytes=num_bytes, seconds=seconds)
-                     for (direction, axis, kind), (count, num_bytes, seconds) in sorted(rows.items()))
+        alike = grouped((item for item in sent if item.unit in units),
+                        lambda item: (DIRECTIONS.index(item.direction), item.axis, item.kind))
+        alike.sort(key=lambda items: (DIRECTIONS.index(items[0].direction), items[0].axis, items[0].kind))
+        return tuple(Exchange(direction=items[0].direction, axis=items[0].axis, kind=KINDS[items[0].kind].value,
+                              count=sum((item.times / copies for item in items if item.unit == shown), 0.0),
+                              num_bytes=sum((item.num_bytes / copies for item in items if item.unit == shown), 0.0),
+                              seconds=sum(item.seconds for item in items)) for items in alike)
 
     def _uses_by_unit(self) -> dict[Unit | None, tuple[Use, ...]]:
         """Return, by unit, how its modules with parameters, its attention and its loss are split."""
         found: dict[Unit | None, dict[str, tuple[float, Use]]] = {}
-        for key in self.nodes:
-            part = self.parts.parts[key[0]]
-            for name, size, use in self._shown(key, part):
+        for key in (key for key in self.nodes if self.parts.parts[key[0]].kind == "op"):
+            for size, use in self._shown(key, self.parts.parts[key[0]]):
                 rows = found.setdefault(self.unit_of(key), {})
-                if name not in rows or rows[name][0] < size:
-                    rows[name] = (size, replace(use, name=name))
+                if use.name not in rows or rows[use.name][0] < size:
+                    rows[use.name] = (size, use)
         return {unit: tuple(use for _, use in rows.values()) for unit, rows in found.items()}
 
-    def _shown(self, key: tuple[int, int], part: ModelPart) -> Iterator[tuple[str, float, Use]]:
-        """Yield what is shown of an operator: name in its layer, size of the parameter, how it is split."""
-        if part.kind != "op":
-            return
+    def _shown(self, key: tuple[int, int], part: ModelPart) -> Iterator[tuple[float, Use]]:
+        """Yield what is shown of an operator: size of the parameter, name in its layer and how it is split."""
         chosen = self.choice_of(key)
         words, kind = self.op_words(key[0], chosen), self.kind_of[part.name]
         for edge in self.parameters_of.get(key[0], ()):
@@ -363,15 +338,13 @@ class _FactsReader(ShardingReader):
             used = self.resharding.layouts[int(edge.reads[chosen])]
             stored = self.stored_words(edge.giver, self.choice_of(holder), used)
             whole_name = self.parts.parts[edge.giver].name
-            name = whole_name.rpartition(".")[0] or whole_name
-            use = Use(name="", words=words, stored=stored, is_matrix=kind.startswith(LINEAR_KINDS))
-            yield self._inside(key[0], name), edge.num_bytes, use
+            name = self._inside(key[0], whole_name.rpartition(".")[0] or whole_name)
+            yield edge.num_bytes, Use(name=name, words=words, stored=stored, is_matrix=kind.startswith(LINEAR_KINDS))
         if kind.startswith(ATTENTION) and key[0] in self.roles.attention:
             module = self.graph.op_modules[self.graph.op_names.index(part.name)]
-            where = self._inside(key[0], module)
-            yield f"{where} attention".strip(), 0.0, Use(name="", words=words)
+            yield 0.0, Use(name=f"{self._inside(key[0], module)} attention".strip(), words=words)
         elif "loss" in kind:
-            yield "loss", 0.0, Use(name="", words=words)
+            yield 0.0, Use(name="loss", words=words)
 
     def _inside(self, index: int, name: str) -> str:
         """Return a name without the path of the layer that it is in."""
@@ -390,30 +363,22 @@ class _FactsReader(ShardingReader):
     def _named(self, kind: str, axes: tuple[str, ...]) -> dict[str, str]:
         """Return how every operator or parameter of the full model is split or stored."""
         result: dict[str, str] = {}
-        for key in self.nodes:
-            part = self.parts.parts[key[0]]
-            if part.kind != kind:
-                continue
+        for key in (key for key in self.nodes if self.parts.parts[key[0]].kind == kind):
             words = self.op_words(key[0], self.choice_of(key)) if kind == "op" else self.parameter_words(key)
             text = ", ".join(f"{axis}: {word}" for axis, word in zip(axes, words, strict=True) if word != "whole")
-            result |= dict.fromkeys(self.full_names(key, part.name), text or "whole")
+            result |= dict.fromkeys(self.full_names(key, self.parts.parts[key[0]].name), text or "whole")
         return result
 
     # ---- notes ------------------------------------------------------------------------------------------------------
 
     def _notes(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         """Return what keeps attention from being split evenly by heads."""
-        notes: dict[str, None] = {}
-        for part in self.parts.parts:
-            if part.choices is None or part.choices.op is None or not self.kind_of[part.name].startswith(ATTENTION[0]):
-                continue
-            for factor in part.choices.op.factors:
-                if factor.name in ("heads", "kv"):
-                    for axis, size in zip(axes, self.mesh.shape, strict=True):
-                        text = heads_note(factor.name, factor.size, axis, size)
-                        if text:
-                            notes[text] = None
-        return tuple(notes)
+        found = (heads_note(factor.name, factor.size, axis, size) for part in self.parts.parts
+                 if part.choices is not None and part.choices.op is not None
+                 and self.kind_of[part.name].startswith(ATTENTION[0])
+                 for factor in part.choices.op.factors if factor.name in ("heads", "kv")
+                 for axis, size in zip(axes, self.mesh.shape, strict=True))
+        return tuple(dict.fromkeys(note for note in found if note))
 
 
 def heads_note(name: str, heads: int, axis: str, size: int) -> str:
@@ -433,12 +398,7 @@ def layer_title(run: Run, positions: list[int]) -> str:
     base = run.paths[0].rpartition(".")[0] or run.paths[0]
     if len(positions) == run.num_copies:
         return base
-    spans: list[list[int]] = []
-    for position in positions:
-        if spans and spans[-1][1] == position - 1:
-            spans[-1][1] = position
-        else:
-            spans.append([position, position])
-    first = int(run.paths[0].rpartition(".")[2]) if run.paths[0].rpartition(".")[2].isdecimal() else 0
-    said = [str(first + low) if low == high else f"{first + low}-{first + high}" for low, high in spans]
-    return f"{base} {', '.join(said)}"
+    digits = run.paths[0].rpartition(".")[2]
+    first = int(digits) if digits.isdecimal() else 0
+    numbers = short_list((str(first + position) for position in positions), limit=len(positions))
+    return f"{base} {numbers.replace(' - ', '-')}"

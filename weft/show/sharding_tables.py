@@ -14,8 +14,7 @@ names the one in the way. What else differs (a norm, the embedding) is listed un
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import IO, Any, Final
 
 from weft.base.errors import InputError
@@ -29,7 +28,7 @@ from weft.show.names import grouped, short_list
 from weft.show.sharding_facts import OUTSIDE, Exchange, LayerClass, ShardingFacts, ShardingReader, Use
 from weft.show.tables import TextTable, percent, print_tables
 
-STORED = {"whole": "whole", "split": "split", "pieces": "in pieces", "states": "states in pieces"}
+STORED = {"split": "split", "pieces": "in pieces", "states": "states in pieces"}
 """How a parameter is stored, in words."""
 MOST_SHOWN: Final = 8
 """Rows of the table of what costs most."""
@@ -65,13 +64,10 @@ def summary_table(facts: ShardingFacts) -> TextTable:
 def layers_table(facts: ShardingFacts) -> TextTable:
     """Return how modules are split, by class of layers: those that are split alike share a row."""
     axes = [f"{axis.name} ({axis.size})" for axis in facts.axes]
-    rows: list[tuple[str, ...]] = []
-    for layer in facts.layers:
-        for number, uses in enumerate(grouped(layer.uses, lambda use: (use.words, use.stored))):
-            names = short_list((use.name for use in uses), limit=12)
-            rows.append((layer_label(layer) if number == 0 else "", names, *uses[0].words,
-                         stored_text(uses[0].stored, facts)))
-    return TextTable(title="Layers", header=("layers", "modules", *axes, "parameters"), rows=tuple(rows))
+    rows = tuple((layer_label(layer) if number == 0 else "", short_list((use.name for use in uses), limit=12),
+                  *uses[0].words, stored_text(uses[0].stored, facts)) for layer in facts.layers
+                 for number, uses in enumerate(grouped(layer.uses, lambda use: (use.words, use.stored))))
+    return TextTable(title="Layers", header=("layers", "modules", *axes, "parameters"), rows=rows)
 
 
 def layer_label(layer: LayerClass) -> str:
@@ -83,22 +79,18 @@ def stored_text(stored: Sequence[str], facts: ShardingFacts) -> str:
     """Return how a parameter is stored: ``split (tensor), states in pieces (data)``; ``-`` where there is none."""
     if not stored:
         return "-"
-    axes: dict[str, list[str]] = {}
-    for word, axis in zip(stored, facts.axes, strict=True):
-        axes.setdefault(word, []).append(axis.name)
-    axes.pop("whole", None)
-    return ", ".join(f"{STORED[word]} ({', '.join(names)})" for word, names in axes.items()) or "whole"
+    pairs = [(word, axis.name) for word, axis in zip(stored, facts.axes, strict=True) if word != "whole"]
+    return ", ".join(f"{STORED[alike[0][0]]} ({', '.join(name for _, name in alike)})"
+                     for alike in grouped(pairs, lambda pair: pair[0])) or "whole"
 
 
 def exchanges_table(facts: ShardingFacts) -> TextTable:
     """Return the collectives of one layer of each class, with the seconds of all its layers."""
-    rows = []
-    for layer in facts.layers:
-        for number, item in enumerate(layer.exchanges):
-            rows.append((layer_label(layer) if number == 0 else "", item.direction, facts.axes[item.axis].name,
-                         exchange_text(item), format_time(item.seconds)))
+    rows = tuple((layer_label(layer) if number == 0 else "", item.direction, facts.axes[item.axis].name,
+                  exchange_text(item), format_time(item.seconds))
+                 for layer in facts.layers for number, item in enumerate(layer.exchanges))
     return TextTable(title="Collectives", header=("layers", "when", "axis", "in one layer", "in all"),
-                     rows=tuple(rows), numeric=frozenset({4}),
+                     rows=rows, numeric=frozenset({4}),
                      notes=("weights: gathered for use; gradients: added up; update: gathered after the optimizer",))
 
 
@@ -113,20 +105,21 @@ def exchange_text(item: Exchange) -> str:
 def named_table(facts: ShardingFacts, named: Sequence[NamedResult]) -> TextTable:
     """Return the named plans beside the sharding found, the fastest first."""
     best = facts.sharding
-    rows = [(best.seconds, ("weft", best.mesh.name, format_time(best.seconds), "1", format_bytes(best.held_bytes), ""))]
-    for item in named:
+    rows = []
+    for item in sorted([NamedResult(name="weft", sharding=best), *named],
+                       key=lambda item: float("inf") if item.sharding is None else item.sharding.seconds):
         found = item.sharding
         if found is None:
             why = f"not possible: {item.reason}" if item.least_bytes is None else (
                 f"does not fit: at least {format_bytes(item.least_bytes)}")
-            rows.append((float("inf"), (item.name, "-", "-", "-", "-", why)))
-            continue
-        rows.append((found.seconds, (item.name, found.mesh.name, format_time(found.seconds),
-                                     f"{found.seconds / best.seconds:.3f}", format_bytes(found.held_bytes), "")))
-    rows.sort(key=lambda row: row[0])
+            rows.append((item.name, "-", "-", "-", "-", why))
+        else:
+            ratio = "1" if found is best else f"{found.seconds / best.seconds:.3f}"
+            rows.append((item.name, found.mesh.name, format_time(found.seconds), ratio,
+                         format_bytes(found.held_bytes), ""))
     return TextTable(title="Named plans", header=("plan", "mesh", "step time", "to weft's", "memory", "reason"),
-                     rows=tuple(cells for _, cells in rows), numeric=frozenset({2, 3, 4}),
-                     marked=frozenset(index for index, (_, cells) in enumerate(rows) if cells[0] == "weft"))
+                     rows=tuple(rows), numeric=frozenset({2, 3, 4}),
+                     marked=frozenset(index for index, cells in enumerate(rows) if cells[0] == "weft"))
 
 
 def sharding_json(facts: ShardingFacts, named: Sequence[NamedResult] = ()) -> dict[str, Any]:
@@ -203,69 +196,43 @@ def figure(value: float) -> str:
     return str(value) if isinstance(value, int) else f"{value:.9g}"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Module:
-    """A module with a parameter, on one axis."""
-
-    paths: list[str]
-    kind: str
-    """``linear``, ``embedding`` or ``other``."""
-    word: str
-    input: str
-    """Layout in which its input comes."""
-    output: str
-    """Layout in which its output is wanted."""
-    is_strict: bool
-    """It is a matrix product of a layer."""
-
-
 # ---- parallelize_module ---------------------------------------------------------------------------------------------
 
 
 def parallelize_plan(facts: ShardingFacts, folded: FoldedModel) -> dict[str, Any]:
     """Return the plan of ``parallelize_module`` for the last axis: module path to style and layouts."""
-    axis = facts.axes[-1]
+    reader, axis, last = ShardingReader(facts.sharding, folded), facts.axes[-1], len(facts.axes) - 1
     plan: dict[str, Any] = {}
     differences: list[str] = []
-    for module in _modules(ShardingReader(facts.sharding, folded), len(facts.axes) - 1):
-        if module.word == "whole":
-            continue
-        style = STYLES.get((module.kind, module.word))
-        if style is None and module.is_strict:
+    for key, paths in _modules(reader):
+        op = reader.kind_of[reader.parts.parts[key[0]].name]
+        kind = next((item for item in ("linear", "embedding") if op.startswith(f"aten.{item}")), "other")
+        word = reader.op_words(key[0], reader.choice_of(key))[last]
+        is_product = op.startswith(("aten.linear", "aten.addmm", "aten.mm", "aten.matmul"))
+        style = STYLES.get((kind, word))
+        if style is None and word != "whole" and is_product and reader.unit_of(key) is not None:
             raise InputError(f"parallelize_module cannot say this sharding: on the mesh's last axis ({axis.name!r}) "
-                             f"{module.paths[0]!r} ({module.kind}) is split by {module.word}. Try another --mesh, with "
-                             "the axis that splits layers last")
-        for path in module.paths:
-            if style is None:
-                differences.append(f"{path}: {module.word} ({axis.name})")
-            elif style == "SequenceParallel":
-                plan[path] = {"style": style}
-            else:
-                plan[path] = {"style": style, "input_layouts": module.input, "output_layouts": module.output}
+                             f"{paths[0]!r} ({kind}) is split by {word}. Try another --mesh, with the axis that splits "
+                             "layers last")
+        before, after = _around(reader, key, last)
+        layouts = {} if style == "SequenceParallel" else {"input_layouts": before, "output_layouts": after}
+        if style is not None:
+            plan |= {path: {"style": style, **layouts} for path in paths}
+        elif word != "whole":
+            differences += [f"{path}: {word} ({axis.name})" for path in paths]
     return {"mesh": [item.size for item in facts.axes], "mesh_dim_names": [item.name for item in facts.axes],
             "axis": axis.name, "plan": plan, "differences": differences}
 
 
-def _modules(reader: ShardingReader, axis: int) -> Iterator[_Module]:
-    """Yield the modules with parameters, as they are split on an axis; each once, by its largest parameter."""
-    largest: dict[str, float] = {}
-    found: dict[str, _Module] = {}
+def _modules(reader: ShardingReader) -> list[tuple[tuple[int, int], list[str]]]:
+    """Return the modules with parameters: the node that reads the largest of these, and the paths of all copies."""
+    largest: dict[str, tuple[float, tuple[int, int], list[str]]] = {}
     for key in reader.nodes:
-        part = reader.parts.parts[key[0]]
-        for edge in reader.parameters_of.get(key[0], ()) if part.kind == "op" else ():
-            name = reader.parts.parts[edge.giver].name.rpartition(".")[0]
-            paths = reader.full_names(key, name)
-            if edge.num_bytes <= largest.get(paths[0], 0.0):
-                continue
-            largest[paths[0]] = edge.num_bytes
-            kind = reader.kind_of[part.name]
-            what = next((item for item in ("linear", "embedding") if kind.startswith(f"aten.{item}")), "other")
-            before, after = _around(reader, key, axis)
-            is_product = kind.startswith(("aten.linear", "aten.addmm", "aten.mm", "aten.matmul"))
-            found[paths[0]] = _Module(
-                paths=paths, kind=what, word=reader.op_words(key[0], reader.choice_of(key))[axis], input=before,
-                output=after, is_strict=is_product and reader.unit_of(key) is not None)
-    yield from found.values()
+        for edge in reader.parameters_of.get(key[0], ()) if reader.parts.parts[key[0]].kind == "op" else ():
+            paths = reader.full_names(key, reader.parts.parts[edge.giver].name.rpartition(".")[0])
+            if paths[0] not in largest or edge.num_bytes > largest[paths[0]][0]:
+                largest[paths[0]] = edge.num_bytes, key, paths
+    return [(key, paths) for _, key, paths in largest.values()]
 
 
 def _around(reader: ShardingReader, key: tuple[int, int], axis: int) -> tuple[str, str]:

@@ -97,10 +97,8 @@ def column_widths(cells: Sequence[Sequence[str]], available: int, *, gap: int = 
     least = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
     least[0] = widths[0]
     for floor in (least, [4] * len(widths)):
-        while sum(widths) + gap * (len(widths) - 1) > available:
-            shrinkable = [(width, index) for index, width in enumerate(widths) if width > floor[index]]
-            if not shrinkable:
-                break
+        while sum(widths) + gap * (len(widths) - 1) > available and (
+                shrinkable := [(width, index) for index, width in enumerate(widths) if width > floor[index]]):
             widths[max(shrinkable)[1]] -= 1
     return widths
 

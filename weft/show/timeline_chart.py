@@ -22,6 +22,7 @@ the step repeats; one period in the middle is cut where the fewest computes are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -32,7 +33,7 @@ from weft.plan.program import Op, Phase, Program
 from weft.show import chart
 from weft.show.chart import Chart, Row, Shade, Steady
 from weft.show.facts import program_of
-from weft.show.names import short_list
+from weft.show.names import grouped, short_list
 from weft.show.page import chart_data
 from weft.simulate.timeline import Timeline
 
@@ -118,19 +119,12 @@ def report_data(program: Program, timelines: Sequence[Timeline], capacities: Map
 
 def shown_rows(program: Program, timelines: Sequence[Timeline], *, only_used: bool = False) -> list[ShownRow]:
     """Return the rows of the chart: all devices, or where there are many, alike ones together, as many as fit."""
-    members: dict[object, list[int]] = {}
     sizes = np.diff(program.rank_start).tolist()
-    for rank in (rank for rank, size in enumerate(sizes) if size or not only_used):
-        key = rank if program.num_ranks <= MAX_SINGLE else _behaviour(program, timelines, rank)
-        members.setdefault(key, []).append(rank)
-    rows: list[ShownRow] = []
-    total = 0
-    for ranks in members.values():
-        total += sizes[ranks[0]]
-        if rows and total > MAX_INSTRUCTIONS:
-            break
-        rows.append(ShownRow(rank=ranks[0], members=tuple(ranks)))
-    return rows
+    alike = grouped((rank for rank, size in enumerate(sizes) if size or not only_used),
+                    lambda rank: rank if program.num_ranks <= MAX_SINGLE else _behaviour(program, timelines, rank))
+    totals = accumulate(sizes[ranks[0]] for ranks in alike)
+    return [ShownRow(rank=ranks[0], members=tuple(ranks)) for index, (ranks, total) in enumerate(zip(
+        alike, totals, strict=True)) if index == 0 or total <= MAX_INSTRUCTIONS]
 
 
 def _behaviour(program: Program, timelines: Sequence[Timeline], rank: int) -> tuple[bytes, ...]:
@@ -189,8 +183,7 @@ def find_period(timeline: Timeline) -> Steady | None:
         return None
     series = list(_series(program, timeline))
     for count in range(1, MAX_MICROBATCHES + 1):
-        found = _repeating(series, count)
-        if found is not None:
+        if (found := _repeating(series, count)) is not None:
             (start_s, end_s), length_s = found
             first_s = _quietest(timeline, start_s, end_s, length_s)
             return Steady(start=start_s, end=end_s, period_start=first_s, period_end=first_s + length_s,
@@ -200,12 +193,9 @@ def find_period(timeline: Timeline) -> Steady | None:
 
 def _series(program: Program, timeline: Timeline) -> Iterator[F64]:
     """Yield the starts of each kind of compute; where an instance has several devices, on one of them."""
-    is_led = np.zeros(program.num_instructions, dtype=bool)
-    ranks = program.rank_of()
     leaders = np.asarray([instance.ranks[0] for instance in program.instances], dtype=np.int64)
     computes = np.flatnonzero(program.op == Op.COMPUTE)
-    is_led[computes] = leaders[program.instance[computes]] == ranks[computes]
-    led = np.flatnonzero(is_led)
+    led = computes[leaders[program.instance[computes]] == program.rank_of()[computes]]
     keys = program.instance[led].astype(np.int64) * len(Phase) + program.phase[led]
     order = np.lexsort((timeline.start_s[led], keys))
     bounds = np.flatnonzero(np.diff(keys[order])) + 1

@@ -22,8 +22,7 @@ from typing import Any, Final
 import numpy as np
 
 from weft.base.errors import InputError
-from weft.base.files import MAX_PROBLEMS, load_json
-from weft.base.json_limits import JsonLimits
+from weft.base.files import MAX_PROBLEMS, JsonLimits, load_json
 from weft.model.graph import I64
 
 Numbers = np.ndarray[tuple[int, ...], np.dtype[Any]]
