@@ -126,4 +126,5 @@ class _Trial:
 
     def state(self, name: str) -> dict[str, Any]:
         """Return what the optimizer keeps for a parameter."""
-        return self._optimizer.state[self.parameters[name]]
+        kept: dict[str, Any] = self._optimizer.state[self.parameters[name]]
+        return kept

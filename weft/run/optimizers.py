@@ -373,7 +373,9 @@ class OptimizerState:
     def _stored(self, file: TensorFile | None, record: CheckpointRecord) -> dict[str, dict[str, Any]]:
         """Return the state of this rank's parameters as ``_read`` does, but of large tensors only shape and dtype."""
         found = self._read(None, record)
-        for entry, item in {} if file is None else file.entries.items():
+        if file is None:
+            return found
+        for entry, item in file.entries.items():
             name, _, key = entry.rpartition(".")
             if name in self._parameters:
                 shape = self._parameters[name].shape if item.shape == self._shapes[name] else item.shape
@@ -422,6 +424,7 @@ def _is_alike(value: object, before: object) -> bool:
     if isinstance(before, bool):
         return isinstance(value, bool | None)
     if isinstance(before, Tensor | int | float):
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return (is_number and abs(value) <= sys.float_info.max) or (not isinstance(before, Tensor) and value == before)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return abs(value) <= sys.float_info.max or value == before
+        return not isinstance(before, Tensor) and value == before
     return before is not None or not isinstance(value, list | tuple | dict)
