@@ -1,12 +1,14 @@
 """Mutated files of every kind that the commands read: each ends soon, in little memory, with a result or one clear error.
 
-    python -m benchmarks.bench_attack [--mutants 20000] [--seed 0] [--only KIND] [--workers 2] [--json] [--show 10]
+    python -m benchmarks.bench_attack [--mutants 20000] [--seed 0] [--only KIND] [--workers 2] [--part 1/2] [--json] [--show 10]
 
 Mutants know the structure of the file: trees of JSON and YAML, tables and pages of sqlite, headers of safetensors, nodes
 of ONNX, cells of CSV (``attack_mutators``); some stay sound as files and lie in what they say (``attack_formats``). A
 mutant is read and, if it is a sound file after all, used: checked, simulated, drawn, searched for a moment
 (``attack_targets``; by whole commands ``attack_commands``). Workers are processes of their own; each mutant's CPU time
-and the peak of its memory are taken. Defects, of which there must be none:
+and the peak of its memory are taken. Before, the numerical code is compiled as ``make`` does it: else the first mutant
+that needs a function would wait for its compiler, up to 15 s. ``--part 1/2`` and ``--part 2/2``, in two processes, are
+all mutants together. Defects, of which there must be none:
 
 ``untyped``  any exception but Weft's own errors, or the end of the process
 ``slow``     more than 5 s of CPU time, or no end
@@ -34,6 +36,7 @@ from random import Random
 from typing import Any
 
 from benchmarks.attack_targets import TARGETS, make_clean, make_mutant
+from weft import warm
 from weft.base.errors import WeftError
 
 MAX_S, MAX_MIB = 5.0, 1024
@@ -222,12 +225,14 @@ def run(jobs: Iterable[Job], *, seed: int, clean: Path, workers: int) -> Iterato
             worker.end()
 
 
-def list_jobs(mutants: int, only: str | None) -> list[Job]:
-    """Return the mutants of each kind by its weight, one kind after the other."""
+def list_jobs(mutants: int, only: str | None, part: str = "1/1") -> list[Job]:
+    """Return the mutants of each kind by its weight, one kind after the other; of ``"2/3"`` every third, from the second.
+    """
+    index, number = (int(item) for item in part.split("/"))
     kinds = {kind: target for kind, target in TARGETS.items() if only is None or only in kind}
     total = sum(target.weight for target in kinds.values())
     counts = {kind: max(1, round(mutants * target.weight / total)) for kind, target in kinds.items()}
-    return [(kind, number) for kind, count in counts.items() for number in range(count)]
+    return [(kind, at) for kind, count in counts.items() for at in range(count)][index - 1::number]
 
 
 # ---- the table ------------------------------------------------------------------------------------------------------
@@ -263,14 +268,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="kinds of files whose name has this in it")
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--part", default="1/1", help="2/3: every third mutant, from the second")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--show", type=int, default=10, help="so many defects of each kind are told in full")
     options = parser.parse_args()
+    warm.main([])
     with tempfile.TemporaryDirectory() as folder:
         clean = Path(folder) / "clean"
         clean.mkdir()
         make_clean(clean)
-        jobs = list_jobs(options.mutants, options.only)
+        jobs = list_jobs(options.mutants, options.only, options.part)
         verdicts, shown = [], Counter[str]()
         for verdict in run(jobs, seed=options.seed, clean=clean, workers=options.workers):
             verdicts.append(verdict)

@@ -37,6 +37,10 @@ def test_mutants_are_the_same_for_the_same_seed(clean):
     assert len({mutant_of("plan", number, 1, clean)[1] for number in range(20)}) > 10
 
 
+def test_parts_are_all_mutants_together():
+    assert sorted([*list_jobs(500, None, "1/2"), *list_jobs(500, None, "2/2")]) == sorted(list_jobs(500, None))
+
+
 def _crash(_path, _use):
     raise KeyError("not Weft's own")
 

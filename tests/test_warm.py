@@ -26,6 +26,7 @@ for objective in ("latency", "throughput"):
 from weft.search.strategies.solve import solve
 for limit in (None, 25 * 48):
     solve(_strategy_graph(limit), time_limit=1)
+solve(_strategy_graph(None, steps=(1, 2)), time_limit=1)
 from weft.search.deploy.search import DeployOptions, deploy
 deploy(_training_problem(), DeployOptions(max_simulations=1000))
 assert not compiled, compiled

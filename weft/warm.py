@@ -84,9 +84,9 @@ def _warm_partition() -> None:
         solve_partition(problem, objective=objective, time_limit=0.3)
 
 
-def _strategy_graph(limit: int | None) -> StrategyGraph:
+def _strategy_graph(limit: int | None, steps: tuple[int, ...] = (1, 3, 7)) -> StrategyGraph:
     rng = np.random.default_rng(0)
-    edges = [(i, j) for i in range(NUM_OPS) for j in (i + 1, i + 3, i + 7) if j < NUM_OPS]
+    edges = [(i, j) for i in range(NUM_OPS) for j in (i + step for step in steps) if j < NUM_OPS]
     return StrategyGraph(
         intervals=np.tile([0, 1], (NUM_OPS, 1)), costs=tuple(rng.integers(0, 100, (NUM_OPS, 5))),
         usages=tuple(rng.integers(0, 100, (NUM_OPS, 5))), edges=np.array(edges), usage_limit=limit,
@@ -97,6 +97,7 @@ def _warm_shard() -> None:
     for limit in (None, 30 * NUM_OPS):
         for _ in range(2):  # The first is over before everything has been compiled.
             solve(_strategy_graph(limit), time_limit=1.0)
+    solve(_strategy_graph(None, steps=(1, 2)), time_limit=1.0)  # nodes between two others, which are taken out
 
 
 def _warm_simulator() -> None:

@@ -64,6 +64,11 @@ class _Holders:
                 for tensor, held in sorted(found.items())}
 
     @cached_property
+    def parts(self) -> dict[int, dict[str, float]]:
+        return {tensor: {device: max(item.part for item in items) for device, items in held.items()}
+                for tensor, held in self.holdings.items()}
+
+    @cached_property
     def copies(self) -> dict[int, tuple[Copies, ...]]:
         known: dict[tuple[tuple[str, tuple[Holding, ...]], ...], tuple[Copies, ...]] = {}
         result = {}
@@ -106,9 +111,11 @@ def _replica_holdings(stage: Stage, replica: Replica, graph: Graph, tensor: int)
 
 
 def parameter_parts(plan: Plan, graph: Graph) -> dict[int, dict[str, float]]:
-    """Return, for each parameter, the part of it that each device holds, in the order of ``cluster.devices``."""
-    return {tensor: {device: max(item.part for item in items) for device, items in held.items()}
-            for tensor, held in parameter_holdings(plan, graph).items()}
+    """Return, for each parameter, the part of it that each device holds, in the order of ``cluster.devices``.
+
+    The result is kept for the next call and not to be changed.
+    """
+    return _holders(plan, graph).parts
 
 
 @dataclass(frozen=True, slots=True)

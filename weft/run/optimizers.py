@@ -15,7 +15,8 @@ never becomes one of another: that is a damaged file or another model.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+import math
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -28,6 +29,7 @@ from weft.base.tensor_file import Entry
 from weft.plan.plan import Optimizer
 from weft.plan.sharding import Region
 from weft.run.checkpoint_folder import DTYPES, CheckpointRecord, TensorFile, dtype_name
+from weft.run.optimizer_trial import FAILURES, try_state
 
 HALF: Final = (torch.float16, torch.bfloat16)
 KINDS: Final = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
@@ -64,9 +66,18 @@ class MasterWeights(torch.optim.Optimizer):
         super().__init__(list(tensors), dict(self._chunks[0][1].defaults))
 
     @property
+    def one(self) -> torch.optim.Optimizer:
+        """Return an optimizer that changes masters; those of other masters are like it."""
+        return self._chunks[0][1]
+
+    def masters(self) -> dict[int, Tensor]:
+        """Return the masters by the identities of the parameters in half precision."""
+        return {id(item): master for item, master in self._pairs if item is not master}
+
+    @property
     def description(self) -> str:
         """Return what a checkpoint says about the optimizer that wrote it."""
-        return f"{type(self._chunks[0][1]).__name__} with float32 masters"
+        return f"{type(self.one).__name__} with float32 masters"
 
     def step(self, closure: Any = None) -> None:
         """Change the masters by the parameters' gradients, and set the parameters to them."""
@@ -161,8 +172,6 @@ def _name(dtype: torch.dtype) -> str:
 
 
 log = logging.getLogger(__name__)
-_OWN_KEYS: Final = (torch.optim.Adafactor, torch.optim.LBFGS)
-"""PyTorch's optimizers that keep something else for one parameter than for another of its group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,28 +269,57 @@ class OptimizerState:
             raise InputError("the checkpoint's options of parameter groups are damaged: they must be objects")
         self._check_groups(record.groups)
         if file is not None:
-            self._check_dtypes(file)
+            self._check_entries(file)
+        options = self._options(record.groups)
+        try:
+            self._try(file, record, options)
+        except InputError as problem:
+            raise self._unfit(str(problem)) from problem
 
         def change() -> Callable[[], None]:
             undo, state, packed = self._undo(), self._read(file, record), self.optimizer.state_dict()
-            self._check_keys(state)
             names = {id(tensor): name for name, tensor in self._parameters.items()}
             for group, saved in zip(self.optimizer.param_groups, packed["param_groups"], strict=True):
                 for tensor, index in zip(group["params"], saved["params"], strict=True):
                     name = names.get(id(tensor))
                     if name in state:
                         packed["state"][index] = state[name]
+            for group, changed in zip(packed["param_groups"], options, strict=True):
+                group.update(changed)
             try:
-                self._set_groups(packed["param_groups"], record.groups)
                 self.optimizer.load_state_dict(packed)
-            except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as problem:
+            except FAILURES as problem:
                 undo()
-                raise InputError(f"{self.kind} cannot take over its state from the checkpoint "
-                                 f"({type(problem).__name__}: {problem}): it is damaged. Use an earlier one, or load "
-                                 "with optimizer=False") from problem
+                raise self._unfit(f"{type(problem).__name__}: {problem}") from problem
             return undo
 
         return change
+
+    def _unfit(self, why: str) -> InputError:
+        return InputError(f"{self.kind} cannot take over its state from the checkpoint ({why}): it is damaged. Use an "
+                          "earlier one, or load with optimizer=False")
+
+    def _try(self, file: TensorFile | None, record: CheckpointRecord, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ``InputError``, which says why, where one of PyTorch's optimizers could not go on from the checkpoint.
+
+        ``groups`` are the options that it would go on with.
+        """
+        optimizer, masters = self.optimizer, dict[int, Tensor]()
+        if isinstance(optimizer, MasterWeights):
+            optimizer, masters = optimizer.one, optimizer.masters()
+        if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
+            return
+        state = self._stored(file, record)
+        names = {id(tensor): name for name, tensor in self._parameters.items()}
+        for group, options in zip(self.optimizer.param_groups, groups, strict=True):
+            mine = {names[id(tensor)]: tensor for tensor in group["params"] if id(tensor) in names}
+            found = {name: dict(state[name]) for name in mine if name in state}
+            for name, tensor in mine.items() if self.has_masters else ():
+                master = found.get(name, {}).pop(MASTER, None if id(tensor) in masters else tensor)
+                if found.get(name) is not None and (not isinstance(master, Tensor) or master.shape != tensor.shape):
+                    raise InputError(f"it has no {MASTER!r} of {name!r} in the shape {list(tensor.shape)}")
+            try_state(type(optimizer), {name: masters.get(id(tensor), tensor) for name, tensor in mine.items()}, group,
+                      options, {name: values for name, values in found.items() if values})
 
     def _undo(self) -> Callable[[], None]:
         """Return what gives the optimizer the state that it has now."""
@@ -295,14 +333,17 @@ class OptimizerState:
 
         return undo
 
-    def _check_dtypes(self, file: TensorFile) -> None:
-        """Raise ``InputError`` where a stored tensor is not of the kind that the state has, or its parameter.
+    def _check_entries(self, file: TensorFile) -> None:
+        """Raise ``InputError`` where a stored tensor is of no parameter, or not of the kind of the state or parameter.
 
         Where nothing here says what it must be (``step`` before the first step), it is like others of its key.
         """
         others: dict[str, torch.dtype] = {}
         for entry, item in file.entries.items():
             name, _, key = entry.rpartition(".")
+            if name not in self._shapes:
+                raise InputError(f"the optimizer's {entry!r} in {file.path} is of no parameter of the model: it is "
+                                 "damaged, or for another model. Use an earlier one, or load with optimizer=False")
             if name not in self._parameters:
                 continue
             stored, now = DTYPES[item.dtype], self._state(name).get(key)
@@ -324,39 +365,23 @@ class OptimizerState:
         for index, (group, options) in enumerate(zip(self.optimizer.param_groups, saved, strict=True)):
             for key, value in options.items():
                 before = group.get(key)
-                is_as_long = isinstance(value, list | tuple) and isinstance(before, tuple) and len(value) == len(
-                    before) and all(isinstance(one, int | float) for one, other in zip(value, before, strict=True)
-                                    if isinstance(other, int | float))
-                is_number = isinstance(value, int | float | None)
-                if (isinstance(before, tuple) and not is_as_long) or (
-                        isinstance(before, Tensor | int | float) and not is_number):
+                if not _is_alike(value, tuple(before) if isinstance(before, list | tuple) else before):
                     raise InputError(f"the checkpoint's groups[{index}].{key} is {value!r:.60}, where {self.kind} has "
                                      f"{before!r:.60}: it is damaged. Use an earlier one, or load with optimizer=False")
 
-    def _check_keys(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise ``InputError`` where one of PyTorch's optimizers would have less for a parameter than for others.
-
-        Or something of another shape, which its kernels would read beyond its end.
-        """
-        if not type(self.optimizer).__module__.startswith("torch.optim.") or isinstance(self.optimizer, _OWN_KEYS):
-            return
-        names = {id(tensor): name for name, tensor in self._parameters.items()}
-        for group in self.optimizer.param_groups:
-            mine = [name for tensor in group["params"] if (name := names.get(id(tensor), "")) in state]
-            counts = Counter(key for name in mine for key in state[name])
-            wanted = {key for key, count in counts.items() if 2 * count > len(mine)}
-            for name in mine:
-                wanted_shape = self._parameters[name].shape
-                for key, value in state[name].items():
-                    if isinstance(value, Tensor) and value.numel() != 1 and value.shape != wanted_shape:
-                        raise InputError(
-                            f"{self.kind} cannot take over its state from the checkpoint, which has {key!r} of "
-                            f"{name!r} in the shape {list(value.shape)}, not one number or {list(wanted_shape)}: it "
-                            "is damaged. Use an earlier one, or load with optimizer=False")
-                if missing := wanted - set(state[name]):
-                    raise InputError(f"{self.kind} cannot take over its state from the checkpoint, which has no "
-                                     f"{min(missing)!r} of {name!r}, but of other parameters: it is damaged. Use an "
-                                     "earlier one, or load with optimizer=False")
+    def _stored(self, file: TensorFile | None, record: CheckpointRecord) -> dict[str, dict[str, Any]]:
+        """Return the state of this rank's parameters as ``_read`` does, but of large tensors only shape and dtype."""
+        found = self._read(None, record)
+        if file is None:
+            return found
+        for entry, item in file.entries.items():
+            name, _, key = entry.rpartition(".")
+            if name in self._parameters:
+                shape = self._parameters[name].shape if item.shape == self._shapes[name] else item.shape
+                is_number = math.prod(item.shape) == 1 and item.shape != self._shapes[name]
+                found.setdefault(name, {})[key] = file.read(entry) if is_number else torch.empty(
+                    shape, dtype=DTYPES[item.dtype], device="meta")
+        return found
 
     def _read(self, file: TensorFile | None, record: CheckpointRecord) -> dict[str, dict[str, Any]]:
         """Return the state of this rank's parameters by name and key, its parts only."""
@@ -373,11 +398,14 @@ class OptimizerState:
                 found.setdefault(name, {})[key] = file.read(entry, region)
         return found
 
-    def _set_groups(self, groups: list[dict[str, Any]], saved: Sequence[Mapping[str, Any]]) -> None:
+    def _options(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """Return the options of the parameter groups with those of a checkpoint."""
+        groups = [{key: value for key, value in group.items() if key != "params"}
+                  for group in self.optimizer.param_groups]
         if len(groups) != len(saved):
             log.warning("the checkpoint has %d parameter groups and the optimizer %d: their options, such as the "
                         "learning rate, stay as they are", len(saved), len(groups))
-            return
+            return groups
         for group, options in zip(groups, saved, strict=True):
             for key, value in options.items():
                 before = group.get(key)
@@ -385,3 +413,17 @@ class OptimizerState:
                     group[key] = torch.full_like(before, value)
                 elif key != "params":  # what only schedulers know, such as initial_lr, included
                     group[key] = tuple(value) if isinstance(before, tuple) else value
+        return groups
+
+
+def _is_alike(value: object, before: object) -> bool:
+    """Return whether an option may become ``value``: a finite number stays one, a switch one or nothing."""
+    if isinstance(before, tuple):
+        return isinstance(value, list | tuple) and len(value) == len(before) and all(map(_is_alike, value, before))
+    if isinstance(before, bool):
+        return isinstance(value, bool | None)
+    if isinstance(before, Tensor | int | float):
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return abs(value) <= sys.float_info.max or value == before
+        return not isinstance(before, Tensor) and value == before
+    return before is not None or not isinstance(value, list | tuple | dict)

@@ -52,6 +52,14 @@ class Solution:
         return int(self.solver.value(expression))
 
 
+def whole(value: float, scale: float, top: float) -> int:
+    """Return a value in whole numbers, rounded down; one beyond ``top``, which no solution has, is just beyond it.
+
+    The solver's numbers end at 2**63, and sums of such must not pass it.
+    """
+    return int(min(float(value) * scale, top + 1))
+
+
 def solve(model: cp_model.CpModel, budget: Budget, *, effort: float, seed: int = 0, stop_at: float | None = None,
           linearization: int = 1, lns: bool = False, seconds_per_unit: float | None = None,
           max_seconds: float | None = None) -> Solution:

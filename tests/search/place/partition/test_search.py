@@ -171,3 +171,21 @@ def test_a_circle_is_no_matter_for_throughput_alone() -> None:
     for options in ({"objective": "throughput", "contiguous": True}, {"objective": "latency"}):
         with pytest.raises(InputError, match="in a circle"):
             solve_partition(problem, **options)
+
+
+@pytest.mark.parametrize("objective", ["throughput", "latency"])
+@pytest.mark.parametrize(("part", "field", "number"), [
+    ("nodes", "fpgaLatency", 2.0**53), ("nodes", "cpuLatency", 1e25), ("nodes", "size", 1e25), ("edges", "cost", 1e25)])
+def test_one_number_far_beyond_the_others_is_as_good_as_one_beyond(objective: Any, part: str, field: str,
+                                                                   number: float) -> None:
+    """Scaled to whole numbers it was beyond the solver's range: ``TypeError``."""
+    value = random_value(np.random.default_rng(3), 6, classes=False)
+    for node in value["nodes"]:
+        node.update(supportedOnFpga=1, size=1.0, cpuLatency=4.0, fpgaLatency=1.0)
+    found = []
+    for item in (1e6, number):
+        for each in value[part] if part == "edges" else value[part][:1]:
+            each[field] = item
+        result = solve_partition(parse_partition(value), objective=objective)
+        found.append((result.value, result.status))
+    assert found[0] == found[1]

@@ -20,7 +20,7 @@ from ortools.sat.python import cp_model
 
 from weft.model.graph import I64
 from weft.search.common.budget import Budget
-from weft.search.common.cpsat import solve
+from weft.search.common.cpsat import solve, whole
 from weft.search.place.fit import add_parted, chosen, unit_choices
 from weft.search.place.partition.kernel import Graph, longest_path
 
@@ -59,9 +59,8 @@ class _Builder:
         self.top = int(RESOLUTION)
         self.hint = _canonical(g, where)
         self.x = self._units()
-        self.cpu = [int(item * self.scale) for item in g.cpu_s]
-        self.fpga = [int(item * self.scale) for item in g.fpga_s]
-        self.cost = [int(item * self.scale) for item in g.cost_s]
+        self.cpu, self.fpga, self.cost = ([whole(item, self.scale, RESOLUTION) for item in times]
+                                          for times in (g.cpu_s, g.fpga_s, g.cost_s))
         self.latency = self.model.new_int_var(0, self.top, "latency")
         self.finish = [self.model.new_int_var(0, self.top, f"f{node}") for node in range(len(g.cpu_s))]
         self.start = [self.model.new_int_var(0, self.top, f"S{index}") for index in range(g.num_sets + 1)]
@@ -125,8 +124,8 @@ class _Builder:
         scale = min(1.0, RESOLUTION / max(g.capacity, 1.0))
         sizes = np.bincount(g.unit, weights=g.size, minlength=len(g.can_set))
         if sizes.sum() > g.capacity:
-            self.model.add(sum(row[index] * int(sizes[unit] * scale) for unit, row in enumerate(x) if index in row) <=
-                           int(g.capacity * scale))
+            self.model.add(sum(row[index] * whole(sizes[unit], scale, RESOLUTION)
+                               for unit, row in enumerate(x) if index in row) <= int(g.capacity * scale))
 
     def _paths(self) -> None:
         """Add the linear inequality of the path that is longest by fastest times, and of the one by costs."""

@@ -37,12 +37,14 @@ from ortools.sat.python import cp_model
 
 from weft.model.graph import F64, I64
 from weft.search.common.budget import Budget
-from weft.search.common.cpsat import solve
+from weft.search.common.cpsat import solve, whole
 from weft.search.place.fit import add_parted, chosen, held_on, unit_choices
 from weft.search.place.throughput.model import LoadProblem
 
 RESOLUTION: Final = float(1 << 27)
 """The known value in whole numbers."""
+_BEYOND: Final = float(1 << 53)
+"""More than the work of any set of units."""
 MAX_TERMS: Final = 400_000
 """Larger models are not built."""
 MAX_ORDERED: Final = 80
@@ -165,7 +167,7 @@ class _OneDevice:
             model.add(x[unit] == 0)
         paid = []
         for tensor, owner in enumerate(a.owner.tolist()):
-            amount = int(a.touch_s[tensor, self.device] * self.scale)
+            amount = whole(a.touch_s[tensor, self.device], self.scale, RESOLUTION)
             if amount:
                 touched = model.new_bool_var(f"y{tensor}")
                 for reader in a.readers_of(tensor):
@@ -173,7 +175,7 @@ class _OneDevice:
                     model.add_bool_or([touched, x[owner], x[reader].negated()])
                 paid.append(touched * amount)
         time_s = np.where(np.isinf(a.time_s[:, self.device]), 0.0, a.time_s[:, self.device])
-        taken = sum(item * int(seconds * self.scale) for item, seconds in zip(x, time_s, strict=True))
+        taken = sum(item * whole(seconds, self.scale, RESOLUTION) for item, seconds in zip(x, time_s, strict=True))
         model.add(taken + sum(paid) <= int(RESOLUTION))
         model.add(sum(x[unit] * amount for unit, amount in amounts) >= at_least)
         model.minimize(taken + sum(paid) if with_time else sum(paid))
@@ -185,8 +187,8 @@ class _OneDevice:
     def with_time_at_least(self, seconds: float, *, with_time: bool) -> float:
         """Return the least load or communication of a set that takes at least so much time."""
         times = self.problem.arrays.time_s[:, self.device].tolist()
-        amounts = [0 if math.isinf(item) else math.ceil(item * self.scale) for item in times]
-        return self.least(enumerate(amounts), math.floor(seconds * self.scale), with_time=with_time)
+        amounts = [0 if math.isinf(item) else math.ceil(min(item * self.scale, RESOLUTION + 1)) for item in times]
+        return self.least(enumerate(amounts), whole(seconds, self.scale, _BEYOND), with_time=with_time)
 
 
 def _fullest(work: _Work, single: _OneDevice) -> float:
@@ -268,7 +270,7 @@ class _Builder:
             for index, item in row.items():
                 if self.device is not None:
                     self.model.add_hint(item, int(self.device[unit] == index))
-                self.terms[self.a.core[index]].append((item, int(self.a.time_s[unit, index] * self.scale)))
+                self.terms[self.a.core[index]].append((item, whole(self.a.time_s[unit, index], self.scale, RESOLUTION)))
         return x
 
     def _memory(self) -> None:
@@ -281,7 +283,7 @@ class _Builder:
         for device, capacity in enumerate(self.a.capacity.tolist()):
             if np.isfinite(capacity) and capacity < self.a.item_bytes.sum():
                 scale = min(1.0, RESOLUTION / max(capacity, 1.0))
-                sizes = [int(size * scale) for size in self.a.item_bytes]
+                sizes = [whole(size, scale, RESOLUTION) for size in self.a.item_bytes]
                 held = held_on(self.model, self.x, users, sizes, device)
                 self.model.add(sum(kept * sizes[item] for kept, item in held) <= int(capacity * scale))
 
@@ -305,7 +307,7 @@ class _Builder:
             other = self.x[reader].get(device)
             add_parted(self.model, touched, inside, other)
             add_parted(self.model, touched, other, inside)
-        self.terms[self.a.core[device]].append((touched, int(self.a.touch_s[tensor, device] * self.scale)))
+        self.terms[self.a.core[device]].append((touched, whole(self.a.touch_s[tensor, device], self.scale, RESOLUTION)))
 
     def _send(self, tensor: int, readers: list[int], source: int, target: int, seconds: float) -> None:
         a = self.a
@@ -322,13 +324,13 @@ class _Builder:
             self.model.add_bool_or([sent, start.negated(), end.negated()])
         pair = source * self.problem.num_devices + target
         for resource in a.resources[a.resource_start[pair] : a.resource_start[pair + 1]].tolist():
-            self.terms[a.num_cores + resource].append((sent, int(seconds * self.scale)))
+            self.terms[a.num_cores + resource].append((sent, whole(seconds, self.scale, RESOLUTION)))
 
     def _loads(self) -> None:
         for terms in self.terms:
             if terms:
                 self.model.add(sum(item * amount for item, amount in terms if amount) <= self.top)
-        self.model.add(self.top >= int(average_bound(self.problem) * self.scale))
+        self.model.add(self.top >= whole(average_bound(self.problem), self.scale, RESOLUTION))
 
     def _contiguity(self) -> None:
         """``above`` (a node of the device is above) and ``below`` hold together only on the device."""
