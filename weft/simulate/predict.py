@@ -5,7 +5,6 @@ from __future__ import annotations
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import Costs
 from weft.plan.program import Program
-from weft.simulate.engine import Simulator
 from weft.simulate.timeline import Timeline, make_timeline
 from weft.simulate.timing import time_program
 
@@ -15,6 +14,8 @@ def simulate(program: Program, costs: Costs, cluster: Cluster) -> Timeline:
 
     Raises ``PlanError`` if instructions wait for each other, with their places.
     """
+    from weft.simulate.engine import Simulator  # compiled code, which only a simulation needs
+
     timed = time_program(program, costs, cluster)
     wiring = timed.wiring
     simulator = Simulator(timed.graph, describe=lambda task: program.place(int(wiring.leader[task])))
