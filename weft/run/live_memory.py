@@ -26,6 +26,8 @@ from torch import Tensor
 
 _BEGIN: Final = "weft instruction begins"
 _END: Final = "weft instruction ends"
+_STARTED: Final = "__start_profile"
+"""The mark that the profiler makes in the thread that starts it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +155,12 @@ class CpuMemory:
         try:
             yield
         finally:
-            for events in autograd._disable_profiler_legacy():
+            noted = autograd._disable_profiler_legacy()
+            first = next(event for events in noted for event in events if event.name() == _STARTED)
+            for events in noted:  # those of a backend's threads too, which begin later
                 thread = len(self._noted)
                 self._noted.append([
-                    _Event(started + events[0].cpu_elapsed_us(event), order, thread, event.kind(), event.name(),
+                    _Event(started + first.cpu_elapsed_us(event), order, thread, event.kind(), event.name(),
                            event.cpu_memory_usage() if event.kind() == "memory_alloc" else 0)
                     for order, event in enumerate(events)])
 
