@@ -30,7 +30,7 @@ import numpy as np
 from weft.model.graph import I64, Bool, Graph, TensorRole
 from weft.plan.factors import block_size, bucket_rows
 from weft.plan.holders import parameter_parts
-from weft.plan.layout import stage_inputs
+from weft.plan.layout import bytes_of, stage_inputs
 from weft.plan.local_tensors import local_tensors
 from weft.plan.plan import Optimizer
 from weft.plan.program import Channel, Instance, Op, Phase, Program
@@ -311,14 +311,44 @@ def _handed_over_bytes(program: Program, places: _Places, memories: list[StageMe
                                 sends[is_gradient[program.channel[sends]]])):
         which = sender[program.channel[rows]], program.microbatch[rows]
         np.maximum.at(until, which, _sent_until(program, rows, waits[which]))
+    leaves, leaf_until = _leaf_bytes(program, places)
     outputs = handed_outputs(program, memories)
     gradients = np.asarray([memory.input_gradients for memory in memories], dtype=np.int64)
     total = np.zeros(program.num_instructions, dtype=np.int64)
-    for start, until, sizes in ((forward, output_until, outputs), (backward, gradient_until, gradients)):
+    for start, until, sizes in ((forward, output_until, outputs), (backward, gradient_until, gradients),
+                                (output_until, leaf_until, leaves)):
         slots, microbatches = np.nonzero(until > start)
         total += _held(program, start[slots, microbatches] + 1, until[slots, microbatches],
                        sizes[places.instance[slots]])
     return total
+
+
+def _leaf_bytes(program: Program, places: _Places) -> tuple[I64, I64]:
+    """Return the bytes of each instance's outputs that readers on its rank hold until their backward, and until when.
+
+    Autograd holds what a gradient is wanted of, though no operator needs it any more. What is saved counts as that, and
+    a stage that recomputes keeps its inputs anyway.
+    """
+    graph, found = program.graph, dict[int, set[int]]()
+    until = np.full_like(places.backward, -1)
+    inputs = [stage_inputs(graph, ops) for ops in program.stage_ops]
+    held = graph.needs_gradient & ~graph.is_saved[graph.memory_root]
+    for (rank, index), slot in places.slots.items():
+        item = program.instances[index]
+        if program.plan.model.mode != "training" or program.plan.stages[item.stage].recompute:
+            continue
+        for producer in item.producers:
+            source = places.slots.get((rank, producer))
+            if source is not None and program.instances[producer].samples == item.samples:
+                made = inputs[item.stage][np.isin(graph.tensor_producer[inputs[item.stage]],
+                                                  program.stage_ops[program.instances[producer].stage])]
+                found.setdefault(producer, set()).update(graph.memory_root[made[held[made]]].tolist())
+                if held[made].any():
+                    np.maximum(until[source], places.backward[slot], out=until[source])
+    sizes = np.zeros(len(program.instances), dtype=np.int64)
+    for producer, tensors in found.items():
+        sizes[producer] = bytes_of(graph, tensors, program.instances[producer].num_samples)
+    return sizes, until
 
 
 def _copied_to_send(program: Program) -> I64:
@@ -428,7 +458,7 @@ def static_bytes(program: Program) -> I64:
 
 
 def _exchange_bytes(program: Program) -> I64:
-    """Return what exchanges take on each rank: factors that are kept, and room for the largest exchange under way."""
+    """Return what exchanges take on each rank: factors that are kept, and room for the largest exchange or product."""
     kept, under_way = np.zeros((2, program.num_ranks), dtype=np.int64)
     for bucket in program.buckets:
         if bucket.server is not None:
@@ -437,9 +467,9 @@ def _exchange_bytes(program: Program) -> I64:
             width = _dtype_bytes(program.graph.tensor_dtypes[bucket.parameters[0]])
             sizes = [block_size(program.graph, bucket.factors, rows) for rows in bucket_rows(program, bucket).values()]
             ranks = list(bucket.ranks)
-            kept[ranks] += max(sizes) * width
-            # All blocks as gathered, and the rows of all of them put together for the products.
-            under_way[ranks] = np.maximum(under_way[ranks], (len(sizes) * max(sizes) + sum(sizes)) * width)
+            # A rank's own block, all blocks as gathered, which stay until the products, and their rows put together.
+            kept[ranks] += (1 + len(sizes)) * max(sizes) * width
+            under_way[ranks] = np.maximum(under_way[ranks], sum(sizes) * width)
     return kept + under_way
 
 

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import Tensor
 from weft.base.errors import RunError
 from weft.run.failures import PeerLost, failure
 from weft.run.status import StatusLine
-from weft.run.wire import ExchangeGroup, OnHost, Staging, Work, moved_per_entry, settled, to_add, to_move
+from weft.run.wire import ExchangeGroup, OnHost, Staging, Work, gathering, moved_per_entry, settled, to_add, to_move
 
 
 class Transport:
@@ -87,8 +88,9 @@ class Transport:
 
     def lane_group(self, ranks: tuple[int, ...]) -> ExchangeGroup | None:
         """Return the group of some ranks for exchanges on lanes; None if this rank is not in it, or alone."""
-        is_member = self.rank in ranks and len(ranks) > 1
-        return ExchangeGroup(self._lane_groups[ranks], ranks) if is_member else None
+        if self.rank not in ranks or len(ranks) == 1:
+            return None
+        return ExchangeGroup(self._lane_groups[ranks], ranks, ranks.index(self.rank), is_gloo=self._is_gloo)
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Work:
         """Start sending a contiguous tensor; it must stay as it is until the work is done."""
@@ -136,12 +138,15 @@ class Transport:
         """Return the tensors of ``ranks``, which have one shape, one after the other along a new first dimension."""
         sent = self.on_wire(settled(tensor))
         result = self._room((len(ranks), *sent.shape), sent.dtype)
-        return self._collect(lambda group: group._allgather_base(to_move(result).view(-1), to_move(sent).view(-1)),
-                             result, ranks, "gathering")
+        start = partial(gathering, result, sent, ranks.index(self.rank), by_messages=self._is_gloo)
+        return self._collect(start, result, ranks, "gathering")
 
     def sum_scattered(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """Return this rank's entry, along the first dimension, of the sum of the tensor over ``ranks``."""
+        """Return this rank's entry, along the first dimension, of the sum of the tensor, which may become that sum."""
         sent = self.on_wire(settled(tensor))
+        if self._is_gloo:  # it would add up a copy of all entries
+            return self._collect(lambda group: group.allreduce([to_add(sent)]), sent, ranks,
+                                 "adding up and scattering")[ranks.index(self.rank)].clone()
         result = self._room(sent.shape[1:], sent.dtype)
         return self._collect(lambda group: group._reduce_scatter_base(to_add(result).view(-1), to_add(sent).view(-1)),
                              result, ranks, "adding up and scattering")
@@ -153,6 +158,10 @@ class Transport:
         return self._collect(lambda group: group.alltoall_base(
             to_move(result), to_move(given), [scale * size for size in received], [scale * size for size in sent]),
             result, ranks, "exchanging")
+
+    @property
+    def _is_gloo(self) -> bool:
+        return self.staging is not None or self.device.type == "cpu"
 
     def on_wire(self, tensor: Tensor) -> Tensor:
         """Return the tensor where the backend can take it: itself, or a copy in the host's memory."""
