@@ -363,8 +363,9 @@ def _tensor_columns(tensors: list[_Tensor]) -> dict[str, Any]:
 
 
 def _is_scattered(value: torch.Tensor) -> bool:
-    """Return whether a tensor must be copied to lie in one piece with its own values."""
-    return not value.is_contiguous() or value.is_conj() or value.is_neg()
+    """Return whether a tensor must be copied to lie in one piece, its dimensions in any order, with its own values."""
+    order = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
+    return not value.permute(order).is_contiguous() or value.is_conj() or value.is_neg()
 
 
 def _has_gradient(value: torch.Tensor) -> bool:

@@ -82,6 +82,7 @@ class MemoryMeter:
         self._actions = list(executor.binder.actions)
         executor.binder.actions[:] = [self._metered(place, action) for place, action in enumerate(self._actions)]
         executor.binder.lane.around = self._live.watching
+        executor.transport.is_metered = executor.transport.device.type == "cpu"
         self._live.__enter__()
         return self
 
@@ -90,6 +91,7 @@ class MemoryMeter:
         self._live.__exit__(kind, value, trace)
         self._executor.binder.actions[:] = self._actions
         self._executor.binder.lane.around = None
+        self._executor.transport.is_metered = False
 
     def _metered(self, place: int, action: Callable[[], None]) -> Callable[[], None]:
         live, row = self._live, self._rows[place]

@@ -32,6 +32,9 @@ from weft.run.wire import ExchangeGroup, OnHost, Staging, Work, gathering, moved
 class Transport:
     """The connections of one rank; use as a context manager or call ``close``."""
 
+    is_metered = False
+    """While memory is measured: a collective ends when the backend's thread has let go of its tensors."""
+
     def __init__(self, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float = 300.0,
                  store: Any = None, by_host: bool = False, status: StatusLine | None = None) -> None:
         """Connect to the ranks that meet at ``store``, or else at ``MASTER_ADDR:MASTER_PORT``.
@@ -132,7 +135,8 @@ class Transport:
         result = self.on_wire(tensor.clone(memory_format=torch.contiguous_format))
         options = dist.AllreduceOptions()
         options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
-        return self._collect(lambda group: group.allreduce([to_add(result, how)], options), result, ranks, "adding up")
+        return self._collect(lambda group: group.allreduce([to_add(result.detach(), how)], options), result, ranks,
+                             "adding up")
 
     def gathered(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Return the tensors of ``ranks``, which have one shape, one after the other along a new first dimension."""
@@ -145,7 +149,7 @@ class Transport:
         """Return this rank's entry, along the first dimension, of the sum of the tensor, which may become that sum."""
         sent = self.on_wire(settled(tensor))
         if self._is_gloo:  # it would add up a copy of all entries
-            return self._collect(lambda group: group.allreduce([to_add(sent)]), sent, ranks,
+            return self._collect(lambda group: group.allreduce([to_add(sent.detach())]), sent, ranks,
                                  "adding up and scattering")[ranks.index(self.rank)].clone()
         result = self._room(sent.shape[1:], sent.dtype)
         return self._collect(lambda group: group._reduce_scatter_base(to_add(result).view(-1), to_add(sent).view(-1)),
@@ -156,8 +160,8 @@ class Transport:
         given = self.on_wire(settled(flat))
         result, scale = self._room((sum(received),), given.dtype), moved_per_entry(given.dtype)
         return self._collect(lambda group: group.alltoall_base(
-            to_move(result), to_move(given), [scale * size for size in received], [scale * size for size in sent]),
-            result, ranks, "exchanging")
+            to_move(result.detach()), to_move(given), [scale * size for size in received],
+            [scale * size for size in sent]), result, ranks, "exchanging")
 
     @property
     def _is_gloo(self) -> bool:
@@ -177,8 +181,11 @@ class Transport:
     def _collect(self, start: Callable[[Any], Work], result: Tensor, ranks: tuple[int, ...], verb: str) -> Tensor:
         """Return the result of a collective, on the rank's device, when it is done."""
         self.status.begin_wait()
+        users = _storage_users(result) if self.is_metered else 0
         try:
             start(self._groups[ranks]).wait()
+            while self.is_metered and _storage_users(result) > users:
+                time.sleep(1e-5)
         except RuntimeError as problem:
             raise self._failure(problem, f"{verb} {_what(result)}", ranks) from problem
         self.status.end_wait()
@@ -327,6 +334,12 @@ class Transport:
         """Give up the connections, unless they were there before."""
         if dist.is_initialized() and not self._is_adopted:
             dist.destroy_process_group()
+
+
+def _storage_users(tensor: Tensor) -> int:
+    storage: Any = tensor.untyped_storage()
+    users: int = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
+    return users
 
 
 def _what(tensor: Tensor) -> str:
