@@ -319,16 +319,15 @@ def _handed_over_bytes(program: Program, places: _Places, memories: list[StageMe
     outputs = handed_outputs(program, memories)
     gradients = np.asarray([memory.input_gradients for memory in memories], dtype=np.int64)
     total = np.zeros(program.num_instructions, dtype=np.int64)
-    for start, until, sizes in ((forward, output_until, outputs), (backward, gradient_until, gradients),
-                                (output_until, leaf_until, leaves)):
+    for start, until, sizes in ((forward, output_until, outputs[places.instance]), (output_until, leaf_until, leaves),
+                                (backward, gradient_until, gradients[places.instance])):
         slots, microbatches = np.nonzero(until > start)
-        total += _held(program, start[slots, microbatches] + 1, until[slots, microbatches],
-                       sizes[places.instance[slots]])
+        total += _held(program, start[slots, microbatches] + 1, until[slots, microbatches], sizes[slots])
     return total
 
 
 def _leaf_bytes(program: Program, places: _Places) -> tuple[I64, I64]:
-    """Return the bytes of each instance's outputs that readers on its rank hold until their backward, and until when.
+    """Return the bytes of each slot's outputs that readers on its rank hold until their backward, and until when.
 
     Autograd holds what a gradient is wanted of, though no operator needs it any more. What is saved counts as that, and
     a stage that recomputes keeps its inputs anyway.
@@ -346,12 +345,12 @@ def _leaf_bytes(program: Program, places: _Places) -> tuple[I64, I64]:
             if source is not None and program.instances[producer].samples == item.samples:
                 made = inputs[item.stage][np.isin(graph.tensor_producer[inputs[item.stage]],
                                                   program.stage_ops[program.instances[producer].stage])]
-                found.setdefault(producer, set()).update(graph.memory_root[made[held[made]]].tolist())
+                found.setdefault(source, set()).update(graph.memory_root[made[held[made]]].tolist())
                 if held[made].any():
                     np.maximum(until[source], places.backward[slot], out=until[source])
-    sizes = np.zeros(len(program.instances), dtype=np.int64)
-    for producer, tensors in found.items():
-        sizes[producer] = bytes_of(graph, tensors, program.instances[producer].num_samples)
+    sizes = np.zeros(len(places.slots), dtype=np.int64)
+    for source, tensors in found.items():
+        sizes[source] = bytes_of(graph, tensors, program.instances[places.instance[source]].num_samples)
     return sizes, until
 
 
