@@ -24,32 +24,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
 from benchmarks.random_compare import differences
+from benchmarks.random_memory import FullTracer, compare_peaks
 from benchmarks.random_models import DrawnModel, draw_model
 from benchmarks.random_plans import KINDS, World, draw_plan
-from benchmarks.random_ranks import FAULTS, RankOutcome, Ranks
+from benchmarks.random_ranks import FAULTS, Ranks
 from weft.base.errors import WeftError
 from weft.cli.common import has_unaligned_replicas
-from weft.model.trace import TracedModel, trace
-from weft.plan.memory import account_memory
 from weft.plan.plan import Plan
 from weft.plan.program import Program
-from weft.run.memory_meter import MeterRecord, compare_memory
 from weft.run.prepare import Tracer, lower_to_run
-from weft.run.result import RankMemory
-
-SLACK = 1.02
-"""So many times the account's peak still counts as within it: adding counters and other tensors of a few bytes."""
-
-
-class FullTracer(Tracer):
-    """Traces as a planner does, with what autograd keeps looked at, so that the account is the plan's promise."""
-
-    def trace(self, num_samples: int, *, batch_dims: bool = False) -> TracedModel:
-        """Return the model traced for that many samples, each number once."""
-        key = num_samples, True
-        if key not in self._traced:
-            self._traced[key] = trace(self.source, batch=num_samples, batch_dims=True)
-        return self._traced[key]
 
 
 @dataclass(kw_only=True)
@@ -133,34 +116,9 @@ def _judge(case: Case, model: DrawnModel, plan: Plan, program: Program, ranks: R
     case.result = "different" if case.words else "equal"
     if case.words and has_unaligned_replicas(plan) and any("batch norm" in note for note in program.graph.warnings):
         case.result = "announced"  # statistics of parts that no single process is given: the plan's notes say so
-    _note_memory(case, program, outcomes)
+    found = compare_peaks(program, outcomes)
+    case.ratios, case.above, case.unexplained = found.ratios, found.above, found.unexplained
     return True
-
-
-def _note_memory(case: Case, program: Program, outcomes: Sequence[RankOutcome]) -> None:
-    records = [item.memory for item in outcomes if item.memory is not None]
-    for rank, item in enumerate(compare_memory(program, account_memory(program), records)):
-        if item.account_bytes:
-            case.ratios.append(item.measured_bytes / item.account_bytes)
-            if case.ratios[-1] > SLACK:
-                causes, is_explained = _causes(item, records[rank])
-                case.unexplained += not is_explained
-                more = {name: item.measured[name] - item.account[name] for name in item.account}
-                case.above.append(f"rank {rank}: {item.measured_bytes} for {item.account_bytes} promised "
-                                  f"({item.difference:+.1%}) in {item.measured_at} (account {item.account_at}), by "
-                                  f"category {more}, inside {item.inside}; {causes}")
-
-
-def _causes(item: RankMemory, record: MeterRecord) -> tuple[str, bool]:
-    """Return the parts of a difference, and whether the promise is kept without them."""
-    at = record.peak.index(max(record.peak))
-    running = next((name for name in record.at[at] if name.startswith("aten::")), "nothing that PyTorch names")
-    outside = next((f" in {name}" for name in record.at[at][::-1] if not name.startswith(("aten::", "autograd::", "gloo:"))), "")
-    counters = max(0, item.measured["optimizer"] - item.account["optimizer"])
-    rest = item.measured_bytes - record.inside[at] - counters - item.account_bytes
-    is_explained = rest <= (SLACK - 1) * item.account_bytes
-    return (f"workspace of {running}{outside} {record.inside[at]}, the optimizer's counters {counters}, "
-            f"{'rest' if is_explained else 'UNEXPLAINED'} {rest}"), is_explained
 
 
 def _control(case: Case, model: DrawnModel, plan: Plan, program: Program, ranks: Ranks, tracer: Tracer) -> bool:

@@ -17,7 +17,7 @@ from weft.run.optimizers import make_optimizer
 from weft.run.parameters import buffer_holders, cut_region
 from weft.run.prepare import Tracer
 
-TOLERANCE: Final = 1e-10
+TOLERANCE = 1e-10
 FLOOR: Final = 1e-3
 """Gradients are compared relative to the largest of their own, and at least to this part of the largest of all."""
 NOISE: Final = 1e-12

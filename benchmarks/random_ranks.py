@@ -49,10 +49,14 @@ class RankOutcome:
 
 
 class Ranks:
-    """Processes that have this process's traces; a context manager that leaves none behind."""
+    """Processes that have this process's traces; a context manager that leaves none behind.
 
-    def __init__(self, tracer: Tracer, num_ranks: int) -> None:
-        self._tracer, self._num_ranks = tracer, num_ranks
+    On a GPU, ``cuda``, they share it, and their messages pass through the host's memory. This process must not have
+    touched it before.
+    """
+
+    def __init__(self, tracer: Tracer, num_ranks: int, device: str = "cpu") -> None:
+        self._tracer, self._num_ranks, self._device = tracer, num_ranks, device
         self._pids: list[int] = []
         self._pipes: list[Connection] = []
 
@@ -66,7 +70,7 @@ class Ranks:
                 if pid == 0:
                     with contextlib.suppress(BaseException):
                         ours.close()
-                        _serve(rank, self._num_ranks, listener.fileno(), theirs, self._tracer)
+                        _serve(rank, self._num_ranks, listener.fileno(), theirs, self._tracer, self._device)
                     os._exit(0)
                 theirs.close()
                 self._pids.append(pid)
@@ -100,10 +104,13 @@ def _answer(pipe: Connection, deadline: float) -> RankOutcome:
     return outcome
 
 
-def _serve(rank: int, num_ranks: int, listen_fd: int, pipe: Connection, tracer: Tracer) -> None:
+def _serve(rank: int, num_ranks: int, listen_fd: int, pipe: Connection, tracer: Tracer, device: str) -> None:
     torch.set_num_threads(1)
+    if device != "cpu":
+        torch.cuda.set_device(0)
     store = open_store(listen_fd=listen_fd if rank == 0 else None, timeout_s=10)
-    transport = Transport(rank=rank, num_ranks=num_ranks, device=torch.device("cpu"), timeout_s=10, store=store)
+    transport = Transport(rank=rank, num_ranks=num_ranks, device=torch.device(device), timeout_s=30, store=store,
+                          by_host=device != "cpu")
     while True:
         plan, fault = pickle.loads(pipe.recv_bytes())
         try:
@@ -133,11 +140,12 @@ def _outcome(executor: Executor, ready: Prepared, was_damaged: bool) -> RankOutc
     is_training = executor.program.plan.model.mode == "training"
     return RankOutcome(
         loss=executor.take_loss(), was_damaged=was_damaged, regions=held_regions(executor.program, rank),
-        gradients={name: executor.parameters.gradient(name).detach().clone()
+        gradients={name: executor.parameters.gradient(name).detach().clone().cpu()
                    for name, item in tensors.items() if item.requires_grad and is_training},
-        parameters={name: item.detach().clone() for name, item in tensors.items()},
-        buffers={name: item.clone() for name, item in ready.buffers.items()},
-        outputs=executor.take_results())
+        parameters={name: item.detach().clone().cpu() for name, item in tensors.items()},
+        buffers={name: item.clone().cpu() for name, item in ready.buffers.items()},
+        outputs=[(instance, microbatch, {name: item.cpu() for name, item in values.items()})
+                 for instance, microbatch, values in executor.take_results()])
 
 
 # ---- faults, for the control ------------------------------------------------------------------------------------------

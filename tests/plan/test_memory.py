@@ -172,9 +172,17 @@ class Recount:
             weights = sum(self.size(tensor) for tensor in self.new_weights(op) - fresh)
             if split and self.waits(op):
                 weights = 0.0
+            weights += sum(self.size(tensor) for tensor in self.parameters() - fresh if self.is_waiting(
+                tensor, [split and self.waits(item) for item in ops], step))
             weights += sum(self.size(tensor) for tensor in fresh & set().union(*map(self.touched_tensors, ops[:step + 1])))
             totals += [during + weights - self.gone(let_go, step), after + weights - self.gone(let_go, step + 1)]
         return round(max(totals))
+
+    def is_waiting(self, tensor: int, later: list[bool], step: int) -> bool:
+        """Return whether a backward before has left a gradient of the parameter, and this or a later one adds to it."""
+        makers = [place for place, op in enumerate(self.ops[::-1])
+                  if not later[place] and tensor in self.new_weights(op)]
+        return any(place < step for place in makers) and any(place >= step for place in makers)
 
     def gone(self, let_go: set[int], step: int) -> float:
         """Return what nobody needs any more when so many backwards have run."""
@@ -226,6 +234,10 @@ def _readers(program: Program, meaning: Meaning, rank: int) -> dict[tuple[object
             needed = meaning.feeds(member, microbatch) if phase == Phase.F else meaning.gradients(member, microbatch)
             for _, other in needed:
                 if rank in meaning.ranks[other]:
+                    if phase == Phase.F and _leaf_tensors(program, meaning, other, member, rank):
+                        backward = next(place for place, row in enumerate(rows) if row[0] == Op.COMPUTE and row[1:3] == (
+                            instance, microbatch) and row[3] in (Phase.B, Phase.I))
+                        last["leaf", other, microbatch] = max(last.get(("leaf", other, microbatch), -1), backward)
                     key = "output" if phase == Phase.F else "gradient", other, microbatch
                     last[key] = max(last.get(key, -1), position)
         if op == Op.COMPUTE:
@@ -235,6 +247,23 @@ def _readers(program: Program, meaning: Meaning, rank: int) -> dict[tuple[object
                     if phase == Phase.F and channel.kind == "activation":
                         last["arriving", index, microbatch] = position
     return last
+
+
+def _leaf_tensors(program: Program, meaning: Meaning, maker: Member, reader: Member, rank: int) -> set[int]:
+    """Return what a reader on the maker's rank holds of it until its backward, for the gradient, though nobody saves it."""
+    graph, plan = program.graph, program.plan
+    is_near = rank in meaning.ranks[maker] and rank in meaning.ranks[reader]
+    if (plan.model.mode != "training" or plan.stages[reader[0]].recompute or not is_near
+            or meaning.samples[maker] != meaning.samples[reader] or not instance_reads(meaning, reader, maker)):
+        return set()
+    made = {graph.op_index[op] for op in plan.stages[maker[0]].ops}
+    return {int(graph.memory_root[tensor]) for tensor in meaning.reads[reader[0]] if graph.tensor_producer[tensor] in made
+            and graph.needs_gradient[tensor] and not graph.is_saved[graph.memory_root[tensor]]}
+
+
+def _leaves(program: Program, meaning: Meaning, stages: dict[Member, Recount], maker: Member, rank: int) -> int:
+    found = set().union(*(_leaf_tensors(program, meaning, maker, reader, rank) for reader in meaning.members()))
+    return round(sum(map(stages[maker].size, found)))
 
 
 def _waited_for(program: Program, rows: list[tuple[int, ...]], position: int) -> int:
@@ -278,6 +307,9 @@ def _recount_rank(program: Program, meaning: Meaning, stages: dict[Member, Recou
             _after(program, meaning, stages, instance, microbatch, Phase(phase), held)
         for key in [key for key in held if key[0] != "kept" and last.get(key, -1) <= position]:
             del held[key]
+            leaf = ("leaf", *key[1:])
+            if key[0] == "output" and last.get(leaf, -1) > position:
+                held[leaf] = _leaves(program, meaning, stages, key[1], rank)
     assert not held, f"rank {rank} never lets go of {held}"
     return result
 

@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from weft.run.checkpoint_folder import TensorFile, TensorWriter, dtype_name
 
 from weft.base.errors import InputError
 from weft.base.tensor_file import Entry
 from weft.plan.plan import Optimizer
-from weft.run.checkpoint_folder import CheckpointRecord
+from weft.run.checkpoint_folder import CheckpointRecord, TensorFile, TensorWriter, dtype_name
 from weft.run.optimizers import OptimizerState, make_optimizer
 
 Make = Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]

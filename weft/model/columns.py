@@ -340,7 +340,13 @@ def _tensor_row(tensor: _Tensor) -> TensorRow:
         name=tensor.name, shape=tuple(int(size) for size in value.shape), role=tensor.role, producer=tensor.producer,
         dtype=str(value.dtype).removeprefix("torch."), num_bytes=value.numel() * value.element_size(),
         base=tensor.base, is_saved=tensor.is_saved,
-        is_scattered=not value.is_contiguous() or value.is_conj() or value.is_neg())  # it must be copied to be in order
+        is_scattered=_is_scattered(value))
+
+
+def _is_scattered(value: torch.Tensor) -> bool:
+    """Return whether a tensor must be copied to lie in one piece, its dimensions in any order, with its own values."""
+    order = sorted(range(value.dim()), key=lambda dim: -value.stride(dim))
+    return not value.permute(order).is_contiguous() or value.is_conj() or value.is_neg()
 
 
 def _has_gradient(value: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ on one rank read are sent there once. In training, gradients go the opposite way
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -148,7 +148,8 @@ def _mixes_samples(graph: Graph, tensor: int) -> bool:
     return False
 
 
-def _bytes_of(graph: Graph, tensors: tuple[int, ...], num_samples: int) -> int:
+def bytes_of(graph: Graph, tensors: Iterable[int], num_samples: int) -> int:
+    """Return the bytes of tensors for so many samples."""
     sizes = ((int(graph.tensor_bytes[tensor]), graph.tensor_batch_dim[tensor] != NO_BATCH_DIM) for tensor in tensors)
     return sum(size * num_samples // graph.batch if is_batched else size for size, is_batched in sizes)
 
@@ -177,7 +178,7 @@ def _channels(graph: Graph, instances: list[Instance], flows: list[_Flow],
             tensors = tuple(sorted(members))
             yield Channel(kind=kind, producer=start, consumers=consumers, source=source, target=target, tensors=tensors,
                           samples=samples, whole=whole, microbatches=microbatches,
-                          num_bytes=_bytes_of(graph, tensors, samples[1] - samples[0]))
+                          num_bytes=bytes_of(graph, tensors, samples[1] - samples[0]))
 
 
 def _link_instances(instances: list[Instance], flows: list[_Flow], channels: list[Channel],

@@ -15,7 +15,8 @@ from typing import Final
 from weft.model.graph import I64, Graph
 from weft.plan.plan import Replica, Stage
 from weft.plan.sharding import SUMS, axis_sizes, parse_layout, whole_layout
-from weft.sharding.tensor_layout import SUM, WHOLE, Layout, largest_part
+from weft.sharding.layout_steps import find_steps
+from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, largest_part
 
 LOSSES: Final = frozenset({"aten.nll_loss", "aten.nll_loss_nd"})
 """Where classes are split, they take the true class out of what they read, and keep nothing of it."""
@@ -99,14 +100,30 @@ def _local(shape: Sequence[int], made: Layout, read: Layout, gradient: Layout, s
                     for before, after in zip(made, read, strict=True))
     wanted = tuple(WHOLE if item == SUM else item for item in made)
     return LocalTensor(made=parts[made], read=parts[read], is_copied=is_copied, is_kept=is_kept,
-                       forward_room=_room(made, read, parts[made], parts[read]),
-                       backward_room=_room(gradient, wanted, parts[read], parts[made]))
+                       forward_room=_room(shape, made, read, sizes),
+                       backward_room=_room(shape, gradient, wanted, sizes))
 
 
-def _room(before: Layout, after: Layout, given: float, found: float) -> float:
+def _room(shape: Sequence[int], before: Layout, after: Layout, sizes: Sequence[int]) -> float:
     """Return what a change of layout takes besides the tensors before and after it, as ``weft.run.mesh`` does it."""
-    room = 0.0
-    for old, new in zip(before, after, strict=True):
-        if old not in (new, WHOLE):  # pieces to send and as they arrive; else parts as they arrive, or the sum's terms
-            room = max(room, 2 * given if new.is_split else found)
-    return room
+    steps = find_steps(before, after, tuple(sizes), shape) if before != after else ()
+    most, given = 0.0, largest_part(shape, before, sizes)
+    for number, step in enumerate(steps):
+        found = largest_part(shape, (*step.before[:step.axis], step.after, *step.before[step.axis + 1:]), sizes)
+        between = given * (number > 0) + found * (number < len(steps) - 1)
+        most = max(most, between + _step_room(step.before[step.axis], step.after, given, found, sizes[step.axis]))
+        given = found
+    return most
+
+
+def _step_room(old: Placement, new: Placement, given: float, found: float, num_devices: int) -> float:
+    """Return what one step takes besides: a sum's terms, pieces to send, what arrives, zeros to be added to."""
+    if old in (new, WHOLE) or num_devices == 1:
+        return 0.0
+    pieces = given if new.blocks > 1 else 0.0  # a part of every block is copied out first
+    if old == SUM:
+        return num_devices * found + pieces if new.is_split else found
+    if new.is_split:
+        return given + found + pieces
+    padded = given if num_devices * given > found else 0.0
+    return num_devices * given + padded if new == WHOLE else found

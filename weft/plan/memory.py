@@ -1,7 +1,8 @@
 """How many bytes each rank holds while each instruction runs, by category. It depends on the order alone, not on times.
 
 Static for a rank: parameters and buffers, the optimizer's state, gradients that are exchanged, and room for exchanges
-(factors, or what a parameter server receives). Gradients that are not exchanged appear in a step's first backward of
+(its own factors, or what a parameter server receives). The factors of all ranks lie there from their exchange to the
+products, at the optimizer's step. Gradients that are not exchanged appear in a step's first backward of
 their stage. A forward takes the tensors that its backward will need (``Graph.is_saved``); a whole backward lets go of
 them on its way, a split one of all but what the weight gradients need, which stays until ``W``; with recomputation
 only the stage's inputs stay, and the rest is taken
@@ -23,17 +24,17 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
 from weft.model.graph import I64, Bool, Graph, TensorRole
-from weft.plan.factors import block_size, bucket_rows
+from weft.plan.factors import block_size, bucket_rows, factor_widths
 from weft.plan.holders import parameter_parts
-from weft.plan.layout import stage_inputs
+from weft.plan.layout import bytes_of, stage_inputs
 from weft.plan.local_tensors import local_tensors
 from weft.plan.plan import Optimizer
-from weft.plan.program import Channel, Instance, Op, Phase, Program
+from weft.plan.program import Bucket, Channel, Instance, Op, Phase, Program, inside_backward
 from weft.plan.stage_memory import StageMemory, stage_memory
 
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -92,10 +93,12 @@ def account_memory(program: Program) -> MemoryAccount:
     memories = instance_memories(program)
     fresh = _FreshGradients(program, places)
     static = static_bytes(program)
+    gathered, always = _gathered_bytes(program)
     static[:, CATEGORIES.index("gradients")] -= fresh.by_rank
+    static[:, CATEGORIES.index("buffers")] -= always
     return MemoryAccount(
         static=static, gradients=fresh.held, activations=_activation_bytes(program, memories, fresh),
-        buffers=_received_bytes(program, places) + _handed_over_bytes(program, places, memories),
+        buffers=_received_bytes(program, places) + _handed_over_bytes(program, places, memories) + gathered,
         rank_start=program.rank_start)
 
 
@@ -311,14 +314,43 @@ def _handed_over_bytes(program: Program, places: _Places, memories: list[StageMe
                                 sends[is_gradient[program.channel[sends]]])):
         which = sender[program.channel[rows]], program.microbatch[rows]
         np.maximum.at(until, which, _sent_until(program, rows, waits[which]))
+    leaves, leaf_until = _leaf_bytes(program, places)
     outputs = handed_outputs(program, memories)
     gradients = np.asarray([memory.input_gradients for memory in memories], dtype=np.int64)
     total = np.zeros(program.num_instructions, dtype=np.int64)
-    for start, until, sizes in ((forward, output_until, outputs), (backward, gradient_until, gradients)):
+    for start, until, sizes in ((forward, output_until, outputs[places.instance]), (output_until, leaf_until, leaves),
+                                (backward, gradient_until, gradients[places.instance])):
         slots, microbatches = np.nonzero(until > start)
-        total += _held(program, start[slots, microbatches] + 1, until[slots, microbatches],
-                       sizes[places.instance[slots]])
+        total += _held(program, start[slots, microbatches] + 1, until[slots, microbatches], sizes[slots])
     return total
+
+
+def _leaf_bytes(program: Program, places: _Places) -> tuple[I64, I64]:
+    """Return the bytes of each slot's outputs that readers on its rank hold until their backward, and until when.
+
+    Autograd holds what a gradient is wanted of, though no operator needs it any more. What is saved counts as that, and
+    a stage that recomputes keeps its inputs anyway.
+    """
+    graph, found = program.graph, dict[int, set[int]]()
+    until = np.full_like(places.backward, -1)
+    inputs = [stage_inputs(graph, ops) for ops in program.stage_ops]
+    held = graph.needs_gradient & ~graph.is_saved[graph.memory_root]
+    for (rank, index), slot in places.slots.items():
+        item = program.instances[index]
+        if program.plan.model.mode != "training" or program.plan.stages[item.stage].recompute:
+            continue
+        for producer in item.producers:
+            source = places.slots.get((rank, producer))
+            if source is not None and program.instances[producer].samples == item.samples:
+                made = inputs[item.stage][np.isin(graph.tensor_producer[inputs[item.stage]],
+                                                  program.stage_ops[program.instances[producer].stage])]
+                found.setdefault(source, set()).update(graph.memory_root[made[held[made]]].tolist())
+                if held[made].any():
+                    np.maximum(until[source], places.backward[slot], out=until[source])
+    sizes = np.zeros(len(places.slots), dtype=np.int64)
+    for source, tensors in found.items():
+        sizes[source] = bytes_of(graph, tensors, program.instances[places.instance[source]].num_samples)
+    return sizes, until
 
 
 def _copied_to_send(program: Program) -> I64:
@@ -330,7 +362,8 @@ def _copied_to_send(program: Program) -> I64:
     copied: dict[tuple[int, int], float] = {}
     for channel in program.channels:
         for tensor in channel.tensors if channel.kind == "activation" else ():
-            if _is_scattered(graph, tensor) or _is_received(program, channel.producer, tensor):
+            is_scattered = _is_scattered(graph, tensor) or (not channel.whole and _is_turned(graph, tensor))
+            if is_scattered or _is_received(program, channel.producer, tensor):
                 part = graph.tensor_bytes[tensor] / graph.tensor_bytes[list(channel.tensors)].sum()
                 copied[channel.producer, tensor] = channel.num_bytes * part
     result = np.zeros(len(program.instances))
@@ -341,8 +374,11 @@ def _copied_to_send(program: Program) -> I64:
 
 def _is_scattered(graph: Graph, tensor: int) -> bool:
     """Return whether the tensor does not lie in one piece: as traced, else by what makes it or what it is a view of."""
-    if len(graph.is_scattered):
-        return bool(graph.is_scattered[tensor])
+    return bool(graph.is_scattered[tensor]) if len(graph.is_scattered) else _is_turned(graph, tensor)
+
+
+def _is_turned(graph: Graph, tensor: int) -> bool:
+    """Return whether the dimensions of a tensor may lie in another order, or not in one piece, by what makes it."""
     while graph.tensor_producer[tensor] >= 0:
         op = int(graph.tensor_producer[tensor])
         if graph.op_kinds[op] in _SCATTERING:
@@ -428,19 +464,55 @@ def static_bytes(program: Program) -> I64:
 
 
 def _exchange_bytes(program: Program) -> I64:
-    """Return what exchanges take on each rank: factors that are kept, and room for the largest exchange under way."""
-    kept, under_way = np.zeros((2, program.num_ranks), dtype=np.int64)
+    """Return what exchanges take on each rank: factors, as made and gathered, room for the largest sum and product."""
+    kept, sums, products = np.zeros((3, program.num_ranks), dtype=np.int64)
     for bucket in program.buckets:
         if bucket.server is not None:
-            under_way[bucket.server] = max(under_way[bucket.server], (len(bucket.ranks) - 1) * bucket.num_bytes)
+            sums[bucket.server] = max(sums[bucket.server], (len(bucket.ranks) - 1) * bucket.num_bytes)
         elif bucket.factors.uses:
-            width = _dtype_bytes(program.graph.tensor_dtypes[bucket.parameters[0]])
-            sizes = [block_size(program.graph, bucket.factors, rows) for rows in bucket_rows(program, bucket).values()]
-            ranks = list(bucket.ranks)
-            kept[ranks] += max(sizes) * width
-            # All blocks as gathered, and the rows of all of them put together for the products.
-            under_way[ranks] = np.maximum(under_way[ranks], (len(sizes) * max(sizes) + sum(sizes)) * width)
-    return kept + under_way
+            room, ranks = _factor_bytes(program, bucket), list(bucket.ranks)
+            kept[ranks] += room.block + room.gathered
+            products[ranks] = np.maximum(products[ranks], room.product)
+    return kept + sums + products
+
+
+class _FactorBytes(NamedTuple):
+    """What the exchange of a bucket by factors takes on each of its ranks."""
+
+    block: int
+    """A rank's own, all the time."""
+    gathered: int
+    """The blocks of all ranks, from the exchange to the products."""
+    product: int
+    """The rows of all ranks that are put together for the gradient of one parameter."""
+
+
+def _factor_bytes(program: Program, bucket: Bucket) -> _FactorBytes:
+    graph, rows = program.graph, bucket_rows(program, bucket)
+    width = _dtype_bytes(graph.tensor_dtypes[bucket.parameters[0]])
+    block = max(block_size(graph, bucket.factors, item) for item in rows.values()) * width
+    together = Counter[int]()
+    for place, use in enumerate(bucket.factors.uses):
+        together[use.weight] += sum(item[place] for item in rows.values()) * sum(factor_widths(graph, use)) * width
+    return _FactorBytes(block, len(rows) * block, max(together.values()))
+
+
+def _gathered_bytes(program: Program) -> tuple[I64, I64]:
+    """Return gathered factors, and room for their products, by instruction, and the same if they were there always."""
+    passing, always = np.zeros(program.num_instructions, dtype=np.int64), np.zeros(program.num_ranks, dtype=np.int64)
+    rank_of, backwards, products = program.rank_of(), inside_backward(program), np.zeros_like(always)
+    for index, bucket in enumerate(program.buckets):
+        if bucket.factors.uses:
+            room = _factor_bytes(program, bucket)
+            rows = np.flatnonzero((program.op == Op.COLLECTIVE) & (program.bucket == index))
+            first = np.where(backwards[rows] >= 0, backwards[rows], rows)
+            last = program.rank_start[rank_of[rows] + 1] - 1
+            passing += _held(program, first, last, np.full(len(rows), room.gathered))
+            always[list(bucket.ranks)] += room.gathered
+            products[list(bucket.ranks)] = np.maximum(products[list(bucket.ranks)], room.product)
+    steps = np.flatnonzero(program.op == Op.STEP)
+    passing[steps] += products[rank_of[steps]]
+    return passing, always + products
 
 
 def optimizer_bytes(graph: Graph, tensor: int, optimizer: Optimizer) -> int:

@@ -133,7 +133,7 @@ class PieceMemory:
             kept_outputs=self._over(moves & is_kept, columns.sizes),
             copied_outputs=self._over(moves & scattered_tensors(graph), columns.sizes),
             forward=np.triu(_most(columns.forward) - kept[:, None], 1),
-            backward=np.triu(_most(columns.backward) + border, 1),
+            backward=np.triu(_most(columns.backward) + border + self._waiting(columns.sizes), 1),
             first_backward=np.triu(_most(columns.first_backward) + border - columns.new_gradients[None, :], 1))
 
     @property
@@ -149,6 +149,16 @@ class PieceMemory:
         table = np.cumsum(np.cumsum(events, axis=0), axis=1)
         table = np.concatenate((np.zeros((len(table), 1)), table[:, :-1]), axis=1)  # up to the end, without it
         return np.triu(table - np.diagonal(table)[:, None])
+
+    def _waiting(self, sizes: F64) -> F64:
+        """Return [begin, end] bytes of gradients that wait in a piece, because an operator before reads the same."""
+        before, at, tensors = self._reads
+        is_trained = (self.graph.tensor_role == TensorRole.PARAMETER) & self.graph.needs_gradient & self.training
+        pairs = is_trained[tensors] & (before >= 0) & (before < at)
+        events = np.zeros((len(self.places), len(self.places)))
+        np.add.at(events, (self._piece[before[pairs]], self._piece[at[pairs]]), sizes[tensors[pairs]])
+        table = np.cumsum(np.cumsum(events[::-1], axis=0)[::-1], axis=1)
+        return np.concatenate((np.zeros((len(table), 1)), table[:, :-1]), axis=1)
 
     def _over(self, chosen: Bool, sizes: F64) -> F64:
         """Return [place] bytes of the chosen tensors that are made before a place and read behind it."""

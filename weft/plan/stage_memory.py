@@ -316,14 +316,24 @@ class StageView:
         ends = [found.get(storage, end) for storage, end in zip(made[2].tolist(), made[1].tolist(), strict=True)]
         return np.asarray(ends, dtype=np.int64), made[2]
 
-    def weights_room(self, *, without: frozenset[int] = frozenset(), waiting: bool = True) -> F64:
+    def weights_room(self, *, without: frozenset[int] = frozenset(), waiting: bool = True,
+                     between: bool = True) -> F64:
         """Return what gradients of each operator's parameters take until they are added to their sums.
 
-        Not of those ``without`` sums, and not of those that are computed later unless ``waiting``.
+        Not of those ``without`` sums, and not of those that are computed later unless ``waiting``. What several
+        operators read has one gradient, which is there from the first of their backwards to the last; ``between``
+        them it counts only on wish.
         """
-        return np.asarray([sum(float(self.sizes[tensor]) for tensor in step.weights
-                               if tensor not in without and not gives_on(step, tensor, self.sizes))
-                           if waiting or not step.can_wait else 0.0 for step in self.steps[::-1]])
+        rooms = np.zeros(len(self.steps))
+        before: dict[int, int] = {}
+        for place, step in enumerate(self.steps[::-1]):
+            for tensor in step.weights if waiting or not step.can_wait else ():
+                if tensor not in without and not gives_on(step, tensor, self.sizes):
+                    rooms[place] += self.sizes[tensor]
+                    if between and tensor in before:
+                        rooms[before[tensor] + 1:place + 1] += self.sizes[tensor]
+                    before[tensor] = place
+        return rooms
 
     def fresh(self, parameters: frozenset[int]) -> F64:
         """Return the bytes of these parameters' gradients that are there when each backward has run."""

@@ -50,7 +50,7 @@ def step_memory(graph: Graph, ops: I64, *, num_samples: int, training: bool,
         np.add.at(kept, at, [step.inside for step in view.steps])
         live = view.gradients_live(view.begins(np.zeros(0, dtype=np.int64), frozenset()))
         held = float(view.size[own].sum()) + view.inside() + live.above(view.released(own))
-        np.maximum.at(backward, at[::-1], held + view.weights_room())
+        np.maximum.at(backward, at[::-1], held + view.weights_room(between=False))  # a piece may have one reader
         there = view.fresh(frozenset(graph.parameters.tolist()))
         np.maximum.at(first_backward, at[::-1], held + there)
         np.maximum.at(new, at[::-1], there)

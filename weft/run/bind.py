@@ -246,20 +246,22 @@ class Binder:
     def _receive(self, position: int, key: Key) -> Action:
         channel, wiring = self.program.channels[key[0]], self.wiring
         users = [(consumer, key[1]) for consumer in channel.consumers]
-        buffers, is_piece = [], channel.kind == "activation" and not channel.whole
-        for tensor in channel.tensors:
+        is_piece = channel.kind == "activation" and not channel.whole
+        parts = []
+        for number, tensor in enumerate(channel.tensors):
             value = wiring.value(users[0][0], tensor)
-            buffers.append(wiring.take_buffer(value, wiring.rows(channel, users[0][0], value), users,
-                                              forward_only=is_piece))
-        wiring.arrived[key] = tuple(buffers)
+            order = wiring.order(channel, value)
+            buffer = wiring.take_buffer(value, wiring.rows(channel, users[0][0], value), users, order=order,
+                                        forward_only=is_piece)
+            parts.append((buffer, order, self._tag(key, number)))
+        wiring.arrived[key] = tuple(buffer for buffer, _, _ in parts)
         transfer = self.transfers[key] = self._transfer(position)
-        parts = [(buffer, self._tag(key, number)) for number, buffer in enumerate(buffers)]
         receive, source = self.transport.receive, channel.source
 
         def action() -> None:
-            for buffer, _ in parts:
+            for buffer, _, _ in parts:
                 occupy(buffer)
-            transfer.works = [receive(buffer, source, tag) for buffer, tag in parts]
+            transfer.works = [receive(buffer.permute(order), source, tag) for buffer, order, tag in parts]
 
         return action
 
@@ -303,8 +305,8 @@ class Binder:
             value = wiring.value(channel.producer, tensor)
             name = self.program.graph.tensor_names[tensor]
             stage = self.program.plan.stages[self.program.instances[channel.producer].stage].name
-            cut = _cutter(value, wiring.rows(channel, channel.producer, value), self.transport.device,
-                          what=f"{channel.kind} {name!r} of stage {stage!r}")
+            cut = _cutter(value, wiring.rows(channel, channel.producer, value), wiring.order(channel, value),
+                          self.transport.device, what=f"{channel.kind} {name!r} of stage {stage!r}")
             parts.append((names.index(name), cut))
         return parts
 
@@ -364,9 +366,11 @@ def _release_after(action: Action, buffers: list[Tensor]) -> None:
     vacate(buffers)
 
 
-def _cutter(value: Tensor, rows: Rows | None, device: torch.device, *,
+def _cutter(value: Tensor, rows: Rows | None, order: tuple[int, ...], device: torch.device, *,
             what: str) -> Callable[[Tensor | None], Tensor]:
-    """Return a function that makes a tensor ready to be sent: some rows, contiguous, zeros where there is none.
+    """Return a function that makes a tensor ready to be sent: some rows, contiguous in this order of dimensions.
+
+    Where there is no tensor, zeros are sent.
 
     The receiver has room for what was planned and would read anything else wrongly, so the function raises
     ``RunError``, in which ``what`` is the tensor, unless it has the shape and dtype of ``value``.
@@ -380,7 +384,7 @@ def _cutter(value: Tensor, rows: Rows | None, device: torch.device, *,
             raise RunError(f"{what} is {tensor.dtype} of {tuple(tensor.shape)}, but {dtype} of {tuple(shape)} was "
                            "planned: autocast, the default dtype or a hook has changed since the model was traced")
         tensor = tensor.detach()
-        return settled(tensor if rows is None else rows.of(tensor))
+        return settled((tensor if rows is None else rows.of(tensor)).permute(order))
 
     return cut
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from weft.run.failures import failure
 from weft.run.split_backward import Deferred
 from weft.run.status import StatusLine
-from weft.run.wire import Work
+from weft.run.wire import Work, strides_in
 
 
 class Cell:
@@ -95,25 +95,29 @@ def vacate(buffers: Sequence[Tensor]) -> None:
 
 
 class Buffers:
-    """Tensors by shape and dtype that are free to be used; they have no memory until somebody occupies them."""
+    """Tensors by shape, strides and dtype that are free to be used.
+
+    They have no memory until somebody occupies them.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = {}
+        self._free: dict[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], list[Tensor]] = {}
 
-    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return a tensor of that shape."""
-        free = self._free.get((shape, dtype))
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype, order: Sequence[int]) -> Tensor:
+        """Return a tensor of that shape whose dimensions lie in that order, from the slowest to the fastest."""
+        strides = strides_in(shape, order)
+        free = self._free.get((shape, strides, dtype))
         if free:
             return free.pop()
-        buffer = torch.empty(shape, dtype=dtype, device=self._device)
+        buffer = torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
         vacate([buffer])
         return buffer
 
     def give(self, tensors: Iterable[Tensor]) -> None:
         """Take tensors back: nobody will read them any more."""
         for tensor in tensors:
-            self._free.setdefault((tuple(tensor.shape), tensor.dtype), []).append(tensor)
+            self._free.setdefault((tuple(tensor.shape), tensor.stride(), tensor.dtype), []).append(tensor)
 
     def free(self) -> list[Tensor]:
         """Return the tensors that nobody uses; when all instructions are bound, that is all of them."""

@@ -227,6 +227,7 @@ class MemoryMeter:
         self._actions = list(executor.binder.actions)
         executor.binder.actions[:] = [self._metered(place, action) for place, action in enumerate(self._actions)]
         executor.binder.lane.around = self._live.watching
+        executor.transport.is_metered = executor.transport.device.type == "cpu"
         self._watch = self._live.watching()
         self._watch.__enter__()
         return self
@@ -235,6 +236,7 @@ class MemoryMeter:
         self._watch.__exit__(*failure)
         self._executor.binder.actions[:] = self._actions
         self._executor.binder.lane.around = None
+        self._executor.transport.is_metered = False
 
     def _metered(self, place: int, action: Callable[[], None]) -> Callable[[], None]:
         live, row = self._live, self._rows[place]

@@ -57,12 +57,15 @@ class AxisGroup:
         gathered = self._transport.gathered(tensor, self._ranks)
         return [gathered[place] for place in self._order]
 
-    def reduce_scatter(self, parts: Sequence[Tensor]) -> Tensor:
-        """Return the sum over the group of this device's part; all parts have one shape."""
+    def reduce_scatter(self, parts: Sequence[Tensor], longest: Sequence[int]) -> Tensor:
+        """Return the sum over the group of this device's part, within a tensor of the longest part's shape."""
         if self.size == 1:
             return parts[0].clone()
         self._counts["reduce_scatter"] += 1
-        return self._transport.sum_scattered(torch.stack(self._sorted(parts)), self._ranks)
+        room = parts[0].new_zeros((self.size, *longest))
+        for entry, part in zip(room, self._sorted(parts), strict=True):
+            entry[tuple(slice(size) for size in part.shape)].copy_(part)
+        return self._transport.sum_scattered(room, self._ranks)
 
     def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
         """Return what every device has for this one; ``parts`` are what this one has for each, in any shapes."""
@@ -70,10 +73,11 @@ class AxisGroup:
             return [parts[0]]
         self._counts["all_to_all"] += 1
         sent = self._sorted(parts)
-        wanted = [math.prod(shape) for shape in self._sorted(shapes)]
-        flat = self._transport.all_to_all(torch.cat([part.reshape(-1) for part in sent]), self._ranks,
-                                          sent=[part.numel() for part in sent], received=wanted)
-        pieces = flat.split(wanted)
+        given, wanted = [part.numel() for part in sent], [math.prod(shape) for shape in self._sorted(shapes)]
+        room = parts[0].new_empty(sum(given))
+        for place, part in zip(room.split(given), sent, strict=True):
+            place.view(part.shape).copy_(part)
+        pieces = self._transport.all_to_all(room, self._ranks, sent=given, received=wanted).split(wanted)
         return [pieces[place].view(shape) for place, shape in zip(self._order, shapes, strict=True)]
 
     def _sorted(self, items: Sequence[T]) -> list[T]:
@@ -177,15 +181,16 @@ class _LocalStep:
             return self.group.all_reduce(tensor) if new is None else self._reduce_scatter(tensor, new)
         if new is None:
             return tensor if rank == 0 else torch.zeros_like(tensor)
-        return new.cut(tensor, rank)
+        return new.cut(tensor, rank).contiguous()
 
     def _gather(self, tensor: Tensor, parts: _Parts) -> Tensor:
         padded = parts.pad(tensor)
         return parts.join([parts.unpad(item, rank) for rank, item in enumerate(self.group.all_gather(padded))])
 
     def _reduce_scatter(self, tensor: Tensor, parts: _Parts) -> Tensor:
-        pieces = [parts.pad(parts.cut(tensor, rank)) for rank in range(self.group.size)]
-        return parts.unpad(self.group.reduce_scatter(pieces), self.group.rank)
+        pieces = [parts.cut(tensor, rank) for rank in range(self.group.size)]
+        longest = max((tuple(piece.shape) for piece in pieces), key=lambda shape: shape[parts.dim])
+        return parts.unpad(self.group.reduce_scatter(pieces, longest), self.group.rank)
 
     def _exchange(self, tensor: Tensor, old: _Parts, new: _Parts) -> Tensor:
         pieces = [new.cut(tensor, rank) for rank in range(self.group.size)]
@@ -216,12 +221,12 @@ class _Parts:
                       part_sizes(length, mesh.sizes[step.axis], unit=placement.unit))
 
     def cut(self, tensor: Tensor, rank: int) -> Tensor:
-        """Return a device's part."""
+        """Return a device's part, a view where it can be one."""
         start, size = sum(self.sizes[:rank]), self.sizes[rank]
         if self.blocks == 1:
-            return tensor.narrow(self.dim, start, size).contiguous()
+            return tensor.narrow(self.dim, start, size)
         blocks = tensor.unflatten(self.dim, (self.blocks, sum(self.sizes)))
-        return blocks.narrow(self.dim + 1, start, size).flatten(self.dim, self.dim + 1).contiguous()
+        return blocks.narrow(self.dim + 1, start, size).flatten(self.dim, self.dim + 1)
 
     def join(self, pieces: Sequence[Tensor]) -> Tensor:
         """Return what the parts of all devices are together."""

@@ -98,6 +98,11 @@ class CallGradient:
                 add_gradient(parameter, gradient)
 
 
+def _alone(ctx: Any) -> tuple[Tensor, ...]:
+    """Return what was kept, operands without the graph behind them, which would hold the inputs of the stage."""
+    return tuple(item if item.is_leaf else item.detach() for item in ctx.saved_tensors)
+
+
 class _Matmul(torch.autograd.Function):
     """``x W^T + b`` if ``transposed`` (as ``linear``), else ``x W + b`` (as ``addmm``)."""
 
@@ -114,7 +119,7 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = _alone(ctx)
         bias, transposed, queue = ctx.rest
         grad_NO, x_NI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
         left, right = (grad_NO, x_NI) if transposed else (x_NI, grad_NO)
@@ -143,7 +148,7 @@ class _Convolution(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
+        x, weight = _alone(ctx)
         bias, options, queue = ctx.rest
         sizes = None if bias is None else list(bias.shape)
         return (_deferred(ctx, queue, weight, bias, lambda mask: aten.convolution_backward(
@@ -181,7 +186,7 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, rstd = ctx.saved_tensors
+        x, weight, mean, rstd = _alone(ctx)
         bias, shape, queue = ctx.rest
         return (_deferred(ctx, queue, weight, bias, lambda mask: aten.native_layer_norm_backward(
             grad, x, shape, mean, rstd, weight, bias, mask)), None, None, None, None, None)

@@ -15,6 +15,7 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,14 @@ from torch import Tensor
 from weft.base.errors import RunError
 from weft.run.failures import PeerLost, failure
 from weft.run.status import StatusLine
-from weft.run.wire import ExchangeGroup, OnHost, Staging, Work, moved_per_entry, settled, to_add, to_move
+from weft.run.wire import ExchangeGroup, OnHost, Staging, Work, gathering, moved_per_entry, settled, to_add, to_move
 
 
 class Transport:
     """The connections of one rank; ``close`` gives them up."""
+
+    is_metered = False
+    """While memory is measured: a collective ends when the backend's thread has let go of its tensors."""
 
     def __init__(self, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float = 300.0,
                  store: Any = None, by_host: bool = False, status: StatusLine | None = None) -> None:
@@ -87,8 +91,9 @@ class Transport:
 
     def lane_group(self, ranks: tuple[int, ...]) -> ExchangeGroup | None:
         """Return the group of some ranks for exchanges on lanes; None if this rank is not in it, or alone."""
-        is_member = self.rank in ranks and len(ranks) > 1
-        return ExchangeGroup(self._lane_groups[ranks], ranks) if is_member else None
+        if self.rank not in ranks or len(ranks) == 1:
+            return None
+        return ExchangeGroup(self._lane_groups[ranks], ranks, ranks.index(self.rank), is_gloo=self._is_gloo)
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Work:
         """Start sending a contiguous tensor; it must stay as it is until the work is done."""
@@ -130,18 +135,22 @@ class Transport:
         result = self.on_wire(tensor.clone(memory_format=torch.contiguous_format))
         options = dist.AllreduceOptions()
         options.reduceOp = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[how]
-        return self._collect(lambda group: group.allreduce([to_add(result, how)], options), result, ranks, "adding up")
+        return self._collect(lambda group: group.allreduce([to_add(result.detach(), how)], options), result, ranks,
+                             "adding up")
 
     def gathered(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Return the tensors of ``ranks``, which have one shape, one after the other along a new first dimension."""
         sent = self.on_wire(settled(tensor))
         result = self._room((len(ranks), *sent.shape), sent.dtype)
-        return self._collect(lambda group: group._allgather_base(to_move(result).view(-1), to_move(sent).view(-1)),
-                             result, ranks, "gathering")
+        start = partial(gathering, result, sent, ranks.index(self.rank), by_messages=self._is_gloo)
+        return self._collect(start, result, ranks, "gathering")
 
     def sum_scattered(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """Return this rank's entry, along the first dimension, of the sum of the tensor over ``ranks``."""
+        """Return this rank's entry, along the first dimension, of the sum of the tensor, which may become that sum."""
         sent = self.on_wire(settled(tensor))
+        if self._is_gloo:  # it would add up a copy of all entries
+            return self._collect(lambda group: group.allreduce([to_add(sent.detach())]), sent, ranks,
+                                 "adding up and scattering")[ranks.index(self.rank)].clone()
         result = self._room(sent.shape[1:], sent.dtype)
         return self._collect(lambda group: group._reduce_scatter_base(to_add(result).view(-1), to_add(sent).view(-1)),
                              result, ranks, "adding up and scattering")
@@ -151,8 +160,12 @@ class Transport:
         given = self.on_wire(settled(flat))
         result, scale = self._room((sum(received),), given.dtype), moved_per_entry(given.dtype)
         return self._collect(lambda group: group.alltoall_base(
-            to_move(result), to_move(given), [scale * size for size in received], [scale * size for size in sent]),
-            result, ranks, "exchanging")
+            to_move(result.detach()), to_move(given), [scale * size for size in received],
+            [scale * size for size in sent]), result, ranks, "exchanging")
+
+    @property
+    def _is_gloo(self) -> bool:
+        return self.staging is not None or self.device.type == "cpu"
 
     def on_wire(self, tensor: Tensor) -> Tensor:
         """Return the tensor where the backend can take it: itself, or a copy in the host's memory."""
@@ -168,8 +181,11 @@ class Transport:
     def _collect(self, start: Callable[[Any], Work], result: Tensor, ranks: tuple[int, ...], verb: str) -> Tensor:
         """Return the result of a collective, on the rank's device, when it is done."""
         self.status.begin_wait()
+        users = _storage_users(result) if self.is_metered else 0
         try:
             start(self._groups[ranks]).wait()
+            while self.is_metered and _storage_users(result) > users:
+                time.sleep(1e-5)
         except RuntimeError as problem:
             raise self._failure(problem, f"{verb} {_what(result)}", ranks) from problem
         self.status.end_wait()
@@ -318,6 +334,12 @@ class Transport:
         """Give up the connections, unless they were there before."""
         if dist.is_initialized() and not self._is_adopted:
             dist.destroy_process_group()
+
+
+def _storage_users(tensor: Tensor) -> int:
+    storage: Any = tensor.untyped_storage()
+    users: int = torch._C._storage_Use_Count(storage._cdata)
+    return users
 
 
 def _what(tensor: Tensor) -> str:

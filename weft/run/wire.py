@@ -34,6 +34,28 @@ def settled(tensor: Tensor) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.contiguous_format).copy_(tensor)
 
 
+def memory_order(value: Tensor) -> tuple[int, ...]:
+    """Return the dimensions of a tensor from the slowest to the fastest, as they lie in memory.
+
+    In the order in which they are counted where the tensor is not in one piece in any order. Messages between ranks
+    keep this order: what arrives lies as what was made, so that its readers view and copy what they were traced to.
+    """
+    order = tuple(sorted(range(value.dim()), key=lambda dim: -value.stride(dim)))
+    return order if value.permute(order).is_contiguous() else tuple(range(value.dim()))
+
+
+def strides_in(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides of a tensor in one piece whose dimensions lie in this order, from the slowest to the fastest.
+
+    >>> strides_in((2, 3, 4), (0, 2, 1))
+    (12, 1, 3)
+    """
+    strides, step = [0] * len(shape), 1
+    for dim in reversed(order):
+        strides[dim], step = step, step * max(1, shape[dim])
+    return tuple(strides)
+
+
 def to_move(tensor: Tensor) -> Tensor:
     """Return a contiguous tensor as one of a dtype that backends move: itself, or a flat view of it."""
     if tensor.dtype in _KNOWN:
@@ -124,14 +146,42 @@ class Staging:
         return is_there
 
 
+class _AllOf:
+    """Several transfers as one."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self._works = works
+
+    def wait(self) -> None:
+        """Return when all are done."""
+        for work in self._works:
+            work.wait()
+
+
+def gathering(result: Tensor, own: Tensor, place: int, group: Any, *, by_messages: bool) -> Work:
+    """Start gathering the group's tensors of one shape, of which this is its own, as the entries of ``result``.
+
+    ``by_messages``, for gloo, whose gathering takes room for all of them once more.
+    """
+    if not by_messages:
+        work: Work = group._allgather_base(to_move(result).view(-1), to_move(own).view(-1))
+        return work
+    others = [index for index in range(len(result)) if index != place]
+    works = [group.send([to_move(own)], index, 0) for index in others]
+    works += [group.recv([to_move(result[index])], index, 0) for index in others]
+    result[place].copy_(own)
+    return _AllOf(works)
+
+
 class ExchangeGroup:
     """Some ranks, seen from one of them; every call returns when it is done (on a GPU: in the order of its stream).
 
     Tensors are contiguous and on the device that the group's backend serves. A lost rank raises ``RuntimeError``.
     """
 
-    def __init__(self, group: Any, ranks: Sequence[int]) -> None:
-        self._group, self._ranks = group, tuple(ranks)
+    def __init__(self, group: Any, ranks: Sequence[int], place: int, *, is_gloo: bool) -> None:
+        """``place`` is that of this rank among the ranks."""
+        self._group, self._ranks, self._place, self._is_gloo = group, tuple(ranks), place, is_gloo
 
     def sum_all(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over the ranks."""
@@ -152,7 +202,7 @@ class ExchangeGroup:
     def gather(self, flat: Tensor) -> Tensor:
         """Return the one-dimensional tensors of all ranks, which have one size, as rows."""
         result = flat.new_empty((len(self._ranks), flat.numel()))
-        self._group.allgather([[to_move(row) for row in result]], [to_move(settled(flat))]).wait()
+        gathering(result, settled(flat), self._place, self._group, by_messages=self._is_gloo).wait()
         return result
 
     def send(self, tensor: Tensor, *targets: int) -> None:

@@ -22,6 +22,7 @@ from weft.plan.layout import stage_inputs
 from weft.plan.program import Channel, Instance, Instruction, Op, Phase, Program
 from weft.run.cells import Buffers, Cell, occupy
 from weft.run.stage import Stage
+from weft.run.wire import memory_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,14 +193,22 @@ class Wiring:
         """Return which rows of a tensor at ``holder`` a channel carries; None for all."""
         return None if channel.whole else rows_of(channel.samples, self.program.instances[holder], value)
 
-    def take_buffer(self, value: Tensor, rows: Rows | None, users: list[Key], *,
+    def order(self, channel: Channel, value: Tensor) -> tuple[int, ...]:
+        """Return the order of dimensions in which a channel carries a tensor, the same on both sides.
+
+        Those whose traces have other samples may have traced it in another one.
+        """
+        samples = {self.program.instances[item].num_samples for item in (channel.producer, *channel.consumers)}
+        return memory_order(value) if channel.whole and len(samples) == 1 else tuple(range(value.dim()))
+
+    def take_buffer(self, value: Tensor, rows: Rows | None, users: list[Key], *, order: tuple[int, ...],
                     forward_only: bool = False) -> Tensor:
-        """Return a buffer that is kept until the last compute of its users has run.
+        """Return a buffer that is kept until the last compute of its users has run, its dimensions in this order.
 
         One for pieces of what they read, ``forward_only``, is kept until their last forward: it copies them.
         """
         shape = tuple(value.shape) if rows is None else (rows.length, *value.shape[1:])
-        buffer = self.buffers.take(shape, value.dtype)
+        buffer = self.buffers.take(shape, value.dtype, order)
         positions = self.readers.forward if forward_only else self.readers.compute
         self.released.setdefault(max(positions[user] for user in users), []).append(buffer)
         return buffer
@@ -273,7 +282,7 @@ class Wiring:
     def _assembled(self, pieces: tuple[Piece, ...], key: Key, tensor: int, is_leaf: bool) -> Fetch:
         """Return a function that puts a tensor together from the samples that several sources hold."""
         item, value = self.program.instances[key[0]], self.value(key[0], tensor)
-        whole = self.take_buffer(value, None, [key])
+        whole = self.take_buffer(value, None, [key], order=memory_order(value))
         leaf = _leaf(whole, is_leaf)
         steps = [(rows_of(piece.samples, item, value), self._piece_of_input(piece, key, tensor))
                  for piece in pieces]

@@ -57,7 +57,9 @@ def spread(ops: Mapping[str, NamedOp], shapes: Mapping[str, Sequence[int]], num_
     sharding = with_stored_parameters(chosen, ops, shapes, mesh, stored=stored)
     inside = {tensor: (str(place),) for tensor, place in layouts.items()
               if tensor not in shapes and place.is_split and (tensor, place) in read}
-    return Sharding(ops=sharding.ops, tensors={**inside, **sharding.tensors})
+    gathered = {tensor: (str(place),) for tensor, place in layouts.items()
+                if tensor not in shapes and place.is_split and (tensor, place) not in read}
+    return Sharding(ops=sharding.ops, tensors={**inside, **sharding.tensors}, made=gathered)
 
 
 def _word(op: OpFactors, choice: int) -> str:
