@@ -24,6 +24,7 @@ from weft.plan.piece_memory import PieceMemory
 from weft.plan.plan import Replica, Stage
 from weft.search.common.problem import TENSOR_AXIS, Problem
 from weft.search.deploy.splits import NO_SPLITS, Splits
+from weft.search.joint.cut import ABOUT_LEAST
 from weft.search.joint.setting import Team
 from weft.search.shard.tensor_costs import TensorCosts
 
@@ -203,6 +204,12 @@ class Chain:
     def crossing(self) -> F64:
         """Return the bytes that go over each place, for one sample."""
         return np.asarray(self._crossing[self.places] / self.problem.graph.batch)
+
+    @cached_property
+    def narrow_places(self) -> I64:
+        """Return the places inside where about least crosses."""
+        inside = self.crossing[1:-1]
+        return 1 + np.flatnonzero(inside <= ABOUT_LEAST * inside.min(initial=np.inf))
 
     def capacity(self, team: Team) -> float:
         """Return the memory of the team's smallest device."""

@@ -15,9 +15,11 @@ from __future__ import annotations
 
 import copy
 import itertools
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Final
 
 import numpy as np
@@ -26,11 +28,11 @@ from weft.base.errors import NoFeasiblePlan
 from weft.base.units import format_bytes
 from weft.cost.collectives import Collective
 from weft.cost.op_classes import op_classes
-from weft.model.graph import F64
+from weft.model.graph import F64, I64
 from weft.plan.plan import split_samples
 from weft.search.common.fair import fair_samples
 from weft.search.joint.chain import Chain, Load
-from weft.search.joint.cut import shortest_longest
+from weft.search.joint.cut import Reach, shortest_longest
 from weft.search.joint.path import pipeline_order, pipeline_seconds
 from weft.search.joint.setting import Setting, StageMesh, Team
 
@@ -186,32 +188,37 @@ class Estimator:
         ahead = 2 * (num_meshes - stage % num_meshes - 1) + (chunks - 1) * num_meshes + 1
         return min(setting.microbatches * chunks, ahead) / chunks
 
-    def _limits(self, setting: Setting, stage: int, size: int, free: float) -> Callable[[int], int]:
-        """Return a function from the place where the stage begins to the last at which it may end."""
+    def _limits(self, setting: Setting, stage: int, size: int, free: float) -> Reach:
+        """Return where the stage may end: see ``cut.Reach``."""
         mesh = setting.layout[stage % len(setting.layout)]
-        members = self.members(mesh, size)
-        known: dict[int, int] = {}
+        fits = [self._fitting(setting, stage, team, count, free) for team, count in self.members(mesh, size)
+                if self.chain.capacity(team) < float("inf")]
+        narrow = self.chain.narrow_places
 
-        def last_place(begin: int) -> int:
-            if begin not in known:
-                known[begin] = min(self._reach(setting, stage, team, count, begin, free) for team, count in members)
-            return known[begin]
+        @cache
+        def last_place(begin: int, end: int) -> int:
+            def last_of(places: I64) -> int:
+                """Return how many of the places in a row a stage may end at."""
+                return bisect_left(places, 1, key=lambda place: not all(fit(begin, int(place)) for fit in fits))
+
+            if end <= begin or all(fit(begin, end) for fit in fits):
+                return end
+            near = narrow[(narrow > begin) & (narrow < end)]
+            known = last_of(near)
+            low = int(near[known - 1]) if known else begin
+            between = np.arange(low + 1, near[known] if known < len(near) else end)
+            return low + last_of(between)
 
         return last_place
 
-    def _reach(self, setting: Setting, stage: int, team: Team, count: int, begin: int, free: float) -> int:
-        capacity, last = (self.chain.capacity(team) - free) / setting.chunks, self.chain.num_places - 1
-        if capacity == float("inf"):
-            return last
-        if not setting.recompute:
-            fits = np.flatnonzero(self.chain.stage_bytes(team, begin, self.load(setting, stage, count)) <= capacity)
-            return begin + (int(fits[-1]) if len(fits) else 0)
-        low, high = begin, last
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits_there = self.stage_bytes(setting, stage, team, count, begin, middle) <= capacity
-            low, high = (middle, high) if fits_there else (low, middle - 1)
-        return low
+    def _fitting(self, setting: Setting, stage: int, team: Team, count: int, free: float) -> Callable[[int, int], bool]:
+        """Return what says whether a stage from place to place fits on a device of the team."""
+        capacity = (self.chain.capacity(team) - free) / setting.chunks
+        if setting.recompute:
+            return lambda begin, end: self.stage_bytes(setting, stage, team, count, begin, end) <= capacity
+        load = self.load(setting, stage, count)
+        rows = cache(lambda begin: self.chain.stage_bytes(team, begin, load))
+        return lambda begin, end: bool(rows(begin)[end - begin] <= capacity)
 
     def load(self, setting: Setting, stage: int, count: int) -> Load:
         """Return what goes through a stage whose team takes so many samples of a micro-batch."""
