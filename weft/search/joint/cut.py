@@ -1,9 +1,9 @@
 """The one cutter: where a chain of pieces is cut into stages, for any of three objectives.
 
-Places ``0 .. P`` are where stages may begin and end. Which of them stage ``s`` may go to from place ``a`` is what memory
-allows (``weft.plan.piece_memory``): a stage may fit that ends later, though a shorter one does not, where much
-crosses the shorter one's end. With ``t_s(a, b)`` the time of a stage and ``c(a)`` that of
-what is sent over a place, cuts ``0 = k_0 < k_1 < ... < k_p = P`` are sought that make as small as possible
+Places ``0 .. P`` are where stages may begin and end. Which of them stage ``s`` may go to from place ``a`` is what
+memory allows (``weft.plan.piece_memory``): a stage may fit that ends later, though a shorter one does not, where much
+crosses the shorter one's end. With ``t_s(a, b)`` the time of a stage and ``c(a)`` that of what is sent over a place,
+cuts ``0 = k_0 < k_1 < ... < k_p = P`` are sought that make as small as possible
 
     the longest stage      max over s of t_s(k_s, k_(s+1))                                   (shortest_longest)
     the period of 1F1B     max over s of t_s, 2 c, and of what is in flight:                 (shortest_period)
@@ -77,9 +77,9 @@ def shortest_period(times: Sequence[F64], crossing_s: F64, may: Sequence[Bool],
                     in_flight: Sequence[int]) -> Cuts | None:
     """Return the cuts with the shortest period of 1F1B, or None if none fits; a device may stay without a stage.
 
-    ``may[s]`` says by place where the stage begins and ends whether it may. From the last stage to the first, ``rest[a]`` is the least time from the begin of a stage
-    at place ``a`` to the end of the model and back. Less is always better for the stages before, so the least is all
-    that has to be kept.
+    ``may[s]`` says by place where the stage begins and ends whether it may. From the last stage to the first,
+    ``rest[a]`` is the least time from the begin of a stage at place ``a`` to the end of the model and back. Less is
+    always better for the stages before, so the least is all that has to be kept.
     """
     index = np.arange(len(crossing_s))
     loads = [table[None, :] - table[:, None] for table in times]
