@@ -25,7 +25,6 @@ from typing import Final, Literal
 from weft.base.errors import ModelError, NoFeasiblePlan
 from weft.base.units import format_bytes
 from weft.cluster.cluster import DeviceId
-from weft.cost.collectives import Collective
 from weft.cost.costs import Costs
 from weft.model.folded import FoldedModel
 from weft.model.graph import Graph
@@ -40,6 +39,7 @@ from weft.search.common.fair import fair_samples
 from weft.search.common.problem import Problem, divisors
 from weft.search.deploy.splits import NO_SPLITS, Splits, teams_by_degree
 from weft.search.joint.baselines import STRATEGIES
+from weft.simulate.exchange_time import reduce_seconds
 
 Name = Literal["single", "data-parallel", "data-parallel-by-speed", "tensor", "pipeline", "1f1b-balanced", "joint"]
 Split = Callable[[int], Splits]
@@ -468,5 +468,4 @@ class _Fitter:
     def _exchange_s(self, shares: Sequence[tuple[DeviceId, int]]) -> float:
         if not self.problem.is_training:
             return 0.0
-        return self.problem.costs.collective(Collective.ALL_REDUCE, self.problem.graph.parameter_bytes,
-                                             [device for device, _ in shares]).seconds
+        return reduce_seconds(self.problem.costs, self.problem.graph.parameter_bytes, [device for device, _ in shares])

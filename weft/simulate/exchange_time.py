@@ -1,4 +1,8 @@
-"""How long the exchange of a bucket of gradients takes, by each method, with ``n`` devices and ``b`` bytes.
+"""How long exchanges take, and what they are made of: by each method, with ``n`` devices and ``b`` bytes.
+
+The simulator asks for the exchange of a program's bucket (``exchange_figure``), accounts of traffic for the transfers
+that it consists of (``exchange_transfers``), searchers for groups of devices without a program (``exchange_together``,
+``collective_line``, ``reduce_seconds``): nothing else asks ``Costs`` how long a collective takes.
 
 - ``all_reduce``: the collective of that name.
 - ``hierarchical``: the slowest group's sum at its first device, the all-reduce among the first devices, the slowest
@@ -19,12 +23,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
 from weft.cluster.cluster import Contention, DeviceId
-from weft.cost.collectives import Collective
+from weft.cost.collectives import Algorithm, Collective, CollectiveModel, Line
 from weft.cost.costs import Costs
 from weft.cost.figure import ZERO, Figure, combine
 from weft.model.graph import I64
@@ -32,26 +38,68 @@ from weft.plan.factors import block_size, bucket_rows, num_rows
 from weft.plan.holders import parameter_copies, parameter_parts
 from weft.plan.program import Bucket, Phase, Program
 
+MAX_EXCHANGE: Final = 64
+"""The cost of an exchange of more devices is taken from so many of them, with the steps that a ring of all has."""
+TYPICAL_BYTES: Final = 1e8
 
-def exchange_figure(program: Program, costs: Costs, devices: Sequence[DeviceId], bucket: Bucket) -> Figure:
-    """Return the time of the bucket's exchange from when all members have issued it; ``devices`` are the ranks'."""
-    members = [devices[rank] for rank in bucket.ranks]
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What groups of devices do at once: a collective in each, or transfers from the first to the second of each."""
+
+    kind: Collective
+    num_bytes: float
+    groups: tuple[tuple[DeviceId, ...], ...]
+
+
+def exchange_steps(program: Program, devices: Sequence[DeviceId], bucket: Bucket) -> tuple[Step, ...]:
+    """Return what a bucket's exchange consists of, one step after the other; ``devices`` are the ranks'."""
+    size, members = bucket.num_bytes, tuple(devices[rank] for rank in bucket.ranks)
     match bucket.method:
         case "all_reduce":
-            return _collective(costs, Collective.ALL_REDUCE, bucket.num_bytes, members)
+            return (Step(Collective.ALL_REDUCE, size, (members,)),)
         case "hierarchical":
-            groups = [[devices[rank] for rank in group] for group in bucket.groups]
-            return combine([_slowest(costs, Collective.ALL_REDUCE, bucket.num_bytes, groups),
-                            _collective(costs, Collective.ALL_REDUCE, bucket.num_bytes, [group[0] for group in groups]),
-                            _slowest(costs, Collective.BROADCAST, bucket.num_bytes, groups)])
+            groups = tuple(tuple(devices[rank] for rank in group) for group in bucket.groups)
+            return (Step(Collective.ALL_REDUCE, size, groups),
+                    Step(Collective.ALL_REDUCE, size, (tuple(group[0] for group in groups),)),
+                    Step(Collective.BROADCAST, size, groups))
         case "parameter_server":
             assert bucket.server is not None, "the plan was checked"
             server = devices[bucket.server]
             others = [device for device in members if device != server]
-            return combine([_together(costs, bucket.num_bytes, [(other, server) for other in others]),
-                            _together(costs, bucket.num_bytes, [(server, other) for other in others])])
+            return (Step(Collective.P2P, size, tuple((other, server) for other in others)),
+                    Step(Collective.P2P, size, tuple((server, other) for other in others)))
         case "sufficient_factors":
-            return _factors_figure(program, costs, members, bucket)
+            graph, factors = program.graph, bucket.factors
+            weight = factors.uses[0].weight
+            width = int(graph.tensor_bytes[weight]) / math.prod(graph.tensor_shapes[weight])
+            largest = max(block_size(graph, factors, counts) for counts in bucket_rows(program, bucket).values())
+            gather = Step(Collective.ALL_GATHER, len(members) * largest * width, (members,))
+            shared = float(graph.tensor_bytes[list(factors.shared)].sum())
+            return (gather, Step(Collective.ALL_REDUCE, shared, (members,))) if factors.shared else (gather,)
+
+
+def exchange_figure(program: Program, costs: Costs, devices: Sequence[DeviceId], bucket: Bucket) -> Figure:
+    """Return the time of the bucket's exchange from when all members have issued it; ``devices`` are the ranks'."""
+    figures = [_step_figure(costs, step) for step in exchange_steps(program, devices, bucket)]
+    if bucket.method == "sufficient_factors" and program.plan.optimizer.kind == "none":
+        members = dict.fromkeys(devices[rank] for rank in bucket.ranks)
+        figures.append(_slowest(_products_figure(program, costs, device, bucket) for device in members))
+    return combine(figures)
+
+
+def exchange_transfers(program: Program, costs: Costs, devices: Sequence[DeviceId],
+                       bucket: Bucket) -> Iterator[tuple[DeviceId, DeviceId, float]]:
+    """Yield (sender, receiver, bytes) of all that is sent in a bucket's exchange, by each collective's algorithm."""
+    model = CollectiveModel(costs.cluster)
+    for step in exchange_steps(program, devices, bucket):
+        for group in step.groups:
+            if step.kind is Collective.P2P:
+                yield *group, step.num_bytes
+            elif len(group) > 1:
+                algorithm = Algorithm(costs.collective(step.kind, step.num_bytes, group).algorithm)
+                for entry in model.rounds(step.kind, algorithm, group):
+                    for sender, receiver in entry.pairs:
+                        yield group[sender], group[receiver], entry.share * step.num_bytes
 
 
 def exchange_resources(costs: Costs, devices: Sequence[DeviceId], bucket: Bucket) -> tuple[int, ...]:
@@ -62,10 +110,9 @@ def exchange_resources(costs: Costs, devices: Sequence[DeviceId], bucket: Bucket
     members = [devices[rank] for rank in bucket.ranks]
     match bucket.method:
         case "all_reduce":
-            return costs.collective_limits(Collective.ALL_REDUCE, bucket.num_bytes, members)
+            return exchange_limits(costs, bucket.num_bytes, members)
         case "hierarchical":
-            first_ones = [devices[group[0]] for group in bucket.groups]
-            return costs.collective_limits(Collective.ALL_REDUCE, bucket.num_bytes, first_ones)
+            return exchange_limits(costs, bucket.num_bytes, [devices[group[0]] for group in bucket.groups])
         case "parameter_server":
             assert bucket.server is not None, "the plan was checked"
             server = devices[bucket.server]
@@ -73,7 +120,62 @@ def exchange_resources(costs: Costs, devices: Sequence[DeviceId], bucket: Bucket
             counts = Counter(resource for pair in pairs for resource in costs.cluster.transfer_resources(*pair))
             return tuple(sorted(item for item, count in counts.items() if count == max(counts.values())))
         case "sufficient_factors":
-            return costs.collective_limits(Collective.ALL_GATHER, bucket.num_bytes, members)
+            return exchange_limits(costs, bucket.num_bytes, members, Collective.ALL_GATHER)
+
+
+# ---- without a program, for searches --------------------------------------------------------------------------------
+
+
+def reduce_seconds(costs: Costs, num_bytes: float, devices: Sequence[DeviceId]) -> float:
+    """Return the time of an all-reduce of gradients."""
+    return costs.collective(Collective.ALL_REDUCE, num_bytes, devices).seconds
+
+
+def exchange_limits(costs: Costs, num_bytes: float, devices: Sequence[DeviceId],
+           kind: Collective = Collective.ALL_REDUCE) -> tuple[int, ...]:
+    """Return the cluster's resources on which such an exchange and others hold each other up."""
+    return costs.collective_limits(kind, num_bytes, devices)
+
+
+def exchange_together(costs: Costs, num_bytes: float, groups: Sequence[Sequence[DeviceId]],
+             kind: Collective = Collective.ALL_REDUCE) -> tuple[float, tuple[int, ...]]:
+    """Return the time in which groups do the same, each on so many bytes, and the resources that limit them.
+
+    Groups that need the same link for most of the time come one after the other.
+    """
+    meet = Counter(resource for group in groups for resource in exchange_limits(costs, num_bytes, group, kind))
+    seconds = max(costs.collective(kind, num_bytes, group).seconds for group in groups)
+    return seconds * max(meet.values(), default=1), tuple(sorted(meet))
+
+
+def collective_line(costs: Costs, kind: Collective, num_bytes: float, devices: Sequence[DeviceId]) -> Line:
+    """Return the collective's time as a line: that of the algorithm which is best for ``num_bytes``, or of a fit."""
+    size = max(num_bytes, 1)
+    cost = costs.collective(kind, size, devices)
+    return Line(cost.latency_s, cost.bandwidth_s / size)
+
+
+def reduce_line(costs: Costs, num_bytes: float, devices: Sequence[DeviceId]) -> Line:
+    """Return an all-reduce's time as the line through those of nothing and of ``num_bytes``, of which each is best."""
+    small, large = (reduce_seconds(costs, size, devices) for size in (0.0, num_bytes))
+    return Line(small, (large - small) / num_bytes)
+
+
+def large_reduce_line(costs: Costs, devices: Sequence[DeviceId]) -> Line:
+    """Return an all-reduce's time as a line; of many devices it is taken from some, with the steps of a ring of all."""
+    some = devices[:MAX_EXCHANGE]
+    line = collective_line(costs, Collective.ALL_REDUCE, TYPICAL_BYTES, some)
+    more = (len(devices) - 1) / (len(some) - 1)
+    return Line(line.latency_s * more, line.s_per_byte * more * len(some) / len(devices))
+
+
+# ---- steps ----------------------------------------------------------------------------------------------------------
+
+
+def _step_figure(costs: Costs, step: Step) -> Figure:
+    if step.kind is Collective.P2P:
+        return _transfers_figure(costs, step.num_bytes, step.groups)
+    return _slowest(_collective(costs, step.kind, step.num_bytes, group) for group in step.groups)
 
 
 def _collective(costs: Costs, kind: Collective, num_bytes: float, devices: Sequence[DeviceId]) -> Figure:
@@ -83,11 +185,11 @@ def _collective(costs: Costs, kind: Collective, num_bytes: float, devices: Seque
     return Figure(cost.seconds, cost.source)
 
 
-def _slowest(costs: Costs, kind: Collective, num_bytes: int, groups: Sequence[Sequence[DeviceId]]) -> Figure:
-    return max((_collective(costs, kind, num_bytes, group) for group in groups), key=lambda figure: figure.seconds)
+def _slowest(figures: Iterable[Figure]) -> Figure:
+    return max(figures, key=lambda figure: figure.seconds)
 
 
-def _together(costs: Costs, num_bytes: int, pairs: Sequence[tuple[DeviceId, DeviceId]]) -> Figure:
+def _transfers_figure(costs: Costs, num_bytes: float, pairs: Sequence[Sequence[DeviceId]]) -> Figure:
     """Return the time until transfers that start together are done, each of so many bytes."""
     cluster = costs.cluster
     alone = [costs.collective(Collective.P2P, num_bytes, pair) for pair in pairs]
@@ -104,22 +206,6 @@ def _together(costs: Costs, num_bytes: int, pairs: Sequence[tuple[DeviceId, Devi
     whole = max(cost.latency_s for cost in alone) + max(load.values(), default=0.0)
     source = combine(Figure(cost.seconds, cost.source) for cost in alone).source
     return Figure(max(whole, *(cost.seconds for cost in alone)), source)
-
-
-def _factors_figure(program: Program, costs: Costs, members: Sequence[DeviceId], bucket: Bucket) -> Figure:
-    graph, factors = program.graph, bucket.factors
-    rows = bucket_rows(program, bucket)
-    weight = factors.uses[0].weight
-    width = int(graph.tensor_bytes[weight]) / math.prod(graph.tensor_shapes[weight])
-    largest = max(block_size(graph, factors, counts) for counts in rows.values())
-    shared = float(graph.tensor_bytes[list(factors.shared)].sum())
-    products = [ZERO]
-    if program.plan.optimizer.kind == "none":
-        products = [_products_figure(program, costs, device, bucket) for device in dict.fromkeys(members)]
-    return combine([
-        _collective(costs, Collective.ALL_GATHER, len(members) * largest * width, members),
-        _collective(costs, Collective.ALL_REDUCE, shared, members) if factors.shared else ZERO,
-        max(products, key=lambda figure: figure.seconds)])
 
 
 def share_figure(program: Program, costs: Costs, devices: Sequence[DeviceId], rank: int) -> Figure:

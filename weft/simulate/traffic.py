@@ -8,17 +8,13 @@ devices of a replica exchange inside a sharded stage is not part of a program, a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 
 from weft.cluster.cluster import Cluster, DeviceId
-from weft.cost.collectives import Algorithm, Collective, CollectiveModel
 from weft.cost.costs import Costs
-from weft.plan.factors import block_size, bucket_rows
-from weft.plan.program import Bucket, Program
+from weft.plan.program import Program
+from weft.simulate.exchange_time import exchange_transfers
 from weft.simulate.timing import rank_devices
-
-_Exchange = tuple[Collective, float, list[DeviceId]]
 
 
 def link_bytes(program: Program, costs: Costs, cluster: Cluster) -> dict[str, int]:
@@ -29,7 +25,7 @@ def link_bytes(program: Program, costs: Costs, cluster: Cluster) -> dict[str, in
     """
     devices = rank_devices(program, cluster)
     by_pair: dict[tuple[DeviceId, DeviceId], float] = {}
-    for source, target, num_bytes in _transfers(program, costs, cluster, devices):
+    for source, target, num_bytes in _transfers(program, costs, devices):
         by_pair[source, target] = by_pair.get((source, target), 0.0) + num_bytes
     if not cluster.links:
         names = {pair: ">".join(cluster.devices[device].name for device in pair) for pair in sorted(by_pair)}
@@ -44,45 +40,10 @@ def link_bytes(program: Program, costs: Costs, cluster: Cluster) -> dict[str, in
     return {titles[resource]: round(amounts[resource]) for resource in titles if amounts.get(resource)}
 
 
-def _transfers(program: Program, costs: Costs, cluster: Cluster,
+def _transfers(program: Program, costs: Costs,
                devices: Sequence[DeviceId]) -> Iterator[tuple[DeviceId, DeviceId, float]]:
     """Yield (sender, receiver, bytes) of everything that is sent in a step."""
     for channel in program.channels:
         yield devices[channel.source], devices[channel.target], channel.num_bytes * len(channel.microbatches)
-    model = CollectiveModel(cluster)
     for bucket in program.buckets:
-        if bucket.method == "parameter_server":
-            assert bucket.server is not None, "the plan was checked"
-            for rank in bucket.ranks:
-                if rank != bucket.server:
-                    yield devices[rank], devices[bucket.server], bucket.num_bytes
-                    yield devices[bucket.server], devices[rank], bucket.num_bytes
-            continue
-        for kind, num_bytes, group in _collectives(program, bucket, devices):
-            if len(group) < 2:
-                continue
-            algorithm = Algorithm(costs.collective(kind, num_bytes, group).algorithm)
-            for entry in model.rounds(kind, algorithm, tuple(group)):
-                for sender, receiver in entry.pairs:
-                    yield group[sender], group[receiver], entry.share * num_bytes
-
-
-def _collectives(program: Program, bucket: Bucket, devices: Sequence[DeviceId]) -> Iterator[_Exchange]:
-    """Yield the collectives (kind, bytes, group) that an exchange is made of."""
-    members = [devices[rank] for rank in bucket.ranks]
-    match bucket.method:
-        case "hierarchical":
-            groups = [[devices[rank] for rank in group] for group in bucket.groups]
-            yield from ((Collective.ALL_REDUCE, bucket.num_bytes, group) for group in groups)
-            yield Collective.ALL_REDUCE, bucket.num_bytes, [group[0] for group in groups]
-            yield from ((Collective.BROADCAST, bucket.num_bytes, group) for group in groups)
-        case "sufficient_factors":
-            graph, factors = program.graph, bucket.factors
-            weight = factors.uses[0].weight
-            width = int(graph.tensor_bytes[weight]) / math.prod(graph.tensor_shapes[weight])
-            largest = max(block_size(graph, factors, counts) for counts in bucket_rows(program, bucket).values())
-            yield Collective.ALL_GATHER, len(members) * largest * width, members
-            if factors.shared:
-                yield Collective.ALL_REDUCE, float(graph.tensor_bytes[list(factors.shared)].sum()), members
-        case _:
-            yield Collective.ALL_REDUCE, bucket.num_bytes, members
+        yield from exchange_transfers(program, costs, devices, bucket)

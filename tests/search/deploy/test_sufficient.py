@@ -27,10 +27,10 @@ from weft.search.deploy.sufficient import (
     LinearLayer,
     decide,
     decide_on_cluster,
-    line_at,
     linear_layers,
     product_s_per_flop,
 )
+from weft.simulate.exchange_time import collective_line
 
 # ---- selection: cut, integer program, brute force -------------------------------------------------------------------
 
@@ -442,5 +442,5 @@ def test_no_layers_and_one_device_are_no_case_for_factors():
 def test_a_line_is_the_collective_at_that_size():
     costs = costs_of(zoo_graph("vgg-19", 4), world(4))
     for size in (1_000, 100_000_000):
-        line = line_at(costs, Collective.ALL_REDUCE, size, range(4))
+        line = collective_line(costs, Collective.ALL_REDUCE, size, range(4))
         assert line.at(size) == pytest.approx(costs.collective(Collective.ALL_REDUCE, size, range(4)).seconds)

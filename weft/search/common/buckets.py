@@ -18,12 +18,12 @@ from typing import Final
 
 import numpy as np
 
-from weft.cost.collectives import Collective
 from weft.cost.costs import Costs
 from weft.model.graph import F64, I64, Graph
 from weft.plan.holders import parameter_parts
 from weft.plan.layout import stage_inputs
 from weft.plan.plan import GradientExchange, Plan, split_samples
+from weft.simulate.exchange_time import reduce_seconds
 from weft.simulate.finality import final_times
 
 COUNTS: Final = (1, 2, 4, 8, 16, 32, 64)
@@ -115,7 +115,7 @@ class _Timing:
         done, first = 0.0, 0
         for last in ends:
             size = float(self.held_bytes[first:last].sum())
-            seconds = self.costs.collective(Collective.ALL_REDUCE, size, self.devices).seconds
+            seconds = reduce_seconds(self.costs, size, self.devices)
             done, first = max(done, float(self.final_s[last - 1])) + seconds + ISSUE_S, last
         return max(done, self.backward_s)
 

@@ -8,14 +8,13 @@ it. A parameter that several groups read (tied embeddings) is exchanged by itsel
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from weft.cluster.cluster import DeviceId
-from weft.cost.collectives import Collective
+from weft.cost.collectives import Collective, Line
 from weft.cost.op_classes import op_classes
 from weft.model.graph import F64, I64
 from weft.plan.memory import optimizer_bytes
@@ -26,6 +25,7 @@ from weft.search.deploy.blocks import Buckets
 from weft.search.deploy.op_groups import OpGroups
 from weft.search.deploy.sufficient import Decision, decide_on_cluster, linear_layers, padding
 from weft.search.deploy.tuning import TUNING
+from weft.simulate.exchange_time import exchange_together, reduce_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,11 +108,10 @@ class Exchanges:
             self.group_bytes[places[0]] += self.sizes[tensor]
             self.static_bytes[places[0]] += self.static_of[tensor]
         self.step_s_per_byte = self._step_rates()
-        self._lines: dict[tuple[DeviceId, ...], tuple[float, float]] = {}
+        self._lines: dict[tuple[DeviceId, ...], Line] = {}
         self._layers = tuple(layer for layer in linear_layers(problem.graph) if len(homes[layer.weight]) == 1)
         self._parts_of: dict[Layout, list[_Part | None]] = {}
         self._blocks: dict[tuple[int, int, int], tuple[Bucket, ...]] = {}
-        self._cost: dict[tuple[Collective, float, tuple[DeviceId, ...]], float] = {}
 
     def held_bytes(self, part: F64) -> F64:
         """Return ``static_bytes`` of devices that hold such a part of each tensor."""
@@ -179,11 +178,10 @@ class Exchanges:
                 gathered = tuple(itertools.chain.from_iterable(item.gathered for item in items))
                 if gathered:
                     size = sum(item.gathered_bytes for item in items)
+                    seconds, resources = exchange_together(self.problem.costs, size, (devices,), Collective.ALL_GATHER)
                     yield Bucket(parameters=gathered, groups=tuple(groups), devices=devices,
-                                 method="sufficient_factors",
-                                 seconds=self._seconds(Collective.ALL_GATHER, size, devices)
-                                 + sum(item.compute_s for item in items),
-                                 resources=self.problem.costs.collective_limits(Collective.ALL_GATHER, size, devices))
+                                 method="sufficient_factors", resources=resources,
+                                 seconds=seconds + sum(item.compute_s for item in items))
                 groups, size = [], 0.0
 
     def _parts(self, layout: Layout) -> list[_Part | None]:
@@ -213,41 +211,25 @@ class Exchanges:
 
     def group_seconds(self, devices: tuple[DeviceId, ...]) -> F64:
         """Return the seconds that an all-reduce of each group's gradients takes among devices, latency apart."""
-        return self.group_bytes * self._line(devices)[1]
+        return self.group_bytes * self._line(devices).s_per_byte
 
     def _full(self, devices: tuple[DeviceId, ...]) -> float:
         """Return how many bytes make a bucket large enough."""
-        latency, rate = self._line(devices)
-        return TUNING.full_bucket * latency / rate if rate > 0 else np.inf
+        line = self._line(devices)
+        return TUNING.full_bucket * line.latency_s / line.s_per_byte if line.s_per_byte > 0 else np.inf
 
-    def _line(self, devices: tuple[DeviceId, ...]) -> tuple[float, float]:
-        """Return latency and seconds per byte of a large all-reduce among devices."""
-        known = self._lines.get(devices)
-        if known is None:
-            small, large = (self.problem.costs.collective(Collective.ALL_REDUCE, size, devices).seconds
-                            for size in (0.0, 1e9))
-            known = self._lines[devices] = small, (large - small) / 1e9
-        return known
+    def _line(self, devices: tuple[DeviceId, ...]) -> Line:
+        """Return the time of a large all-reduce among devices."""
+        if devices not in self._lines:
+            self._lines[devices] = reduce_line(self.problem.costs, 1e9, devices)
+        return self._lines[devices]
 
     def _bucket(self, tensors: tuple[int, ...], groups: tuple[int, ...], devices: tuple[DeviceId, ...],
                 num_bytes: float, *, among: Sequence[tuple[DeviceId, ...]] = (), is_divided: bool = False) -> Bucket:
-        """Return the all-reduces of so many bytes ``among`` each of some groups of devices; by default all of them.
-
-        Groups that need the same link for most of the time come one after the other.
-        """
-        meet: Counter[int] = Counter()
-        for group in among or (devices,):
-            meet.update(self.problem.costs.collective_limits(Collective.ALL_REDUCE, num_bytes, group))
-        seconds = max(self._seconds(Collective.ALL_REDUCE, num_bytes, group) for group in among or (devices,))
+        """Return the all-reduces of so many bytes ``among`` each of some groups of devices; by default all of them."""
+        seconds, resources = exchange_together(self.problem.costs, num_bytes, among or (devices,))
         return Bucket(parameters=tensors, groups=groups, devices=devices, method="all_reduce", is_divided=is_divided,
-                      resources=tuple(sorted(meet)), seconds=seconds * max(meet.values(), default=1))
-
-    def _seconds(self, collective: Collective, num_bytes: float, devices: tuple[DeviceId, ...]) -> float:
-        key = collective, num_bytes, devices
-        known = self._cost.get(key)
-        if known is None:
-            known = self._cost[key] = self.problem.costs.collective(collective, num_bytes, devices).seconds
-        return known
+                      resources=resources, seconds=seconds)
 
 
 def _positions(layout: Layout) -> list[tuple[DeviceId, ...]]:

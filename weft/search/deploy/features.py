@@ -21,11 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from weft.cluster.cluster import DeviceId
-from weft.cost.collectives import Collective
 from weft.model.graph import F64, I64, Bool
 from weft.plan.plan import split_samples
 from weft.search.deploy.actions import Action, Kind
 from weft.search.deploy.deployer import Deployer, Evaluation
+from weft.simulate.exchange_time import reduce_line
 
 F32 = npt.NDArray[np.float32]
 KINDS: Final[tuple[str, ...]] = get_args(Kind)
@@ -190,9 +190,8 @@ def _line(deployer: Deployer, devices: Sequence[DeviceId]) -> tuple[float, float
     if len(devices) < 2:
         return 0.0, 0.0
     whole = max(float(deployer.exchanges.group_bytes.sum()), 1.0)
-    small, large = (deployer.problem.costs.collective(Collective.ALL_REDUCE, size, tuple(devices)).seconds
-                    for size in (0.0, whole))
-    return small, (large - small) / whole
+    line = reduce_line(deployer.problem.costs, whole, devices)
+    return line.latency_s, line.s_per_byte
 
 
 def _action_kinds(deployer: Deployer) -> tuple[F64, F64]:

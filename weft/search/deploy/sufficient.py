@@ -38,6 +38,7 @@ from weft.cost.op_classes import op_classes
 from weft.cost.roofline import peak_rate
 from weft.model.graph import I64, NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Graph
 from weft.plan.factors import LinearUse, find_factors
+from weft.simulate.exchange_time import collective_line
 
 # ---- layers ---------------------------------------------------------------------------------------------------------
 
@@ -238,23 +239,17 @@ def decide_on_cluster(layers: Sequence[LinearLayer], costs: Costs, devices: Sequ
     kinds = [costs.cluster.kinds[costs.cluster.devices[device].kind] for device in devices]
     worst = max(((1 - part) * product_s_per_flop(kind, dtype), product_s_per_flop(kind, dtype), part)
                 for part, kind in zip(parts, kinds, strict=True) for dtype in dtypes)
-    gather = line_at(costs, Collective.ALL_GATHER, factor_bytes, devices)
+    gather = collective_line(costs, Collective.ALL_GATHER, factor_bytes, devices)
     return decide(layers, num_samples=num_samples, num_workers=len(devices),
                   gather=replace(gather, s_per_byte=gather.s_per_byte * padding(parts)),
-                  reduce=line_at(costs, Collective.ALL_REDUCE, sum(layer.parameter_bytes for layer in layers), devices),
+                  reduce=collective_line(costs, Collective.ALL_REDUCE, sum(layer.parameter_bytes for layer in layers),
+                                         devices),
                   s_per_flop=worst[1], own_samples=worst[2] * num_samples)
 
 
 def padding(shares: Sequence[float]) -> float:
     """Return how much more is gathered than there is where workers have different shares: as if all had the largest."""
     return len(shares) * max(shares)
-
-
-def line_at(costs: Costs, collective: Collective, num_bytes: int, devices: Sequence[int]) -> Line:
-    """Return the collective's time as a line: that of the algorithm which is best for ``num_bytes``, or of a fit."""
-    size = max(num_bytes, 1)
-    cost = costs.collective(collective, size, devices)
-    return Line(cost.latency_s, cost.bandwidth_s / size)
 
 
 def product_s_per_flop(kind: DeviceKind, dtype: str) -> float:

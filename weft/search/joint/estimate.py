@@ -26,7 +26,7 @@ import numpy as np
 
 from weft.base.errors import NoFeasiblePlan
 from weft.base.units import format_bytes
-from weft.cost.collectives import Collective
+from weft.cost.collectives import Line
 from weft.cost.op_classes import op_classes
 from weft.model.graph import F64, I64
 from weft.plan.plan import split_samples
@@ -35,12 +35,10 @@ from weft.search.joint.chain import Chain, Load
 from weft.search.joint.cut import Reach, shortest_longest
 from weft.search.joint.path import pipeline_order, pipeline_seconds
 from weft.search.joint.setting import Setting, StageMesh, Team
+from weft.simulate.exchange_time import MAX_EXCHANGE, TYPICAL_BYTES, exchange_limits, large_reduce_line
 
 HIDDEN: Final = 0.8
 """The part of an exchange that may run beside the last backward."""
-MAX_EXCHANGE: Final = 64
-"""The cost of an exchange of more teams is taken from so many of them, with the steps that a ring of all has."""
-TYPICAL_BYTES: Final = 1e8
 SLACKS: Final = (0.0, 0.2)
 """By how much of its time a stage may be shorter in order to send less; the best of the cuts is taken."""
 ROOM: Final = 0.9
@@ -70,7 +68,7 @@ class Estimator:
         self.chain, self.problem = chain, chain.problem
         self._members: dict[tuple[StageMesh, int], tuple[tuple[Team, int], ...]] = {}
         self._sorts_of: dict[StageMesh, frozenset[tuple[int, int, float]]] = {}
-        self._exchanges: dict[tuple[frozenset[tuple[int, int, float]], int, int], tuple[float, float]] = {}
+        self._exchanges: dict[tuple[frozenset[tuple[int, int, float]], int, int], Line] = {}
         self._shared: dict[tuple[StageMesh, StageMesh], int] = {}
         self._ways: dict[StageMesh, dict[str, tuple[int, ...]]] = {}
         self._segments: dict[tuple[StageMesh, int, float, int, int], list[int]] = {}
@@ -362,12 +360,8 @@ class Estimator:
         key = self._sorts(mesh), count, len({self.problem.cluster.devices[team[0]].host
                                              for team in mesh.teams[:MAX_EXCHANGE]})
         if key not in self._exchanges:
-            some = [team[0] for team in mesh.teams[:MAX_EXCHANGE]]
-            cost = self.problem.costs.collective(Collective.ALL_REDUCE, TYPICAL_BYTES, some)
-            more = (count - 1) / (len(some) - 1)
-            self._exchanges[key] = cost.latency_s * more, cost.bandwidth_s / TYPICAL_BYTES * more * len(some) / count
-        latency_s, s_per_byte = self._exchanges[key]
-        return latency_s + num_bytes * s_per_byte
+            self._exchanges[key] = large_reduce_line(self.problem.costs, [team[0] for team in mesh.teams])
+        return self._exchanges[key].at(num_bytes)
 
     def _crowd(self, layout: Sequence[StageMesh], mesh: StageMesh) -> int:
         """Return how many exchanges need the link that limits those of the mesh: one comes after the other there."""
@@ -389,8 +383,8 @@ class Estimator:
                 for host, device in first_on.items():
                     other = next((item for name, item in first_on.items() if name != host), None)
                     if other is not None:
-                        found.setdefault(host, []).extend(self.problem.costs.collective_limits(
-                            Collective.ALL_REDUCE, TYPICAL_BYTES, (device, other)))
+                        limits = exchange_limits(self.problem.costs, TYPICAL_BYTES, (device, other))
+                        found.setdefault(host, []).extend(limits)
             self._ways[mesh] = {host: tuple(resources) for host, resources in found.items()}
         return self._ways[mesh]
 
