@@ -394,8 +394,8 @@ def test_reductions_leave_time_for_the_search():
     search = Search(graph, budget=Budget(effort=float("inf"), deadline=time.monotonic() - 1.0), seed=0)
     search._begin -= 10.0
     search.run()
-    assert evaluate(graph, search.choice).is_feasible(graph.usage_limit)
-    assert search.bound <= evaluate(graph, search.choice).cost
+    assert evaluate(graph, search.best.answer).is_feasible(graph.usage_limit)
+    assert search.best.bound <= evaluate(graph, search.best.answer).cost
 
 
 def test_a_schedule_that_is_cut_short_is_the_best_so_far(monkeypatch):

@@ -76,18 +76,21 @@ def solve(graph: StrategyGraph, *, time_limit: float | None = None, seed: int = 
     search = Search(graph, budget=budget, seed=seed)
     first = None if deadline is None else first_choice(graph, budget)
     is_whole = _run(search, budget, has_choice=first is not None)
-    found = [(evaluate(graph, choice), choice) for choice in (search.choice, first) if choice is not None]
+    best = search.best
+    found = [(evaluate(graph, choice), choice) for choice in (best.answer, first) if choice is not None]
     if not found:
         raise NoFeasiblePlan(search.why_none(is_proven=False))
     judged, choice = min(found, key=lambda item: item[0].cost)
     assert judged.is_feasible(graph.usage_limit), "the search returned a choice that the judge refuses"
-    lower = search.bound if search.bound > -math.inf else lowest_cost(graph)
-    bound = judged.cost if _is_proof(search.is_proven, judged.cost) else _rounded(lower, judged.cost)
+    if best.bound == -math.inf:
+        best.raise_bound(lowest_cost(graph))
+    bound = judged.cost if _is_proof(best.is_proven, judged.cost) else _rounded(best.bound, judged.cost)
     solution = ShardSolution(status="optimal" if bound >= judged.cost else "feasible", cost=judged.cost, bound=bound,
                              usage_peak=judged.usage_peak, choice=tuple(choice), seconds=time.monotonic() - begin,
                              is_interrupted=budget.is_interrupted)
     if not is_whole:
-        budget.report(f"time limit: best {solution.cost:.12g}, bound {bound:.12g}, gap {100.0 * solution.gap:.3f} %")
+        best.offer(judged.cost, choice)
+        best.tell("time limit")
     return solution
 
 
