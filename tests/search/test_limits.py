@@ -34,9 +34,8 @@ from weft.search.place import search as placing
 from weft.search.place.problem import problem_from_graph
 from weft.search.schedule import search as scheduling
 from weft.search.schedule.problem import parse_problem
-from weft.search.strategies.first import first_choice, lowest_cost
 from weft.search.strategies.search import Search
-from weft.search.strategies.solve import solve
+from weft.search.strategies.solve import first_choice, lowest_cost, solve
 from weft.search.strategies.strategy_graph import evaluate, parse_strategy_graph
 
 LIMIT_S = 0.05

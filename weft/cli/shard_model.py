@@ -181,7 +181,7 @@ def _write_plan(path: Path, folded: FoldedModel, cluster: Cluster, shape: tuple[
     """Write the best plan on the mesh that the runtime can execute."""
     from weft.plan.plan import OPTIMIZERS, Optimizer, save_plan
     from weft.search.common.budget import time_budget
-    from weft.search.shard.plan_search import search_plan
+    from weft.search.shard.compare import search_plan
 
     kind = choice("--optimizer", options.optimizer or "adamw", OPTIMIZERS)
     left = budget.seconds_left

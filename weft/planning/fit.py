@@ -35,8 +35,7 @@ from weft.plan.plan import Plan, Stage, split_samples
 from weft.planning.reduced import Reduced
 from weft.planning.replan import best_joint
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
-from weft.search.common.fair import fair_samples
-from weft.search.common.problem import Problem, divisors
+from weft.search.common.problem import Problem, divisors, fair_samples
 from weft.search.deploy.splits import NO_SPLITS, Splits, teams_by_degree
 from weft.search.joint.baselines import STRATEGIES
 from weft.simulate.exchange_time import reduce_seconds

@@ -15,12 +15,11 @@ from weft.search.common.budget import Budget
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.splits import find_splits
 from weft.search.joint import estimate
-from weft.search.joint.build import build_plan
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimator
-from weft.search.joint.finalists import evaluate
+from weft.search.joint.finalists import build_plan, evaluate
+from weft.search.joint.layouts import Setting, StageMesh
 from weft.search.joint.scheduled import reschedule
-from weft.search.joint.setting import Setting, StageMesh
 
 MODEL = "llama-tiny:layers=2"
 

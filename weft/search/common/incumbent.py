@@ -55,7 +55,7 @@ class Incumbent(Generic[Answer]):
         """Return whether a value would be kept."""
         if self.answer is not None and excess != self.excess:
             return value < math.inf and excess < self.excess
-        return value < math.inf and not value >= self.value - self.same * abs(self.value if self.answer is not None else 0.0)
+        return value < math.inf and (self.answer is None or value < self.value - self.same * abs(self.value))
 
     def offer(self, value: float, answer: Answer, by: str = "", excess: float = 0.0) -> bool:
         """Keep the answer if it is better than the best so far; return whether it was kept."""

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from weft.base.errors import ModelError, NoFeasiblePlan
 from weft.cluster.cluster import Cluster, DeviceId
 from weft.cost.costs import Costs
+from weft.model.folded import FoldedModel, trace_folded
 from weft.model.graph import Graph
 from weft.model.load import has_module
 from weft.model.notes import NOTE, rule_notes
 from weft.model.source import ModelSource, resolve_model
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.problem import Problem
+from weft.search.shard.tensor_costs import TensorCosts, split_operators
 
-if TYPE_CHECKING:
-    from weft.model.folded import FoldedModel
-    from weft.search.shard.tensor_costs import TensorCosts
-
-Splits = Mapping[tuple[int, int], "TensorCosts"]
+Splits = Mapping[tuple[int, int], TensorCosts]
 """How devices divide operators, by device group and number of devices."""
 NO_SPLITS: Final[Splits] = MappingProxyType({})
 MAX_DEGREE: Final = 16
@@ -35,8 +33,6 @@ def load_splits(model: str | ModelSource, problem: Problem, costs_of: Callable[[
 
     ``budget`` is for the whole search, of which this takes a part; tracing does not count.
     """
-    from weft.model.folded import trace_folded
-
     if next(teams_by_degree(problem.cluster.groups_by_host_and_kind()), None) is None or not has_module(model):
         return {}
     budget = budget or time_budget(None)
@@ -62,8 +58,6 @@ def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph
     ``folded`` is the folded model of ``problem.graph``; ``costs_of`` gives the costs of its graph. What the budget cuts
     short is left out.
     """
-    from weft.search.shard.tensor_costs import split_operators
-
     groups = problem.cluster.groups_by_host_and_kind()
     found: dict[tuple[int, int], TensorCosts] = {}
     costs: Costs | None = None

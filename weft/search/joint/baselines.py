@@ -20,8 +20,7 @@ from weft.model.graph import F64, Bool
 from weft.plan.op_bytes import state_by_op
 from weft.plan.orders import Order, forward_only, gpipe, one_f_one_b
 from weft.plan.plan import Plan, split_samples
-from weft.search.common.fair import fair_samples
-from weft.search.common.problem import Problem, StageSpec, block_of, make_plan
+from weft.search.common.problem import Problem, StageSpec, block_of, fair_samples, make_plan
 from weft.search.joint.chain import Chain, Load
 from weft.search.joint.cut import emptiest_fullest, shortest_period
 

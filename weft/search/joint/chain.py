@@ -25,7 +25,7 @@ from weft.plan.plan import Replica, Stage
 from weft.search.common.problem import TENSOR_AXIS, Problem
 from weft.search.deploy.splits import NO_SPLITS, Splits
 from weft.search.joint.cut import ABOUT_LEAST
-from weft.search.joint.setting import Team
+from weft.search.joint.layouts import Team
 from weft.search.shard.tensor_costs import TensorCosts
 
 MAX_PLACES: Final = 256

@@ -9,6 +9,11 @@ where ``c_s`` is the time of the transfers behind stage ``s`` and ``C`` the most
 ``max(D)`` as small as possible (bisection; each stage in turn takes as much as the trial time and its memory allow,
 which leaves least for the rest; then also with stages somewhat shorter where less is to be sent). The estimate ranks
 settings; plans made of the best are simulated.
+
+The time of a pipeline by its longest path: every forward and backward of every stage, in the order of the schedule.
+
+For clusters too large to simulate every device. Replicas of a stage are alike, so one pipeline stands for all; messages
+take their time beside the computes, without waiting for each other.
 """
 
 from __future__ import annotations
@@ -29,12 +34,12 @@ from weft.base.units import format_bytes
 from weft.cost.collectives import Line
 from weft.cost.op_classes import op_classes
 from weft.model.graph import F64, I64
+from weft.plan.orders import Order, forward_only, interleaved, one_f_one_b
 from weft.plan.plan import split_samples
-from weft.search.common.fair import fair_samples
+from weft.search.common.problem import fair_samples
 from weft.search.joint.chain import Chain, Load
 from weft.search.joint.cut import Reach, shortest_longest
-from weft.search.joint.path import pipeline_order, pipeline_seconds
-from weft.search.joint.setting import Setting, StageMesh, Team
+from weft.search.joint.layouts import Setting, StageMesh, Team
 from weft.simulate.exchange_time import MAX_EXCHANGE, TYPICAL_BYTES, exchange_limits, large_reduce_line
 
 HIDDEN: Final = 0.8
@@ -57,8 +62,6 @@ class Estimate:
     pipeline_s: float
     exchange_s: float
     """Not hidden, with the update."""
-    free: tuple[float, ...] = ()
-    """Bytes that were left free on each mesh; none if it is empty."""
 
 
 class Estimator:
@@ -126,11 +129,8 @@ class Estimator:
         fill = (len(setting.layout) - 1) / setting.chunks
         return (setting.microbatches + fill) / rate
 
-    def __call__(self, setting: Setting, *, free: tuple[float, ...] = ()) -> Estimate:
-        """Return the estimate; raise ``NoFeasiblePlan`` where the model does not fit or cannot be cut so often.
-
-        ``free`` is what to leave free on the devices of each mesh, in bytes.
-        """
+    def __call__(self, setting: Setting) -> Estimate:
+        """Return the estimate; raise ``NoFeasiblePlan`` where the model does not fit or cannot be cut so often."""
         size, num_meshes = self.problem.options.batch // setting.microbatches, len(setting.layout)
         num_stages = num_meshes * setting.chunks
         if num_stages >= self.chain.num_places:
@@ -141,14 +141,12 @@ class Estimator:
         if need > have:
             raise self._too_large(setting, size)
         times = [self._times(mesh, size, recompute=setting.recompute) for mesh in setting.layout] * setting.chunks
-        reach = [self._limits(setting, stage, size, free[stage % num_meshes] if free else 0.0)
-                 for stage in range(num_stages)]
+        reach = [self._limits(setting, stage, size) for stage in range(num_stages)]
         found = [cuts for slack in SLACKS
                  for cuts in shortest_longest(times, reach, self.chain.crossing, slack=slack)]
         if not found:
             raise self._too_large(setting, size)
-        best = min((self._judge(setting, cuts, times, size) for cuts in found), key=lambda item: item.step_time_s)
-        return replace(best, free=free)
+        return min((self._judge(setting, cuts, times, size) for cuts in found), key=lambda item: item.step_time_s)
 
     def by_path(self, estimate: Estimate) -> Estimate:
         """Return the estimate with the pipeline's time by its longest path."""
@@ -186,10 +184,10 @@ class Estimator:
         ahead = 2 * (num_meshes - stage % num_meshes - 1) + (chunks - 1) * num_meshes + 1
         return min(setting.microbatches * chunks, ahead) / chunks
 
-    def _limits(self, setting: Setting, stage: int, size: int, free: float) -> Reach:
+    def _limits(self, setting: Setting, stage: int, size: int) -> Reach:
         """Return where the stage may end: see ``cut.Reach``."""
         mesh = setting.layout[stage % len(setting.layout)]
-        fits = [self._fitting(setting, stage, team, count, free) for team, count in self.members(mesh, size)
+        fits = [self._fitting(setting, stage, team, count) for team, count in self.members(mesh, size)
                 if self.chain.capacity(team) < float("inf")]
         narrow = self.chain.narrow_places
 
@@ -209,9 +207,9 @@ class Estimator:
 
         return last_place
 
-    def _fitting(self, setting: Setting, stage: int, team: Team, count: int, free: float) -> Callable[[int, int], bool]:
+    def _fitting(self, setting: Setting, stage: int, team: Team, count: int) -> Callable[[int, int], bool]:
         """Return what says whether a stage from place to place fits on a device of the team."""
-        capacity = (self.chain.capacity(team) - free) / setting.chunks
+        capacity = self.chain.capacity(team) / setting.chunks
         if setting.recompute:
             return lambda begin, end: self.stage_bytes(setting, stage, team, count, begin, end) <= capacity
         load = self.load(setting, stage, count)
@@ -393,3 +391,46 @@ class Estimator:
         if kind.memory_bytes_per_s is None:
             return 0.0
         return num_bytes / (kind.memory_bytes_per_s * op_classes()["elementwise"].on(kind.type).memory)
+
+
+# ---- the longest path ------------------------------------------------------------------------------------------------
+
+
+def pipeline_order(num_meshes: int, chunks: int, microbatches: int, *, training: bool) -> Order:
+    """Return what each mesh does in turn; stage ``s`` is on mesh ``s % num_meshes``."""
+    if not training:
+        return forward_only(num_meshes, microbatches)
+    if chunks > 1:
+        return interleaved(num_meshes, chunks, microbatches)
+    return one_f_one_b(num_meshes, microbatches)
+
+
+def pipeline_seconds(forward_s: Sequence[float], backward_s: Sequence[float], hop_s: Sequence[float],
+                     order: Order) -> float:
+    """Return when the last action ends; ``hop_s[s]`` is the time of a message between stages ``s`` and ``s + 1``.
+
+    >>> pipeline_seconds([1, 1], [2, 2], [0], one_f_one_b(2, 2))
+    9.0
+    """
+    last = len(forward_s) - 1
+    done: dict[tuple[int, str, int], float] = {}
+    place, clock = [0] * len(order), [0.0] * len(order)
+    moved = True
+    while moved:
+        moved = False
+        for mesh, actions in enumerate(order):
+            while place[mesh] < len(actions):
+                stage, phase, index = actions[place[mesh]]
+                if phase == "F":
+                    before = (stage - 1, "F", index) if stage else None
+                    hop, seconds = hop_s[stage - 1] if stage else 0.0, forward_s[stage]
+                else:
+                    before = (stage + 1, phase, index) if stage < last else (stage, "F", index)
+                    hop, seconds = hop_s[stage] if stage < last else 0.0, backward_s[stage]
+                if before is not None and before not in done:
+                    break
+                ready = done[before] + hop if before is not None else 0.0
+                clock[mesh] = done[stage, phase, index] = max(clock[mesh], ready) + seconds
+                place[mesh] += 1
+                moved = True
+    return float(max(clock))

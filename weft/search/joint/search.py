@@ -21,8 +21,7 @@ from weft.search.deploy.splits import NO_SPLITS, Splits
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.finalists import LARGE, JointResult, Tried, evaluate, refine
-from weft.search.joint.layouts import layouts
-from weft.search.joint.setting import Layout, Setting
+from weft.search.joint.layouts import Layout, Setting, layouts
 
 MAX_STAGES: Final = 64
 CHUNKS: Final = (1, 2, 4)
@@ -36,12 +35,6 @@ WORSE: Final = 1.15
 MAX_ACTIONS: Final = 60_000
 FEW_FINALISTS: Final = 3
 """After so many forwards in all, so many finalists are enough."""
-REFITS: Final = 4
-"""So often a finalist that does not fit is cut anew, with more left free where it was too little."""
-MORE: Final = 1.05
-"""As many times what was missing."""
-LEAST_MORE: Final = 0.01
-"""And so much of the memory; where that was not enough, twice what was left free so far: cuts must change."""
 
 
 def joint_search(problem: Problem, splits: Splits = NO_SPLITS, *, budget: Budget | None = None,
@@ -169,7 +162,7 @@ def _simulate(estimator: Estimator, ranked: list[Estimate], budget: Budget, prog
             break
         actions += _num_actions(estimate)
         try:
-            found = _evaluate_refitted(estimator, estimate)
+            found = evaluate(estimator, estimate)
         except (NoFeasiblePlan, PlanError) as problem:
             miss = problem if isinstance(problem, NoFeasiblePlan) else NoFeasiblePlan(str(problem))
             misses.append(miss)
@@ -181,26 +174,6 @@ def _simulate(estimator: Estimator, ranked: list[Estimate], budget: Budget, prog
         if not simulated or found.step_time_s < min(item.step_time_s for item in simulated):
             progress(f"joint: {setting.describe()}: {found.step_time_s:.6g} s simulated")
         simulated.append(found)
-
-
-def _evaluate_refitted(estimator: Estimator, estimate: Estimate) -> JointResult:
-    """Return the plan with its predicted time; where devices have too little by the exact account, with other cuts."""
-    cluster, before = estimator.problem.cluster, float("inf")
-    for attempt in range(REFITS + 1):
-        try:
-            return evaluate(estimator, estimate)
-        except NoFeasiblePlan as miss:
-            missing = [max((miss.shortages.get(cluster.devices[device].name, 0) for device in mesh.devices), default=0)
-                       for mesh in estimate.setting.layout]
-            if attempt == REFITS or not any(missing) or sum(missing) > before:
-                raise
-            before = sum(missing)
-            free = estimate.free or (0.0,) * len(missing)
-            rooms = [estimator.chain.capacity(mesh.teams[0]) for mesh in estimate.setting.layout]
-            estimate = estimator(estimate.setting, free=tuple(
-                2 * old + MORE * more + LEAST_MORE * room if more else old
-                for old, more, room in zip(free, missing, rooms, strict=True)))
-    raise AssertionError("the last attempt returns or raises")
 
 
 def _finalists(estimator: Estimator, ranked: list[Estimate], budget: Budget) -> list[Estimate]:

@@ -25,6 +25,7 @@ from weft.cost.roofline import PARTS, Part
 from weft.model.folded import FoldedModel
 from weft.model.graph import F64, I64, Graph
 from weft.plan.plan import Optimizer, Sharding
+from weft.plan.sharding import parse_layout
 from weft.search.common.budget import Budget
 from weft.search.shard.folded_graph import Assembler
 from weft.search.shard.model_search import MeshSearch, ShardedModel
@@ -249,8 +250,6 @@ class _Table:
         return float(self.parts.resharding.matrix(source, target, num_bytes, shape)[0, 0])
 
     def _held(self, sharding: Sharding) -> F64:
-        from weft.plan.sharding import parse_layout
-
         held = np.ones(self.graph.num_tensors)
         for name, words in sharding.tensors.items():
             tensor = self.graph.tensor_index.get(name)

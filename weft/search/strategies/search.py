@@ -15,8 +15,7 @@ from weft.model.graph import F64, I64
 from weft.search.common.budget import Budget
 from weft.search.common.incumbent import Incumbent
 from weft.search.strategies.core import Compact, make_core
-from weft.search.strategies.dual import Dual
-from weft.search.strategies.dual_kernel import cost_of
+from weft.search.strategies.dual import Dual, cost_of
 from weft.search.strategies.integer import IntegerResult, quiet_stdout, solve_integer
 from weft.search.strategies.local_kernel import complete, repair
 from weft.search.strategies.shrink import left, lowest, shrink
@@ -213,14 +212,15 @@ class Search:
         """Give the core to the integer program."""
         deadline = self._budget.deadline
         seconds = INTEGER_S if deadline is None else max(0.5 * (deadline - time.monotonic()), 0.01)
-        found = _in_background(lambda: solve_integer(compact.core, dual.messages, best=self.best.value - compact.constant,
-                                                     seconds=seconds), self._budget)
+        best = self.best.value - compact.constant
+        found = _in_background(lambda: solve_integer(compact.core, dual.messages, best=best, seconds=seconds),
+                               self._budget)
         if found is None:
             return
         x = found.x
-        if x is not None and repair(compact.core, x, 4 * len(x)):  # Tolerances may have let a little too much pass.
-            if self._offer(compact, x, cost_of(compact.core, x) + compact.constant):
-                self._x = x
+        if (x is not None and repair(compact.core, x, 4 * len(x))  # Tolerances may have let a little too much pass.
+                and self._offer(compact, x, cost_of(compact.core, x) + compact.constant)):
+            self._x = x
         if self.best.answer is None and (found.is_infeasible or found.bound >= compact.penalty):
             raise NoFeasiblePlan(self.why_none(is_proven=True))
         self._raise_bound(np.inf if found.is_infeasible else found.bound + compact.constant)

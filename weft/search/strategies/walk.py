@@ -1,4 +1,10 @@
-"""Walks: annealing and large steps in rounds, from the best choice known and from what the bound's messages suggest."""
+"""Walks: annealing and large steps in rounds, from the best choice known and from what the bound's messages suggest.
+
+Compiled large steps: the best strategies of many units at once, all others as they are.
+
+Units are chosen so that the edges among them form a forest; then their best strategies follow from the leaves to the
+roots, by the least cost of what hangs below each strategy of a unit. Usage counts at given prices.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +12,10 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from weft.base.compiled import compiled
 from weft.model.graph import F64, I64
 from weft.search.strategies.core import Core
-from weft.search.strategies.dual_kernel import cost_of
-from weft.search.strategies.forest_kernel import improve
+from weft.search.strategies.dual import cost_of, priced, usage_of
 from weft.search.strategies.local_kernel import anneal, repair
 
 ROUNDS_PER_WALK: Final = 15
@@ -71,3 +77,145 @@ class Walker:
 
     def _seed(self) -> int:
         return int(self._random.integers(2**31))
+
+
+# ---- large steps, compiled -------------------------------------------------------------------------------------------
+
+
+MAX_REPAIRS: Final = 5
+"""Strategies that are changed after a large step, to make it fit."""
+
+
+@compiled
+def choose_forest(core: Core, most: int, order: I64, parent_arc: I64) -> int:
+    """Set ``order`` to units that form a forest, every one after its parent; return how many.
+
+    ``parent_arc`` becomes the arc to the parent, -1 for roots, -2 for units that are not in. They are gathered around
+    units drawn at random.
+    """
+    count = len(parent_arc)
+    parent_arc[:] = -2
+    tree = np.full(count, -1)
+    waiting = np.empty(count + len(core.head), dtype=np.int64)
+    num_chosen, num_tries = 0, 0
+    while num_chosen < most and num_tries < 4 * most:
+        num_tries += 1
+        root = np.random.randint(count)
+        begin, end = 0, 1
+        waiting[0] = root
+        while begin < end and num_chosen < most:
+            pick = np.random.randint(begin, min(end, begin + 8))
+            unit = waiting[pick]
+            waiting[pick] = waiting[begin]
+            begin += 1
+            if parent_arc[unit] != -2 or not _may_join(core, unit, root, tree):
+                continue
+            tree[unit] = root
+            order[num_chosen] = unit
+            num_chosen += 1
+            for arc in range(core.arc[unit], core.arc[unit + 1]):
+                other = core.head[arc]
+                if tree[other] != -1 and parent_arc[unit] == -2 and other != unit:
+                    parent_arc[unit] = arc
+                elif tree[other] == -1 and end < len(waiting):
+                    waiting[end] = other
+                    end += 1
+            if parent_arc[unit] == -2:
+                parent_arc[unit] = -1
+    return num_chosen
+
+
+@compiled
+def _may_join(core: Core, unit: int, root: int, tree: I64) -> bool:
+    """Return whether at most one neighbour is in the forest, and that one in the tree that grows now."""
+    num_inside = 0
+    for arc in range(core.arc[unit], core.arc[unit + 1]):
+        if tree[core.head[arc]] != -1:
+            num_inside += 1
+            if num_inside > 1 or tree[core.head[arc]] != root:
+                return False
+    return True
+
+
+@compiled
+def solve_forest(core: Core, theta: F64, x: I64, order: I64, num_chosen: int, parent_arc: I64) -> None:
+    """Give the chosen units the strategies that together cost least, by ``theta`` and the edges' costs."""
+    total = 0
+    place = np.empty(len(x), dtype=np.int64)
+    for index in range(num_chosen):
+        place[order[index]] = total
+        total += core.first[order[index] + 1] - core.first[order[index]]
+    value = np.empty(total)
+    for index in range(num_chosen):
+        _outside(core, theta, x, order[index], parent_arc, value, place[order[index]])
+    for index in range(num_chosen - 1, -1, -1):
+        unit = order[index]
+        if parent_arc[unit] >= 0:
+            _to_parent(core, unit, parent_arc[unit], value, place)
+    for index in range(num_chosen):
+        unit = order[index]
+        size = core.first[unit + 1] - core.first[unit]
+        here = value[place[unit] : place[unit] + size]
+        if parent_arc[unit] >= 0:
+            row = core.matrix[core.back[parent_arc[unit]]] + x[core.head[parent_arc[unit]]] * size
+            x[unit] = (here + core.matrices[row : row + size]).argmin()
+        else:
+            x[unit] = here.argmin()
+
+
+@compiled
+def _outside(core: Core, theta: F64, x: I64, unit: int, parent_arc: I64, value: F64, place: int) -> None:
+    """Set the unit's values to its own costs and those with neighbours that keep their strategy."""
+    begin = core.first[unit]
+    size = core.first[unit + 1] - begin
+    value[place : place + size] = theta[begin : begin + size]
+    for arc in range(core.arc[unit], core.arc[unit + 1]):
+        if parent_arc[core.head[arc]] == -2:
+            row = core.matrix[core.back[arc]] + x[core.head[arc]] * size
+            for index in range(size):
+                value[place + index] += core.matrices[row + index]
+
+
+@compiled
+def _to_parent(core: Core, unit: int, arc: int, value: F64, place: I64) -> None:
+    """Add to the values of the unit's parent what the unit costs at best."""
+    parent = core.head[arc]
+    size, width = core.first[unit + 1] - core.first[unit], core.first[parent + 1] - core.first[parent]
+    least = np.full(width, np.inf)
+    row = core.matrix[arc]
+    for index in range(size):
+        here = value[place[unit] + index]
+        for column in range(width):
+            least[column] = min(least[column], here + core.matrices[row + column])
+        row += width
+    for column in range(width):
+        value[place[parent] + column] += least[column]
+
+
+@compiled
+def improve(core: Core, x: I64, price: F64, most: int, tries: int, seed: int) -> float:
+    """Return the cost of ``x``, which fits, after attempts to better it by large steps; it fits still."""
+    np.random.seed(seed)
+    count = len(x)
+    order, parent_arc = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+    theta, scaled = np.empty(len(core.cost)), np.empty(len(price))
+    now = cost_of(core, x)
+    for _ in range(tries):
+        num_chosen = choose_forest(core, min(most, count), order, parent_arc)
+        factor = 2.0 * np.random.random()
+        for _ in range(4 if price.any() else 1):  # Dearer usage if the step does not fit.
+            scaled[:] = factor * price
+            priced(core, scaled, theta)
+            trial = x.copy()
+            solve_forest(core, theta, trial, order, num_chosen, parent_arc)
+            if cost_of(core, trial) > now:
+                break
+            is_fitting = (len(price) == 0 or usage_of(core, trial).max() <= core.limit
+                          or repair(core, trial, MAX_REPAIRS))
+            cost = cost_of(core, trial)
+            if is_fitting and cost <= now:
+                x[:] = trial
+                now = cost
+                break
+            factor = 2.0 * factor + 0.1
+    return now
