@@ -21,6 +21,7 @@ from typing import Final
 import numpy as np
 
 from weft.model.graph import F64, I64, Bool
+from weft.search.joint.tuning import TUNING
 
 Cuts = list[int]
 Reach = Callable[[int, int], int]
@@ -28,12 +29,6 @@ Reach = Callable[[int, int], int]
 
 The begin if it may end at none of them."""
 
-PRECISION: Final = 1e-3
-"""Relative: the longest stage and the fullest device are no more than this from the best of a bisection."""
-PERIOD_PRECISION: Final = 1e-6
-"""The same for periods, whose pass is exact."""
-ABOUT_LEAST: Final = 1.1
-"""So many times the least that may be sent over a place is about the least."""
 _ROUNDING: Final = 1 + 1e-12
 
 
@@ -46,7 +41,7 @@ def shortest_longest(times: Sequence[F64], reach: Sequence[Reach], crossing: F64
     def within(limit: float) -> Cuts | None:
         return _as_long_as_may_be(limit, times, reach, crossing, slack)
 
-    best, limit = _bisect(within, 0.0, max(float(table[-1]) for table in times), PRECISION)
+    best, limit = _bisect(within, 0.0, max(float(table[-1]) for table in times), TUNING.precision)
     if best is None:
         return []
     even = _as_long_as_may_be(limit * (1 + slack), times, reach, crossing, slack, even=True)
@@ -68,7 +63,7 @@ def emptiest_fullest(need: Callable[[int, int], F64], capacity: F64, num_places:
     high = 1.0
     while within(high) is None:
         high *= 2
-    best, _ = _bisect(within, 0.0, high, PRECISION)
+    best, _ = _bisect(within, 0.0, high, TUNING.precision)
     assert best is not None, "the last limit tried allows cuts"
     return best
 
@@ -104,7 +99,7 @@ def shortest_period(times: Sequence[F64], crossing_s: F64, may: Sequence[Bool],
         return cuts
 
     highest = max(float(table[-1]) for table in times) + 2 * float(crossing_s.sum())
-    return _bisect(within, 0.0, highest, PERIOD_PRECISION)[0]
+    return _bisect(within, 0.0, highest, TUNING.period_precision)[0]
 
 
 def _bisect(within: Callable[[float], Cuts | None], low: float, high: float,
@@ -143,7 +138,7 @@ def _as_long_as_may_be(limit: float, times: Sequence[F64], reach: Sequence[Reach
         if slack and end < last_place:
             first = max(begin + 1, int(np.searchsorted(table, table[end] - slack * limit)))
             window = crossing[first : end + 1]
-            end = first + int(np.flatnonzero(window <= ABOUT_LEAST * window.min())[-1])
+            end = first + int(np.flatnonzero(window <= TUNING.about_least * window.min())[-1])
         if end < longest:
             shorter = far(begin, end)
             end = shorter if shorter > begin else longest

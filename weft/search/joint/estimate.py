@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Final
 
 import numpy as np
 
@@ -40,15 +39,8 @@ from weft.search.common.problem import fair_samples
 from weft.search.joint.chain import Chain, Load
 from weft.search.joint.cut import Reach, shortest_longest
 from weft.search.joint.layouts import Setting, StageMesh, Team
+from weft.search.joint.tuning import TUNING
 from weft.simulate.exchange_time import MAX_EXCHANGE, TYPICAL_BYTES, exchange_limits, large_reduce_line
-
-HIDDEN: Final = 0.8
-"""The part of an exchange that may run beside the last backward."""
-SLACKS: Final = (0.0, 0.2)
-"""By how much of its time a stage may be shorter in order to send less; the best of the cuts is taken."""
-ROOM: Final = 0.9
-"""So much of a device's memory segments may fill without being made smaller: what the account may differ, and more."""
-SEGMENT_COUNTS: Final = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,7 +134,7 @@ class Estimator:
             raise self._too_large(setting, size)
         times = [self._times(mesh, size, recompute=setting.recompute) for mesh in setting.layout] * setting.chunks
         reach = [self._limits(setting, stage, size) for stage in range(num_stages)]
-        found = [cuts for slack in SLACKS
+        found = [cuts for slack in TUNING.slacks
                  for cuts in shortest_longest(times, reach, self.chain.crossing, slack=slack)]
         if not found:
             raise self._too_large(setting, size)
@@ -240,9 +232,9 @@ class Estimator:
         key = mesh, count, self.in_flight(setting, stage), first, last
         if key not in self._segments:
             load = self.load(setting, stage, count)
-            room = ROOM * self.chain.capacity(team) / setting.chunks
+            room = TUNING.room * self.chain.capacity(team) / setting.chunks
             best: tuple[float, list[int]] | None = None
-            for number in (number for number in SEGMENT_COUNTS if number <= last - first):
+            for number in (number for number in TUNING.segment_counts if number <= last - first):
                 ends = self._ends(team, first, last, number)
                 need = self.chain.segmented_bytes(team, ends, load)
                 if best is None or need < best[0]:
@@ -348,7 +340,7 @@ class Estimator:
         states /= len(mesh.teams) if setting.sharded_states else 1
         exchange_s = self._all_reduce(mesh, parameters) * self._crowd(setting.layout, mesh)
         spread_s = exchange_s / 2 if setting.sharded_states else 0.0  # what each has updated is gathered by all
-        hidden_s = min(HIDDEN * exchange_s, load_s / 2)
+        hidden_s = min(TUNING.hidden * exchange_s, load_s / 2)
         return spread_s + exchange_s - hidden_s + self._update(mesh, 3 * parameters + 2 * states)
 
     def _all_reduce(self, mesh: StageMesh, num_bytes: float) -> float:

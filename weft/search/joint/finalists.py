@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 from weft.base.errors import NoFeasiblePlan, PlanError
 from weft.cluster.cluster import DeviceId
@@ -30,13 +29,9 @@ from weft.search.common.problem import Problem, StageSpec, make_plan
 from weft.search.joint.estimate import Estimate, Estimator, pipeline_order
 from weft.search.joint.layouts import Setting, StageMesh
 from weft.search.joint.scheduled import reschedule
+from weft.search.joint.tuning import TUNING
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
-
-LARGE: Final = 128
-"""On more devices than this not all of them are simulated, where a stage's replicas are alike."""
-RESCHEDULED: Final = 2
-"""The order of so many finalists is searched at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +62,7 @@ def evaluate(estimator: Estimator, estimate: Estimate) -> JointResult:
     """Return the plan with its predicted time; raise ``NoFeasiblePlan`` if it does not fit."""
     problem, setting = estimator.problem, estimate.setting
     replicas = _equal_replicas(estimator, setting)
-    if problem.cluster.num_devices > LARGE and replicas is not None:
+    if problem.cluster.num_devices > TUNING.large and replicas is not None:
         timeline = _one_replica(estimator, estimate, replicas)
         return JointResult(plan=build_plan(estimator, estimate), setting=setting, step_time_s=estimate.step_time_s,
                            timeline=timeline)
@@ -111,11 +106,11 @@ def refine(problem: Problem, simulated: Sequence[JointResult], budget: Budget,
     """Return the best of the plans after what can be made of them, and what was tried for that, the best first."""
     best = min(simulated, key=lambda item: item.step_time_s)
     tried: list[Tried] = []
-    if problem.cluster.num_devices > LARGE:
+    if problem.cluster.num_devices > TUNING.large:
         return best, tried
     others = sorted((item for item in simulated if item is not best),
                     key=lambda item: float(item.timeline.busy_s.max()))
-    for item in [best, *others][:RESCHEDULED]:
+    for item in [best, *others][:TUNING.rescheduled]:
         found = reschedule(item.plan, item.timeline, problem, below_s=best.step_time_s, budget=budget)
         if found is not None:
             best = JointResult(plan=found[0], setting=replace(item.setting, searched_order=True),

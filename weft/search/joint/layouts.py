@@ -17,17 +17,15 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from weft.base.errors import InputError
 from weft.cluster.cluster import Cluster, DeviceId
 from weft.search.common.problem import divisors
+from weft.search.joint.tuning import TUNING
 
 Team = tuple[DeviceId, ...]
 """Devices that divide the operators of a stage among them; one device for none."""
 
-KEEP: Final = "keep"
-SEGMENTS: Final = "segments"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,11 +77,6 @@ class Setting:
 # ---- layouts of a cluster --------------------------------------------------------------------------------------------
 
 
-MAX_GROUPS: Final = 6
-"""With more device groups than this, only some runs of groups are looked at."""
-MAX_STAGES_IN_GROUP: Final = 8
-MAX_FEWER: Final = 64
-"""With more teams than this, all of them are used."""
 Speed = Callable[[Team], float]
 """Samples per second of the whole model on a team."""
 
@@ -133,7 +126,7 @@ def _even(groups: Sequence[Sequence[Team]], max_stages: int) -> Iterator[Layout]
 def _fewer(groups: Sequence[Sequence[Team]], speed: Speed, batch: int, max_stages: int) -> Iterator[Layout]:
     """Yield even layouts of the fastest teams, as many as are a power of two or share the batch evenly."""
     total = sum(map(len, groups))
-    if not 1 < total <= MAX_FEWER:
+    if not 1 < total <= TUNING.max_fewer:
         return
     counts = {1 << (total.bit_length() - 1), max(count for count in range(1, total + 1) if batch % count == 0)}
     ordered = sorted(groups, key=lambda group: -speed(group[0]))
@@ -143,8 +136,8 @@ def _fewer(groups: Sequence[Sequence[Team]], speed: Speed, batch: int, max_stage
 
 def _grouped(groups: Sequence[Sequence[Team]], speed: Speed, max_stages: int) -> Iterator[Layout]:
     """Yield runs of groups as stages, for the groups that remain when the slowest are left out."""
-    few = len(groups) <= MAX_GROUPS
-    if len(groups) < 2 or not (few or sum(map(len, groups)) <= MAX_FEWER):
+    few = len(groups) <= TUNING.max_groups
+    if len(groups) < 2 or not (few or sum(map(len, groups)) <= TUNING.max_fewer):
         return
     by_group = sorted(groups, key=lambda group: -speed(group[0]) * len(group))
     by_team = sorted(groups, key=lambda group: -speed(group[0]))
@@ -173,7 +166,7 @@ def _divided(runs: Sequence[Sequence[Sequence[Team]]], max_stages: int) -> Itera
     whole = tuple(StageMesh(tuple(team for group in run for team in group)) for run in runs)
     if len(whole) <= max_stages:
         yield whole
-    for parts in range(2, MAX_STAGES_IN_GROUP + 1):
+    for parts in range(2, TUNING.max_stages_in_group + 1):
         pieces = [piece for run, mesh in zip(runs, whole, strict=True) for piece in _pieces(run, mesh, parts)]
         if len(pieces) > len(whole) and len(pieces) <= max_stages:
             yield tuple(pieces)
