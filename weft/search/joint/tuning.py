@@ -44,8 +44,7 @@ class Tuning:
     """So much of a device's memory segments may fill without being made smaller: what the account may differ (4 % at
     most where it was measured), and more."""
     segment_counts: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    """Segments of a stage that recomputes: powers of two, as the least memory is flat around the square root of the
-    operators."""
+    """Segments that a stage which recomputes may have; a guess."""
 
     # How long they take.
     hidden: float = 0.8
@@ -60,14 +59,15 @@ class Tuning:
     attempts: int = 14
     """So many plans are made at most, where some do not pass the check; a guess."""
     max_actions: int = 60_000
-    """After so many forwards in all, ``few_finalists`` are enough: a guess, for plans of some hundred devices."""
+    """After so many forwards in all, ``few_finalists`` are enough; a guess."""
     few_finalists: int = 3
     large: int = 128
     """On more devices than this not all of them are simulated, where a stage's replicas are alike; a guess."""
     rescheduled: int = 2
     """The order of so many finalists is searched at most; a guess."""
     max_attempts: int = 4
-    """So many searches of an order with less and less memory, before as much is kept free as could ever be needed."""
+    """So many searches of an order with less and less memory, before as much is kept free as could ever be needed; a
+    guess."""
     max_blocks: int = 4096
     """Stages times micro-batches up to which the order of a plan is searched again; a guess."""
     reschedule_effort: float = 1.0

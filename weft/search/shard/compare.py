@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Final
 
 from weft.base.errors import NoFeasiblePlan
 from weft.base.units import format_bytes, format_time
@@ -23,14 +22,10 @@ from weft.plan.plan import Optimizer, Plan
 from weft.search.common.budget import Budget, OutOfTime, cut_short
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.shard.mesh import mesh_shapes
-from weft.search.shard.model_search import MeshSearch, ShardedModel
+from weft.search.shard.model_search import TUNING, MeshSearch, ShardedModel
 from weft.search.shard.named import Restriction, find_roles, named
 from weft.search.shard.tensor_costs import stage_times
 from weft.search.shard.to_plan import sharded_plan
-
-ALL_SHAPES: Final = 16
-"""Up to so many devices all shapes are tried; of more, those of two axes, one inside hosts and one between them."""
-MAX_SHAPES: Final = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +50,7 @@ class MeshComparison:
 
 
 def sensible_shapes(cluster: Cluster, devices: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return shapes of mesh worth trying for a group of devices, with one to three axes, at most ``MAX_SHAPES``.
+    """Return shapes of mesh worth trying for a group of devices, with one to three axes, at most ``TUNING.max_shapes``.
 
     Axes follow hosts: those that join hosts come first. Where all devices are in one host, their order says nothing, so
     that of shapes with the same sizes only one is returned.
@@ -68,10 +63,10 @@ def sensible_shapes(cluster: Cluster, devices: Sequence[int]) -> list[tuple[int,
     shapes = mesh_shapes(len(devices))
     if len(hosts) == 1:
         shapes = [shape for shape in shapes if list(shape) == sorted(shape)]
-    elif len(set(hosts.values())) == 1 and len(devices) > ALL_SHAPES:
+    elif len(set(hosts.values())) == 1 and len(devices) > TUNING.all_shapes:
         shapes = [shape for shape in shapes if len(shape) == 1 or (
             len(shape) == 2 and _follows(shape, len(hosts), per_host))]
-    return shapes[:MAX_SHAPES]
+    return shapes[:TUNING.max_shapes]
 
 
 def _follows(shape: tuple[int, ...], num_hosts: int, per_host: int) -> bool:

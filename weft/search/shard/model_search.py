@@ -1,5 +1,14 @@
 """How every tensor of a model is split over a group of devices: the sharding with the least time in one step.
 
+    choose      x, a strategy for each part of the model: of an operator what each axis of the mesh does with it, of a
+                tensor or parameter how it lies (``parts.PartBuilder``, ``op_choices``)
+    minimise    T(x) = sum of seconds of parts + sum over tensors of what brings them from where they are made to where
+                they are read, and their gradients back (``ModelParts.matrix``), by ``Assembler.assemble``
+    subject to  H(x), bytes held on the device with the most, <= its memory (``folded_graph.usage_of``)
+                equal layers choose alike, or in two kinds (``folded_graph.FoldedGraph``)
+                what a named plan allows (``restricted``)
+    bounds      T(x) >= min over x of T(x) + price (H(x) - memory) for any price (``MeshSearch._within_memory``)
+
 For each shape of mesh the folded model becomes a strategy graph, which is solved exactly. Where what devices hold is
 more than they have, memory gets a price: the dearer it is, the less is held. The price at which it just fits gives a
 bound for all shardings, those that treat equal layers differently included, and the two shardings on either side of it
@@ -29,12 +38,27 @@ from weft.search.shard.parts import ModelParts, PartBuilder
 from weft.search.strategies.solve import solve
 from weft.search.strategies.strategy_graph import FORBIDDEN, StrategyGraph, evaluate
 
-PRICES: Final = 24
-"""Prices of memory that are tried at most."""
-TIE: Final = 1e-10
-"""What all memory that could be held costs, as a share of the least time: far less than what counts as equal."""
-SOLVE_S: Final = 20.0
-"""Seconds for one strategy graph, if there is no time limit."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """The numbers that the search is tuned by, each with how its value was chosen."""
+
+    prices: int = 24
+    """Prices of memory that are tried at most; a guess, more than a bisection to 2 % takes."""
+    tie: float = 1e-10
+    """What all memory that could be held costs, as a share of the least time: far less than what counts as equal."""
+    solve_s: float = 20.0
+    """Seconds for one strategy graph, if there is no time limit; a guess."""
+    exact_s: float = 3.0
+    """The same with a limit of memory in it, of which several are tried; a guess."""
+    all_shapes: int = 16
+    """Up to so many devices all shapes of mesh are tried; of more, those of two axes, one inside hosts and one between
+    them. A guess."""
+    max_shapes: int = 8
+    """Shapes that are tried; a guess."""
+
+
+TUNING: Final = Tuning()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,7 +101,7 @@ class MeshSearch:
         problem = self.assembler.assemble().problem
         self.assembler.pause = lambda: None
         self._most = sum(float(items.max()) for items in problem.usages)
-        self._tie = TIE * sum(float(items.min()) for items in problem.costs) / max(self._most, 1.0)
+        self._tie = TUNING.tie * sum(float(items.min()) for items in problem.costs) / max(self._most, 1.0)
 
     def _pause(self) -> None:
         """End here if the budget is spent: there is nothing to return yet."""
@@ -112,7 +136,7 @@ class MeshSearch:
         graph = self.assembler.assemble(counts, price=price + self._tie, is_woven=is_woven)
         problem = graph.problem if restriction is None else restricted(graph, self.parts, restriction)
         left = self.budget.seconds_left
-        found = solve(problem, time_limit=SOLVE_S if left is None else max(0.1, left))
+        found = solve(problem, time_limit=TUNING.solve_s if left is None else max(0.1, left))
         return graph, found.choice, float(found.bound) - self._tie * self._most
 
     def _sharding(self, graph: FoldedGraph, choice: tuple[int, ...], bound: float) -> ShardedModel:
@@ -131,7 +155,7 @@ class MeshSearch:
         best = self._smallest(restriction)
         low, high = 0.0, self._first_price(first[2], usage_of(graph, large))
         small: tuple[int, ...] | None = None
-        for _ in range(PRICES):
+        for _ in range(TUNING.prices):
             price = high if small is None else (low + high) / 2 if low == 0 else float(np.sqrt(low * high))
             graph, choice, value = self._solve({}, price, restriction)
             held = usage_of(graph, choice)
@@ -201,7 +225,7 @@ class MeshSearch:
         problem = graph.problem if restriction is None else restricted(graph, self.parts, restriction)
         left = self.budget.seconds_left
         try:
-            found = solve(problem, time_limit=min(3.0, 3.0 if left is None else max(0.1, left)))
+            found = solve(problem, time_limit=min(TUNING.exact_s, TUNING.exact_s if left is None else max(0.1, left)))
         except NoFeasiblePlan:
             return best, 0.0
         return _better(best, self._sharding(graph, found.choice, 0.0)), float(found.bound)
@@ -217,7 +241,7 @@ class MeshSearch:
         if restriction is not None:
             bare = restricted(FoldedGraph(problem=bare, node_part=graph.node_part, node_variant=graph.node_variant,
                                           counts=graph.counts), self.parts, restriction)
-        found = self._sharding(graph, solve(bare, time_limit=SOLVE_S).choice, 0.0)
+        found = self._sharding(graph, solve(bare, time_limit=TUNING.solve_s).choice, 0.0)
         if found.held_bytes > self.limit:
             raise self._too_little(found)
         return found

@@ -18,12 +18,7 @@ import numpy as np
 from weft.base.compiled import compiled
 from weft.model.graph import F64, I64
 from weft.search.strategies.core import Compact, Core
-
-LEAST_RISE: Final = 0.01
-"""The bound has stalled when it has closed no more than this share of the gap in the last ``SWEEPS``, ..."""
-LEAST_HOPE: Final = 0.02
-"""... and steps of prices are too short to close more than this."""
-SWEEPS: Final = 100
+from weft.search.strategies.tuning import TUNING
 
 
 class Dual:
@@ -56,8 +51,8 @@ class Dual:
         """Return whether going on promises little."""
         bound, hope, _, best, sweeps = self._state.tolist()
         gap = best - bound if np.isfinite(best) else 1e-3 * abs(bound)
-        before = [old for count, old in self._history if count <= sweeps - SWEEPS]
-        return bool(before) and bound - before[-1] < LEAST_RISE * gap and 0 < hope < LEAST_HOPE * gap
+        before = [old for count, old in self._history if count <= sweeps - TUNING.sweeps]
+        return bool(before) and bound - before[-1] < TUNING.least_rise * gap and 0 < hope < TUNING.least_hope * gap
 
     def advance(self, sweeps: int, *, best: float) -> None:
         """Raise the bound by some sweeps, towards the least cost known."""
@@ -87,17 +82,11 @@ class Dual:
 # ---- compiled --------------------------------------------------------------------------------------------------------
 
 
-PATIENCE: Final = 20
-"""After so many steps without a much better bound, the search for prices goes back to the best, with less hope."""
-MOST_SWEEPS: Final = 10
-"""There and back at the same prices."""
-TOO_FAR: Final = 5.0
-"""It also does where the bound falls so many times the rise hoped for below the best."""
-MEMORY: Final = 0.9
-"""Weight of the last directions in the next one."""
-SOFTNESS: Final = 10.0
-"""A strategy counts for the usage if it costs no more beyond the best than a few times this share of the rise hoped for
-per unit."""
+PATIENCE: Final = TUNING.patience
+MOST_SWEEPS: Final = TUNING.most_sweeps
+TOO_FAR: Final = TUNING.too_far
+MEMORY: Final = TUNING.memory
+SOFTNESS: Final = TUNING.softness
 
 
 @compiled

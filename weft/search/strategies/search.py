@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
 
 import numpy as np
 
@@ -20,25 +19,10 @@ from weft.search.strategies.integer import IntegerResult, quiet_stdout, solve_in
 from weft.search.strategies.local_kernel import complete, repair
 from weft.search.strategies.shrink import left, lowest, shrink
 from weft.search.strategies.strategy_graph import StrategyGraph, evaluate
+from weft.search.strategies.tuning import TUNING
 from weft.search.strategies.units import Bools, make_units, remove
 from weft.search.strategies.usage import add_usage
 from weft.search.strategies.walk import Found, Walker
-
-SWEPT_PER_ROUND: Final = 80_000_000
-"""Costs that a round's sweeps look at."""
-MAX_INTEGER: Final = 60_000
-"""Costs of pairs in a core that goes to the integer program."""
-INTEGER_S: Final = 60.0
-"""Seconds for it, if there is no time limit; half of what is left if there is."""
-MAX_INTEGER_USES: Final = 2_000_000
-"""Entries of its usage rows."""
-MAX_RELAXED: Final = 1_000
-"""Units of a problem that is also reduced without its limit."""
-WORTH_FIXING: Final = 0.1
-"""Share of strategies that are ruled out before a core is reduced again while the bound still rises."""
-REDUCTIONS_PART: Final = 0.4
-"""Part of a time limit after which a problem is searched as far as it is reduced by then."""
-SECONDS_BETWEEN_REPORTS: Final = 2.0
 
 
 class Search:
@@ -47,8 +31,8 @@ class Search:
     def __init__(self, graph: StrategyGraph, *, budget: Budget, seed: int) -> None:
         self._graph, self._budget, self._seed = graph, budget, seed
         self._begin = time.monotonic()
-        self.best = Incumbent[list[int]](budget=budget, proof=0.0, same=0.0, digits=12, every_s=SECONDS_BETWEEN_REPORTS,
-                                         told=self._begin)
+        self.best = Incumbent[list[int]](budget=budget, proof=0.0, same=0.0, digits=12, told=self._begin,
+                                         every_s=TUNING.seconds_between_reports)
         self._strategy: dict[int, int] = {}
         self._num_cores = 0
 
@@ -81,11 +65,12 @@ class Search:
     def _is_late_for_reductions(self) -> bool:
         """Return whether a time limit leaves no more for reductions: what follows needs some of it, too."""
         deadline = self._budget.deadline
-        return deadline is not None and time.monotonic() > self._begin + REDUCTIONS_PART * (deadline - self._begin)
+        part = TUNING.reductions_part
+        return deadline is not None and time.monotonic() > self._begin + part * (deadline - self._begin)
 
     def _ignore_usage(self) -> None:
         """Solve the problem without its limit, where reductions do: a bound, and the answer if it fits nevertheless."""
-        if not len(self._units.base) or len(left(self._units)) > MAX_RELAXED:
+        if not len(self._units.base) or len(left(self._units)) > TUNING.max_relaxed:
             return
         relaxed = self._units.without_usage()
         shrink(relaxed)
@@ -105,7 +90,7 @@ class Search:
         walkers = [Walker(compact.core, seed=self._seed * 1_000_003 + 2 * self._num_cores + index) for index in (0, 1)]
         self._x = self._start(compact)
         sweeps, has_asked, longest = 5, False, 0.0
-        most = max(5, min(400, SWEPT_PER_ROUND // max(len(compact.core.matrices), 1)))
+        most = max(5, min(400, TUNING.swept_per_round // max(len(compact.core.matrices), 1)))
         with ThreadPoolExecutor(1) as pool:
             while True:
                 begin = time.monotonic()
@@ -115,7 +100,7 @@ class Search:
                 if self._is_solved(compact, dual) or not self._budget.has_s(longest):
                     return
                 share = float(self._ruled_out(compact, dual).mean())
-                is_worth_it = share > WORTH_FIXING or (dual.is_stalled and share > 0)
+                is_worth_it = share > TUNING.worth_fixing or (dual.is_stalled and share > 0)
                 if is_worth_it and self._budget.has_s(2.0 * self._reduced_s):
                     return
                 if dual.is_stalled and not has_asked and _is_small(compact):
@@ -211,7 +196,7 @@ class Search:
     def _finish(self, compact: Compact, dual: Dual) -> None:
         """Give the core to the integer program."""
         deadline = self._budget.deadline
-        seconds = INTEGER_S if deadline is None else max(0.5 * (deadline - time.monotonic()), 0.01)
+        seconds = TUNING.integer_s if deadline is None else max(0.5 * (deadline - time.monotonic()), 0.01)
         best = self.best.value - compact.constant
         found = _in_background(lambda: solve_integer(compact.core, dual.messages, best=best, seconds=seconds),
                                self._budget)
@@ -247,8 +232,8 @@ def _heat(compact: Compact, best: float, bound: float) -> float:
 def _is_small(compact: Compact) -> bool:
     core = compact.core
     sizes = np.repeat(np.diff(core.first), np.diff(core.span))
-    return (len(core.matrices) <= 2 * MAX_INTEGER
-            and int(((core.end - core.begin) * sizes).sum()) <= MAX_INTEGER_USES)
+    return (len(core.matrices) <= 2 * TUNING.max_integer
+            and int(((core.end - core.begin) * sizes).sum()) <= TUNING.max_integer_uses)
 
 
 def _in_background(function: Callable[[], IntegerResult], budget: Budget) -> IntegerResult | None:

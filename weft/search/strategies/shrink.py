@@ -12,19 +12,14 @@ Compiled parts of the reductions: dominated strategies, and the minimum over a u
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 import numpy as np
 
 from weft.base.compiled import compiled
 from weft.model.graph import F64, I64
+from weft.search.strategies.tuning import TUNING
 from weft.search.strategies.units import NO_SPANS, Bools, Eliminated, Units, remove
 from weft.search.strategies.usage import settle
-
-MAX_TABLE: Final = 4_000_000
-"""Entries to look at when a unit is eliminated; above, it stays."""
-MAX_COMPARED: Final = 40_000_000
-"""Entries to compare when looking for dominated strategies of a unit; above, it is left as it is."""
 
 
 def shrink(units: Units, is_late: Callable[[], bool] = lambda: False) -> None:
@@ -68,7 +63,7 @@ def _remove_dominated(units: Units, unit: int) -> None:
     matrices = list(units.edges[unit].values())
     begins = np.cumsum([0, *(matrix.shape[1] for matrix in matrices)])
     count = len(units.cost[unit])
-    if count * count * max(int(begins[-1]), 1) > MAX_COMPARED:
+    if count * count * max(int(begins[-1]), 1) > TUNING.max_compared:
         return
     joint = np.concatenate([np.zeros((count, 0)), *matrices], axis=1)
     # A pair that is ruled out for both is no reason against either: any equal finite number will do.
@@ -102,7 +97,7 @@ def _eliminate(units: Units, unit: int) -> None:
     """Take out a unit whose usage does not matter and that has at most two neighbours."""
     cost, neighbours = units.cost[unit], tuple(units.edges[unit])
     matrices = [np.ascontiguousarray(units.edges[unit][other]) for other in neighbours]
-    if len(cost) * int(np.prod([matrix.shape[1] for matrix in matrices])) > MAX_TABLE:
+    if len(cost) * int(np.prod([matrix.shape[1] for matrix in matrices])) > TUNING.max_table:
         return
     if not neighbours:
         best: I64 = cost.argmin()  # type: ignore[assignment]

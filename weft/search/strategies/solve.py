@@ -1,5 +1,11 @@
 """Solving strategy graphs: reductions, a rising bound and walks beside each other, and an exact solver for the rest.
 
+    choose      x[i], a strategy for every node
+    minimise    sum of costs[i][x[i]] + sum over edges of edge_costs[e][x[a], x[b]]      (``strategy_graph.evaluate``)
+    subject to  usage of the nodes alive <= limit, at every time                         (``usage.add_usage``)
+    bounds      of the dual: costs moved between nodes and edges, usage at prices        (``dual.Dual``)
+                of the linear relaxation, of small cores                                 (``integer.solve_integer``)
+
     reduce     exact reductions (units, usage, shrink); many problems are solved by these
     rounds     one core raises the bound (dual), one walks (walk); after every round they exchange what they found
     fix        strategies whose bound is above the best choice are removed, and the rest is reduced again
@@ -29,13 +35,10 @@ from weft.model.graph import F64, I64
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
 from weft.search.strategies.search import Search
 from weft.search.strategies.strategy_graph import FORBIDDEN, StrategyGraph, check_graph, evaluate
+from weft.search.strategies.tuning import TUNING
 
 DEFAULT_ROUNDS: Final = 300
 """Without a time limit the search ends after so many rounds, about as many tenths of a second on large problems."""
-RESERVE_S: Final = 1.0
-"""Of the time limit, for judging and writing the answer."""
-GRACE_S: Final = 1.0
-"""After the time limit, where there is no choice at all yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +76,7 @@ def solve(graph: StrategyGraph, *, time_limit: float | None = None, seed: int = 
     ``time_limit`` is wall time in seconds, counted from this call. Ctrl-C ends the search with the best so far.
     """
     begin = time.monotonic()
-    deadline = None if time_limit is None else begin + time_limit - min(RESERVE_S, 0.02 * time_limit)
+    deadline = None if time_limit is None else begin + time_limit - min(TUNING.reserve_s, 0.02 * time_limit)
     budget = Budget(effort=DEFAULT_ROUNDS if time_limit is None else math.inf, report=progress, deadline=deadline)
     check_graph(graph)
     search = Search(graph, budget=budget, seed=seed)
@@ -99,7 +102,7 @@ def solve(graph: StrategyGraph, *, time_limit: float | None = None, seed: int = 
 
 def _run(search: Search, budget: Budget, *, has_choice: bool) -> bool:
     """Search until the deadline, a little longer where there is no choice yet; return whether it ended by itself."""
-    end = None if budget.deadline is None else budget.deadline + (0.0 if has_choice else GRACE_S)
+    end = None if budget.deadline is None else budget.deadline + (0.0 if has_choice else TUNING.grace_s)
     try:
         with ended_by_ctrl_c(budget), cut_short(end):
             search.run()
@@ -122,8 +125,6 @@ def _rounded(bound: float, cost: int | float) -> int | float:
 # ---- a first choice --------------------------------------------------------------------------------------------------
 
 
-CHECKED: Final = 256
-"""Nodes between two looks at the clock."""
 
 
 def first_choice(graph: StrategyGraph, budget: Budget) -> list[int] | None:
@@ -135,7 +136,7 @@ def first_choice(graph: StrategyGraph, budget: Budget) -> list[int] | None:
     for edge, (a, b) in enumerate(graph.edges.tolist()):
         before[max(a, b)].append((edge, min(a, b), a < b))
     for node in range(graph.num_nodes):
-        if node % CHECKED == 0 and budget.is_spent:
+        if node % TUNING.checked == 0 and budget.is_spent:
             break
         total = graph.costs[node].astype(np.float64)
         for edge, other, is_first in before[node]:
