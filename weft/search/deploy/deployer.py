@@ -32,7 +32,7 @@ from weft.search.deploy.blocks import Layouts, Outcome, World, find_blocks
 from weft.search.deploy.exchange import Bucket, Exchanges
 from weft.search.deploy.kernel import least_seconds, run
 from weft.search.deploy.op_groups import OpGroups
-from weft.search.deploy.splits import NO_SPLITS, Splits
+from weft.search.deploy.splits import NO_SPLITS, Splits, divided_stage
 from weft.search.shard.tensor_costs import TensorCosts
 
 PASSES: Final[tuple[Phase, Phase]] = ("F", "B")
@@ -88,6 +88,8 @@ class Deployer:
         self.actions = tuple(action for action in actions if use_shares or not action.by_speed)
         self.world = world or make_world(problem, groups)
         self.exchanges = Exchanges(problem, groups, use_factors=use_factors, held_part=self._held_part)
+        self.layouts: list[Layout] = []
+        """All that were used so far, by id."""
         self._ids: dict[Layout, int] = {}
         self._columns: list[_LayoutColumns] = []
         self._tables: Layouts | None = None
@@ -228,11 +230,6 @@ class Deployer:
     def _action_of_layout(self) -> dict[int, int]:
         stages = ((index, self._stages(action)) for index, action in enumerate(self.actions))
         return {self.layout_id(layouts[0]): index for index, layouts in reversed(list(stages)) if len(layouts) == 1}
-
-    @cached_property
-    def layouts(self) -> list[Layout]:
-        """Return all layouts that were used so far, by id."""
-        return []
 
     def layout_id(self, layout: Layout) -> int:
         """Return the number of a layout."""
@@ -424,8 +421,11 @@ def deployment_plan(deployer: Deployer, found: Evaluation, *, by: str) -> Plan:
     specs = []
     for block in range(int(block_of[-1]) + 1):
         groups = np.flatnonzero(block_of == block)
-        specs.append(_stage(deployer, np.concatenate([deployer.groups.ops(int(group)) for group in groups]),
-                            layouts[groups[0]]))
+        ops = np.concatenate([deployer.groups.ops(int(group)) for group in groups])
+        replicas = layouts[groups[0]].replicas
+        specs.append(divided_stage(problem, deployer.split_of(replicas[0][0]), ops, replicas, sort=lambda team: team,
+                                   passes=lambda team, samples: (deployer.op_times("F", samples, team),
+                                                                 deployer.op_times("B", samples, team))))
     orders = _orders(deployer, found, specs)
     devices = tuple(orders)
     plan = make_plan(problem, specs, [orders[device] for device in devices], microbatches=deployer.microbatches, by=by,
@@ -434,23 +434,6 @@ def deployment_plan(deployer: Deployer, found: Evaluation, *, by: str) -> Plan:
         return plan
     buckets = deployer.exchanges.buckets(found.layout_of.tolist(), deployer.layouts).items
     return replace(plan, gradients=tuple(_exchanges(deployer, plan, _by_readiness(buckets, found.outcome.group_end_s))))
-
-
-def _stage(deployer: Deployer, ops: I64, layout: Layout) -> StageSpec:
-    """Return the stage of these operators, with its words and times where devices divide it."""
-    replicas = tuple((team, samples / deployer.size) for team, samples in layout.replicas)
-    split = deployer.split_of(layout.replicas[0][0])
-    if split is None:
-        return StageSpec(ops=ops, replicas=replicas)
-    graph, problem = deployer.problem.graph, deployer.problem
-    touched = dict.fromkeys(tensor for op in ops.tolist() for tensor in (*graph.op_inputs(op), *graph.op_outputs(op)))
-    words = split.words([graph.op_names[op] for op in ops], [graph.tensor_names[tensor] for tensor in touched])
-    times: list[dict[str, float]] = []
-    for team, samples in layout.replicas:
-        own: dict[str, float] = {phase: float(deployer.op_times(phase, samples, team)[ops].sum())
-                                 for phase in PASSES[: 1 + problem.is_training]}
-        times.append({**own, "B": own["F"] + own["B"]} if problem.options.recompute and problem.is_training else own)
-    return StageSpec(ops=ops, replicas=replicas, sharding=words, times=tuple(times))
 
 
 def _exchanges(deployer: Deployer, plan: Plan, buckets: Sequence[Bucket]) -> Iterator[GradientExchange]:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import itertools
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -61,12 +61,10 @@ class Estimator:
 
     def __init__(self, chain: Chain) -> None:
         self.chain, self.problem = chain, chain.problem
-        self._members: dict[tuple[StageMesh, int], tuple[tuple[Team, int], ...]] = {}
-        self._sorts_of: dict[StageMesh, frozenset[tuple[int, int, float]]] = {}
         self._exchanges: dict[tuple[frozenset[tuple[int, int, float]], int, int], Line] = {}
-        self._shared: dict[tuple[StageMesh, StageMesh], int] = {}
-        self._ways: dict[StageMesh, dict[str, tuple[int, ...]]] = {}
         self._segments: dict[tuple[StageMesh, int, float, int, int], list[int]] = {}
+        self.members, self._sorts = cache(self._find_members), cache(self._find_sorts)
+        self._at_once, self._ways_out = cache(self._find_at_once), cache(self._find_ways_out)
 
     def for_batch(self, batch: int) -> Estimator:
         """Return an estimator for another batch; what is known of the model is shared."""
@@ -85,27 +83,18 @@ class Estimator:
                 float(column[-1]) for column in self.chain.passes(mesh.teams[member], samples)))
         return counts if min(counts) > 0 else None
 
-    def members(self, mesh: StageMesh, size: int) -> tuple[tuple[Team, int], ...]:
+    def _find_members(self, mesh: StageMesh, size: int) -> tuple[tuple[Team, int], ...]:
         """Return a team of each sort with its number of samples; none where a team would have no samples."""
-        key = mesh, size
-        if key not in self._members:
-            sorts = self._sorts(mesh)
-            if len(sorts) == 1:
-                even, more = divmod(size, len(mesh.teams))
-                counts = {even + (more > 0), even} if even else set()
-                self._members[key] = tuple((mesh.teams[0], count) for count in sorted(counts))
-            else:
-                table = {(*self.chain.figures_key(team), self.chain.capacity(team), count): (team, count)
-                         for team, count in zip(mesh.teams, self.counts(mesh, size) or (), strict=False)}
-                self._members[key] = tuple(table.values())
-        return self._members[key]
+        if len(self._sorts(mesh)) == 1:
+            even, more = divmod(size, len(mesh.teams))
+            return tuple((mesh.teams[0], count) for count in sorted({even + (more > 0), even})) if even else ()
+        table = {(*self.chain.figures_key(team), self.chain.capacity(team), count): (team, count)
+                 for team, count in zip(mesh.teams, self.counts(mesh, size) or (), strict=False)}
+        return tuple(table.values())
 
-    def _sorts(self, mesh: StageMesh) -> frozenset[tuple[int, int, float]]:
+    def _find_sorts(self, mesh: StageMesh) -> frozenset[tuple[int, int, float]]:
         """Return what teams of the mesh differ in."""
-        if mesh not in self._sorts_of:
-            self._sorts_of[mesh] = frozenset((*self.chain.figures_key(team), self.chain.capacity(team))
-                                             for team in mesh.teams)
-        return self._sorts_of[mesh]
+        return frozenset((*self.chain.figures_key(team), self.chain.capacity(team)) for team in mesh.teams)
 
     def bound(self, setting: Setting) -> float:
         """Return seconds that no cuts for this setting can beat, as an even pipeline that sends nothing would take.
@@ -316,20 +305,17 @@ class Estimator:
         source, target = here.teams[-1][0], there.teams[0][0]
         return self.problem.costs.transfer(num_bytes * self._at_once(here, there), source, target).seconds
 
-    def _at_once(self, here: StageMesh, there: StageMesh) -> int:
+    def _find_at_once(self, here: StageMesh, there: StageMesh) -> int:
         """Return how many messages between the meshes share a link."""
         if len(here.devices) == 1:
             return 1
-        key = here, there
-        if key not in self._shared:
-            cluster = self.problem.cluster
-            host = cluster.devices[here.teams[-1][0]].host
-            senders = [device for device in here.devices if cluster.devices[device].host == host]
-            receivers = itertools.cycle(there.devices)
-            counts = Counter(link for sender, receiver in zip(senders, receivers, strict=False) if sender != receiver
-                             for link in cluster.route(sender, receiver).links)
-            self._shared[key] = max(counts.values(), default=1)
-        return self._shared[key]
+        cluster = self.problem.cluster
+        host = cluster.devices[here.teams[-1][0]].host
+        senders = [device for device in here.devices if cluster.devices[device].host == host]
+        receivers = itertools.cycle(there.devices)
+        counts = Counter(link for sender, receiver in zip(senders, receivers, strict=False) if sender != receiver
+                         for link in cluster.route(sender, receiver).links)
+        return max(counts.values(), default=1)
 
     def _exchange(self, setting: Setting, cuts: Sequence[int], index: int, load_s: float) -> float:
         """Return the seconds that the gradients' exchange adds on a mesh, and the update."""
@@ -362,21 +348,16 @@ class Estimator:
         counts = Counter(resource for other in layout for resource in self._ways_out(other).get(host, ()))
         return max(counts[resource] for resource in own)
 
-    def _ways_out(self, mesh: StageMesh) -> dict[str, tuple[int, ...]]:
+    def _find_ways_out(self, mesh: StageMesh) -> dict[str, list[int]]:
         """Return by host what limits exchanges of the mesh with other hosts, once for each place in its teams."""
-        if mesh not in self._ways:
-            devices, found = self.problem.cluster.devices, dict[str, list[int]]()
-            for place in range(min(map(len, mesh.teams))):
-                first_on: dict[str, int] = {}
-                for team in mesh.teams:
-                    first_on.setdefault(devices[team[place]].host, team[place])
-                for host, device in first_on.items():
-                    other = next((item for name, item in first_on.items() if name != host), None)
-                    if other is not None:
-                        limits = exchange_limits(self.problem.costs, TYPICAL_BYTES, (device, other))
-                        found.setdefault(host, []).extend(limits)
-            self._ways[mesh] = {host: tuple(resources) for host, resources in found.items()}
-        return self._ways[mesh]
+        devices, found = self.problem.cluster.devices, defaultdict[str, list[int]](list)
+        for place in range(min(map(len, mesh.teams))):
+            first_on = {devices[team[place]].host: team[place] for team in reversed(mesh.teams)}
+            for host, device in first_on.items():
+                other = next((team[place] for team in mesh.teams if devices[team[place]].host != host), None)
+                if other is not None:
+                    found[host] += exchange_limits(self.problem.costs, TYPICAL_BYTES, (device, other))
+        return found
 
     def _update(self, mesh: StageMesh, num_bytes: float) -> float:
         kind = self.problem.cluster.kind_of(mesh.teams[0][0])

@@ -26,6 +26,7 @@ from weft.plan.plan import Plan
 from weft.plan.structure import require_structure
 from weft.search.common.budget import Budget
 from weft.search.common.problem import Problem, StageSpec, make_plan
+from weft.search.deploy.splits import divided_stage
 from weft.search.joint.estimate import Estimate, Estimator, pipeline_order
 from weft.search.joint.layouts import Setting, StageMesh
 from weft.search.joint.scheduled import reschedule
@@ -155,13 +156,13 @@ BY = "joint"
 def build_plan(estimator: Estimator, estimate: Estimate) -> Plan:
     """Return the plan of the estimated setting with its cuts."""
     setting, chain = estimate.setting, estimator.chain
-    problem = _with_choices(chain.problem, setting)
+    problem, size = _with_choices(chain.problem, setting), chain.problem.options.batch // setting.microbatches
     specs: list[StageSpec] = []
     parts: list[list[int]] = []
     for stage, mesh in enumerate(setting.layout * setting.chunks):
         pieces = _segments(estimator, estimate, stage)
         parts.append(list(range(len(specs), len(specs) + len(pieces))))
-        specs += [_stage(estimator, setting, mesh, ops) for ops in pieces]
+        specs += [_stage(estimator, problem, mesh, size, ops) for ops in pieces]
     by_mesh = [_expand(actions, parts) for actions in pipeline_order(
         len(setting.layout), setting.chunks, setting.microbatches, training=problem.is_training)]
     devices: list[DeviceId] = []
@@ -185,30 +186,12 @@ def _segments(estimator: Estimator, estimate: Estimate, stage: int) -> list[I64]
     return [chain.ops[chain.places[begin] : chain.places[end]] for begin, end in itertools.pairwise(ends)]
 
 
-def _stage(estimator: Estimator, setting: Setting, mesh: StageMesh, ops: I64) -> StageSpec:
-    """Return the stage of these operators, with its words and times where teams divide it."""
-    chain, problem = estimator.chain, estimator.problem
-    size = problem.options.batch // setting.microbatches
-    counts = estimator.counts(mesh, size)
+def _stage(estimator: Estimator, problem: Problem, mesh: StageMesh, size: int, ops: I64) -> StageSpec:
+    """Return the stage of these operators on a mesh."""
+    chain, counts = estimator.chain, estimator.counts(mesh, size)
     assert counts is not None, "it was estimated"
-    replicas = tuple((team, count / size) for team, count in zip(mesh.teams, counts, strict=True))
-    split = chain.split_of(mesh.teams[0])
-    if split is None:
-        return StageSpec(ops=ops, replicas=replicas)
-    graph = problem.graph
-    touched = dict.fromkeys(tensor for op in ops.tolist() for tensor in (*graph.op_inputs(op), *graph.op_outputs(op)))
-    words = split.words([graph.op_names[op] for op in ops], [graph.tensor_names[tensor] for tensor in touched])
-    known: dict[tuple[int, int, int], dict[str, float]] = {}
-    times = []
-    for team, count in zip(mesh.teams, counts, strict=True):
-        key = (*chain.figures_key(team), count)
-        if key not in known:
-            forward, backward = (float(table[ops].sum()) for table in chain.op_passes(team, count))
-            known[key] = {"F": forward}
-            if problem.is_training:
-                known[key]["B"] = backward + (forward if setting.recompute else 0.0)
-        times.append(known[key])
-    return StageSpec(ops=ops, replicas=replicas, sharding=words, times=tuple(times))
+    return divided_stage(problem, chain.split_of(mesh.teams[0]), ops, list(zip(mesh.teams, counts, strict=True)),
+                         passes=chain.op_passes, sort=chain.figures_key)
 
 
 def _expand(actions: Sequence[Action], parts: Sequence[Sequence[int]]) -> list[Action]:

@@ -21,11 +21,8 @@ from dataclasses import dataclass
 from weft.base.errors import InputError
 from weft.cluster.cluster import Cluster, DeviceId
 from weft.search.common.problem import divisors
+from weft.search.deploy.splits import Team
 from weft.search.joint.tuning import TUNING
-
-Team = tuple[DeviceId, ...]
-"""Devices that divide the operators of a stage among them; one device for none."""
-
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -151,14 +148,9 @@ def _grouped(groups: Sequence[Sequence[Team]], speed: Speed, max_stages: int) ->
                 yield from _divided(_runs(order, cut), max_stages)
 
 
-def _runs(order: Sequence[Sequence[Team]], cut: Sequence[bool]) -> list[list[Sequence[Team]]]:
-    runs = [[order[0]]]
-    for group, begins in zip(order[1:], cut, strict=True):
-        if begins:
-            runs.append([group])
-        else:
-            runs[-1].append(group)
-    return runs
+def _runs(order: Sequence[Sequence[Team]], cut: Sequence[bool]) -> list[Sequence[Sequence[Team]]]:
+    places = [0, *itertools.compress(range(1, len(order)), cut), len(order)]
+    return [order[first:last] for first, last in itertools.pairwise(places)]
 
 
 def _divided(runs: Sequence[Sequence[Sequence[Team]]], max_stages: int) -> Iterator[Layout]:
