@@ -63,13 +63,13 @@ def evaluate(estimator: Estimator, estimate: Estimate) -> JointResult:
     """Return the plan with its predicted time; raise ``NoFeasiblePlan`` if it does not fit."""
     problem, setting = estimator.problem, estimate.setting
     replicas = _equal_replicas(estimator, setting)
-    if problem.cluster.num_devices > TUNING.large and replicas is not None:
-        timeline = _one_replica(estimator, estimate, replicas)
-        return JointResult(plan=build_plan(estimator, estimate), setting=setting, step_time_s=estimate.step_time_s,
-                           timeline=timeline)
     plan = build_plan(estimator, estimate)
-    timeline = simulate(check_plan(plan, problem.graph, problem.cluster), problem.costs, problem.cluster)
-    return JointResult(plan=plan, setting=setting, step_time_s=timeline.step_time_s, timeline=timeline)
+    if problem.cluster.num_devices > TUNING.large and replicas is not None:
+        timeline, step_time_s = _one_replica(estimator, estimate, replicas), estimate.step_time_s
+    else:
+        timeline = simulate(check_plan(plan, problem.graph, problem.cluster), problem.costs, problem.cluster)
+        step_time_s = timeline.step_time_s
+    return JointResult(plan=plan, setting=setting, step_time_s=step_time_s, timeline=timeline)
 
 
 def _equal_replicas(estimator: Estimator, setting: Setting) -> int | None:

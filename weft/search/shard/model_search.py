@@ -134,7 +134,7 @@ class MeshSearch:
         A tiny price on top lets of equally fast choices the one win that holds least; the bound is without it.
         """
         graph = self.assembler.assemble(counts, price=price + self._tie, is_woven=is_woven)
-        problem = graph.problem if restriction is None else restricted(graph, self.parts, restriction)
+        problem = restricted(graph, self.parts, restriction)
         left = self.budget.seconds_left
         found = solve(problem, time_limit=TUNING.solve_s if left is None else max(0.1, left))
         return graph, found.choice, float(found.bound) - self._tie * self._most
@@ -153,7 +153,7 @@ class MeshSearch:
         assert self.limit is not None
         graph, large, bound = first
         best = self._smallest(restriction)
-        low, high = 0.0, self._first_price(first[2], usage_of(graph, large))
+        low, high = 0.0, bound / max(usage_of(graph, large), 1.0)
         small: tuple[int, ...] | None = None
         for _ in range(TUNING.prices):
             price = high if small is None else (low + high) / 2 if low == 0 else float(np.sqrt(low * high))
@@ -169,7 +169,7 @@ class MeshSearch:
                     high = price * 8
             if small is not None and (high <= low * 1.02 or self.budget.is_spent):
                 break
-            if small is None and high > 1e6 * self._first_price(first[2], 1.0):
+            if small is None and high > 1e6 * first[2]:
                 break
         best, proven = self._exact({}, restriction, best)
         if all(self.assembler.num_middle(run) < 2 for run in range(len(self.folded.runs))):
@@ -177,9 +177,6 @@ class MeshSearch:
         best = best if small is None else self._mixed(best, small, large, restriction)
         return ShardedModel(parts=best.parts, graph=best.graph, choice=best.choice, seconds=best.seconds,
                         bound=min(bound, best.seconds), held_bytes=best.held_bytes, limit_bytes=self.limit)
-
-    def _first_price(self, seconds: float, held: float) -> float:
-        return seconds / max(held, 1.0)
 
     def _mixed(self, best: ShardedModel, small: tuple[int, ...], large: tuple[int, ...],
                restriction: Restriction | None) -> ShardedModel:
@@ -207,10 +204,7 @@ class MeshSearch:
         """Return the sharding with ``share`` copies of a run as in ``large`` and everything else as in ``small``."""
         if not 0 < share < count:
             return None
-        uniform = self.assembler.assemble()
-        of_node = {(part, variant): node for node, (part, variant) in
-                   enumerate(zip(uniform.node_part, uniform.node_variant, strict=True))}
-        graph = self.assembler.assemble({run: (share, count - share)})
+        of_node, graph = self.assembler.assemble().node_of, self.assembler.assemble({run: (share, count - share)})
         choice = []
         for part, variant in zip(graph.node_part, graph.node_variant, strict=True):
             place = self.assembler.places[part]
@@ -222,7 +216,7 @@ class MeshSearch:
                ) -> tuple[ShardedModel, float]:
         """Return ``best``, or a better one with so many copies of each kind in a run, and a bound for all of these."""
         graph = self.assembler.assemble(counts, limit=self.limit)
-        problem = graph.problem if restriction is None else restricted(graph, self.parts, restriction)
+        problem = restricted(graph, self.parts, restriction)
         left = self.budget.seconds_left
         try:
             found = solve(problem, time_limit=min(TUNING.exact_s, TUNING.exact_s if left is None else max(0.1, left)))
@@ -234,14 +228,11 @@ class MeshSearch:
         """Return the sharding that holds the least; raise ``NoFeasiblePlan`` if that is too much."""
         assert self.limit is not None
         graph = self.assembler.assemble()
-        bare = StrategyGraph(name=graph.problem.name, intervals=graph.problem.intervals, costs=graph.problem.usages,
-                             usages=tuple(np.zeros(len(item)) for item in graph.problem.usages),
-                             edges=graph.problem.edges,
-                             edge_costs=tuple(np.zeros(item.shape) for item in graph.problem.edge_costs))
-        if restriction is not None:
-            bare = restricted(FoldedGraph(problem=bare, node_part=graph.node_part, node_variant=graph.node_variant,
-                                          counts=graph.counts), self.parts, restriction)
-        found = self._sharding(graph, solve(bare, time_limit=TUNING.solve_s).choice, 0.0)
+        usages, edge_costs = graph.problem.usages, graph.problem.edge_costs
+        bare = replace(graph.problem, costs=usages, usages=tuple(map(np.zeros_like, usages)),
+                       edge_costs=tuple(map(np.zeros_like, edge_costs)))
+        problem = restricted(replace(graph, problem=bare), self.parts, restriction)
+        found = self._sharding(graph, solve(problem, time_limit=TUNING.solve_s).choice, 0.0)
         if found.held_bytes > self.limit:
             raise self._too_little(found)
         return found
@@ -269,12 +260,12 @@ def _better(best: ShardedModel, other: ShardedModel) -> ShardedModel:
     return other if fits and other.seconds < best.seconds else best
 
 
-def restricted(graph: FoldedGraph, parts: ModelParts, restriction: Restriction) -> StrategyGraph:
+def restricted(graph: FoldedGraph, parts: ModelParts, restriction: Restriction | None) -> StrategyGraph:
     """Return the strategy graph with everything ruled out that the restriction does not allow."""
+    if restriction is None:
+        return graph.problem
     costs = []
     for part, items in zip(graph.node_part, graph.problem.costs, strict=True):
         allowed = restriction(parts, part)
         costs.append(items if allowed is None else np.where(allowed, items, float(FORBIDDEN)))
-    problem = graph.problem
-    return StrategyGraph(name=problem.name, intervals=problem.intervals, costs=tuple(costs), usages=problem.usages,
-                         edges=problem.edges, edge_costs=problem.edge_costs, usage_limit=problem.usage_limit)
+    return replace(graph.problem, costs=tuple(costs))

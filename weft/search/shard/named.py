@@ -71,14 +71,11 @@ def find_roles(parts: ModelParts, folded: FoldedModel) -> Roles:
                 attention.add(index)
     feed_forward = _feed_forward(parts, layers, attention, kind)
     for edge in parts.edges:
-        if edge.is_parameter:
+        if edge.is_parameter or parts.parts[edge.reader].kind == "tensor":
+            user, used = (edge.reader, edge.giver) if edge.is_parameter else (edge.giver, edge.reader)
             for group in (attention, feed_forward, layers):
-                if edge.reader in group:
-                    group.add(edge.giver)
-        elif parts.parts[edge.reader].kind == "tensor":
-            for group in (attention, feed_forward, layers):
-                if edge.giver in group:
-                    group.add(edge.reader)
+                if user in group:
+                    group.add(used)
     samples, positions = (_follow(parts, folded, dim) for dim in (0, 1))
     return Roles(samples=samples, positions=positions, attention=frozenset(attention),
                  feed_forward=frozenset(feed_forward), layers=frozenset(layers))
