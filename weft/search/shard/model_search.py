@@ -175,8 +175,7 @@ class MeshSearch:
         if all(self.assembler.num_middle(run) < 2 for run in range(len(self.folded.runs))):
             bound = max(bound, proven)  # there are no layers to treat differently
         best = best if small is None else self._mixed(best, small, large, restriction)
-        return ShardedModel(parts=best.parts, graph=best.graph, choice=best.choice, seconds=best.seconds,
-                        bound=min(bound, best.seconds), held_bytes=best.held_bytes, limit_bytes=self.limit)
+        return replace(best, bound=min(bound, best.seconds))
 
     def _mixed(self, best: ShardedModel, small: tuple[int, ...], large: tuple[int, ...],
                restriction: Restriction | None) -> ShardedModel:
