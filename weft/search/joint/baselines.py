@@ -179,8 +179,9 @@ class PipelineCutter:
         """Return by place where the stage begins and place where it ends whether it fits."""
         capacity, count = self.room.memory[stage], self.chain.num_places
         may = np.triu(np.ones((count, count), dtype=np.bool_), 1)
-        for begin in range(count if capacity is not None else 0):
-            may[begin, begin + 1:] = self.need(stage, begin)[1:] <= capacity
+        if capacity is not None:
+            for begin in range(count):
+                may[begin, begin + 1:] = self.need(stage, begin)[1:] <= capacity
         return may
 
     def _error(self) -> NoFeasiblePlan:

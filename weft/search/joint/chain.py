@@ -22,8 +22,7 @@ from weft.plan.op_bytes import crossing_bytes, prefix_sums
 from weft.plan.piece_memory import PieceMemory
 from weft.plan.plan import Replica, Stage
 from weft.search.common.problem import TENSOR_AXIS, Problem
-from weft.search.deploy.splits import NO_SPLITS, Splits
-from weft.search.joint.layouts import Team
+from weft.search.deploy.splits import NO_SPLITS, Splits, Team
 from weft.search.joint.tuning import TUNING
 from weft.search.shard.tensor_costs import TensorCosts
 

@@ -36,9 +36,10 @@ from weft.model.graph import F64, I64
 from weft.plan.orders import Order, forward_only, interleaved, one_f_one_b
 from weft.plan.plan import split_samples
 from weft.search.common.problem import fair_samples
+from weft.search.deploy.splits import Team
 from weft.search.joint.chain import Chain, Load
 from weft.search.joint.cut import Reach, shortest_longest
-from weft.search.joint.layouts import Setting, StageMesh, Team
+from weft.search.joint.layouts import Setting, StageMesh
 from weft.search.joint.tuning import TUNING
 from weft.simulate.exchange_time import MAX_EXCHANGE, TYPICAL_BYTES, exchange_limits, large_reduce_line
 
