@@ -93,7 +93,7 @@ def world() -> dict[str, Any]:
     from weft.plan.plan import Optimizer
     from weft.search.common.problem import PlanOptions, Problem
     from weft.search.joint.baselines import one_f_one_b_equal
-    from weft.search.shard.plan_search import search_plan
+    from weft.search.shard.compare import search_plan
     from weft.simulate.predict import simulate
     from weft.training.parallelize import source_of_module
 

@@ -35,7 +35,7 @@ from weft.planning.compare import compare_strategies
 from weft.search.common.problem import PlanOptions, Problem, add_gradients
 from weft.search.common.spread import spread
 from weft.search.joint.baselines import STRATEGIES
-from weft.search.shard.plan_search import search_plan
+from weft.search.shard.compare import search_plan
 from weft.sharding.named_ops import named_ops
 
 TOLERANCE = 1e-10

@@ -38,7 +38,7 @@ from weft.plan.plan import Optimizer, Plan, save_plan
 from weft.run.checkpoint_folder import TensorFile, check_file, checkpoints_in, read_record
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.joint.baselines import data_parallel_by_speed, one_f_one_b_equal, single_device
-from weft.search.shard.plan_search import search_plan
+from weft.search.shard.compare import search_plan
 
 MODEL = f"{Path(__file__).with_name('models') / 'tied_transformer.py'}:tied_transformer"
 BATCH, NORM, TOLERANCE = 8, 0.5, 1e-10

@@ -35,7 +35,7 @@ from weft.run.launch import run_plan
 from weft.run.result import RunOptions
 from weft.search.common.problem import PlanOptions, Problem, add_gradients
 from weft.search.joint.baselines import data_parallel
-from weft.search.shard.plan_search import search_plan
+from weft.search.shard.compare import search_plan
 from weft.simulate.predict import simulate
 
 CASES = (

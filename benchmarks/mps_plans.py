@@ -31,8 +31,7 @@ from weft.search.joint.search import joint_search
 from weft.search.schedule.from_plan import problem_of_plan, with_schedule
 from weft.search.schedule.named import named_schedule
 from weft.search.shard.model_search import MeshSearch
-from weft.search.shard.named import named
-from weft.search.shard.roles import find_roles
+from weft.search.shard.named import find_roles, named
 from weft.search.shard.tensor_costs import stage_times
 from weft.search.shard.to_plan import sharded_plan
 

@@ -212,7 +212,7 @@ def tensor_parallel(world: World) -> Plan:
 
 def searched_sharding(world: World) -> Plan:
     from weft.model.folded import trace_folded
-    from weft.search.shard.plan_search import search_plan
+    from weft.search.shard.compare import search_plan
 
     return search_plan(trace_folded(world.model.source, batch=SIZE), world.cluster, shape=(world.num_devices,),
                        optimizer=Optimizer(kind="sgd", lr=0.1), budget=Budget(effort=5.0))

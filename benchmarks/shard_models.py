@@ -20,10 +20,9 @@ from weft.plan.plan import Optimizer
 from weft.search.common.budget import Budget
 from weft.search.shard.compare import compare_meshes
 from weft.search.shard.model_search import MeshSearch
-from weft.search.shard.named import NAMES
+from weft.search.shard.named import NAMES, find_roles
 from weft.search.shard.named import named as named_plan
 from weft.search.shard.parts import ModelParts
-from weft.search.shard.roles import find_roles
 from weft.search.strategies.solve import solve
 from weft.show.sharding_facts import sharding_facts
 

@@ -21,12 +21,11 @@ from weft.plan.plan import split_samples
 from weft.planning.compare import compare_strategies, evaluate
 from weft.search.common.problem import Problem, divisors
 from weft.search.deploy.search import DeployOptions, deploy
-from weft.search.deploy.splits import Splits
-from weft.search.joint.build import build_plan
+from weft.search.deploy.splits import Splits, Team
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
-from weft.search.joint.layouts import teams_of
-from weft.search.joint.setting import Layout, Setting, StageMesh, Team
+from weft.search.joint.finalists import build_plan
+from weft.search.joint.layouts import Layout, Setting, StageMesh, teams_of
 
 NUM_SIMULATED: Final = 3
 MAX_ATTEMPTS: Final = 8

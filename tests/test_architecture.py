@@ -131,7 +131,7 @@ MARKS = {
     "row of a chart": (r"\bclass Row\b[^@]*\bboxes\b", {"weft.show.chart"}),
     "reader of safetensors": (r"__metadata__", {"weft.base.tensor_file"}),
     "way to tell the best and its bound": (r"report\(\s*f\"[^\"]*best[^\"]*bound", {
-        "weft.search.common.incumbent", "weft.search.strategies.search", "weft.search.strategies.solve"}),
+        "weft.search.common.incumbent"}),
     "exchange time": (r"(?<!self)\.collective(_limits)?\(", {"weft.simulate.exchange_time"}),
 }
 """What only these modules may do, as a pattern of their text. Of the last but one there is still more than one."""

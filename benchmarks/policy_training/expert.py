@@ -32,7 +32,7 @@ from weft.search.deploy.local import Annealer
 from weft.search.deploy.op_groups import group_operators
 from weft.search.deploy.policy import NetworkPolicy
 from weft.search.deploy.search import microbatch_numbers
-from weft.search.deploy.stages import staged_choices
+from weft.search.deploy.seeds import staged_choices
 from weft.search.deploy.tree import TreeSearch
 
 Choice = tuple[int, ...]

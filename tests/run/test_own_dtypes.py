@@ -20,7 +20,7 @@ from weft.run.prepare import Tracer, lower_to_run
 from weft.run.result import RunOptions
 from weft.run.worker import resolve_source
 from weft.search.common.problem import PlanOptions
-from weft.search.shard.plan_search import search_plan
+from weft.search.shard.compare import search_plan
 from weft.training.parallelize import plan_again
 
 HERE = Path(__file__)

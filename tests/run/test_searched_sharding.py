@@ -10,7 +10,7 @@ from weft.cluster.cluster_file import parse_cluster
 from weft.model.folded import trace_folded
 from weft.model.source import ModelSource, resolve_model
 from weft.plan.plan import Optimizer
-from weft.search.shard.plan_search import search_plan
+from weft.search.shard.compare import search_plan
 
 
 @pytest.mark.timeout(300)

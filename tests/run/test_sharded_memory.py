@@ -18,7 +18,7 @@ from weft.plan.lower import lower
 from weft.plan.memory import account_memory
 from weft.plan.plan import Optimizer, Plan, Sharding
 from weft.run.prepare import Tracer
-from weft.search.shard.plan_search import search_plan
+from weft.search.shard.compare import search_plan
 
 BATCH = 4
 GPT, T5, ZOO = model_spec("small_gpt"), model_spec("small_t5"), "gpt2-tiny:seq=64"

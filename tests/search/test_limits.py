@@ -34,9 +34,8 @@ from weft.search.place import search as placing
 from weft.search.place.problem import problem_from_graph
 from weft.search.schedule import search as scheduling
 from weft.search.schedule.problem import parse_problem
-from weft.search.strategies.first import first_choice, lowest_cost
 from weft.search.strategies.search import Search
-from weft.search.strategies.solve import solve
+from weft.search.strategies.solve import first_choice, lowest_cost, solve
 from weft.search.strategies.strategy_graph import evaluate, parse_strategy_graph
 
 LIMIT_S = 0.05
@@ -392,8 +391,8 @@ def test_reductions_leave_time_for_the_search():
     search = Search(graph, budget=Budget(effort=float("inf"), deadline=time.monotonic() - 1.0), seed=0)
     search._begin -= 10.0
     search.run()
-    assert evaluate(graph, search.choice).is_feasible(graph.usage_limit)
-    assert search.bound <= evaluate(graph, search.choice).cost
+    assert evaluate(graph, search.best.answer).is_feasible(graph.usage_limit)
+    assert search.best.bound <= evaluate(graph, search.best.answer).cost
 
 
 def test_a_schedule_that_is_cut_short_is_the_best_so_far(monkeypatch):

@@ -17,8 +17,7 @@ from weft.plan.plan import Optimizer
 from weft.search.common.budget import Budget
 from weft.search.shard.compare import sensible_shapes
 from weft.search.shard.model_search import MeshSearch
-from weft.search.shard.named import named
-from weft.search.shard.roles import find_roles
+from weft.search.shard.named import find_roles, named
 from weft.show.sharding_facts import OUTSIDE, heads_note, sharding_facts
 from weft.show.sharding_tables import layers_table, parallelize_plan, print_sharding, titan_settings
 

@@ -6,7 +6,7 @@ an error into one message on stderr and the error's ``exit_code``; anything else
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -48,10 +48,8 @@ class NoFeasiblePlan(WeftError):  # noqa: N818 - it is an answer rather than a f
     exit_code = 3
 
     def __init__(self, message: str, *, missing_bytes: int | None = None, device: str | None = None,
-                 needed: float | None = None, shortages: Mapping[str, int] | None = None) -> None:
+                 needed: float | None = None) -> None:
         super().__init__(message)
-        self.shortages = dict(shortages or {})
-        """What is missing on each device of a plan, where one was made."""
         self.needed = needed
         """The smallest memory of ``device`` that would do, in the units of a schedule problem."""
         self.missing_bytes = missing_bytes

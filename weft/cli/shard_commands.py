@@ -211,7 +211,7 @@ def _trace(spec: str, options: ModelOptions) -> FoldedModel:
 def _write_plan(path: Path, folded: FoldedModel, cluster: Cluster, shape: tuple[int, ...], limit: float | None,
                 optimizer: Optimizer, budget: Budget, report: Callable[[str], None]) -> None:
     """Write the best plan on the mesh that the runtime can execute."""
-    from weft.search.shard.plan_search import search_plan
+    from weft.search.shard.compare import search_plan
 
     left = budget.seconds_left
     report("tracing every layer for the plan")

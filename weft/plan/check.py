@@ -74,7 +74,7 @@ def check_memory(program: Program, cluster: Cluster, account: MemoryAccount | No
     raise NoFeasiblePlan(
         f"{name!r} needs {format_bytes(need)} but has {format_bytes(capacity)}: {format_bytes(missing)} too little "
         f"({parts}){others}. Try more micro-batches, recomputation, another strategy, or more devices.",
-        missing_bytes=missing, device=name, shortages={item[2]: item[0] for item in over})
+        missing_bytes=missing, device=name)
 
 
 def excess_bytes(plan: Plan, graph: Graph, cluster: Cluster) -> dict[str, int]:

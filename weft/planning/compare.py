@@ -22,10 +22,11 @@ from weft.search.deploy.policy import load_policy
 from weft.search.deploy.search import DeployOptions, deploy
 from weft.search.deploy.splits import NO_SPLITS, Splits
 from weft.search.joint.baselines import STRATEGIES, Strategy
-from weft.search.joint.finalists import LARGE, Tried
+from weft.search.joint.finalists import Tried
 from weft.search.joint.placements import PLACEMENTS
 from weft.search.joint.scheduled import reschedule, schedule_search, scheduled_plan
 from weft.search.joint.search import joint_search
+from weft.search.joint.tuning import TUNING
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 
@@ -104,7 +105,7 @@ def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None
     in both devices may divide operators as ``splits`` say. On a large cluster only the joint search is done. Once there
     is a plan, ``time_limit_s`` seconds or Ctrl-C end the search: what has been found until then is returned.
     """
-    is_large = joint and problem.cluster.num_devices > LARGE
+    is_large = joint and problem.cluster.num_devices > TUNING.large
     names = (() if is_large else tuple(STRATEGIES)) if strategies is None else tuple(strategies)
     unknown = [name for name in names if name not in STRATEGIES]
     if unknown:

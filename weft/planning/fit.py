@@ -45,8 +45,7 @@ from weft.plan.orders import forward_only, one_f_one_b
 from weft.plan.plan import Plan, split_samples
 from weft.planning.replan import best_joint
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
-from weft.search.common.fair import fair_samples
-from weft.search.common.problem import Problem, StageSpec, divisors, make_plan
+from weft.search.common.problem import Problem, StageSpec, divisors, fair_samples, make_plan
 from weft.search.deploy.splits import NO_SPLITS, Splits, teams_by_degree
 from weft.search.joint.baselines import STRATEGIES, PipelineCutter, Room
 from weft.search.joint.chain import Chain

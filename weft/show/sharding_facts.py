@@ -17,8 +17,8 @@ from weft.cost.mesh import KINDS
 from weft.model.folded import FoldedModel, Run
 from weft.search.shard.folded_graph import MIDDLE, Assembler
 from weft.search.shard.model_search import ShardedModel
+from weft.search.shard.named import LINEAR_KINDS, Roles, find_roles
 from weft.search.shard.parts import ModelPart, ModelParts
-from weft.search.shard.roles import LINEAR_KINDS, Roles, find_roles
 from weft.sharding.factors import NOT_SPLIT
 from weft.sharding.tensor_layout import WHOLE, Layout
 from weft.show.names import ATTENTION, factor_word, grouped, short_list

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from weft.search.common.fair import fair_samples
+from weft.search.common.problem import fair_samples
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -13,8 +13,15 @@ from tests.search.deploy.worlds import cluster_of, deployer_of, host, problem_of
 from weft.search.deploy.deployer import Deployer
 from weft.search.deploy.local import Annealer
 from weft.search.deploy.search import DeployOptions, make_deployers
-from weft.search.deploy.seeds import data_parallel_choices, find_taste, heft_choices, uniform_choices
-from weft.search.deploy.stages import least_limit, least_sums, staged_choices
+from weft.search.deploy.seeds import (
+    data_parallel_choices,
+    find_taste,
+    heft_choices,
+    least_limit,
+    least_sums,
+    staged_choices,
+    uniform_choices,
+)
 
 TWO_HOSTS = (host("a", 2), host("b", 2, rate="2GFLOP/s"))
 

@@ -7,8 +7,7 @@ import pytest
 
 from tests.search.deploy.worlds import cluster_of, deployer_of, host, problem_of
 from weft.planning.compare import evaluate
-from weft.search.deploy.deployer import Deployer
-from weft.search.deploy.to_plan import deployment_plan
+from weft.search.deploy.deployer import Deployer, deployment_plan
 
 TWO_HOSTS = (host("a", 2), host("b", 2, rate="2GFLOP/s"))
 

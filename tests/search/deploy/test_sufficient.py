@@ -21,7 +21,6 @@ from weft.model.graph import Graph
 from weft.model.load import load_graph_for
 from weft.model.trace import trace
 from weft.plan.factors import find_factors
-from weft.search.deploy.selection import select_projects
 from weft.search.deploy.sufficient import (
     Decision,
     LinearLayer,
@@ -29,6 +28,7 @@ from weft.search.deploy.sufficient import (
     decide_on_cluster,
     linear_layers,
     product_s_per_flop,
+    select_projects,
 )
 from weft.simulate.exchange_time import collective_line
 

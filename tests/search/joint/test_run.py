@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from tests.run.plans import source_of, traced
@@ -15,12 +17,11 @@ from weft.search.common.budget import Budget
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.splits import find_splits
 from weft.search.joint import estimate
-from weft.search.joint.build import build_plan
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimator
-from weft.search.joint.finalists import evaluate
+from weft.search.joint.finalists import build_plan, evaluate
+from weft.search.joint.layouts import Setting, StageMesh
 from weft.search.joint.scheduled import reschedule
-from weft.search.joint.setting import Setting, StageMesh
 
 MODEL = "llama-tiny:layers=2"
 
@@ -28,8 +29,7 @@ MODEL = "llama-tiny:layers=2"
 @pytest.mark.timeout(300)
 def test_teams_that_share_samples_before_a_team_that_takes_all(tmp_path, monkeypatch):
     """Once recomputed in segments, once with a searched order of split backwards."""
-    monkeypatch.setattr(estimate, "ROOM", 0.0)
-    monkeypatch.setattr(estimate, "SEGMENT_COUNTS", (1, 2))
+    monkeypatch.setattr(estimate, "TUNING", replace(estimate.TUNING, room=0.0, segment_counts=(1, 2)))
     graph = traced(MODEL, batch_dims=True).graph
     cluster = cluster_of(host("a", 4), host("b", 2), inside="10GB/s", network="1GB/s", latency="10us")
     problem = Problem(graph=graph, cluster=cluster, costs=estimate_costs(graph, cluster), options=PlanOptions(

@@ -105,11 +105,11 @@ def test_inference_has_forwards_only(name):
 @pytest.mark.parametrize("microbatches", [None, 4])
 def test_a_large_cluster_is_estimated_by_one_replica(monkeypatch, microbatches):
     problem = equal_problem(8, num_ops=16, batch=32, microbatches=microbatches)
-    monkeypatch.setattr(search, "LARGE", 4)
+    monkeypatch.setattr(search, "TUNING", replace(search.TUNING, large=4))
     found = joint_search(problem)
     whole = simulate(check_plan(found.plan, problem.graph, problem.cluster), problem.costs, problem.cluster)
     assert found.step_time_s == pytest.approx(whole.step_time_s, rel=0.05)
-    monkeypatch.setattr(search, "LARGE", 128)
+    monkeypatch.setattr(search, "TUNING", replace(search.TUNING, large=128))
     assert found.step_time_s == pytest.approx(joint_search(problem).step_time_s, rel=0.05)
 
 
@@ -117,7 +117,7 @@ def test_a_large_pipeline_is_estimated_by_its_longest_path(monkeypatch):
     """Too little memory for the whole model on a device; transfers are slow."""
     cluster = cluster_of(host("a", 4), host("b", 4), inside="1GB/s", network="50MB/s", latency="20us")
     problem = with_memory(problem_of(cluster, num_ops=16, batch=32, parameter_bytes=40_000), 700_000)
-    monkeypatch.setattr(search, "LARGE", 4)
+    monkeypatch.setattr(search, "TUNING", replace(search.TUNING, large=4))
     found = joint_search(problem)
     assert len(found.setting.layout) > 1
     whole = simulate(check_plan(found.plan, problem.graph, problem.cluster), problem.costs, problem.cluster)

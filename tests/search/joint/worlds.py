@@ -19,8 +19,8 @@ from weft.search.deploy.splits import Splits, find_splits
 from weft.search.joint.baselines import STRATEGIES
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
+from weft.search.joint.layouts import Setting, StageMesh
 from weft.search.joint.search import rank_settings
-from weft.search.joint.setting import Setting, StageMesh
 
 
 def equal_problem(num_devices: int = 4, *, memory: str = "1GB", **options: Any) -> Problem:

@@ -20,8 +20,7 @@ from weft.plan.plan import Optimizer
 from weft.search.common.budget import Budget
 from weft.search.shard.compare import compare_meshes
 from weft.search.shard.model_search import MeshSearch
-from weft.search.shard.named import named
-from weft.search.shard.roles import find_roles
+from weft.search.shard.named import find_roles, named
 
 
 class Pair(nn.Module):

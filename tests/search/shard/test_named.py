@@ -9,9 +9,8 @@ import pytest
 from tests.search.shard.worlds import cluster_of, search_of, zoo
 from weft.base.errors import InputError
 from weft.model.folded import trace_folded
-from weft.search.shard.named import NAMES, named
+from weft.search.shard.named import NAMES, find_roles, named
 from weft.search.shard.op_choices import describe
-from weft.search.shard.roles import find_roles
 from weft.sharding.tensor_layout import WHOLE
 
 CLUSTER = cluster_of((4,), flop_per_s=1e10, memory_bytes_per_s=1e10, link=(1e9, 1e-7))

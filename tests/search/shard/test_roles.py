@@ -6,7 +6,7 @@ import pytest
 
 from tests.search.shard.worlds import cluster_of, parts_of, zoo
 from weft.model.folded import trace_folded
-from weft.search.shard.roles import find_roles
+from weft.search.shard.named import find_roles
 
 SMALL = "hidden=32,heads=4,vocab=96,seq=16"
 BATCH = 4

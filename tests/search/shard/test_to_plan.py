@@ -17,9 +17,9 @@ from weft.model.trace import trace
 from weft.plan.plan import Optimizer
 from weft.run.mesh import axis_weights
 from weft.search.common.budget import Budget
+from weft.search.shard.compare import search_plan
 from weft.search.shard.folded_graph import usage_of
 from weft.search.shard.model_search import MeshSearch
-from weft.search.shard.plan_search import search_plan
 from weft.search.shard.to_plan import plan_words
 from weft.search.strategies.solve import solve
 from weft.search.strategies.strategy_graph import evaluate

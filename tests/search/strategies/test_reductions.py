@@ -10,7 +10,7 @@ import pytest
 from tests.search.strategies.random_graphs import best_cost, random_graph
 from weft.base.errors import NoFeasiblePlan
 from weft.search.strategies.core import make_core
-from weft.search.strategies.dual_kernel import cost_of, usage_of
+from weft.search.strategies.dual import cost_of, usage_of
 from weft.search.strategies.shrink import left, shrink
 from weft.search.strategies.strategy_graph import FORBIDDEN, StrategyGraph, evaluate
 from weft.search.strategies.units import Units, make_units

@@ -100,8 +100,8 @@ def test_ctrl_c_keeps_the_best_so_far():
 
     budget.report = interrupt
     search.run()
-    assert search.choice is not None
-    assert evaluate(graph, search.choice).is_feasible(graph.usage_limit)
+    assert search.best.answer is not None
+    assert evaluate(graph, search.best.answer).is_feasible(graph.usage_limit)
 
 
 def test_a_limit_that_every_pair_of_strategies_breaks_is_found_out():

@@ -13,6 +13,7 @@ when it comes within ``proof`` of the value, which each searcher sets to what it
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from typing import Final, Generic, Literal, TypeVar
 
@@ -34,6 +35,12 @@ class Incumbent(Generic[Answer]):
     unit: str = ""
     proof: float = 1e-9
     """Relative: so close to the value the bound is a proof."""
+    same: float = SAME
+    """Relative: a value is better if it is less by more than this; 0 where values are whole numbers."""
+    digits: int = 6
+    """That are told of values."""
+    every_s: float = 0.0
+    """Better answers are told no more often than after so many seconds."""
     bound: float = -math.inf
     value: float = math.inf
     excess: float = 0.0
@@ -41,19 +48,21 @@ class Incumbent(Generic[Answer]):
     answer: Answer | None = None
     by: str = ""
     """Who found the answer."""
+    told: float = -math.inf
+    """When, on ``time.monotonic``'s clock."""
 
     def is_better(self, value: float, excess: float = 0.0) -> bool:
         """Return whether a value would be kept."""
         if self.answer is not None and excess != self.excess:
             return value < math.inf and excess < self.excess
-        return value < math.inf and not value >= self.value - SAME * abs(self.value if self.answer is not None else 0.0)
+        return value < math.inf and (self.answer is None or value < self.value - self.same * abs(self.value))
 
     def offer(self, value: float, answer: Answer, by: str = "", excess: float = 0.0) -> bool:
         """Keep the answer if it is better than the best so far; return whether it was kept."""
         if not self.is_better(value, excess):
             return False
         self.value, self.excess, self.answer, self.by = value, excess, answer, by
-        self.tell(by)
+        self.note(by)
         return True
 
     def raise_bound(self, bound: float) -> None:
@@ -82,11 +91,17 @@ class Incumbent(Generic[Answer]):
         """Return what may be claimed of the answer."""
         return "optimal" if self.is_proven else "feasible"
 
+    def note(self, text: str) -> None:
+        """Report where the search is, unless that has just been done."""
+        if time.monotonic() >= self.told + self.every_s:
+            self.tell(text)
+
     def tell(self, text: str = "") -> None:
         """Report where the search is: what is being done, the best so far, the bound and the gap."""
+        self.told = time.monotonic()
         unit = f" {self.unit}" if self.unit else ""
-        best = "nothing yet" if self.answer is None else f"{self.value:.6g}{unit}"
+        best = "nothing yet" if self.answer is None else f"{self.value:.{self.digits}g}{unit}"
         best += f", over the limit by {self.excess:.4g}" if self.excess else ""
         gap = "" if self.answer is None or self.bound == -math.inf else f", gap {100 * self.gap:.2g} %"
-        bound = "" if self.bound == -math.inf else f", bound {min(self.bound, self.value):.6g}{unit}"
+        bound = "" if self.bound == -math.inf else f", bound {min(self.bound, self.value):.{self.digits}g}{unit}"
         self.budget.report(f"{text}: {self.what} {best}{bound}{gap}" if text else f"{self.what} {best}{bound}{gap}")

@@ -2,16 +2,19 @@
 
 ``Deployer`` holds what is needed to evaluate any choice for one number of micro-batches. ``evaluate`` turns the actions
 into layouts (which devices run a group on which samples), picks the exchange of gradients, and runs the compiled
-simulation. ``weft.search.deploy.to_plan`` makes the plan.
+simulation. ``weft.search.deploy.deployer`` makes the plan.
+
+From a deployment to the plan that it means: one stage for each block, orders as simulated, exchanges by bucket.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
@@ -20,18 +23,17 @@ from weft.cost.costs import Phase
 from weft.cost.pair_times import PairTimes, check_pairs
 from weft.model.graph import F64, I64
 from weft.plan.op_bytes import kept_by_op
-from weft.plan.plan import split_samples
+from weft.plan.orders import Action as Planned
+from weft.plan.plan import GradientExchange, Plan, split_samples
 from weft.plan.stage_memory import stage_memory
-from weft.search.common.problem import Problem
+from weft.search.common.problem import Problem, StageSpec, make_plan
 from weft.search.deploy.actions import Action, Layout, list_actions
-from weft.search.deploy.blocks import Layouts, Outcome, World
-from weft.search.deploy.exchange import Exchanges
+from weft.search.deploy.blocks import Layouts, Outcome, World, find_blocks
+from weft.search.deploy.exchange import Bucket, Exchanges
 from weft.search.deploy.kernel import least_seconds, run
 from weft.search.deploy.op_groups import OpGroups
-from weft.search.deploy.splits import NO_SPLITS, Splits
-
-if TYPE_CHECKING:
-    from weft.search.shard.tensor_costs import TensorCosts
+from weft.search.deploy.splits import NO_SPLITS, Splits, divided_stage
+from weft.search.shard.tensor_costs import TensorCosts
 
 PASSES: Final[tuple[Phase, Phase]] = ("F", "B")
 _ROUNDING: Final = 1e-9
@@ -86,6 +88,8 @@ class Deployer:
         self.actions = tuple(action for action in actions if use_shares or not action.by_speed)
         self.world = world or make_world(problem, groups)
         self.exchanges = Exchanges(problem, groups, use_factors=use_factors, held_part=self._held_part)
+        self.layouts: list[Layout] = []
+        """All that were used so far, by id."""
         self._ids: dict[Layout, int] = {}
         self._columns: list[_LayoutColumns] = []
         self._tables: Layouts | None = None
@@ -226,11 +230,6 @@ class Deployer:
     def _action_of_layout(self) -> dict[int, int]:
         stages = ((index, self._stages(action)) for index, action in enumerate(self.actions))
         return {self.layout_id(layouts[0]): index for index, layouts in reversed(list(stages)) if len(layouts) == 1}
-
-    @cached_property
-    def layouts(self) -> list[Layout]:
-        """Return all layouts that were used so far, by id."""
-        return []
 
     def layout_id(self, layout: Layout) -> int:
         """Return the number of a layout."""
@@ -410,3 +409,67 @@ def _activation_bytes(problem: Problem, groups: OpGroups) -> tuple[F64, F64]:
                               crossing=crossing)
         work[group] = max(memory.forward_peak - memory.saved, memory.backward_work, 0)
     return saved / graph.batch, work / graph.batch
+
+
+# ---- plans of deployments --------------------------------------------------------------------------------------------
+
+
+def deployment_plan(deployer: Deployer, found: Evaluation, *, by: str) -> Plan:
+    """Return the plan of an evaluated deployment."""
+    problem, layouts = deployer.problem, [deployer.layouts[index] for index in found.layout_of]
+    block_of = find_blocks(found.layout_of)
+    specs = []
+    for block in range(int(block_of[-1]) + 1):
+        groups = np.flatnonzero(block_of == block)
+        ops = np.concatenate([deployer.groups.ops(int(group)) for group in groups])
+        replicas = layouts[groups[0]].replicas
+        specs.append(divided_stage(problem, deployer.split_of(replicas[0][0]), ops, replicas, sort=lambda team: team,
+                                   passes=lambda team, samples: (deployer.op_times("F", samples, team),
+                                                                 deployer.op_times("B", samples, team))))
+    orders = _orders(deployer, found, specs)
+    devices = tuple(orders)
+    plan = make_plan(problem, specs, [orders[device] for device in devices], microbatches=deployer.microbatches, by=by,
+                     order_devices=devices)
+    if not problem.is_training:
+        return plan
+    buckets = deployer.exchanges.buckets(found.layout_of.tolist(), deployer.layouts).items
+    return replace(plan, gradients=tuple(_exchanges(deployer, plan, _by_readiness(buckets, found.outcome.group_end_s))))
+
+
+def _exchanges(deployer: Deployer, plan: Plan, buckets: Sequence[Bucket]) -> Iterator[GradientExchange]:
+    """Yield the plan's exchanges: as the buckets are, but part by part where devices hold parts of parameters."""
+    problem = deployer.problem
+    names, tensor_names = [device.name for device in problem.cluster.devices], problem.graph.tensor_names
+    for bucket in buckets:
+        parameters = tuple(tensor_names[tensor] for tensor in bucket.parameters)
+        if not bucket.is_divided:
+            yield GradientExchange(parameters=parameters, method=bucket.method,
+                                   devices=tuple(names[device] for device in bucket.devices))
+            continue
+        chosen, parts = set(parameters), defaultdict[tuple[str, ...], list[str]](list)
+        for item in plan.gradients:
+            parts[item.devices] += [name for name in item.parameters if name in chosen]
+        for devices, own in parts.items():
+            if own:
+                yield GradientExchange(parameters=tuple(own), devices=devices)
+
+
+def _by_readiness(buckets: Sequence[Bucket], group_end_s: F64) -> list[Bucket]:
+    """Return the exchanges in the order in which their gradients are there: a plan's are done in the order given."""
+    return sorted(buckets, key=lambda bucket: (max(group_end_s[group] for group in bucket.groups), -min(bucket.groups)))
+
+
+def _orders(deployer: Deployer, found: Evaluation, specs: list[StageSpec]) -> dict[DeviceId, list[Planned]]:
+    """Return what each device that is used does, in the order in which it, or the first of its team, began."""
+    items: dict[tuple[DeviceId, ...], list[tuple[float, int, Planned]]] = {}
+    slot, microbatches = 0, deployer.microbatches
+    for stage, spec in enumerate(specs):
+        for team, _ in spec.replicas:
+            for row, start in enumerate(found.outcome.starts[:, slot].tolist()):
+                action: Planned = (stage, "F" if row < microbatches else "B", row % microbatches)
+                # Of two that begin together one takes no time: forwards run up the stages, backwards down.
+                rank = row * len(specs) + (stage if row < microbatches else len(specs) - stage)
+                items.setdefault(team, []).append((start, rank, action))
+            slot += len(team)
+    orders = {team: [action for _, _, action in sorted(entries)] for team, entries in items.items()}
+    return dict(sorted((device, order) for team, order in orders.items() for device in team))

@@ -37,13 +37,12 @@ from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctr
 from weft.search.common.incumbent import Incumbent
 from weft.search.common.problem import Problem, divisors
 from weft.search.deploy import seeds
-from weft.search.deploy.deployer import Deployer, Found, make_world
+from weft.search.deploy.deployer import Deployer, Found, deployment_plan, make_world
 from weft.search.deploy.local import Annealer, polish
 from weft.search.deploy.op_groups import group_operators
 from weft.search.deploy.policy import Policy, UniformPolicy
+from weft.search.deploy.seeds import staged_choices
 from weft.search.deploy.splits import NO_SPLITS, Splits
-from weft.search.deploy.stages import staged_choices
-from weft.search.deploy.to_plan import deployment_plan
 from weft.search.deploy.tree import TreeSearch
 from weft.search.deploy.tuning import TUNING
 from weft.simulate.predict import simulate

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from weft.base.errors import ModelError, NoFeasiblePlan
 from weft.cluster.cluster import Cluster, DeviceId
 from weft.cost.costs import Costs
-from weft.model.graph import Graph
+from weft.model.folded import FoldedModel, trace_folded
+from weft.model.graph import F64, I64, Graph
 from weft.model.load import has_module
 from weft.model.source import ModelSource, resolve_model
 from weft.plan.notes import NOTE, rule_notes
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
-from weft.search.common.problem import Problem
+from weft.search.common.problem import Problem, StageSpec
+from weft.search.shard.tensor_costs import TensorCosts, split_operators
 
-if TYPE_CHECKING:
-    from weft.model.folded import FoldedModel
-    from weft.search.shard.tensor_costs import TensorCosts
-
-Splits = Mapping[tuple[int, int], "TensorCosts"]
+Team = tuple[DeviceId, ...]
+"""Devices that divide the operators of a stage among them; one device for none."""
+Splits = Mapping[tuple[int, int], TensorCosts]
 """How devices divide operators, by device group and number of devices."""
 NO_SPLITS: Final[Splits] = MappingProxyType({})
 MAX_DEGREE: Final = 16
@@ -35,8 +35,6 @@ def load_splits(model: str | ModelSource, problem: Problem, costs_of: Callable[[
 
     ``budget`` is for the whole search, of which this takes a part; tracing does not count.
     """
-    from weft.model.folded import trace_folded
-
     if next(teams_by_degree(problem.cluster.groups_by_host_and_kind()), None) is None or not has_module(model):
         return {}
     budget = budget or time_budget(None)
@@ -62,8 +60,6 @@ def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph
     ``folded`` is the folded model of ``problem.graph``; ``costs_of`` gives the costs of its graph. What the budget cuts
     short is left out.
     """
-    from weft.search.shard.tensor_costs import split_operators
-
     groups = problem.cluster.groups_by_host_and_kind()
     found: dict[tuple[int, int], TensorCosts] = {}
     costs: Costs | None = None
@@ -79,6 +75,28 @@ def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph
         known = dict(zip(dict.fromkeys(firsts), tables, strict=True))
         found |= {(group, degree): known[team] for group, team in zip(members, firsts, strict=True)}
     return found
+
+
+def divided_stage(problem: Problem, split: TensorCosts | None, ops: I64, counts: Sequence[tuple[Team, int]], *,
+                  passes: Callable[[Team, int], tuple[F64, F64]], sort: Callable[[Team], Hashable]) -> StageSpec:
+    """Return the stage of these operators, with its words and times where teams of devices divide it.
+
+    ``counts`` are the teams with their samples of a micro-batch, ``passes`` gives the seconds of every operator's
+    forward and backward on a team, which are the same for all of a ``sort``.
+    """
+    size, graph = sum(count for _, count in counts), problem.graph
+    replicas = tuple((team, count / size) for team, count in counts)
+    if split is None:
+        return StageSpec(ops=ops, replicas=replicas)
+    touched = dict.fromkeys(tensor for op in ops.tolist() for tensor in (*graph.op_inputs(op), *graph.op_outputs(op)))
+    words = split.words([graph.op_names[op] for op in ops], [graph.tensor_names[tensor] for tensor in touched])
+    times: dict[tuple[Hashable, int], dict[str, float]] = {}
+    keys = [(sort(team), count) for team, count in counts]
+    for key, (team, count) in dict(zip(keys, counts, strict=True)).items():
+        forward, backward = (float(seconds[ops].sum()) for seconds in passes(team, count))
+        again = forward if problem.options.recompute else 0.0
+        times[key] = {"F": forward, "B": backward + again} if problem.is_training else {"F": forward}
+    return StageSpec(ops=ops, replicas=replicas, sharding=words, times=tuple(times[key] for key in keys))
 
 
 def is_size_known(problem: Problem) -> bool:

@@ -16,12 +16,11 @@ import numpy as np
 from weft.base.errors import NoFeasiblePlan
 from weft.base.units import format_bytes
 from weft.cluster.cluster import DeviceId
-from weft.model.graph import F64, I64
+from weft.model.graph import F64, Bool
 from weft.plan.op_bytes import state_by_op
 from weft.plan.orders import Order, forward_only, gpipe, one_f_one_b
 from weft.plan.plan import Plan, split_samples
-from weft.search.common.fair import fair_samples
-from weft.search.common.problem import Problem, StageSpec, block_of, make_plan
+from weft.search.common.problem import Problem, StageSpec, block_of, fair_samples, make_plan
 from weft.search.joint.chain import Chain, Load
 from weft.search.joint.cut import emptiest_fullest, shortest_period
 
@@ -166,7 +165,7 @@ class PipelineCutter:
         """
         times = [self.chain.step_seconds(device, self.size) for device in self.room.devices]
         cuts = shortest_period(times, self.chain.crossing_seconds(self.size, self.room.devices),
-                               [self._reach(stage) for stage in range(self.num_stages)], self.in_flight)
+                               [self._may(stage) for stage in range(self.num_stages)], self.in_flight)
         if cuts is None:
             raise self._error()
         return cuts
@@ -176,13 +175,14 @@ class PipelineCutter:
         capacity = np.asarray([math.inf if memory is None else memory for memory in self.room.memory])
         return emptiest_fullest(self.need, capacity, self.chain.num_places)
 
-    def _reach(self, stage: int) -> I64:
-        """Return by place the last one at which a stage that begins there may end."""
-        capacity, last = self.room.memory[stage], self.chain.num_places - 1
-        if capacity is None:
-            return np.full(last + 1, last)
-        fits = [np.flatnonzero(self.need(stage, begin) <= capacity) for begin in range(last + 1)]
-        return np.asarray([begin + (ends[-1] if len(ends) else 0) for begin, ends in enumerate(fits)], dtype=np.int64)
+    def _may(self, stage: int) -> Bool:
+        """Return by place where the stage begins and place where it ends whether it fits."""
+        capacity, count = self.room.memory[stage], self.chain.num_places
+        may = np.triu(np.ones((count, count), dtype=np.bool_), 1)
+        if capacity is not None:
+            for begin in range(count):
+                may[begin, begin + 1:] = self.need(stage, begin)[1:] <= capacity
+        return may
 
     def _error(self) -> NoFeasiblePlan:
         """Return what is missing for the whole model."""

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final
 
 import numpy as np
 
@@ -23,12 +22,9 @@ from weft.plan.op_bytes import crossing_bytes, prefix_sums
 from weft.plan.piece_memory import PieceMemory
 from weft.plan.plan import Replica, Stage
 from weft.search.common.problem import TENSOR_AXIS, Problem
-from weft.search.deploy.splits import NO_SPLITS, Splits
-from weft.search.joint.setting import Team
+from weft.search.deploy.splits import NO_SPLITS, Splits, Team
+from weft.search.joint.tuning import TUNING
 from weft.search.shard.tensor_costs import TensorCosts
-
-MAX_PLACES: Final = 256
-"""So many places to cut at are considered in a long model: tables of their pairs take 0.5 MB each."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +60,7 @@ class Chain:
         """``ops`` are the operators to be cut, in order (all if absent), for up to so many stages."""
         self.problem, self.splits = problem, splits
         self.ops: I64 = np.arange(problem.graph.num_ops) if ops is None else ops
-        self.places: I64 = self._places(max(MAX_PLACES, 2 * num_stages))
+        self.places: I64 = self._places(max(TUNING.max_places, 2 * num_stages))
         self.group_of = {device: index for index, group in enumerate(problem.cluster.groups_by_host_and_kind())
                          for device in group}
         self._passes: dict[tuple[int, int, float], tuple[F64, F64]] = {}
@@ -203,6 +199,12 @@ class Chain:
     def crossing(self) -> F64:
         """Return the bytes that go over each place, for one sample."""
         return np.asarray(self._crossing[self.places] / self.problem.graph.batch)
+
+    @cached_property
+    def narrow_places(self) -> I64:
+        """Return the places inside where about least crosses."""
+        inside = self.crossing[1:-1]
+        return 1 + np.flatnonzero(inside <= TUNING.about_least * inside.min(initial=np.inf))
 
     def capacity(self, team: Team) -> float:
         """Return the memory of the team's smallest device."""

@@ -1,8 +1,9 @@
 """The one cutter: where a chain of pieces is cut into stages, for any of three objectives.
 
-Places ``0 .. P`` are where stages may begin and end. Stage ``s`` may go from place ``a`` as far as ``reach[s](a)``:
-that is what memory allows (``weft.plan.piece_memory``). With ``t_s(a, b)`` the time of a stage and ``c(a)`` that of
-what is sent over a place, cuts ``0 = k_0 < k_1 < ... < k_p = P`` are sought that make as small as possible
+Places ``0 .. P`` are where stages may begin and end. Which of them stage ``s`` may go to from place ``a`` is what
+memory allows (``weft.plan.piece_memory``): a stage may fit that ends later, though a shorter one does not, where much
+crosses the shorter one's end. With ``t_s(a, b)`` the time of a stage and ``c(a)`` that of what is sent over a place,
+cuts ``0 = k_0 < k_1 < ... < k_p = P`` are sought that make as small as possible
 
     the longest stage      max over s of t_s(k_s, k_(s+1))                                   (shortest_longest)
     the period of 1F1B     max over s of t_s, 2 c, and of what is in flight:                 (shortest_period)
@@ -19,18 +20,15 @@ from typing import Final
 
 import numpy as np
 
-from weft.model.graph import F64, I64
+from weft.model.graph import F64, I64, Bool
+from weft.search.joint.tuning import TUNING
 
 Cuts = list[int]
-Reach = Callable[[int], int]
-"""From the place where a stage begins to the last one at which it may end."""
+Reach = Callable[[int, int], int]
+"""From the place where a stage begins, and another behind it, to the last one up to that at which the stage may end.
 
-PRECISION: Final = 1e-3
-"""Relative: the longest stage and the fullest device are no more than this from the best of a bisection."""
-PERIOD_PRECISION: Final = 1e-6
-"""The same for periods, whose pass is exact."""
-ABOUT_LEAST: Final = 1.1
-"""So many times the least that may be sent over a place is about the least."""
+The begin if it may end at none of them."""
+
 _ROUNDING: Final = 1 + 1e-12
 
 
@@ -43,7 +41,7 @@ def shortest_longest(times: Sequence[F64], reach: Sequence[Reach], crossing: F64
     def within(limit: float) -> Cuts | None:
         return _as_long_as_may_be(limit, times, reach, crossing, slack)
 
-    best, limit = _bisect(within, 0.0, max(float(table[-1]) for table in times), PRECISION)
+    best, limit = _bisect(within, 0.0, max(float(table[-1]) for table in times), TUNING.precision)
     if best is None:
         return []
     even = _as_long_as_may_be(limit * (1 + slack), times, reach, crossing, slack, even=True)
@@ -65,28 +63,27 @@ def emptiest_fullest(need: Callable[[int, int], F64], capacity: F64, num_places:
     high = 1.0
     while within(high) is None:
         high *= 2
-    best, _ = _bisect(within, 0.0, high, PRECISION)
+    best, _ = _bisect(within, 0.0, high, TUNING.precision)
     assert best is not None, "the last limit tried allows cuts"
     return best
 
 
-def shortest_period(times: Sequence[F64], crossing_s: F64, reach: Sequence[I64],
+def shortest_period(times: Sequence[F64], crossing_s: F64, may: Sequence[Bool],
                     in_flight: Sequence[int]) -> Cuts | None:
     """Return the cuts with the shortest period of 1F1B, or None if none fits; a device may stay without a stage.
 
-    ``reach[s]`` is by place. From the last stage to the first, ``rest[a]`` is the least time from the begin of a stage
-    at place ``a`` to the end of the model and back. Less is always better for the stages before, so the least is all
-    that has to be kept.
+    ``may[s]`` says by place where the stage begins and ends whether it may. From the last stage to the first,
+    ``rest[a]`` is the least time from the begin of a stage at place ``a`` to the end of the model and back. Less is
+    always better for the stages before, so the least is all that has to be kept.
     """
     index = np.arange(len(crossing_s))
     loads = [table[None, :] - table[:, None] for table in times]
-    may = [(index[None, :] > index[:, None]) & (index[None, :] <= far[:, None]) for far in reach]
 
     def within(period: float) -> Cuts | None:
         rest = np.where(index == len(index) - 1, 0.0, np.inf)
         choices: list[I64] = []
         slack = period * _ROUNDING
-        for load, fits, flight in zip(loads[::-1], may[::-1], in_flight[::-1], strict=True):
+        for load, fits, flight in zip(reversed(loads), reversed(may), reversed(in_flight), strict=True):
             total = load + 2 * crossing_s[None, :] + rest[None, :]
             allowed = fits & (load <= slack) & (2 * crossing_s[None, :] <= slack) & (total <= flight * slack)
             np.fill_diagonal(total, rest)  # no stage on this device
@@ -102,7 +99,7 @@ def shortest_period(times: Sequence[F64], crossing_s: F64, reach: Sequence[I64],
         return cuts
 
     highest = max(float(table[-1]) for table in times) + 2 * float(crossing_s.sum())
-    return _bisect(within, 0.0, highest, PERIOD_PRECISION)[0]
+    return _bisect(within, 0.0, highest, TUNING.period_precision)[0]
 
 
 def _bisect(within: Callable[[float], Cuts | None], low: float, high: float,
@@ -129,9 +126,10 @@ def _as_long_as_may_be(limit: float, times: Sequence[F64], reach: Sequence[Reach
     for stage, (table, far) in enumerate(zip(times, reach, strict=True)):
         begin = cuts[-1]
         end = int(np.searchsorted(table, table[begin] + limit * _ROUNDING, side="right")) - 1
-        end = min(end, far(begin), last_place - (len(times) - 1 - stage))
+        end = far(begin, min(end, last_place - (len(times) - 1 - stage)))
         if end <= begin:
             return None
+        longest = end
         if even and stage < len(times) - 1:
             wanted = table[begin] + (table[-1] - table[begin]) / (len(times) - stage)
             near = int(np.searchsorted(table, wanted))
@@ -140,6 +138,9 @@ def _as_long_as_may_be(limit: float, times: Sequence[F64], reach: Sequence[Reach
         if slack and end < last_place:
             first = max(begin + 1, int(np.searchsorted(table, table[end] - slack * limit)))
             window = crossing[first : end + 1]
-            end = first + int(np.flatnonzero(window <= ABOUT_LEAST * window.min())[-1])
+            end = first + int(np.flatnonzero(window <= TUNING.about_least * window.min())[-1])
+        if end < longest:
+            shorter = far(begin, end)
+            end = shorter if shorter > begin else longest
         cuts.append(end)
     return cuts if cuts[-1] == last_place else None

@@ -9,16 +9,22 @@ where ``c_s`` is the time of the transfers behind stage ``s`` and ``C`` the most
 ``max(D)`` as small as possible (bisection; each stage in turn takes as much as the trial time and its memory allow,
 which leaves least for the rest; then also with stages somewhat shorter where less is to be sent). The estimate ranks
 settings; plans made of the best are simulated.
+
+The time of a pipeline by its longest path: every forward and backward of every stage, in the order of the schedule.
+
+For clusters too large to simulate every device. Replicas of a stage are alike, so one pipeline stands for all; messages
+take their time beside the computes, without waiting for each other.
 """
 
 from __future__ import annotations
 
 import copy
 import itertools
-from collections import Counter
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import cache
 
 import numpy as np
 
@@ -26,22 +32,16 @@ from weft.base.errors import NoFeasiblePlan
 from weft.base.units import format_bytes
 from weft.cost.collectives import Line
 from weft.cost.op_classes import op_classes
-from weft.model.graph import F64
+from weft.model.graph import F64, I64
+from weft.plan.orders import Order, forward_only, interleaved, one_f_one_b
 from weft.plan.plan import split_samples
-from weft.search.common.fair import fair_samples
+from weft.search.common.problem import fair_samples
+from weft.search.deploy.splits import Team
 from weft.search.joint.chain import Chain, Load
-from weft.search.joint.cut import shortest_longest
-from weft.search.joint.path import pipeline_order, pipeline_seconds
-from weft.search.joint.setting import Setting, StageMesh, Team
+from weft.search.joint.cut import Reach, shortest_longest
+from weft.search.joint.layouts import Setting, StageMesh
+from weft.search.joint.tuning import TUNING
 from weft.simulate.exchange_time import MAX_EXCHANGE, TYPICAL_BYTES, exchange_limits, large_reduce_line
-
-HIDDEN: Final = 0.8
-"""The part of an exchange that may run beside the last backward."""
-SLACKS: Final = (0.0, 0.2)
-"""By how much of its time a stage may be shorter in order to send less; the best of the cuts is taken."""
-ROOM: Final = 0.9
-"""So much of a device's memory segments may fill without being made smaller: what the account may differ, and more."""
-SEGMENT_COUNTS: Final = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,8 +55,6 @@ class Estimate:
     pipeline_s: float
     exchange_s: float
     """Not hidden, with the update."""
-    free: tuple[float, ...] = ()
-    """Bytes that were left free on each mesh; none if it is empty."""
 
 
 class Estimator:
@@ -64,12 +62,10 @@ class Estimator:
 
     def __init__(self, chain: Chain) -> None:
         self.chain, self.problem = chain, chain.problem
-        self._members: dict[tuple[StageMesh, int], tuple[tuple[Team, int], ...]] = {}
-        self._sorts_of: dict[StageMesh, frozenset[tuple[int, int, float]]] = {}
         self._exchanges: dict[tuple[frozenset[tuple[int, int, float]], int, int], Line] = {}
-        self._shared: dict[tuple[StageMesh, StageMesh], int] = {}
-        self._ways: dict[StageMesh, dict[str, tuple[int, ...]]] = {}
         self._segments: dict[tuple[StageMesh, int, float, int, int], list[int]] = {}
+        self.members, self._sorts = cache(self._find_members), cache(self._find_sorts)
+        self._at_once, self._ways_out = cache(self._find_at_once), cache(self._find_ways_out)
 
     def for_batch(self, batch: int) -> Estimator:
         """Return an estimator for another batch; what is known of the model is shared."""
@@ -88,27 +84,18 @@ class Estimator:
                 float(column[-1]) for column in self.chain.passes(mesh.teams[member], samples)))
         return counts if min(counts) > 0 else None
 
-    def members(self, mesh: StageMesh, size: int) -> tuple[tuple[Team, int], ...]:
+    def _find_members(self, mesh: StageMesh, size: int) -> tuple[tuple[Team, int], ...]:
         """Return a team of each sort with its number of samples; none where a team would have no samples."""
-        key = mesh, size
-        if key not in self._members:
-            sorts = self._sorts(mesh)
-            if len(sorts) == 1:
-                even, more = divmod(size, len(mesh.teams))
-                counts = {even + (more > 0), even} if even else set()
-                self._members[key] = tuple((mesh.teams[0], count) for count in sorted(counts))
-            else:
-                table = {(*self.chain.figures_key(team), self.chain.capacity(team), count): (team, count)
-                         for team, count in zip(mesh.teams, self.counts(mesh, size) or (), strict=False)}
-                self._members[key] = tuple(table.values())
-        return self._members[key]
+        if len(self._sorts(mesh)) == 1:
+            even, more = divmod(size, len(mesh.teams))
+            return tuple((mesh.teams[0], count) for count in sorted({even + (more > 0), even})) if even else ()
+        table = {(*self.chain.figures_key(team), self.chain.capacity(team), count): (team, count)
+                 for team, count in zip(mesh.teams, self.counts(mesh, size) or (), strict=False)}
+        return tuple(table.values())
 
-    def _sorts(self, mesh: StageMesh) -> frozenset[tuple[int, int, float]]:
+    def _find_sorts(self, mesh: StageMesh) -> frozenset[tuple[int, int, float]]:
         """Return what teams of the mesh differ in."""
-        if mesh not in self._sorts_of:
-            self._sorts_of[mesh] = frozenset((*self.chain.figures_key(team), self.chain.capacity(team))
-                                             for team in mesh.teams)
-        return self._sorts_of[mesh]
+        return frozenset((*self.chain.figures_key(team), self.chain.capacity(team)) for team in mesh.teams)
 
     def bound(self, setting: Setting) -> float:
         """Return seconds that no cuts for this setting can beat, as an even pipeline that sends nothing would take.
@@ -124,11 +111,8 @@ class Estimator:
         fill = (len(setting.layout) - 1) / setting.chunks
         return (setting.microbatches + fill) / rate
 
-    def __call__(self, setting: Setting, *, free: tuple[float, ...] = ()) -> Estimate:
-        """Return the estimate; raise ``NoFeasiblePlan`` where the model does not fit or cannot be cut so often.
-
-        ``free`` is what to leave free on the devices of each mesh, in bytes.
-        """
+    def __call__(self, setting: Setting) -> Estimate:
+        """Return the estimate; raise ``NoFeasiblePlan`` where the model does not fit or cannot be cut so often."""
         size, num_meshes = self.problem.options.batch // setting.microbatches, len(setting.layout)
         num_stages = num_meshes * setting.chunks
         if num_stages >= self.chain.num_places:
@@ -139,14 +123,12 @@ class Estimator:
         if need > have:
             raise self._too_large(setting, size)
         times = [self._times(mesh, size, recompute=setting.recompute) for mesh in setting.layout] * setting.chunks
-        reach = [self._limits(setting, stage, size, free[stage % num_meshes] if free else 0.0)
-                 for stage in range(num_stages)]
-        found = [cuts for slack in SLACKS
+        reach = [self._limits(setting, stage, size) for stage in range(num_stages)]
+        found = [cuts for slack in TUNING.slacks
                  for cuts in shortest_longest(times, reach, self.chain.crossing, slack=slack)]
         if not found:
             raise self._too_large(setting, size)
-        best = min((self._judge(setting, cuts, times, size) for cuts in found), key=lambda item: item.step_time_s)
-        return replace(best, free=free)
+        return min((self._judge(setting, cuts, times, size) for cuts in found), key=lambda item: item.step_time_s)
 
     def by_path(self, estimate: Estimate) -> Estimate:
         """Return the estimate with the pipeline's time by its longest path."""
@@ -184,32 +166,37 @@ class Estimator:
         ahead = 2 * (num_meshes - stage % num_meshes - 1) + (chunks - 1) * num_meshes + 1
         return min(setting.microbatches * chunks, ahead) / chunks
 
-    def _limits(self, setting: Setting, stage: int, size: int, free: float) -> Callable[[int], int]:
-        """Return a function from the place where the stage begins to the last at which it may end."""
+    def _limits(self, setting: Setting, stage: int, size: int) -> Reach:
+        """Return where the stage may end: see ``cut.Reach``."""
         mesh = setting.layout[stage % len(setting.layout)]
-        members = self.members(mesh, size)
-        known: dict[int, int] = {}
+        fits = [self._fitting(setting, stage, team, count) for team, count in self.members(mesh, size)
+                if self.chain.capacity(team) < float("inf")]
+        narrow = self.chain.narrow_places
 
-        def last_place(begin: int) -> int:
-            if begin not in known:
-                known[begin] = min(self._reach(setting, stage, team, count, begin, free) for team, count in members)
-            return known[begin]
+        @cache
+        def last_place(begin: int, end: int) -> int:
+            def last_of(places: I64) -> int:
+                """Return how many of the places in a row a stage may end at."""
+                return bisect_left(places, 1, key=lambda place: not all(fit(begin, int(place)) for fit in fits))
+
+            if end <= begin or all(fit(begin, end) for fit in fits):
+                return end
+            near = narrow[(narrow > begin) & (narrow < end)]
+            known = last_of(near)
+            low = int(near[known - 1]) if known else begin
+            between = np.arange(low + 1, near[known] if known < len(near) else end)
+            return low + last_of(between)
 
         return last_place
 
-    def _reach(self, setting: Setting, stage: int, team: Team, count: int, begin: int, free: float) -> int:
-        capacity, last = (self.chain.capacity(team) - free) / setting.chunks, self.chain.num_places - 1
-        if capacity == float("inf"):
-            return last
-        if not setting.recompute:
-            fits = np.flatnonzero(self.chain.stage_bytes(team, begin, self.load(setting, stage, count)) <= capacity)
-            return begin + (int(fits[-1]) if len(fits) else 0)
-        low, high = begin, last
-        while low < high:
-            middle = (low + high + 1) // 2
-            fits_there = self.stage_bytes(setting, stage, team, count, begin, middle) <= capacity
-            low, high = (middle, high) if fits_there else (low, middle - 1)
-        return low
+    def _fitting(self, setting: Setting, stage: int, team: Team, count: int) -> Callable[[int, int], bool]:
+        """Return what says whether a stage from place to place fits on a device of the team."""
+        capacity = self.chain.capacity(team) / setting.chunks
+        if setting.recompute:
+            return lambda begin, end: self.stage_bytes(setting, stage, team, count, begin, end) <= capacity
+        load = self.load(setting, stage, count)
+        rows = cache(lambda begin: self.chain.stage_bytes(team, begin, load))
+        return lambda begin, end: bool(rows(begin)[end - begin] <= capacity)
 
     def load(self, setting: Setting, stage: int, count: int) -> Load:
         """Return what goes through a stage whose team takes so many samples of a micro-batch."""
@@ -235,9 +222,9 @@ class Estimator:
         key = mesh, count, self.in_flight(setting, stage), first, last
         if key not in self._segments:
             load = self.load(setting, stage, count)
-            room = ROOM * self.chain.capacity(team) / setting.chunks
+            room = TUNING.room * self.chain.capacity(team) / setting.chunks
             best: tuple[float, list[int]] | None = None
-            for number in (number for number in SEGMENT_COUNTS if number <= last - first):
+            for number in (number for number in TUNING.segment_counts if number <= last - first):
                 ends = self._ends(team, first, last, number)
                 need = self.chain.segmented_bytes(team, ends, load)
                 if best is None or need < best[0]:
@@ -319,20 +306,17 @@ class Estimator:
         source, target = here.teams[-1][0], there.teams[0][0]
         return self.problem.costs.transfer(num_bytes * self._at_once(here, there), source, target).seconds
 
-    def _at_once(self, here: StageMesh, there: StageMesh) -> int:
+    def _find_at_once(self, here: StageMesh, there: StageMesh) -> int:
         """Return how many messages between the meshes share a link."""
         if len(here.devices) == 1:
             return 1
-        key = here, there
-        if key not in self._shared:
-            cluster = self.problem.cluster
-            host = cluster.devices[here.teams[-1][0]].host
-            senders = [device for device in here.devices if cluster.devices[device].host == host]
-            receivers = itertools.cycle(there.devices)
-            counts = Counter(link for sender, receiver in zip(senders, receivers, strict=False) if sender != receiver
-                             for link in cluster.route(sender, receiver).links)
-            self._shared[key] = max(counts.values(), default=1)
-        return self._shared[key]
+        cluster = self.problem.cluster
+        host = cluster.devices[here.teams[-1][0]].host
+        senders = [device for device in here.devices if cluster.devices[device].host == host]
+        receivers = itertools.cycle(there.devices)
+        counts = Counter(link for sender, receiver in zip(senders, receivers, strict=False) if sender != receiver
+                         for link in cluster.route(sender, receiver).links)
+        return max(counts.values(), default=1)
 
     def _exchange(self, setting: Setting, cuts: Sequence[int], index: int, load_s: float) -> float:
         """Return the seconds that the gradients' exchange adds on a mesh, and the update."""
@@ -343,7 +327,7 @@ class Estimator:
         states /= len(mesh.teams) if setting.sharded_states else 1
         exchange_s = self._all_reduce(mesh, parameters) * self._crowd(setting.layout, mesh)
         spread_s = exchange_s / 2 if setting.sharded_states else 0.0  # what each has updated is gathered by all
-        hidden_s = min(HIDDEN * exchange_s, load_s / 2)
+        hidden_s = min(TUNING.hidden * exchange_s, load_s / 2)
         return spread_s + exchange_s - hidden_s + self._update(mesh, 3 * parameters + 2 * states)
 
     def _all_reduce(self, mesh: StageMesh, num_bytes: float) -> float:
@@ -365,24 +349,62 @@ class Estimator:
         counts = Counter(resource for other in layout for resource in self._ways_out(other).get(host, ()))
         return max(counts[resource] for resource in own)
 
-    def _ways_out(self, mesh: StageMesh) -> dict[str, tuple[int, ...]]:
+    def _find_ways_out(self, mesh: StageMesh) -> dict[str, list[int]]:
         """Return by host what limits exchanges of the mesh with other hosts, once for each place in its teams."""
-        if mesh not in self._ways:
-            devices, found = self.problem.cluster.devices, dict[str, list[int]]()
-            for place in range(min(map(len, mesh.teams))):
-                first_on: dict[str, int] = {}
-                for team in mesh.teams:
-                    first_on.setdefault(devices[team[place]].host, team[place])
-                for host, device in first_on.items():
-                    other = next((item for name, item in first_on.items() if name != host), None)
-                    if other is not None:
-                        limits = exchange_limits(self.problem.costs, TYPICAL_BYTES, (device, other))
-                        found.setdefault(host, []).extend(limits)
-            self._ways[mesh] = {host: tuple(resources) for host, resources in found.items()}
-        return self._ways[mesh]
+        devices, found = self.problem.cluster.devices, defaultdict[str, list[int]](list)
+        for place in range(min(map(len, mesh.teams))):
+            first_on = {devices[team[place]].host: team[place] for team in reversed(mesh.teams)}
+            for host, device in first_on.items():
+                other = next((team[place] for team in mesh.teams if devices[team[place]].host != host), None)
+                if other is not None:
+                    found[host] += exchange_limits(self.problem.costs, TYPICAL_BYTES, (device, other))
+        return found
 
     def _update(self, mesh: StageMesh, num_bytes: float) -> float:
         kind = self.problem.cluster.kind_of(mesh.teams[0][0])
         if kind.memory_bytes_per_s is None:
             return 0.0
         return num_bytes / (kind.memory_bytes_per_s * op_classes()["elementwise"].on(kind.type).memory)
+
+
+# ---- the longest path ------------------------------------------------------------------------------------------------
+
+
+def pipeline_order(num_meshes: int, chunks: int, microbatches: int, *, training: bool) -> Order:
+    """Return what each mesh does in turn; stage ``s`` is on mesh ``s % num_meshes``."""
+    if not training:
+        return forward_only(num_meshes, microbatches)
+    if chunks > 1:
+        return interleaved(num_meshes, chunks, microbatches)
+    return one_f_one_b(num_meshes, microbatches)
+
+
+def pipeline_seconds(forward_s: Sequence[float], backward_s: Sequence[float], hop_s: Sequence[float],
+                     order: Order) -> float:
+    """Return when the last action ends; ``hop_s[s]`` is the time of a message between stages ``s`` and ``s + 1``.
+
+    >>> pipeline_seconds([1, 1], [2, 2], [0], one_f_one_b(2, 2))
+    9.0
+    """
+    last = len(forward_s) - 1
+    done: dict[tuple[int, str, int], float] = {}
+    place, clock = [0] * len(order), [0.0] * len(order)
+    moved = True
+    while moved:
+        moved = False
+        for mesh, actions in enumerate(order):
+            while place[mesh] < len(actions):
+                stage, phase, index = actions[place[mesh]]
+                if phase == "F":
+                    before = (stage - 1, "F", index) if stage else None
+                    hop, seconds = hop_s[stage - 1] if stage else 0.0, forward_s[stage]
+                else:
+                    before = (stage + 1, phase, index) if stage < last else (stage, "F", index)
+                    hop, seconds = hop_s[stage] if stage < last else 0.0, backward_s[stage]
+                if before is not None and before not in done:
+                    break
+                ready = done[before] + hop if before is not None else 0.0
+                clock[mesh] = done[stage, phase, index] = max(clock[mesh], ready) + seconds
+                place[mesh] += 1
+                moved = True
+    return float(max(clock))

@@ -5,33 +5,34 @@
 
 The order of a pipeline is 1F1B at first. Then it is searched for this placement (``weft.search.joint.scheduled``),
 with split backwards where memory allows, also for finalists that were not the best.
+
+Plans from estimated settings: stages with their replicas and shardings, and the order of the schedule.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final
 
 from weft.base.errors import NoFeasiblePlan, PlanError
+from weft.cluster.cluster import DeviceId
+from weft.model.graph import I64
 from weft.plan.check import check_memory, check_plan, check_program
 from weft.plan.lower import lower
 from weft.plan.memory import CATEGORIES, account_memory
+from weft.plan.orders import Action, Order
 from weft.plan.plan import Plan
 from weft.plan.structure import require_structure
 from weft.search.common.budget import Budget
-from weft.search.common.problem import Problem
-from weft.search.joint.build import build_plan
-from weft.search.joint.estimate import Estimate, Estimator
+from weft.search.common.problem import Problem, StageSpec, make_plan
+from weft.search.deploy.splits import divided_stage
+from weft.search.joint.estimate import Estimate, Estimator, pipeline_order
+from weft.search.joint.layouts import Setting, StageMesh
 from weft.search.joint.scheduled import reschedule
-from weft.search.joint.setting import Setting, StageMesh
+from weft.search.joint.tuning import TUNING
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
-
-LARGE: Final = 128
-"""On more devices than this not all of them are simulated, where a stage's replicas are alike."""
-RESCHEDULED: Final = 2
-"""The order of so many finalists is searched at most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,13 +63,13 @@ def evaluate(estimator: Estimator, estimate: Estimate) -> JointResult:
     """Return the plan with its predicted time; raise ``NoFeasiblePlan`` if it does not fit."""
     problem, setting = estimator.problem, estimate.setting
     replicas = _equal_replicas(estimator, setting)
-    if problem.cluster.num_devices > LARGE and replicas is not None:
-        timeline = _one_replica(estimator, estimate, replicas)
-        return JointResult(plan=build_plan(estimator, estimate), setting=setting, step_time_s=estimate.step_time_s,
-                           timeline=timeline)
     plan = build_plan(estimator, estimate)
-    timeline = simulate(check_plan(plan, problem.graph, problem.cluster), problem.costs, problem.cluster)
-    return JointResult(plan=plan, setting=setting, step_time_s=timeline.step_time_s, timeline=timeline)
+    if problem.cluster.num_devices > TUNING.large and replicas is not None:
+        timeline, step_time_s = _one_replica(estimator, estimate, replicas), estimate.step_time_s
+    else:
+        timeline = simulate(check_plan(plan, problem.graph, problem.cluster), problem.costs, problem.cluster)
+        step_time_s = timeline.step_time_s
+    return JointResult(plan=plan, setting=setting, step_time_s=step_time_s, timeline=timeline)
 
 
 def _equal_replicas(estimator: Estimator, setting: Setting) -> int | None:
@@ -106,11 +107,11 @@ def refine(problem: Problem, simulated: Sequence[JointResult], budget: Budget,
     """Return the best of the plans after what can be made of them, and what was tried for that, the best first."""
     best = min(simulated, key=lambda item: item.step_time_s)
     tried: list[Tried] = []
-    if problem.cluster.num_devices > LARGE:
+    if problem.cluster.num_devices > TUNING.large:
         return best, tried
     others = sorted((item for item in simulated if item is not best),
                     key=lambda item: float(item.timeline.busy_s.max()))
-    for item in [best, *others][:RESCHEDULED]:
+    for item in [best, *others][:TUNING.rescheduled]:
         found = reschedule(item.plan, item.timeline, problem, below_s=best.step_time_s, budget=budget)
         if found is not None:
             best = JointResult(plan=found[0], setting=replace(item.setting, searched_order=True),
@@ -144,3 +145,56 @@ def _with_divided_states(found: JointResult, problem: Problem) -> JointResult | 
         return None
     return JointResult(plan=plan, setting=replace(setting, sharded_states=True), step_time_s=timeline.step_time_s,
                        timeline=timeline)
+
+
+# ---- plans of settings -----------------------------------------------------------------------------------------------
+
+
+BY = "joint"
+
+
+def build_plan(estimator: Estimator, estimate: Estimate) -> Plan:
+    """Return the plan of the estimated setting with its cuts."""
+    setting, chain = estimate.setting, estimator.chain
+    problem, size = _with_choices(chain.problem, setting), chain.problem.options.batch // setting.microbatches
+    specs: list[StageSpec] = []
+    parts: list[list[int]] = []
+    for stage, mesh in enumerate(setting.layout * setting.chunks):
+        pieces = _segments(estimator, estimate, stage)
+        parts.append(list(range(len(specs), len(specs) + len(pieces))))
+        specs += [_stage(estimator, problem, mesh, size, ops) for ops in pieces]
+    by_mesh = [_expand(actions, parts) for actions in pipeline_order(
+        len(setting.layout), setting.chunks, setting.microbatches, training=problem.is_training)]
+    devices: list[DeviceId] = []
+    order: Order = []
+    for mesh, actions in zip(setting.layout, by_mesh, strict=True):
+        devices += mesh.devices
+        order += [actions] * len(mesh.devices)
+    return make_plan(problem, specs, order, microbatches=setting.microbatches, by=BY, order_devices=devices)
+
+
+def _with_choices(problem: Problem, setting: Setting) -> Problem:
+    optimizer = replace(problem.options.optimizer, sharded=setting.sharded_states)
+    return replace(problem, options=replace(problem.options, recompute=setting.recompute, optimizer=optimizer,
+                                            microbatches=setting.microbatches))
+
+
+def _segments(estimator: Estimator, estimate: Estimate, stage: int) -> list[I64]:
+    """Return the operators of a stage, in segments where it recomputes."""
+    chain, (first, last) = estimator.chain, estimate.cuts[stage : stage + 2]
+    ends = estimator.segments(estimate.setting, stage, first, last) if estimate.setting.recompute else [first, last]
+    return [chain.ops[chain.places[begin] : chain.places[end]] for begin, end in itertools.pairwise(ends)]
+
+
+def _stage(estimator: Estimator, problem: Problem, mesh: StageMesh, size: int, ops: I64) -> StageSpec:
+    """Return the stage of these operators on a mesh."""
+    chain, counts = estimator.chain, estimator.counts(mesh, size)
+    assert counts is not None, "it was estimated"
+    return divided_stage(problem, chain.split_of(mesh.teams[0]), ops, list(zip(mesh.teams, counts, strict=True)),
+                         passes=chain.op_passes, sort=chain.figures_key)
+
+
+def _expand(actions: Sequence[Action], parts: Sequence[Sequence[int]]) -> list[Action]:
+    """Return the actions with a stage's forward as that of its segments in turn, its backward as the reverse."""
+    return [(part, phase, index) for stage, phase, index in actions
+            for part in (parts[stage] if phase == "F" else reversed(parts[stage]))]

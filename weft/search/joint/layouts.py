@@ -8,24 +8,72 @@ Two families, for each tensor degree ``t`` (teams of ``t`` devices of one host a
   groups, or a group is divided into several stages. Slow groups may be left out.
 
 Devices that make up no whole team stay idle.
+
+What the joint search decides: which devices form a stage and how, and the settings of the whole plan.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Final
+from dataclasses import dataclass
 
 from weft.base.errors import InputError
 from weft.cluster.cluster import Cluster, DeviceId
 from weft.search.common.problem import divisors
-from weft.search.joint.setting import Layout, StageMesh, Team
+from weft.search.deploy.splits import Team
+from weft.search.joint.tuning import TUNING
 
-MAX_GROUPS: Final = 6
-"""With more device groups than this, only some runs of groups are looked at."""
-MAX_STAGES_IN_GROUP: Final = 8
-MAX_FEWER: Final = 64
-"""With more teams than this, all of them are used."""
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageMesh:
+    """The teams that share the samples of a stage. It may have thousands, so meshes are compared by identity."""
+
+    teams: tuple[Team, ...]
+
+    @property
+    def devices(self) -> tuple[DeviceId, ...]:
+        """Return all devices, team by team."""
+        return tuple(device for team in self.teams for device in team)
+
+
+Layout = tuple[StageMesh, ...]
+"""The meshes of a pipeline, from its first stage to its last; one for none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One way to run a model: everything but where its operators are cut into stages."""
+
+    layout: Layout
+    microbatches: int
+    chunks: int = 1
+    """Stages on each mesh: with more than one, the pipeline goes over all meshes again and again."""
+    recompute: bool = False
+    """Of every segment of a stage only the inputs are kept; its forward runs again before its backward."""
+    sharded_states: bool = False
+    """Teams of a stage divide the optimizer's state among them."""
+    searched_order: bool = False
+    """What each device does in which order was searched for this placement; else it is 1F1B, interleaved for chunks."""
+
+    @property
+    def num_devices(self) -> int:
+        """Return how many devices are used."""
+        return sum(len(mesh.devices) for mesh in self.layout)
+
+    def describe(self) -> str:
+        """Return it in a few words: replicas x tensor degree of each stage, and what else is set."""
+        widths = [f"{len(mesh.teams)}x{len(mesh.teams[0])}" for mesh in self.layout]
+        same = f"{len(widths)} of {widths[0]}" if len(widths) > 1 and len(set(widths)) == 1 else " | ".join(widths)
+        return "".join((
+            f"stages {same} (replicas x tensor)", f", {self.chunks} chunks" if self.chunks > 1 else "",
+            f", {self.microbatches} micro-batches", ", recompute" if self.recompute else "",
+            ", sharded states" if self.sharded_states else "", ", searched order" if self.searched_order else ""))
+
+
+# ---- layouts of a cluster --------------------------------------------------------------------------------------------
+
+
 Speed = Callable[[Team], float]
 """Samples per second of the whole model on a team."""
 
@@ -75,7 +123,7 @@ def _even(groups: Sequence[Sequence[Team]], max_stages: int) -> Iterator[Layout]
 def _fewer(groups: Sequence[Sequence[Team]], speed: Speed, batch: int, max_stages: int) -> Iterator[Layout]:
     """Yield even layouts of the fastest teams, as many as are a power of two or share the batch evenly."""
     total = sum(map(len, groups))
-    if not 1 < total <= MAX_FEWER:
+    if not 1 < total <= TUNING.max_fewer:
         return
     counts = {1 << (total.bit_length() - 1), max(count for count in range(1, total + 1) if batch % count == 0)}
     ordered = sorted(groups, key=lambda group: -speed(group[0]))
@@ -85,8 +133,8 @@ def _fewer(groups: Sequence[Sequence[Team]], speed: Speed, batch: int, max_stage
 
 def _grouped(groups: Sequence[Sequence[Team]], speed: Speed, max_stages: int) -> Iterator[Layout]:
     """Yield runs of groups as stages, for the groups that remain when the slowest are left out."""
-    few = len(groups) <= MAX_GROUPS
-    if len(groups) < 2 or not (few or sum(map(len, groups)) <= MAX_FEWER):
+    few = len(groups) <= TUNING.max_groups
+    if len(groups) < 2 or not (few or sum(map(len, groups)) <= TUNING.max_fewer):
         return
     by_group = sorted(groups, key=lambda group: -speed(group[0]) * len(group))
     by_team = sorted(groups, key=lambda group: -speed(group[0]))
@@ -100,14 +148,9 @@ def _grouped(groups: Sequence[Sequence[Team]], speed: Speed, max_stages: int) ->
                 yield from _divided(_runs(order, cut), max_stages)
 
 
-def _runs(order: Sequence[Sequence[Team]], cut: Sequence[bool]) -> list[list[Sequence[Team]]]:
-    runs = [[order[0]]]
-    for group, begins in zip(order[1:], cut, strict=True):
-        if begins:
-            runs.append([group])
-        else:
-            runs[-1].append(group)
-    return runs
+def _runs(order: Sequence[Sequence[Team]], cut: Sequence[bool]) -> list[Sequence[Sequence[Team]]]:
+    places = [0, *itertools.compress(range(1, len(order)), cut), len(order)]
+    return [order[first:last] for first, last in itertools.pairwise(places)]
 
 
 def _divided(runs: Sequence[Sequence[Sequence[Team]]], max_stages: int) -> Iterator[Layout]:
@@ -115,7 +158,7 @@ def _divided(runs: Sequence[Sequence[Sequence[Team]]], max_stages: int) -> Itera
     whole = tuple(StageMesh(tuple(team for group in run for team in group)) for run in runs)
     if len(whole) <= max_stages:
         yield whole
-    for parts in range(2, MAX_STAGES_IN_GROUP + 1):
+    for parts in range(2, TUNING.max_stages_in_group + 1):
         pieces = [piece for run, mesh in zip(runs, whole, strict=True) for piece in _pieces(run, mesh, parts)]
         if len(pieces) > len(whole) and len(pieces) <= max_stages:
             yield tuple(pieces)

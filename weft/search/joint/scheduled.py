@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
 
 from weft.base.errors import InputError, NoFeasiblePlan
 from weft.plan.check import check_plan, excess_bytes
@@ -18,21 +17,17 @@ from weft.plan.plan import Plan, SearchInfo
 from weft.search.common.budget import Budget
 from weft.search.common.problem import Problem
 from weft.search.joint.placements import PLACEMENTS
+from weft.search.joint.tuning import TUNING
 from weft.search.schedule.from_plan import PlanProblem, problem_of_plan, with_schedule
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import ScheduleResult
+from weft.search.schedule.search import schedule
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 
 Search = Callable[[ScheduleProblem, int], ScheduleResult]
 """From a problem and a number of micro-batches to the best schedule found."""
 
-MAX_ATTEMPTS: Final = 4
-"""So many searches with less and less memory, before as much is kept free as could ever be needed."""
-MAX_BLOCKS: Final = 4096
-"""Stages times micro-batches up to which the order of a plan is searched again."""
-RESCHEDULE_EFFORT: Final = 1.0
-"""About so many CPU seconds for that."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,8 +43,6 @@ def schedule_search(*, time_limit: float | None = None, effort: float | None = N
                     progress: Callable[[str], None] = lambda text: None) -> Search:
     """Return Weft's schedule search with these settings."""
     def search(problem: ScheduleProblem, microbatches: int) -> ScheduleResult:
-        from weft.search.schedule.search import schedule
-
         return schedule(problem, microbatches=microbatches, time_limit=time_limit, effort=effort, seed=seed,
                         progress=progress)
     return search
@@ -87,9 +80,9 @@ def reschedule(plan: Plan, timeline: Timeline, problem: Problem, *, below_s: flo
     """
     is_pipeline = len({stage.replicas[0].devices for stage in plan.stages}) > 1
     if (not problem.is_training or not is_pipeline or plan.microbatches < 2 or budget.is_spent
-            or len(plan.stages) * plan.microbatches > MAX_BLOCKS or float(timeline.busy_s.max()) >= below_s):
+            or len(plan.stages) * plan.microbatches > TUNING.max_blocks or float(timeline.busy_s.max()) >= below_s):
         return None
-    search = schedule_search(time_limit=budget.seconds_left, effort=RESCHEDULE_EFFORT, seed=problem.options.seed)
+    search = schedule_search(time_limit=budget.seconds_left, effort=TUNING.reschedule_effort, seed=problem.options.seed)
     for split_backward in (True, False):
         try:
             found = find_schedule(plan, problem, search, split_backward=split_backward)
@@ -104,8 +97,8 @@ def reschedule(plan: Plan, timeline: Timeline, problem: Problem, *, below_s: flo
 def find_schedule(plan: Plan, problem: Problem, search: Search, *, split_backward: bool) -> Scheduled:
     """Return the plan with the order of the best schedule found for its placement."""
     reserve = {device.name: 0.0 for device in problem.cluster.devices}
-    for attempt in range(MAX_ATTEMPTS + 1):
-        last = attempt == MAX_ATTEMPTS
+    for attempt in range(TUNING.max_attempts + 1):
+        last = attempt == TUNING.max_attempts
         plan_problem = problem_of_plan(plan, problem.graph, problem.costs, problem.cluster,
                                        split_backward=split_backward, num_waiting=None if last else 1,
                                        reserve={} if last else reserve)

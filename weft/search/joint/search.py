@@ -1,7 +1,23 @@
 """The joint search: settings by estimate, and plans of the best of them by simulation.
 
+    choose      a layout: meshes in a row, each of some teams of devices (``layouts.layouts``)
+                m, v: micro-batches, and stages on each mesh (``_microbatches``)
+                whether stages recompute, and teams divide the optimizer's states (``_estimate_cheapest``)
+                cuts 0 = k_0 < .. < k_(pv) = P between stages (``cut.shortest_longest``)
+    minimise    T = m max(D, C) + (sum(D) - max(D)) / v + transfers + exchanges, by estimate (``Estimator.__call__``),
+                of the best few by simulation (``finalists.evaluate``)
+    subject to  what each device of a stage holds at most <= its memory / v (``Estimator.stage_bytes``), and of a plan
+                exactly (``weft.plan.check.check_plan``)
+                a team has a sample of every micro-batch (``Estimator.members``)
+    bounds      T >= that of an even pipeline that sends nothing (``Estimator.bound``): settings that cannot be within
+                ``worse`` of the best are left out
+
     layouts x micro-batches x chunks x (recompute, sharded states only where memory needs them)
         -> bound -> estimate -> ranking -> plan, check, simulation of the finalists -> refinement (``finalists``)
+
+Nothing is proven: cuts are the best for the longest stage, by estimate. A setting that is estimated to fit is cut once:
+its stages were found with tables of the account that the check uses (``Chain.stage_bytes``). Where a plan misses by
+what these cannot say (what waits between stages in its order), the next best setting is tried.
 
 Everything that was tried is in the result with what it came to, or why it lost.
 """
@@ -12,7 +28,6 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Final
 
 from weft.base.errors import NoFeasiblePlan, PlanError
 from weft.search.common.budget import Budget, OutOfTime
@@ -20,28 +35,9 @@ from weft.search.common.problem import Problem, divisors
 from weft.search.deploy.splits import NO_SPLITS, Splits
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
-from weft.search.joint.finalists import LARGE, JointResult, Tried, evaluate, refine
-from weft.search.joint.layouts import layouts
-from weft.search.joint.setting import Layout, Setting
-
-MAX_STAGES: Final = 64
-CHUNKS: Final = (1, 2, 4)
-MAX_MICROBATCHES_PER_STAGE: Final = 16
-FINALISTS: Final = 6
-"""So many plans are simulated."""
-ATTEMPTS: Final = 14
-"""So many plans are made at most, where some do not pass the check."""
-WORSE: Final = 1.15
-"""Settings whose bound is this much above the best estimate are not looked at."""
-MAX_ACTIONS: Final = 60_000
-FEW_FINALISTS: Final = 3
-"""After so many forwards in all, so many finalists are enough."""
-REFITS: Final = 4
-"""So often a finalist that does not fit is cut anew, with more left free where it was too little."""
-MORE: Final = 1.05
-"""As many times what was missing."""
-LEAST_MORE: Final = 0.01
-"""And so much of the memory; where that was not enough, twice what was left free so far: cuts must change."""
+from weft.search.joint.finalists import JointResult, Tried, evaluate, refine
+from weft.search.joint.layouts import Layout, Setting, layouts
+from weft.search.joint.tuning import TUNING
 
 
 def joint_search(problem: Problem, splits: Splits = NO_SPLITS, *, budget: Budget | None = None,
@@ -66,7 +62,7 @@ def rank_settings(estimator: Estimator, *, budget: Budget,
         if found and budget.is_spent:
             progress(f"joint: out of time after {number} settings")
             break
-        if bound > WORSE * best:
+        if bound > TUNING.worse * best:
             failed += [Tried(setting=item, reason=f"cannot be faster than {least:.6g} s")
                        for least, _, item in candidates[number:] if least < float("inf")]
             break
@@ -83,7 +79,7 @@ def rank_settings(estimator: Estimator, *, budget: Budget,
 def _candidates(chain: Chain) -> Iterator[Setting]:
     """Yield the settings to estimate, without what only saves memory."""
     problem = chain.problem
-    max_stages = min(MAX_STAGES, chain.num_places - 1)
+    max_stages = min(TUNING.max_stages, chain.num_places - 1)
     for degree in sorted({1, *(degree for _, degree in chain.splits)}):
         for layout in layouts(problem.cluster, degree, chain.speed, batch=problem.options.batch, max_stages=max_stages,
                               teams=chain.splits):
@@ -98,9 +94,9 @@ def _microbatches(problem: Problem, layout: Layout) -> Iterator[tuple[int, int]]
     for count in [given] if given is not None else divisors(problem.options.batch):
         if problem.options.batch // count < width:
             break
-        if count > MAX_MICROBATCHES_PER_STAGE * num_stages and given is None and num_stages > 1:
+        if count > TUNING.max_microbatches_per_stage * num_stages and given is None and num_stages > 1:
             break
-        for chunks in CHUNKS:
+        for chunks in TUNING.chunks:
             same = len({len(mesh.devices) for mesh in layout}) == 1
             if chunks == 1 or (problem.is_training and num_stages > 1 and same and count % num_stages == 0):
                 yield count, chunks
@@ -119,7 +115,7 @@ def _estimate_cheapest(estimator: Estimator, plain: Setting, best: float,
             continue
         setting = replace(plain, recompute=recompute, sharded_states=sharded)
         bound = estimator.bound(setting)
-        if bound > WORSE * best:
+        if bound > TUNING.worse * best:
             reason = f"cannot be faster than {bound:.6g} s"
             break
         try:
@@ -163,18 +159,18 @@ def _simulate(estimator: Estimator, ranked: list[Estimate], budget: Budget, prog
     actions = 0
     for estimate in _finalists(estimator, ranked, budget):
         setting = estimate.setting
-        enough = (len(simulated) >= FINALISTS or len(results) >= ATTEMPTS
-                  or (actions > MAX_ACTIONS and len(simulated) >= FEW_FINALISTS))
+        enough = (len(simulated) >= TUNING.finalists or len(results) >= TUNING.attempts
+                  or (actions > TUNING.max_actions and len(simulated) >= TUNING.few_finalists))
         if simulated and (enough or budget.is_spent):
             break
         actions += _num_actions(estimate)
         try:
-            found = _evaluate_refitted(estimator, estimate)
+            found = evaluate(estimator, estimate)
         except (NoFeasiblePlan, PlanError) as problem:
             miss = problem if isinstance(problem, NoFeasiblePlan) else NoFeasiblePlan(str(problem))
             misses.append(miss)
             results[setting] = Tried(setting=setting, estimate_s=estimate.step_time_s, reason=str(miss))
-            if len(misses) > ATTEMPTS:
+            if len(misses) > TUNING.attempts:
                 break
             continue
         results[setting] = Tried(setting=setting, estimate_s=estimate.step_time_s, step_time_s=found.step_time_s)
@@ -183,32 +179,12 @@ def _simulate(estimator: Estimator, ranked: list[Estimate], budget: Budget, prog
         simulated.append(found)
 
 
-def _evaluate_refitted(estimator: Estimator, estimate: Estimate) -> JointResult:
-    """Return the plan with its predicted time; where devices have too little by the exact account, with other cuts."""
-    cluster, before = estimator.problem.cluster, float("inf")
-    for attempt in range(REFITS + 1):
-        try:
-            return evaluate(estimator, estimate)
-        except NoFeasiblePlan as miss:
-            missing = [max((miss.shortages.get(cluster.devices[device].name, 0) for device in mesh.devices), default=0)
-                       for mesh in estimate.setting.layout]
-            if attempt == REFITS or not any(missing) or sum(missing) > before:
-                raise
-            before = sum(missing)
-            free = estimate.free or (0.0,) * len(missing)
-            rooms = [estimator.chain.capacity(mesh.teams[0]) for mesh in estimate.setting.layout]
-            estimate = estimator(estimate.setting, free=tuple(
-                2 * old + MORE * more + LEAST_MORE * room if more else old
-                for old, more, room in zip(free, missing, rooms, strict=True)))
-    raise AssertionError("the last attempt returns or raises")
-
-
 def _finalists(estimator: Estimator, ranked: list[Estimate], budget: Budget) -> list[Estimate]:
     """Return the best estimates; those of large clusters by their longest paths, which are not simulated after."""
-    first = ranked[: 2 * ATTEMPTS]
-    if estimator.problem.cluster.num_devices <= LARGE:
+    first = ranked[: 2 * TUNING.attempts]
+    if estimator.problem.cluster.num_devices <= TUNING.large:
         return first
-    timed = [estimator.by_path(item) for number, item in enumerate(first[:ATTEMPTS])
+    timed = [estimator.by_path(item) for number, item in enumerate(first[:TUNING.attempts])
              if number == 0 or not budget.is_spent]
     return sorted(timed, key=lambda item: item.step_time_s)
 

@@ -1,29 +1,31 @@
-"""The best sharding over several shapes of mesh, beside the best of each named plan: ``compare_meshes``."""
+"""The best sharding over several shapes of mesh, beside the best of each named plan: ``compare_meshes``.
+
+From a model to a plan of one sharded stage that runs: what ``weft shard --plan`` does.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Final
 
 from weft.base.errors import NoFeasiblePlan
 from weft.base.units import format_bytes, format_time
 from weft.cluster.cluster import Cluster
-from weft.cost.costs import Costs
+from weft.cost.costs import Costs, estimate_costs
 from weft.cost.mesh import Mesh
 from weft.model.folded import FoldedModel
+from weft.model.trace import trace
+from weft.plan.check import check_plan
 from weft.plan.notes import without_rule_notes
-from weft.plan.plan import Optimizer
+from weft.plan.plan import Optimizer, Plan
 from weft.search.common.budget import Budget, OutOfTime, cut_short
+from weft.search.common.problem import PlanOptions, Problem
 from weft.search.shard.mesh import mesh_shapes
-from weft.search.shard.model_search import MeshSearch, ShardedModel
-from weft.search.shard.named import Restriction, named
-from weft.search.shard.roles import find_roles
-
-ALL_SHAPES: Final = 16
-"""Up to so many devices all shapes are tried; of more, those of two axes, one inside hosts and one between them."""
-MAX_SHAPES: Final = 8
+from weft.search.shard.model_search import TUNING, MeshSearch, ShardedModel
+from weft.search.shard.named import Restriction, find_roles, named
+from weft.search.shard.tensor_costs import stage_times
+from weft.search.shard.to_plan import sharded_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,7 @@ class MeshComparison:
 
 
 def sensible_shapes(cluster: Cluster, devices: Sequence[int]) -> list[tuple[int, ...]]:
-    """Return shapes of mesh worth trying for a group of devices, with one to three axes, at most ``MAX_SHAPES``.
+    """Return shapes of mesh worth trying for a group of devices, with one to three axes, at most ``TUNING.max_shapes``.
 
     Axes follow hosts: those that join hosts come first. Where all devices are in one host, their order says nothing, so
     that of shapes with the same sizes only one is returned.
@@ -61,10 +63,10 @@ def sensible_shapes(cluster: Cluster, devices: Sequence[int]) -> list[tuple[int,
     shapes = mesh_shapes(len(devices))
     if len(hosts) == 1:
         shapes = [shape for shape in shapes if list(shape) == sorted(shape)]
-    elif len(set(hosts.values())) == 1 and len(devices) > ALL_SHAPES:
+    elif len(set(hosts.values())) == 1 and len(devices) > TUNING.all_shapes:
         shapes = [shape for shape in shapes if len(shape) == 1 or (
             len(shape) == 2 and _follows(shape, len(hosts), per_host))]
-    return shapes[:MAX_SHAPES]
+    return shapes[:TUNING.max_shapes]
 
 
 def _follows(shape: tuple[int, ...], num_hosts: int, per_host: int) -> bool:
@@ -155,3 +157,30 @@ def _better(old: NamedResult, new: NamedResult) -> NamedResult:
         lacks_less = (new.least_bytes or inf) <= (old.least_bytes or inf)
         return new if new.sharding is not None or lacks_less else old
     return new if new.sharding is not None and new.sharding.seconds < old.sharding.seconds else old
+
+
+# ---- the plan on one mesh --------------------------------------------------------------------------------------------
+
+
+def search_plan(folded: FoldedModel, cluster: Cluster, *, shape: Sequence[int], limit_bytes: float | None = None,
+                optimizer: Optimizer | None = None, name: str | None = None, budget: Budget | None = None) -> Plan:
+    """Return the best sharding on a mesh of this shape as a checked plan (of those with ``name``, if given).
+
+    Optimizer states and parameters are in no smaller pieces than they are used in: the runtime has no others yet.
+    """
+    optimizer = optimizer or Optimizer()
+    source = folded.traced.source
+    costs = estimate_costs(folded.traced.graph, cluster)
+    mesh = Mesh(cluster, range(cluster.num_devices), shape, comm_fits=costs.comm_fits)
+    search = MeshSearch(folded, costs, mesh, optimizer=optimizer, limit_bytes=limit_bytes,
+                        budget=budget or Budget(effort=float("inf")), splits_states=False)
+    restriction = None if name is None else named(name, find_roles(search.parts, folded), len(shape))
+    found = search.run(restriction)
+    full = trace(source, batch_dims=True).graph
+    problem = Problem(graph=full, cluster=cluster, costs=estimate_costs(full, cluster),
+                      options=PlanOptions(batch=source.batch, mode=source.mode, optimizer=optimizer,
+                                          dtype=source.dtype or full.parameter_dtype,
+                                          own_dtypes=source.dtype is None))
+    plan = sharded_plan(problem, found, folded, stage_times(found, folded, full, costs))
+    check_plan(plan, full, cluster)
+    return plan

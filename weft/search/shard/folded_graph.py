@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -50,6 +51,11 @@ class FoldedGraph:
     """Copies of each variant, by run."""
     is_woven: bool = False
     """The two variants of a run take turns, copy by copy."""
+
+    @cached_property
+    def node_of(self) -> dict[tuple[int, int], int]:
+        """Return the node of each part and variant."""
+        return {key: node for node, key in enumerate(zip(self.node_part, self.node_variant, strict=True))}
 
 
 def place_parts(parts: ModelParts, folded: FoldedModel) -> list[Place | None]:

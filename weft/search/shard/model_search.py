@@ -1,5 +1,14 @@
 """How every tensor of a model is split over a group of devices: the sharding with the least time in one step.
 
+    choose      x, a strategy for each part of the model: of an operator what each axis of the mesh does with it, of a
+                tensor or parameter how it lies (``parts.PartBuilder``, ``op_choices``)
+    minimise    T(x) = sum of seconds of parts + sum over tensors of what brings them from where they are made to where
+                they are read, and their gradients back (``ModelParts.matrix``), by ``Assembler.assemble``
+    subject to  H(x), bytes held on the device with the most, <= its memory (``folded_graph.usage_of``)
+                equal layers choose alike, or in two kinds (``folded_graph.FoldedGraph``)
+                what a named plan allows (``restricted``)
+    bounds      T(x) >= min over x of T(x) + price (H(x) - memory) for any price (``MeshSearch._within_memory``)
+
 For each shape of mesh the folded model becomes a strategy graph, which is solved exactly. Where what devices hold is
 more than they have, memory gets a price: the dearer it is, the less is held. The price at which it just fits gives a
 bound for all shardings, those that treat equal layers differently included, and the two shardings on either side of it
@@ -29,12 +38,27 @@ from weft.search.shard.parts import ModelParts, PartBuilder
 from weft.search.strategies.solve import solve
 from weft.search.strategies.strategy_graph import FORBIDDEN, StrategyGraph, evaluate
 
-PRICES: Final = 24
-"""Prices of memory that are tried at most."""
-TIE: Final = 1e-10
-"""What all memory that could be held costs, as a share of the least time: far less than what counts as equal."""
-SOLVE_S: Final = 20.0
-"""Seconds for one strategy graph, if there is no time limit."""
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """The numbers that the search is tuned by, each with how its value was chosen."""
+
+    prices: int = 24
+    """Prices of memory that are tried at most; a guess, more than a bisection to 2 % takes."""
+    tie: float = 1e-10
+    """What all memory that could be held costs, as a share of the least time: far less than what counts as equal."""
+    solve_s: float = 20.0
+    """Seconds for one strategy graph, if there is no time limit; a guess."""
+    exact_s: float = 3.0
+    """The same with a limit of memory in it, of which several are tried; a guess."""
+    all_shapes: int = 16
+    """Up to so many devices all shapes of mesh are tried; of more, those of two axes, one inside hosts and one between
+    them. A guess."""
+    max_shapes: int = 8
+    """Shapes that are tried; a guess."""
+
+
+TUNING: Final = Tuning()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -77,7 +101,7 @@ class MeshSearch:
         problem = self.assembler.assemble().problem
         self.assembler.pause = lambda: None
         self._most = sum(float(items.max()) for items in problem.usages)
-        self._tie = TIE * sum(float(items.min()) for items in problem.costs) / max(self._most, 1.0)
+        self._tie = TUNING.tie * sum(float(items.min()) for items in problem.costs) / max(self._most, 1.0)
 
     def _pause(self) -> None:
         """End here if the budget is spent: there is nothing to return yet."""
@@ -110,9 +134,9 @@ class MeshSearch:
         A tiny price on top lets of equally fast choices the one win that holds least; the bound is without it.
         """
         graph = self.assembler.assemble(counts, price=price + self._tie, is_woven=is_woven)
-        problem = graph.problem if restriction is None else restricted(graph, self.parts, restriction)
+        problem = restricted(graph, self.parts, restriction)
         left = self.budget.seconds_left
-        found = solve(problem, time_limit=SOLVE_S if left is None else max(0.1, left))
+        found = solve(problem, time_limit=TUNING.solve_s if left is None else max(0.1, left))
         return graph, found.choice, float(found.bound) - self._tie * self._most
 
     def _sharding(self, graph: FoldedGraph, choice: tuple[int, ...], bound: float) -> ShardedModel:
@@ -129,9 +153,9 @@ class MeshSearch:
         assert self.limit is not None
         graph, large, bound = first
         best = self._smallest(restriction)
-        low, high = 0.0, self._first_price(first[2], usage_of(graph, large))
+        low, high = 0.0, bound / max(usage_of(graph, large), 1.0)
         small: tuple[int, ...] | None = None
-        for _ in range(PRICES):
+        for _ in range(TUNING.prices):
             price = high if small is None else (low + high) / 2 if low == 0 else float(np.sqrt(low * high))
             graph, choice, value = self._solve({}, price, restriction)
             held = usage_of(graph, choice)
@@ -145,17 +169,13 @@ class MeshSearch:
                     high = price * 8
             if small is not None and (high <= low * 1.02 or self.budget.is_spent):
                 break
-            if small is None and high > 1e6 * self._first_price(first[2], 1.0):
+            if small is None and high > 1e6 * first[2]:
                 break
         best, proven = self._exact({}, restriction, best)
         if all(self.assembler.num_middle(run) < 2 for run in range(len(self.folded.runs))):
             bound = max(bound, proven)  # there are no layers to treat differently
         best = best if small is None else self._mixed(best, small, large, restriction)
-        return ShardedModel(parts=best.parts, graph=best.graph, choice=best.choice, seconds=best.seconds,
-                        bound=min(bound, best.seconds), held_bytes=best.held_bytes, limit_bytes=self.limit)
-
-    def _first_price(self, seconds: float, held: float) -> float:
-        return seconds / max(held, 1.0)
+        return replace(best, bound=min(bound, best.seconds))
 
     def _mixed(self, best: ShardedModel, small: tuple[int, ...], large: tuple[int, ...],
                restriction: Restriction | None) -> ShardedModel:
@@ -183,10 +203,7 @@ class MeshSearch:
         """Return the sharding with ``share`` copies of a run as in ``large`` and everything else as in ``small``."""
         if not 0 < share < count:
             return None
-        uniform = self.assembler.assemble()
-        of_node = {(part, variant): node for node, (part, variant) in
-                   enumerate(zip(uniform.node_part, uniform.node_variant, strict=True))}
-        graph = self.assembler.assemble({run: (share, count - share)})
+        of_node, graph = self.assembler.assemble().node_of, self.assembler.assemble({run: (share, count - share)})
         choice = []
         for part, variant in zip(graph.node_part, graph.node_variant, strict=True):
             place = self.assembler.places[part]
@@ -198,10 +215,10 @@ class MeshSearch:
                ) -> tuple[ShardedModel, float]:
         """Return ``best``, or a better one with so many copies of each kind in a run, and a bound for all of these."""
         graph = self.assembler.assemble(counts, limit=self.limit)
-        problem = graph.problem if restriction is None else restricted(graph, self.parts, restriction)
+        problem = restricted(graph, self.parts, restriction)
         left = self.budget.seconds_left
         try:
-            found = solve(problem, time_limit=min(3.0, 3.0 if left is None else max(0.1, left)))
+            found = solve(problem, time_limit=min(TUNING.exact_s, TUNING.exact_s if left is None else max(0.1, left)))
         except NoFeasiblePlan:
             return best, 0.0
         return _better(best, self._sharding(graph, found.choice, 0.0)), float(found.bound)
@@ -210,14 +227,11 @@ class MeshSearch:
         """Return the sharding that holds the least; raise ``NoFeasiblePlan`` if that is too much."""
         assert self.limit is not None
         graph = self.assembler.assemble()
-        bare = StrategyGraph(name=graph.problem.name, intervals=graph.problem.intervals, costs=graph.problem.usages,
-                             usages=tuple(np.zeros(len(item)) for item in graph.problem.usages),
-                             edges=graph.problem.edges,
-                             edge_costs=tuple(np.zeros(item.shape) for item in graph.problem.edge_costs))
-        if restriction is not None:
-            bare = restricted(FoldedGraph(problem=bare, node_part=graph.node_part, node_variant=graph.node_variant,
-                                          counts=graph.counts), self.parts, restriction)
-        found = self._sharding(graph, solve(bare, time_limit=SOLVE_S).choice, 0.0)
+        usages, edge_costs = graph.problem.usages, graph.problem.edge_costs
+        bare = replace(graph.problem, costs=usages, usages=tuple(map(np.zeros_like, usages)),
+                       edge_costs=tuple(map(np.zeros_like, edge_costs)))
+        problem = restricted(replace(graph, problem=bare), self.parts, restriction)
+        found = self._sharding(graph, solve(problem, time_limit=TUNING.solve_s).choice, 0.0)
         if found.held_bytes > self.limit:
             raise self._too_little(found)
         return found
@@ -245,12 +259,12 @@ def _better(best: ShardedModel, other: ShardedModel) -> ShardedModel:
     return other if fits and other.seconds < best.seconds else best
 
 
-def restricted(graph: FoldedGraph, parts: ModelParts, restriction: Restriction) -> StrategyGraph:
+def restricted(graph: FoldedGraph, parts: ModelParts, restriction: Restriction | None) -> StrategyGraph:
     """Return the strategy graph with everything ruled out that the restriction does not allow."""
+    if restriction is None:
+        return graph.problem
     costs = []
     for part, items in zip(graph.node_part, graph.problem.costs, strict=True):
         allowed = restriction(parts, part)
         costs.append(items if allowed is None else np.where(allowed, items, float(FORBIDDEN)))
-    problem = graph.problem
-    return StrategyGraph(name=problem.name, intervals=problem.intervals, costs=tuple(costs), usages=problem.usages,
-                         edges=problem.edges, edge_costs=problem.edge_costs, usage_limit=problem.usage_limit)
+    return replace(graph.problem, costs=tuple(costs))

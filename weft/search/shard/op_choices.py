@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 import numpy as np
 
+from weft.cost.costs import Costs
 from weft.cost.roofline import PARTS, Part, Terms
 from weft.model.graph import F64, I64
 from weft.search.shard.mesh import Resharding
@@ -137,7 +138,13 @@ def _part(shape: tuple[int, ...], layouts: list[Layout], numbers: I64, mesh: tup
     return np.array([known[number] for number in numbers.tolist()])
 
 
-def op_seconds(choices: OpChoices, whole_s: dict[Part, float], terms: dict[Part, Terms] | None, op: int) -> F64:
+def whole_seconds(costs: Costs, op: int, column: int) -> dict[Part, float]:
+    """Return the seconds of all parts of a whole operator on a kind of device."""
+    return {"forward": float(costs.forward_s[op, column]), "input_grad": float(costs.input_grad_s[op, column]),
+            "weight_grad": float(costs.weight_grad_s[op, column])}
+
+
+def op_seconds(choices: OpChoices, whole_s: Mapping[Part, float], terms: Mapping[Part, Terms] | None, op: int) -> F64:
     """Return [s] the seconds of all parts of an operator on the device with the most work.
 
     What was estimated or measured for the whole operator shrinks as the roofline does: computing with the work, moving

@@ -22,7 +22,7 @@ import numpy as np
 from torch import fx
 
 from weft.cost.costs import Costs
-from weft.cost.roofline import PARTS, Part
+from weft.cost.roofline import PARTS
 from weft.model.graph import F64, I64, Graph
 from weft.model.trace import TracedModel
 from weft.plan.memory import optimizer_bytes
@@ -37,6 +37,7 @@ from weft.search.shard.op_choices import (
     op_choices,
     op_seconds,
     wanted_blocks,
+    whole_seconds,
 )
 from weft.sharding.factor_rules import factors_of, has_rule
 from weft.sharding.factors import OpFactors
@@ -174,7 +175,7 @@ class PartBuilder:
         for placeholder, path in (*program.parameters.items(), *program.buffers.items()):
             if path in graph.tensor_index:
                 self.tensor_of.setdefault(placeholder, graph.tensor_index[path])
-        self.needs_gradient = self._trained()
+        self.needs_gradient, self._parameters = self._trained(), frozenset(graph.parameters.tolist())
         self.columns = sorted({self.costs.column_of_device[device] for device in self.devices})
         readings: dict[int, list[_Reading]] = {}
         givers: dict[int, tuple[int, int]] = {}
@@ -191,8 +192,8 @@ class PartBuilder:
                            edges=tuple(self.edges), part_of_op=self.part_of_op, without_rule=self.without_rule)
         for result in results:
             extra = found.result_seconds(result, float(graph.tensor_bytes[result.tensor]))
-            self.parts[result.giver] = _with(self.parts[result.giver],
-                                             seconds=self.parts[result.giver].seconds + extra)
+            giver = self.parts[result.giver]
+            self.parts[result.giver] = replace(giver, seconds=giver.seconds + extra)
         return replace(found, parts=tuple(self.parts))
 
     def _trained(self) -> Bools:
@@ -267,16 +268,14 @@ class PartBuilder:
         inside = self._inside_seconds(choices)
         slowest = np.zeros(len(choices.strategies))
         for column in self.columns:
-            whole: dict[Part, float] = {"forward": float(costs.forward_s[op, column]),
-                                        "input_grad": float(costs.input_grad_s[op, column]),
-                                        "weight_grad": float(costs.weight_grad_s[op, column])}
+            whole = whole_seconds(costs, op, column)
             terms = costs.terms[column]
             key = (id(choices), column, *whole.values(), *(() if terms is None else (
                 float(values[op]) for part in PARTS for values in (
                     terms[part].compute_s, terms[part].fixed_s, terms[part].moved_s, terms[part].overhead_s,
                     terms[part].sum_s))))
             if key not in self._seconds:
-                self._seconds[key] = op_seconds(choices, whole, None if terms is None else dict(terms), op)
+                self._seconds[key] = op_seconds(choices, whole, terms, op)
             slowest = np.maximum(slowest, self._seconds[key])
         return slowest + inside
 
@@ -312,17 +311,11 @@ class PartBuilder:
             elif is_saved:
                 only = readings[0]
                 item = self.parts[only.part]
-                self.parts[only.part] = _with(item, held_bytes=item.held_bytes + num_bytes * only.input_part)
+                self.parts[only.part] = replace(item, held_bytes=item.held_bytes + num_bytes * only.input_part)
         for reading in readings:
             self.edges.append(Edge(giver=giver, output=output, reader=reading.part, num_bytes=num_bytes,
                                    reads=reading.reads, returns=reading.returns if needs else None,
                                    is_parameter=is_parameter, tensor=tensor))
-
-    @property
-    def _parameters(self) -> set[int]:
-        if not hasattr(self, "_parameter_set"):
-            self._parameter_set = set(self.graph.parameters.tolist())
-        return self._parameter_set
 
     def _add_tensor(self, tensor: int, giver: int, output: int, readings: list[_Reading], needs: bool,
                     is_saved: bool) -> int:
@@ -420,12 +413,6 @@ def _free_dim(layout: Sequence[Placement], shape: Sequence[int], mesh: Sequence[
             if best is None and all(layout[index] == Placement(dim) for index in others):
                 best = dim
     return best
-
-
-def _with(part: ModelPart, *, seconds: F64 | None = None, held_bytes: F64 | None = None) -> ModelPart:
-    return ModelPart(name=part.name, kind=part.kind, seconds=part.seconds if seconds is None else seconds,
-                     held_bytes=part.held_bytes if held_bytes is None else held_bytes, values=part.values,
-                     gradients=part.gradients, choices=part.choices, stored=part.stored, tensor=part.tensor)
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:

@@ -25,10 +25,11 @@ from weft.cost.roofline import PARTS, Part
 from weft.model.folded import FoldedModel
 from weft.model.graph import F64, I64, Graph
 from weft.plan.plan import Optimizer, Sharding
+from weft.plan.sharding import parse_layout
 from weft.search.common.budget import Budget
 from weft.search.shard.folded_graph import Assembler
 from weft.search.shard.model_search import MeshSearch, ShardedModel
-from weft.search.shard.op_choices import BACKWARD, FORWARD, Bools, OpChoices, inside_sums, op_seconds
+from weft.search.shard.op_choices import BACKWARD, FORWARD, Bools, OpChoices, inside_sums, op_seconds, whole_seconds
 from weft.search.shard.parts import Edge, ModelParts
 from weft.search.shard.to_plan import full_names, plan_words
 from weft.sharding.layout_steps import ALL_REDUCE
@@ -179,15 +180,12 @@ class _Table:
         op = self.folded.traced.graph.op_index[name]
         ops = self.ops_of[node]
         column = self.costs.column_of_device[self.found.mesh.devices[0]]
-        whole: dict[Part, float] = {"forward": float(self.costs.forward_s[op, column]),
-                                    "input_grad": float(self.costs.input_grad_s[op, column]),
-                                    "weight_grad": float(self.costs.weight_grad_s[op, column])}
-        terms = self.costs.terms[column]
+        whole, terms = whole_seconds(self.costs, op, column), self.costs.terms[column]
         for which, own in enumerate(_OF_PASS):
             wanted: dict[Part, float] = {part: whole[part] if part in own else 0.0 for part in PARTS}
             total = sum(wanted.values())
             if total > 0:
-                seconds = float(op_seconds(choices, wanted, None if terms is None else dict(terms), op)[strategy])
+                seconds = float(op_seconds(choices, wanted, terms, op)[strategy])
                 fixed_s = 0.0 if terms is None else sum(float(terms[part].overhead_s[op]) for part in own)
                 fixed_s = fixed_s if fixed_s < min(total, seconds) else 0.0
                 part = (seconds - fixed_s) / (total - fixed_s)
@@ -210,13 +208,11 @@ class _Table:
     def _add_edges(self) -> None:
         """Add the collectives between operators; what is between copies counts for all of them alike."""
         graph = self.found.graph
-        node_of = {(part, variant): node for node, (part, variant) in
-                   enumerate(zip(graph.node_part, graph.node_variant, strict=True))}
         for edge in self.parts.edges:
             if edge.is_parameter:
                 continue  # stored as it is used, and its gradient is no sum
             for source, target, weight in self.assembler.uses(edge, dict(graph.counts), graph.is_woven):
-                giver, reader = node_of[source], node_of[target]
+                giver, reader = graph.node_of[source], graph.node_of[target]
                 ops = self.ops_of[reader] or self.ops_of[giver]
                 if not weight or not ops:
                     continue
@@ -249,8 +245,6 @@ class _Table:
         return float(self.parts.resharding.matrix(source, target, num_bytes, shape)[0, 0])
 
     def _held(self, sharding: Sharding) -> F64:
-        from weft.plan.sharding import parse_layout
-
         held = np.ones(self.graph.num_tensors)
         for name, words in sharding.tensors.items():
             tensor = self.graph.tensor_index.get(name)

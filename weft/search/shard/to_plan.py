@@ -64,7 +64,6 @@ def _activations(found: ShardedModel, assembler: Assembler) -> Iterator[tuple[st
     """
     parts, graph, names = found.parts, found.graph, assembler.folded.traced.graph.tensor_names
     layouts = parts.resharding.layouts
-    node_of = {key: node for node, key in enumerate(zip(graph.node_part, graph.node_variant, strict=True))}
     wanted: dict[tuple[int, int, str], set[TensorLayout]] = {}
     for edge in parts.edges:
         if parts.parts[edge.giver].kind != "op":
@@ -72,10 +71,11 @@ def _activations(found: ShardedModel, assembler: Assembler) -> Iterator[tuple[st
         suffix = names[edge.tensor].removeprefix(parts.parts[edge.giver].name)  # such as ":1"
         for source, target, weight in assembler.uses(edge, graph.counts, graph.is_woven):
             if weight:
-                strategy = found.choice[node_of[target]]
+                strategy = found.choice[graph.node_of[target]]
                 value = layouts[edge.reads[strategy]]
                 gradient = usual_gradient(value) if edge.returns is None else layouts[edge.returns[strategy]]
-                wanted.setdefault((node_of[source], edge.output, suffix), set()).add(TensorLayout(value, gradient))
+                key = graph.node_of[source], edge.output, suffix
+                wanted.setdefault(key, set()).add(TensorLayout(value, gradient))
     for (node, output, suffix), items in wanted.items():
         read = items.pop()
         if not items:  # else equal layers are read in unlike ways
@@ -102,13 +102,10 @@ def _returned(parts: ModelParts, found: ShardedModel) -> list[set[int]]:
 
 def full_names(name: str, place: Place | None, graph: FoldedGraph, node: int, folded: FoldedModel) -> Iterator[str]:
     """Yield what a part of the reduced model is called in each copy of the full model that the node stands for."""
-    if place is None:
+    if place is None or place.copy != MIDDLE:
         yield name
         return
     run = folded.runs[place.run]
-    if place.copy != MIDDLE:
-        yield name
-        return
     counts, variant = graph.counts[place.run], graph.node_variant[node]
     begin = run.kept[MIDDLE]
     if graph.is_woven and len(counts) == 2:

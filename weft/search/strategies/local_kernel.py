@@ -11,7 +11,7 @@ import numpy as np
 from weft.base.compiled import compiled
 from weft.model.graph import F64, I64
 from weft.search.strategies.core import Core
-from weft.search.strategies.dual_kernel import cost_of, usage_of
+from weft.search.strategies.dual import cost_of, usage_of
 
 
 @compiled

@@ -6,51 +6,33 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
 
 import numpy as np
 
 from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64
 from weft.search.common.budget import Budget
+from weft.search.common.incumbent import Incumbent
 from weft.search.strategies.core import Compact, make_core
-from weft.search.strategies.dual import Dual
-from weft.search.strategies.dual_kernel import cost_of
+from weft.search.strategies.dual import Dual, cost_of
 from weft.search.strategies.integer import IntegerResult, quiet_stdout, solve_integer
 from weft.search.strategies.local_kernel import complete, repair
 from weft.search.strategies.shrink import left, lowest, shrink
 from weft.search.strategies.strategy_graph import StrategyGraph, evaluate
+from weft.search.strategies.tuning import TUNING
 from weft.search.strategies.units import Bools, make_units, remove
 from weft.search.strategies.usage import add_usage
 from weft.search.strategies.walk import Found, Walker
 
-SWEPT_PER_ROUND: Final = 80_000_000
-"""Costs that a round's sweeps look at."""
-MAX_INTEGER: Final = 60_000
-"""Costs of pairs in a core that goes to the integer program."""
-INTEGER_S: Final = 60.0
-"""Seconds for it, if there is no time limit; half of what is left if there is."""
-MAX_INTEGER_USES: Final = 2_000_000
-"""Entries of its usage rows."""
-MAX_RELAXED: Final = 1_000
-"""Units of a problem that is also reduced without its limit."""
-WORTH_FIXING: Final = 0.1
-"""Share of strategies that are ruled out before a core is reduced again while the bound still rises."""
-REDUCTIONS_PART: Final = 0.4
-"""Part of a time limit after which a problem is searched as far as it is reduced by then."""
-SECONDS_BETWEEN_REPORTS: Final = 2.0
-
 
 class Search:
-    """One search; afterwards ``choice``, ``bound`` and ``is_proven`` are the answer."""
+    """One search; afterwards ``best`` is the answer."""
 
     def __init__(self, graph: StrategyGraph, *, budget: Budget, seed: int) -> None:
         self._graph, self._budget, self._seed = graph, budget, seed
-        self._begin = self._reported = time.monotonic()
-        self.choice: list[int] | None = None
-        self.cost = np.inf
-        self.bound = -np.inf
-        self.is_proven = False
+        self._begin = time.monotonic()
+        self.best = Incumbent[list[int]](budget=budget, proof=0.0, same=0.0, digits=12, told=self._begin,
+                                         every_s=TUNING.seconds_between_reports)
         self._strategy: dict[int, int] = {}
         self._num_cores = 0
 
@@ -59,41 +41,47 @@ class Search:
         self._units = make_units(self._graph)
         add_usage(self._graph, self._units)
         shrink(self._units, self._is_late_for_reductions)
-        self.bound = lowest(self._units)
+        self.best.raise_bound(lowest(self._units))
         self._ignore_usage()
         self._reduced_s = time.monotonic() - self._begin
         dual = None
-        while not self.is_proven and (self.choice is None or not self._budget.is_spent):
+        while not self.best.is_done:
             compact = make_core(self._units)
             if not compact.num_units:
                 self._offer(compact, np.zeros(0, dtype=np.int64), compact.constant)
-                self.is_proven = True
+                self.best.raise_bound(np.inf)
                 break
             dual = Dual(compact, dual)
             self._num_cores += 1
             self._run_core(compact, dual)
-            if self.is_proven or not self._has_time(self._reduced_s) or not self._fix(compact, dual):
+            if self.best.is_proven or not self._budget.has_s(self._reduced_s) or not self._fix(compact, dual):
                 break
-        self._report("done")
+        self.best.tell(f"{self._now}, done")
+
+    @property
+    def _now(self) -> str:
+        return f"{time.monotonic() - self._begin:6.1f} s"
 
     def _is_late_for_reductions(self) -> bool:
         """Return whether a time limit leaves no more for reductions: what follows needs some of it, too."""
         deadline = self._budget.deadline
-        return deadline is not None and time.monotonic() > self._begin + REDUCTIONS_PART * (deadline - self._begin)
+        part = TUNING.reductions_part
+        return deadline is not None and time.monotonic() > self._begin + part * (deadline - self._begin)
 
     def _ignore_usage(self) -> None:
         """Solve the problem without its limit, where reductions do: a bound, and the answer if it fits nevertheless."""
-        if not len(self._units.base) or len(left(self._units)) > MAX_RELAXED:
+        if not len(self._units.base) or len(left(self._units)) > TUNING.max_relaxed:
             return
         relaxed = self._units.without_usage()
         shrink(relaxed)
         if left(relaxed):
             return
-        self.bound = max(self.bound, relaxed.constant)
+        self.best.raise_bound(relaxed.constant)
         strategy = relaxed.all_strategies({})
         choice = relaxed.choice_of(strategy)
         if evaluate(self._graph, choice).is_feasible(self._graph.usage_limit):
-            self.choice, self.cost, self._strategy, self.is_proven = choice, relaxed.constant, strategy, True
+            self._strategy = strategy
+            self.best.offer(relaxed.constant, choice, self._now)
 
     # ---- one core ----------------------------------------------------------------------------------------------------
 
@@ -102,33 +90,28 @@ class Search:
         walkers = [Walker(compact.core, seed=self._seed * 1_000_003 + 2 * self._num_cores + index) for index in (0, 1)]
         self._x = self._start(compact)
         sweeps, has_asked, longest = 5, False, 0.0
-        most = max(5, min(400, SWEPT_PER_ROUND // max(len(compact.core.matrices), 1)))
+        most = max(5, min(400, TUNING.swept_per_round // max(len(compact.core.matrices), 1)))
         with ThreadPoolExecutor(1) as pool:
             while True:
                 begin = time.monotonic()
                 self._play_round(compact, dual, walkers, sweeps, sweeps / most, pool)
                 longest = max(longest, time.monotonic() - begin)
                 sweeps = min(2 * sweeps, most)
-                if self._is_solved(compact, dual) or not self._has_time(longest):
+                if self._is_solved(compact, dual) or not self._budget.has_s(longest):
                     return
                 share = float(self._ruled_out(compact, dual).mean())
-                is_worth_it = share > WORTH_FIXING or (dual.is_stalled and share > 0)
-                if is_worth_it and self._has_time(2.0 * self._reduced_s):
+                is_worth_it = share > TUNING.worth_fixing or (dual.is_stalled and share > 0)
+                if is_worth_it and self._budget.has_s(2.0 * self._reduced_s):
                     return
                 if dual.is_stalled and not has_asked and _is_small(compact):
                     has_asked = True
                     self._finish(compact, dual)
-                    if self.is_proven:
+                    if self.best.is_proven:
                         return
-
-    def _has_time(self, seconds: float) -> bool:
-        """Return whether something that takes so long can be begun."""
-        deadline = self._budget.deadline
-        return not self._budget.is_spent and (deadline is None or time.monotonic() + seconds < deadline)
 
     def _start(self, compact: Compact) -> I64 | None:
         """Return the best choice known as one of the core, or one to begin with; None if none fits yet."""
-        if self.choice is not None:
+        if self.best.answer is not None:
             x = compact.positions(self._strategy)
         else:
             x = np.full(compact.num_units, -1, dtype=np.int64)
@@ -141,7 +124,7 @@ class Search:
     def _play_round(self, compact: Compact, dual: Dual, walkers: list[Walker], sweeps: int, part: float,
                     pool: ThreadPoolExecutor) -> None:
         """Raise the bound beside a walk, or walk twice if it has stalled; then exchange what was found."""
-        best = self.cost - compact.constant
+        best = self.best.value - compact.constant
         suggested, price = dual.x.copy(), dual.best_price.copy()
         heat = _heat(compact, best, dual.bound)
         if dual.is_stalled:
@@ -153,38 +136,42 @@ class Search:
             found.append(walkers[0].suggest(suggested, price, best=best, heat=heat, part=part))
         found.append(beside.result())
         for item in found:
-            if item is not None and item.cost + compact.constant < self.cost and item.cost < compact.penalty:
+            if item is not None and self._offer(compact, item.x, item.cost + compact.constant):
                 self._x = item.x
-                self._offer(compact, item.x, item.cost + compact.constant)
-        self.bound = max(self.bound, min(dual.bound + compact.constant, self.cost))
+        self._raise_bound(dual.bound + compact.constant)
         self._budget.effort -= 1
-        self._report()
+        self.best.note(self._now)
 
     def _walk(self, walker: Walker, price: F64, heat: float, part: float) -> Found | None:
         return None if self._x is None else walker.walk(self._x, price, heat=heat, part=part)
 
-    def _offer(self, compact: Compact, x: I64, cost: float) -> None:
-        """Keep a choice of the core if it is the best so far and fits."""
-        if cost >= self.cost or cost - compact.constant >= compact.penalty:
-            return
+    def _offer(self, compact: Compact, x: I64, cost: float) -> bool:
+        """Keep a choice of the core if it is the best so far and fits; return whether it was kept."""
+        if not self.best.is_better(cost) or cost - compact.constant >= compact.penalty:
+            return False
         self._strategy = self._units.all_strategies(compact.strategies(x))
-        self.choice, self.cost = self._units.choice_of(self._strategy), cost
+        return self.best.offer(cost, self._units.choice_of(self._strategy), self._now)
 
     # ---- proofs ------------------------------------------------------------------------------------------------------
 
     def _threshold(self) -> float:
         """Return the cost from which on choices are of no interest, with the best one known."""
-        rounding = 1e-12 * abs(self.cost)
+        cost = self.best.value
+        rounding = 1e-12 * abs(cost)
         if self._graph.is_integral and rounding < 0.5:
-            return self.cost - 1.0 + rounding
-        return self.cost + rounding if self._graph.is_integral else self.cost - 1e-9 * abs(self.cost)
+            return cost - 1.0 + rounding
+        return cost + rounding if self._graph.is_integral else cost - 1e-9 * abs(cost)
+
+    def _raise_bound(self, bound: float) -> None:
+        """Keep a bound; it proves the best choice only where it is above all that would be of interest."""
+        is_proof = bound > self._threshold()
+        self.best.raise_bound(np.inf if is_proof else min(bound, float(np.nextafter(self.best.value, -np.inf))))
 
     def _is_solved(self, compact: Compact, dual: Dual) -> bool:
-        if self.choice is None and dual.bound >= compact.penalty:
+        if self.best.answer is None and dual.bound >= compact.penalty:
             raise NoFeasiblePlan(self.why_none(is_proven=True))
-        if dual.bound + compact.constant > self._threshold():
-            self.is_proven = True
-        return self.is_proven
+        self._raise_bound(dual.bound + compact.constant)
+        return self.best.is_proven
 
     def _ruled_out(self, compact: Compact, dual: Dual) -> Bools:
         return dual.reach + compact.constant > self._threshold()
@@ -203,28 +190,25 @@ class Search:
                     remove(self._units, unit, gone)
             shrink(self._units)
         except NoFeasiblePlan:
-            self.is_proven = True
+            self.best.raise_bound(np.inf)
         return True
 
     def _finish(self, compact: Compact, dual: Dual) -> None:
         """Give the core to the integer program."""
         deadline = self._budget.deadline
-        seconds = INTEGER_S if deadline is None else max(0.5 * (deadline - time.monotonic()), 0.01)
-        found = _in_background(lambda: solve_integer(compact.core, dual.messages, best=self.cost - compact.constant,
-                                                     seconds=seconds), self._budget)
+        seconds = TUNING.integer_s if deadline is None else max(0.5 * (deadline - time.monotonic()), 0.01)
+        best = self.best.value - compact.constant
+        found = _in_background(lambda: solve_integer(compact.core, dual.messages, best=best, seconds=seconds),
+                               self._budget)
         if found is None:
             return
         x = found.x
-        if x is not None and repair(compact.core, x, 4 * len(x)):  # Tolerances may have let a little too much pass.
-            cost = cost_of(compact.core, x) + compact.constant
-            if cost < self.cost:
-                self._x = x
-                self._offer(compact, x, cost)
-        if self.choice is None and (found.is_infeasible or found.bound >= compact.penalty):
+        if (x is not None and repair(compact.core, x, 4 * len(x))  # Tolerances may have let a little too much pass.
+                and self._offer(compact, x, cost_of(compact.core, x) + compact.constant)):
+            self._x = x
+        if self.best.answer is None and (found.is_infeasible or found.bound >= compact.penalty):
             raise NoFeasiblePlan(self.why_none(is_proven=True))
-        self.bound = max(self.bound, min(found.bound + compact.constant, self.cost))
-        if found.is_infeasible or found.bound + compact.constant > self._threshold():
-            self.is_proven = True
+        self._raise_bound(np.inf if found.is_infeasible else found.bound + compact.constant)
 
     # ---- telling -----------------------------------------------------------------------------------------------------
 
@@ -237,16 +221,6 @@ class Search:
             return f"no choice fits: none keeps to the usage limit of {limit}, by proof. Raise usage_limit."
         return f"no choice within the usage limit of {limit} was found. Raise usage_limit, or give more time."
 
-    def _report(self, text: str = "") -> None:
-        now = time.monotonic()
-        if not text and now - self._reported < SECONDS_BETWEEN_REPORTS:
-            return
-        self._reported = now
-        gap = 0.0 if self.is_proven else (self.cost - self.bound) / max(abs(self.cost), 1e-300)
-        bound = self.cost if self.is_proven else self.bound
-        self._budget.report(f"{now - self._begin:6.1f} s: best {self.cost:.12g}, bound {bound:.12g}, "
-                            f"gap {100.0 * gap:.3f} %{', ' * bool(text)}{text}")
-
 
 def _heat(compact: Compact, best: float, bound: float) -> float:
     """Return how much dearer a step of a walk may well be: about what separates best and bound, per unit."""
@@ -258,8 +232,8 @@ def _heat(compact: Compact, best: float, bound: float) -> float:
 def _is_small(compact: Compact) -> bool:
     core = compact.core
     sizes = np.repeat(np.diff(core.first), np.diff(core.span))
-    return (len(core.matrices) <= 2 * MAX_INTEGER
-            and int(((core.end - core.begin) * sizes).sum()) <= MAX_INTEGER_USES)
+    return (len(core.matrices) <= 2 * TUNING.max_integer
+            and int(((core.end - core.begin) * sizes).sum()) <= TUNING.max_integer_uses)
 
 
 def _in_background(function: Callable[[], IntegerResult], budget: Budget) -> IntegerResult | None:

@@ -5,24 +5,21 @@ choose, and never uses more. A unit whose usage does not matter and that has at 
 best strategy is a function of theirs, and the cost of that becomes a cost of the neighbours (an edge between two).
 A unit whose usage does matter but that has one neighbour is joined with it if, for every strategy of the neighbour, one
 of its own strategies is both the cheapest and the least used.
+
+Compiled parts of the reductions: dominated strategies, and the minimum over a unit between two others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 import numpy as np
 
-from weft.model.graph import I64
-from weft.search.strategies.shrink_kernel import dominated, through
-from weft.search.strategies.units import NO_SPANS, Eliminated, Units, remove
+from weft.base.compiled import compiled
+from weft.model.graph import F64, I64
+from weft.search.strategies.tuning import TUNING
+from weft.search.strategies.units import NO_SPANS, Bools, Eliminated, Units, remove
 from weft.search.strategies.usage import settle
-
-MAX_TABLE: Final = 4_000_000
-"""Entries to look at when a unit is eliminated; above, it stays."""
-MAX_COMPARED: Final = 40_000_000
-"""Entries to compare when looking for dominated strategies of a unit; above, it is left as it is."""
 
 
 def shrink(units: Units, is_late: Callable[[], bool] = lambda: False) -> None:
@@ -66,7 +63,7 @@ def _remove_dominated(units: Units, unit: int) -> None:
     matrices = list(units.edges[unit].values())
     begins = np.cumsum([0, *(matrix.shape[1] for matrix in matrices)])
     count = len(units.cost[unit])
-    if count * count * max(int(begins[-1]), 1) > MAX_COMPARED:
+    if count * count * max(int(begins[-1]), 1) > TUNING.max_compared:
         return
     joint = np.concatenate([np.zeros((count, 0)), *matrices], axis=1)
     # A pair that is ruled out for both is no reason against either: any equal finite number will do.
@@ -100,7 +97,7 @@ def _eliminate(units: Units, unit: int) -> None:
     """Take out a unit whose usage does not matter and that has at most two neighbours."""
     cost, neighbours = units.cost[unit], tuple(units.edges[unit])
     matrices = [np.ascontiguousarray(units.edges[unit][other]) for other in neighbours]
-    if len(cost) * int(np.prod([matrix.shape[1] for matrix in matrices])) > MAX_TABLE:
+    if len(cost) * int(np.prod([matrix.shape[1] for matrix in matrices])) > TUNING.max_table:
         return
     if not neighbours:
         best: I64 = cost.argmin()  # type: ignore[assignment]
@@ -140,3 +137,65 @@ def lowest(units: Units) -> float:
     """Return a bound of what choices cost: the least of every unit and every edge by itself."""
     return units.constant + sum(float(units.cost[unit].min()) + sum(
         float(matrix.min()) for other, matrix in units.edges[unit].items() if other > unit) for unit in left(units))
+
+
+# ---- compiled --------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def dominated(cost: F64, joint: F64, begins: I64, amounts: F64) -> Bools:
+    """Return the strategies than which another is never worse, in cost with any neighbours nor in usage.
+
+    ``joint`` [strategies, all strategies of all neighbours], those of one neighbour from one of ``begins`` to the next.
+    Most others are ruled out by the neighbours' strategies that suit the victim best, without a look at all of them.
+    """
+    count = len(cost)
+    result = np.zeros(count, dtype=np.bool_)
+    suits = np.zeros(len(begins) - 1, dtype=np.int64)
+    for victim in range(count):
+        for part in range(len(begins) - 1):
+            suits[part] = begins[part] + np.argmin(joint[victim, begins[part]:begins[part + 1]])
+        for other in range(count):
+            if other == victim or result[other]:
+                continue
+            worst = cost[other] - cost[victim]
+            for part in range(len(begins) - 1):
+                worst += joint[other, suits[part]] - joint[victim, suits[part]]
+            if worst > 0:
+                continue
+            worst = cost[other] - cost[victim]
+            for part in range(len(begins) - 1):
+                most = -np.inf
+                for column in range(begins[part], begins[part + 1]):
+                    most = max(most, joint[other, column] - joint[victim, column])
+                worst += most
+                if worst == np.inf:
+                    break
+            if worst > 0:
+                continue
+            uses_more = False
+            for span in range(len(amounts)):
+                if amounts[span, other] > amounts[span, victim]:
+                    uses_more = True
+                    break
+            if not uses_more:
+                result[victim] = True
+                break
+    return result
+
+
+@compiled
+def through(cost: F64, left: F64, right: F64, best: I64) -> F64:
+    """Return the least cost of a unit by the strategies of two neighbours; ``best`` becomes the unit's strategy."""
+    count, rows = left.shape
+    columns = right.shape[1]
+    result = np.full((rows, columns), np.inf)
+    for strategy in range(count):
+        for row in range(rows):
+            here = cost[strategy] + left[strategy, row]
+            for column in range(columns):
+                value = here + right[strategy, column]
+                if value < result[row, column]:
+                    result[row, column] = value
+                    best[row, column] = strategy
+    return result

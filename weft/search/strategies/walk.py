@@ -1,4 +1,10 @@
-"""Walks: annealing and large steps in rounds, from the best choice known and from what the bound's messages suggest."""
+"""Walks: annealing and large steps in rounds, from the best choice known and from what the bound's messages suggest.
+
+Compiled large steps: the best strategies of many units at once, all others as they are.
+
+Units are chosen so that the edges among them form a forest; then their best strategies follow from the leaves to the
+roots, by the least cost of what hangs below each strategy of a unit. Usage counts at given prices.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +12,12 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from weft.base.compiled import compiled
 from weft.model.graph import F64, I64
 from weft.search.strategies.core import Core
-from weft.search.strategies.dual_kernel import cost_of
-from weft.search.strategies.forest_kernel import improve
+from weft.search.strategies.dual import cost_of, priced, usage_of
 from weft.search.strategies.local_kernel import anneal, repair
-
-ROUNDS_PER_WALK: Final = 15
-"""A walk cools down over so many rounds; then another begins at the best choice."""
-WORTH_WALKING: Final = 2.0
-"""Suggestions that cost more than this times the best are not improved."""
-STEPS: Final = 100_000
-"""Small steps in a round."""
-LOOKED_AT: Final = 4_000_000
-"""Numbers that the large steps of a round look at, about; it limits how many there are."""
+from weft.search.strategies.tuning import TUNING
 
 
 class Found(NamedTuple):
@@ -39,14 +37,14 @@ class Walker:
         self._x: I64 = np.zeros(0, dtype=np.int64)
         self._hot = 1.0
         size = len(core.cost) + len(core.base) + len(core.head) + len(core.matrices) // 64
-        self._tries = min(max(LOOKED_AT // (size + 1), 10), 300)
+        self._tries = min(max(TUNING.looked_at // (size + 1), 10), 300)
 
     def suggest(self, x: I64, price: F64, *, best: float, heat: float, part: float) -> Found | None:
         """Return the choice that a suggestion leads to; None if it does not fit or is far off."""
         x = x.copy()
         if not repair(self._core, x, 4 * len(x)):
             return None
-        if np.isfinite(best) and cost_of(self._core, x) - best > (WORTH_WALKING - 1.0) * abs(best):
+        if np.isfinite(best) and cost_of(self._core, x) - best > (TUNING.worth_walking - 1.0) * abs(best):
             return None
         return self._descend(x, price, heat, 0.01 * heat, part)
 
@@ -55,19 +53,160 @@ class Walker:
 
         ``part`` of a round's work is done.
         """
-        if self._round % ROUNDS_PER_WALK == 0:
+        if self._round % TUNING.rounds_per_walk == 0:
             self._x = start.copy()
             self._hot = heat * 10.0 ** self._random.uniform(-1.0, 1.0)
-        hot = self._hot * 0.01 ** (self._round % ROUNDS_PER_WALK / ROUNDS_PER_WALK)
+        hot = self._hot * 0.01 ** (self._round % TUNING.rounds_per_walk / TUNING.rounds_per_walk)
         self._round += 1
-        return self._descend(self._x, price, hot, hot * 0.01 ** (1 / ROUNDS_PER_WALK), part)
+        return self._descend(self._x, price, hot, hot * 0.01 ** (1 / TUNING.rounds_per_walk), part)
 
     def _descend(self, x: I64, price: F64, hot: float, cold: float, part: float) -> Found:
         """Return the best choice near a walk of small steps, which moves ``x``, with large steps from there."""
         found = np.empty_like(x)
-        anneal(self._core, x, found, int(part * min(STEPS, 1000 * len(x))), hot, cold, self._seed())
+        anneal(self._core, x, found, int(part * min(TUNING.steps, 1000 * len(x))), hot, cold, self._seed())
         most = int(min(10.0 ** self._random.uniform(0.5, 3.5), len(x)))
         return Found(improve(self._core, found, price, most, int(part * self._tries) + 3, self._seed()), found)
 
     def _seed(self) -> int:
         return int(self._random.integers(2**31))
+
+
+# ---- large steps, compiled -------------------------------------------------------------------------------------------
+
+
+MAX_REPAIRS: Final = TUNING.max_repairs
+
+
+@compiled
+def choose_forest(core: Core, most: int, order: I64, parent_arc: I64) -> int:
+    """Set ``order`` to units that form a forest, every one after its parent; return how many.
+
+    ``parent_arc`` becomes the arc to the parent, -1 for roots, -2 for units that are not in. They are gathered around
+    units drawn at random.
+    """
+    count = len(parent_arc)
+    parent_arc[:] = -2
+    tree = np.full(count, -1)
+    waiting = np.empty(count + len(core.head), dtype=np.int64)
+    num_chosen, num_tries = 0, 0
+    while num_chosen < most and num_tries < 4 * most:
+        num_tries += 1
+        root = np.random.randint(count)
+        begin, end = 0, 1
+        waiting[0] = root
+        while begin < end and num_chosen < most:
+            pick = np.random.randint(begin, min(end, begin + 8))
+            unit = waiting[pick]
+            waiting[pick] = waiting[begin]
+            begin += 1
+            if parent_arc[unit] != -2 or not _may_join(core, unit, root, tree):
+                continue
+            tree[unit] = root
+            order[num_chosen] = unit
+            num_chosen += 1
+            for arc in range(core.arc[unit], core.arc[unit + 1]):
+                other = core.head[arc]
+                if tree[other] != -1 and parent_arc[unit] == -2 and other != unit:
+                    parent_arc[unit] = arc
+                elif tree[other] == -1 and end < len(waiting):
+                    waiting[end] = other
+                    end += 1
+            if parent_arc[unit] == -2:
+                parent_arc[unit] = -1
+    return num_chosen
+
+
+@compiled
+def _may_join(core: Core, unit: int, root: int, tree: I64) -> bool:
+    """Return whether at most one neighbour is in the forest, and that one in the tree that grows now."""
+    num_inside = 0
+    for arc in range(core.arc[unit], core.arc[unit + 1]):
+        if tree[core.head[arc]] != -1:
+            num_inside += 1
+            if num_inside > 1 or tree[core.head[arc]] != root:
+                return False
+    return True
+
+
+@compiled
+def solve_forest(core: Core, theta: F64, x: I64, order: I64, num_chosen: int, parent_arc: I64) -> None:
+    """Give the chosen units the strategies that together cost least, by ``theta`` and the edges' costs."""
+    total = 0
+    place = np.empty(len(x), dtype=np.int64)
+    for index in range(num_chosen):
+        place[order[index]] = total
+        total += core.first[order[index] + 1] - core.first[order[index]]
+    value = np.empty(total)
+    for index in range(num_chosen):
+        _outside(core, theta, x, order[index], parent_arc, value, place[order[index]])
+    for index in range(num_chosen - 1, -1, -1):
+        unit = order[index]
+        if parent_arc[unit] >= 0:
+            _to_parent(core, unit, parent_arc[unit], value, place)
+    for index in range(num_chosen):
+        unit = order[index]
+        size = core.first[unit + 1] - core.first[unit]
+        here = value[place[unit] : place[unit] + size]
+        if parent_arc[unit] >= 0:
+            row = core.matrix[core.back[parent_arc[unit]]] + x[core.head[parent_arc[unit]]] * size
+            x[unit] = (here + core.matrices[row : row + size]).argmin()
+        else:
+            x[unit] = here.argmin()
+
+
+@compiled
+def _outside(core: Core, theta: F64, x: I64, unit: int, parent_arc: I64, value: F64, place: int) -> None:
+    """Set the unit's values to its own costs and those with neighbours that keep their strategy."""
+    begin = core.first[unit]
+    size = core.first[unit + 1] - begin
+    value[place : place + size] = theta[begin : begin + size]
+    for arc in range(core.arc[unit], core.arc[unit + 1]):
+        if parent_arc[core.head[arc]] == -2:
+            row = core.matrix[core.back[arc]] + x[core.head[arc]] * size
+            for index in range(size):
+                value[place + index] += core.matrices[row + index]
+
+
+@compiled
+def _to_parent(core: Core, unit: int, arc: int, value: F64, place: I64) -> None:
+    """Add to the values of the unit's parent what the unit costs at best."""
+    parent = core.head[arc]
+    size, width = core.first[unit + 1] - core.first[unit], core.first[parent + 1] - core.first[parent]
+    least = np.full(width, np.inf)
+    row = core.matrix[arc]
+    for index in range(size):
+        here = value[place[unit] + index]
+        for column in range(width):
+            least[column] = min(least[column], here + core.matrices[row + column])
+        row += width
+    for column in range(width):
+        value[place[parent] + column] += least[column]
+
+
+@compiled
+def improve(core: Core, x: I64, price: F64, most: int, tries: int, seed: int) -> float:
+    """Return the cost of ``x``, which fits, after attempts to better it by large steps; it fits still."""
+    np.random.seed(seed)
+    count = len(x)
+    order, parent_arc = np.empty(count, dtype=np.int64), np.empty(count, dtype=np.int64)
+    theta, scaled = np.empty(len(core.cost)), np.empty(len(price))
+    now = cost_of(core, x)
+    for _ in range(tries):
+        num_chosen = choose_forest(core, min(most, count), order, parent_arc)
+        factor = 2.0 * np.random.random()
+        for _ in range(4 if price.any() else 1):  # Dearer usage if the step does not fit.
+            scaled[:] = factor * price
+            priced(core, scaled, theta)
+            trial = x.copy()
+            solve_forest(core, theta, trial, order, num_chosen, parent_arc)
+            if cost_of(core, trial) > now:
+                break
+            is_fitting = (len(price) == 0 or usage_of(core, trial).max() <= core.limit
+                          or repair(core, trial, MAX_REPAIRS))
+            cost = cost_of(core, trial)
+            if is_fitting and cost <= now:
+                x[:] = trial
+                now = cost
+                break
+            factor = 2.0 * factor + 0.1
+    return now
