@@ -134,7 +134,7 @@ MARKS = {
         "weft.search.common.incumbent"}),
     "exchange time": (r"(?<!self)\.collective(_limits)?\(", {"weft.simulate.exchange_time"}),
 }
-"""What only these modules may do, as a pattern of their text. Of the last but one there is still more than one."""
+"""What only these modules may do, as a pattern of their text."""
 
 
 @pytest.mark.parametrize("concept", MARKS)

@@ -25,6 +25,8 @@ _REAL: Final = {torch.complex32: torch.float16, torch.complex64: torch.float32, 
 _KNOWN: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
                            torch.int8, torch.uint8, torch.bool})
 """Dtypes that all backends move; they add up all of them but truth values."""
+_GATHERING: Final = 1 << 29
+"""The tag of messages that gather: beyond those of all other messages, which may go between the same ranks."""
 
 
 def settled(tensor: Tensor) -> Tensor:
@@ -167,8 +169,8 @@ def gathering(result: Tensor, own: Tensor, place: int, group: Any, *, by_message
         work: Work = group._allgather_base(to_move(result).view(-1), to_move(own).view(-1))
         return work
     others = [index for index in range(len(result)) if index != place]
-    works = [group.send([to_move(own)], index, 0) for index in others]
-    works += [group.recv([to_move(result[index])], index, 0) for index in others]
+    works = [group.send([to_move(own)], index, _GATHERING) for index in others]
+    works += [group.recv([to_move(result[index])], index, _GATHERING) for index in others]
     result[place].copy_(own)
     return _AllOf(works)
 
