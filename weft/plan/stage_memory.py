@@ -95,7 +95,7 @@ def stage_memory(graph: Graph, ops: I64, *, num_samples: int, training: bool, cr
         outputs=_whole(view.size[outputs].sum()),
         saved_outputs=_whole(view.size[outputs[kept[outputs]]].sum()),
         input_gradients=_whole(view.sizes[gradients].sum()),
-        forward_peak=_whole(view.forward_live(own_saved, training=training).max()),
+        forward_peak=_whole(view.forward_live(own_saved, training=training, outputs=outputs).max()),
         backward_work=_whole(work.max()), backward_rise=_whole(rise.max()), first_rise=_whole(first.max()),
         split_rise=_whole(split.rise), weights_room=_whole(split.room))
 
@@ -274,14 +274,17 @@ class StageView:
         """Return what operators keep for their backward besides tensors."""
         return sum(step.inside for step in self.steps)
 
-    def forward_live(self, saved: I64, *, training: bool) -> F64:
-        """Return what is live in each step of the forward; of what is saved, that which is made up to then."""
+    def forward_live(self, saved: I64, *, training: bool, outputs: I64 | None = None) -> F64:
+        """Return what is live in each step of the forward; of what is saved, that which is made up to then.
+
+        Storages of ``outputs`` stay until it ends.
+        """
         kept = self.mask(saved)
         change = np.asarray([step.inside * training for step in self.steps])
         first, _, storages = self.spans(self.steps, kept)
         np.add.at(change, first, self.size[storages])
         rooms = [step.forward_room for step in self.steps]
-        return np.asarray(np.cumsum(change) + self._live(self.steps, self.is_made & ~kept) + rooms)
+        return np.asarray(np.cumsum(change) + self._live(self.steps, self.is_made & ~kept, outputs) + rooms)
 
     # ---- the backward, from the last operator to the first ----------------------------------------------------------
 
@@ -353,9 +356,14 @@ class StageView:
         np.add.at(change, first, self.sizes[storages])
         return np.cumsum(change)
 
-    def _live(self, steps: Sequence[_Step], counted: Bool) -> F64:
-        """Return the total of storages that are live in each step: from the first that has it to the last."""
+    def _live(self, steps: Sequence[_Step], counted: Bool, stay: I64 | None) -> F64:
+        """Return the total of storages that are live in each step: from the first that has it to the last.
+
+        Those in ``stay`` are so to the end.
+        """
         first, last, storages = self.spans(steps, counted)
+        if stay is not None:
+            last[self.mask(stay)[storages]] = len(steps) - 1
         change = np.zeros(len(steps) + 1)
         np.add.at(change, first, self.size[storages])
         np.add.at(change, last + 1, -self.size[storages])
