@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -27,7 +27,13 @@ from weft.run.transport import Transport, open_store
 
 LIMIT_S = 60.0
 """A plan that takes longer hangs."""
-FAULTS = ("dropped message", "doubled gradient", "skipped micro-batch")
+_CHANGES: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
+    "doubled gradient": lambda before, after: 2 * after - before,
+    "skipped micro-batch": lambda before, after: before}
+"""What becomes of a gradient, from what it is before and after a backward."""
+FAULTS: Final = ("dropped message", *_CHANGES)
+LEAST: Final = 1e-9
+"""Where a backward has added no more to any entry of a gradient, it may have been rounding alone."""
 
 
 @dataclass(kw_only=True)
@@ -126,10 +132,10 @@ def run_rank(plan: Plan, tracer: Tracer, transport: Transport, fault: str = "") 
     connect_ranks(program, tracer, transport)
     ready = prepare_rank(program, tracer, transport, seed=0)
     executor = loaded_executor(ready, tracer.source, transport)
-    was_damaged = bool(fault) and damage(executor, fault)
+    damaged = damage(executor, fault) if fault else []
     executor.step()
     ready.buffer_shares.spread()
-    outcome = _outcome(executor, ready, was_damaged)
+    outcome = _outcome(executor, ready, bool(damaged))
     transport.barrier()
     outcome.memory = measure_step(executor, buffers=ready.buffers.values())
     return outcome
@@ -151,23 +157,21 @@ def _outcome(executor: Executor, ready: Prepared, was_damaged: bool) -> RankOutc
 # ---- faults, for the control ------------------------------------------------------------------------------------------
 
 
-def damage(executor: Executor, fault: str) -> bool:
-    """Let something go wrong on this rank; return whether there was something."""
-    rank, actions = executor.transport.rank, executor.binder.actions
+def damage(executor: Executor, fault: str) -> list[int]:
+    """Let something go wrong once on this rank; return a list in which the place stands, when it has.
+
+    Backwards of stages without parameters, or before any gradient, have nothing that could go wrong.
+    """
+    rank, actions, damaged = executor.transport.rank, executor.binder.actions, list[int]()
     for place, item in enumerate(executor.program.instructions(rank)):
-        is_backward = item.op == Op.COMPUTE and item.phase in (Phase.B, Phase.W)
         if fault == "dropped message" and item.op == Op.RECV:
             key = item.channel, item.microbatch
             transfer, buffers = executor.binder.transfers[key], executor.binder.wiring.arrived[key]
             actions[place] = _without_message(actions[place], transfer.wait, buffers)
-            return True
-        if fault == "skipped micro-batch" and is_backward:
-            actions[place] = _with_gradients(actions[place], executor, lambda before, after: before)
-            return True
-        if fault == "doubled gradient" and is_backward:
-            actions[place] = _with_gradients(actions[place], executor, lambda before, after: 2 * after - before)
-            return True
-    return False
+            return [place]
+        if fault in _CHANGES and item.op == Op.COMPUTE and item.phase in (Phase.B, Phase.W):
+            actions[place] = _with_gradients(actions[place], executor, _CHANGES[fault], place, damaged)
+    return damaged
 
 
 def _without_message(action: Callable[[], None], wait: Callable[[], None], buffers: tuple[Tensor, ...]) -> Callable[[], None]:
@@ -180,14 +184,18 @@ def _without_message(action: Callable[[], None], wait: Callable[[], None], buffe
     return damaged
 
 
-def _with_gradients(action: Callable[[], None], executor: Executor,
-                    change: Callable[[Tensor, Tensor], Tensor]) -> Callable[[], None]:
-    def damaged() -> None:
+def _with_gradients(action: Callable[[], None], executor: Executor, change: Callable[[Tensor, Tensor], Tensor],
+                    place: int, damaged: list[int]) -> Callable[[], None]:
+    def changing() -> None:
+        if damaged:
+            action()
+            return
         parameters = executor.parameters
         before = {name: parameters.gradient(name).clone() for name in parameters.tensors}
         action()
         for name, item in parameters.tensors.items():
-            if item.grad is not None:
+            if item.grad is not None and float((item.grad - before[name]).abs().amax()) > LEAST:
                 item.grad.copy_(change(before[name], item.grad.clone()))
+                damaged[:] = [place]
 
-    return damaged
+    return changing

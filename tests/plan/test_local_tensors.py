@@ -42,7 +42,9 @@ SPLIT = {"op0": ("n",), "op1": ("k",)}
     ({"ops": SPLIT}, LocalTensor(forward_room=1.0)),  # a sum of whole tensors
     ({"ops": {"op1": ("k",)}}, None),
     ({"ops": SPLIT, "tensors": {"y0": ("R:P",)}, "made": {"y0": ("S0",)}},
-     LocalTensor(made=0.25, read=1.0, is_copied=True, forward_room=1.0, backward_room=2.0)),
+     LocalTensor(made=0.25, read=1.0, is_copied=True, forward_room=1.0, backward_room=1.0)),
+    ({"ops": SPLIT, "tensors": {"y0": ("S1",)}, "made": {"y0": ("P",)}},  # terms of a sum; each device has its part of it
+     LocalTensor(made=1.0, read=0.25, is_copied=True, forward_room=1.0, backward_room=1.0)),
     ({"ops": {"op1": ("k",)}, "tensors": {"y0": ("S1",)}},  # cut out of what is whole; its gradient is gathered
      LocalTensor(made=1.0, read=0.25, is_copied=True, backward_room=1.0)),
     ({"ops": SPLIT, "tensors": {"y0": ("S1",)}, "made": {"y0": ("S0",)}},

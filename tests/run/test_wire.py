@@ -23,7 +23,7 @@ from weft.run.failures import PeerLost, failure
 from weft.run.status import StatusLine
 from weft.run.transport import Transport
 from weft.run.verify import relative_error
-from weft.run.wire import Staging
+from weft.run.wire import Staging, memory_order, settled, strides_in
 
 pytestmark = pytest.mark.timeout(120)
 BOTH = (0, 1)
@@ -86,9 +86,9 @@ def values(dtype: torch.dtype, rank: int, shape: tuple[int, ...] = (2, 3)) -> to
 
 
 def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
-    plain = expected.resolve_conj()
-    return found.dtype == plain.dtype and torch.equal(found.resolve_conj().view(-1).view(torch.uint8),
-                                                      plain.contiguous().view(-1).view(torch.uint8))
+    first, second = (item.resolve_conj().resolve_neg().contiguous().view(-1) for item in (found, expected))
+    return found.shape == expected.shape and found.dtype == expected.dtype and torch.equal(
+        first.view(torch.uint8), second.view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
@@ -138,6 +138,84 @@ def test_gloo_refused_to_add_up_a_dtype(transports, dtype):
         assert rank or same(summed, total)
 
     on_both(run)
+
+
+def laid_out(dtype: torch.dtype, rank: int) -> dict[str, torch.Tensor]:
+    """Return tensors that lie in memory in unlike ways; those of all ranks lie alike."""
+    plain = values(dtype, rank, (2, 3, 4)).resolve_conj()
+    found = {"in one piece": plain, "turned": plain.permute(2, 0, 1), "last two swapped": plain.mT,
+             "every other": plain[:, :, ::2], "a part of rows": plain[:, 1:], "last rows": plain[1:],
+             "expanded": plain[:, :1].expand(2, 3, 4), "expanded in front": plain[:1].expand(3, 3, 4),
+             "all the same": plain[0, 0, 0].expand(2, 3), "flipped": plain.flip(1).mT, "one number": plain[1, 2, 3],
+             "nothing": plain[:, :0], "nothing, turned": plain[:, :0].permute(1, 2, 0), "none in front": plain[:0],
+             "one row, far apart": plain.as_strided((1, 3, 1), (100, 4, 50)), "overlapping": plain.as_strided((2, 3, 4), (4, 4, 1)),
+             "channels last": values(dtype, rank, (2, 3, 2, 2)).resolve_conj().to(memory_format=torch.channels_last)}
+    if dtype.is_complex:
+        found |= {"a marked conjugate": plain.conj(), "a marked conjugate, turned": plain.conj().permute(1, 2, 0),
+                  "a part of a marked conjugate": plain.conj()[:, :, 1:3], "no conjugates": plain.conj()[:0]}
+    elif dtype.is_floating_point and dtype.itemsize > 1:
+        pairs = torch.complex(plain.double(), plain.double())
+        found |= {"marked negative": pairs.conj().imag, "every other of complex": pairs.real[:, ::2]}
+    return found
+
+
+LAYOUTS = sorted({name for dtype in (torch.complex64, torch.float64) for name in laid_out(dtype, 0)})
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_message_lies_as_what_was_sent_however_that_lies(transports, layout):
+    """As the binder does it: both sides know the order of dimensions from what was traced."""
+    for dtype in MOVED:
+        mine = [laid_out(dtype, rank).get(layout) for rank in BOTH]
+        if mine[0] is None:
+            continue
+        order = memory_order(mine[0])
+        strides = strides_in(mine[0].shape, order)
+
+        def run(rank: int, mine=mine, order=order, strides=strides) -> None:
+            other, value = 1 - rank, mine[rank]
+            buffer = torch.empty_strided(value.shape, strides, dtype=value.dtype)
+            before = value.clone()
+            assert buffer.permute(order).is_contiguous()
+            cut = settled(value.detach().permute(order))
+            works = [transports[rank].send(cut, other, 7), transports[rank].receive(buffer.permute(order), other, 7)]
+            for work in works:
+                work.wait()
+            assert same(buffer, mine[other])
+            assert same(value, before)
+            if value.permute(order).is_contiguous() and value.numel():  # it was sent as it lay
+                assert all(size == 1 or one == two
+                           for size, one, two in zip(value.shape, buffer.stride(), value.stride(), strict=True))
+                assert (cut.data_ptr() == value.data_ptr()) is not (value.is_conj() or value.is_neg())
+
+        on_both(run)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_collectives_take_tensors_however_they_lie(transports, layout):
+    for dtype in MOVED:
+        mine = [laid_out(dtype, rank).get(layout) for rank in BOTH]
+        if mine[0] is None:
+            continue
+        before = [item.clone() for item in mine]
+        entries = [torch.stack([item, item]).contiguous() for item in mine]
+
+        def run(rank: int, mine=mine, before=before, entries=entries, dtype=dtype) -> None:
+            transport, lane = transports[rank], transports[rank].lane_group(BOTH)
+            assert same(transport.gathered(mine[rank], BOTH), torch.stack(before))
+            flat = mine[rank].reshape(-1)
+            assert same(lane.gather(flat), torch.stack([item.reshape(-1) for item in before]))
+            half = flat.numel() // 2
+            sizes = [half, flat.numel() - half]
+            found = transport.all_to_all(flat, BOTH, sent=sizes, received=[sizes[rank]] * 2)
+            assert same(found, torch.cat([item.reshape(-1).split(sizes)[rank] for item in before]))
+            if dtype in ADDED:
+                assert same(transport.reduced(mine[rank], BOTH), before[0] + before[1])
+                turned = entries[rank].transpose(0, -1).contiguous().transpose(0, -1)
+                assert same(transport.sum_scattered(turned, BOTH), before[0] + before[1])
+            assert same(mine[rank], before[rank])
+
+        on_both(run)
 
 
 def test_what_cannot_be_added_up_says_so(transports):

@@ -251,10 +251,19 @@ def _backward(outputs: list[torch.Tensor], tensors: list[torch.Tensor],
         with _Meter() as meter:
             if sources and wanted:
                 given = torch.autograd.grad(sources, wanted, gradients, retain_graph=True, allow_unused=True)
-                meter.room = meter.live.peak() - meter.live.now()
+                unused = _unused_bytes([item for item in given if item is not None], gradients)
+                meter.room = meter.live.peak() - meter.live.now() + unused
                 del given
         meters.append(meter)
     return meters[0], meters[1]
+
+
+def _unused_bytes(given: list[torch.Tensor], others: list[torch.Tensor]) -> int:
+    """Return what storages hold besides the gradients that lie in them: the real part of complex numbers, say."""
+    sizes = {_storage(tensor): tensor.untyped_storage().nbytes() for tensor in given}
+    for tensor in given:
+        sizes[_storage(tensor)] -= tensor.nbytes
+    return sum(max(0, sizes[storage]) for storage in sizes.keys() - {_storage(tensor) for tensor in others})
 
 
 def _flat(value: Any) -> list[torch.Tensor]:

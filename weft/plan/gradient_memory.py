@@ -20,7 +20,7 @@ import numpy as np
 
 from weft.model.graph import F64, Bool
 
-_HANDING_ON: Final = frozenset({"aten.add", "aten.add_", "prims.add", "aten.reshape", "aten.flatten", "aten.clone",
+HANDING_ON: Final = frozenset({"aten.add", "aten.add_", "prims.add", "aten.reshape", "aten.flatten", "aten.clone",
                                 "aten.contiguous", "aten.alias", "aten.dropout"})
 """Operators whose backward gives what it is given to operands of the same size."""
 _FIRST_ONLY: Final = frozenset({"aten.sub", "aten.rsub"})
@@ -93,7 +93,7 @@ def gives_on(step: BackwardStep, tensor: int, sizes: F64) -> bool:
     """Return whether the gradient of an operand is in the memory of that of the step's result."""
     if step.kind in _JOINING:
         return True
-    handing = step.is_view or step.kind in _HANDING_ON or (step.kind in _FIRST_ONLY and tensor == step.read[0])
+    handing = step.is_view or step.kind in HANDING_ON or (step.kind in _FIRST_ONLY and tensor == step.read[0])
     return handing and len(step.written) == 1 and bool(sizes[tensor] == sizes[step.written[0]])
 
 

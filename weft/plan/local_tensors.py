@@ -40,6 +40,14 @@ class LocalTensor:
     """The same for its gradient, on the way back."""
     is_kept: bool = True
     """The backward of its readers may need it."""
+    takers: frozenset[int] = frozenset()
+    """Operators that find more of it than others, each device having it brought there once more."""
+    taken: float = 1.0
+    """What these find."""
+    taken_room: float = 0.0
+    """What bringing it there takes besides."""
+    returned_room: float = 0.0
+    """The same for its gradient, on the way back."""
 
 
 def local_tensors(graph: Graph, stage: Stage, replica: Replica, ops: I64, crossing: I64) -> dict[int, LocalTensor]:
@@ -51,6 +59,10 @@ def local_tensors(graph: Graph, stage: Stage, replica: Replica, ops: I64, crossi
         return {}
     sizes, between = axis_sizes(replica), set(crossing.tolist())
     result = {}
+    readers: dict[int, list[int]] = {}
+    for op in ops.tolist() if stage.sharding.ops else ():
+        for tensor in graph.op_inputs(op).tolist():
+            readers.setdefault(tensor, []).append(op)
     forgotten, scores = (_scores(graph, stage, ops, kinds) for kinds in (LOSSES, CROSS_ENTROPY))
     for name in stage.sharding.tensors:
         tensor = graph.tensor_index[name]
@@ -64,8 +76,32 @@ def local_tensors(graph: Graph, stage: Stage, replica: Replica, ops: I64, crossi
             if found is not None:
                 item = _local(graph.tensor_shapes[tensor], *found, sizes, is_kept=tensor not in forgotten)
                 room = 2 * item.read if tensor in scores else 0.0
-                result[tensor] = replace(item, forward_room=max(item.forward_room, room))
+                item = replace(item, forward_room=max(item.forward_room, room))
+                result[tensor] = _with_takers(graph, stage, tensor, readers.get(tensor, ()), item, found[1], sizes)
     return result
+
+
+def _with_takers(graph: Graph, stage: Stage, tensor: int, readers: Sequence[int], item: LocalTensor, read: Layout,
+                 sizes: Sequence[int]) -> LocalTensor:
+    """Return the tensor with those readers that want all of it on axes where others find parts.
+
+    Those that are not split do, and products with rows of a matrix. Of others it is not known without their factors.
+    """
+    shape, nothing = graph.tensor_shapes[tensor], ("",) * len(sizes)
+    wanted: dict[int, tuple[Layout, Layout]] = {}
+    for op in readers if any(own.is_split for own in read) else ():
+        words = stage.sharding.ops.get(graph.op_names[op], nothing)
+        is_product = graph.op_kinds[op] == "aten.linear" and int(graph.op_inputs(op)[0]) == tensor
+        whole = [word in ("", SUMS) or (is_product and word.partition("/")[0] == "n") for word in words]
+        value = tuple(WHOLE if is_whole else own for is_whole, own in zip(whole, read, strict=True))
+        if value != read:
+            wanted[op] = value, tuple(SUM if is_whole and word else own
+                                      for is_whole, word, own in zip(whole, words, value, strict=True))
+    if not wanted:
+        return item
+    value, gradient = max(wanted.values(), key=lambda pair: largest_part(shape, pair[0], sizes))
+    return replace(item, takers=frozenset(wanted), taken=largest_part(shape, value, sizes),
+                   taken_room=_room(shape, read, value, sizes), returned_room=_room(shape, gradient, read, sizes))
 
 
 def _scores(graph: Graph, stage: Stage, ops: I64, kinds: frozenset[str]) -> set[int]:

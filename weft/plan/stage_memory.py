@@ -5,7 +5,8 @@ other stages are not counted inside its forward: they are held as received or ha
 
 On a device of a stage on several, sizes are those of its parts (``weft.plan.local_tensors``). What is read in another
 layout than it is made in is a storage of its own: with ``n`` tensors, tensor ``t`` as readers find it has the number
-``n + t``. The move between the two stands in the list of operators before the first that reads it.
+``n + t``, and where some readers want more of it than others, ``2 n + t`` for them. The moves between these stand in
+the list of operators before the first that reads what they bring.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import numpy as np
 
 from weft.model.graph import F64, I64, NO_BATCH_DIM, Bool, Graph, TensorRole
 from weft.model.weight_gradients import MADE_FIRST, can_wait
-from weft.plan.gradient_memory import GradientsLive, gives_on, gradients_live
+from weft.plan.gradient_memory import HANDING_ON, GradientsLive, gives_on, gradients_live
 from weft.plan.layout import stage_inputs
 from weft.plan.local_tensors import LocalTensor
 
@@ -94,7 +95,7 @@ def stage_memory(graph: Graph, ops: I64, *, num_samples: int, training: bool, cr
         outputs=_whole(view.size[outputs].sum()),
         saved_outputs=_whole(view.size[outputs[kept[outputs]]].sum()),
         input_gradients=_whole(view.sizes[gradients].sum()),
-        forward_peak=_whole(view.forward_live(own_saved, training=training).max()),
+        forward_peak=_whole(view.forward_live(own_saved, training=training, outputs=outputs).max()),
         backward_work=_whole(work.max()), backward_rise=_whole(rise.max()), first_rise=_whole(first.max()),
         split_rise=_whole(split.rise), weights_room=_whole(split.room))
 
@@ -144,19 +145,21 @@ class StageView:
         whole: F64 = graph.tensor_bytes.astype(np.float64)
         whole[graph.tensor_batch_dim != NO_BATCH_DIM] *= scale
         copied = [tensor for tensor, item in local.items() if item.is_copied]
-        self.sizes: F64 = np.concatenate((whole, whole)) if copied else whole.copy()
+        taken = [tensor for tensor, item in local.items() if item.takers]
+        self.sizes: F64 = np.tile(whole, 3 if taken else 2 if copied else 1)
         self.as_read: I64 = np.arange(count)
         """The number under which each tensor is read."""
         self.as_read[copied] += count
         for tensor, item in local.items():
             self.sizes[tensor] = whole[tensor] * item.made
             self.sizes[self.as_read[tensor]] = whole[tensor] * item.read
+        self.sizes[[2 * count + tensor for tensor in taken]] = [whole[tensor] * local[tensor].taken for tensor in taken]
         self.root: I64 = graph.memory_root
         self.is_saved: Bool = graph.is_saved
         self.steps = [self._step(op, local, scale) for op in ops.tolist()]
-        if copied:
+        if copied or taken:
             forgotten = [int(self.as_read[tensor]) for tensor in copied if not local[tensor].is_kept]
-            self._divide_storages(ops, copied, forgotten)
+            self._divide_storages(ops, copied + taken, forgotten)
         if local:
             self._insert_moves(local, whole)
         self.is_made = self.mask([tensor for step in self.steps for tensor in step.written])
@@ -172,7 +175,9 @@ class StageView:
 
     def _step(self, op: int, local: Mapping[int, LocalTensor], scale: float) -> _Step:
         """Return an operator; it keeps inside the part of what it reads."""
-        graph, read = self.graph, self.as_read[self.graph.op_inputs(op)].tolist()
+        graph, whole = self.graph, 2 * self.graph.num_tensors
+        read = [whole + tensor if tensor in local and op in local[tensor].takers else int(self.as_read[tensor])
+                for tensor in graph.op_inputs(op).tolist()]
         part = min((local[tensor].read for tensor in graph.op_inputs(op).tolist() if tensor in local), default=1.0)
         weights = tuple(int(tensor) for tensor in graph.op_inputs(op)
                         if graph.tensor_role[tensor] == TensorRole.PARAMETER and graph.needs_gradient[tensor])
@@ -195,14 +200,14 @@ class StageView:
 
     def _twice(self, values: Bool) -> Bool:
         """Return the values of tensors also for those that are read in another layout."""
-        return np.concatenate((values, values)) if len(self.sizes) > len(values) else values
+        return np.tile(values, len(self.sizes) // len(values))
 
     # ---- a device of several ----------------------------------------------------------------------------------------
 
     def _divide_storages(self, ops: I64, copied: list[int], forgotten: list[int]) -> None:
         """Let views of what is read in another layout be views of that, and find out which of the storages are kept."""
         graph, family, count = self.graph, self.graph.memory_root, self.graph.num_tensors
-        self.root = np.concatenate((family, np.arange(count, 2 * count)))
+        self.root = np.concatenate((family, np.arange(count, len(self.sizes))))
         divided = np.zeros(count, dtype=bool)
         divided[family[copied]] = True
         kept = self.mask(np.flatnonzero(graph.is_saved & ~divided))
@@ -213,7 +218,7 @@ class StageView:
                     self.root[tensor] = sources.get(int(family[tensor]), family[tensor])
                 elif graph.is_saved[tensor] and graph.op_kinds[op] in KEEPS_RESULT:
                     kept[tensor] = True
-            if any(graph.tensor_base[tensor] < 0 for tensor in step.written):  # it is not only a view
+            if any(graph.tensor_base[tensor] < 0 for tensor in step.written) and step.kind not in HANDING_ON:
                 kept[[root for source, root in sources.items() if graph.is_saved[source]]] = True
         kept[forgotten] = False
         self.is_saved = kept
@@ -226,9 +231,15 @@ class StageView:
             forward_room=item.forward_room * whole[tensor], backward_room=item.backward_room * whole[tensor])
             for tensor, item in local.items()
             if tensor in made and (item.is_copied or item.forward_room or item.backward_room)}
+        moves |= {2 * self.graph.num_tensors + tensor: _Step(
+            kind="", read=[int(self.as_read[tensor])], written=[2 * self.graph.num_tensors + tensor],
+            forward_room=item.taken_room * whole[tensor], backward_room=item.returned_room * whole[tensor])
+            for tensor, item in local.items() if tensor in made and item.takers}
         steps = []
         for step in self.steps:
-            steps += [moves.pop(number) for number in dict.fromkeys(step.read) if number in moves]
+            for number in dict.fromkeys(step.read):
+                if number in moves:
+                    steps += [moves.pop(source) for source in (*moves[number].read, number) if source in moves]
             steps.append(step)
         self.steps = [*steps, *moves.values()]
 
@@ -263,14 +274,17 @@ class StageView:
         """Return what operators keep for their backward besides tensors."""
         return sum(step.inside for step in self.steps)
 
-    def forward_live(self, saved: I64, *, training: bool) -> F64:
-        """Return what is live in each step of the forward; of what is saved, that which is made up to then."""
+    def forward_live(self, saved: I64, *, training: bool, outputs: I64 | None = None) -> F64:
+        """Return what is live in each step of the forward; of what is saved, that which is made up to then.
+
+        Storages of ``outputs`` stay until it ends.
+        """
         kept = self.mask(saved)
         change = np.asarray([step.inside * training for step in self.steps])
         first, _, storages = self.spans(self.steps, kept)
         np.add.at(change, first, self.size[storages])
         rooms = [step.forward_room for step in self.steps]
-        return np.asarray(np.cumsum(change) + self._live(self.steps, self.is_made & ~kept) + rooms)
+        return np.asarray(np.cumsum(change) + self._live(self.steps, self.is_made & ~kept, outputs) + rooms)
 
     # ---- the backward, from the last operator to the first ----------------------------------------------------------
 
@@ -342,9 +356,14 @@ class StageView:
         np.add.at(change, first, self.sizes[storages])
         return np.cumsum(change)
 
-    def _live(self, steps: Sequence[_Step], counted: Bool) -> F64:
-        """Return the total of storages that are live in each step: from the first that has it to the last."""
+    def _live(self, steps: Sequence[_Step], counted: Bool, stay: I64 | None) -> F64:
+        """Return the total of storages that are live in each step: from the first that has it to the last.
+
+        Those in ``stay`` are so to the end.
+        """
         first, last, storages = self.spans(steps, counted)
+        if stay is not None:
+            last[self.mask(stay)[storages]] = len(steps) - 1
         change = np.zeros(len(steps) + 1)
         np.add.at(change, first, self.size[storages])
         np.add.at(change, last + 1, -self.size[storages])

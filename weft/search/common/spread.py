@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from weft.plan.plan import Sharding
 from weft.plan.sharding import SplitOp, TensorLayout, format_layout, parse_strategy
@@ -30,36 +30,46 @@ from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement
 
 
 def spread(ops: Mapping[str, NamedOp], shapes: Mapping[str, Sequence[int]], num_devices: int, *,
-           stored: Mapping[str, Layout] | None = None) -> Sharding:
+           stored: Mapping[str, Layout] | None = None, leaving: Set[str] = frozenset()) -> Sharding:
     """Return how a stage of these operators, in order, is spread over one axis of so many devices.
 
     ``shapes`` are those of the model's parameters. ``stored`` are parameters that another stage on the same devices
-    holds already, which decides how they are stored here.
+    holds already, which decides how they are stored here. ``leaving`` are tensors that others read, too: whole.
     """
     mesh = (num_devices,)
     chosen: dict[str, tuple[str, ...]] = {}
     layouts: dict[str, Placement] = {name: layout[0] for name, layout in (stored or {}).items()}
-    read: set[tuple[str, Placement]] = set()
+    read: dict[str, set[Placement]] = {tensor: {WHOLE} for tensor in leaving}
     num_readers = Counter(tensor for op in ops.values() for tensor in op.inputs)
     for name, op in ops.items():
         takes_sums = len(op.inputs) == 1 and num_readers[op.inputs[0]] == 1
         strategy = _choose(op, layouts, shapes, num_devices, takes_sums=takes_sums)
         if op.factors is None or strategy == (NOT_SPLIT,):
+            for tensor in op.inputs:
+                read.setdefault(tensor, set()).add(WHOLE)
             continue
         chosen[name] = (_word(op.factors, strategy[0]),)
         for position, tensor in enumerate(op.inputs):
             place = input_layout(op.factors, strategy, mesh, position)[0]
-            read.add((tensor, place))
+            read.setdefault(tensor, set()).add(place)
             if tensor in shapes:
                 layouts.setdefault(tensor, place)
         for position, tensor in enumerate(op.outputs[: len(op.factors.outputs)]):
             layouts[tensor] = output_layout(op.factors, strategy, mesh, position)[0]
     sharding = with_stored_parameters(chosen, ops, shapes, mesh, stored=stored)
-    inside = {tensor: (str(place),) for tensor, place in layouts.items()
-              if tensor not in shapes and place.is_split and (tensor, place) in read}
-    gathered = {tensor: (str(place),) for tensor, place in layouts.items()
-                if tensor not in shapes and place.is_split and (tensor, place) not in read}
-    return Sharding(ops=sharding.ops, tensors={**inside, **sharding.tensors}, made=gathered)
+    tensors, made = dict[str, tuple[str, ...]](), dict[str, tuple[str, ...]]()
+    for tensor, place in layouts.items():
+        if tensor in shapes:
+            continue
+        found = read.get(tensor, set())
+        wanted = next(iter(found)) if len(found) == 1 else WHOLE
+        if place.is_split and place in found:
+            tensors[tensor] = str(place),
+        elif place.is_split or wanted.is_split:
+            made[tensor] = str(place),
+            if wanted.is_split:
+                tensors[tensor] = str(wanted),
+    return Sharding(ops=sharding.ops, tensors={**tensors, **sharding.tensors}, made=made)
 
 
 def _word(op: OpFactors, choice: int) -> str:

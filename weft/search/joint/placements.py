@@ -246,12 +246,20 @@ def _joint(problem: Problem, parts: Sequence[I64]) -> list[StageSpec]:
         shardings = []
         for ops in parts:
             names = [graph.op_names[op] for op in ops]
-            shardings.append(spread({name: problem.ops[name] for name in names}, shapes, count, stored=stored))
+            shardings.append(spread({name: problem.ops[name] for name in names}, shapes, count, stored=stored,
+                                    leaving=_read_elsewhere(graph, ops)))
             read = {tensor for name in names for tensor in problem.ops[name].inputs if tensor in shapes}
             held = shardings[-1].tensors
             stored |= {tensor: parse_layout(held.get(tensor, ("R",))).value for tensor in sorted(read)}
     return [StageSpec(ops=ops, replicas=((problem.devices, 1.0),), sharding=sharding)
             for ops, sharding in zip(parts, shardings, strict=True)]
+
+
+def _read_elsewhere(graph: Graph, ops: I64) -> frozenset[str]:
+    """Return the tensors that operators beside these read, and the model's outputs."""
+    others = np.setdiff1d(np.arange(graph.num_ops), ops)
+    read = [tensor for op in others.tolist() for tensor in graph.op_inputs(op).tolist()]
+    return frozenset(graph.tensor_names[tensor] for tensor in {*read, *graph.outputs})
 
 
 def _joint_bytes(problem: Problem, joint: Sequence[StageSpec]) -> float:

@@ -34,7 +34,8 @@ def plan_words(found: ShardedModel, folded: FoldedModel) -> Sharding:
     for name, layout, read in _activations(found, assembler):
         if any(item.is_split for item in read.value):
             tensors[name] = format_layout(read)
-        if layout != read.value and any(item.is_split for item in layout):
+        if any(item != own and (item.is_split or (item == SUM and own.is_split))
+               for item, own in zip(layout, read.value, strict=True)):
             made[name] = tuple(map(str, layout))
     returned = _returned(parts, found)
     for node, (index, strategy) in enumerate(zip(found.graph.node_part, found.choice, strict=True)):
