@@ -12,7 +12,7 @@ from tests.test_readme import README, ROOT, check_page
 from weft.cost.op_classes import op_classes
 from weft.planning.compare import DEPLOY_SIMULATIONS
 from weft.search.common.problem import divisors
-from weft.search.joint import estimate, layouts, search
+from weft.search.joint.tuning import TUNING
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -75,20 +75,20 @@ def test_the_page_on_costs_has_the_table_of_efficiencies():
 
 def test_the_page_on_the_joint_search_has_the_numbers_of_the_code():
     text = " ".join((DOCS / "joint.md").read_text().split())
-    for sentence in (f"at most {search.MAX_STAGES}. Likewise", f"up to {layouts.MAX_GROUPS} device groups",
-                     f"divided into up to {layouts.MAX_STAGES_IN_GROUP} stages",
-                     f"at most {search.MAX_MICROBATCHES_PER_STAGE} for each stage",
-                     f"up to {estimate.SLACKS[-1]:.0%} shorter".replace("%", " %"),
-                     f"Up to {estimate.HIDDEN:.0%} of a gradient".replace("%", " %"),
-                     f"{search.WORSE - 1:.0%} above the best".replace("%", " %"),
-                     f"On more than {search.LARGE} devices"):
+    for sentence in (f"at most {TUNING.max_stages}. Likewise", f"up to {TUNING.max_groups} device groups",
+                     f"divided into up to {TUNING.max_stages_in_group} stages",
+                     f"at most {TUNING.max_microbatches_per_stage} for each stage",
+                     f"up to {TUNING.slacks[-1]:.0%} shorter".replace("%", " %"),
+                     f"Up to {TUNING.hidden:.0%} of a gradient".replace("%", " %"),
+                     f"{TUNING.worse - 1:.0%} above the best".replace("%", " %"),
+                     f"On more than {TUNING.large} devices"):
         assert sentence in text, sentence
-    assert search.CHUNKS == (1, 2, 4), "the page says one, two or four"
-    assert divisors(2 * estimate.SEGMENT_COUNTS[-1])[:-1] == list(estimate.SEGMENT_COUNTS), "1, 2, 4, ... 64"
-    assert (search.FINALISTS, search.ATTEMPTS) == (6, 14), "the page says six and fourteen"
+    assert TUNING.chunks == (1, 2, 4), "the page says one, two or four"
+    assert divisors(2 * TUNING.segment_counts[-1])[:-1] == list(TUNING.segment_counts), "1, 2, 4, ... 64"
+    assert (TUNING.finalists, TUNING.attempts) == (6, 14), "the page says six and fourteen"
 
 
 def test_other_pages_have_the_numbers_of_the_code():
-    assert f"**More than {search.LARGE} devices**" in (DOCS / "limits.md").read_text()
+    assert f"**More than {TUNING.large} devices**" in (DOCS / "limits.md").read_text()
     text = " ".join((DOCS / "searchers.md").read_text().split())
     assert f"ends after {DEPLOY_SIMULATIONS:,} simulations" in text

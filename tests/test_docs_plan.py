@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.test_readme import ROOT, check_page
-from weft.search.joint.finalists import LARGE
+from weft.search.joint.tuning import TUNING
 from weft.show.plan_tables import MAX_TRIED
 
 PAGE = ROOT / "docs" / "plan.md"
@@ -17,5 +17,5 @@ def test_the_page_on_planning(tmp_path, monkeypatch, capsys):
 
 def test_its_numbers_are_those_of_the_code():
     text = " ".join(PAGE.read_text().split())
-    assert f"On more than {LARGE} devices" in text
+    assert f"On more than {TUNING.large} devices" in text
     assert f"the best {MAX_TRIED} settings" in text

@@ -48,7 +48,7 @@ def test_json_is_exactly_the_result_and_progress_goes_to_stderr(capsys, problem)
     assert (result["status"], result["cost"], result["bound"], result["usage_peak"]) == ("optimal", 6, 6, 3)
     assert result["choice"] == [1, 1]
     assert "2 nodes, 1 edges, usage limit 6" in captured.err
-    assert "best 6, bound 6, gap 0.000 %" in captured.err
+    assert "best 6, bound 6, gap 0 %" in captured.err
     assert run(capsys, problem, "--json", "--quiet").err == ""
 
 

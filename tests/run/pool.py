@@ -274,6 +274,13 @@ def _damage(kind: str, rank: int, counts: dict[str, Counter[str]]) -> Iterator[A
         Wiring.loss_weight = weight  # type: ignore[method-assign]
 
 
+def _widened(part: Any, shape: Any) -> Any:
+    """Return the part at the begin of a tensor of this shape."""
+    room = part.new_zeros(shape)
+    room[tuple(slice(size) for size in part.shape)] = part
+    return room
+
+
 @contextlib.contextmanager
 def _lost_collective(kind: str) -> Iterator[None]:
     """Let one exchange inside a stage not happen, on all ranks: ``lost all_reduce 3`` is the third sum."""
@@ -283,7 +290,7 @@ def _lost_collective(kind: str) -> Iterator[None]:
     instead = {"all_reduce": lambda group, tensor, how="sum": tensor.clone(),
                "all_gather": lambda group, tensor: [tensor] * group.size,
                "all_to_all": lambda group, parts, shapes: [parts[0].new_zeros(shape) for shape in shapes],
-               "reduce_scatter": lambda group, parts: parts[group.rank].clone()}[name]
+               "reduce_scatter": lambda group, parts, longest: _widened(parts[group.rank], longest)}[name]
     original = getattr(AxisGroup, name)
     left = int(number)
 

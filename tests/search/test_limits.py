@@ -456,7 +456,7 @@ def test_earliest_start_in_slices_is_the_same_as_at_once(monkeypatch):
 
     def counted(*arguments):
         calls.append(arguments[-2])
-        return some.py_func(*arguments)
+        return some.function(*arguments)
 
     monkeypatch.setattr(earliest_kernel, "SLICE", 200)
     monkeypatch.setattr(earliest_kernel, "_place_some", counted)

@@ -11,18 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from weft.base.errors import ModelError
 from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import read_cluster
 from weft.cost.costs import Costs, load_costs
-from weft.model.fidelity import check_trace
 from weft.model.graph import Graph
 from weft.model.load import has_module, load_graph_for, trace_model
-from weft.model.parts import Verdict
-from weft.model.source import ModelSource, resolve_model
-from weft.model.trace import TracedModel
-from weft.plan.cut import check_cut, finest_parts
 from weft.plan.notes import NOTE, recompute_notes
 from weft.plan.plan import Mode, Optimizer, OptimizerKind, Plan
 from weft.planning.compare import Comparison, compare_all
@@ -31,6 +27,11 @@ from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.splits import Splits, load_splits
 from weft.sharding.named_ops import named_ops
+
+if TYPE_CHECKING:
+    from weft.model.parts import Verdict
+    from weft.model.source import ModelSource
+    from weft.model.trace import TracedModel
 
 Report = Callable[[str], None]
 
@@ -104,6 +105,8 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
     report(f"traced in {budget.paused_s:.1f} s")
     if search.try_example and traced is not None and _has_values(model):
         with budget.paused():
+            from weft.model.fidelity import check_trace
+
             _judge(check_trace(traced, traced.source.build(), traced.source.inputs()), report)
     options = replace(options, recompute=options.recompute or graph.asks_recompute)
     for note in graph.warnings:
@@ -156,6 +159,9 @@ def _has_values(model: str | ModelSource) -> bool:
 
 def _check_cut(model: str | ModelSource, plan: Plan, graph: Graph, options: PlanOptions, report: Report) -> None:
     """Raise ``ModelError`` if the plan must not cut the model's batch."""
+    from weft.model.source import ModelSource, resolve_model
+    from weft.plan.cut import check_cut, finest_parts
+
     if len(finest_parts(plan)) < 2 or options.mode != "training":
         return
     source = model if not isinstance(model, str) else resolve_model(model, mode=options.mode, dtype=options.dtype)

@@ -6,15 +6,13 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from weft.base.errors import ModelError, NoFeasiblePlan
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import Costs
-from weft.model.folded import FoldedModel, trace_folded
 from weft.model.graph import Graph
 from weft.model.load import has_module
-from weft.model.source import ModelSource, resolve_model
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
 from weft.plan.plan import Mode
@@ -24,6 +22,9 @@ from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy import splits as team_splits
 from weft.search.deploy.splits import NO_SPLITS, Splits
 from weft.search.joint.baselines import STRATEGIES
+
+if TYPE_CHECKING:
+    from weft.model.folded import FoldedModel
 
 Report = Callable[[str], None]
 
@@ -81,6 +82,9 @@ def find_splits(problem: Problem, request: Request, *, budget: Budget | None = N
 
 @lru_cache(maxsize=2)
 def _folded(model: str, mode: Mode, batch: int, dtype: str) -> FoldedModel:
+    from weft.model.folded import trace_folded
+    from weft.model.source import ModelSource, resolve_model
+
     source = resolve_model(model, mode=mode, batch=batch, dtype=dtype)
     assert isinstance(source, ModelSource), "it has a module"
     return trace_folded(source, batch=batch)

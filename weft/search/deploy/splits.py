@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from weft.base.errors import ModelError, NoFeasiblePlan
 from weft.cluster.cluster import Cluster, DeviceId
 from weft.cost.costs import Costs
-from weft.model.folded import FoldedModel, trace_folded
 from weft.model.graph import F64, I64, Graph
 from weft.model.load import has_module
 from weft.model.source import ModelSource, resolve_model
 from weft.plan.notes import NOTE, rule_notes
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.problem import Problem, StageSpec
-from weft.search.shard.tensor_costs import TensorCosts, split_operators
+
+if TYPE_CHECKING:
+    from weft.model.folded import FoldedModel
+    from weft.search.shard.tensor_costs import TensorCosts
 
 Team = tuple[DeviceId, ...]
 """Devices that divide the operators of a stage among them; one device for none."""
-Splits = Mapping[tuple[int, int], TensorCosts]
+Splits = Mapping[tuple[int, int], "TensorCosts"]
 """How devices divide operators, by device group and number of devices."""
 NO_SPLITS: Final[Splits] = MappingProxyType({})
 MAX_DEGREE: Final = 16
@@ -44,6 +46,8 @@ def load_splits(model: str | ModelSource, problem: Problem, costs_of: Callable[[
             model, mode=problem.options.mode, batch=problem.graph.batch, dtype=problem.options.dtype)
         assert isinstance(source, ModelSource), "it has a module"
         with budget.paused():
+            from weft.model.folded import trace_folded
+
             folded = trace_folded(source, batch=problem.graph.batch)
         for note in rule_notes(folded.traced):
             report(f"{NOTE}{note}")
@@ -60,6 +64,8 @@ def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph
     ``folded`` is the folded model of ``problem.graph``; ``costs_of`` gives the costs of its graph. What the budget cuts
     short is left out.
     """
+    from weft.search.shard.tensor_costs import split_operators
+
     groups = problem.cluster.groups_by_host_and_kind()
     found: dict[tuple[int, int], TensorCosts] = {}
     costs: Costs | None = None

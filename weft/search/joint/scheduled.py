@@ -21,7 +21,6 @@ from weft.search.joint.tuning import TUNING
 from weft.search.schedule.from_plan import PlanProblem, problem_of_plan, with_schedule
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import ScheduleResult
-from weft.search.schedule.search import schedule
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 
@@ -43,6 +42,8 @@ def schedule_search(*, time_limit: float | None = None, effort: float | None = N
                     progress: Callable[[str], None] = lambda text: None) -> Search:
     """Return Weft's schedule search with these settings."""
     def search(problem: ScheduleProblem, microbatches: int) -> ScheduleResult:
+        from weft.search.schedule.search import schedule
+
         return schedule(problem, microbatches=microbatches, time_limit=time_limit, effort=effort, seed=seed,
                         progress=progress)
     return search
