@@ -393,7 +393,7 @@ def _swap(executor: Any) -> None:
     for position in (first, second):
         for part in executor.binder.actions[position].__closure__:
             if isinstance(part.cell_contents, list):
-                tags.append(part.cell_contents[0][1])
+                tags.append(part.cell_contents[0][-1])
         for part in executor.binder.actions[position].__closure__:
             if part.cell_contents == receive:
                 part.cell_contents = swapped
