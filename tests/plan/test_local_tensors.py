@@ -48,7 +48,7 @@ SPLIT = {"op0": ("n",), "op1": ("k",)}
     ({"ops": {"op1": ("k",)}, "tensors": {"y0": ("S1",)}},  # cut out of what is whole; its gradient is gathered
      LocalTensor(made=1.0, read=0.25, is_copied=True, backward_room=1.0)),
     ({"ops": SPLIT, "tensors": {"y0": ("S1",)}, "made": {"y0": ("S0",)}},
-     LocalTensor(made=0.25, read=0.25, is_copied=True, forward_room=0.5, backward_room=0.5)),
+     LocalTensor(made=0.25, read=0.25, is_copied=True, forward_room=0.25, backward_room=0.25)),
     ({"tensors": {"y0": ("S1",)}}, LocalTensor(made=0.25, read=0.25)),  # nothing is known about operators
 ])
 def test_what_a_device_has_of_a_tensor(words: dict[str, dict[str, tuple[str, ...]]], expected: LocalTensor | None) -> None:
