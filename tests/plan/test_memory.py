@@ -95,9 +95,9 @@ class Recount:
         return {self.base(int(item)) for item in (*self.graph.op_inputs(op), *self.graph.op_outputs(op))}
 
     def forward_peak(self) -> int:
-        """Return the most that is live: until its last operator what is not saved, and to the end what is."""
+        """Return the most that is live: to the end what is saved or handed over, the rest until its last operator."""
         own = {self.base(tensor) for tensor in self.made} & self.made
-        kept = self.saved - {self.base(tensor) for tensor in self.inputs} | self.saved & self.made
+        kept = self.saved - {self.base(tensor) for tensor in self.inputs} | self.saved & self.made | self.outputs & own
         most = 0.0
         for step in range(len(self.ops)):
             before = set().union(*map(self.touched, self.ops[:step + 1]))
