@@ -544,6 +544,12 @@ def test_a_view_that_comes_from_another_stage_is_kept_as_what_came():
     assert (first.outputs, first.saved_outputs, first.saved) == (100, 100, 100)
 
 
+def test_what_is_handed_over_stays_until_the_forward_ends():
+    graph = dag_graph([[-1], [0], [1], [2, 0]], sizes=[100, 8, 8, 4], weights=[0, 0, 0, 0])
+    assert figures(graph, [0, 1, 2], others=[[3]], training=False).forward_peak == 100 + 8 + 8
+    assert figures(graph, [0, 1, 2], training=False).forward_peak == 100 + 8
+
+
 def test_a_view_of_a_parameter_is_not_counted():
     graph = with_views(chain_graph(2), {"y0": "w0"}, saved={"w0", "y1"})
     assert figures(graph, [0, 1]).saved == 4
