@@ -48,7 +48,7 @@ SPLIT = {"op0": ("n",), "op1": ("k",)}
     ({"ops": {"op1": ("k",)}, "tensors": {"y0": ("S1",)}},  # cut out of what is whole; its gradient is gathered
      LocalTensor(made=1.0, read=0.25, is_copied=True, backward_room=1.0)),
     ({"ops": SPLIT, "tensors": {"y0": ("S1",)}, "made": {"y0": ("S0",)}},
-     LocalTensor(made=0.25, read=0.25, is_copied=True, forward_room=0.5, backward_room=0.5)),
+     LocalTensor(made=0.25, read=0.25, is_copied=True, forward_room=0.25, backward_room=0.25)),
     ({"tensors": {"y0": ("S1",)}}, LocalTensor(made=0.25, read=0.25)),  # nothing is known about operators
 ])
 def test_what_a_device_has_of_a_tensor(words: dict[str, dict[str, tuple[str, ...]]], expected: LocalTensor | None) -> None:
@@ -61,6 +61,26 @@ def test_parameters_are_there_as_stored_and_tensors_between_stages_whole() -> No
     items = found(graph, crossing, ops=SPLIT, tensors={"y0": ("S1",), "w0": ("S0",)}, made={"y0": ("S1",)})
     assert items["w0"].made == items["w0"].read < 1
     assert items["y0"] == LocalTensor(made=0.25, read=1.0, is_copied=True, forward_room=1.0)
+
+
+def test_readers_that_want_all_of_what_others_find_in_parts_have_it_brought_once_more() -> None:
+    """A product with rows of a matrix, beside an operator that takes the same part as the maker."""
+    graph = dag_graph([[-1], [0], [0], [1, 2]], sizes=[128, 128, 128, 4], weights=[0, 1, 2, 3])
+    shapes = [(4, 8) if name in ("y0", "y1", "y2") else shape
+              for name, shape in zip(graph.tensor_names, graph.tensor_shapes, strict=True)]
+    graph = replace(graph, tensor_shapes=tuple(shapes), op_kinds=("a", "aten.linear", "b", "c"))
+    replica = Replica(devices=("d0", "d1", "d2", "d3"), mesh={"tensor": 4})
+    ops = {"op0": ("n",), "op1": ("n",), "op2": ("d1",)}
+    stage = Stage(name="s0", ops=graph.op_names, replicas=(replica,),
+                  sharding=Sharding(ops=ops, tensors={"y0": ("S1",), "y1": ("S1",), "y2": ("S1",)}))
+    local = local_tensors(graph, stage, replica, np.arange(4), NOTHING)
+    item = local[graph.tensor_index["y0"]]
+    assert item == LocalTensor(made=0.25, read=0.25, takers=frozenset((1,)), taken=1.0, taken_room=1.0, returned_room=1.0)
+    without = {**local, graph.tensor_index["y0"]: LocalTensor(made=0.25, read=0.25)}
+    taken, plain = (stage_memory(graph, np.arange(4), num_samples=graph.batch, training=True, crossing=NOTHING, local=parts)
+                    for parts in (local, without))
+    assert taken.forward_peak >= plain.forward_peak + 128
+    assert taken.backward_work > plain.backward_work
 
 
 def test_one_device_has_everything() -> None:

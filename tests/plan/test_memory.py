@@ -95,9 +95,9 @@ class Recount:
         return {self.base(int(item)) for item in (*self.graph.op_inputs(op), *self.graph.op_outputs(op))}
 
     def forward_peak(self) -> int:
-        """Return the most that is live: until its last operator what is not saved, and to the end what is."""
+        """Return the most that is live: to the end what is saved or handed over, the rest until its last operator."""
         own = {self.base(tensor) for tensor in self.made} & self.made
-        kept = self.saved - {self.base(tensor) for tensor in self.inputs} | self.saved & self.made
+        kept = self.saved - {self.base(tensor) for tensor in self.inputs} | self.saved & self.made | self.outputs & own
         most = 0.0
         for step in range(len(self.ops)):
             before = set().union(*map(self.touched, self.ops[:step + 1]))
@@ -542,6 +542,12 @@ def test_a_view_that_comes_from_another_stage_is_kept_as_what_came():
     assert (last.inputs, last.saved) == (30, 30)
     first = figures(graph, [0, 1], others=[[2]])
     assert (first.outputs, first.saved_outputs, first.saved) == (100, 100, 100)
+
+
+def test_what_is_handed_over_stays_until_the_forward_ends():
+    graph = dag_graph([[-1], [0], [1], [2, 0]], sizes=[100, 8, 8, 4], weights=[0, 0, 0, 0])
+    assert figures(graph, [0, 1, 2], others=[[3]], training=False).forward_peak == 100 + 8 + 8
+    assert figures(graph, [0, 1, 2], training=False).forward_peak == 100 + 8
 
 
 def test_a_view_of_a_parameter_is_not_counted():

@@ -160,6 +160,6 @@ def _step_room(old: Placement, new: Placement, given: float, found: float, num_d
     if old == SUM:
         return num_devices * found + pieces if new.is_split else found
     if new.is_split:
-        return given + found + pieces
+        return max(given, found) + pieces  # pieces put together, then what arrived
     padded = given if num_devices * given > found else 0.0
     return num_devices * given + padded if new == WHOLE else found

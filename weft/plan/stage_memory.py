@@ -29,6 +29,8 @@ KEEPS_RESULT: Final = frozenset(f"aten.{name}" for name in (
     "reciprocal", "tan", "elu", "celu", "selu", "cumprod", "logsumexp", "std", "norm", "linalg_vector_norm", "amax",
     "amin", "scaled_dot_product_attention"))
 """Operators whose backward needs what they gave, and not only what they and others read."""
+TRANSPOSES: Final = frozenset(("aten.t", "aten.transpose", "aten.permute"))
+"""A product with a parameter behind one of these is split as one with the parameter itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -186,11 +188,21 @@ class StageView:
         written = graph.op_outputs(op).tolist()
         return _Step(kind=kind, read=read, written=written, weights=weights,
                      is_view=bool(written) and all(graph.tensor_base[tensor] >= 0 for tensor in written),
-                     can_wait=bool(weights) and can_wait(kind), made_first=kind in MADE_FIRST,
+                     can_wait=can_wait(kind) and (bool(weights) or self._has_turned_weight(op)),
+                     made_first=kind in MADE_FIRST,
                      keeps_result=kind in KEEPS_RESULT or not kind.startswith("aten."),
                      inside=float(graph.saved_inside_bytes[op]) * room,
                      forward_room=float(graph.forward_room_bytes[op]) * room,
                      backward_room=float(graph.backward_room_bytes[op]) * room)
+
+    def _has_turned_weight(self, op: int) -> bool:
+        """Return whether an operator reads a matrix that is a trained parameter the other way round."""
+        graph = self.graph
+        turned = [tensor for tensor in graph.op_inputs(op).tolist()
+                  if graph.tensor_base[tensor] >= 0 and len(graph.tensor_shapes[tensor]) == 2
+                  and graph.op_kinds[int(graph.tensor_producer[tensor])] in TRANSPOSES]
+        return any(graph.needs_gradient[tensor]
+                   and graph.tensor_role[graph.tensor_base[tensor]] == TensorRole.PARAMETER for tensor in turned)
 
     def mask(self, numbers: list[int] | I64) -> Bool:
         """Return true for these tensors or storages."""
