@@ -1,15 +1,38 @@
-"""The adapter to numba: functions compiled once, kept on disk, that release the interpreter lock."""
+"""The adapter to numba: functions compiled once, kept on disk, that release the interpreter lock.
+
+numba is imported when the first of them is called, so modules with compiled code are imported as fast as others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property, update_wrapper
 from typing import Any, TypeVar, cast
-
-import numba
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
+class _Compiled:
+    """A function that is compiled, or read from the disk, when it is called or called by compiled code."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        update_wrapper(self, function)
+
+    @cached_property
+    def dispatcher(self) -> Any:
+        """Return numba's version of the function."""
+        import numba
+        from numba.core.types import Dispatcher
+        from numba.core.typing.typeof import typeof_impl
+
+        typeof_impl.register(_Compiled)(lambda other, _context: Dispatcher(other.dispatcher))
+        return numba.njit(cache=True, nogil=True, error_model="numpy")(self.function)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.dispatcher(*args)
+
+
 def compiled(function: Function) -> Function:
     """Return the function compiled; division by zero gives infinity, as in numpy."""
-    return cast(Function, numba.njit(cache=True, nogil=True, error_model="numpy")(function))
+    return cast(Function, _Compiled(function))
