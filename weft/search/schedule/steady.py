@@ -12,7 +12,7 @@ Modulo scheduling. For a trial period P (ticks), every task i of each of the K m
 
 Micro-batches are interchangeable, so copies of one task are in order of k and within one period of each other
 (``_add_order_of_copies``). A period is feasible if a smaller one is (stretch time), so the smallest is found by
-bisection (``_Search.bisect``); every solution found is tightened to the smallest period of its own cyclic order
+bisection (``_Search.bisect``), below what annealing of cyclic orders has found (``anneal``); every solution found is tightened to the smallest period of its own cyclic order
 (``tighten``), in real time at the end. No period is smaller, per micro-batch and for any K, than ``period_bound``.
 """
 
@@ -21,6 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -32,12 +33,12 @@ from weft.model.graph import F64
 from weft.search.common.budget import Budget
 from weft.search.common.cpsat import Solution, solve
 from weft.search.common.incumbent import Incumbent
+from weft.search.schedule.anneal import Annealer
 from weft.search.schedule.bounds import period_bound
-from weft.search.schedule.cyclic import Tight, tighten
+from weft.search.schedule.cyclic import NoPeriod, Tight, tighten
 from weft.search.schedule.first import first_schedule
 from weft.search.schedule.named import named_schedules
 from weft.search.schedule.problem import ScheduleProblem
-from weft.search.schedule.rules import RuleSearch
 from weft.search.schedule.schedule import Schedule, find_problems
 from weft.search.schedule.tuning import TUNING
 from weft.search.schedule.whole import WholeProblem, to_whole
@@ -89,23 +90,37 @@ def find_steady_state(problem: ScheduleProblem, *, budget: Budget, seed: int = 0
                       max_microbatches: int = TUNING.max_microbatches) -> SteadyState | None:
     """Return the steady state of smallest period per micro-batch that was found; None if memory admits none at all.
 
-    What named schedules repeat in their middle is a start. Then come rounds, each with more effort: schedules by rule,
-    and for every K bisection between what is excluded and the best found so far. Most periods are found or excluded at
-    once, and no hard one keeps the search from the others. It ends when the bound is met, or the budget is spent.
+    What named schedules repeat in their middle is a start, and the bound is tried, which is most often the answer. Then
+    come rounds, each with more effort: annealing for every K finds patterns, also of larger K, and bisection between
+    what is excluded and the best found so far excludes the rest. No hard period keeps the search from the others. It
+    ends when the bound is met, or the budget is spent.
     """
+    return next(iter(find_steady_states(problem, budget=budget, seed=seed, max_microbatches=max_microbatches)), None)
+
+
+def find_steady_states(problem: ScheduleProblem, *, budget: Budget, seed: int = 0,
+                       max_microbatches: int = TUNING.max_microbatches) -> list[SteadyState]:
+    """Return the steady state of smallest period per micro-batch, then the best with fewer micro-batches per period."""
     bound = period_bound(problem)
     if bound is None:
-        return None
+        return []
     search = _Search(to_whole(problem), bound, budget, seed)
     search.start()
     numbers = [number for number in range(1, max_microbatches + 1) if not search.is_large(number)]
+    exact = numbers[: TUNING.max_exact_microbatches]
+    for number in exact:
+        search.try_bound(number)
     for effort in TUNING.trial_efforts:
-        if search.may_go_on:
-            search.try_rules(round(TUNING.rule_plays * effort / TUNING.trial_efforts[0]))
         for number in numbers:
-            if search.may_go_on and number not in search.proven:
-                search.bisect(number, effort)
-    return None if search.best.answer is None else replace(search.best.answer, proven=tuple(sorted(search.proven)))
+            search.anneal(number, TUNING.anneal_share * effort)
+        for number in exact:
+            search.bisect(number, effort)
+    proven, found = tuple(sorted(search.proven)), []
+    for number in sorted(search.patterns):
+        steady = search.patterns[number]
+        if not found or steady.rate < found[0].rate * (1 - 1e-9):
+            found.insert(0, replace(steady, proven=proven))
+    return found
 
 
 def variants(steady: SteadyState, *, budget: Budget, seed: int = 0) -> Iterator[SteadyState]:
@@ -143,7 +158,9 @@ class _Search:
         self.lowest: dict[int, int] = {}
         """Smallest period (ticks) not yet excluded, by K."""
         self.proven: set[int] = set()
-        self.rules: RuleSearch | None = None
+        self.patterns: dict[int, SteadyState] = {}
+        """The best found, by K."""
+        self.annealer: Annealer | None = None
         self.tried: dict[tuple[int, int], float] = {}
         """Effort that was spent in vain, by K and period."""
 
@@ -162,24 +179,43 @@ class _Search:
             if alone.makespan <= 0:
                 return
             steady = make_steady(self.whole.problem, alone.starts, alone.makespan, self.best.bound)
-        self.best.offer(steady.rate, steady, "steady state: one micro-batch after the other")
-        if self.whole.num_tasks * TUNING.rule_length <= TUNING.max_greedy:
-            for example in named_schedules(alone.problem, TUNING.rule_length).values():
-                self.offer_pattern(example)
+        self.offer(steady, "one micro-batch after the other")
+        if self.whole.num_tasks * TUNING.example_length <= TUNING.max_greedy:
+            for example in named_schedules(alone.problem, TUNING.example_length).values():
+                found = find_pattern(example, self.best.value, self.best.bound)
+                if found is not None:
+                    self.offer(found, "named")
 
-    def try_rules(self, plays: int) -> None:
-        """Try schedules by rule, with the best of the periods that are seen in so many."""
-        if self.rules is None:
-            self.rules = RuleSearch(self.whole.problem, self.best.bound, self.seed)
-        example = self.rules.repeating(plays, self.budget)
-        if example is not None:
-            self.offer_pattern(example)
+    def offer(self, steady: SteadyState, by: str) -> None:
+        """Keep the steady state if it is the best, or the best of its K."""
+        known = self.patterns.get(steady.num_microbatches)
+        if known is None or steady.rate < known.rate * (1 - 1e-9):
+            self.patterns[steady.num_microbatches] = steady
+        self.best.offer(steady.rate, steady, f"steady state: {steady.num_microbatches} per period, {by}")
 
-    def offer_pattern(self, example: Schedule) -> None:
-        """Keep what the schedule repeats, if it is better than the best."""
-        found = find_pattern(example, self.best.value, self.best.bound)
-        if found is not None:
-            self.best.offer(found.rate, found, f"steady state: {found.num_microbatches} per period, by rule")
+    def anneal(self, number: int, effort: float) -> None:
+        """Anneal the best of K = ``number``, or of a divisor."""
+        known = [steady for divisor, steady in self.patterns.items() if number % divisor == 0]
+        if not self.may_go_on or not known or self.best.bound <= 0:
+            return
+        self.best.tell(f"steady state: {number} per period, annealing")
+        if self.annealer is None:
+            self.annealer = Annealer(self.whole.problem, self.best.bound, self.seed)
+        best = min(known, key=lambda steady: steady.rate)
+        times = number // best.num_microbatches
+        begin = np.hstack([best.starts / best.period + lap for lap in range(times)]) / times
+        places = self.annealer.run(begin, effort, self.budget)
+        if places is not None:
+            with suppress(NoPeriod):
+                found = make_steady(self.whole.problem, places, 1.0, self.best.bound)
+                if _fits(found):
+                    self.offer(found, "annealed")
+
+    def try_bound(self, number: int) -> None:
+        """Try the bound itself, where times and K admit it."""
+        period = self._least(number)
+        if self.may_go_on and period <= self.best.bound * number * float(self.whole.ticks) * (1 + 1e-9):
+            self._try(period, number, TUNING.trial_efforts[0])
 
     def is_large(self, number: int) -> bool:
         """Return whether the solver's model for K = ``number`` would take long even to build."""
@@ -193,7 +229,7 @@ class _Search:
         """
         low, high = max(self._least(number), self.lowest.get(number, 0)), self._high(number)
         period = low
-        while low < high and self.may_go_on:
+        while number not in self.proven and low < high and self.may_go_on:
             if self.tried.get((number, period), 0.0) < effort and self._try(period, number, effort) is not None:
                 high = self._high(number)
             else:
@@ -230,7 +266,7 @@ class _Search:
         found = make_steady(self.whole.problem, model.read(solution), float(period), self.best.bound)
         if not _fits(found):
             return None
-        self.best.offer(found.rate, found, f"steady state: {number} per period")
+        self.offer(found, "by the solver")
         return found
 
 
@@ -258,9 +294,7 @@ def find_pattern(schedule: Schedule, rate: float, bound: float) -> SteadyState |
 
 
 def _fits(steady: SteadyState) -> bool:
-    """Return whether memory suffices: the order of blocks without duration may have been lost when it was tightened."""
-    if not any(block.memory and not block.time for block in steady.problem.blocks):
-        return True
+    """Return whether memory suffices: where what takes no time, or differs by rounding, its order may have been lost."""
     laps = 2 + math.ceil(float(steady.starts.max()) / steady.period) if steady.period > 0 else 2
     return not find_problems(steady.unroll(steady.num_microbatches * min(laps, 50)))
 

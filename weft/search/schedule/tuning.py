@@ -70,26 +70,23 @@ class Tuning:
     max_joint_tasks: int = 600
     """More tasks are not searched together for the least memory, but in equal groups of micro-batches, one group after
     the other. A guess."""
-    # ---- schedules by rule (weft.search.schedule.rules)
-    seconds_per_start: float = 6e-8
-    """CPU seconds, about, to play one task of one micro-batch in a small problem; measured."""
-    rule_scan: float = 30.0
-    """With so many tasks it takes twice as long: all are looked at for the next."""
-    rule_part_s: float = 0.2
-    """Compiled code runs so long at a time."""
-    rule_length: int = 80
-    """Micro-batches of a schedule whose period is looked for: periods of up to 11 are seen."""
-    rule_plays: int = 4_000
-    """Rules that are tried in one go: a part of a second for small problems."""
-    rule_starts: int = 16
-    """Random rules that half of these are spent on, before the best is changed on."""
-    rule_windows: tuple[int, ...] = (2, 3, 4, 6, 8, 12)
-    rule_tilts: tuple[float, ...] = (-1.0, 0.0, 0.5, 1.0, 2.0)
-    """How random rules begin: what is late in a micro-batch goes before (as in 1F1B), beside or after what is early."""
-    rule_spreads: tuple[float, ...] = (0.1, 0.5, 2.0)
+    # ---- cyclic orders by annealing (weft.search.schedule.anneal)
+    seconds_per_place: float = 6e-8
+    """CPU seconds of one step, about, for every resource of every task of a period; measured."""
+    anneal_part_s: float = 0.2
+    """Compiled code runs so long at a time: it looks neither at the clock nor for Ctrl-C."""
+    anneal_hot: float = 0.3
+    """Temperature at the beginning, in mean times of a task. This and the next were the best of five tried."""
+    anneal_cold: float = 0.03
+    anneal_penalty: float = 1.0
+    """For one task's memory too much, at the beginning."""
     # ---- the steady state (weft.search.schedule.steady)
-    max_microbatches: int = 4
+    max_microbatches: int = 8
     """Micro-batches per period that are tried. A guess."""
+    max_exact_microbatches: int = 4
+    """Those for which the solver looks for proofs, and for what annealing has missed. A guess."""
+    anneal_share: float = 0.3
+    """Of the effort for one trial period, for annealing each number of micro-batches in the same round."""
     max_variants: int = 30
     """Other steady states of the same period that are looked at. A guess."""
     trial_slices: tuple[Slice, ...] = (
@@ -98,10 +95,8 @@ class Tuning:
     exists up to 20 times sooner, and the one with orders excluded what does not exist up to 5 times sooner."""
     trial_efforts: tuple[float, ...] = (0.25, 1.0, 4.0, 16.0, 64.0)
     """Effort for one trial period, round after round. Most trials are decided in the first."""
-    example_length: int = 30
-    """Micro-batches of the schedules by rule in whose middle a pattern is looked for."""
-    max_seen: int = 10
-    """Micro-batches per period of such patterns, at most."""
+    example_length: int = 40
+    """Micro-batches of the named schedules in whose middle a pattern is looked for."""
     max_pairs: int = 20_000
     """Models with more pairs of tasks that share a resource are not built; one micro-batch after the other has to do. A
     guess: pairs are a Python loop and two constraints each."""
