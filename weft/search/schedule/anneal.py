@@ -1,15 +1,15 @@
 """Simulated annealing of cyclic orders: patterns of small period, for any number of micro-batches and any memory.
 
-A state has for every task i of each of the K micro-batches of a period a place s(i, k), in periods: its lap is the whole
-part, and by the fractions all tasks of a resource are in order, round the clock. No task has a place before one that it
-depends on, so some period admits the order, and the smallest is the largest ratio length / laps of a cycle, as in
-``cyclic`` (``_evaluate``). A move takes a task, or a task with all before or after it, to another place, and takes
+A state has for every task i of each of the K micro-batches of a period a place s(i, k), in periods: its lap is the
+whole part, and by the fractions all tasks of a resource are in order, round the clock. No task has a place before one
+that it depends on, so some period admits the order, and the smallest is the largest ratio length / laps of a cycle, as
+in ``cyclic`` (``_evaluate``). A move takes a task, or a task with all before or after it, to another place, and takes
 along what would be passed (``_move``). What is minimised is
 
-    period + penalty * (how often, and by how much, memory is exceeded)
+    period + penalty * (how often, and by how much, memory is exceeded) + a little * (time that a micro-batch takes)
 
 where the penalty rises while nothing fits and falls while all does, so that the search stays at the edge of memory.
-A step is a few microseconds.
+Short micro-batches make warm-ups and cool-downs short. A step is a few microseconds.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import numpy as np
 from weft.base.compiled import compiled
 from weft.model.graph import F64, I64, Bool
 from weft.search.common.budget import Budget
-from weft.search.schedule.bounds import grows
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import TOLERANCE
 from weft.search.schedule.tuning import TUNING
@@ -94,7 +93,7 @@ class Annealer:
 
         It ends at the bound, or with the effort, which is taken from the budget.
         """
-        state, best = places.ravel().copy(), np.empty(places.size)
+        state, best = places.ravel().copy(), np.zeros(places.size)
         number = places.shape[1]
         seconds = TUNING.seconds_per_place * len(self.tables.resources) * number
         steps = int(min(effort, budget.effort) / seconds)
@@ -104,8 +103,8 @@ class Annealer:
             part = min(steps - done, max(1, int(TUNING.anneal_part_s / seconds)))
             ends = [TUNING.anneal_hot * (TUNING.anneal_cold / TUNING.anneal_hot) ** (at / steps)
                     for at in (done, done + part)]
-            value, penalty, used = _anneal(self.tables, number, state, best, value, part, ends[0], ends[1], penalty, least,
-                                           int(self.rng.integers(1 << 31)))
+            value, penalty, used = _anneal(self.tables, number, state, best, value, part, *ends, penalty,
+                                           TUNING.anneal_haste, least, int(self.rng.integers(1 << 31)))
             done += part
             budget.effort -= used * seconds
         return best.reshape(places.shape) if np.isfinite(value) else None
@@ -113,16 +112,18 @@ class Annealer:
 
 @compiled
 def _anneal(tables: Tables, number: int, state: F64, best: F64, value: float, steps: int, hot: float, cold: float,
-            penalty: float, least: float, seed: int) -> tuple[float, float, int]:
+            penalty: float, haste: float, least: float, seed: int) -> tuple[float, float, int]:
     """Change the state step by step, and ``best`` where a period is below ``value``.
 
     Return the value of ``best``, the penalty, and the steps taken.
     """
     np.random.seed(seed)
     num = len(state)
+    _shift(number, state)
     order, starts = np.arange(num), np.empty(num)
     _sort(tables, number, order, state)
     period, excess = _evaluate(tables, number, order, state, np.inf, starts)
+    span, shortest = _span(number, state, period), np.inf
     trial, places = order.copy(), state.copy()
     floor, num_fitting = 0.3 * penalty, 0
     for step in range(steps):
@@ -130,18 +131,24 @@ def _anneal(tables: Tables, number: int, state: F64, best: F64, value: float, st
         _move(tables, number, places)
         _sort(tables, number, trial, places)
         temperature = hot * (cold / hot) ** (step / steps)
-        limit = period + penalty * excess - temperature * np.log(1.0 - np.random.random())
+        limit = period + penalty * excess + haste * span - temperature * np.log(1.0 - np.random.random())
         shorter, over = _evaluate(tables, number, trial, places, limit, starts)
-        if shorter + penalty * over <= limit:
-            period, excess = shorter, over
-            state[:] = np.floor(places) + starts / period
+        if shorter + penalty * over > limit:
+            length = np.inf
+        else:
+            places[:] = np.floor(places) + starts / shorter
+            length = _span(number, places, shorter)
+        if shorter + penalty * over + haste * length <= limit:
+            period, excess, span = shorter, over, length
+            state[:] = places
             order[:] = trial
             _sort(tables, number, order, state)
-            if excess == 0 and period < value * (1 - 1e-9):
-                value = period
+            if excess == 0 and (period < value * (1 - 1e-9) or (period < value * (1 + 1e-9) and span < shortest)):
+                value, shortest = min(value, period), span
                 best[:] = state
                 if value <= least:
-                    return value, penalty, step + 1
+                    steps = step + 1
+                    break
         num_fitting += excess == 0
         if step % 50 == 49:
             if num_fitting < 5:
@@ -149,7 +156,24 @@ def _anneal(tables: Tables, number: int, state: F64, best: F64, value: float, st
             elif num_fitting > 25:
                 penalty = max(penalty / 1.3, floor)
             num_fitting = 0
+    _shift(number, best)
     return value, penalty, steps
+
+
+@compiled
+def _shift(number: int, places: F64) -> None:
+    """Let every micro-batch begin in lap 0: all of its tasks may be moved by whole periods."""
+    for copy in range(number):
+        places[copy::number] -= np.floor(places[copy::number].min())
+
+
+@compiled
+def _span(number: int, places: F64, period: float) -> float:
+    """Return the time from the first start of a micro-batch to its last, on average."""
+    total = 0.0
+    for copy in range(number):
+        total += places[copy::number].max() - places[copy::number].min()
+    return total * period / number
 
 
 @compiled

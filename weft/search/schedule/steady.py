@@ -12,8 +12,9 @@ Modulo scheduling. For a trial period P (ticks), every task i of each of the K m
 
 Micro-batches are interchangeable, so copies of one task are in order of k and within one period of each other
 (``_add_order_of_copies``). A period is feasible if a smaller one is (stretch time), so the smallest is found by
-bisection (``_Search.bisect``), below what annealing of cyclic orders has found (``anneal``); every solution found is tightened to the smallest period of its own cyclic order
-(``tighten``), in real time at the end. No period is smaller, per micro-batch and for any K, than ``period_bound``.
+bisection (``_Search.bisect``), below what annealing of cyclic orders has found (``anneal``). Every solution found is
+tightened to the smallest period of its own cyclic order (``tighten``), in real time at the end. No period is smaller,
+per micro-batch and for any K, than ``period_bound``.
 """
 
 from __future__ import annotations
@@ -196,7 +197,7 @@ class _Search:
     def anneal(self, number: int, effort: float) -> None:
         """Anneal the best of K = ``number``, or of a divisor."""
         known = [steady for divisor, steady in self.patterns.items() if number % divisor == 0]
-        if not self.may_go_on or not known or self.best.bound <= 0:
+        if not self.may_go_on or number in self.proven or not known or self.best.bound <= 0:
             return
         self.best.tell(f"steady state: {number} per period, annealing")
         if self.annealer is None:
@@ -294,7 +295,7 @@ def find_pattern(schedule: Schedule, rate: float, bound: float) -> SteadyState |
 
 
 def _fits(steady: SteadyState) -> bool:
-    """Return whether memory suffices: where what takes no time, or differs by rounding, its order may have been lost."""
+    """Return whether memory suffices: the order of what takes no time, or differs by rounding, may have been lost."""
     laps = 2 + math.ceil(float(steady.starts.max()) / steady.period) if steady.period > 0 else 2
     return not find_problems(steady.unroll(steady.num_microbatches * min(laps, 50)))
 

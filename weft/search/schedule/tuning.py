@@ -80,6 +80,8 @@ class Tuning:
     anneal_cold: float = 0.03
     anneal_penalty: float = 1.0
     """For one task's memory too much, at the beginning."""
+    anneal_haste: float = 0.015
+    """For the time from the first start of a micro-batch to its last."""
     # ---- the steady state (weft.search.schedule.steady)
     max_microbatches: int = 8
     """Micro-batches per period that are tried. A guess."""
