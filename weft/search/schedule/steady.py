@@ -31,7 +31,7 @@ from ortools.sat.python import cp_model
 
 from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import F64
-from weft.search.common.budget import Budget
+from weft.search.common.budget import Budget, OutOfTime
 from weft.search.common.cpsat import Solution, solve
 from weft.search.common.incumbent import Incumbent
 from weft.search.schedule.anneal import Annealer
@@ -101,21 +101,16 @@ def find_steady_state(problem: ScheduleProblem, *, budget: Budget, seed: int = 0
 
 def find_steady_states(problem: ScheduleProblem, *, budget: Budget, seed: int = 0,
                        max_microbatches: int = TUNING.max_microbatches) -> list[SteadyState]:
-    """Return the steady state of smallest period per micro-batch, then the best with fewer micro-batches per period."""
+    """Return the steady state of smallest period per micro-batch, then the best with fewer micro-batches per period.
+
+    ``OutOfTime`` ends the search with what has been found.
+    """
     bound = period_bound(problem)
     if bound is None:
         return []
     search = _Search(to_whole(problem), bound, budget, seed)
-    search.start()
-    numbers = [number for number in range(1, max_microbatches + 1) if not search.is_large(number)]
-    exact = numbers[: TUNING.max_exact_microbatches]
-    for number in exact:
-        search.try_bound(number)
-    for effort in TUNING.trial_efforts:
-        for number in numbers:
-            search.anneal(number, TUNING.anneal_share * effort)
-        for number in exact:
-            search.bisect(number, effort)
+    with suppress(OutOfTime):
+        search.run(max_microbatches)
     proven, found = tuple(sorted(search.proven)), []
     for number in sorted(search.patterns):
         steady = search.patterns[number]
@@ -168,6 +163,19 @@ class _Search:
     @property
     def may_go_on(self) -> bool:
         return not self.budget.is_spent and not self.best.is_proven
+
+    def run(self, max_microbatches: int) -> None:
+        """Search until the bound is met or the budget is spent."""
+        self.start()
+        numbers = [number for number in range(1, max_microbatches + 1) if not self.is_large(number)]
+        exact = numbers[: TUNING.max_exact_microbatches]
+        for number in exact:
+            self.try_bound(number)
+        for effort in TUNING.trial_efforts:
+            for number in numbers:
+                self.anneal(number, TUNING.anneal_share * effort)
+            for number in exact:
+                self.bisect(number, effort)
 
     def start(self) -> None:
         """Begin with one micro-batch after the other, and with what schedules by rule repeat."""

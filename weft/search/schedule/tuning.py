@@ -48,7 +48,7 @@ class Tuning:
     """Greedy rules are tried up to so many tasks of all micro-batches: they are plain Python. A guess."""
     max_window: int = 200
     """Bounds by windows are computed up to so many tasks of one micro-batch. A guess."""
-    steady_share: float = 0.5
+    steady_share: float = 0.4
     """Of the effort, for the steady state. This and the shares below are guesses; what is not spent comes back."""
     variants_share: float = 0.05
     """For other steady states of the same period."""
