@@ -101,9 +101,9 @@ class Annealer:
         least = number * self.bound * (1 + 1e-9)
         while done < steps and value > least and not budget.is_spent:
             part = min(steps - done, max(1, int(TUNING.anneal_part_s / seconds)))
-            ends = [TUNING.anneal_hot * (TUNING.anneal_cold / TUNING.anneal_hot) ** (at / steps)
-                    for at in (done, done + part)]
-            value, penalty, used = _anneal(self.tables, number, state, best, value, part, *ends, penalty,
+            hot, cold = (TUNING.anneal_hot * (TUNING.anneal_cold / TUNING.anneal_hot) ** (at / steps)
+                         for at in (done, done + part))
+            value, penalty, used = _anneal(self.tables, number, state, best, value, part, hot, cold, penalty,
                                            TUNING.anneal_haste, least, int(self.rng.integers(1 << 31)))
             done += part
             budget.effort -= used * seconds

@@ -39,7 +39,7 @@ from weft.search.schedule.first import first_schedule, greedy_schedules
 from weft.search.schedule.named import usable_schedules
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import Schedule, ScheduleResult, check_schedule, find_problems, play, replay
-from weft.search.schedule.steady import SteadyState, find_steady_states, variants
+from weft.search.schedule.steady import SteadyState, find_pattern, find_steady_states, variants
 from weft.search.schedule.tuning import TUNING
 from weft.search.schedule.unrolled import Completion, Middle, prolong, solve_unrolled
 from weft.search.schedule.whole import Rounding, WholeProblem, to_whole
@@ -284,6 +284,9 @@ class _Search:
         assert self.best.answer is not None, "start() leaves a schedule or raises"
         check_schedule(self.best.answer)
         steady = self.steady
+        if steady is not None:
+            with suppress(NoPeriod):
+                steady = find_pattern(self.best.answer, steady.rate, steady.bound) or steady
         return ScheduleResult(
             schedule=self.best.answer, status=self.best.status, by=self.best.by, seconds=seconds,
             makespan_bound=min(self.best.bound, self.best.value),

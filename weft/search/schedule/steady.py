@@ -111,7 +111,8 @@ def find_steady_states(problem: ScheduleProblem, *, budget: Budget, seed: int = 
     search = _Search(to_whole(problem), bound, budget, seed)
     with suppress(OutOfTime):
         search.run(max_microbatches)
-    proven, found = tuple(sorted(search.proven)), []
+    proven = tuple(sorted(search.proven))
+    found: list[SteadyState] = []
     for number in sorted(search.patterns):
         steady = search.patterns[number]
         if not found or steady.rate < found[0].rate * (1 - 1e-9):
@@ -293,12 +294,12 @@ def find_pattern(schedule: Schedule, rate: float, bound: float) -> SteadyState |
     """Return what the schedule repeats in its middle, tightened, if that takes less than ``rate`` per micro-batch."""
     starts, total = schedule.starts, schedule.num_microbatches
     begin, end = total // 3, total - total // 4
-    for number in range(1, (end - begin) // 3 + 1):
+    for number in range(1, min(TUNING.max_microbatches, (end - begin) // 3) + 1):
         steps = starts[:, begin + number: end] - starts[:, begin: end - number]
         period = float(steps[0, 0])
-        if period > 0 and bool((np.abs(steps - period) <= 1e-9 * schedule.makespan).all()):
+        if 0 < period < rate * number * (1 - 1e-9) and (np.abs(steps - period) <= 1e-9 * schedule.makespan).all():
             found = make_steady(schedule.problem, starts[:, begin: begin + number], period, bound)
-            return found if found.rate < rate * (1 - 1e-9) and not find_problems(found.unroll(total)) else None
+            return found if not find_problems(found.unroll(total)) else None
     return None
 
 
