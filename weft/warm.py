@@ -134,7 +134,7 @@ def _warm_schedules() -> None:
     blocks = (Block(name="f", devices=(0,), time=1.0, memory=1.0),
               Block(name="b", devices=(0,), time=1.0, memory=-1.0, after=(0,)))
     problem = ScheduleProblem(device_names=("a",), device_memory=(1.0,), blocks=blocks)
-    Annealer(problem, 0.0, 0).run(np.array([[0.0], [0.5]]), 0.01, Budget(effort=1.0))
+    Annealer(problem, 1.0, 0).run(np.array([[0.0], [0.5]]), 0.01, Budget(effort=1.0))
 
 
 PARTS: Final = {"placement": _warm_placement, "loads": _warm_loads, "partition": _warm_partition,

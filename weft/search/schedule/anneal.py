@@ -46,10 +46,12 @@ class Tables(NamedTuple):
     """[task, task]: whether the first depends on the second, by whatever path."""
     depth: I64
     """Tasks on the longest path to each."""
+    bound: float
+    """No period is smaller, per micro-batch."""
 
     @staticmethod
-    def of(problem: ScheduleProblem) -> Tables:
-        """Return the tables of a problem."""
+    def of(problem: ScheduleProblem, bound: float) -> Tables:
+        """Return the tables of a problem; no period per micro-batch is below the bound."""
         edges = [edge for row in problem.successors for edge in row]
         num_tasks, num_resources = problem.num_tasks, len(problem.resource_names)
         mean = float(np.mean(problem.task_times)) or 1.0
@@ -73,7 +75,8 @@ class Tables(NamedTuple):
             delays=np.array([edge.delay for edge in edges], dtype=np.float64) / mean,
             first_resource=_starts([len(row) for row in problem.task_resources]),
             resources=np.array([item for row in problem.task_resources for item in row], dtype=np.int64),
-            memory=memory, limits=limits, units=units, is_after=is_after, depth=depth)
+            memory=memory, limits=limits, units=units, is_after=is_after, depth=depth,
+            bound=bound / mean)
 
 
 def _starts(sizes: list[int]) -> I64:
@@ -84,8 +87,7 @@ class Annealer:
     """Anneals cyclic orders of one problem; the same for a seed, whatever the machine."""
 
     def __init__(self, problem: ScheduleProblem, bound: float, seed: int) -> None:
-        self.tables = Tables.of(problem)
-        self.bound = bound / (float(np.mean(problem.task_times)) or 1.0)
+        self.tables = Tables.of(problem, bound)
         self.rng = np.random.default_rng(seed)
 
     def run(self, places: F64, effort: float, budget: Budget) -> F64 | None:
@@ -98,13 +100,12 @@ class Annealer:
         seconds = TUNING.seconds_per_place * len(self.tables.resources) * number
         steps = int(min(effort, budget.effort) / seconds)
         value, penalty, done = np.inf, TUNING.anneal_penalty, 0
-        least = number * self.bound * (1 + 1e-9)
-        while done < steps and value > least and not budget.is_spent:
+        while done < steps and value > number * self.tables.bound * (1 + 1e-9) and not budget.is_spent:
             part = min(steps - done, max(1, int(TUNING.anneal_part_s / seconds)))
             hot, cold = (TUNING.anneal_hot * (TUNING.anneal_cold / TUNING.anneal_hot) ** (at / steps)
                          for at in (done, done + part))
             value, penalty, used = _anneal(self.tables, number, state, best, value, part, hot, cold, penalty,
-                                           TUNING.anneal_haste, least, int(self.rng.integers(1 << 31)))
+                                           TUNING.anneal_haste, int(self.rng.integers(1 << 31)))
             done += part
             budget.effort -= used * seconds
         return best.reshape(places.shape) if np.isfinite(value) else None
@@ -112,7 +113,7 @@ class Annealer:
 
 @compiled
 def _anneal(tables: Tables, number: int, state: F64, best: F64, value: float, steps: int, hot: float, cold: float,
-            penalty: float, haste: float, least: float, seed: int) -> tuple[float, float, int]:
+            penalty: float, haste: float, seed: int) -> tuple[float, float, int]:
     """Change the state step by step, and ``best`` where a period is below ``value``.
 
     Return the value of ``best``, the penalty, and the steps taken.
@@ -146,7 +147,7 @@ def _anneal(tables: Tables, number: int, state: F64, best: F64, value: float, st
             if excess == 0 and (period < value * (1 - 1e-9) or (period < value * (1 + 1e-9) and span < shortest)):
                 value, shortest = min(value, period), span
                 best[:] = state
-                if value <= least:
+                if value <= number * tables.bound * (1 + 1e-9):
                     steps = step + 1
                     break
         num_fitting += excess == 0
@@ -218,13 +219,12 @@ def _evaluate(tables: Tables, number: int, order: I64, places: F64, limit: float
     ``starts`` become the earliest, in the lap of each node.
     """
     num, num_resources = len(order), len(tables.limits)
-    level, load = np.zeros(num_resources), np.zeros(num_resources)
+    level = np.zeros(num_resources)
     lap = np.floor(places).astype(np.int64)
     for node in range(num):
         task = node // number
         for item in range(tables.first_resource[task], tables.first_resource[task + 1]):
             level[tables.resources[item]] -= tables.memory[task] * lap[node]
-            load[tables.resources[item]] += tables.times[task]
     first, last = np.full(num_resources, -1), np.full(num_resources, -1)
     following = np.empty(len(tables.resources) * number, dtype=np.int64)
     turns = np.zeros(len(following), dtype=np.int64)
@@ -245,18 +245,18 @@ def _evaluate(tables: Tables, number: int, order: I64, places: F64, limit: float
         if last[resource] >= 0:
             following[last[resource]] = first[resource]
             turns[last[resource]] = 1
-    return _smallest(tables, number, order, lap, following, turns, load.max(), limit, starts), excess
+    return _smallest(tables, number, order, lap, following, turns, limit, starts), excess
 
 
 @compiled
-def _smallest(tables: Tables, number: int, order: I64, lap: I64, following: I64, turns: I64, period: float,
-              limit: float, starts: F64) -> float:
-    """Return the largest ratio length / laps of a cycle, infinity if it is above the limit, and set the starts.
+def _smallest(tables: Tables, number: int, order: I64, lap: I64, following: I64, turns: I64, limit: float,
+              starts: F64) -> float:
+    """Return the largest ratio length / laps of a cycle (or the bound), infinity above the limit; set the starts.
 
     Longest paths; a cycle that gains gives the next period. ``following`` and ``turns``: for each resource of a node
     the node that is next on it, and whether that is round the clock.
     """
-    num = len(order)
+    num, period = len(order), number * tables.bound
     before, length, laps = np.empty(num, dtype=np.int64), np.zeros(num), np.zeros(num, dtype=np.int64)
     seen = np.empty(num, dtype=np.int64)
     before[:] = -1

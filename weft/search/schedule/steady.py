@@ -206,7 +206,8 @@ class _Search:
     def anneal(self, number: int, effort: float) -> None:
         """Anneal the best of K = ``number``, or of a divisor."""
         known = [steady for divisor, steady in self.patterns.items() if number % divisor == 0]
-        if not self.may_go_on or number in self.proven or not known or self.best.bound <= 0:
+        is_large = number * self.whole.num_tasks > TUNING.max_annealed
+        if not self.may_go_on or number in self.proven or not known or self.best.bound <= 0 or is_large:
             return
         self.best.tell(f"steady state: {number} per period, annealing")
         if self.annealer is None:

@@ -65,7 +65,7 @@ class Tuning:
     later_sizes: tuple[int, ...] = (3, 5, 7, 10, 14, 20, 28)
     """Those that are tried after it: about half as many again each time."""
     in_flight: tuple[int, ...] = (2, 3, 4, 6, 8, 12)
-    """Limits for greedy rules on the micro-batches in flight; for large problems only the number of devices."""
+    """Limits for greedy rules on the micro-batches in flight, besides none; for large problems that of devices."""
     # ---- first schedules (weft.search.schedule.first)
     max_joint_tasks: int = 600
     """More tasks are not searched together for the least memory, but in equal groups of micro-batches, one group after
@@ -73,6 +73,8 @@ class Tuning:
     # ---- cyclic orders by annealing (weft.search.schedule.anneal)
     seconds_per_place: float = 6e-8
     """CPU seconds of one step, about, for every resource of every task of a period; measured."""
+    max_annealed: int = 1_000
+    """Up to so many tasks of a period are annealed: of more, a search sees too few orders. A guess."""
     anneal_part_s: float = 0.2
     """Compiled code runs so long at a time: it looks neither at the clock nor for Ctrl-C."""
     anneal_hot: float = 0.3
