@@ -8,6 +8,8 @@ Sections:
     scale        steady states on 16 devices; 256 micro-batches on 32 devices
     oracle       random small problems against brute force (``tests/search/schedule/oracle.py``)
     unequal      pipelines of unequal stages: the search against the best named schedule at the same memory
+    memory       steady states with less memory than 1F1B needs, and what becomes of them with 16 and 64 micro-batches
+    random-memory  random problems with little memory (--first, --count) beside a plain model (--reference seconds each)
     infeasible   too little memory: exit code, and whether the memory that the message names works
 
 Times are CPU seconds, over all threads.
@@ -23,7 +25,8 @@ from benchmarks.schedule_common import FOLDER, Options
 from benchmarks.sections import run_sections
 
 SECTIONS = {"table": "schedule_table", "steady": "schedule_table", "scale": "schedule_table",
-            "oracle": "schedule_random", "unequal": "schedule_random", "infeasible": "schedule_random"}
+            "oracle": "schedule_random", "unequal": "schedule_random", "memory": "schedule_memory", "random-memory": "schedule_memory",
+            "infeasible": "schedule_random"}
 """The module of each."""
 
 
@@ -34,10 +37,13 @@ def main() -> int:
     parser.add_argument("--time-limit", type=float, help="seconds for one search; its own default if absent")
     parser.add_argument("--num-problems", type=int, default=300, help="random problems of section oracle")
     parser.add_argument("--samples", type=int, default=5, help="pipelines of each kind in section unequal")
+    parser.add_argument("--first", type=int, default=0, help="first problem of section random-memory")
+    parser.add_argument("--count", type=int, default=80, help="problems of section random-memory")
+    parser.add_argument("--reference", type=float, default=120.0, help="CPU seconds for the plain model on each of them")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     args = parser.parse_args()
     options = Options(folder=args.problems, time_limit=args.time_limit, num_problems=args.num_problems,
-                      num_samples=args.samples)
+                      num_samples=args.samples, first=args.first, count=args.count, reference_s=args.reference)
     return run_sections(SECTIONS, options, only=args.only, as_json=args.json)
 
 

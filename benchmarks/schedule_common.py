@@ -27,6 +27,9 @@ class Options:
     time_limit: float | None = None
     num_problems: int = 300
     num_samples: int = 5
+    first: int = 0
+    count: int = 80
+    reference_s: float = 120.0
 
 
 def at_most(value: float | None, limit: float) -> bool:

@@ -32,7 +32,7 @@ def run_sections(modules: Mapping[str, str], options: Any, *, only: Sequence[str
     for section in only or modules:
         if not as_json:
             print(f"-- {section}", flush=True)
-        for row in getattr(importlib.import_module(f"benchmarks.{modules[section]}"), section)(options):
+        for row in getattr(importlib.import_module(f"benchmarks.{modules[section]}"), section.replace("-", "_"))(options):
             rows.append((section, row))
             if not as_json:
                 show(row)

@@ -32,7 +32,7 @@ def test_limits_are_those_of_the_code():
                      f"ones up to {TUNING.max_greedy:,} blocks and transfers",
                      f"about {TUNING.default_seconds:.0f} CPU seconds, up to {6 * TUNING.default_seconds:.0f}"):
         assert sentence in text, sentence
-    assert TUNING.max_microbatches == 4, "the page says four"
+    assert (TUNING.max_microbatches, TUNING.max_exact_microbatches) == (8, 4), "the page says eight and four"
 
 
 def test_the_page_on_placements(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""What ``make`` compiles ahead is all that a placement, a strategy graph or a deployment needs."""
+"""What ``make`` compiles ahead is all that a placement, a strategy graph, a deployment or a schedule needs."""
 
 from __future__ import annotations
 
@@ -29,6 +29,10 @@ for limit in (None, 25 * 48):
 solve(_strategy_graph(None, steps=(1, 2)), time_limit=1)
 from weft.search.deploy.search import DeployOptions, deploy
 deploy(_training_problem(), DeployOptions(max_simulations=1000))
+from benchmarks.schedule_shapes import shape
+from weft.search.common.budget import Budget
+from weft.search.schedule.steady import find_steady_state
+find_steady_state(shape("nn", 4, memory=3), budget=Budget(effort=2.0))
 assert not compiled, compiled
 print("ok")
 """

@@ -117,8 +117,20 @@ def _warm_deploy() -> None:
     deploy(_training_problem(), DeployOptions(max_simulations=100))
 
 
+def _warm_schedules() -> None:
+    from weft.search.common.budget import Budget
+    from weft.search.schedule.anneal import Annealer
+    from weft.search.schedule.problem import Block, ScheduleProblem
+
+    blocks = (Block(name="f", devices=(0,), time=1.0, memory=1.0),
+              Block(name="b", devices=(0,), time=1.0, memory=-1.0, after=(0,)))
+    problem = ScheduleProblem(device_names=("a",), device_memory=(1.0,), blocks=blocks)
+    Annealer(problem, 1.0, 0).run(np.array([[0.0], [0.5]]), 0.01, Budget(effort=1.0))
+
+
 PARTS: Final = {"placement": _warm_placement, "loads": _warm_loads, "partition": _warm_partition,
-                "shard": _warm_shard, "simulator": _warm_simulator, "deploy": _warm_deploy}
+                "shard": _warm_shard, "simulator": _warm_simulator, "deploy": _warm_deploy,
+                "schedules": _warm_schedules}
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

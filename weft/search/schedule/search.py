@@ -11,7 +11,7 @@ so the search goes in steps:
 
     some schedule within memory      one micro-batch after the other, or NoFeasiblePlan      first
     named schedules, greedy rules    what everybody would try                                named, first
-    steady state                     smallest period, for K = 1, 2, 3, ... micro-batches     steady
+    steady state                     smallest period, for K = 1, 2, 3, ... micro-batches     steady, anneal
     completion                       warm-up, steady middle and cool-down found together     unrolled (Completion)
     all of it at once                where N is small                                        unrolled
     bounds                           work, paths, memory; idle while filling and draining    bounds
@@ -27,7 +27,6 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from functools import cached_property
 
 from weft.base.errors import InputError
@@ -40,7 +39,7 @@ from weft.search.schedule.first import first_schedule, greedy_schedules
 from weft.search.schedule.named import usable_schedules
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import Schedule, ScheduleResult, check_schedule, find_problems, play, replay
-from weft.search.schedule.steady import SteadyState, find_steady_state, variants
+from weft.search.schedule.steady import SteadyState, find_pattern, find_steady_states, variants
 from weft.search.schedule.tuning import TUNING
 from weft.search.schedule.unrolled import Completion, Middle, prolong, solve_unrolled
 from weft.search.schedule.whole import Rounding, WholeProblem, to_whole
@@ -84,6 +83,9 @@ class _Search:
         self.whole = self._to_whole("up")
         self.best = Incumbent[Schedule](budget=budget, what="makespan", bound=makespan_bound(problem, num_microbatches))
         self.steady: SteadyState | None = None
+        """The one of smallest period."""
+        self.middle: SteadyState | None = None
+        """The one that does best for so many micro-batches: a longer period per micro-batch may be sooner in reach."""
         self.completion: Completion | None = None
 
     def _to_whole(self, rounding: Rounding) -> WholeProblem:
@@ -159,33 +161,37 @@ class _Search:
             self.offer(item, name)
         if not self.best.is_proven and size <= TUNING.max_greedy:
             limits = TUNING.in_flight if size <= TUNING.max_greedy // 20 else (self.problem.num_devices,)
-            limits = tuple(sorted({min(self.num_microbatches, limit) for limit in limits}))
+            limits = tuple(sorted({min(self.num_microbatches, limit) for limit in (*limits, self.num_microbatches)}))
             for item in greedy_schedules(self.problem, self.num_microbatches, limits, self.budget):
                 self.offer(item)
 
     def find_steady(self) -> None:
-        """Find the smallest period, then a steady state of that period which does well from the start."""
+        """Find the smallest period, then a steady state that does well from the start."""
         with self.budget.lend(TUNING.steady_share * self.effort) as share:
-            self.steady = find_steady_state(self.problem, budget=share, seed=self.seed)
-            if self.steady is not None:
-                self._offer_unrolled(self.steady)
-        if self.steady is None:
+            found = find_steady_states(self.problem, budget=share, seed=self.seed)
+        if not found:
             return
+        self.steady = found[0]
+        self.middle = min(found, key=self._offer_unrolled)
         with self.budget.lend(TUNING.variants_share * self.effort) as share:
-            others = variants(self.steady, budget=share, seed=self.seed)
-            self.steady = replace(next(others, self.steady), proven=self.steady.proven)
-            self._offer_unrolled(self.steady)
+            others = variants(self.middle, budget=share, seed=self.seed)
+            self.middle = next(others, self.middle)
+            self._offer_unrolled(self.middle)
             for other in others:
                 if self.best.is_proven:
                     break
                 self._offer_unrolled(other)
 
-    def _offer_unrolled(self, steady: SteadyState) -> None:
-        """Offer the steady state from the first micro-batch to the last, played as early as its orders allow."""
+    def _offer_unrolled(self, steady: SteadyState) -> float:
+        """Offer the steady state from the first micro-batch to the last, played as early as its orders allow.
+
+        Return its makespan; 0 if it takes too long to play.
+        """
         if self.problem.num_tasks * self.num_microbatches > TUNING.max_greedy and self.budget.is_spent:
-            return
-        orders = steady.unroll(self.num_microbatches).orders()
-        self.offer(replay(self.problem, self.num_microbatches, orders))
+            return 0.0
+        played = replay(self.problem, self.num_microbatches, steady.unroll(self.num_microbatches).orders())
+        self.offer(played)
+        return played.makespan
 
     def bound_by_order(self) -> None:
         """Bound the makespan by the order of equal micro-batches and the room for them in memory."""
@@ -196,10 +202,10 @@ class _Search:
 
     def complete(self, sizes: tuple[int, ...]) -> None:
         """Find warm-up, steady middle and cool-down together, with ever more micro-batches in them."""
-        if self.steady is None:
+        if self.middle is None:
             return
         if self.completion is None:
-            tight = self.steady.in_ticks(self.whole)
+            tight = self.middle.in_ticks(self.whole)
             self.completion = Completion(self.whole, tight.starts, int(tight.period), self.num_microbatches)
         state = self.completion
         for size in sizes:
@@ -278,6 +284,9 @@ class _Search:
         assert self.best.answer is not None, "start() leaves a schedule or raises"
         check_schedule(self.best.answer)
         steady = self.steady
+        if steady is not None:
+            with suppress(NoPeriod):
+                steady = find_pattern(self.best.answer, steady.rate, steady.bound) or steady
         return ScheduleResult(
             schedule=self.best.answer, status=self.best.status, by=self.best.by, seconds=seconds,
             makespan_bound=min(self.best.bound, self.best.value),

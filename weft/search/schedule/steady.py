@@ -5,15 +5,16 @@ Modulo scheduling. For a trial period P (ticks), every task i of each of the K m
     start(i, k) = offset(i, k) + P * lap(i, k)          0 <= offset < P                                  (_Builder)
 
     start(j, k) >= start(i, k) + time(i) + delay                        for every edge i -> j            (_add_edges)
-    on every resource, offsets do not overlap, round the clock of P                                      (_add_resource)
+    on every resource, offsets do not overlap, round the clock of P                                      (_add_overlaps)
     what a device holds when x starts = sum over holds (take a, release b) on it of
         amount * (lap(b) - lap(a) + [a is not after x] - [b is before x])   <=  limit                    (_add_memory)
     sum over holds of amount * (end of b - start of a)  <=  limit * P      (implied; makes proofs quick) (_add_memory)
 
 Micro-batches are interchangeable, so copies of one task are in order of k and within one period of each other
 (``_add_order_of_copies``). A period is feasible if a smaller one is (stretch time), so the smallest is found by
-bisection (``_Search.bisect``); every solution found is tightened to the smallest period of its own cyclic order
-(``tighten``), in real time at the end. No period is smaller, per micro-batch and for any K, than ``period_bound``.
+bisection (``_Search.bisect``), below what annealing of cyclic orders has found (``anneal``). Every solution found is
+tightened to the smallest period of its own cyclic order (``tighten``), in real time at the end. No period is smaller,
+per micro-batch and for any K, than ``period_bound``.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from random import Random
 
@@ -29,12 +31,14 @@ from ortools.sat.python import cp_model
 
 from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import F64
-from weft.search.common.budget import Budget
+from weft.search.common.budget import Budget, OutOfTime
 from weft.search.common.cpsat import Solution, solve
 from weft.search.common.incumbent import Incumbent
+from weft.search.schedule.anneal import Annealer
 from weft.search.schedule.bounds import period_bound
-from weft.search.schedule.cyclic import Tight, tighten
+from weft.search.schedule.cyclic import NoPeriod, Tight, tighten
 from weft.search.schedule.first import first_schedule
+from weft.search.schedule.named import named_schedules
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import Schedule, find_problems
 from weft.search.schedule.tuning import TUNING
@@ -87,19 +91,33 @@ def find_steady_state(problem: ScheduleProblem, *, budget: Budget, seed: int = 0
                       max_microbatches: int = TUNING.max_microbatches) -> SteadyState | None:
     """Return the steady state of smallest period per micro-batch that was found; None if memory admits none at all.
 
-    First the bound is tried for each K, since meeting it ends the search; then each K is bisected between its bound and
-    the best found so far.
+    What named schedules repeat in their middle is a start, and the bound is tried, which is most often the answer. Then
+    come rounds, each with more effort: annealing for every K finds patterns, also of larger K, and bisection between
+    what is excluded and the best found so far excludes the rest. No hard period keeps the search from the others. It
+    ends when the bound is met, or the budget is spent.
+    """
+    return next(iter(find_steady_states(problem, budget=budget, seed=seed, max_microbatches=max_microbatches)), None)
+
+
+def find_steady_states(problem: ScheduleProblem, *, budget: Budget, seed: int = 0,
+                       max_microbatches: int = TUNING.max_microbatches) -> list[SteadyState]:
+    """Return the steady state of smallest period per micro-batch, then the best with fewer micro-batches per period.
+
+    ``OutOfTime`` ends the search with what has been found.
     """
     bound = period_bound(problem)
     if bound is None:
-        return None
+        return []
     search = _Search(to_whole(problem), bound, budget, seed)
-    search.start()
-    for attempt in (search.try_bound, search.bisect):
-        for number in range(1, max_microbatches + 1):
-            if search.may_go_on and not search.is_large(number):
-                attempt(number)
-    return None if search.best.answer is None else replace(search.best.answer, proven=tuple(sorted(search.proven)))
+    with suppress(OutOfTime):
+        search.run(max_microbatches)
+    proven = tuple(sorted(search.proven))
+    found: list[SteadyState] = []
+    for number in sorted(search.patterns):
+        steady = search.patterns[number]
+        if not found or steady.rate < found[0].rate * (1 - 1e-9):
+            found.insert(0, replace(steady, proven=proven))
+    return found
 
 
 def variants(steady: SteadyState, *, budget: Budget, seed: int = 0) -> Iterator[SteadyState]:
@@ -123,7 +141,7 @@ def variants(steady: SteadyState, *, budget: Budget, seed: int = 0) -> Iterator[
         solution = solve(builder.model, budget, effort=effort, seed=seed + number, linearization=0)
         if not solution.has_values:
             break
-        found = make_steady(search.whole, builder.read(solution), tight.period, steady.bound)
+        found = make_steady(search.whole.problem, builder.read(solution), tight.period, steady.bound)
         if found.rate <= steady.rate * (1 + 1e-9) and _fits(found):
             yield found
 
@@ -137,13 +155,31 @@ class _Search:
         self.lowest: dict[int, int] = {}
         """Smallest period (ticks) not yet excluded, by K."""
         self.proven: set[int] = set()
+        self.patterns: dict[int, SteadyState] = {}
+        """The best found, by K."""
+        self.annealer: Annealer | None = None
+        self.tried: dict[tuple[int, int], float] = {}
+        """Effort that was spent in vain, by K and period."""
 
     @property
     def may_go_on(self) -> bool:
         return not self.budget.is_spent and not self.best.is_proven
 
+    def run(self, max_microbatches: int) -> None:
+        """Search until the bound is met or the budget is spent."""
+        self.start()
+        numbers = [number for number in range(1, max_microbatches + 1) if not self.is_large(number)]
+        exact = numbers[: TUNING.max_exact_microbatches]
+        for number in exact:
+            self.try_bound(number)
+        for effort in TUNING.trial_efforts:
+            for number in numbers:
+                self.anneal(number, TUNING.anneal_share * effort)
+            for number in exact:
+                self.bisect(number, effort)
+
     def start(self) -> None:
-        """Begin with one micro-batch after the other."""
+        """Begin with one micro-batch after the other, and with what schedules by rule repeat."""
         try:
             alone = first_schedule(self.whole.problem, 1, self.budget)
         except NoFeasiblePlan:  # only several together fit: some release what they have not taken
@@ -152,32 +188,66 @@ class _Search:
         if not self.is_large(1):
             if alone.makespan <= 0:
                 return
-            steady = make_steady(self.whole, alone.starts, alone.makespan, self.best.bound)
-        self.best.offer(steady.rate, steady, "steady state: one micro-batch after the other")
+            steady = make_steady(self.whole.problem, alone.starts, alone.makespan, self.best.bound)
+        self.offer(steady, "one micro-batch after the other")
+        if self.whole.num_tasks * TUNING.example_length <= TUNING.max_greedy:
+            for example in named_schedules(alone.problem, TUNING.example_length).values():
+                found = find_pattern(example, self.best.value, self.best.bound)
+                if found is not None:
+                    self.offer(found, "named")
+
+    def offer(self, steady: SteadyState, by: str) -> None:
+        """Keep the steady state if it is the best, or the best of its K."""
+        known = self.patterns.get(steady.num_microbatches)
+        if known is None or steady.rate < known.rate * (1 - 1e-9):
+            self.patterns[steady.num_microbatches] = steady
+        self.best.offer(steady.rate, steady, f"steady state: {steady.num_microbatches} per period, {by}")
+
+    def anneal(self, number: int, effort: float) -> None:
+        """Anneal the best of K = ``number``, or of a divisor."""
+        known = [steady for divisor, steady in self.patterns.items() if number % divisor == 0]
+        is_large = number * self.whole.num_tasks > TUNING.max_annealed
+        if not self.may_go_on or number in self.proven or not known or self.best.bound <= 0 or is_large:
+            return
+        self.best.tell(f"steady state: {number} per period, annealing")
+        if self.annealer is None:
+            self.annealer = Annealer(self.whole.problem, self.best.bound, self.seed)
+        best = min(known, key=lambda steady: steady.rate)
+        times = number // best.num_microbatches
+        begin = np.hstack([best.starts / best.period + lap for lap in range(times)]) / times
+        places = self.annealer.run(begin, effort, self.budget)
+        if places is not None:
+            with suppress(NoPeriod):
+                found = make_steady(self.whole.problem, places, 1.0, self.best.bound)
+                if _fits(found):
+                    self.offer(found, "annealed")
+
+    def try_bound(self, number: int) -> None:
+        """Try the bound itself, where times and K admit it."""
+        period = self._least(number)
+        if self.may_go_on and period <= self.best.bound * number * float(self.whole.ticks) * (1 + 1e-9):
+            self._try(period, number, TUNING.trial_efforts[0])
 
     def is_large(self, number: int) -> bool:
         """Return whether the solver's model for K = ``number`` would take long even to build."""
         return sum((len(tasks) * number) ** 2 // 2 for tasks in self.whole.resource_tasks) > TUNING.max_pairs
 
-    def try_bound(self, number: int) -> None:
-        """Try the smallest period that the bound admits for K = ``number``."""
-        period = self._least(number)
-        if period < self._high(number):
-            self._try(period, number, effort=TUNING.bound_effort if number == 1 else TUNING.quick_effort)
+    def bisect(self, number: int, effort: float) -> None:
+        """Find the smallest period for K = ``number`` with so much effort for each trial.
 
-    def bisect(self, number: int) -> None:
-        """Find the smallest period for K = ``number``: upwards from what is excluded, then by bisection."""
+        A trial that stays undecided counts as impossible in this round. The bound itself is tried first, since a period
+        that meets it ends the search.
+        """
         low, high = max(self._least(number), self.lowest.get(number, 0)), self._high(number)
-        period, num_unknown, is_found = low, 0, False
-        while low < high and num_unknown <= TUNING.max_unknown and self.may_go_on:
-            if self._try(period, number) is not None:
-                high, is_found = self._high(number), True
+        period = low
+        while number not in self.proven and low < high and self.may_go_on:
+            if self.tried.get((number, period), 0.0) < effort and self._try(period, number, effort) is not None:
+                high = self._high(number)
             else:
-                low = period + 1
-                num_unknown += self.lowest.get(number, 0) <= period
-            period = (low + high) // 2 if is_found else min(math.ceil(1.25 * period), high - 1)
-            period = max(period, low)
-        if self.lowest.get(number, 0) >= high:
+                self.tried[number, period] = effort
+                low = max(period + 1, self.lowest.get(number, 0))
+            period = (low + high) // 2
+        if self.lowest.get(number, 0) >= self._high(number):
             self.proven.add(number)
 
     def _high(self, number: int) -> int:
@@ -191,11 +261,11 @@ class _Search:
         rounded = max(self.whole.work, default=0) * number
         return max(1, rounded, math.ceil(self.best.bound * float(self.whole.ticks) * number - 1e-6))
 
-    def _try(self, period: int, number: int, effort: float = TUNING.quick_effort) -> SteadyState | None:
+    def _try(self, period: int, number: int, effort: float) -> SteadyState | None:
         """Return the tightened steady state of this period, if there is one and the solver finds it."""
         self.best.tell(f"steady state: {number} per period, trying {period / float(self.whole.ticks):.6g}")
-        model = _Builder(self.whole, period, number)
         for item in TUNING.trial_slices:
+            model = _Builder(self.whole, period, number, is_ordered=item.ordered)
             solution = solve(model.model, self.budget, effort=item.part * effort, seed=self.seed,
                              linearization=item.linearization)
             if solution.status != "unknown" or self.budget.is_spent:
@@ -204,16 +274,15 @@ class _Search:
             if solution.status == "infeasible":
                 self.lowest[number] = max(self.lowest.get(number, 0), period + 1)
             return None
-        found = make_steady(self.whole, model.read(solution), float(period), self.best.bound)
+        found = make_steady(self.whole.problem, model.read(solution), float(period), self.best.bound)
         if not _fits(found):
             return None
-        self.best.offer(found.rate, found, f"steady state: {number} per period")
+        self.offer(found, "by the solver")
         return found
 
 
-def make_steady(whole: WholeProblem, starts: F64, period: float, bound: float) -> SteadyState:
-    """Return the steady state with the cyclic order of these starts (in ticks), tightened in real time."""
-    problem = whole.problem
+def make_steady(problem: ScheduleProblem, starts: F64, period: float, bound: float) -> SteadyState:
+    """Return the steady state with the cyclic order of these starts (in any units), tightened in real time."""
     tight = tighten(problem, starts, period)
     exact = tight.starts - tight.starts.min()
     for task in problem.topological:  # no rounding may turn the order of what takes no time and what depends on it
@@ -222,19 +291,34 @@ def make_steady(whole: WholeProblem, starts: F64, period: float, bound: float) -
     return SteadyState(problem=problem, starts=exact, period=tight.period, bound=bound)
 
 
+def find_pattern(schedule: Schedule, rate: float, bound: float) -> SteadyState | None:
+    """Return what the schedule repeats in its middle, tightened, if that takes less than ``rate`` per micro-batch."""
+    starts, total = schedule.starts, schedule.num_microbatches
+    begin, end = total // 3, total - total // 4
+    for number in range(1, min(TUNING.max_microbatches, (end - begin) // 3) + 1):
+        steps = starts[:, begin + number: end] - starts[:, begin: end - number]
+        period = float(steps[0, 0])
+        if 0 < period < rate * number * (1 - 1e-9) and (np.abs(steps - period) <= 1e-9 * schedule.makespan).all():
+            found = make_steady(schedule.problem, starts[:, begin: begin + number], period, bound)
+            return found if not find_problems(found.unroll(total)) else None
+    return None
+
+
 def _fits(steady: SteadyState) -> bool:
-    """Return whether memory suffices: the order of blocks without duration may have been lost when it was tightened."""
-    if not any(block.memory and not block.time for block in steady.problem.blocks):
-        return True
+    """Return whether memory suffices: the order of what takes no time, or differs by rounding, may have been lost."""
     laps = 2 + math.ceil(float(steady.starts.max()) / steady.period) if steady.period > 0 else 2
     return not find_problems(steady.unroll(steady.num_microbatches * min(laps, 50)))
 
 
 class _Builder:
-    """Variables and constraints of one trial period; see the module's docstring."""
+    """Variables and constraints of one trial period; see the module's docstring.
 
-    def __init__(self, whole: WholeProblem, period: int, number: int) -> None:
-        self.whole, self.period, self.number = whole, period, number
+    ``is_ordered`` has a literal for the order of every two tasks of a resource, and all that is implied: impossible
+    periods are excluded sooner. Without them possible ones are found sooner.
+    """
+
+    def __init__(self, whole: WholeProblem, period: int, number: int, *, is_ordered: bool = True) -> None:
+        self.whole, self.period, self.number, self.is_ordered = whole, period, number, is_ordered
         self.model = cp_model.CpModel()
         longest = max((whole.times[a] + delay for a, _, delay in whole.edges), default=0)
         # Tasks further apart than this could be moved together by whole periods without harm.
@@ -243,15 +327,16 @@ class _Builder:
         self.offset = {key: self.model.new_int_var(0, period - 1, "") for key in self.keys}
         self.lap = {key: self.model.new_int_var(0, max_lap, "") for key in self.keys}
         self.start = {key: self.offset[key] + period * self.lap[key] for key in self.keys}
-        self.before: dict[tuple[Key, Key], cp_model.LiteralT] = {}
+        self.literals: dict[tuple[Key, Key], cp_model.LiteralT] = {}
         first = self.whole.problem.topological[0]
         self.model.add(self.offset[first, 0] == 0)
         self._add_edges()
         self._add_order_of_copies()
-        self._add_lags()
+        if is_ordered:
+            self._add_lags()
         for resource, tasks in enumerate(self.whole.problem.resource_tasks):
             keys = list(itertools.product(tasks, range(self.number)))
-            self._add_resource(keys)
+            self._add_overlaps(keys)
             if resource < self.whole.problem.num_devices and self.whole.limits[resource] is not None:
                 self._add_memory(resource, keys)
 
@@ -289,20 +374,28 @@ class _Builder:
                 self.model.add(self.start[task, k + 1] >= self.start[task, k] + time)
             self.model.add(self.start[task, 0] + self.period >= self.start[task, self.number - 1] + time)
 
-    def _add_resource(self, keys: list[Key]) -> None:
-        """Forbid overlap round the clock: by a literal for each pair, which memory uses too, and as a whole."""
+    def _add_overlaps(self, keys: list[Key]) -> None:
+        """Forbid overlap round the clock: as a whole, and where wanted for each pair, by the literal of its order."""
         times, model = self.whole.times, self.model
-        for one, other in itertools.combinations(keys, 2):
-            literal = self.before.get((one, other))
-            if literal is not None:
+        for one, other in itertools.combinations(keys, 2) if self.is_ordered else ():
+            if (one, other) in self.literals:
                 continue
             literal = model.new_bool_var("")
-            self.before[one, other], self.before[other, one] = literal, ~literal
+            self.literals[one, other], self.literals[other, one] = literal, ~literal
             for early, late, holds in ((one, other, literal), (other, one, ~literal)):
                 model.add(self.offset[late] >= self.offset[early] + times[early[0]]).only_enforce_if(holds)
                 model.add(self.offset[early] + self.period >= self.offset[late] + times[late[0]]).only_enforce_if(holds)
         model.add_no_overlap([model.new_fixed_size_interval_var(self.offset[key] + lap * self.period, times[key[0]], "")
                               for key in keys for lap in range(2)])
+
+    def _is_before(self, one: Key, other: Key) -> cp_model.LiteralT:
+        """Return the literal that says that ``one`` starts earlier on the clock."""
+        literal = self.literals.get((one, other))
+        if literal is None:
+            literal = self.literals[one, other] = self.model.new_bool_var("")
+            self.model.add(self.offset[one] < self.offset[other]).only_enforce_if(literal)
+            self.model.add(self.offset[one] >= self.offset[other]).only_enforce_if(~literal)
+        return literal
 
     def _add_memory(self, device: int, keys: list[Key]) -> None:
         limit = self.whole.limits[device]
@@ -323,9 +416,9 @@ class _Builder:
         base = sum(-amounts[key[0]] * self.lap[key] for key in changing)
         for key in changing:
             if amounts[key[0]] > 0:
-                earlier = sum(amounts[other[0]] * self.before[other, key] for other in changing if other != key)
+                earlier = sum(amounts[other[0]] * self._is_before(other, key) for other in changing if other != key)
                 self.model.add(base + amounts[key[0]] + earlier <= limit)
-        if device in self.whole.balanced:
+        if self.is_ordered and device in self.whole.balanced:
             held = sum(hold.amount * (self.start[hold.release, k] + self.whole.times[hold.release]
                                       - self.start[hold.take, k])
                        for hold in holds for k in range(self.number)
