@@ -26,6 +26,8 @@ from weft.search.place.partition.problem import parse_partition
 from weft.search.place.partition.search import solve_partition
 from weft.search.place.problem import PlaceProblem, problem_from_graph
 from weft.search.place.throughput.search import solve_throughput
+from weft.search.schedule import anneal
+from weft.search.schedule.problem import Block, ScheduleProblem
 from weft.search.strategies.solve import solve
 from weft.search.strategies.strategy_graph import StrategyGraph
 from weft.simulate.engine import Simulator
@@ -118,14 +120,10 @@ def _warm_deploy() -> None:
 
 
 def _warm_schedules() -> None:
-    from weft.search.common.budget import Budget
-    from weft.search.schedule.anneal import Annealer
-    from weft.search.schedule.problem import Block, ScheduleProblem
-
     blocks = (Block(name="f", devices=(0,), time=1.0, memory=1.0),
               Block(name="b", devices=(0,), time=1.0, memory=-1.0, after=(0,)))
     problem = ScheduleProblem(device_names=("a",), device_memory=(1.0,), blocks=blocks)
-    Annealer(problem, 1.0, 0).run(np.array([[0.0], [0.5]]), 0.01, Budget(effort=1.0))
+    anneal.Annealer(problem, 1.0, 0).run(np.array([[0.0], [0.5]]), 0.01, Budget(effort=1.0))
 
 
 PARTS: Final = {"placement": _warm_placement, "loads": _warm_loads, "partition": _warm_partition,
