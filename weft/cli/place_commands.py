@@ -80,8 +80,7 @@ def place(
     method: Annotated[str, typer.Option(help="auto searches; or one method by name (see --compare).")] = "auto",
     contiguous: Annotated[bool, typer.Option(
         "--contiguous", help="Throughput: each device gets one part of the graph without a way out and back.")] = False,
-    time_limit: Annotated[float | None, typer.Option(
-        help="Seconds for all of it but imports and tracing; the best found by then is the result.")] = None,
+    time_limit: common.TimeLimitOption = None,
     seed: common.SeedOption = 0,
     compare: Annotated[bool, typer.Option("--compare", help="Compare all methods.")] = False,
     fusion: Annotated[str | None, typer.Option(
@@ -260,30 +259,21 @@ def _plan_text(plan: Plan) -> str:
 
 def _present(view: PlaceView, options: PlaceOptions, more: Mapping[str, Any], times: Mapping[str, float]) -> None:
     """Write what was asked for, then print the result; ``more`` is added to its JSON, ``times`` where it is printed."""
+    from weft.show.drawing import render_svg
+    from weft.show.place_tables import print_placement, render_placement_report
+
     value = {**view.result.to_json(), **more}
     if view.methods:
         value["methods"] = [{"method": row.method, "value": row.value, "reason": row.reason} for row in view.methods]
     common.write_result(options.out, value, options.report)
-    _write_pictures(view, options)
-    if options.as_json:
-        common.print_json({**value, **times})
-    else:
-        from weft.show.place_tables import print_placement
-
-        print_placement(view, width=options.width)
-    common.end_if_interrupted(view.result.is_interrupted)
-
-
-def _write_pictures(view: PlaceView, options: PlaceOptions) -> None:
-    from weft.show.drawing import render_svg
-    from weft.show.place_tables import render_placement_report
-
     if options.html is not None:
         write_atomic(options.html, render_placement_report(view))
         options.report(f"page written to {options.html}")
     if options.svg is not None:
         write_atomic(options.svg, render_svg(view.chart()))
         options.report(f"picture written to {options.svg}")
+    common.print_result(options.as_json, lambda: {**value, **times}, lambda: print_placement(view, width=options.width))
+    common.end_if_interrupted(view.result.is_interrupted)
 
 
 # ---- the plan ------------------------------------------------------------------------------------------------------
@@ -347,8 +337,6 @@ def _place_partition(path: str, options: PlaceOptions) -> None:
     result = solve_partition(load_partition(path), **options.search())
     value = result.to_json()
     common.write_result(options.out, value, options.report)
-    if options.as_json:
-        common.print_json({**value, **times})
-    else:
-        print_partition(result, width=options.width)
+    common.print_result(options.as_json, lambda: {**value, **times},
+                        lambda: print_partition(result, width=options.width))
     common.end_if_interrupted(result.is_interrupted)
