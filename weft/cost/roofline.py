@@ -148,10 +148,9 @@ def describe_work(graph: Graph, dtype: str | None = None) -> Work:
     unscaled[is_gather] = 0.0
     total["forward"] = np.where(is_gather, np.minimum(total["forward"], 2 * graph.bytes_written), total["forward"])
     fixed = {part: np.where(scales, np.minimum(unscaled, total[part]), 0.0) for part in PARTS}
-    flops = {"forward": graph.flops, "input_grad": graph.input_grad_flops, "weight_grad": graph.weight_grad_flops}
     return Work(
         dtypes=dtypes, classes=classes, scales=scales,
-        flops={part: flops[part] for part in PARTS},
+        flops={"forward": graph.flops, "input_grad": graph.input_grad_flops, "weight_grad": graph.weight_grad_flops},
         fixed_bytes={part: fixed[part] * resize for part in PARTS},
         moved_bytes={part: (total[part] - fixed[part]) * resize for part in PARTS},
         gradient_bytes=_gradient_bytes(graph) * resize,
