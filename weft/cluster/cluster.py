@@ -106,6 +106,13 @@ class Link:
         return f"{self.source}>{self.target}"
 
 
+def both_ways(node: str, switch: str, *, bytes_per_s: float, latency_s: float, origin: str,
+              shared: str | None = None) -> list[Link]:
+    """Return the links from a node to a switch and back."""
+    return [Link(source=source, target=target, bytes_per_s=bytes_per_s, latency_s=latency_s, shared=shared,
+                 origin=origin) for source, target in ((node, switch), (switch, node))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
     """The way from one device to another."""
@@ -314,11 +321,7 @@ def _kind_problems(cluster: Cluster) -> Iterator[str]:
         rates = {f"{dtype} rate": rate for dtype, rate in kind.flop_per_s.items()}
         if kind.memory_bytes_per_s is not None:
             rates["memory bandwidth"] = kind.memory_bytes_per_s
-        for what, rate in rates.items():
-            if not (math.isfinite(rate) and rate > 0):
-                yield f"kind {kind.name!r}: the {what} is {rate}, it must be more than zero and finite"
-        if not (math.isfinite(kind.overhead_s) and kind.overhead_s >= 0):
-            yield f"kind {kind.name!r}: the overhead is {kind.overhead_s}, it must be zero or more and finite"
+        yield from _figure_problems(f"kind {kind.name!r}", rates, {"overhead": kind.overhead_s})
         if kind.memory_bytes is not None and not 0 < kind.memory_bytes <= MAX_MEMORY_BYTES:
             yield f"kind {kind.name!r} has {kind.memory_bytes} bytes of memory: it must be 1 to 2^53"
 
@@ -332,14 +335,20 @@ def _link_problems(cluster: Cluster) -> Iterator[str]:
     for link in cluster.links:
         if link.source == link.target:
             yield f"the link {link.name!r} joins a node with itself"
-        if not (math.isfinite(link.bytes_per_s) and link.bytes_per_s > 0):
-            yield f"link {link.name!r}: the bandwidth is {link.bytes_per_s}, it must be more than zero and finite"
-        if not (math.isfinite(link.latency_s) and link.latency_s >= 0):
-            yield f"link {link.name!r}: the latency is {link.latency_s}, it must be zero or more and finite"
+        yield from _figure_problems(f"link {link.name!r}", {"bandwidth": link.bytes_per_s}, {"latency": link.latency_s})
     for name in cluster.switches:
         problem = name_problem(name)
         if problem:
             yield f"the switch name {name!r} {problem}"
+
+
+def _figure_problems(where: str, rates: Mapping[str, float], times: Mapping[str, float]) -> Iterator[str]:
+    for what, rate in rates.items():
+        if not (math.isfinite(rate) and rate > 0):
+            yield f"{where}: the {what} is {rate}, it must be more than zero and finite"
+    for what, time_s in times.items():
+        if not (math.isfinite(time_s) and time_s >= 0):
+            yield f"{where}: the {what} is {time_s}, it must be zero or more and finite"
 
 
 def _reach_problems(cluster: Cluster) -> Iterator[str]:

@@ -253,13 +253,9 @@ def _read_connection(draft: _Draft, path: str, entry: RateEntry | NetworkEntry |
         preset = _read(draft, path, entry, find_link, _NO_LINK)
         return _Rate(bytes_per_s=preset.bytes_per_s, latency_s=preset.latency_s, shared=False,
                      origin=f"preset {preset.name}")
-    return _Rate(
-        bytes_per_s=_read(draft, f"{path}.bandwidth", entry.bandwidth, parse_rate, 1.0),
-        latency_s=_read(draft, f"{path}.latency", entry.latency, parse_time, 0.0),
-        shared=entry.shared,
-        origin="",
-        per=entry.per if isinstance(entry, NetworkEntry) else "host",
-    )
+    return _Rate(bytes_per_s=_read(draft, f"{path}.bandwidth", entry.bandwidth, parse_rate, 1.0),
+                 latency_s=_read(draft, f"{path}.latency", entry.latency, parse_time, 0.0),
+                 shared=entry.shared, origin="", per=entry.per if isinstance(entry, NetworkEntry) else "host")
 
 
 # Kinds and devices ---------------------------------------------------------------------------------------------------

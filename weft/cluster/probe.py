@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from weft.base.errors import ClusterError
 from weft.base.scratch import scratch_folder
-from weft.cluster.cluster import MAX_DEVICES, Cluster, Device, DeviceKind, Link, check_cluster
+from weft.cluster.cluster import MAX_DEVICES, Cluster, Device, DeviceKind, Link, both_ways, check_cluster
 from weft.cluster.presets import find_link, lookup_kind
 
 logger = logging.getLogger(__name__)
@@ -125,10 +125,8 @@ def _local_links(devices: tuple[Device, ...], host: str, time_limit_s: float) ->
 
 
 def _star(devices: tuple[Device, ...], switch: str, rate: LinkRate, origin: str) -> tuple[Link, ...]:
-    return tuple(
-        Link(source=source, target=target, bytes_per_s=rate.bytes_per_s, latency_s=rate.latency_s / 2, origin=origin)
-        for device in devices for source, target in ((device.name, switch), (switch, device.name))
-    )
+    return tuple(link for device in devices for link in both_ways(
+        device.name, switch, bytes_per_s=rate.bytes_per_s, latency_s=rate.latency_s / 2, origin=origin))
 
 
 # GPU -----------------------------------------------------------------------------------------------------------------
