@@ -28,7 +28,7 @@ import enum
 import hashlib
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -161,9 +161,9 @@ class Cluster:
 
     @cached_property
     def _links_by_source(self) -> dict[str, tuple[Link, ...]]:
-        found: dict[str, list[Link]] = {}
+        found: defaultdict[str, list[Link]] = defaultdict(list)
         for link in self.links:
-            found.setdefault(link.source, []).append(link)
+            found[link.source].append(link)
         return {name: tuple(links) for name, links in found.items()}
 
     def route(self, source: DeviceId, target: DeviceId) -> Route:
@@ -366,17 +366,14 @@ def _reach_problems(cluster: Cluster) -> Iterator[str]:
 
 
 def _reachable(start: str, links: tuple[Link, ...], *, backward: bool) -> set[str]:
-    neighbours: dict[str, list[str]] = {}
+    neighbours: defaultdict[str, list[str]] = defaultdict(list)
     for link in links:
         source, target = (link.target, link.source) if backward else (link.source, link.target)
-        neighbours.setdefault(source, []).append(target)
-    reached = {start}
-    pending = [start]
-    while pending:
-        for node in neighbours.get(pending.pop(), ()):
-            if node not in reached:
-                reached.add(node)
-                pending.append(node)
+        neighbours[source].append(target)
+    reached, layer = set[str](), {start}
+    while layer:
+        reached |= layer
+        layer = {target for node in layer for target in neighbours[node]} - reached
     return reached
 
 

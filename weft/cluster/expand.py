@@ -30,7 +30,7 @@ from weft.cluster.cluster import (
     check_cluster,
     name_problem,
 )
-from weft.cluster.presets import LinkPreset, find_link, kind_presets, lookup_kind, suggestion
+from weft.cluster.presets import KindEntry, LinkPreset, find_link, kind_presets, lookup_kind, suggestion
 
 ABSENT: Final = object()
 """Stands for a field that is not in the file, where null means something else."""
@@ -81,18 +81,6 @@ class DeviceEntry:
     """Devices that give the same text compute one at a time."""
     flops: Mapping[str, Any] = field(default_factory=dict)
     memory_bandwidth: Any = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KindEntry:
-    """A device kind of the user's own."""
-
-    flops: Mapping[str, Any] = field(default_factory=dict)
-    memory: Any = None
-    memory_bandwidth: Any = None
-    overhead: Any = 0.0
-    type: Literal["gpu", "cpu"] = "gpu"
-    source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
