@@ -85,15 +85,12 @@ def deploy(
         report(f"note: {note}")
     common.write_plan(out, found.plan, report)
     plain = _data_parallel(problem, budget)
-    if as_json:
-        common.print_json({"status": found.plan.search.status, "method": found.method, "step_time": found.step_time_s,
-                           "bound": found.bound_s, "data_parallel": plain if isinstance(plain, float) else None,
-                           "data_parallel_reason": None if isinstance(plain, float) else plain,
-                           "microbatches": found.plan.microbatches, "simulations": found.num_simulations,
-                           "seconds": found.cpu_seconds, "import_seconds": import_s, "tracing_seconds": budget.paused_s,
-                           "plan": plan_to_json(found.plan)})
-    else:
-        _print_deployment(found, plain)
+    common.print_result(as_json, lambda: {
+        "status": found.plan.search.status, "method": found.method, "step_time": found.step_time_s,
+        "bound": found.bound_s, "data_parallel": plain if isinstance(plain, float) else None,
+        "data_parallel_reason": None if isinstance(plain, float) else plain, "microbatches": found.plan.microbatches,
+        "simulations": found.num_simulations, "seconds": found.cpu_seconds, "import_seconds": import_s,
+        "tracing_seconds": budget.paused_s, "plan": plan_to_json(found.plan)}, lambda: _print_deployment(found, plain))
     common.end_if_interrupted(budget.is_interrupted)
 
 

@@ -155,9 +155,11 @@ def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str 
     imports = time.perf_counter()
     from weft.cost.costs import load_costs
     from weft.search.place.problem import problem_from_graph
+    from weft.search.place.search import load_compiled
     from weft.show.place_tables import PlaceView
 
-    _import_searches(options)
+    if options.time_limit is not None:  # what searches would import later is not to count against it
+        load_compiled()
     times, begin = _not_counted(options, time.perf_counter() - imports), time.monotonic()
     target = read_cluster(cluster)
     with ctrl_c_not_lost():
@@ -187,14 +189,6 @@ def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str 
 def _not_counted(options: PlaceOptions, import_s: float) -> dict[str, float]:
     """Return what the JSON says of imports: something where a time limit does not count them."""
     return {} if options.time_limit is None else {"import_seconds": import_s}
-
-
-def _import_searches(options: PlaceOptions) -> None:
-    """Import what searches under a time limit would import later: that is not to count against it."""
-    if options.time_limit is not None:
-        from weft.search.place.search import load_compiled
-
-        load_compiled()
 
 
 def _load(spec: str, *, fusion: str | None, batch: int | None, dtype: str | None,
