@@ -79,7 +79,7 @@ def _host_name() -> str:
 
 def _probe_cpu(torch: Any, num_devices: int | None, time_limit_s: float) -> Cluster:
     count = num_devices or num_cores()
-    with _one_thread(torch):
+    with cpu_threads(torch, 1):
         kind = _measured(
             torch, "local-cpu", "cpu", memory=memory_bytes() // count, matrix=_CPU_MATRIX, copied=_CPU_COPY_BYTES,
             source=f"measured on one thread ({platform.machine()}, torch {torch.__version__}); memory is the "
@@ -171,9 +171,10 @@ def _gpu_link_rate(torch: Any) -> LinkRate:
 
 
 @contextmanager
-def _one_thread(torch: Any) -> Iterator[None]:
+def cpu_threads(torch: Any, count: int) -> Iterator[None]:
+    """Let operators use so many threads, and put their number back."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:
