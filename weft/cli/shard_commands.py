@@ -172,9 +172,9 @@ def _trace(spec: str, mode: str | None, batch: int | None, dtype: str | None,
     from weft.model.source import DTYPES, resolve_model
 
     dtype = None if dtype is None else common.choice("--dtype", dtype, tuple(DTYPES))
-    mode = common.choice("--mode", mode or "training", get_args(Mode))
+    wanted: Mode = common.choice("--mode", mode or "training", get_args(Mode))
     report(f"tracing {spec}")
-    source = resolve_model(spec, mode=mode, batch=batch, dtype=dtype)
+    source = resolve_model(spec, mode=wanted, batch=batch, dtype=dtype)
     if isinstance(source, Graph):
         raise ModelError(f"{spec!r} has no PyTorch module behind it, so it is not known how its operators can be "
                          "split: give a name from `weft models` or path/to/file.py:function")
