@@ -102,7 +102,7 @@ def from_topo(
 
 
 def _present(cluster: Cluster, *, as_json: bool, out: Path | None) -> None:
-    from weft.cluster.describe import bandwidth_matrix, device_rows
+    from weft.show.cluster_tables import bandwidth_matrix, device_rows
 
     if out is not None:
         save_cluster(cluster, out)
