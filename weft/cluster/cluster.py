@@ -184,14 +184,10 @@ class Cluster:
             has = "has no links" if not self.links else "has no way for it"
             raise ClusterError(
                 f"nothing can be sent from {sender!r} to {receiver!r}: cluster {self.name!r} {has}. Add 'network:', a "
-                "host's 'intra:' or 'links:' to the cluster file, or give the transfer times in the graph file"
-            )
+                "host's 'intra:' or 'links:' to the cluster file, or give the transfer times in the graph file")
         links = [self.links[index] for index in ids]
-        return Route(
-            links=tuple(LinkId(index) for index in ids),
-            bytes_per_s=min((link.bytes_per_s for link in links), default=float("inf")),
-            latency_s=sum(link.latency_s for link in links),
-        )
+        return Route(links=tuple(LinkId(index) for index in ids), latency_s=sum(link.latency_s for link in links),
+                     bytes_per_s=min((link.bytes_per_s for link in links), default=float("inf")))
 
     @cached_property
     def _routes(self) -> dict[tuple[int, int], Route]:
@@ -258,10 +254,8 @@ class Cluster:
             [_kind_content(self.kinds[name]) for name in used],
             [[device.name, device.kind, device.host, device.memory_bytes, device.unit] for device in self.devices],
             [[link.source, link.target, link.bytes_per_s, link.latency_s, link.shared] for link in self.links],
-            self.contention.value,
-        ]
-        text = json.dumps(content, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+            self.contention.value]
+        return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def _kind_content(kind: DeviceKind) -> list[Any]:

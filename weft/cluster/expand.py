@@ -254,14 +254,11 @@ def _add_kind(draft: _Draft, name: str, entry: KindEntry) -> None:
     if not name or len(name) > 100 or not name.isprintable():
         draft.note(f"{path!r}: the name must have 1 to 100 printable characters")
     draft.kinds[name] = DeviceKind(
-        name=name,
-        flop_per_s=_read_flops(draft, f"{path}.flops", entry.flops),
+        name=name, flop_per_s=_read_flops(draft, f"{path}.flops", entry.flops),
         memory_bytes=_read_memory(draft, f"{path}.memory", entry.memory),
         memory_bytes_per_s=_read_memory_bandwidth(draft, path, entry.memory_bandwidth),
-        overhead_s=_read(draft, f"{path}.overhead", entry.overhead, parse_time, 0.0),
-        type=entry.type,
-        source=entry.source,
-    )
+        overhead_s=_read(draft, f"{path}.overhead", entry.overhead, parse_time, 0.0), type=entry.type,
+        source=entry.source)
 
 
 def _add_node(draft: _Draft, name: str, path: str) -> None:

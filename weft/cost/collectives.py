@@ -200,11 +200,8 @@ def _leader_rounds(collective: Collective, hosts: Sequence[Sequence[int]]) -> tu
 
 def _together(rounds: Sequence[Round], groups: Sequence[Sequence[int]], scale: float) -> tuple[Round, ...]:
     """Return ``rounds`` run by all ``groups`` at once, each on ``scale`` of the bytes."""
-    return tuple(
-        Round(pairs=tuple((group[i], group[j]) for group in groups for i, j in entry.pairs),
-              steps=entry.steps, share=entry.share * scale)
-        for entry in rounds
-    )
+    return tuple(Round(pairs=tuple((group[i], group[j]) for group in groups for i, j in entry.pairs),
+                       steps=entry.steps, share=entry.share * scale) for entry in rounds)
 
 
 def step_counts(collective: Collective, algorithm: Algorithm, size: int) -> Line:

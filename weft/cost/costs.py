@@ -235,10 +235,8 @@ def estimate_costs(graph: Graph, cluster: Cluster, *, profile: ProfileStore | No
         backward_source=np.stack([entries.backward_source for entries in filled], axis=1),
         notes=peak_notes(work, [column.kind for column in columns]) + _missing_notes(profile, profiles),
         transfer_times=() if graph.given is None else graph.given.transfer_times,
-        tensor_bytes=graph.tensor_bytes,
-        comm_fits={} if profile is None else profile.comm_fits(),
-        terms=tuple(entries.terms for entries in filled), measured_at=others, can_wait=ops_that_can_wait(graph),
-    )
+        tensor_bytes=graph.tensor_bytes, comm_fits={} if profile is None else profile.comm_fits(),
+        terms=tuple(entries.terms for entries in filled), measured_at=others, can_wait=ops_that_can_wait(graph))
 
 
 def load_costs(graph: Graph, cluster: Cluster, profile: Path | None, dtype: str | None) -> Costs:

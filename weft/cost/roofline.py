@@ -154,8 +154,7 @@ def describe_work(graph: Graph, dtype: str | None = None) -> Work:
         fixed_bytes={part: fixed[part] * resize for part in PARTS},
         moved_bytes={part: (total[part] - fixed[part]) * resize for part in PARTS},
         gradient_bytes=_gradient_bytes(graph) * resize,
-        is_view=np.array([name == VIEW for name in classes], dtype=bool),
-    )
+        is_view=np.array([name == VIEW for name in classes], dtype=bool))
 
 
 def _gradient_bytes(graph: Graph) -> F64:
@@ -211,14 +210,12 @@ def roofline_terms(work: Work, kind: DeviceKind, part: Part,
     is_empty = (work.flops[part] == 0) & (work.fixed_bytes[part] + work.moved_bytes[part] == 0)
     is_free = is_empty & (work.is_view if part == "forward" else True)
     return Terms(
-        compute_s=work.flops[part] / compute_rate,
-        fixed_s=work.fixed_bytes[part] / memory_rate,
+        compute_s=work.flops[part] / compute_rate, fixed_s=work.fixed_bytes[part] / memory_rate,
         moved_s=work.moved_bytes[part] / memory_rate,
         overhead_s=np.where(is_free, 0.0, kind.overhead_s),
         sum_s=(_READ_READ_WRITE * work.gradient_bytes / (pointwise_rate(kind) or math.inf) if part == "weight_grad" else
                np.zeros(len(work.dtypes))),
-        scales=work.scales & ~(work.is_view & is_empty),
-    )
+        scales=work.scales & ~(work.is_view & is_empty))
 
 
 def pointwise_rate(kind: DeviceKind) -> float | None:
