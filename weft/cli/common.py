@@ -19,7 +19,7 @@ from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import parse_cluster
 from weft.model.zoo import MODELS
-from weft.plan.plan import Plan
+from weft.plan.plan import Plan, save_plan
 
 if TYPE_CHECKING:
     from weft.model.graph import Graph
@@ -32,9 +32,15 @@ ModelArgument = Annotated[str, typer.Argument(
 ClusterArgument = Annotated[str, typer.Argument(
     metavar="CLUSTER", help="A cluster file, or a text such as '4 x A100-80GB'.")]
 PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan file.")]
+ModelOption = Annotated[str | None, typer.Option(
+    "--model", help="The plan's model, where it is not from `weft models`.")]
+ClusterOption = Annotated[str | None, typer.Option(
+    "--cluster", help="Another cluster than the one the plan describes.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout and nothing else there.")]
 ProfileOption = Annotated[Path | None, typer.Option(
     "--profile", metavar="FILE", help="A profile store written by `weft profile`; measured times replace estimates.")]
+TimeLimitOption = Annotated[float | None, typer.Option(
+    help="Seconds for all of it but imports and tracing; the best found by then is the result.")]
 MAX_SEED: Final = 2**31 - 1
 SeedOption = Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Seed of the search.")]
 QuietOption = Annotated[bool, typer.Option("--quiet", "-q", help="No progress on stderr.")]
@@ -51,6 +57,14 @@ def to_json_text(value: Any) -> str:
 def print_json(value: Any) -> None:
     """Print ``value`` as JSON on stdout."""
     print(to_json_text(value))
+
+
+def print_result(as_json: bool, value: Callable[[], Any], show: Callable[[], object]) -> None:
+    """Print the result on stdout: its value as JSON, or by the function that shows it to people."""
+    if as_json:
+        print_json(value())
+    else:
+        show()
 
 
 def write_result(path: Path | None, value: Mapping[str, Any], report: Callable[[str], None]) -> None:
@@ -99,6 +113,13 @@ def choice(option: str, text: str, allowed: tuple[str, ...]) -> Any:
     if text not in allowed:
         raise InputError(f"{option} must be one of {', '.join(allowed)}, not {text!r}")
     return text
+
+
+def write_plan(path: Path | None, plan: Plan, report: Callable[[str], None]) -> None:
+    """Write a plan, if that is wanted, and say where."""
+    if path is not None:
+        save_plan(plan, path)
+        report(f"plan written to {path}")
 
 
 def check_time_limit(time_limit: float | None) -> None:

@@ -14,7 +14,7 @@ import typer
 from weft.base.errors import InputError, NoFeasiblePlan
 from weft.cli import common
 from weft.cluster import read_cluster
-from weft.plan.plan import OPTIMIZERS, Optimizer, plan_to_json, save_plan
+from weft.plan.plan import OPTIMIZERS, Optimizer, plan_to_json
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.show.tables import print_tables, seconds
 
@@ -46,8 +46,7 @@ def deploy(
     profile: common.ProfileOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the plan here.")] = None,
     seed: common.SeedOption = 0,
-    time_limit: Annotated[float | None, typer.Option(
-        help="Seconds for all of it but imports and tracing; the best found by then is the result.")] = None,
+    time_limit: common.TimeLimitOption = None,
     as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:
@@ -84,19 +83,14 @@ def deploy(
     found = search(problem, searching, splits=splits, policy=load_policy(weights), budget=budget)
     for note in recompute_notes(graph, found.plan):
         report(f"note: {note}")
-    if out is not None:
-        save_plan(found.plan, out)
-        report(f"plan written to {out}")
+    common.write_plan(out, found.plan, report)
     plain = _data_parallel(problem, budget)
-    if as_json:
-        common.print_json({"status": found.plan.search.status, "method": found.method, "step_time": found.step_time_s,
-                           "bound": found.bound_s, "data_parallel": plain if isinstance(plain, float) else None,
-                           "data_parallel_reason": None if isinstance(plain, float) else plain,
-                           "microbatches": found.plan.microbatches, "simulations": found.num_simulations,
-                           "seconds": found.cpu_seconds, "import_seconds": import_s, "tracing_seconds": budget.paused_s,
-                           "plan": plan_to_json(found.plan)})
-    else:
-        _print_deployment(found, plain)
+    common.print_result(as_json, lambda: {
+        "status": found.plan.search.status, "method": found.method, "step_time": found.step_time_s,
+        "bound": found.bound_s, "data_parallel": plain if isinstance(plain, float) else None,
+        "data_parallel_reason": None if isinstance(plain, float) else plain, "microbatches": found.plan.microbatches,
+        "simulations": found.num_simulations, "seconds": found.cpu_seconds, "import_seconds": import_s,
+        "tracing_seconds": budget.paused_s, "plan": plan_to_json(found.plan)}, lambda: _print_deployment(found, plain))
     common.end_if_interrupted(budget.is_interrupted)
 
 

@@ -14,7 +14,7 @@ import typer
 from weft.base.errors import NoFeasiblePlan
 from weft.cli import common
 from weft.cluster import read_cluster
-from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, load_plan, save_plan
+from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, load_plan
 from weft.search.common.budget import Budget, time_budget
 
 if TYPE_CHECKING:
@@ -67,10 +67,8 @@ def explain(
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan file; or a model, with CLUSTER after it.")],
     on: Annotated[str | None, typer.Argument(
         metavar="CLUSTER", help="With a model: a cluster file, or a text such as '4 x A100-80GB'.")] = None,
-    model: Annotated[str | None, typer.Option(
-        "--model", help="The plan's model, where it is not from `weft models`.")] = None,
-    cluster: Annotated[str | None, typer.Option(
-        "--cluster", help="Another cluster than the one the plan describes.")] = None,
+    model: common.ModelOption = None,
+    cluster: common.ClusterOption = None,
     batch: BatchOption = None,
     microbatches: MicrobatchesOption = None,
     mode: ModeOption = None,
@@ -137,10 +135,9 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
 def _show(found: Explanation, budget: Budget, import_s: float, *, as_json: bool) -> None:
     from weft.show.explain_tables import explanation_json, print_explanation
 
-    if as_json:
-        common.print_json({**explanation_json(found), "import_seconds": import_s, "tracing_seconds": budget.paused_s})
-    else:
-        print_explanation(found)
+    common.print_result(as_json, lambda: {
+        **explanation_json(found), "import_seconds": import_s, "tracing_seconds": budget.paused_s},
+        lambda: print_explanation(found))
     common.end_if_interrupted(found.is_interrupted)
 
 
@@ -182,11 +179,9 @@ def _relax(miss: NoFeasiblePlan, problem: Problem, request: Request, budget: Bud
     found = smallest_relaxation(problem, request, deadline=budget.deadline, budget=budget, report=report)
     if not found:
         raise miss
-    if as_json:
-        common.print_json({**relaxations_json(str(miss), found), "import_seconds": import_s,
-                           "tracing_seconds": budget.paused_s})
-    else:
-        print_relaxations(str(miss), found)
+    common.print_result(as_json, lambda: {
+        **relaxations_json(str(miss), found), "import_seconds": import_s, "tracing_seconds": budget.paused_s},
+        lambda: print_relaxations(str(miss), found))
     common.end_if_interrupted(budget.is_interrupted)
 
 
@@ -246,11 +241,9 @@ def fit(
     command = None if found.recommended is None else _command(model, cluster, asked, found.recommended.setting)
     if out is not None and found.recommended is not None:
         _write(out, problem, found, split, report)
-    if as_json:
-        common.print_json({**fit_json(found, command), "complete": found.is_complete, "import_seconds": import_s,
-                           "tracing_seconds": budget.paused_s})
-    else:
-        print_fit(found, command or "")
+    common.print_result(as_json, lambda: {
+        **fit_json(found, command), "complete": found.is_complete, "import_seconds": import_s,
+        "tracing_seconds": budget.paused_s}, lambda: print_fit(found, command or ""))
     common.end_if_interrupted(budget.is_interrupted)
     if found.recommended is None:
         raise found.miss()
@@ -300,5 +293,4 @@ def _write(out: Path, problem: Problem, found: Fit, split: Split, report: Callab
     setting = found.recommended.setting
     plan = found.recommended.plan or plan_of(problem, setting, split(setting.degree) if setting.degree > 1 else {})
     check_plan(plan, problem.graph, problem.cluster)
-    save_plan(plan, out)
-    report(f"plan written to {out}")
+    common.write_plan(out, plan, report)

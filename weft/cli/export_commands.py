@@ -12,8 +12,8 @@ import typer
 from weft.base.errors import InputError
 from weft.base.files import write_atomic
 from weft.cli import common
-from weft.cli.plan_commands import ClusterOption, ModelOption
-from weft.plan.plan import load_plan, save_plan
+from weft.cli.plan_commands import print_checked
+from weft.plan.plan import load_plan
 
 if TYPE_CHECKING:
     from weft.plan.program import Program
@@ -37,8 +37,8 @@ def export(
     nearest: Annotated[bool, typer.Option(
         "--nearest", help="torchtitan, vllm, llama-cpp: give a layer that the plan cuts to the stage with most of it, "
         "instead of refusing.")] = False,
-    model: ModelOption = None,
-    cluster: ClusterOption = None,
+    model: common.ModelOption = None,
+    cluster: common.ClusterOption = None,
     as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:
@@ -74,10 +74,8 @@ def export(
         report(f"note: {note}")
     if out is not None:
         report(f"{FORMATS[format_]} written to {out}")
-    if as_json:
-        common.print_json({"format": format_, **facts})
-    elif out is None:
-        print(text, end="")
+    if as_json or out is None:
+        common.print_result(as_json, lambda: {"format": format_, **facts}, lambda: print(text, end=""))
 
 
 def _pipelining_csv(program: Program) -> tuple[str, dict[str, Any]]:
@@ -146,8 +144,8 @@ def import_order(
     schedule: Annotated[Path, typer.Argument(metavar="CSV", help="A schedule file of torch.distributed.pipelining; "
                                              "row i is the plan's device i, stage s its stage s.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="Write the plan with this order here.")],
-    model: ModelOption = None,
-    cluster: ClusterOption = None,
+    model: common.ModelOption = None,
+    cluster: common.ClusterOption = None,
     as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:
@@ -159,9 +157,5 @@ def import_order(
     item = load_plan(plan)
     changed = order_from_csv(item, load_csv(schedule))
     program = check_plan(changed, common.graph_of_plan(item, model), common.cluster_of_plan(item, cluster))
-    save_plan(changed, out)
-    common.reporter(quiet)(f"plan written to {out}")
-    if as_json:
-        common.print_json({"status": "ok", "ranks": program.num_ranks, "instructions": program.num_instructions})
-    else:
-        print(f"{out}: ok, {program.num_ranks} ranks, {program.num_instructions} instructions")
+    common.write_plan(out, changed, common.reporter(quiet))
+    print_checked(program, out, as_json=as_json)

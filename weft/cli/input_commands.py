@@ -23,11 +23,9 @@ def models(as_json: common.JsonOption = False) -> None:
     """List the models that Weft can build by name, without weights."""
 
     items = list_models()
-    if as_json:
-        common.print_json([encode(item) for item in items])
-        return
-    print_table(["model", "family", "parameters", "batch", "about"],
-                [[item.name, item.family, item.parameters, str(item.batch), item.about] for item in items])
+    common.print_result(as_json, lambda: [encode(item) for item in items], lambda: print_table(
+        ["model", "family", "parameters", "batch", "about"],
+        [[item.name, item.family, item.parameters, str(item.batch), item.about] for item in items]))
 
 
 def profile(
@@ -56,14 +54,11 @@ def profile(
                             progress=lambda done, total: report(f"timing operators: pass {done} of {total}"))
     for problem in summary.problems:
         report(f"note: {problem}")
-    if as_json:
-        common.print_json(encode(summary))
-        return
-    print_table(["what", "value"], [
+    common.print_result(as_json, lambda: encode(summary), lambda: print_table(["what", "value"], [
         ["device kind", summary.device_kind], ["operators", str(summary.num_ops)],
         ["distinct", str(summary.num_keys)], ["timed now", str(summary.num_timed)],
         ["sum of forward times", format_time(summary.forward_s)],
-        ["sum of backward times", format_time(summary.backward_s)], ["store", str(store)]])
+        ["sum of backward times", format_time(summary.backward_s)], ["store", str(store)]]))
 
 
 app = typer.Typer(help="Describe clusters.", no_args_is_help=True)
@@ -107,7 +102,7 @@ def from_topo(
 
 
 def _present(cluster: Cluster, *, as_json: bool, out: Path | None) -> None:
-    from weft.cluster.describe import bandwidth_matrix, device_rows
+    from weft.show.cluster_tables import bandwidth_matrix, device_rows
 
     if out is not None:
         save_cluster(cluster, out)

@@ -32,24 +32,12 @@ app = typer.Typer(
     help="Plans how a neural network runs across many devices, predicts how fast that is, and runs it that way.",
     epilog="Exit codes: 0 ok, 1 plans differ (diff), 2 bad input or an output that cannot be written, 3 no plan fits, "
            "4 a run failed; after a signal 128 + its number: 129 hangup, 130 interrupted, 143 told to end.")
-app.command("models")(input_commands.models)
-app.command("profile")(input_commands.profile)
-app.command("plan")(plan_commands.plan)
-app.command("simulate")(plan_commands.simulate)
-app.command("show")(plan_commands.show)
-app.command("view")(plan_commands.view)
-app.command("check")(plan_commands.check)
-app.command("diff")(plan_commands.diff)
-app.command("explain")(explain_commands.explain)
-app.command("fit")(explain_commands.fit)
-app.command("export")(export_commands.export)
-app.command("import-order")(export_commands.import_order)
-app.command("run")(run_commands.run)
-app.command("schedule")(schedule_commands.schedule)
-app.command("place")(place_commands.place)
-app.command("shard")(shard_commands.shard)
-app.command("deploy")(deploy_commands.deploy)
-app.command("train-policy")(deploy_commands.train_policy)
+for command in (
+        input_commands.models, input_commands.profile, plan_commands.plan, plan_commands.simulate, plan_commands.show,
+        plan_commands.view, plan_commands.check, plan_commands.diff, explain_commands.explain, explain_commands.fit,
+        export_commands.export, export_commands.import_order, run_commands.run, schedule_commands.schedule,
+        place_commands.place, shard_commands.shard, deploy_commands.deploy, deploy_commands.train_policy):
+    app.command()(command)
 app.add_typer(input_commands.app, name="cluster")
 
 

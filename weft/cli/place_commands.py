@@ -80,8 +80,7 @@ def place(
     method: Annotated[str, typer.Option(help="auto searches; or one method by name (see --compare).")] = "auto",
     contiguous: Annotated[bool, typer.Option(
         "--contiguous", help="Throughput: each device gets one part of the graph without a way out and back.")] = False,
-    time_limit: Annotated[float | None, typer.Option(
-        help="Seconds for all of it but imports and tracing; the best found by then is the result.")] = None,
+    time_limit: common.TimeLimitOption = None,
     seed: common.SeedOption = 0,
     compare: Annotated[bool, typer.Option("--compare", help="Compare all methods.")] = False,
     fusion: Annotated[str | None, typer.Option(
@@ -156,9 +155,11 @@ def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str 
     imports = time.perf_counter()
     from weft.cost.costs import load_costs
     from weft.search.place.problem import problem_from_graph
+    from weft.search.place.search import load_compiled
     from weft.show.place_tables import PlaceView
 
-    _import_searches(options)
+    if options.time_limit is not None:  # what searches would import later is not to count against it
+        load_compiled()
     times, begin = _not_counted(options, time.perf_counter() - imports), time.monotonic()
     target = read_cluster(cluster)
     with ctrl_c_not_lost():
@@ -188,14 +189,6 @@ def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str 
 def _not_counted(options: PlaceOptions, import_s: float) -> dict[str, float]:
     """Return what the JSON says of imports: something where a time limit does not count them."""
     return {} if options.time_limit is None else {"import_seconds": import_s}
-
-
-def _import_searches(options: PlaceOptions) -> None:
-    """Import what searches under a time limit would import later: that is not to count against it."""
-    if options.time_limit is not None:
-        from weft.search.place.search import load_compiled
-
-        load_compiled()
 
 
 def _load(spec: str, *, fusion: str | None, batch: int | None, dtype: str | None,
@@ -260,30 +253,21 @@ def _plan_text(plan: Plan) -> str:
 
 def _present(view: PlaceView, options: PlaceOptions, more: Mapping[str, Any], times: Mapping[str, float]) -> None:
     """Write what was asked for, then print the result; ``more`` is added to its JSON, ``times`` where it is printed."""
+    from weft.show.drawing import render_svg
+    from weft.show.place_tables import print_placement, render_placement_report
+
     value = {**view.result.to_json(), **more}
     if view.methods:
         value["methods"] = [{"method": row.method, "value": row.value, "reason": row.reason} for row in view.methods]
     common.write_result(options.out, value, options.report)
-    _write_pictures(view, options)
-    if options.as_json:
-        common.print_json({**value, **times})
-    else:
-        from weft.show.place_tables import print_placement
-
-        print_placement(view, width=options.width)
-    common.end_if_interrupted(view.result.is_interrupted)
-
-
-def _write_pictures(view: PlaceView, options: PlaceOptions) -> None:
-    from weft.show.drawing import render_svg
-    from weft.show.place_tables import render_placement_report
-
     if options.html is not None:
         write_atomic(options.html, render_placement_report(view))
         options.report(f"page written to {options.html}")
     if options.svg is not None:
         write_atomic(options.svg, render_svg(view.chart()))
         options.report(f"picture written to {options.svg}")
+    common.print_result(options.as_json, lambda: {**value, **times}, lambda: print_placement(view, width=options.width))
+    common.end_if_interrupted(view.result.is_interrupted)
 
 
 # ---- the plan ------------------------------------------------------------------------------------------------------
@@ -347,8 +331,6 @@ def _place_partition(path: str, options: PlaceOptions) -> None:
     result = solve_partition(load_partition(path), **options.search())
     value = result.to_json()
     common.write_result(options.out, value, options.report)
-    if options.as_json:
-        common.print_json({**value, **times})
-    else:
-        print_partition(result, width=options.width)
+    common.print_result(options.as_json, lambda: {**value, **times},
+                        lambda: print_partition(result, width=options.width))
     common.end_if_interrupted(result.is_interrupted)

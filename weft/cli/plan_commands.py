@@ -15,7 +15,7 @@ from weft.base.files import encode, write_atomic
 from weft.cli import common
 from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster
-from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, Plan, load_plan, plan_to_json, save_plan
+from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, Plan, load_plan, plan_to_json
 
 if TYPE_CHECKING:
     from weft.cost.costs import Costs
@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 SAME: Final = 0
 DIFFERENT: Final = 1
 """Exit codes of ``diff``."""
-ModelOption = Annotated[str | None, typer.Option(
-    "--model", help="The plan's model, where it is not from `weft models`.")]
-ClusterOption = Annotated[str | None, typer.Option(
-    "--cluster", help="Another cluster than the one the plan describes.")]
 TraceOption = Annotated[Path | None, typer.Option("--trace", help="Write a Perfetto trace (.json.gz) here.")]
 TimelineOption = Annotated[list[Path] | None, typer.Option(help="A timeline of this plan, such as a run's.")]
 HtmlOption = Annotated[Path | None, typer.Option("--html", help="Write a self-contained page with a Gantt chart here.")]
@@ -73,8 +69,7 @@ def plan(
     html: HtmlOption = None,
     trace: TraceOption = None,
     seed: Annotated[int, typer.Option(min=0, max=common.MAX_SEED, help="Seed of all searches.")] = 0,
-    time_limit: Annotated[float | None, typer.Option(
-        help="Seconds for all of it but imports and tracing; the best found by then is the result.")] = None,
+    time_limit: common.TimeLimitOption = None,
     as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
 ) -> None:
@@ -102,9 +97,7 @@ def plan(
     comparison, best = found.comparison, found.comparison.best
     assert best.plan is not None, "the search raises otherwise"
     assert best.timeline is not None
-    if out is not None:
-        save_plan(best.plan, out)
-        report(f"plan written to {out}")
+    common.write_plan(out, best.plan, report)
     _write_pictures([best.timeline], comparison, html=html, trace=trace)
     if as_json:
         reached = {} if found.devices is None else {"target": target, "devices": list(found.devices)}
@@ -125,8 +118,8 @@ def plan(
 
 def simulate(
     plan: common.PlanArgument,
-    model: ModelOption = None,
-    cluster: ClusterOption = None,
+    model: common.ModelOption = None,
+    cluster: common.ClusterOption = None,
     profile: common.ProfileOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the timeline (JSON) here.")] = None,
     trace: TraceOption = None,
@@ -141,17 +134,15 @@ def simulate(
     if out is not None:
         save_timeline(timeline, out)
     _write_pictures([timeline], None, trace=trace)
-    if as_json:
-        common.print_json({"kind": timeline.kind, "step_time": timeline.step_time_s, "bubble": timeline.bubble,
-                           "devices": [encode(item) for item in timeline.summary()]})
-    else:
-        print_timeline(timeline)
+    common.print_result(
+        as_json, lambda: {"kind": timeline.kind, "step_time": timeline.step_time_s, "bubble": timeline.bubble,
+                          "devices": [encode(item) for item in timeline.summary()]}, lambda: print_timeline(timeline))
 
 
 def show(
     plan: common.PlanArgument,
-    model: ModelOption = None,
-    cluster: ClusterOption = None,
+    model: common.ModelOption = None,
+    cluster: common.ClusterOption = None,
     profile: common.ProfileOption = None,
     timeline: TimelineOption = None,
     html: HtmlOption = None,
@@ -178,7 +169,7 @@ def show(
 
 
 def check(
-    plan: common.PlanArgument, model: ModelOption = None, cluster: ClusterOption = None,
+    plan: common.PlanArgument, model: common.ModelOption = None, cluster: common.ClusterOption = None,
     as_json: common.JsonOption = False,
 ) -> None:
     """Check that a plan is sound: complete, free of deadlock, within memory, and made for this model and cluster."""
@@ -186,10 +177,14 @@ def check(
 
     item = load_plan(plan)
     program = check_plan(item, common.graph_of_plan(item, model), common.cluster_of_plan(item, cluster))
-    if as_json:
-        common.print_json({"status": "ok", "ranks": program.num_ranks, "instructions": program.num_instructions})
-    else:
-        print(f"{plan}: ok, {program.num_ranks} ranks, {program.num_instructions} instructions")
+    print_checked(program, plan, as_json=as_json)
+
+
+def print_checked(program: Program, path: Path, *, as_json: bool) -> None:
+    """Print that a plan, in this file, is sound."""
+    common.print_result(
+        as_json, lambda: {"status": "ok", "ranks": program.num_ranks, "instructions": program.num_instructions},
+        lambda: print(f"{path}: ok, {program.num_ranks} ranks, {program.num_instructions} instructions"))
 
 
 def diff(
@@ -220,17 +215,14 @@ def diff(
     predicted = [Predicted(plan=item[0].plan, timeline=simulate_program(*item), link_bytes=link_bytes(*item))
                  for item in checked]
     found = diff_plans(predicted[0].plan, predicted[1].plan, *graphs)
-    if as_json:
-        common.print_json(diff_json(found, *predicted))
-    else:
-        print_diff(found, *predicted)
+    common.print_result(as_json, lambda: diff_json(found, *predicted), lambda: print_diff(found, *predicted))
     return SAME if found.is_same else DIFFERENT
 
 
 def view(
     plan: common.PlanArgument,
-    model: ModelOption = None,
-    cluster: ClusterOption = None,
+    model: common.ModelOption = None,
+    cluster: common.ClusterOption = None,
     profile: common.ProfileOption = None,
     timeline: TimelineOption = None,
     port: Annotated[int, typer.Option(help="Port on 127.0.0.1; 0 takes a free one.")] = 0,

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 import typer
 
 from weft.base.errors import InputError
 from weft.base.files import write_atomic
 from weft.cli import common
-
-if TYPE_CHECKING:
-    from weft.search.schedule.problem import ScheduleProblem
-    from weft.search.schedule.schedule import ScheduleResult
-    from weft.show.schedule_tables import ScheduleFacts
 
 LEAST_S = 0.01
 """Seconds that the search has at least, however long reading took."""
@@ -39,8 +34,17 @@ def schedule(
 ) -> None:
     """Find the order in which micro-batches flow through blocks on devices: shortest, within the memory."""
     imports = time.perf_counter()
+    from weft.search.schedule.named import compare_named
     from weft.search.schedule.problem import load_problem
     from weft.search.schedule.search import schedule as search
+    from weft.show.drawing import render_svg
+    from weft.show.schedule_tables import (
+        compare_facts,
+        facts_json,
+        print_schedule,
+        render_schedule_report,
+        schedule_chart,
+    )
 
     import_s, begin = time.perf_counter() - imports, time.monotonic()
     if microbatches < 1:
@@ -53,43 +57,16 @@ def schedule(
     writing_s = WRITING_S * microbatches * item.num_tasks
     left = None if time_limit is None else max(LEAST_S, time_limit - (time.monotonic() - begin) - writing_s)
     result = search(item, microbatches=microbatches, time_limit=left, seed=seed, progress=report)
-    compared = _compare(item, result) if compare else []
-    value = _result_json(result, compared)
-    common.write_result(out, value, report)
-    _write_pictures(result, compared, name=problem.name, html=html, svg=svg)
-    if as_json:
-        common.print_json(value if time_limit is None else {**value, "import_seconds": import_s})
-    else:
-        from weft.show.schedule_tables import print_schedule
-
-        print_schedule(result, compared, width=width)
-    common.end_if_interrupted(result.is_interrupted)
-
-
-def _compare(problem: ScheduleProblem, result: ScheduleResult) -> list[ScheduleFacts]:
-    from weft.search.schedule.named import compare_named
-    from weft.show.schedule_tables import compare_facts
-
-    return compare_facts(result, compare_named(problem, result.schedule.num_microbatches))
-
-
-def _result_json(result: ScheduleResult, compared: list[ScheduleFacts]) -> dict[str, Any]:
-    """Return the result object; compared with named schedules, it lists these as well."""
+    compared = compare_facts(result, compare_named(item, result.schedule.num_microbatches)) if compare else []
     value = result.to_json()
     if compared:
-        from weft.show.schedule_tables import facts_json
-
         value["named"] = [facts_json(row) for row in compared if not row.is_search]
-    return value
-
-
-def _write_pictures(result: ScheduleResult, compared: list[ScheduleFacts], *, name: str, html: Path | None,
-                    svg: Path | None) -> None:
-    from weft.show.drawing import render_svg
-    from weft.show.schedule_tables import render_schedule_report, schedule_chart
-
-    title = name.removesuffix(".gz").removesuffix(".json")
+    common.write_result(out, value, report)
+    title = problem.name.removesuffix(".gz").removesuffix(".json")
     if html is not None:
         write_atomic(html, render_schedule_report(result, title=title, compared=compared))
     if svg is not None:
         write_atomic(svg, render_svg(schedule_chart(result, title)))
+    common.print_result(as_json, lambda: value if time_limit is None else {**value, "import_seconds": import_s},
+                        lambda: print_schedule(result, compared, width=width))
+    common.end_if_interrupted(result.is_interrupted)

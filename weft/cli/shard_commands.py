@@ -7,7 +7,6 @@ import math
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, get_args
 
@@ -52,8 +51,7 @@ def shard(
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the result (JSON) here.")] = None,
     plan: Annotated[Path | None, typer.Option(
         help="Write a plan of one sharded stage here, for `weft run`.")] = None,
-    time_limit: Annotated[float | None, typer.Option(
-        help="Seconds for all of it but imports and tracing; the best found by then is the result.")] = None,
+    time_limit: common.TimeLimitOption = None,
     seed: Annotated[int, typer.Option(min=0, max=common.MAX_SEED, help="Seed of the search of a strategy graph.")] = 0,
     as_json: common.JsonOption = False,
     quiet: common.QuietOption = False,
@@ -62,9 +60,9 @@ def shard(
     common.check_time_limit(time_limit)
     common.check_outputs({"--out": out, "--plan": plan}, (problem, cluster))
     if cluster is not None:
-        _shard_model(problem, cluster, ModelOptions(
-            mesh=mesh, batch=batch, dtype=dtype, mode=mode, memory=memory, optimizer=optimizer, compare=compare,
-            export=export, out=out, plan=plan, time_limit=time_limit, as_json=as_json, report=common.reporter(quiet)))
+        _shard_model(problem, cluster, mesh=mesh, batch=batch, dtype=dtype, mode=mode, memory=memory,
+                     optimizer=optimizer, compare=compare, export=export, out=out, plan=plan, time_limit=time_limit,
+                     as_json=as_json, report=common.reporter(quiet))
         return
     common.refuse_given({"--mesh": mesh, "--batch": batch, "--dtype": dtype, "--mode": mode, "--memory": memory,
                          "--optimizer": optimizer, "--compare": compare or None, "--export": export, "--out": out,
@@ -89,33 +87,15 @@ def _shard_graph(path: Path, *, time_limit: float | None, seed: int, as_json: bo
            + ("no usage limit" if graph.usage_limit is None else f"usage limit {graph.usage_limit}"))
     left = None if time_limit is None else max(time_limit - (time.monotonic() - begin), 0.0)
     solution = solve(graph, time_limit=left, seed=seed, progress=report)
-    if as_json:
-        common.print_json({**solution.to_json(), **({} if time_limit is None else {"import_seconds": import_s})})
-    else:
-        print_strategies(graph, solution)
+    times = {} if time_limit is None else {"import_seconds": import_s}
+    common.print_result(as_json, lambda: {**solution.to_json(), **times}, lambda: print_strategies(graph, solution))
     common.end_if_interrupted(solution.is_interrupted)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelOptions:
-    """What the command line asks for a model."""
-
-    mesh: str | None
-    batch: int | None
-    dtype: str | None
-    mode: str | None
-    memory: str | None
-    optimizer: str | None
-    compare: bool
-    export: str | None
-    out: Path | None
-    plan: Path | None
-    time_limit: float | None
-    as_json: bool
-    report: Callable[[str], None]
-
-
-def _shard_model(spec: str, cluster_text: str, options: ModelOptions) -> None:
+def _shard_model(spec: str, cluster_text: str, *, mesh: str | None, batch: int | None, dtype: str | None,
+                 mode: str | None, memory: str | None, optimizer: str | None, compare: bool, export: str | None,
+                 out: Path | None, plan: Path | None, time_limit: float | None, as_json: bool,
+                 report: Callable[[str], None]) -> None:
     """Search the sharding of a model, then print, write or export it."""
     begin = time.perf_counter()
     from weft.cost.costs import estimate_costs
@@ -124,39 +104,37 @@ def _shard_model(spec: str, cluster_text: str, options: ModelOptions) -> None:
     from weft.show.sharding_facts import sharding_facts
     from weft.show.sharding_tables import parallelize_plan, print_sharding, sharding_json, titan_settings
 
-    import_s, report = time.perf_counter() - begin, options.report
-    budget = time_budget(options.time_limit, report)
-    if options.export is not None:
-        common.choice("--export", options.export, EXPORTS)
+    import_s = time.perf_counter() - begin
+    budget = time_budget(time_limit, report)
+    if export is not None:
+        common.choice("--export", export, EXPORTS)
     cluster = read_cluster(cluster_text)
-    shapes = None if options.mesh is None else [_parse_mesh(options.mesh, cluster.num_devices)]
-    limit = _memory_limit(options.memory, cluster)
+    shapes = None if mesh is None else [_parse_mesh(mesh, cluster.num_devices)]
+    limit = _memory_limit(memory, cluster)
     with budget.paused():
-        folded = _trace(spec, options)
-    optimizer = Optimizer(kind=common.choice("--optimizer", options.optimizer or "adamw", OPTIMIZERS))
+        folded = _trace(spec, mode, batch, dtype, report)
+    updated_by = Optimizer(kind=common.choice("--optimizer", optimizer or "adamw", OPTIMIZERS))
     with ended_by_ctrl_c(budget):
         found = compare_meshes(folded, cluster, estimate_costs(folded.traced.graph, cluster),
                                shapes=shapes or sensible_shapes(cluster, range(cluster.num_devices)),
-                               names=NAMES if options.compare else (), optimizer=optimizer, limit_bytes=limit,
+                               names=NAMES if compare else (), optimizer=updated_by, limit_bytes=limit,
                                budget=budget, progress=report)
     facts = sharding_facts(found.best, folded)
     value = sharding_json(facts, found.named)
-    if options.export is not None:
-        value = parallelize_plan(facts, folded) if options.export == EXPORTS[0] else titan_settings(facts)
+    if export is not None:
+        value = parallelize_plan(facts, folded) if export == EXPORTS[0] else titan_settings(facts)
         for difference in value["differences"]:
             report(f"note: not expressed: {difference}")
-    if options.out is not None:
-        write_atomic(options.out, json.dumps(value, indent=1, allow_nan=False) + "\n")
-        report(f"written to {options.out}")
-    elif options.export is not None:
+    if out is not None:
+        write_atomic(out, json.dumps(value, indent=1, allow_nan=False) + "\n")
+        report(f"written to {out}")
+    elif export is not None:
         common.print_json(value)
-    if options.export is None:
-        if options.plan is not None:
-            _write_plan(options.plan, folded, cluster, found.best.mesh.shape, limit, optimizer, budget, report)
-        if options.as_json:
-            common.print_json({**value, "import_seconds": import_s, "tracing_seconds": budget.paused_s})
-        else:
-            print_sharding(facts, found.named)
+    if export is None:
+        if plan is not None:
+            _write_plan(plan, folded, cluster, found.best.mesh.shape, limit, updated_by, budget, report)
+        times = {"import_seconds": import_s, "tracing_seconds": budget.paused_s}
+        common.print_result(as_json, lambda: {**value, **times}, lambda: print_sharding(facts, found.named))
     common.end_if_interrupted(budget.is_interrupted)
 
 
@@ -186,25 +164,26 @@ def _memory_limit(text: str | None, cluster: Cluster) -> float | None:
                default=None)
 
 
-def _trace(spec: str, options: ModelOptions) -> FoldedModel:
+def _trace(spec: str, mode: str | None, batch: int | None, dtype: str | None,
+           report: Callable[[str], None]) -> FoldedModel:
     """Return the model, traced with a few copies of each run of equal layers."""
     from weft.model.folded import trace_folded
     from weft.model.graph import Graph
     from weft.model.source import DTYPES, resolve_model
 
-    dtype = None if options.dtype is None else common.choice("--dtype", options.dtype, tuple(DTYPES))
-    mode = common.choice("--mode", options.mode or "training", get_args(Mode))
-    options.report(f"tracing {spec}")
-    source = resolve_model(spec, mode=mode, batch=options.batch, dtype=dtype)
+    dtype = None if dtype is None else common.choice("--dtype", dtype, tuple(DTYPES))
+    wanted: Mode = common.choice("--mode", mode or "training", get_args(Mode))
+    report(f"tracing {spec}")
+    source = resolve_model(spec, mode=wanted, batch=batch, dtype=dtype)
     if isinstance(source, Graph):
         raise ModelError(f"{spec!r} has no PyTorch module behind it, so it is not known how its operators can be "
                          "split: give a name from `weft models` or path/to/file.py:function")
-    folded = trace_folded(source, batch=options.batch)
+    folded = trace_folded(source, batch=batch)
     cut = [path for run in folded.runs for position in range(run.num_copies) if position not in run.kept
            for path in run.layers(position)]
     for warning in folded.traced.graph.warnings:
         if not any(f"{path}." in warning for path in cut):  # layers that were left out on purpose
-            options.report(f"note: {warning}")
+            report(f"note: {warning}")
     return folded
 
 

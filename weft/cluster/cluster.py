@@ -28,7 +28,7 @@ import enum
 import hashlib
 import json
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -106,6 +106,13 @@ class Link:
         return f"{self.source}>{self.target}"
 
 
+def both_ways(node: str, switch: str, *, bytes_per_s: float, latency_s: float, origin: str,
+              shared: str | None = None) -> list[Link]:
+    """Return the links from a node to a switch and back."""
+    return [Link(source=source, target=target, bytes_per_s=bytes_per_s, latency_s=latency_s, shared=shared,
+                 origin=origin) for source, target in ((node, switch), (switch, node))]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Route:
     """The way from one device to another."""
@@ -154,9 +161,9 @@ class Cluster:
 
     @cached_property
     def _links_by_source(self) -> dict[str, tuple[Link, ...]]:
-        found: dict[str, list[Link]] = {}
+        found: defaultdict[str, list[Link]] = defaultdict(list)
         for link in self.links:
-            found.setdefault(link.source, []).append(link)
+            found[link.source].append(link)
         return {name: tuple(links) for name, links in found.items()}
 
     def route(self, source: DeviceId, target: DeviceId) -> Route:
@@ -177,14 +184,10 @@ class Cluster:
             has = "has no links" if not self.links else "has no way for it"
             raise ClusterError(
                 f"nothing can be sent from {sender!r} to {receiver!r}: cluster {self.name!r} {has}. Add 'network:', a "
-                "host's 'intra:' or 'links:' to the cluster file, or give the transfer times in the graph file"
-            )
+                "host's 'intra:' or 'links:' to the cluster file, or give the transfer times in the graph file")
         links = [self.links[index] for index in ids]
-        return Route(
-            links=tuple(LinkId(index) for index in ids),
-            bytes_per_s=min((link.bytes_per_s for link in links), default=float("inf")),
-            latency_s=sum(link.latency_s for link in links),
-        )
+        return Route(links=tuple(LinkId(index) for index in ids), latency_s=sum(link.latency_s for link in links),
+                     bytes_per_s=min((link.bytes_per_s for link in links), default=float("inf")))
 
     @cached_property
     def _routes(self) -> dict[tuple[int, int], Route]:
@@ -251,10 +254,8 @@ class Cluster:
             [_kind_content(self.kinds[name]) for name in used],
             [[device.name, device.kind, device.host, device.memory_bytes, device.unit] for device in self.devices],
             [[link.source, link.target, link.bytes_per_s, link.latency_s, link.shared] for link in self.links],
-            self.contention.value,
-        ]
-        text = json.dumps(content, separators=(",", ":"))
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
+            self.contention.value]
+        return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:16]
 
 
 def _kind_content(kind: DeviceKind) -> list[Any]:
@@ -314,11 +315,7 @@ def _kind_problems(cluster: Cluster) -> Iterator[str]:
         rates = {f"{dtype} rate": rate for dtype, rate in kind.flop_per_s.items()}
         if kind.memory_bytes_per_s is not None:
             rates["memory bandwidth"] = kind.memory_bytes_per_s
-        for what, rate in rates.items():
-            if not (math.isfinite(rate) and rate > 0):
-                yield f"kind {kind.name!r}: the {what} is {rate}, it must be more than zero and finite"
-        if not (math.isfinite(kind.overhead_s) and kind.overhead_s >= 0):
-            yield f"kind {kind.name!r}: the overhead is {kind.overhead_s}, it must be zero or more and finite"
+        yield from _figure_problems(f"kind {kind.name!r}", rates, {"overhead": kind.overhead_s})
         if kind.memory_bytes is not None and not 0 < kind.memory_bytes <= MAX_MEMORY_BYTES:
             yield f"kind {kind.name!r} has {kind.memory_bytes} bytes of memory: it must be 1 to 2^53"
 
@@ -332,14 +329,20 @@ def _link_problems(cluster: Cluster) -> Iterator[str]:
     for link in cluster.links:
         if link.source == link.target:
             yield f"the link {link.name!r} joins a node with itself"
-        if not (math.isfinite(link.bytes_per_s) and link.bytes_per_s > 0):
-            yield f"link {link.name!r}: the bandwidth is {link.bytes_per_s}, it must be more than zero and finite"
-        if not (math.isfinite(link.latency_s) and link.latency_s >= 0):
-            yield f"link {link.name!r}: the latency is {link.latency_s}, it must be zero or more and finite"
+        yield from _figure_problems(f"link {link.name!r}", {"bandwidth": link.bytes_per_s}, {"latency": link.latency_s})
     for name in cluster.switches:
         problem = name_problem(name)
         if problem:
             yield f"the switch name {name!r} {problem}"
+
+
+def _figure_problems(where: str, rates: Mapping[str, float], times: Mapping[str, float]) -> Iterator[str]:
+    for what, rate in rates.items():
+        if not (math.isfinite(rate) and rate > 0):
+            yield f"{where}: the {what} is {rate}, it must be more than zero and finite"
+    for what, time_s in times.items():
+        if not (math.isfinite(time_s) and time_s >= 0):
+            yield f"{where}: the {what} is {time_s}, it must be zero or more and finite"
 
 
 def _reach_problems(cluster: Cluster) -> Iterator[str]:
@@ -357,17 +360,14 @@ def _reach_problems(cluster: Cluster) -> Iterator[str]:
 
 
 def _reachable(start: str, links: tuple[Link, ...], *, backward: bool) -> set[str]:
-    neighbours: dict[str, list[str]] = {}
+    neighbours: defaultdict[str, list[str]] = defaultdict(list)
     for link in links:
         source, target = (link.target, link.source) if backward else (link.source, link.target)
-        neighbours.setdefault(source, []).append(target)
-    reached = {start}
-    pending = [start]
-    while pending:
-        for node in neighbours.get(pending.pop(), ()):
-            if node not in reached:
-                reached.add(node)
-                pending.append(node)
+        neighbours[source].append(target)
+    reached, layer = set[str](), {start}
+    while layer:
+        reached |= layer
+        layer = {target for node in layer for target in neighbours[node]} - reached
     return reached
 
 

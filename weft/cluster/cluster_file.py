@@ -37,15 +37,11 @@ def load_cluster(path: str | os.PathLike[str]) -> Cluster:
     suffix = next((suffix for suffix in _SUFFIXES if name.endswith(suffix)), "")
     is_json = suffix.startswith(".json") or (not suffix and data.lstrip()[:1] == b"{")
     value = parse_json(data, where=where, error=ClusterError) if is_json else parse_yaml(data, where=where)
-    return _parse(value, where, default_name=name.removesuffix(suffix) or "cluster")
+    return parse_cluster(value, where, default_name=name.removesuffix(suffix) or "cluster")
 
 
-def parse_cluster(value: Any, where: str = "cluster") -> Cluster:
+def parse_cluster(value: Any, where: str = "cluster", *, default_name: str = "cluster") -> Cluster:
     """Return the cluster that the plain value of a cluster file means; ``where`` leads the error messages."""
-    return _parse(value, where, default_name="cluster")
-
-
-def _parse(value: Any, where: str, *, default_name: str) -> Cluster:
     _check_plain(value, where)
     content = check_header(value, format_name=FORMAT, version=VERSION, where=where, error=ClusterError)
     return expand(decode(ClusterFile, content, where=where, error=ClusterError), where=where, default_name=default_name)
@@ -107,17 +103,13 @@ def read_cluster(spec: str) -> Cluster:
 
 def to_json(cluster: Cluster) -> dict[str, Any]:
     """Return the cluster as the plain value of a long-form file; ``parse_cluster`` of it gives an equal cluster."""
-    value: dict[str, Any] = {"format": FORMAT, "version": VERSION, "name": cluster.name,
-                             "contention": cluster.contention.value}
-    value["kinds"] = {
-        name: {"type": kind.type, "flops": dict(kind.flop_per_s), "memory": kind.memory_bytes,
-               "memory_bandwidth": kind.memory_bytes_per_s, "overhead": kind.overhead_s, "source": kind.source}
-        for name, kind in cluster.kinds.items()}
-    value["devices"] = [
-        {"name": device.name, "kind": device.kind, "host": device.host, "memory": device.memory_bytes,
-         **({} if device.unit is None else {"unit": device.unit})}
-        for device in cluster.devices
-    ]
+    value: dict[str, Any] = {
+        "format": FORMAT, "version": VERSION, "name": cluster.name, "contention": cluster.contention.value,
+        "kinds": {name: {"type": kind.type, "flops": dict(kind.flop_per_s), "memory": kind.memory_bytes,
+                         "memory_bandwidth": kind.memory_bytes_per_s, "overhead": kind.overhead_s,
+                         "source": kind.source} for name, kind in cluster.kinds.items()},
+        "devices": [{"name": device.name, "kind": device.kind, "host": device.host, "memory": device.memory_bytes,
+                     **({} if device.unit is None else {"unit": device.unit})} for device in cluster.devices]}
     if cluster.links:
         value["switches"] = list(cluster.switches)
         value["links"] = [

@@ -30,7 +30,7 @@ from weft.cluster.cluster import (
     check_cluster,
     name_problem,
 )
-from weft.cluster.presets import LinkPreset, find_link, kind_presets, lookup_kind, suggestion
+from weft.cluster.presets import KindEntry, LinkPreset, find_link, kind_presets, lookup_kind, suggestion
 
 ABSENT: Final = object()
 """Stands for a field that is not in the file, where null means something else."""
@@ -81,18 +81,6 @@ class DeviceEntry:
     """Devices that give the same text compute one at a time."""
     flops: Mapping[str, Any] = field(default_factory=dict)
     memory_bandwidth: Any = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KindEntry:
-    """A device kind of the user's own."""
-
-    flops: Mapping[str, Any] = field(default_factory=dict)
-    memory: Any = None
-    memory_bandwidth: Any = None
-    overhead: Any = 0.0
-    type: Literal["gpu", "cpu"] = "gpu"
-    source: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,13 +241,9 @@ def _read_connection(draft: _Draft, path: str, entry: RateEntry | NetworkEntry |
         preset = _read(draft, path, entry, find_link, _NO_LINK)
         return _Rate(bytes_per_s=preset.bytes_per_s, latency_s=preset.latency_s, shared=False,
                      origin=f"preset {preset.name}")
-    return _Rate(
-        bytes_per_s=_read(draft, f"{path}.bandwidth", entry.bandwidth, parse_rate, 1.0),
-        latency_s=_read(draft, f"{path}.latency", entry.latency, parse_time, 0.0),
-        shared=entry.shared,
-        origin="",
-        per=entry.per if isinstance(entry, NetworkEntry) else "host",
-    )
+    return _Rate(bytes_per_s=_read(draft, f"{path}.bandwidth", entry.bandwidth, parse_rate, 1.0),
+                 latency_s=_read(draft, f"{path}.latency", entry.latency, parse_time, 0.0),
+                 shared=entry.shared, origin="", per=entry.per if isinstance(entry, NetworkEntry) else "host")
 
 
 # Kinds and devices ---------------------------------------------------------------------------------------------------
@@ -270,14 +254,11 @@ def _add_kind(draft: _Draft, name: str, entry: KindEntry) -> None:
     if not name or len(name) > 100 or not name.isprintable():
         draft.note(f"{path!r}: the name must have 1 to 100 printable characters")
     draft.kinds[name] = DeviceKind(
-        name=name,
-        flop_per_s=_read_flops(draft, f"{path}.flops", entry.flops),
+        name=name, flop_per_s=_read_flops(draft, f"{path}.flops", entry.flops),
         memory_bytes=_read_memory(draft, f"{path}.memory", entry.memory),
         memory_bytes_per_s=_read_memory_bandwidth(draft, path, entry.memory_bandwidth),
-        overhead_s=_read(draft, f"{path}.overhead", entry.overhead, parse_time, 0.0),
-        type=entry.type,
-        source=entry.source,
-    )
+        overhead_s=_read(draft, f"{path}.overhead", entry.overhead, parse_time, 0.0), type=entry.type,
+        source=entry.source)
 
 
 def _add_node(draft: _Draft, name: str, path: str) -> None:

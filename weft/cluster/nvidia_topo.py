@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from weft.base.errors import ClusterError
-from weft.cluster.cluster import Cluster, Device, DeviceKind, Link, check_cluster
+from weft.cluster.cluster import Cluster, Device, Link, both_ways, check_cluster
 from weft.cluster.presets import KindPreset, LinkPreset, find_kind, find_link
 
 LEVELS: Final = ("PIX", "PXB", "PHB", "NODE", "SYS")
@@ -52,11 +52,9 @@ def parse_topo(text: str, *, kind: str = "H100", name: str = "topo", host: str =
     links = [*_nvlinks(matrix, preset)]
     if any(not matrix.lanes(a, b) for a, b in matrix.cells):
         links.extend(_pcie_tree(matrix, find_link(preset.link)))
-    devices = tuple(
-        Device(name=gpu, kind=preset.kind.name, host=host, memory_bytes=preset.kind.memory_bytes) for gpu in matrix.gpus
-    )
-    kinds: dict[str, DeviceKind] = {preset.kind.name: preset.kind}
-    cluster = Cluster(name=name, kinds=kinds, devices=devices, links=tuple(links))
+    devices = tuple(Device(name=gpu, kind=preset.kind.name, host=host, memory_bytes=preset.kind.memory_bytes)
+                    for gpu in matrix.gpus)
+    cluster = Cluster(name=name, kinds={preset.kind.name: preset.kind}, devices=devices, links=tuple(links))
     check_cluster(cluster)
     return cluster
 
@@ -111,11 +109,11 @@ def _nvlinks(matrix: _Matrix, preset: KindPreset) -> list[Link]:
         if max(totals.values(), default=0) > nvlink.lanes:
             most = {gpu: max(matrix.lanes(gpu, b) for a, b in inside if a == gpu) for gpu in part}
             for gpu in part:
-                rate = _lane_rate(nvlink, most[gpu])
-                links.extend(_both_ways(gpu, f"nvswitch{number}", rate, nvlink.latency_s / 2, nvlink))
+                links.extend(both_ways(gpu, f"nvswitch{number}", bytes_per_s=_lane_rate(nvlink, most[gpu]),
+                                       latency_s=nvlink.latency_s / 2, origin=_origin(nvlink)))
         else:
-            links.extend(_one_way(a, b, _lane_rate(nvlink, matrix.lanes(a, b)), nvlink.latency_s, nvlink)
-                         for a, b in inside)
+            links.extend(Link(source=a, target=b, bytes_per_s=_lane_rate(nvlink, matrix.lanes(a, b)),
+                              latency_s=nvlink.latency_s, origin=_origin(nvlink)) for a, b in inside)
     return links
 
 
@@ -150,19 +148,11 @@ def _pcie_tree(matrix: _Matrix, pcie: LinkPreset) -> list[Link]:
             medium = node if level == "SYS" and len(below) > 2 else None
             for lower in below:
                 latency_s = socket.latency_s + (pcie.latency_s if lower in matrix.gpus else 0.0)
-                preset = socket if level == "SYS" else pcie
-                links.extend(_both_ways(lower, node, bytes_per_s, latency_s / 2, preset, medium))
+                links.extend(both_ways(lower, node, bytes_per_s=bytes_per_s, latency_s=latency_s / 2, shared=medium,
+                                       origin=_origin(socket if level == "SYS" else pcie)))
             tops.update(dict.fromkeys(part, node))
     return links
 
 
-def _both_ways(node: str, switch: str, bytes_per_s: float, latency_s: float, preset: LinkPreset,
-               medium: str | None = None) -> list[Link]:
-    return [_one_way(source, target, bytes_per_s, latency_s, preset, medium)
-            for source, target in ((node, switch), (switch, node))]
-
-
-def _one_way(source: str, target: str, bytes_per_s: float, latency_s: float, preset: LinkPreset,
-             medium: str | None = None) -> Link:
-    return Link(source=source, target=target, bytes_per_s=bytes_per_s, latency_s=latency_s, shared=medium,
-                origin=f"nvidia-smi topo, preset {preset.name}")
+def _origin(preset: LinkPreset) -> str:
+    return f"nvidia-smi topo, preset {preset.name}"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from weft.base.errors import ClusterError
 from weft.base.files import decode
@@ -45,15 +45,21 @@ class LinkPreset:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _KindEntry:
-    flops: Mapping[str, str]
-    memory_bandwidth: str
-    overhead: str
+class KindEntry:
+    """A device kind in a file; fields of type ``Any`` are texts with units or bare numbers."""
+
+    flops: Mapping[str, Any] = field(default_factory=dict)
+    memory: Any = None
+    memory_bandwidth: Any = None
+    overhead: Any = 0.0
+    type: Literal["gpu", "cpu"] = "gpu"
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _KindEntry(KindEntry):
     link: str
-    source: str
-    memory: str | None = None
     nvlink: str | None = None
-    type: str = "gpu"
     aliases: tuple[str, ...] = ()
 
 

@@ -31,7 +31,7 @@ from typing import Any, Final
 
 from weft.base.errors import ClusterError
 from weft.base.scratch import scratch_folder
-from weft.cluster.cluster import MAX_DEVICES, Cluster, Device, DeviceKind, Link, check_cluster
+from weft.cluster.cluster import MAX_DEVICES, Cluster, Device, DeviceKind, Link, both_ways, check_cluster
 from weft.cluster.presets import find_link, lookup_kind
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def _host_name() -> str:
 
 def _probe_cpu(torch: Any, num_devices: int | None, time_limit_s: float) -> Cluster:
     count = num_devices or num_cores()
-    with _one_thread(torch):
+    with cpu_threads(torch, 1):
         kind = _measured(
             torch, "local-cpu", "cpu", memory=memory_bytes() // count, matrix=_CPU_MATRIX, copied=_CPU_COPY_BYTES,
             source=f"measured on one thread ({platform.machine()}, torch {torch.__version__}); memory is the "
@@ -125,10 +125,8 @@ def _local_links(devices: tuple[Device, ...], host: str, time_limit_s: float) ->
 
 
 def _star(devices: tuple[Device, ...], switch: str, rate: LinkRate, origin: str) -> tuple[Link, ...]:
-    return tuple(
-        Link(source=source, target=target, bytes_per_s=rate.bytes_per_s, latency_s=rate.latency_s / 2, origin=origin)
-        for device in devices for source, target in ((device.name, switch), (switch, device.name))
-    )
+    return tuple(link for device in devices for link in both_ways(
+        device.name, switch, bytes_per_s=rate.bytes_per_s, latency_s=rate.latency_s / 2, origin=origin))
 
 
 # GPU -----------------------------------------------------------------------------------------------------------------
@@ -173,9 +171,10 @@ def _gpu_link_rate(torch: Any) -> LinkRate:
 
 
 @contextmanager
-def _one_thread(torch: Any) -> Iterator[None]:
+def cpu_threads(torch: Any, count: int) -> Iterator[None]:
+    """Let operators use so many threads, and put their number back."""
     before = torch.get_num_threads()
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     try:
         yield
     finally:

@@ -125,6 +125,5 @@ def _loader_class(fast: bool) -> Any:
     StrictLoader.yaml_implicit_resolvers = resolvers
     plain = {f"{_TAG}{name}" for name in ("str", "int", "float", "bool", "null", "seq", "map")}
     StrictLoader.yaml_constructors = {
-        tag: function for tag, function in yaml.SafeLoader.yaml_constructors.items() if tag in plain or tag is None
-    }
+        tag: function for tag, function in yaml.SafeLoader.yaml_constructors.items() if tag in plain or tag is None}
     return StrictLoader

@@ -119,7 +119,8 @@ class _Contraction:
             given=contract_given(graph, members, kept.tolist(), self.free), warnings=graph.warnings,
             asks_recompute=graph.asks_recompute,
             sources=tuple(graph.sources[op] for op in mains) if graph.sources else (),
-            saved_inside_bytes=self._sum(graph.saved_inside_bytes) + self._saved_inside(),
+            saved_inside_bytes=self._sum(graph.saved_inside_bytes) + self._by_group(  # not tensors of the coarse graph
+                self.owner, np.where(graph.is_saved & ~self.keeps, graph.tensor_bytes, 0)),
             forward_room_bytes=self._largest(graph.forward_room_bytes),
             backward_room_bytes=self._largest(graph.backward_room_bytes),
             **{column: self._sum(getattr(graph, column)) for column in _SUMMED})
@@ -129,18 +130,14 @@ class _Contraction:
                      for ops, label in zip(self.members, self.groups.labels, strict=True))
 
     def _sum(self, column: F64) -> F64:
-        inside = self.groups.of_op >= 0
-        return np.bincount(self.groups.of_op[inside], weights=column[inside],
-                           minlength=self.groups.num_groups).astype(np.float64)
+        return self._by_group(self.groups.of_op, column)
+
+    def _by_group(self, group: I64, amounts: F64 | I64) -> F64:
+        inside = group >= 0
+        return np.bincount(group[inside], weights=amounts[inside], minlength=self.groups.num_groups).astype(np.float64)
 
     def _largest(self, column: F64) -> F64:
         return np.asarray([column[list(ops)].max() for ops in self.members], dtype=np.float64)
-
-    def _saved_inside(self) -> F64:
-        """Return the bytes of tensors kept for the backward pass that are not tensors of the coarse graph."""
-        inside = self.graph.is_saved & ~self.keeps & (self.owner >= 0)
-        return np.bincount(self.owner[inside], weights=self.graph.tensor_bytes[inside],
-                           minlength=self.groups.num_groups).astype(np.float64)
 
     def _border_bytes(self) -> tuple[F64, F64]:
         read, written = np.zeros(len(self.members)), np.zeros(len(self.members))

@@ -33,6 +33,7 @@ leader per host, and the others have no hierarchical form.
 from __future__ import annotations
 
 import enum
+import functools
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -106,8 +107,12 @@ class Line:
         return self.latency_s + num_bytes * self.s_per_byte
 
 
+def _sum(parts: Sequence[Line]) -> Line:
+    return Line(sum(part.latency_s for part in parts), sum(part.s_per_byte for part in parts))
+
+
 def _ring(size: int) -> Pairs:
-    return tuple((i, (i + 1) % size) for i in range(size)) if size > 1 else ()
+    return _shift(size, 1) if size > 1 else ()
 
 
 def _shift(size: int, distance: int) -> Pairs:
@@ -195,11 +200,8 @@ def _leader_rounds(collective: Collective, hosts: Sequence[Sequence[int]]) -> tu
 
 def _together(rounds: Sequence[Round], groups: Sequence[Sequence[int]], scale: float) -> tuple[Round, ...]:
     """Return ``rounds`` run by all ``groups`` at once, each on ``scale`` of the bytes."""
-    return tuple(
-        Round(pairs=tuple((group[i], group[j]) for group in groups for i, j in entry.pairs),
-              steps=entry.steps, share=entry.share * scale)
-        for entry in rounds
-    )
+    return tuple(Round(pairs=tuple((group[i], group[j]) for group in groups for i, j in entry.pairs),
+                       steps=entry.steps, share=entry.share * scale) for entry in rounds)
 
 
 def step_counts(collective: Collective, algorithm: Algorithm, size: int) -> Line:
@@ -220,17 +222,15 @@ class CollectiveModel:
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
-        self._lines: dict[tuple[Collective, Algorithm, tuple[int, ...]], Line | None] = {}
-        self._candidates: dict[tuple[Collective, tuple[int, ...]], tuple[tuple[Line, str], ...]] = {}
-        self._limits: dict[tuple[Collective, Algorithm, tuple[int, ...]], tuple[int, ...]] = {}
+        self._line = functools.cache(self._find_line)
+        self._candidates = functools.cache(self._all_lines)
+        self._limits = functools.cache(self._find_limits)
 
     def cost(self, collective: Collective, num_bytes: float, devices: Sequence[int],
              algorithm: Algorithm | None = None) -> CommCost:
         """Return the time on ``devices`` in that order; without ``algorithm`` the cheapest one's."""
         group = tuple(devices)
-        candidates = self._candidates.get((collective, group))
-        if candidates is None:
-            candidates = self._candidates[collective, group] = self._all_lines(collective, group)
+        candidates = self._candidates(collective, group)
         if algorithm is not None and len(group) > 1:
             line = self._line(collective, algorithm, group)
             if line is None:
@@ -262,7 +262,7 @@ class CollectiveModel:
                                                         zip(groups, entries, strict=True) for i, j in entry.pairs),
                                             steps=entries[0].steps, share=entries[0].share), everyone)
                      for entries in zip(*by_group, strict=True)]
-            found.append(Line(sum(part.latency_s for part in parts), sum(part.s_per_byte for part in parts)))
+            found.append(_sum(parts))
         return tuple(found)
 
     def limits(self, collective: Collective, num_bytes: float, devices: Sequence[int]) -> tuple[int, ...]:
@@ -274,19 +274,17 @@ class CollectiveModel:
             return ()
         group = tuple(devices)
         algorithm = Algorithm(self.cost(collective, num_bytes, group).algorithm)
-        known = self._limits.get((collective, algorithm, group))
-        if known is None:
-            busy: defaultdict[int, float] = defaultdict(float)
-            rounds = self.rounds(collective, algorithm, group)
-            for entry in rounds:
-                for resource, s_per_byte in self._loads(entry, group).items():
-                    busy[resource] += entry.share * s_per_byte
-            line = self._line(collective, algorithm, group)
-            assert line is not None, "it is the cheapest"
-            known = tuple(sorted(resource for resource, s_per_byte in busy.items()
-                                 if s_per_byte > MOSTLY * line.s_per_byte))
-            self._limits[collective, algorithm, group] = known
-        return known
+        return self._limits(collective, algorithm, group)
+
+    def _find_limits(self, collective: Collective, algorithm: Algorithm, group: tuple[int, ...]) -> tuple[int, ...]:
+        busy: defaultdict[int, float] = defaultdict(float)
+        for entry in self.rounds(collective, algorithm, group):
+            for resource, s_per_byte in self._loads(entry, group).items():
+                busy[resource] += entry.share * s_per_byte
+        line = self._line(collective, algorithm, group)
+        assert line is not None, "it is the cheapest"
+        return tuple(sorted(resource for resource, s_per_byte in busy.items()
+                            if s_per_byte > MOSTLY * line.s_per_byte))
 
     def _all_lines(self, collective: Collective, group: tuple[int, ...]) -> tuple[tuple[Line, str], ...]:
         self._check(collective, group)
@@ -317,14 +315,9 @@ class CollectiveModel:
         names = [self._cluster.devices[device].name for device in group[:8]]
         return ", ".join(names) + (", ..." if len(group) > 8 else "")
 
-    def _line(self, collective: Collective, algorithm: Algorithm, group: tuple[int, ...]) -> Line | None:
-        key = (collective, algorithm, group)
-        if key not in self._lines:
-            rounds = self.rounds(collective, algorithm, group)
-            parts = [self._round_line(entry, group) for entry in rounds]
-            self._lines[key] = Line(sum(part.latency_s for part in parts),
-                                    sum(part.s_per_byte for part in parts)) if parts else None
-        return self._lines[key]
+    def _find_line(self, collective: Collective, algorithm: Algorithm, group: tuple[int, ...]) -> Line | None:
+        parts = [self._round_line(entry, group) for entry in self.rounds(collective, algorithm, group)]
+        return _sum(parts) if parts else None
 
     def rounds(self, collective: Collective, algorithm: Algorithm, group: tuple[int, ...]) -> tuple[Round, ...]:
         """Return the algorithm's rounds for ``group``, or none where it makes no sense."""

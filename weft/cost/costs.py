@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Final, Literal, TypeVar, get_args
 
@@ -101,21 +101,19 @@ class Costs:
         """Return the seconds of all operators, [operators, columns], for this share of the traced batch."""
         return self._phase_table(phase, fraction)[0].T
 
-    def _phase_table(self, phase: Phase, fraction: float) -> tuple[F64, U8]:
+    @cached_property
+    def _phase_table(self) -> Callable[[Phase, float], tuple[F64, U8]]:
+        return lru_cache(_MAX_TABLES)(self._make_phase_table)
+
+    def _make_phase_table(self, phase: Phase, fraction: float) -> tuple[F64, U8]:
         """Return seconds and source codes by [column, operator]; entries of zero have the strongest code."""
-        known = self._tables.get((phase, fraction))
-        if known is None:
-            if not fraction > 0 or not math.isfinite(fraction):
-                raise InputError(f"the share of the batch must be more than zero and finite, not {fraction!r}")
-            if phase not in get_args(Phase):
-                raise InputError(f"the phase must be one of F, B, I, W, not {phase!r}")
-            seconds = np.ascontiguousarray(self._phase_seconds(phase, fraction).T)
-            codes = (self.source if phase == "F" else self.backward_source).T
-            known = seconds, np.where(seconds > 0, codes, np.uint8(_ZERO_CODE))
-            if len(self._tables) >= _MAX_TABLES:
-                self._tables.clear()
-            self._tables[phase, fraction] = known
-        return known
+        if not fraction > 0 or not math.isfinite(fraction):
+            raise InputError(f"the share of the batch must be more than zero and finite, not {fraction!r}")
+        if phase not in get_args(Phase):
+            raise InputError(f"the phase must be one of F, B, I, W, not {phase!r}")
+        seconds = np.ascontiguousarray(self._phase_seconds(phase, fraction).T)
+        codes = (self.source if phase == "F" else self.backward_source).T
+        return seconds, np.where(seconds > 0, codes, np.uint8(_ZERO_CODE))
 
     def _phase_seconds(self, phase: Phase, fraction: float) -> F64:
         if phase == "F":
@@ -143,10 +141,6 @@ class Costs:
         """Return by [operator, column] what the roofline says about a fraction of the batch, relative to all of it."""
         return np.stack([np.full(len(self.forward_s), fraction) if by_part is None else by_part[part].ratio(fraction)
                          for by_part in self.terms], axis=1)
-
-    @cached_property
-    def _tables(self) -> dict[tuple[Phase, float], tuple[F64, U8]]:
-        return {}
 
     @cached_property
     def _collectives(self) -> CollectiveModel:
@@ -241,10 +235,8 @@ def estimate_costs(graph: Graph, cluster: Cluster, *, profile: ProfileStore | No
         backward_source=np.stack([entries.backward_source for entries in filled], axis=1),
         notes=peak_notes(work, [column.kind for column in columns]) + _missing_notes(profile, profiles),
         transfer_times=() if graph.given is None else graph.given.transfer_times,
-        tensor_bytes=graph.tensor_bytes,
-        comm_fits={} if profile is None else profile.comm_fits(),
-        terms=tuple(entries.terms for entries in filled), measured_at=others, can_wait=ops_that_can_wait(graph),
-    )
+        tensor_bytes=graph.tensor_bytes, comm_fits={} if profile is None else profile.comm_fits(),
+        terms=tuple(entries.terms for entries in filled), measured_at=others, can_wait=ops_that_can_wait(graph))
 
 
 def load_costs(graph: Graph, cluster: Cluster, profile: Path | None, dtype: str | None) -> Costs:

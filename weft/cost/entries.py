@@ -184,8 +184,7 @@ def _check_filled(graph: Graph, column: Column, entries: Entries) -> None:
     raise ClusterError(
         f"device kind {column.kind.name!r} gives no compute rate or no memory bandwidth, and {int(empty.sum())} "
         f"operators ({name!r} first) have no measured or given time there. Add 'flops' and 'memory_bandwidth' to "
-        "the cluster file, choose a preset, profile the model on such a device, or give all times in the graph file"
-    )
+        "the cluster file, choose a preset, profile the model on such a device, or give all times in the graph file")
 
 
 # ---- operators that were measured for other numbers of samples ------------------------------------------------------

@@ -22,6 +22,7 @@ from torch import Tensor, fx
 
 from weft.base.errors import InputError
 from weft.cluster.presets import lookup_kind
+from weft.cluster.probe import cpu_threads
 from weft.cost.entries import SUM_KIND, gradient_sums, sum_key
 from weft.cost.profile import OpKey, OpTiming, ProfileStore, op_signature
 from weft.cost.roofline import op_dtypes
@@ -282,10 +283,6 @@ def spread_of(seconds: Sequence[float]) -> float:
 @contextmanager
 def single_purpose(device: torch.device, threads: int) -> Iterator[None]:
     """Set the number of threads and keep the random state, and put both back."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with torch.random.fork_rng(devices=[torch.cuda.current_device()] if device.type == "cuda" else []):
-            yield
-    finally:
-        torch.set_num_threads(before)
+    gpus = [torch.cuda.current_device()] if device.type == "cuda" else []
+    with cpu_threads(torch, threads), torch.random.fork_rng(devices=gpus):
+        yield

@@ -148,15 +148,13 @@ def describe_work(graph: Graph, dtype: str | None = None) -> Work:
     unscaled[is_gather] = 0.0
     total["forward"] = np.where(is_gather, np.minimum(total["forward"], 2 * graph.bytes_written), total["forward"])
     fixed = {part: np.where(scales, np.minimum(unscaled, total[part]), 0.0) for part in PARTS}
-    flops = {"forward": graph.flops, "input_grad": graph.input_grad_flops, "weight_grad": graph.weight_grad_flops}
     return Work(
         dtypes=dtypes, classes=classes, scales=scales,
-        flops={part: flops[part] for part in PARTS},
+        flops={"forward": graph.flops, "input_grad": graph.input_grad_flops, "weight_grad": graph.weight_grad_flops},
         fixed_bytes={part: fixed[part] * resize for part in PARTS},
         moved_bytes={part: (total[part] - fixed[part]) * resize for part in PARTS},
         gradient_bytes=_gradient_bytes(graph) * resize,
-        is_view=np.array([name == VIEW for name in classes], dtype=bool),
-    )
+        is_view=np.array([name == VIEW for name in classes], dtype=bool))
 
 
 def _gradient_bytes(graph: Graph) -> F64:
@@ -212,14 +210,12 @@ def roofline_terms(work: Work, kind: DeviceKind, part: Part,
     is_empty = (work.flops[part] == 0) & (work.fixed_bytes[part] + work.moved_bytes[part] == 0)
     is_free = is_empty & (work.is_view if part == "forward" else True)
     return Terms(
-        compute_s=work.flops[part] / compute_rate,
-        fixed_s=work.fixed_bytes[part] / memory_rate,
+        compute_s=work.flops[part] / compute_rate, fixed_s=work.fixed_bytes[part] / memory_rate,
         moved_s=work.moved_bytes[part] / memory_rate,
         overhead_s=np.where(is_free, 0.0, kind.overhead_s),
         sum_s=(_READ_READ_WRITE * work.gradient_bytes / (pointwise_rate(kind) or math.inf) if part == "weight_grad" else
                np.zeros(len(work.dtypes))),
-        scales=work.scales & ~(work.is_view & is_empty),
-    )
+        scales=work.scales & ~(work.is_view & is_empty))
 
 
 def pointwise_rate(kind: DeviceKind) -> float | None:

@@ -32,6 +32,8 @@ import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
+from weft.model.trace import retarget
+
 # ---- clocks: thread CPU time, wall time, or CUDA events -------------------------------------------------------------
 
 _CALIBRATION_RUNS: Final = 200
@@ -210,7 +212,7 @@ def node_flags(graph: fx.Graph, parameters: Mapping[str, str], inputs: Sequence[
             flags[node] = Flags(is_parameter, node.name in inputs, grad)
         elif node.op == "call_function":
             before = [flags[source] for source in node.all_input_nodes]
-            grad = any(item.grad for item in before) and _has_float(node) and node.target is not _DETACH
+            grad = any(item.grad for item in before) and any(_are_float(node)) and node.target is not _DETACH
             flags[node] = Flags(any(item.parameter for item in before), any(item.data for item in before), grad)
     return flags
 
@@ -220,17 +222,10 @@ _CANNOT_RUN: Final = (RuntimeError, TypeError, ValueError, IndexError, Assertion
 """What operators raise; NotImplementedError is a RuntimeError."""
 
 
-def _tensors_of(node: fx.Node) -> list[Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(node.meta.get("val")) if isinstance(leaf, Tensor)]
-
-
-def _has_float(node: fx.Node) -> bool:
-    return any(tensor.is_floating_point() or tensor.is_complex() for tensor in _tensors_of(node))
-
-
-def _all_float(node: fx.Node) -> bool:
-    tensors = _tensors_of(node)
-    return bool(tensors) and all(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors)
+def _are_float(node: fx.Node) -> list[bool]:
+    """Return for each tensor of the node's result whether it is of floating-point or complex numbers."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return [leaf.is_floating_point() or leaf.is_complex() for leaf in leaves if isinstance(leaf, Tensor)]
 
 
 class Walk:
@@ -271,9 +266,8 @@ class Walk:
         return executed
 
     def _must_run(self, node: fx.Node) -> bool:
-        if node.target is operator.getitem:
-            return True
-        return not self._flags[node].parameter or not _all_float(node)
+        are_float = _are_float(node)
+        return node.target is operator.getitem or not (self._flags[node].parameter and are_float and all(are_float))
 
     def _plan(self, order: Sequence[fx.Node], chosen: set[fx.Node]) -> list[_Step]:
         running = set(order)
@@ -287,20 +281,10 @@ class Walk:
             for source in made_up:
                 self._filled[source] = self._fill(source)
             steps.append(_Step(
-                node=node, args=self._on_device(node.args), kwargs=self._on_device(dict(node.kwargs)),
+                node=node, args=retarget(node.args, self._device), kwargs=retarget(node.kwargs, self._device),
                 is_timed=node in chosen, made_up=tuple(source for source in made_up if self._flags[source].data),
                 release=tuple(source for source in sources if source in running and last[source] is node)))
         return steps
-
-    def _on_device(self, arguments: Any) -> Any:
-        """Return ``arguments`` with every device replaced by the one that is timed."""
-        if isinstance(arguments, torch.device):
-            return self._device
-        if isinstance(arguments, tuple | list):
-            return type(arguments)(self._on_device(item) for item in arguments)
-        if isinstance(arguments, dict):
-            return {key: self._on_device(item) for key, item in arguments.items()}
-        return arguments
 
     def _fill(self, node: fx.Node) -> Any:
         """Return made-up values for a node's result: random numbers, or zeros where whole numbers are due."""
@@ -318,13 +302,9 @@ class Walk:
     def run(self, clock: Clock, passes: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Run a warm-up pass and ``passes`` timed ones; ``samples`` holds the times, clean of the warm-up's."""
         self._pass(clock, 0)
-        self.start_times.clear()
-        for item in self._sums:
-            item.seconds.clear()
-        for samples in self.samples.values():
-            samples.forward.clear()
-            samples.backward.clear()
-            samples.input_grad.clear()
+        lists = [times for item in self.samples.values() for times in (item.forward, item.backward, item.input_grad)]
+        for times in (self.start_times, *(item.seconds for item in self._sums), *lists):
+            times.clear()
         for index in range(passes):
             self._pass(clock, index)
             if progress is not None:
@@ -374,7 +354,8 @@ class Walk:
 
     def _run_timed(self, step: _Step, env: dict[fx.Node, Any], clock: Clock, pending: list[_Pending]) -> None:
         node, target, args, kwargs, release = step.node, step.node.target, step.args, step.kwargs, step.release
-        leaves = self._take_leaves(node, env) if self._training else {}
+        leaves = {source: pytree.tree_map_only(Tensor, _leaf, env[source]) for source in node.all_input_nodes
+                  if self._training and self._flags[source].grad}
         originals = {source: env[source] for source in leaves}
         env.update(leaves)
         sink = self.samples[node].forward.append
@@ -391,10 +372,6 @@ class Walk:
             self._keep(node, result, leaves, pending)
             for source in release:
                 env.pop(source, None)
-
-    def _take_leaves(self, node: fx.Node, env: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-        return {source: pytree.tree_map_only(Tensor, _leaf, env[source]) for source in node.all_input_nodes
-                if self._flags[source].grad}
 
     def _keep(self, node: fx.Node, result: Any, leaves: Mapping[fx.Node, Any], pending: list[_Pending]) -> None:
         outputs = tuple(tensor for tensor in pytree.tree_leaves(result)

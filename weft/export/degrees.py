@@ -277,10 +277,8 @@ def _resolve(plan: Plan, graph: Graph, unit: str, ops: Mapping[int, list[int]], 
 def _block(path: str) -> str:
     """Return the path up to its first number: the layer of a list that a module is in, or ``""``."""
     parts = path.split(".")
-    for index, part in enumerate(parts):
-        if part.isdecimal():
-            return ".".join(parts[: index + 1])
-    return ""
+    number = next((index for index, part in enumerate(parts) if part.isdecimal()), -1)
+    return ".".join(parts[: number + 1])
 
 
 def _the_list(blocks: list[str], graph: Graph, tool: str) -> tuple[str, list[str]]:

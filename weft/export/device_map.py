@@ -103,14 +103,12 @@ def _build_tree(graph: Graph, device_of_op: list[str], state: Iterable[str]) -> 
     tree: dict[str, _Module] = defaultdict(_Module)
 
     def add(path: str, devices: Iterable[str]) -> _Module:
-        here = path
-        while True:
-            tree[here].devices.update(devices)
-            if not here:
-                return tree[path]
-            parent = here.rpartition(".")[0]
-            tree[parent].children[here] = None
-            here = parent
+        tree[path].devices.update(devices)
+        if path:
+            parent = path.rpartition(".")[0]
+            tree[parent].children[path] = None
+            add(parent, devices)
+        return tree[path]
 
     for op, device in enumerate(device_of_op):
         if device:

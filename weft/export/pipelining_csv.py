@@ -39,7 +39,6 @@ from weft.plan.program import Program
 from weft.plan.structure import PHASES, parse_action, raise_problems
 
 if TYPE_CHECKING:
-    from weft.search.schedule.problem import ScheduleProblem
     from weft.search.schedule.schedule import Schedule
 
 
@@ -61,8 +60,7 @@ class Cell:
     key: Key
     rank: int = field(kw_only=True)
     column: int = field(kw_only=True)
-    position: int = field(kw_only=True)
-    """Its place among the actions of its rank."""
+    """Its place among the actions of its rank; those of an overlap, a forward and then a backward, share one."""
 
     def __str__(self) -> str:
         return _token(self.key)
@@ -80,11 +78,6 @@ class Shape:
     num_microbatches: int
     place: Callable[[int, int], str]
     """Words for (rank, column); column -1 is the whole row."""
-
-    @property
-    def num_stages(self) -> int:
-        """Return the number of stages."""
-        return len(self.rank_of)
 
 
 def require_order(rows: Rows, shape: Shape, what: str) -> Order:
@@ -115,9 +108,10 @@ class _Checker:
         if num_microbatches > num_cells:
             yield f"there are {num_cells} actions for {num_microbatches} micro-batches: each needs at least one"
             return
-        for stage in range(self.shape.num_stages):
+        num_stages = len(self.shape.rank_of)
+        for stage in range(num_stages):
             if stage not in self.shape.rank_of:
-                yield f"no row runs stage {stage}, although there are {self.shape.num_stages} stages"
+                yield f"no row runs stage {stage}, although there are {num_stages} stages"
                 continue
             for microbatch in range(num_microbatches):
                 yield from self._action_problems(stage, microbatch)
@@ -128,7 +122,7 @@ class _Checker:
 
     def _cell_problem(self, cell: Cell) -> str | None:
         stage, kind, microbatch = cell.key
-        stages, microbatches = self.shape.num_stages, self.shape.num_microbatches
+        stages, microbatches = len(self.shape.rank_of), self.shape.num_microbatches
         if not 0 <= stage < stages:
             return f"'{cell}' is for stage {stage}, but there are {stages} stages, from 0 to {stages - 1}"
         if kind not in OF_STAGE and not 0 <= microbatch < microbatches:
@@ -145,7 +139,7 @@ class _Checker:
 
     def _has_message(self, stage: int, other: int) -> bool:
         ranks = self.shape.rank_of
-        return 0 <= other < self.shape.num_stages and other in ranks and ranks[other] != ranks[stage]
+        return 0 <= other < len(ranks) and ranks.get(other, ranks[stage]) != ranks[stage]
 
     def _action_problems(self, stage: int, microbatch: int) -> Iterator[str]:
         """Yield what is missing of one stage and micro-batch, doubled, or before what it needs."""
@@ -164,7 +158,7 @@ class _Checker:
                 yield f"{where}: '{_token((stage, kind, microbatch))}' is missing{reason}"
         for before, after in itertools.pairwise(chain):
             first, second = here[before], here[after]
-            if first is not None and second is not None and first.position > second.position:
+            if first is not None and second is not None and first.column > second.column:
                 yield f"{self._at(second)}: '{second}' stands before '{first}', which is at {self._at(first)}"
 
     def _message_problems(self) -> Iterator[str]:
@@ -179,7 +173,7 @@ class _Checker:
                 if message is None:
                     yield (f"{self.shape.place(rank, -1)}: '{_token((stage, kind, microbatch))}' is missing, although "
                            "there are other sends or receives")
-                elif compute is not None and (kind[0] == "S") != (message.position > compute.position):
+                elif compute is not None and (kind[0] == "S") != (message.column > compute.column):
                     relation = "before" if kind[0] == "S" else "behind"
                     yield f"{self._at(message)}: '{message}' stands {relation} '{compute}' at {self._at(compute)}"
 
@@ -247,7 +241,7 @@ def to_csv(plan: Plan) -> str:
 
 def order_to_csv(order: Order, *, num_microbatches: int) -> str:
     """Return the actions of each rank as a CSV; raise ``PlanError`` if PyTorch could not run them to the end."""
-    rows = [[Cell(action, rank=rank, column=place, position=place) for place, action in enumerate(actions)]
+    rows = [[Cell(action, rank=rank, column=place) for place, action in enumerate(actions)]
             for rank, actions in enumerate(order)]
     shape = replace(_infer_shape(rows), num_microbatches=num_microbatches, place=lambda rank, column: (
         f"rank {rank}" + (f", action {column}" if column >= 0 else "")))
@@ -368,8 +362,7 @@ def _plan_rows(plan: Plan) -> Rows:
                 problems.append(f"order.{device}[{place}]: {token!r} is not of the form stage:F:0 with a stage of the "
                                 "plan and a phase F, B, I or W")
                 continue
-            rows[rank_of[device]].append(Cell((number[action[0]], *action[1:]), rank=rank_of[device], column=place,
-                                              position=place))
+            rows[rank_of[device]].append(Cell((number[action[0]], *action[1:]), rank=rank_of[device], column=place))
     if problems:
         raise_problems(_THE_PLAN, problems)
     return rows
@@ -388,8 +381,7 @@ def _read(text: str) -> Rows:
                 if actions is None:
                     problems.append(f"{_csv_place(rank, column)}: {_shown(cell)} is no action; write the stage, F, B, "
                                     "I or W, and the micro-batch, such as 0F1")
-                for action in actions or ():
-                    rows[-1].append(Cell(action, rank=rank, column=column, position=len(rows[-1])))
+                rows[-1] += [Cell(action, rank=rank, column=column) for action in actions or ()]
     except csv.Error as problem:
         raise PlanError(f"{_THE_CSV} cannot be read at line {reader.line_num}: {problem}") from problem
     if problems:
@@ -459,13 +451,6 @@ def schedule_to_csv(schedule: Schedule, roles: Mapping[int, tuple[int, str]]) ->
     for what PyTorch could not run.
     """
     problem = schedule.problem
-    _check_roles(problem, roles)
-    order = [[cast(Action, (*roles[task], index)) for task, index in row]
-             for row in schedule.orders()[: problem.num_devices]]
-    return order_to_csv(order, num_microbatches=schedule.num_microbatches)
-
-
-def _check_roles(problem: ScheduleProblem, roles: Mapping[int, tuple[int, str]]) -> None:
     problems, taken = [], dict[tuple[int, str], str]()
     for index, block in enumerate(problem.blocks):
         role = roles.get(index)
@@ -480,3 +465,6 @@ def _check_roles(problem: ScheduleProblem, roles: Mapping[int, tuple[int, str]])
             problems.append(f"blocks {other!r} and {block.name!r} are both {role[1]} of stage {role[0]}")
     if problems:
         raise_problems("the schedule", problems)
+    order = [[cast(Action, (*roles[task], index)) for task, index in row]
+             for row in schedule.orders()[: problem.num_devices]]
+    return order_to_csv(order, num_microbatches=schedule.num_microbatches)

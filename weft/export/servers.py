@@ -14,6 +14,7 @@ between the sums of the parts divided by their total. The embedding of tokens al
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Final
@@ -157,14 +158,14 @@ def _device_of_slots(plan: Plan, layers: LayerList) -> list[str]:
 
 def _runs(gpus: list[str]) -> dict[str, int]:
     """Return how many slots each GPU has; raise ``InputError`` if its layers are not next to each other."""
-    parts: dict[str, int] = {}
+    parts: Counter[str] = Counter()
     last = ""
-    for index, name in enumerate(gpus):
+    for name in gpus:
         if name in parts and name != last:
             raise InputError(f"{name!r} has layers on both sides of those of {last!r}: llama.cpp gives each GPU layers "
                              "that follow each other. Try a plan with one stage for each device")
-        parts[name] = parts.get(name, 0) + 1
-        last = gpus[index]
+        parts[name] += 1
+        last = name
     return parts
 
 

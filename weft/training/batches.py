@@ -31,6 +31,7 @@ from weft.model.trace import TracedModel, retarget
 from weft.run.failures import PeerLost, error_of
 from weft.run.transport import Transport
 from weft.run.wire import settled
+from weft.sharding.factor_rules.common import arguments
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,21 +188,13 @@ def counted_targets(trace: Callable[[int], TracedModel], parts: Sequence[tuple[i
 def _targets(graph: fx.Graph, known: Mapping[str, bool]) -> list[tuple[fx.Node, fx.Node | None, int]]:
     """Return the targets of means over some of them that depend on the batch alone, with weights of classes."""
     found = []
-    for node in graph.nodes:
-        if node.target not in LOSSES:
-            continue
-        settings = _settings(node)
+    for node in (node for node in graph.nodes if node.target in LOSSES):
+        settings = arguments(node.target, node.args, node.kwargs)
         target, weights = settings["target"], settings["weight"]
         if settings["reduction"] == MEAN and not target.meta["val"].is_floating_point() and known.get(target.name):
             is_known = weights is not None and weights.name in known
             found.append((target, weights if is_known else None, settings["ignore_index"]))
     return found
-
-
-def _settings(node: fx.Node) -> dict[str, Any]:
-    arguments = node.target._schema.arguments
-    given = dict(zip([argument.name for argument in arguments], node.args, strict=False)) | node.kwargs
-    return {argument.name: given.get(argument.name, argument.default_value) for argument in arguments}
 
 
 def _numbers(graph: fx.Graph, known: Mapping[str, bool], num_samples: int) -> list[fx.Node]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
@@ -271,11 +272,10 @@ def _read(path: str | PathLike[str]) -> Plan | Cluster:
 
 def _dtype_of(source: ModelSource) -> str:
     """Return the dtype of most parameters, for predictions."""
-    counts: dict[str, int] = {}
+    counts: Counter[torch.dtype] = Counter()
     for tensor in source.build().parameters():
-        name = str(tensor.dtype).removeprefix("torch.")
-        counts[name] = counts.get(name, 0) + tensor.numel()
-    return max(counts, key=lambda name: counts[name], default="float32")
+        counts[tensor.dtype] += tensor.numel()
+    return str(max(counts, key=counts.__getitem__, default=torch.float32)).removeprefix("torch.")
 
 
 def _check_limit(max_grad_norm: object) -> None:

@@ -26,11 +26,6 @@ def _entrywise(call: Call, linear: Iterable[Iterable[Any]] = ()) -> OpFactors | 
     return call.done(inputs, [dims] * len(call.outputs), linear=linear)
 
 
-def _is_zero(value: Any) -> bool:
-    """Return whether an argument is the number 0 (and no node)."""
-    return isinstance(value, int | float) and value == 0
-
-
 # ---- entry by entry -------------------------------------------------------------------------------------------------
 
 
@@ -73,10 +68,13 @@ def _same_as(call: Call) -> OpFactors | None:
     return call.done(inputs, [dims], linear=[(source,)])
 
 
-@rule(*_names("add:Tensor,Scalar sub:Tensor,Scalar rsub:Tensor subtract:Tensor,Scalar"))
+@rule(*_names("add:Tensor,Scalar sub:Tensor,Scalar rsub:Tensor subtract:Tensor,Scalar",
+              "where:self,ScalarSelf,ScalarOther,Scalar masked_fill:Scalar,Tensor"))
 def _add(call: Call) -> OpFactors | None:
-    other = call.args["other"]
-    return _entrywise(call, [(call.args["self"],) if _is_zero(other) else (call.args["self"], other)])
+    """Every entry is a sum or one of two; where one of them is the number 0, only the other counts."""
+    pair = call.args["self"], call.args["other"] if "other" in call.args else call.args["value"]
+    summed = [value for value in pair if not (isinstance(value, int | float) and value == 0)]
+    return _entrywise(call, [summed] if summed else [])
 
 
 @rule(*_names("mul:Tensor,Scalar multiply:Tensor,Scalar"))
@@ -89,18 +87,6 @@ def _mul(call: Call) -> OpFactors | None:
 def _div(call: Call) -> OpFactors | None:
     own, other = call.args["self"], call.args["other"]
     return _entrywise(call, [] if own is other or call.args.get("rounding_mode") else [(own,)])
-
-
-@rule(*_names("where:self,ScalarSelf,ScalarOther,Scalar"))
-def _where(call: Call) -> OpFactors | None:
-    choices = [value for value in (call.args["self"], call.args["other"]) if not _is_zero(value)]
-    return _entrywise(call, [choices] if choices else [])
-
-
-@rule(*_names("masked_fill:Scalar,Tensor"))
-def _masked_fill(call: Call) -> OpFactors | None:
-    own, value = call.args["self"], call.args["value"]
-    return _entrywise(call, [(own,) if _is_zero(value) else (own, value)])
 
 
 @rule(*_names("dropout native_dropout"))

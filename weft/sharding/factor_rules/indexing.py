@@ -109,21 +109,15 @@ def _scatter(call: Call) -> OpFactors | None:
                      linear=[(source, values)] if is_linear else [])
 
 
-@rule("aten.index_add.default", "aten.index_copy.default")
-def _index_add(call: Call) -> OpFactors | None:
-    own, source = call.args["self"], call.args["source"]
-    dims = call.plain(call.output, but=dims_in(call.args["dim"], len(call.output)))
-    if len(shape_of(source)) != len(dims):
+@rule("aten.index_add.default", "aten.index_copy.default", "aten.slice_scatter.default", "aten.select_scatter.default")
+def _write_along(call: Call) -> OpFactors | None:
+    """Return the factors where a tensor is written, or added, at places of one dimension of another."""
+    own, source = call.args["self"], call.args["source"] if "source" in call.args else call.args["src"]
+    at = dims_in(call.args["dim"], len(call.output))
+    dims = call.plain(call.output, but=at)
+    written = [dim for place, dim in enumerate(dims) if place not in at] if "select" in call.operator else dims
+    if len(shape_of(source)) != len(written):
         return None
-    return call.done([(own, dims), (source, dims)], [dims], linear=[(own, source)])
-
-
-@rule("aten.slice_scatter.default", "aten.select_scatter.default")
-def _slice_scatter(call: Call) -> OpFactors | None:
-    own, source = call.args["self"], call.args["src"]
-    at = call.dim()
-    dims = call.plain(call.output, but=[at])
-    written = dims if len(shape_of(source)) == len(dims) else dims[:at] + dims[at + 1:]
     return call.done([(own, dims), (source, written)], [dims], linear=[(own, source)])
 
 

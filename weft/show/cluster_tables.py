@@ -1,4 +1,4 @@
-"""A cluster as tables for people: its devices, and the effective bandwidth between them. The command line draws them.
+"""A cluster as tables for people: its devices, and the effective bandwidth between them.
 
 Up to ``MAX_ROWS`` devices are shown one by one; more are shown by groups of one host and kind, where a group's figures
 are those of its first devices.
@@ -7,38 +7,25 @@ are those of its first devices.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Final
 
 from weft.base.units import format_bytes, format_count, format_rate
 from weft.cluster.cluster import Cluster, DeviceId
+from weft.show.chart import counted
+from weft.show.tables import UNKNOWN, TextTable
 
 MAX_ROWS: Final = 16
 """Larger clusters are shown by groups, and at most this many groups in the matrix."""
-UNKNOWN: Final = "-"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
-    """Cells of text, to be drawn."""
-
-    title: str
-    header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
 
 
 def summarize(cluster: Cluster) -> str:
     """Return one line: how many devices, hosts and links, what transfers occupy, and the digest."""
     num_hosts = len({device.host for device in cluster.devices})
-    parts = [_count(cluster.num_devices, "device"), _count(num_hosts, "host"), _count(len(cluster.links), "link")]
+    parts = [counted(cluster.num_devices, "device"), counted(num_hosts, "host"), counted(len(cluster.links), "link")]
     return f"{cluster.name}: {', '.join(parts)}, contention {cluster.contention.value}, digest {cluster.digest}"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def device_rows(cluster: Cluster) -> Table:
+def device_rows(cluster: Cluster) -> TextTable:
     """Return a row per device (or per group): name, kind, host, memory and its bandwidth, peak rates by dtype."""
     used = [cluster.kinds[name] for name in dict.fromkeys(device.kind for device in cluster.devices)]
     dtypes = tuple(dict.fromkeys(dtype for kind in used for dtype in kind.flop_per_s))
@@ -48,18 +35,16 @@ def device_rows(cluster: Cluster) -> Table:
         kind = cluster.kinds[device.kind]
         rates = [kind.flop_per_s.get(dtype) for dtype in dtypes]
         rows.append((
-            _label(cluster, group),
-            device.kind,
-            device.host,
+            _label(cluster, group), device.kind, device.host,
             UNKNOWN if device.memory_bytes is None else format_bytes(device.memory_bytes),
             UNKNOWN if kind.memory_bytes_per_s is None else format_rate(kind.memory_bytes_per_s),
             *(UNKNOWN if rate is None else f"{format_count(rate)}FLOP/s" for rate in rates),
         ))
     header = ("device", "kind", "host", "memory", "memory bandwidth", *dtypes)
-    return Table(title=summarize(cluster), header=header, rows=tuple(rows))
+    return TextTable(title=summarize(cluster), header=header, rows=tuple(rows))
 
 
-def bandwidth_matrix(cluster: Cluster) -> Table:
+def bandwidth_matrix(cluster: Cluster) -> TextTable:
     """Return what one transfer alone gets between each two devices (or groups): senders down, receivers across."""
     groups = _shown_groups(cluster)
     shown = groups[:MAX_ROWS]
@@ -69,7 +54,7 @@ def bandwidth_matrix(cluster: Cluster) -> Table:
         title += f" (first {MAX_ROWS} groups, {len(groups) - MAX_ROWS} more not shown)"
     rows = tuple((label, *(_bandwidth(cluster, group, other) for other in shown))
                  for label, group in zip(labels, shown, strict=True))
-    return Table(title=title, header=("", *labels), rows=rows)
+    return TextTable(title=title, header=("", *labels), rows=rows)
 
 
 def _bandwidth(cluster: Cluster, group: Sequence[DeviceId], other: Sequence[DeviceId]) -> str:

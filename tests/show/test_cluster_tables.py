@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.cluster.worlds import header, short_form, times_only
 from weft.cluster.cluster_file import parse_cluster
-from weft.cluster.describe import bandwidth_matrix, device_rows, summarize
+from weft.show.cluster_tables import bandwidth_matrix, device_rows, summarize
 
 
 def test_devices_one_by_one():
