@@ -30,7 +30,6 @@ from weft.show.place_facts import (
     find_waits,
     item_names,
     link_rows,
-    memory_curves,
     transfer_use,
 )
 from weft.show.place_tables import (
@@ -159,7 +158,7 @@ def test_use_of_devices_and_links():
 def test_memory_curves_have_the_peaks(result):
     table = result.timetable
     peaks, resident = table.peak_bytes(), result.problem.resident_bytes(table.device)
-    for device, (times, amounts) in enumerate(memory_curves(table)):
+    for device, (times, amounts) in enumerate(table.memory_curves()):
         assert (np.diff(times) > 0).all()
         assert amounts.max() == pytest.approx(peaks[device])
         assert amounts[-1] == pytest.approx(resident[device])

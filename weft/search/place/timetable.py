@@ -73,29 +73,39 @@ class Timetable:
         position = np.lexsort((np.arange(self.problem.num_ops), self.end_s, self.start_s))
         return np.asarray(position, dtype=np.int64)
 
-    def peak_bytes(self) -> F64:
-        """Return [m] the most memory that every device holds at once."""
-        problem = self.problem
-        resident = problem.resident_bytes(self.device)
-        if not problem.has_lifetimes:
-            return resident
-        held: list[list[tuple[float, int, float]]] = [[] for _ in range(problem.num_devices)]
+    def memory_curves(self) -> list[tuple[F64, F64]]:
+        """Return for each device (times, bytes): what it holds from each time on.
+
+        A tensor is on its writer's device and on those that read it, from when it is written or received to when it is
+        last used or sent.
+        """
+        problem, end_s = self.problem, self.end_s
+        changes: list[list[tuple[float, int, float]]] = [[] for _ in problem.device_names]
         arrival = {(sent.tensor, sent.target): sent.start_s for sent in self.transfers}
         leaves: dict[int, float] = {}
         for sent in self.transfers:
             leaves[sent.tensor] = max(leaves.get(sent.tensor, 0.0), sent.end_s)
-        end_s = self.end_s
-        for tensor, op in enumerate(problem.producer.tolist()):
-            last = {int(self.device[op]): max(float(end_s[op]), leaves.get(tensor, 0.0))}
+        for tensor, op in enumerate(problem.producer.tolist() if problem.has_lifetimes else ()):
+            home, size = int(self.device[op]), float(problem.tensor_bytes[tensor])
+            last = {home: max(float(end_s[op]), leaves.get(tensor, 0.0))}
             for reader in problem.readers_of(tensor):
                 where = int(self.device[reader])
                 last[where] = max(last.get(where, 0.0), float(end_s[reader]))
             for where, until in last.items():
-                since = float(self.start_s[op]) if where == self.device[op] else arrival[tensor, where]
-                held[where].append((since, 1, problem.tensor_bytes[tensor]))
-                held[where].append((until, 0, -problem.tensor_bytes[tensor]))
-        peaks = [max(np.cumsum([amount for _, _, amount in sorted(items)]).tolist(), default=0.0) for items in held]
-        return np.asarray(resident + np.maximum(peaks, 0.0), dtype=np.float64)
+                since = float(self.start_s[op]) if where == home else arrival[tensor, where]
+                changes[where] += (since, 1, size), (until, 0, -size)
+        curves = []
+        for amount, items in zip(problem.resident_bytes(self.device).tolist(), changes, strict=True):
+            rows = [(0.0, 0, amount), *sorted(items)]
+            times, amounts = np.array([row[0] for row in rows]), np.cumsum([row[2] for row in rows])
+            # A tensor that goes when another comes goes first, so the last of several changes at a time is what counts.
+            kept = np.concatenate((np.diff(times) > 0, [True]))
+            curves.append((times[kept], amounts[kept]))
+        return curves
+
+    def peak_bytes(self) -> F64:
+        """Return [m] the most memory that every device holds at once."""
+        return np.array([amounts.max() for _, amounts in self.memory_curves()], dtype=np.float64)
 
 
 def make_timetable(problem: PlaceProblem, device: I64, order: I64) -> Timetable:
