@@ -16,7 +16,6 @@ time where the graph gives lifetimes (``has_lifetimes``).
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -222,28 +221,6 @@ def inverse(start: I64, items: I64, count: int) -> tuple[I64, I64]:
 def starts_of(group: I64, count: int) -> I64:
     """Return [count + 1] where each group begins, when items are sorted by their groups."""
     return np.concatenate(([0], np.cumsum(np.bincount(group, minlength=count)))).astype(np.int64)
-
-
-def topological(follow: Sequence[Iterable[int]], key: Sequence[Any]) -> list[int]:
-    """Return the items in an order in which each is before those that follow it, the smallest key first.
-
-    Items in a circle, and those after one, are left out.
-    """
-    waits = [0] * len(follow)
-    for items in follow:
-        for item in items:
-            waits[item] += 1
-    ready = [(key[item], item) for item, wait in enumerate(waits) if not wait]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, first = heapq.heappop(ready)
-        order.append(first)
-        for item in follow[first]:
-            waits[item] -= 1
-            if not waits[item]:
-                heapq.heappush(ready, (key[item], item))
-    return order
 
 
 class Rows:

@@ -37,12 +37,12 @@ from typing import Final
 import numpy as np
 from ortools.sat.python import cp_model
 
-from weft.model.graph import F64, I64
+from weft.model.graph import F64, I64, topological
 from weft.search.common.budget import Budget
 from weft.search.common.cpsat import solve
 from weft.search.place.fit import chosen, held_on, unit_choices
 from weft.search.place.latency.bounds import heads_and_tails, way_bound
-from weft.search.place.problem import PlaceProblem, csr, topological
+from weft.search.place.problem import PlaceProblem, csr
 from weft.search.place.timetable import Sent, Timetable, make_timetable
 
 MAX_EXACT_TICKS: Final = 10**9

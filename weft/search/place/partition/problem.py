@@ -29,8 +29,8 @@ import numpy as np
 
 from weft.base.errors import InputError, PlanError
 from weft.base.files import MAX_PROBLEMS, decode, load_json
-from weft.model.graph import F64, I64
-from weft.search.place.problem import Bools, Objective, topological
+from weft.model.graph import F64, I64, topological
+from weft.search.place.problem import Bools, Objective
 
 MAX_NODES: Final = 100_000
 MAX_EDGES: Final = 1_000_000

@@ -35,7 +35,7 @@ import numpy as np
 
 from weft.base.errors import InputError, NoFeasiblePlan
 from weft.base.units import format_bytes
-from weft.model.graph import F64, I64
+from weft.model.graph import F64, I64, topological
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
 from weft.search.common.incumbent import Incumbent
 from weft.search.place.kernel import pieces
@@ -60,7 +60,7 @@ from weft.search.place.partition.problem import (
     load_partition,
     parse_partition,
 )
-from weft.search.place.problem import Objective, csr, inverse, starts_of, topological
+from weft.search.place.problem import Objective, csr, inverse, starts_of
 from weft.search.place.throughput.model import LoadProblem, blocks_of, make_loads
 from weft.search.place.throughput.search import minimise, warm_up
 

@@ -34,13 +34,13 @@ import numpy as np
 
 from weft.base.errors import NoFeasiblePlan
 from weft.base.units import format_bytes
-from weft.model.graph import F64, I64
+from weft.model.graph import F64, I64, topological
 from weft.search.common.budget import Budget, OutOfTime, cut_short
 from weft.search.common.incumbent import Incumbent
 from weft.search.place.fit import fitting_devices
 from weft.search.place.kernel import pieces
 from weft.search.place.methods import METHODS
-from weft.search.place.problem import PlaceProblem, csr, topological
+from weft.search.place.problem import PlaceProblem, csr
 from weft.search.place.throughput.exact import average_bound, improve_or_prove, shared_bound
 from weft.search.place.throughput.kernel import State, anneal, cut_order, grow_order
 from weft.search.place.throughput.model import (
