@@ -68,9 +68,10 @@ class LoadProblem:
         return bool(self.arrays.item_bytes.sum() <= self.arrays.capacity.min(initial=np.inf))
 
     def loads(self, device: I64) -> F64:
-        """Return the loads of all cores, then of all resources; infinite resources where there is no way."""
-        state = self._state(device)
-        return np.asarray(state.load[:-1] if state.load[-1] == 0 else np.full(len(state.load) - 1, np.inf))
+        """Return the load of every device (of its core), then of every resource; infinite where there is no way."""
+        state, a = self._state(device), self.arrays
+        found = np.concatenate((state.load[a.core], state.load[a.num_cores : -1]))
+        return found if state.load[-1] == 0 else np.full(len(found), np.inf)
 
     def value(self, device: I64) -> float:
         """Return the largest load; infinite where the placement is not allowed."""
@@ -180,23 +181,6 @@ def _merged_tensors(a: Loads, group: I64) -> tuple[list[list[int]], list[int], l
             readers.append(others)
         kept[position].append(tensor)
     return kept, owners, readers
-
-
-def loads(problem: PlaceProblem, device: I64) -> F64:
-    """Return the load of every device (of its processing unit), then of every resource; infinite without a way."""
-    found = np.zeros(problem.num_devices + problem.num_resources)
-    cores = np.zeros(int(problem.core_of_device.max(initial=-1)) + 1)
-    np.add.at(cores, problem.core_of_device[device], problem.time_s[np.arange(problem.num_ops), device])
-    found[: problem.num_devices] = cores[problem.core_of_device]
-    sent = {(int(tensor), int(device[source]), int(device[reader])) for source, reader, tensor in problem.edges.tolist()
-            if device[source] != device[reader]}
-    for tensor, source, target in sorted(sent):
-        seconds = problem.transfer_s(tensor, source, target)
-        if not np.isfinite(seconds):
-            found[source] = np.inf
-        for resource in problem.ways(source, target):
-            found[problem.num_devices + resource] += seconds
-    return found
 
 
 def load_problem(problem: PlaceProblem, *, contiguous: bool) -> LoadProblem:

@@ -48,7 +48,6 @@ from weft.search.place.throughput.model import (
     Reduced,
     blocks_of,
     load_problem,
-    loads,
     merge,
     reduce_problem,
 )
@@ -479,7 +478,7 @@ def place_stream(problem: PlaceProblem, *, method: str, contiguous: bool, budget
         status="optimal" if stream.bound >= value * (1 - TUNING.proven) else "feasible",
         by="loads" if method == "auto" else method, seconds=time.process_time() - begin,
         is_interrupted=budget.is_interrupted,
-        loads=dict(zip(names, loads(problem, table.device).tolist(), strict=True)))
+        loads=dict(zip(names, stream.asked.loads(table.device[problem.first_op]).tolist(), strict=True)))
 
 
 class _Stream:
