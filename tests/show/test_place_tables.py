@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import pairwise
 
@@ -169,7 +170,8 @@ def test_memory_curves_have_the_peaks(result):
 
 def text_of(view, **options) -> str:
     out = io.StringIO()
-    print_placement(view, file=out, **options)
+    with redirect_stdout(out):
+        print_placement(view, **options)
     return out.getvalue()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import IO, Final
+from typing import Final
 
 import numpy as np
 
@@ -69,13 +69,13 @@ def sorted_methods(rows: Iterable[MethodFacts]) -> tuple[MethodFacts, ...]:
     return tuple(sorted(rows, key=lambda row: (row.value is None, row.value or 0.0, row.method != "auto")))
 
 
-def print_placement(view: PlaceView, *, width: int | None = None, file: IO[str] | None = None) -> None:
+def print_placement(view: PlaceView, *, width: int | None = None) -> None:
     """Print the result, and the comparison if there is one."""
     why = loads_table(view) if view.result.objective == "throughput" else critical_table(view)
-    print_tables(summary_table(view), devices_table(view), why, file=file, width=width)
-    print_chart(view.chart(), width=width, file=file)
+    print_tables(summary_table(view), devices_table(view), why, width=width)
+    print_chart(view.chart(), width=width)
     if view.methods:
-        print_tables(methods_table(view), file=file, width=width)
+        print_tables(methods_table(view), width=width)
 
 
 def summary_table(view: PlaceView) -> TextTable:
@@ -291,9 +291,9 @@ def _why(view: PlaceView) -> str:
 # ---- a problem of the dnn-partitioning benchmark
 
 
-def print_partition(result: PartitionResult, *, width: int | None = None, file: IO[str] | None = None) -> None:
+def print_partition(result: PartitionResult, *, width: int | None = None) -> None:
     """Print the split."""
-    print_tables(partition_summary(result), partition_devices(result), file=file, width=width)
+    print_tables(partition_summary(result), partition_devices(result), width=width)
 
 
 def partition_summary(result: PartitionResult) -> TextTable:
