@@ -40,7 +40,7 @@ from ortools.sat.python import cp_model
 from weft.model.graph import F64, I64, topological
 from weft.search.common.budget import Budget
 from weft.search.common.cpsat import solve
-from weft.search.place.fit import chosen, held_on, unit_choices
+from weft.search.place.fit import add_hints, chosen, held_on, unit_choices
 from weft.search.place.latency.bounds import heads_and_tails, way_bound
 from weft.search.place.problem import PlaceProblem, csr
 from weft.search.place.timetable import Sent, Timetable, make_timetable
@@ -232,10 +232,7 @@ class Model:
 
     def hint(self, timetable: Timetable) -> None:
         """Start from this timetable."""
-        for unit, choices in enumerate(self.x):
-            here = int(timetable.device[self.problem.first_op[unit]])
-            for device, item in choices.items():
-                self.model.add_hint(item, device == here)
+        add_hints(self.model, self.x, timetable.device[self.problem.first_op])
         for op, start in enumerate(self.start):
             self.model.add_hint(start, self.ticks.of(float(timetable.start_s[op])))
         for sent in timetable.transfers:
