@@ -21,7 +21,7 @@ from tests.show.place_results import (
     result_of,
     view_of,
 )
-from weft.search.place.timetable import check_timetable
+from weft.search.place.timetable import MethodResult, check_timetable
 from weft.show.chart import number
 from weft.show.place_facts import (
     critical_items,
@@ -34,7 +34,6 @@ from weft.show.place_facts import (
     transfer_use,
 )
 from weft.show.place_tables import (
-    MethodFacts,
     critical_table,
     devices_table,
     loads_table,
@@ -226,8 +225,8 @@ def test_throughput_names_the_bottleneck():
     assert loads_table(view_of(crowded)).notes == ("c>g is the bottleneck; longest: right to g 1 s (11.1 %)",)
 
 
-METHODS = sorted_methods([MethodFacts(method="heft", value=9.75), MethodFacts(method="auto", value=6.5),
-                          MethodFacts(method="sequential", value=None, reason="does not fit: 30 bytes are missing")])
+METHODS = sorted_methods([MethodResult(method="heft", value=9.75), MethodResult(method="auto", value=6.5),
+                          MethodResult(method="sequential", value=None, reason="does not fit: 30 bytes are missing")])
 
 
 def test_methods_are_sorted_with_their_ratio_and_reason():

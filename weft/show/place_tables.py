@@ -14,7 +14,7 @@ import numpy as np
 
 from weft.base.units import format_bytes, format_time
 from weft.search.place.partition.problem import PartitionResult
-from weft.search.place.timetable import PlaceResult
+from weft.search.place.timetable import MethodResult, PlaceResult
 from weft.show import page
 from weft.show import place_facts as facts
 from weft.show.chart import Chart, counted, number
@@ -27,16 +27,6 @@ MAX_SEGMENTS: Final = 12
 """Of a longer critical path so many of the longest parts are shown."""
 NUM_LONGEST: Final = 5
 NAME_WIDTH: Final = 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MethodFacts:
-    """One line of the comparison of methods."""
-
-    method: str
-    value: float | None
-    reason: str = ""
-    """Why there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +43,7 @@ class PlaceView:
     """The kind of each device, where known."""
     batch: int | None = None
     """Samples of one request, where it is a model that is placed."""
-    methods: tuple[MethodFacts, ...] = ()
+    methods: tuple[MethodResult, ...] = ()
     """Compared with it, the best first."""
     to_text: Callable[[float], str] = field(default=format_time)
     """How times are written."""
@@ -64,7 +54,7 @@ class PlaceView:
                            title=f"{self.title}: {value_name(self.result)} {self.to_text(self.result.value)}")
 
 
-def sorted_methods(rows: Iterable[MethodFacts]) -> tuple[MethodFacts, ...]:
+def sorted_methods(rows: Iterable[MethodResult]) -> tuple[MethodResult, ...]:
     """Return the best first, of equals ``auto``; those without a value last."""
     return tuple(sorted(rows, key=lambda row: (row.value is None, row.value or 0.0, row.method != "auto")))
 

@@ -59,6 +59,7 @@ from weft.search.place.problem import Objective, PlaceProblem, problem_from_grap
 from weft.search.place.throughput.search import place_stream, solve_throughput
 from weft.search.place.timetable import (
     Assignment,
+    MethodResult,
     PlaceResult,
     Timetable,
     check_timetable,
@@ -152,41 +153,26 @@ def _by_name(search: LatencySearch, method: str) -> None:
                                  "time, or try the method auto, which always has something") from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """What one method came to."""
-
-    method: str
-    result: PlaceResult | None
-    reason: str = ""
-    """Why there is no result."""
-
-    @property
-    def value(self) -> float | None:
-        """Return the method's value, or None if it has no placement."""
-        return None if self.result is None else self.result.value
-
-
 def compare(problem: PlaceProblem, *, objective: Objective = "latency", contiguous: bool = False,
             time_limit: float | None = None, seed: int = 0,
-            progress: Callable[[str], None] = lambda text: None) -> tuple[Row, ...]:
+            progress: Callable[[str], None] = lambda text: None) -> tuple[MethodResult, ...]:
     """Return what every named method and ``auto`` (last) come to; Ctrl-C leaves out those that are still to come."""
     rows = []
     deadline = None if time_limit is None else time.monotonic() + time_limit
     for name in (*METHODS, "auto"):
         if name != "auto" and deadline is not None and time.monotonic() >= deadline:
-            rows.append(Row(method=name, result=None, reason="not tried: the time limit was reached"))
+            rows.append(MethodResult(method=name, reason="not tried: the time limit was reached"))
             continue
         left = None if deadline is None else max(TUNING.least_s, deadline - time.monotonic())
         try:
             found = place(problem, objective=objective, method=name, contiguous=contiguous, seed=seed,
                           progress=progress, time_limit=left if name == "auto" or left is None else 0.7 * left)
         except NoFeasiblePlan as miss:
-            rows.append(Row(method=name, result=None, reason=str(miss)))
+            rows.append(MethodResult(method=name, reason=str(miss)))
             if name == "auto":
                 raise
         else:
-            rows.append(Row(method=name, result=found))
+            rows.append(MethodResult(method=name, result=found, value=found.value))
             if found.is_interrupted:
                 break
     return tuple(rows)

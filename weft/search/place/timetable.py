@@ -352,3 +352,15 @@ class PlaceResult:
             "peak_memory": dict(zip(devices, table.peak_bytes().tolist(), strict=True)),
             **({"loads": self.loads} if self.loads else {}),
             "by": self.by, "seconds": self.seconds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodResult:
+    """What one method came to, where several are compared."""
+
+    method: str
+    value: float | None = None
+    """None if it has no placement."""
+    reason: str = ""
+    """Why there is none."""
+    result: PlaceResult | None = None
