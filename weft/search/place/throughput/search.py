@@ -43,14 +43,7 @@ from weft.search.place.methods import METHODS
 from weft.search.place.problem import PlaceProblem, csr
 from weft.search.place.throughput.exact import average_bound, improve_or_prove, shared_bound
 from weft.search.place.throughput.kernel import State, anneal, cut_order, grow_order
-from weft.search.place.throughput.model import (
-    LoadProblem,
-    Reduced,
-    blocks_of,
-    load_problem,
-    merge,
-    reduce_problem,
-)
+from weft.search.place.throughput.model import LoadProblem, Reduced, blocks_of, load_problem, merge, reduce_problem
 from weft.search.place.timetable import TOLERANCE, Assignment, PlaceResult, Timetable, make_timetable
 
 
