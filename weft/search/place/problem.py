@@ -205,6 +205,27 @@ class PlaceProblem:
         return np.asarray(held @ self.weight_bytes, dtype=np.float64)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """The best that a search found, with a bound."""
+
+    objective: Objective
+    value: float
+    """The latency, or the largest load."""
+    bound: float
+    """No other has a smaller value."""
+    status: Literal["optimal", "feasible"]
+    seconds: float
+    """CPU seconds of the search."""
+    is_interrupted: bool = False
+    """The search was ended by Ctrl-C."""
+
+    @property
+    def gap(self) -> float:
+        """Return how far the value may be above the best, as a part of the value."""
+        return 0.0 if self.value <= 0 else max(0.0, (self.value - self.bound) / self.value)
+
+
 def csr(lists: Sequence[Sequence[int]]) -> tuple[I64, I64]:
     """Return (start, items) of the lists, one after another: list ``i`` is ``items[start[i]:start[i + 1]]``."""
     start = np.cumsum([0] + [len(items) for items in lists]).astype(np.int64)

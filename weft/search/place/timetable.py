@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -26,9 +26,7 @@ from weft.base.errors import InputError, NoFeasiblePlan, PlanError
 from weft.base.units import format_bytes
 from weft.model.graph import F64, I64
 from weft.search.place.kernel import Arrays, decode
-from weft.search.place.problem import Bools, Objective, PlaceProblem, check_placement
-
-Status = Literal["optimal", "feasible"]
+from weft.search.place.problem import Bools, Found, PlaceProblem, check_placement
 
 TOLERANCE: Final = 1e-9
 """Times may differ by so much of the largest time and still count as equal."""
@@ -299,23 +297,13 @@ def no_room(problem: PlaceProblem, op: int, device: I64, allowed: Bools) -> NoFe
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlaceResult:
-    """The best placement found, with a bound."""
+class PlaceResult(Found):
+    """The best placement found."""
 
     timetable: Timetable
     """Devices, and when everything of one request runs; for throughput as well."""
-    objective: Objective
-    value: float
-    """Seconds: the latency, or the largest load."""
-    bound: float
-    """No placement has a smaller value."""
-    status: Status
     by: str
     """The method that found it."""
-    seconds: float
-    """CPU seconds of the search."""
-    is_interrupted: bool = False
-    """The search was ended by Ctrl-C."""
     loads: dict[str, float] = field(default_factory=dict)
     """For throughput: seconds per request of every device and of everything that transfers occupy."""
 
@@ -323,11 +311,6 @@ class PlaceResult:
     def problem(self) -> PlaceProblem:
         """Return what was placed."""
         return self.timetable.problem
-
-    @property
-    def gap(self) -> float:
-        """Return how far the value may be above the best, as a part of the value."""
-        return 0.0 if self.value <= 0 else max(0.0, (self.value - self.bound) / self.value)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result object that ``weft place --json`` prints.

@@ -406,7 +406,7 @@ def solve_partition(problem: PartitionProblem, *, objective: Objective, contiguo
             figures = check_latency(problem, device)
     bound = best.bound
     is_optimal = bound >= figures.value * (1 - TUNING.proven)
-    return PartitionResult(problem=problem, objective=objective, device=device, figures=figures,
+    return PartitionResult(problem=problem, objective=objective, device=device, figures=figures, value=figures.value,
                            bound=min(bound, figures.value), status="optimal" if is_optimal else "feasible",
                            seconds=time.process_time() - begin, contiguous=contiguous,
                            is_interrupted=budget.is_interrupted)
