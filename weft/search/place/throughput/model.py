@@ -188,18 +188,14 @@ def load_problem(problem: PlaceProblem, *, contiguous: bool) -> LoadProblem:
     num_units, unit = problem.num_units, problem.unit_of_op
     time_s = np.zeros((num_units, problem.num_devices))
     np.add.at(time_s, unit, problem.time_s)
-    items: list[dict[int, None]] = [{} for _ in range(num_units)]
-    sources: list[set[int]] = [set() for _ in range(problem.num_ops)]
-    for op in range(problem.num_ops):
-        items[unit[op]].update(dict.fromkeys(problem.weights_of(op).tolist()))
-        sources[op].update(problem.producer[problem.inputs_of(op)].tolist())
+    sources = [np.unique(problem.producer[problem.inputs_of(op)]).tolist() for op in range(problem.num_ops)]
     read_by = [sorted(set(unit[problem.readers_of(tensor)].tolist()) - {int(unit[writer])})
                for tensor, writer in enumerate(problem.producer.tolist())]
     kept = [tensor for tensor, readers in enumerate(read_by) if readers]
     return LoadProblem(class_of_device=_classes(problem), contiguous=contiguous, arrays=make_loads(
         time_s=time_s, core=problem.core_of_device, owner=unit[problem.producer[kept]],
-        reader_lists=[read_by[tensor] for tensor in kept], item_lists=[list(entry) for entry in items],
-        node_unit=unit, source_lists=[sorted(entry) for entry in sources], capacity=problem.capacity,
+        reader_lists=[read_by[tensor] for tensor in kept], item_lists=problem.unit_weights,
+        node_unit=unit, source_lists=sources, capacity=problem.capacity,
         item_bytes=problem.weight_bytes, touch_s=np.zeros((len(kept), problem.num_devices)),
         latency_s=problem.latency_s, s_per_byte=problem.s_per_byte, tensor_bytes=problem.tensor_bytes[kept],
         given_row=problem.given_row[kept], given_s=problem.given_s, resource_start=problem.resource_start,
