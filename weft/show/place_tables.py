@@ -301,7 +301,7 @@ def partition_summary(result: PartitionResult) -> TextTable:
         ("search", f"{result.seconds:.3g} CPU seconds")))
 
 
-def partition_devices(result: PartitionResult, *, limit: int = MAX_DEVICE_ROWS) -> TextTable:
+def partition_devices(result: PartitionResult) -> TextTable:
     """Return nodes, load and memory of every device; for latency, when its set of nodes runs."""
     problem, figures = result.problem, result.figures
     is_latency = result.objective == "latency"
@@ -320,4 +320,4 @@ def partition_devices(result: PartitionResult, *, limit: int = MAX_DEVICE_ROWS) 
             row += [number(figures.start_s[nodes[0]]), number(figures.end_s[nodes[0]])] if has_span else [UNKNOWN] * 2
         cells.append(tuple(row))
     header = ("device", "nodes", "load", "share", "memory", *(("start", "end") if is_latency else ()))
-    return cut_table("Devices", header, cells, limit)
+    return cut_table("Devices", header, cells, MAX_DEVICE_ROWS)

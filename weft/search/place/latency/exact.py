@@ -508,7 +508,10 @@ class Series:
         now, before = 0.0, ANY
         for index, after in enumerate(way.devices):
             part, entry = self.parts[index], self.entry(index, before, after)
-            table = entry.timetable if not entry.is_plain else _plain_timetable(part.fixed(before, after))
+            table = entry.timetable
+            if entry.is_plain:  # every operator has one device left
+                fixed = part.fixed(before, after)
+                table = make_timetable(fixed, np.argmin(fixed.time_s, axis=1), np.arange(fixed.num_ops))
             assert table is not None, "the way was found, so its parts are"
             skip = 1 if part.has_entry else 0
             device[part.ops[skip:]] = table.device[skip:]
@@ -525,12 +528,6 @@ class Series:
         return np.array(sorted({tensor for op in part.ops[1 if part.has_entry else 0 :].tolist()
                                 for tensor in problem.inputs_of(op).tolist()
                                 if int(problem.producer[tensor]) in inside}), dtype=np.int64)
-
-
-def _plain_timetable(problem: PlaceProblem) -> Timetable:
-    """Return the timetable of a part in which every operator has one device left."""
-    device = np.argmin(problem.time_s, axis=1).astype(np.int64)
-    return make_timetable(problem, device, np.arange(problem.num_ops))
 
 
 def solve_series(series: Series, solve: Solve, *, upper: float, is_spent: Callable[[], bool],

@@ -245,7 +245,15 @@ def minimise_latency(problem: PartitionProblem, *, budget: Budget, seed: int) ->
     try:
         search.start()
         with cut_short(budget.deadline):
-            _improve(search, problem.num_units)
+            effort = budget.effort
+            search.anneal_for(min(0.05 * effort, TUNING.first_s * problem.num_units))
+            search.follow_paths(TUNING.random_paths)
+            search.prove(0.1 * effort, linearization=0)
+            search.anneal_for(0.35 * effort)
+            search.follow_paths(TUNING.random_paths)
+            search.prove(0.3 * effort, linearization=1)
+            search.anneal_for(budget.effort)
+            search.follow_paths(TUNING.random_paths)
     except OutOfTime:
         search.best.tell("time limit")
     except KeyboardInterrupt:
@@ -253,19 +261,6 @@ def minimise_latency(problem: PartitionProblem, *, budget: Budget, seed: int) ->
     if search.best.is_proven:
         search.best.bound = search.best.value
     return search.best
-
-
-def _improve(search: _Search, num_units: int) -> None:
-    """Improve what the search began with, and its bound, until the effort is spent."""
-    budget, effort = search.budget, search.budget.effort
-    search.anneal_for(min(0.05 * effort, TUNING.first_s * num_units))
-    search.follow_paths(TUNING.random_paths)
-    search.prove(0.1 * effort, linearization=0)
-    search.anneal_for(0.35 * effort)
-    search.follow_paths(TUNING.random_paths)
-    search.prove(0.3 * effort, linearization=1)
-    search.anneal_for(budget.effort)
-    search.follow_paths(TUNING.random_paths)
 
 
 class _Search:
