@@ -112,11 +112,6 @@ Spec: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, stride and dtype of a tensor."""
 
 
-def spec_of(tensor: torch.Tensor) -> Spec:
-    """Return the shape, stride and dtype of ``tensor``."""
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-
-
 @dataclass(slots=True)
 class Probe:
     """Costs operators, each distinct one once."""
@@ -129,7 +124,8 @@ class Probe:
         """Return the cost of ``node``, whose distinct tensor arguments want gradients as ``grads`` says."""
         inputs = node.all_input_nodes
         position = {argument: index for index, argument in enumerate(inputs)}
-        specs = tuple(spec_of(argument.meta["val"]) for argument in inputs)
+        values = [argument.meta["val"] for argument in inputs]
+        specs = tuple((tuple(value.shape), tuple(value.stride()), value.dtype) for value in values)
         wanted = tuple(grads) if self.backward else (GradClass.NONE,) * len(specs)
         settings = fx.node.map_arg((node.args, node.kwargs), lambda argument: f"<{position[argument]}>")
         key = (node.target, repr(settings), specs, wanted)

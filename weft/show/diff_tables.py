@@ -60,12 +60,7 @@ def _joined(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, tuple[int |
 def print_diff(diff: PlanDiff, a: Predicted, b: Predicted) -> None:
     """Draw what differs and what is predicted, and say at the end whether the plans are the same."""
     print_tables(*diff_tables(diff, a, b))
-    make_console().print(diff_sentence(diff))
-
-
-def diff_sentence(diff: PlanDiff) -> str:
-    """Return in one sentence whether the plans are the same."""
-    return "the plans are the same" if diff.is_same else f"the plans differ: {', '.join(diff.parts)}"
+    make_console().print("the plans are the same" if diff.is_same else f"the plans differ: {', '.join(diff.parts)}")
 
 
 def diff_tables(diff: PlanDiff, a: Predicted, b: Predicted) -> Iterator[TextTable]:

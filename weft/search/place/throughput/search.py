@@ -253,7 +253,7 @@ def minimise(problem: LoadProblem, *, budget: Budget, seed: int, starts: Sequenc
         search.prove(0.1 * effort)
         search.anneal_for(0.75 * budget.effort)
         search.bound_shared(0.15 * effort)
-        if search.is_proof_near:
+        if search.proof_bound >= best.bound:  # the solver knew more than the other bounds
             search.prove(0.7 * budget.effort)
         search.anneal_for(budget.effort)
     except (KeyboardInterrupt, OutOfTime) as ended:
@@ -281,11 +281,6 @@ class _Search:
     @property
     def is_done(self) -> bool:
         return self.budget.is_spent or self.best.is_proven
-
-    @property
-    def is_proof_near(self) -> bool:
-        """Return whether the solver knew more than the other bounds."""
-        return self.proof_bound >= self.best.bound
 
     def offer(self, device: I64) -> None:
         """Take the placement if it is better."""
