@@ -57,7 +57,7 @@ def test_what_existed_before_does_not_count_and_what_is_resized_does():
         there.view(2, 2)
     assert memory.now() == 400
     room.untyped_storage().resize_(0)
-    memory.recount([room])
+    memory.add(room)
     assert memory.now() == 0
 
 

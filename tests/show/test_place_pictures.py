@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from contextlib import redirect_stdout
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -79,8 +80,10 @@ def test_colours_appear_on_a_terminal_only(monkeypatch):
             return True
 
     plain, coloured = io.StringIO(), Terminal()
-    print_chart(place_chart(diamond().timetable), width=60, file=plain)
-    print_chart(place_chart(diamond().timetable), width=60, file=coloured)
+    with redirect_stdout(plain):
+        print_chart(place_chart(diamond().timetable), width=60)
+    with redirect_stdout(coloured):
+        print_chart(place_chart(diamond().timetable), width=60)
     assert plain.getvalue().rstrip() == format_chart(place_chart(diamond().timetable), width=60)
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured.getvalue()) == plain.getvalue()
     assert "\x1b[1;" in coloured.getvalue()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,7 +21,7 @@ from tests.show.place_results import (
     result_of,
     view_of,
 )
-from weft.search.place.timetable import check_timetable
+from weft.search.place.timetable import MethodResult, check_timetable
 from weft.show.chart import number
 from weft.show.place_facts import (
     critical_items,
@@ -30,11 +31,9 @@ from weft.show.place_facts import (
     find_waits,
     item_names,
     link_rows,
-    memory_curves,
     transfer_use,
 )
 from weft.show.place_tables import (
-    MethodFacts,
     critical_table,
     devices_table,
     loads_table,
@@ -159,7 +158,7 @@ def test_use_of_devices_and_links():
 def test_memory_curves_have_the_peaks(result):
     table = result.timetable
     peaks, resident = table.peak_bytes(), result.problem.resident_bytes(table.device)
-    for device, (times, amounts) in enumerate(memory_curves(table)):
+    for device, (times, amounts) in enumerate(table.memory_curves()):
         assert (np.diff(times) > 0).all()
         assert amounts.max() == pytest.approx(peaks[device])
         assert amounts[-1] == pytest.approx(resident[device])
@@ -170,7 +169,8 @@ def test_memory_curves_have_the_peaks(result):
 
 def text_of(view, **options) -> str:
     out = io.StringIO()
-    print_placement(view, file=out, **options)
+    with redirect_stdout(out):
+        print_placement(view, **options)
     return out.getvalue()
 
 
@@ -225,8 +225,8 @@ def test_throughput_names_the_bottleneck():
     assert loads_table(view_of(crowded)).notes == ("c>g is the bottleneck; longest: right to g 1 s (11.1 %)",)
 
 
-METHODS = sorted_methods([MethodFacts(method="heft", value=9.75), MethodFacts(method="auto", value=6.5),
-                          MethodFacts(method="sequential", value=None, reason="does not fit: 30 bytes are missing")])
+METHODS = sorted_methods([MethodResult(method="heft", value=9.75), MethodResult(method="auto", value=6.5),
+                          MethodResult(method="sequential", value=None, reason="does not fit: 30 bytes are missing")])
 
 
 def test_methods_are_sorted_with_their_ratio_and_reason():

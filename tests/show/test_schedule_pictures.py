@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections import Counter
+from contextlib import redirect_stdout
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -193,9 +194,12 @@ def test_colours_appear_on_a_terminal_only_and_joint_blocks_are_underlined(monke
             return True
 
     plain, coloured, alone = io.StringIO(), Terminal(), Terminal()
-    print_chart(schedule_chart(grouped(2)), width=60, file=plain)
-    print_chart(schedule_chart(grouped(2)), width=60, file=coloured)
-    print_chart(schedule_chart(pipelined(2, 4)), width=60, file=alone)
+    with redirect_stdout(plain):
+        print_chart(schedule_chart(grouped(2)), width=60)
+    with redirect_stdout(coloured):
+        print_chart(schedule_chart(grouped(2)), width=60)
+    with redirect_stdout(alone):
+        print_chart(schedule_chart(pipelined(2, 4)), width=60)
     assert plain.getvalue().rstrip() == format_chart(schedule_chart(grouped(2)), width=60)
     assert re.sub(r"\x1b\[[0-9;]*m", "", coloured.getvalue()) == plain.getvalue()
     assert "\x1b[1;4;38;5;16;48;5;75m" in coloured.getvalue()
@@ -205,7 +209,8 @@ def test_colours_appear_on_a_terminal_only_and_joint_blocks_are_underlined(monke
 
 def test_hostile_names_cannot_move_the_cursor():
     out = io.StringIO()
-    print_chart(schedule_chart(result_of(one_f_one_b(hostile(), 3))), file=out)
+    with redirect_stdout(out):
+        print_chart(schedule_chart(result_of(one_f_one_b(hostile(), 3))))
     assert all(line.isprintable() for line in out.getvalue().splitlines())
     out.getvalue().encode()
 

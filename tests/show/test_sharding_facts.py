@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import redirect_stdout
 
 import pytest
 
@@ -96,7 +97,8 @@ def test_layers_of_two_kinds_are_two_classes(folded):
 def test_tables_are_printed(folded):
     stream = io.StringIO()
     facts = facts_of(folded, "megatron", (2, 2))
-    print_sharding(facts, file=stream, width=120)
+    with redirect_stdout(stream):
+        print_sharding(facts)
     assert "2x2 (data 2, tensor 2)" in stream.getvalue()
     rows = layers_table(facts).rows
     assert any("self_attn.q_proj" in row[1] and "column" in row for row in rows)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from dataclasses import replace
 
 import numpy as np
@@ -160,7 +161,8 @@ def test_peaks_are_a_range_over_the_devices_with_work():
 def test_no_line_is_wider_than_the_terminal_and_no_word_is_lost(width):
     out = io.StringIO()
     rows = strategy_facts(comparison_of(simulated()))
-    print_comparison(rows, file=out, width=width)
+    with redirect_stdout(out):
+        print_comparison(rows, width=width)
     text = out.getvalue()
     assert max(len(line.rstrip()) for line in text.splitlines()) <= width
     squeezed = "".join(text.split())
@@ -178,7 +180,8 @@ def test_widths_shrink_the_widest_column_first():
 def test_without_a_terminal_there_is_no_colour():
     out = io.StringIO()
     timeline = simulated(activation_bytes=1)
-    print_plan(timeline.program.plan, [timeline, stretched(timeline, 1.2)], file=out)
+    with redirect_stdout(out):
+        print_plan(timeline.program.plan, [timeline, stretched(timeline, 1.2)])
     text = out.getvalue()
     assert "\x1b" not in text
     for part in ("Stages", "Predicted step", "Measured step", "d0 |", "heuristic"):
@@ -187,10 +190,12 @@ def test_without_a_terminal_there_is_no_colour():
 
 def test_names_cannot_bring_markup_or_control_characters_to_the_terminal():
     out = io.StringIO()
-    print_table(["[bold]head[/bold]"], [[HOSTILE[5]], ["\x1b]0;title\x07"]], title="[red]t\x1b[2J", file=out)
+    with redirect_stdout(out):
+        print_table(["[bold]head[/bold]"], [[HOSTILE[5]], ["\x1b]0;title\x07"]], title="[red]t\x1b[2J")
     timeline = hostile_timeline()
-    print_plan(timeline.program.plan, [timeline], file=out)
-    print_timeline(timeline, file=out)
+    with redirect_stdout(out):
+        print_plan(timeline.program.plan, [timeline])
+        print_timeline(timeline)
     text = out.getvalue()
     assert "\x1b" not in text
     assert "\u202e" not in text
@@ -213,7 +218,8 @@ def test_a_timeline_without_instructions_can_be_shown():
         for name in ("op", "instance", "microbatch", "phase", "channel", "bucket")})
     empty = played_empty(program)
     out = io.StringIO()
-    print_plan(program.plan, [empty], file=out)
+    with redirect_stdout(out):
+        print_plan(program.plan, [empty])
     assert "d0 |...." in out.getvalue()
 
 

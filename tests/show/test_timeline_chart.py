@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import re
+from contextlib import redirect_stdout
 from dataclasses import replace
 from xml.etree import ElementTree
 
@@ -109,9 +110,11 @@ def test_colours_appear_on_a_terminal_only(monkeypatch):
 
     timeline = simulated("1f1b", 2, 2)
     plain, coloured = io.StringIO(), Terminal()
-    print_chart(timeline_chart(timeline), width=40, file=plain)
+    with redirect_stdout(plain):
+        print_chart(timeline_chart(timeline), width=40)
     assert plain.getvalue().rstrip() == format_chart(timeline_chart(timeline), width=40)
-    print_chart(timeline_chart(timeline), width=40, file=coloured)
+    with redirect_stdout(coloured):
+        print_chart(timeline_chart(timeline), width=40)
     shown = coloured.getvalue()
     assert "\x1b[38;5;16;48;5;75m000\x1b[0m" in shown
     assert re.sub(r"\x1b\[[0-9;]*m", "", shown) == plain.getvalue()

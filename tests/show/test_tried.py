@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from contextlib import redirect_stdout
 
 from weft.show.facts import StrategyFacts, TriedFacts
 from weft.show.plan_tables import print_tried, tried_tables
@@ -37,6 +38,7 @@ def test_long_lists_are_cut():
 
 def test_strategies_without_settings_print_nothing():
     stream = io.StringIO()
-    print_tried([StrategyFacts(strategy="single"), StrategyFacts(strategy="joint", tried=tuple(ROWS))], file=stream)
+    with redirect_stdout(stream):
+        print_tried([StrategyFacts(strategy="single"), StrategyFacts(strategy="joint", tried=tuple(ROWS))])
     assert stream.getvalue().count("Tried") == 1
     assert not list(tried_tables(()))

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from weft.model.trace import TracedModel
     from weft.search.place.placed_plan import OpPlacement
     from weft.search.place.problem import PlaceProblem
-    from weft.search.place.timetable import PlaceResult, Timetable
-    from weft.show.place_tables import MethodFacts, PlaceView
+    from weft.search.place.timetable import MethodResult, PlaceResult, Timetable
+    from weft.show.place_tables import PlaceView
 
 OBJECTIVES = ("latency", "throughput")
 FORMATS = ("weft", "dnn-partitioning")
@@ -226,15 +226,15 @@ def _load_source(spec: str, *, batch: int | None, dtype: str | None,
     return trace_model(spec, mode="inference", batch=batch, dtype=dtype)
 
 
-def _search(problem: PlaceProblem, options: PlaceOptions) -> tuple[PlaceResult, tuple[MethodFacts, ...]]:
+def _search(problem: PlaceProblem, options: PlaceOptions) -> tuple[PlaceResult, tuple[MethodResult, ...]]:
     """Return the result of the method asked for (of the best for ``auto``), and all methods if they are compared."""
     from weft.search.place.search import compare, place
-    from weft.show.place_tables import MethodFacts, sorted_methods
+    from weft.show.place_tables import sorted_methods
 
     if not options.compare:
         return place(problem, method=options.method, **options.search()), ()
     rows = compare(problem, **options.search())
-    facts = sorted_methods(MethodFacts(method=row.method, value=row.value, reason=row.reason) for row in rows)
+    facts = sorted_methods(rows)
     found = [row.result for row in rows if row.result is not None and options.method in ("auto", row.method)]
     if not found:  # asked alone, the method says why
         return place(problem, method=options.method, **options.search()), facts

@@ -259,7 +259,7 @@ def write_chains(graph: fx.Graph, owned: Mapping[str, str], chains: Sequence[Cha
     gives the path of each parameter or buffer node.
     """
     regions, repeats = fold.find_regions(graph)
-    nodes = fold.stored_nodes(graph, owned)
+    nodes = {path: node for node in graph.nodes if node.op == "placeholder" and (path := owned.get(node.name))}
     for chain in chains:
         same = [regions.get(str(record.id), []) for record in chain.records]
         if chain.num_calls != len(chain.paths) or not same:

@@ -136,7 +136,8 @@ def _shape_of(layer: torch.nn.Module, owners: Mapping[int, tuple[str, ...]], num
     num_modules = 0
     for name, module in layer.named_modules():
         num_modules += 1
-        if "forward" in module.__dict__ or isinstance(module, torch.jit.ScriptModule) or _has_running_state(module):
+        changes_buffers = module.training and getattr(module, "track_running_stats", False)
+        if "forward" in module.__dict__ or isinstance(module, torch.jit.ScriptModule) or changes_buffers:
             return None
         parts.append((name, type(module)))
         for kind in ("_parameters", "_buffers"):
@@ -150,11 +151,6 @@ def _shape_of(layer: torch.nn.Module, owners: Mapping[int, tuple[str, ...]], num
                 parts.append(key)
                 parts.append("none" if isinstance(value, dict) and not value else _setting(value, numbers))
     return tuple(parts) if num_modules >= MIN_MODULES else None
-
-
-def _has_running_state(module: torch.nn.Module) -> bool:
-    """Return whether the forward pass changes the module's buffers."""
-    return module.training and bool(getattr(module, "track_running_stats", False))
 
 
 def _setting(value: Any, numbers: list[int]) -> Any:
@@ -325,11 +321,6 @@ class Region:
     enter: fx.Node
     leave: fx.Node
     body: list[fx.Node]
-
-
-def stored_nodes(graph: fx.Graph, owned: Mapping[str, str]) -> dict[str, fx.Node]:
-    """Return the nodes of parameters and buffers by path."""
-    return {path: node for node in graph.nodes if node.op == "placeholder" and (path := owned.get(node.name))}
 
 
 def remove_markers(regions: Mapping[str, Sequence[Region]]) -> None:

@@ -128,12 +128,8 @@ def _run(graph: Graph, chain: Chain) -> Run:
 
 def _ops_inside(graph: Graph, layers: Sequence[str]) -> list[tuple[str, tuple[int, str]]]:
     """Return the operators inside ``layers``: name, and number of the layer with the name in it."""
-    result = []
-    for name, module in zip(graph.op_names, graph.op_modules, strict=True):
-        for number, path in enumerate(layers):
-            if is_inside(module, path):
-                result.append((name, (number, name[len(path) :])))
-    return result
+    return [(name, (number, name[len(path) :])) for name, module in zip(graph.op_names, graph.op_modules, strict=True)
+            for number, path in enumerate(layers) if is_inside(module, path)]
 
 
 def _more_reads(found: Capture, chains: Sequence[Chain]) -> Mapping[tuple[str, str], int]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import gc
 import hashlib
+import heapq
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -371,6 +372,28 @@ def collector_paused() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+def topological(follow: Sequence[Iterable[int]], key: Sequence[Any]) -> list[int]:
+    """Return the items in an order in which each is before those that follow it, the smallest key first.
+
+    Items in a circle, and those after one, are left out.
+    """
+    waits = [0] * len(follow)
+    for items in follow:
+        for item in items:
+            waits[item] += 1
+    ready = [(key[item], item) for item, wait in enumerate(waits) if not wait]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        _, first = heapq.heappop(ready)
+        order.append(first)
+        for item in follow[first]:
+            waits[item] -= 1
+            if not waits[item]:
+                heapq.heappush(ready, (key[item], item))
+    return order
 
 
 def find_cycle(edges: Iterable[tuple[int, int]]) -> list[int]:

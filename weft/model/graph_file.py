@@ -16,7 +16,6 @@ Everything is checked; every problem is a ``ModelError`` with the path of the fi
 
 from __future__ import annotations
 
-import heapq
 import json
 import math
 import os
@@ -42,6 +41,7 @@ from weft.model.graph import (
     collector_paused,
     find_cycle,
     make_graph,
+    topological,
 )
 
 FORMAT: Final = "weft.graph"
@@ -410,22 +410,12 @@ def _check_edges(record: GraphRecord, tensors: Sequence[TensorRecord], producer:
 
 def _topological(num_ops: int, edges: Sequence[tuple[int, int]], names: Sequence[str], where: str) -> list[int]:
     """Return the operators in an order in which all edges point forward, the file's own order where it does."""
-    readers: list[list[int]] = [[] for _ in range(num_ops)]
-    missing = [0] * num_ops
-    for source, target in edges:
-        readers[source].append(target)
-        missing[target] += 1
     if all(source < target for source, target in edges):
         return list(range(num_ops))
-    ready = [index for index in range(num_ops) if missing[index] == 0]
-    order: list[int] = []
-    while ready:
-        index = heapq.heappop(ready)
-        order.append(index)
-        for reader in readers[index]:
-            missing[reader] -= 1
-            if missing[reader] == 0:
-                heapq.heappush(ready, reader)
+    readers: list[list[int]] = [[] for _ in range(num_ops)]
+    for source, target in edges:
+        readers[source].append(target)
+    order = topological(readers, range(num_ops))
     if len(order) < num_ops:
         cycle = find_cycle(edges)
         shown = [names[index] for index in (cycle if len(cycle) <= 12 else [*cycle[:6], *cycle[-6:]])]

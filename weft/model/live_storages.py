@@ -53,14 +53,6 @@ class LiveStorages:
     def _forget(self, key: int) -> None:
         self._freed.append(self._known.pop(key)[1] or 0)
 
-    def recount(self, tensors: Iterable[Tensor]) -> None:
-        """Look at the sizes of these tensors' storages again: they change without an operator."""
-        with self._lock:
-            self._settle()
-            for tensor in tensors:
-                self.add(tensor)
-            self._peak = max(self._peak, self._now)
-
     def made(self, results: Any, arguments: Any) -> None:
         """Note what an operator has given; what it gives of its arguments is not new."""
         tensors = [item for item in pytree.tree_leaves(results) if isinstance(item, Tensor)]

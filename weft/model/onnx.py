@@ -441,7 +441,8 @@ def annotate_onnx(path: str | os.PathLike[str], out: str | os.PathLike[str], gra
     if an operator's node is not in the file, or if ``out`` would not find the file's external weights.
     """
     model = read_model(path)
-    outside = sorted(set(_external_files(model.graph)))
+    outside = sorted({entry.value for tensor in model.graph.initializer for entry in tensor.external_data
+                      if entry.key == "location"})
     if outside and Path(out).resolve().parent != Path(path).resolve().parent:
         raise InputError(f"{str(path)!r} keeps weights in {outside[0]!r} beside it, which {str(out)!r} would not find: "
                          f"write the new file into {str(Path(path).parent)!r}")
@@ -461,11 +462,8 @@ def annotate_onnx(path: str | os.PathLike[str], out: str | os.PathLike[str], gra
 
 def _op_of(node: Any, graph: Graph) -> int | None:
     """Return the operator of the graph that makes the node's outputs; None for a constant."""
-    for name in node.output:
-        tensor = graph.tensor_index.get(name) if name else None
-        if tensor is not None and graph.tensor_producer[tensor] >= 0:
-            return int(graph.tensor_producer[tensor])
-    return None
+    tensors = (graph.tensor_index[name] for name in node.output if name and name in graph.tensor_index)
+    return next((op for tensor in tensors if (op := int(graph.tensor_producer[tensor])) >= 0), None)
 
 
 def _set_properties(node: Any, properties: Mapping[str, str]) -> None:
@@ -473,10 +471,3 @@ def _set_properties(node: Any, properties: Mapping[str, str]) -> None:
     del node.metadata_props[:]
     for key, value in (*kept, *properties.items()):
         node.metadata_props.add(key=key, value=value)
-
-
-def _external_files(graph: Any) -> Iterator[str]:
-    for tensor in graph.initializer:
-        for entry in tensor.external_data:
-            if entry.key == "location":
-                yield entry.value

@@ -112,11 +112,6 @@ Spec: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 """Shape, stride and dtype of a tensor."""
 
 
-def spec_of(tensor: torch.Tensor) -> Spec:
-    """Return the shape, stride and dtype of ``tensor``."""
-    return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype
-
-
 @dataclass(slots=True)
 class Probe:
     """Costs operators, each distinct one once."""
@@ -129,22 +124,14 @@ class Probe:
         """Return the cost of ``node``, whose distinct tensor arguments want gradients as ``grads`` says."""
         inputs = node.all_input_nodes
         position = {argument: index for index, argument in enumerate(inputs)}
-        specs = tuple(spec_of(argument.meta["val"]) for argument in inputs)
+        values = [argument.meta["val"] for argument in inputs]
+        specs = tuple((tuple(value.shape), tuple(value.stride()), value.dtype) for value in values)
         wanted = tuple(grads) if self.backward else (GradClass.NONE,) * len(specs)
-        key = (node.target, _frozen(node.args, position), _frozen(node.kwargs, position), specs, wanted)
+        settings = fx.node.map_arg((node.args, node.kwargs), lambda argument: f"<{position[argument]}>")
+        key = (node.target, repr(settings), specs, wanted)
         if key not in self._known:
             self._known[key] = _measure(node, specs, wanted, position)
         return self._known[key]
-
-
-def _frozen(value: Any, position: dict[fx.Node, int]) -> Any:
-    if isinstance(value, fx.Node):
-        return ("tensor", position[value])
-    if isinstance(value, list | tuple):
-        return tuple(_frozen(item, position) for item in value)
-    if isinstance(value, dict):
-        return tuple((key, _frozen(item, position)) for key, item in value.items())
-    return (type(value).__name__, str(value))
 
 
 def _measure(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradClass, ...],
@@ -156,22 +143,13 @@ def _measure(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradClass, ...
     tensors = [torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=grad is not GradClass.NONE
                                    and (dtype.is_floating_point or dtype.is_complex))
                for (shape, stride, dtype), grad in zip(specs, grads, strict=True)]
-    args = _on_meta(node.args, tensors, position)
-    kwargs = _on_meta(node.kwargs, tensors, position)
+    args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), lambda item: (
+        tensors[position[item]] if isinstance(item, fx.Node) else
+        torch.device("meta") if isinstance(item, torch.device) else item))
     try:
         return _run(lambda: node.target(*args, **kwargs), tensors, grads)
     except Exception as problem:  # any operator may lack a meta kernel, each in its own way
         return _by_rule(node, specs, grads, f"{type(problem).__name__}: {str(problem).splitlines()[0][:120]}")
-
-
-def _on_meta(value: Any, tensors: list[torch.Tensor], position: dict[fx.Node, int]) -> Any:
-    if isinstance(value, fx.Node):
-        return tensors[position[value]]
-    if isinstance(value, list | tuple):
-        return [_on_meta(item, tensors, position) for item in value]
-    if isinstance(value, dict):
-        return {key: _on_meta(item, tensors, position) for key, item in value.items()}
-    return torch.device("meta") if isinstance(value, torch.device) else value
 
 
 # ---- running on meta ----------------------------------------------------------------------------------------------

@@ -67,7 +67,10 @@ class ModelSource:
         """Return the module, in train or eval mode; zoo models have their parameters on the meta device."""
         module = self.builder(self.mode)
         module.train(self.mode == "training" and not self.in_eval_mode)
-        return module if self.dtype is None else _converted(module, self._torch_dtype())
+        if self.dtype is not None:  # unlike module.to this leaves complex numbers complex
+            dtype = self._torch_dtype()
+            module._apply(lambda tensor: _as_dtype(tensor, dtype))
+        return module
 
     def inputs(self, batch: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
         """Return inputs of ``batch`` samples (default: the source's own), the same for the same seed."""
@@ -96,11 +99,6 @@ class ModelSource:
         dtype = getattr(torch, str(self.dtype))
         assert isinstance(dtype, torch.dtype)
         return dtype
-
-
-def _converted(module: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Return the module in another precision; unlike ``module.to`` it leaves complex numbers complex."""
-    return module._apply(lambda tensor: _as_dtype(tensor, dtype))
 
 
 def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -69,26 +69,24 @@ def initial_value(name: str, shape: Sequence[int], dtype: torch.dtype, seed: int
     return value.to(dtype=dtype, device=device)
 
 
-def materialize(module: torch.nn.Module, seed: int, dtype: torch.dtype | None = None,
-                device: torch.device | str = "cpu") -> torch.nn.Module:
+def materialize(module: torch.nn.Module, seed: int, device: torch.device | str = "cpu") -> torch.nn.Module:
     """Return ``module`` itself, its meta parameters replaced by their initial values; others keep their values.
 
-    With ``dtype`` every floating-point parameter and buffer is converted. Tied parameters stay tied.
+    Tied parameters stay tied.
     """
     made: dict[int, torch.nn.Parameter] = {}
     for name, parameter in list(module.named_parameters(remove_duplicate=False)):
         owner, leaf = _owner(module, name)
         if id(parameter) not in made:
-            wanted = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-            value = (initial_value(name, parameter.shape, wanted, seed, device) if parameter.is_meta
-                     else parameter.detach().to(dtype=wanted, device=device))
+            value = (initial_value(name, parameter.shape, parameter.dtype, seed, device) if parameter.is_meta
+                     else parameter.detach().to(device))
             made[id(parameter)] = torch.nn.Parameter(value, parameter.requires_grad)
         setattr(owner, leaf, made[id(parameter)])  # not through _parameters: nn.LSTM keeps a second list
     for name, buffer in list(module.named_buffers(remove_duplicate=False)):
         if buffer.is_meta:
             raise ModelError(f"buffer {name!r} is on the meta device and has no value: give buffers real values")
         owner, leaf = _owner(module, name)
-        setattr(owner, leaf, buffer.to(dtype=dtype if buffer.is_floating_point() else None, device=device))
+        setattr(owner, leaf, buffer.to(device))
     return module
 
 

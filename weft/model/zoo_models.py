@@ -98,14 +98,11 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1))
 
 
-def next_token_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean loss of predicting each next token; the last position has none."""
-    return cross_entropy(logits, functional.pad(labels[:, 1:], (0, 1), value=-100))
-
-
 def _decoder(self: Any, input_ids: Tensor, labels: Tensor | None = None) -> Any:
     logits = self._plain_forward(input_ids=input_ids, use_cache=False).logits
-    return logits if labels is None else next_token_loss(logits, labels)
+    if labels is None:
+        return logits
+    return cross_entropy(logits, functional.pad(labels[:, 1:], (0, 1), value=-100))  # the last position has no next
 
 
 def _encoder(self: Any, input_ids: Tensor, labels: Tensor | None = None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from weft.base.files import encode
 from weft.base.units import format_bytes
@@ -57,16 +57,10 @@ def _joined(a: Mapping[str, int], b: Mapping[str, int]) -> dict[str, tuple[int |
     return {name: (a.get(name), b.get(name)) for name in (*a, *b)}
 
 
-def print_diff(diff: PlanDiff, a: Predicted, b: Predicted, *, file: IO[str] | None = None,
-               width: int | None = None) -> None:
+def print_diff(diff: PlanDiff, a: Predicted, b: Predicted) -> None:
     """Draw what differs and what is predicted, and say at the end whether the plans are the same."""
-    print_tables(*diff_tables(diff, a, b), file=file, width=width)
-    make_console(file, width).print(diff_sentence(diff))
-
-
-def diff_sentence(diff: PlanDiff) -> str:
-    """Return in one sentence whether the plans are the same."""
-    return "the plans are the same" if diff.is_same else f"the plans differ: {', '.join(diff.parts)}"
+    print_tables(*diff_tables(diff, a, b))
+    make_console().print("the plans are the same" if diff.is_same else f"the plans differ: {', '.join(diff.parts)}")
 
 
 def diff_tables(diff: PlanDiff, a: Predicted, b: Predicted) -> Iterator[TextTable]:

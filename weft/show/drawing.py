@@ -22,7 +22,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
-from typing import IO, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -58,15 +58,12 @@ def format_chart(chart: Chart, *, width: int = 100, max_rows: int = TEXT_ROWS) -
     return "\n".join(line.text for line in _lines(chart, width, max_rows))
 
 
-def print_chart(chart: Chart, *, width: int | None = None, max_rows: int = TEXT_ROWS,
-                file: IO[str] | None = None) -> None:
-    """Draw the chart on ``file`` (stdout), as wide as the terminal or ``width``, in colour on a terminal."""
+def print_chart(chart: Chart, *, width: int | None = None, max_rows: int = TEXT_ROWS) -> None:
+    """Draw the chart on stdout, as wide as the terminal or ``width``, in colour on a terminal."""
     from rich.text import Text
 
-    stream = sys.stdout if file is None else file
-    is_terminal = bool(getattr(stream, "isatty", lambda: False)())
-    wide = width or (shutil.get_terminal_size((100, 24)).columns if is_terminal else 100)
-    console = make_console(stream, max(30, wide))
+    wide = width or (shutil.get_terminal_size((100, 24)).columns if sys.stdout.isatty() else 100)
+    console = make_console(max(30, wide))
     for line in _lines(chart, wide, max_rows):
         text, first = Text(line.text, no_wrap=True), line.first
         for style, run in groupby(line.styles):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from weft.base.units import format_bytes, format_time
 from weft.explain.explanation import SAME, Explanation, memory_sentence, sentence
@@ -22,26 +22,25 @@ MAX_PATH_ROWS: Final = 12
 MAX_LINKS: Final = 5
 
 
-def print_explanation(item: Explanation, file: IO[str] | None = None, width: int | None = None) -> None:
+def print_explanation(item: Explanation) -> None:
     """Print what bounds the step, what devices wait for, and what would help."""
-    print(printable(sentence(item)), file=file)
+    print(printable(sentence(item)))
     busy = percent(item.busiest.busy_s / (item.path.step_time_s or 1.0))
-    print(printable(f"{item.busiest.device} is busiest: it computes for {busy} of the step."), file=file)
-    print(printable(memory_sentence(item)), file=file)
+    print(printable(f"{item.busiest.device} is busiest: it computes for {busy} of the step."))
+    print(printable(memory_sentence(item)))
     if item.has_teams:
-        print("Devices divide operators: what they exchange for that counts as computing, and not for the links.",
-              file=file)
+        print("Devices divide operators: what they exchange for that counts as computing, and not for the links.")
     idle = sum(not row.busy_s for row in item.waits)
     if idle:
-        print(f"{idle} of {len(item.waits)} devices have no work.", file=file)
-    print(file=file)
+        print(f"{idle} of {len(item.waits)} devices have no work.")
+    print()
     links = [links_table(item)] if item.links else []
-    print_tables(path_table(item), waits_table(item), memory_table(item), *links, file=file, width=width)
+    print_tables(path_table(item), waits_table(item), memory_table(item), *links)
     if item.comparison is not None:
-        print_comparison(strategy_facts(item.comparison), file=file, width=width)
-        print(*map(printable, comparison_lines(item)), "", sep="\n", file=file)
+        print_comparison(strategy_facts(item.comparison))
+        print(*map(printable, comparison_lines(item)), "", sep="\n")
     if item.changes:
-        print_tables(changes_table(item), file=file, width=width)
+        print_tables(changes_table(item))
 
 
 def path_table(item: Explanation) -> TextTable:
@@ -150,15 +149,14 @@ def _candidate_json(item: Candidate | None) -> dict[str, Any] | None:
     return None if item is None else {"strategy": item.strategy, "step_time": item.step_time_s}
 
 
-def print_relaxations(reason: str, rows: Sequence[Relaxation], file: IO[str] | None = None,
-                      width: int | None = None) -> None:
+def print_relaxations(reason: str, rows: Sequence[Relaxation]) -> None:
     """Print why nothing fits and the smallest changes that help."""
-    print(printable(f"Nothing fits as asked: {reason.splitlines()[-1]}"), file=file)
-    print(file=file)
+    print(printable(f"Nothing fits as asked: {reason.splitlines()[-1]}"))
+    print()
     cells = tuple((row.change, row.options or UNKNOWN, seconds(row.best.step_time_s), row.best.strategy)
                   for row in rows)
     print_tables(TextTable(title="Each of these is enough (planned)", rows=cells, numeric=frozenset({2}),
-                           header=("change", "options of weft plan", "step", "strategy")), file=file, width=width)
+                           header=("change", "options of weft plan", "step", "strategy")))
 
 
 def relaxations_json(reason: str, rows: Sequence[Relaxation]) -> dict[str, Any]:
@@ -168,7 +166,7 @@ def relaxations_json(reason: str, rows: Sequence[Relaxation]) -> dict[str, Any]:
                              "step_time": row.best.step_time_s, "strategy": row.best.strategy} for row in rows]}
 
 
-def print_fit(item: Fit, command: str, file: IO[str] | None = None, width: int | None = None) -> None:
+def print_fit(item: Fit, command: str) -> None:
     """Print what fits, the margins of the recommended way, and how to plan it."""
     rows = tuple((("* " if row is item.recommended else "  ") + describe(row.setting), row.fullest.device,
                   format_bytes(row.fullest.peak_bytes), *_margin(row.fullest), seconds(row.rough_s),
@@ -180,9 +178,9 @@ def print_fit(item: Fit, command: str, file: IO[str] | None = None, width: int |
     if item.recommended is not None:
         cells = [(use.device, format_bytes(use.peak_bytes), *_margin(use)) for use in item.recommended.uses]
         tables.append(cut_table("Memory of each device", ("device", "peak", "left", "part"), cells, MAX_DEVICE_ROWS))
-    print_tables(*tables, file=file, width=width)
+    print_tables(*tables)
     if item.recommended is not None:
-        print(command, file=file)
+        print(command)
 
 
 def _margin(use: Use) -> tuple[str, str]:

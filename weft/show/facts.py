@@ -312,10 +312,8 @@ def _strategy_row(candidate: Candidate, bound_s: float, is_chosen: bool) -> Stra
 
 def mean_parts(timeline: Timeline) -> dict[str, float]:
     """Return the mean seconds of a device in each part of the step; they add up to the step."""
-    count = max(1, timeline.num_ranks)
-    return {"computing": float(timeline.busy_s.sum()) / count,
-            "exposed communication": float(timeline.exposed_s.sum()) / count,
-            "bubble": float(timeline.bubble_s.sum()) / count}
+    parts = {"computing": timeline.busy_s, "exposed communication": timeline.exposed_s, "bubble": timeline.bubble_s}
+    return {name: float(seconds.sum()) / max(1, timeline.num_ranks) for name, seconds in parts.items()}
 
 
 def extra_parts(row: StrategyFacts, best: StrategyFacts) -> dict[str, float]:

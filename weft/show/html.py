@@ -136,8 +136,7 @@ def _settings(plan: Plan, item: facts.PlanFacts, period: Steady | None, cluster_
 
 def _part_note(plan: Plan, part: Plan, shown: Timeline) -> str:
     """Return what the chart and the tables show, where that is not the whole plan."""
-    used, shown_there = (len({device for stage in item.stages for replica in stage.replicas
-                              for device in replica.devices}) for item in (plan, part))
+    used, shown_there = (facts.plan_facts(item).num_devices for item in (plan, part))
     text = (f"The timeline and the tables below it show a part of the plan that stands for the rest: {shown_there} of "
             f"{used} devices and {part.microbatches} of {plan.microbatches} micro-batches, "
             f"{seconds(shown.step_time_s)}. The cluster and the step above are the whole.")

@@ -195,12 +195,12 @@ def _class(name: str) -> str:
     return f' class="{name}"' if name else ""
 
 
-def html_table(item: TextTable, header: Sequence[str] = (), *, limit: int = MAX_ROWS) -> str:
+def html_table(item: TextTable, header: Sequence[str] = ()) -> str:
     """Return a table of the terminal as HTML, under other names if a ``header`` is given."""
     names = header or [name.capitalize() for name in item.header]
     marks = ("#" if index and index in item.numeric else "~" if index else "" for index in range(len(names)))
     return table(item.title, [mark + name for mark, name in zip(marks, names, strict=True)],
-                 [tuple(map(printable, row)) for row in item.rows], limit=limit,
+                 [tuple(map(printable, row)) for row in item.rows],
                  styles=dict.fromkeys(item.marked, "chosen"))
 
 

@@ -194,47 +194,6 @@ def transfer_use(result: PlaceResult) -> TransferUse:
         busiest=None if busiest is None else busiest.name, busiest_s=0.0 if busiest is None else busiest.busy)
 
 
-def memory_curves(timetable: Timetable) -> list[tuple[F64, F64]]:
-    """Return for each device (times, bytes): what it holds from each time on, by the account of ``peak_bytes``."""
-    problem, resident = timetable.problem, timetable.problem.resident_bytes(timetable.device)
-    changes: list[list[tuple[float, int, float]]] = [[] for _ in problem.device_names]
-    for held in _held_tensors(timetable) if problem.has_lifetimes else ():
-        changes[held.device] += (held.since_s, 1, held.num_bytes), (held.until_s, 0, -held.num_bytes)
-    curves = []
-    for amount, items in zip(resident.tolist(), changes, strict=True):
-        rows = [(0.0, 0, amount), *sorted(items)]
-        times, amounts = np.array([row[0] for row in rows]), np.cumsum([row[2] for row in rows])
-        # A tensor that goes when another comes goes first, so the last of several changes at a time is what counts.
-        kept = np.concatenate((np.diff(times) > 0, [True]))
-        curves.append((times[kept], amounts[kept]))
-    return curves
-
-
-class _Held(NamedTuple):
-    """A tensor in the memory of a device."""
-
-    device: int
-    num_bytes: float
-    since_s: float
-    until_s: float
-
-
-def _held_tensors(timetable: Timetable) -> Iterator[_Held]:
-    """Return every tensor on every device that has it: from when it is written or received to when it is last used."""
-    problem, ends = timetable.problem, timetable.end_s
-    start, readers = problem.readers
-    sent = {items[0].tensor: items for items in grouped(timetable.transfers, lambda item: item.tensor)}
-    for tensor, op in enumerate(problem.producer.tolist()):
-        used: dict[int, float] = {}
-        for reader in readers[start[tensor] : start[tensor + 1]].tolist():
-            where = int(timetable.device[reader])
-            used[where] = max(used.get(where, 0.0), float(ends[reader]))
-        home, size, leaving = int(timetable.device[op]), float(problem.tensor_bytes[tensor]), sent.get(tensor, [])
-        last_s = max(float(ends[op]), used.get(home, 0.0), *(item.end_s for item in leaving))
-        yield _Held(home, size, float(timetable.start_s[op]), last_s)
-        yield from (_Held(item.target, size, item.start_s, used[item.target]) for item in leaving)
-
-
 # ---- waits and the critical path
 
 
@@ -381,7 +340,7 @@ def placement_data(timetable: Timetable, to_text: Callable[[float], str] = forma
     capacities = [limit if math.isfinite(limit) else None for limit in timetable.problem.capacity.tolist()]
     devices = [{"name": printable(row.name), "link": row.is_link, "capacity": limit}
                for row, limit in zip_longest(chart.rows, capacities)]
-    curves = [(times, amounts.tolist()) for times, amounts in memory_curves(timetable)]
+    curves = [(times, amounts.tolist()) for times, amounts in timetable.memory_curves()]
     idle: list[tuple[F64, list[float]]] = [(np.zeros(0), [])] * (len(chart.rows) - len(curves))
     return chart_data({"placement": replace(chart, rows=tuple(item.row for item in boxes))}, devices=devices, what=what,
                       columns=_columns(boxes, waits), microbatches=1, whys=list(WHY.values()),

@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import IO, Final
+from typing import Final
 
 import numpy as np
 
 from weft.base.units import format_bytes, format_time
 from weft.search.place.partition.problem import PartitionResult
-from weft.search.place.timetable import PlaceResult
+from weft.search.place.timetable import MethodResult, PlaceResult
 from weft.show import page
 from weft.show import place_facts as facts
 from weft.show.chart import Chart, counted, number
@@ -27,16 +27,6 @@ MAX_SEGMENTS: Final = 12
 """Of a longer critical path so many of the longest parts are shown."""
 NUM_LONGEST: Final = 5
 NAME_WIDTH: Final = 40
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MethodFacts:
-    """One line of the comparison of methods."""
-
-    method: str
-    value: float | None
-    reason: str = ""
-    """Why there is none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +43,7 @@ class PlaceView:
     """The kind of each device, where known."""
     batch: int | None = None
     """Samples of one request, where it is a model that is placed."""
-    methods: tuple[MethodFacts, ...] = ()
+    methods: tuple[MethodResult, ...] = ()
     """Compared with it, the best first."""
     to_text: Callable[[float], str] = field(default=format_time)
     """How times are written."""
@@ -64,18 +54,18 @@ class PlaceView:
                            title=f"{self.title}: {value_name(self.result)} {self.to_text(self.result.value)}")
 
 
-def sorted_methods(rows: Iterable[MethodFacts]) -> tuple[MethodFacts, ...]:
+def sorted_methods(rows: Iterable[MethodResult]) -> tuple[MethodResult, ...]:
     """Return the best first, of equals ``auto``; those without a value last."""
     return tuple(sorted(rows, key=lambda row: (row.value is None, row.value or 0.0, row.method != "auto")))
 
 
-def print_placement(view: PlaceView, *, width: int | None = None, file: IO[str] | None = None) -> None:
+def print_placement(view: PlaceView, *, width: int | None = None) -> None:
     """Print the result, and the comparison if there is one."""
     why = loads_table(view) if view.result.objective == "throughput" else critical_table(view)
-    print_tables(summary_table(view), devices_table(view), why, file=file, width=width)
-    print_chart(view.chart(), width=width, file=file)
+    print_tables(summary_table(view), devices_table(view), why, width=width)
+    print_chart(view.chart(), width=width)
     if view.methods:
-        print_tables(methods_table(view), file=file, width=width)
+        print_tables(methods_table(view), width=width)
 
 
 def summary_table(view: PlaceView) -> TextTable:
@@ -291,9 +281,9 @@ def _why(view: PlaceView) -> str:
 # ---- a problem of the dnn-partitioning benchmark
 
 
-def print_partition(result: PartitionResult, *, width: int | None = None, file: IO[str] | None = None) -> None:
+def print_partition(result: PartitionResult, *, width: int | None = None) -> None:
     """Print the split."""
-    print_tables(partition_summary(result), partition_devices(result), file=file, width=width)
+    print_tables(partition_summary(result), partition_devices(result), width=width)
 
 
 def partition_summary(result: PartitionResult) -> TextTable:
@@ -311,7 +301,7 @@ def partition_summary(result: PartitionResult) -> TextTable:
         ("search", f"{result.seconds:.3g} CPU seconds")))
 
 
-def partition_devices(result: PartitionResult, *, limit: int = MAX_DEVICE_ROWS) -> TextTable:
+def partition_devices(result: PartitionResult) -> TextTable:
     """Return nodes, load and memory of every device; for latency, when its set of nodes runs."""
     problem, figures = result.problem, result.figures
     is_latency = result.objective == "latency"
@@ -330,4 +320,4 @@ def partition_devices(result: PartitionResult, *, limit: int = MAX_DEVICE_ROWS) 
             row += [number(figures.start_s[nodes[0]]), number(figures.end_s[nodes[0]])] if has_span else [UNKNOWN] * 2
         cells.append(tuple(row))
     header = ("device", "nodes", "load", "share", "memory", *(("start", "end") if is_latency else ()))
-    return cut_table("Devices", header, cells, limit)
+    return cut_table("Devices", header, cells, MAX_DEVICE_ROWS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import IO, Final
+from typing import Final
 
 from weft.base.units import format_bytes
 from weft.plan.memory import CATEGORIES
@@ -179,36 +179,33 @@ def peak_text(row: StrategyFacts) -> str:
     return f"{low.removesuffix(high[high.index(' '):])} - {high}"
 
 
-def print_comparison(rows: Sequence[StrategyFacts], *, file: IO[str] | None = None, width: int | None = None) -> None:
+def print_comparison(rows: Sequence[StrategyFacts], *, width: int | None = None) -> None:
     """Draw the comparison of strategies; on a narrow terminal the bounds are below it."""
     table = strategies_table(rows)
-    if make_console(file, width).width < NARROW:
+    if make_console(width).width < NARROW:
         bounds = dict.fromkeys(seconds(row.bound_s) for row in rows if row.bound_s is not None)
         note = f"bound: {', '.join(bounds) or UNKNOWN}"
         table = replace(_without(table, {"mb", "bound"}), notes=(*table.notes, note))
-    print_tables(table, file=file, width=width)
+    print_tables(table, width=width)
 
 
-def print_timeline(timeline: Timeline, *, file: IO[str] | None = None, width: int | None = None) -> None:
+def print_timeline(timeline: Timeline, *, width: int | None = None) -> None:
     """Draw where each device's time and memory go."""
     known = None if timeline.program is None else facts.capacities_of(facts.plan_cluster(timeline.program.plan))
     title = f"{timeline.kind.capitalize()} step: {seconds(timeline.step_time_s)}, bubble {percent(timeline.bubble)}"
     rows = facts.device_facts(timeline, known)
-    if make_console(file, width).width >= WIDE:
-        print_tables(devices_table(rows, title=title), file=file, width=width)
-    else:
-        print_tables(times_table(rows, title=title), memory_table(rows, title="Memory at each device's peak"),
-                     file=file, width=width)
+    tables = [devices_table(rows, title=title)] if make_console(width).width >= WIDE else [
+        times_table(rows, title=title), memory_table(rows, title="Memory at each device's peak")]
+    print_tables(*tables, width=width)
 
 
-def print_plan(plan: Plan, timelines: Sequence[Timeline], *, width: int | None = None,
-               file: IO[str] | None = None) -> None:
+def print_plan(plan: Plan, timelines: Sequence[Timeline], *, width: int | None = None) -> None:
     """Draw the whole plan: summary, stages, gradient exchanges, and for each timeline its devices and Gantt chart."""
-    print_tables(*plan_tables(plan, timelines), file=file, width=width)
+    print_tables(*plan_tables(plan, timelines), width=width)
     for timeline in timelines:
         known = replace(timeline, program=facts.program_of(timelines))
-        print_timeline(known, file=file, width=width)
-        print_chart(timeline_chart(known), width=width, max_rows=CHART_ROWS, file=file)
+        print_timeline(known, width=width)
+        print_chart(timeline_chart(known), width=width, max_rows=CHART_ROWS)
 
 
 # ---- what the joint search tried
@@ -255,7 +252,7 @@ def _reason(row: facts.TriedFacts) -> str:
     return row.reason.removeprefix(f"{row.setting}: ")
 
 
-def print_tried(strategies: Sequence[StrategyFacts], *, file: IO[str] | None = None, width: int | None = None) -> None:
+def print_tried(strategies: Sequence[StrategyFacts]) -> None:
     """Draw the tables of every strategy that kept what it tried."""
     for strategy in strategies:
-        print_tables(*tried_tables(strategy.tried), file=file, width=width)
+        print_tables(*tried_tables(strategy.tried))

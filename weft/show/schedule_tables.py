@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import IO, Any, Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -193,13 +193,13 @@ class ScheduleFacts:
     """Why there is none, or why it does not fit."""
 
 
-def print_schedule(result: ScheduleResult, compared: Sequence[ScheduleFacts] = (), *, width: int | None = None,
-                   file: IO[str] | None = None) -> None:
+def print_schedule(result: ScheduleResult, compared: Sequence[ScheduleFacts] = (), *,
+                   width: int | None = None) -> None:
     """Print the result, and the comparison if there is one."""
-    print_tables(summary_table(result), memory_table(result), file=file, width=width)
-    print_chart(schedule_chart(result), width=width, file=file)
+    print_tables(summary_table(result), memory_table(result), width=width)
+    print_chart(schedule_chart(result), width=width)
     if compared:
-        print_tables(compare_table(compared), file=file, width=width)
+        print_tables(compare_table(compared), width=width)
 
 
 def summary_table(result: ScheduleResult) -> TextTable:

@@ -15,7 +15,7 @@ names the one in the way. What else differs (a norm, the embedding) is listed un
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from weft.base.errors import InputError
 from weft.base.units import format_bytes, format_time
@@ -38,11 +38,10 @@ STYLES: Final = {("linear", "column"): "ColwiseParallel", ("linear", "row"): "Ro
 _TENSOR: Final = ("column", "row", "heads", "vocabulary", "classes", "positions", "whole")
 
 
-def print_sharding(facts: ShardingFacts, named: Sequence[NamedResult] = (), *, width: int | None = None,
-                   file: IO[str] | None = None) -> None:
+def print_sharding(facts: ShardingFacts, named: Sequence[NamedResult] = ()) -> None:
     """Print the sharding, and the comparison if there is one."""
     compared = [named_table(facts, named)] if named else []
-    print_tables(summary_table(facts), layers_table(facts), exchanges_table(facts), *compared, file=file, width=width)
+    print_tables(summary_table(facts), layers_table(facts), exchanges_table(facts), *compared)
 
 
 def summary_table(facts: ShardingFacts) -> TextTable:
@@ -158,10 +157,9 @@ def _named_json(row: NamedResult) -> dict[str, Any]:
 # ---- a strategy graph
 
 
-def print_strategies(graph: StrategyGraph, solution: ShardSolution, *, width: int | None = None,
-                     file: IO[str] | None = None) -> None:
+def print_strategies(graph: StrategyGraph, solution: ShardSolution) -> None:
     """Print the solution of a strategy graph."""
-    print_tables(strategies_table(graph, solution), costs_table(graph, solution), file=file, width=width)
+    print_tables(strategies_table(graph, solution), costs_table(graph, solution))
 
 
 def strategies_table(graph: StrategyGraph, solution: ShardSolution) -> TextTable:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import IO, TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final
 
 from weft.base.units import format_time
 from weft.show.names import printable
@@ -67,13 +67,13 @@ def cut_table(title: str, header: tuple[str, ...], cells: Sequence[tuple[str, ..
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "",
                 numeric: frozenset[int] = frozenset(), marked: frozenset[int] = frozenset(),
-                file: IO[str] | None = None, width: int | None = None) -> None:
-    """Draw one table on ``file`` (stdout), ``width`` columns wide (the terminal's)."""
+                width: int | None = None) -> None:
+    """Draw one table on stdout, ``width`` columns wide (the terminal's)."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
-    console = make_console(file, width)
+    console = make_console(width)
     cells = [[printable(cell) for cell in row] for row in (header, *rows)]
     table = Table(title=Text(printable(title), "bold") if title else None, title_justify="left", box=SIMPLE_HEAD,
                   pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
@@ -84,7 +84,7 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: 
     console.print(table)
 
 
-def column_widths(cells: Sequence[Sequence[str]], available: int, *, gap: int = 2) -> list[int]:
+def column_widths(cells: Sequence[Sequence[str]], available: int) -> list[int]:
     """Return a width for each column so that the table fits if it can, the widest shrinking first, words kept whole.
 
     >>> column_widths([["ab", "a longer text"]], 12)
@@ -97,27 +97,26 @@ def column_widths(cells: Sequence[Sequence[str]], available: int, *, gap: int = 
     least = [max(cell_len(word) for cell in column for word in cell.split() or [""]) for column in columns]
     least[0] = widths[0]
     for floor in (least, [4] * len(widths)):
-        while sum(widths) + gap * (len(widths) - 1) > available and (
+        while sum(widths) + 2 * (len(widths) - 1) > available and (
                 shrinkable := [(width, index) for index, width in enumerate(widths) if width > floor[index]]):
             widths[max(shrinkable)[1]] -= 1
     return widths
 
 
-def make_console(file: IO[str] | None = None, width: int | None = None) -> Console:
-    """Return a rich console for the stream; one that is no terminal gets no colour and a fixed width."""
+def make_console(width: int | None = None) -> Console:
+    """Return a rich console for stdout; if that is no terminal it gets no colour and a fixed width."""
     from rich.console import Console
 
-    stream = sys.stdout if file is None else file
-    is_terminal = bool(getattr(stream, "isatty", lambda: False)())
-    return Console(file=stream, width=width or (None if is_terminal else PLAIN_WIDTH), highlight=False, markup=False,
-                   emoji=False, no_color=None if is_terminal else True)
+    is_terminal = sys.stdout.isatty()
+    return Console(width=width or (None if is_terminal else PLAIN_WIDTH), highlight=False, markup=False, emoji=False,
+                   no_color=None if is_terminal else True)
 
 
-def print_tables(*tables: TextTable, file: IO[str] | None = None, width: int | None = None) -> None:
-    """Draw the tables with their notes on ``file`` (stdout), an empty line after each."""
+def print_tables(*tables: TextTable, width: int | None = None) -> None:
+    """Draw the tables with their notes on stdout, an empty line after each."""
     for table in tables:
-        print_table(table.header, table.rows, title=table.title, numeric=table.numeric, marked=table.marked, file=file,
+        print_table(table.header, table.rows, title=table.title, numeric=table.numeric, marked=table.marked,
                     width=width)
         for note in table.notes:
-            make_console(file, width).print(printable(note), soft_wrap=False)
-        print(file=file)
+            make_console(width).print(printable(note), soft_wrap=False)
+        print()

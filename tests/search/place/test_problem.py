@@ -13,8 +13,9 @@ from tests.search.place.worlds import problem_of
 from weft.base.errors import ClusterError, InputError, ModelError
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import Costs, estimate_costs
+from weft.model.graph import topological
 from weft.model.graph_file import parse_graph
-from weft.search.place.problem import check_placement, topological
+from weft.search.place.problem import check_placement
 
 LINKS = [{"from": "x", "to": "s", "bandwidth": 4, "latency": 0.25}, {"from": "y", "to": "s", "bandwidth": 2}]
 

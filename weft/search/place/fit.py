@@ -69,6 +69,13 @@ def unit_choices(model: cp_model.CpModel, is_allowed: Bools) -> list[dict[int, c
     return choices
 
 
+def add_hints(model: cp_model.CpModel, choices: list[dict[int, cp_model.IntVar]], where: I64) -> None:
+    """Let the solver start from what is chosen in each row."""
+    for row, here in zip(choices, where.tolist(), strict=True):
+        for index, item in row.items():
+            model.add_hint(item, index == here)
+
+
 def chosen(found: Solution, choices: list[dict[int, cp_model.IntVar]]) -> I64:
     """Return what was chosen in each row."""
     return np.array([next(index for index, item in row.items() if found.value(item)) for row in choices],

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from types import MappingProxyType
 from typing import Final
 
@@ -69,12 +70,8 @@ def _labels(problem: PlaceProblem) -> list[str]:
     parents = {name[:index] for name in set(names) for index, letter in enumerate(name) if letter == "."}
     has_weights = [bool(problem.weight_bytes[problem.weights_of(op)].any()) for op in range(problem.num_ops)]
     own = [name if name and (name not in parents or has_weights[op]) else None for op, name in enumerate(names)]
-    label = next((name for name in own if name is not None), "model")
-    labels = []
-    for name in own:
-        label = label if name is None else name
-        labels.append(label)
-    return labels
+    first = next((name for name in own if name is not None), "model")
+    return [*accumulate(own, lambda label, name: label if name is None else name, initial=first)][1:]
 
 
 def _merge_units(problem: PlaceProblem, labels: Sequence[str]) -> list[str]:

@@ -16,7 +16,6 @@ time where the graph gives lifetimes (``has_lifetimes``).
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -206,6 +205,27 @@ class PlaceProblem:
         return np.asarray(held @ self.weight_bytes, dtype=np.float64)
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Found:
+    """The best that a search found, with a bound."""
+
+    objective: Objective
+    value: float
+    """The latency, or the largest load."""
+    bound: float
+    """No other has a smaller value."""
+    status: Literal["optimal", "feasible"]
+    seconds: float
+    """CPU seconds of the search."""
+    is_interrupted: bool = False
+    """The search was ended by Ctrl-C."""
+
+    @property
+    def gap(self) -> float:
+        """Return how far the value may be above the best, as a part of the value."""
+        return 0.0 if self.value <= 0 else max(0.0, (self.value - self.bound) / self.value)
+
+
 def csr(lists: Sequence[Sequence[int]]) -> tuple[I64, I64]:
     """Return (start, items) of the lists, one after another: list ``i`` is ``items[start[i]:start[i + 1]]``."""
     start = np.cumsum([0] + [len(items) for items in lists]).astype(np.int64)
@@ -222,28 +242,6 @@ def inverse(start: I64, items: I64, count: int) -> tuple[I64, I64]:
 def starts_of(group: I64, count: int) -> I64:
     """Return [count + 1] where each group begins, when items are sorted by their groups."""
     return np.concatenate(([0], np.cumsum(np.bincount(group, minlength=count)))).astype(np.int64)
-
-
-def topological(follow: Sequence[Iterable[int]], key: Sequence[Any]) -> list[int]:
-    """Return the items in an order in which each is before those that follow it, the smallest key first.
-
-    Items in a circle, and those after one, are left out.
-    """
-    waits = [0] * len(follow)
-    for items in follow:
-        for item in items:
-            waits[item] += 1
-    ready = [(key[item], item) for item, wait in enumerate(waits) if not wait]
-    heapq.heapify(ready)
-    order = []
-    while ready:
-        _, first = heapq.heappop(ready)
-        order.append(first)
-        for item in follow[first]:
-            waits[item] -= 1
-            if not waits[item]:
-                heapq.heappush(ready, (key[item], item))
-    return order
 
 
 class Rows:

@@ -59,6 +59,7 @@ from weft.search.place.problem import Objective, PlaceProblem, problem_from_grap
 from weft.search.place.throughput.search import place_stream, solve_throughput
 from weft.search.place.timetable import (
     Assignment,
+    MethodResult,
     PlaceResult,
     Timetable,
     check_timetable,
@@ -152,41 +153,26 @@ def _by_name(search: LatencySearch, method: str) -> None:
                                  "time, or try the method auto, which always has something") from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """What one method came to."""
-
-    method: str
-    result: PlaceResult | None
-    reason: str = ""
-    """Why there is no result."""
-
-    @property
-    def value(self) -> float | None:
-        """Return the method's value, or None if it has no placement."""
-        return None if self.result is None else self.result.value
-
-
 def compare(problem: PlaceProblem, *, objective: Objective = "latency", contiguous: bool = False,
             time_limit: float | None = None, seed: int = 0,
-            progress: Callable[[str], None] = lambda text: None) -> tuple[Row, ...]:
+            progress: Callable[[str], None] = lambda text: None) -> tuple[MethodResult, ...]:
     """Return what every named method and ``auto`` (last) come to; Ctrl-C leaves out those that are still to come."""
     rows = []
     deadline = None if time_limit is None else time.monotonic() + time_limit
     for name in (*METHODS, "auto"):
         if name != "auto" and deadline is not None and time.monotonic() >= deadline:
-            rows.append(Row(method=name, result=None, reason="not tried: the time limit was reached"))
+            rows.append(MethodResult(method=name, reason="not tried: the time limit was reached"))
             continue
         left = None if deadline is None else max(TUNING.least_s, deadline - time.monotonic())
         try:
             found = place(problem, objective=objective, method=name, contiguous=contiguous, seed=seed,
                           progress=progress, time_limit=left if name == "auto" or left is None else 0.7 * left)
         except NoFeasiblePlan as miss:
-            rows.append(Row(method=name, result=None, reason=str(miss)))
+            rows.append(MethodResult(method=name, reason=str(miss)))
             if name == "auto":
                 raise
         else:
-            rows.append(Row(method=name, result=found))
+            rows.append(MethodResult(method=name, result=found, value=found.value))
             if found.is_interrupted:
                 break
     return tuple(rows)
@@ -275,11 +261,6 @@ class LatencySearch:
                 raise NoFeasiblePlan(f"no placement of {self.problem.name!r} was found within the time limit, though "
                                      f"there may be one: give it more time. {self.nearest_miss()}") from None
 
-    @property
-    def fit_effort(self) -> float:
-        """Return the effort in which annealing may make tensors fit."""
-        return TUNING.fit_effort if self.budget.deadline is None else min(TUNING.fit_effort, TUNING.last_grace_s)
-
     def end_of_search(self, grace_s: float) -> float | None:
         """Return when the search is cut off: so long after the deadline, and later where there is no placement yet."""
         deadline = self.budget.deadline
@@ -295,7 +276,7 @@ class LatencySearch:
         if "single" not in self.tried:
             self.try_method("single")
         if self.problem.num_ops <= TUNING.small:
-            self.solve_whole(0.5 * self.effort)
+            self.best.raise_bound(self.solve_from_best(0.5 * self.effort, "exact").bound)
         elif is_small:
             self.solve_parts(series, 0.35 * self.effort)
         if self.best.is_proven or (self.budget.is_interrupted and self.best.answer is not None):
@@ -375,7 +356,8 @@ class LatencySearch:
         try:
             found = with_room_for_tensors(self.problem, method)
         except NoFeasiblePlan as miss:
-            if self.make_fit(self.in_order(devices), self.fit_effort, "memory"):
+            effort = TUNING.fit_effort if self.budget.deadline is None else min(TUNING.fit_effort, TUNING.last_grace_s)
+            if self.make_fit(self.in_order(devices), effort, "memory"):
                 return
             raise NoFeasiblePlan(
                 f"no placement of {self.problem.name!r} was found that fits: its weights do, but not with the tensors "
@@ -395,11 +377,6 @@ class LatencySearch:
             self.misses.append(miss)
         if self.problem.num_ops > TUNING.max_ops_for_slow:  # else too little to make what follows depend on the clock
             self.budget.effort -= time.process_time() - begin
-
-    def solve_whole(self, effort: float) -> None:
-        """Solve the whole problem by CP-SAT."""
-        found = self.solve_from_best(effort, "exact")
-        self.best.raise_bound(found.bound)
 
     def solve_from_best(self, effort: float, by: str, device: I64 | None = None) -> Solved:
         """Offer and return what CP-SAT makes of the best placement; ``device`` leaves only the order."""
@@ -454,12 +431,6 @@ class LatencySearch:
             self.solve_from_best(effort, "sequencing", self.best.answer.device)
 
 
-def num_exact_terms(problem: PlaceProblem) -> int:
-    """Return about how large the exact model is: edges times pairs of devices."""
-    choices = problem.is_allowed.sum(axis=1)[problem.unit_of_op]
-    return int((choices[problem.edges[:, 0]] * choices[problem.edges[:, 1]]).sum())
-
-
 def solve_exactly(problem: PlaceProblem, budget: Budget, *, effort: float, start: Timetable | None, limit: float,
                   seed: int, device: I64 | None = None) -> Solved:
     """Return what CP-SAT finds that takes less than ``limit``, and what it proves; ``device`` leaves only the order."""
@@ -470,8 +441,9 @@ def solve_exactly(problem: PlaceProblem, budget: Budget, *, effort: float, start
         if less is None:
             return Solved(bound=limit)
         problem = less
-    num_choices = int(problem.is_allowed.sum()) - problem.num_units
-    if num_choices > TUNING.max_choices or num_exact_terms(problem) > TUNING.max_exact_terms:
+    choices = problem.is_allowed.sum(axis=1)
+    num_terms = choices[problem.unit_of_op][problem.edges[:, :2]].prod(axis=1).sum()
+    if choices.sum() - problem.num_units > TUNING.max_choices or num_terms > TUNING.max_exact_terms:
         return Solved(bound=0.0)
     model = Model(problem, limit_s=limit)
     if start is not None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -26,9 +26,7 @@ from weft.base.errors import InputError, NoFeasiblePlan, PlanError
 from weft.base.units import format_bytes
 from weft.model.graph import F64, I64
 from weft.search.place.kernel import Arrays, decode
-from weft.search.place.problem import Bools, Objective, PlaceProblem, check_placement
-
-Status = Literal["optimal", "feasible"]
+from weft.search.place.problem import Bools, Found, PlaceProblem, check_placement
 
 TOLERANCE: Final = 1e-9
 """Times may differ by so much of the largest time and still count as equal."""
@@ -73,29 +71,39 @@ class Timetable:
         position = np.lexsort((np.arange(self.problem.num_ops), self.end_s, self.start_s))
         return np.asarray(position, dtype=np.int64)
 
-    def peak_bytes(self) -> F64:
-        """Return [m] the most memory that every device holds at once."""
-        problem = self.problem
-        resident = problem.resident_bytes(self.device)
-        if not problem.has_lifetimes:
-            return resident
-        held: list[list[tuple[float, int, float]]] = [[] for _ in range(problem.num_devices)]
+    def memory_curves(self) -> list[tuple[F64, F64]]:
+        """Return for each device (times, bytes): what it holds from each time on.
+
+        A tensor is on its writer's device and on those that read it, from when it is written or received to when it is
+        last used or sent.
+        """
+        problem, end_s = self.problem, self.end_s
+        changes: list[list[tuple[float, int, float]]] = [[] for _ in problem.device_names]
         arrival = {(sent.tensor, sent.target): sent.start_s for sent in self.transfers}
         leaves: dict[int, float] = {}
         for sent in self.transfers:
             leaves[sent.tensor] = max(leaves.get(sent.tensor, 0.0), sent.end_s)
-        end_s = self.end_s
-        for tensor, op in enumerate(problem.producer.tolist()):
-            last = {int(self.device[op]): max(float(end_s[op]), leaves.get(tensor, 0.0))}
+        for tensor, op in enumerate(problem.producer.tolist() if problem.has_lifetimes else ()):
+            home, size = int(self.device[op]), float(problem.tensor_bytes[tensor])
+            last = {home: max(float(end_s[op]), leaves.get(tensor, 0.0))}
             for reader in problem.readers_of(tensor):
                 where = int(self.device[reader])
                 last[where] = max(last.get(where, 0.0), float(end_s[reader]))
             for where, until in last.items():
-                since = float(self.start_s[op]) if where == self.device[op] else arrival[tensor, where]
-                held[where].append((since, 1, problem.tensor_bytes[tensor]))
-                held[where].append((until, 0, -problem.tensor_bytes[tensor]))
-        peaks = [max(np.cumsum([amount for _, _, amount in sorted(items)]).tolist(), default=0.0) for items in held]
-        return np.asarray(resident + np.maximum(peaks, 0.0), dtype=np.float64)
+                since = float(self.start_s[op]) if where == home else arrival[tensor, where]
+                changes[where] += (since, 1, size), (until, 0, -size)
+        curves = []
+        for amount, items in zip(problem.resident_bytes(self.device).tolist(), changes, strict=True):
+            rows = [(0.0, 0, amount), *sorted(items)]
+            times, amounts = np.array([row[0] for row in rows]), np.cumsum([row[2] for row in rows])
+            # A tensor that goes when another comes goes first, so the last of several changes at a time is what counts.
+            kept = np.concatenate((np.diff(times) > 0, [True]))
+            curves.append((times[kept], amounts[kept]))
+        return curves
+
+    def peak_bytes(self) -> F64:
+        """Return [m] the most memory that every device holds at once."""
+        return np.array([amounts.max() for _, amounts in self.memory_curves()], dtype=np.float64)
 
 
 def make_timetable(problem: PlaceProblem, device: I64, order: I64) -> Timetable:
@@ -289,23 +297,13 @@ def no_room(problem: PlaceProblem, op: int, device: I64, allowed: Bools) -> NoFe
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlaceResult:
-    """The best placement found, with a bound."""
+class PlaceResult(Found):
+    """The best placement found."""
 
     timetable: Timetable
     """Devices, and when everything of one request runs; for throughput as well."""
-    objective: Objective
-    value: float
-    """Seconds: the latency, or the largest load."""
-    bound: float
-    """No placement has a smaller value."""
-    status: Status
     by: str
     """The method that found it."""
-    seconds: float
-    """CPU seconds of the search."""
-    is_interrupted: bool = False
-    """The search was ended by Ctrl-C."""
     loads: dict[str, float] = field(default_factory=dict)
     """For throughput: seconds per request of every device and of everything that transfers occupy."""
 
@@ -313,11 +311,6 @@ class PlaceResult:
     def problem(self) -> PlaceProblem:
         """Return what was placed."""
         return self.timetable.problem
-
-    @property
-    def gap(self) -> float:
-        """Return how far the value may be above the best, as a part of the value."""
-        return 0.0 if self.value <= 0 else max(0.0, (self.value - self.bound) / self.value)
 
     def to_json(self) -> dict[str, Any]:
         """Return the result object that ``weft place --json`` prints.
@@ -342,3 +335,15 @@ class PlaceResult:
             "peak_memory": dict(zip(devices, table.peak_bytes().tolist(), strict=True)),
             **({"loads": self.loads} if self.loads else {}),
             "by": self.by, "seconds": self.seconds}
+
+
+@dataclass(frozen=True, kw_only=True)
+class MethodResult:
+    """What one method came to, where several are compared."""
+
+    method: str
+    value: float | None = None
+    """None if it has no placement."""
+    reason: str = ""
+    """Why there is none."""
+    result: PlaceResult | None = None

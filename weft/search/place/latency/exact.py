@@ -37,12 +37,12 @@ from typing import Final
 import numpy as np
 from ortools.sat.python import cp_model
 
-from weft.model.graph import F64, I64
+from weft.model.graph import F64, I64, topological
 from weft.search.common.budget import Budget
 from weft.search.common.cpsat import solve
-from weft.search.place.fit import chosen, held_on, unit_choices
+from weft.search.place.fit import add_hints, chosen, held_on, unit_choices
 from weft.search.place.latency.bounds import heads_and_tails, way_bound
-from weft.search.place.problem import PlaceProblem, csr, topological
+from weft.search.place.problem import PlaceProblem, csr
 from weft.search.place.timetable import Sent, Timetable, make_timetable
 
 MAX_EXACT_TICKS: Final = 10**9
@@ -232,10 +232,7 @@ class Model:
 
     def hint(self, timetable: Timetable) -> None:
         """Start from this timetable."""
-        for unit, choices in enumerate(self.x):
-            here = int(timetable.device[self.problem.first_op[unit]])
-            for device, item in choices.items():
-                self.model.add_hint(item, device == here)
+        add_hints(self.model, self.x, timetable.device[self.problem.first_op])
         for op, start in enumerate(self.start):
             self.model.add_hint(start, self.ticks.of(float(timetable.start_s[op])))
         for sent in timetable.transfers:
@@ -511,7 +508,10 @@ class Series:
         now, before = 0.0, ANY
         for index, after in enumerate(way.devices):
             part, entry = self.parts[index], self.entry(index, before, after)
-            table = entry.timetable if not entry.is_plain else _plain_timetable(part.fixed(before, after))
+            table = entry.timetable
+            if entry.is_plain:  # every operator has one device left
+                fixed = part.fixed(before, after)
+                table = make_timetable(fixed, np.argmin(fixed.time_s, axis=1), np.arange(fixed.num_ops))
             assert table is not None, "the way was found, so its parts are"
             skip = 1 if part.has_entry else 0
             device[part.ops[skip:]] = table.device[skip:]
@@ -528,12 +528,6 @@ class Series:
         return np.array(sorted({tensor for op in part.ops[1 if part.has_entry else 0 :].tolist()
                                 for tensor in problem.inputs_of(op).tolist()
                                 if int(problem.producer[tensor]) in inside}), dtype=np.int64)
-
-
-def _plain_timetable(problem: PlaceProblem) -> Timetable:
-    """Return the timetable of a part in which every operator has one device left."""
-    device = np.argmin(problem.time_s, axis=1).astype(np.int64)
-    return make_timetable(problem, device, np.arange(problem.num_ops))
 
 
 def solve_series(series: Series, solve: Solve, *, upper: float, is_spent: Callable[[], bool],

@@ -21,7 +21,7 @@ from ortools.sat.python import cp_model
 from weft.model.graph import I64
 from weft.search.common.budget import Budget
 from weft.search.common.cpsat import solve, whole
-from weft.search.place.fit import add_parted, chosen, unit_choices
+from weft.search.place.fit import add_hints, add_parted, chosen, unit_choices
 from weft.search.place.partition.kernel import Graph, longest_path
 
 RESOLUTION = float(1 << 27)
@@ -57,8 +57,9 @@ class _Builder:
         self.g, self.model = g, cp_model.CpModel()
         self.scale = RESOLUTION / max(value, 1e-300)
         self.top = int(RESOLUTION)
-        self.hint = _canonical(g, where)
-        self.x = self._units()
+        allowed = (g.can_set[:, None] == 1) | (np.arange(g.num_sets + 1) == 0)
+        self.x = unit_choices(self.model, allowed)
+        add_hints(self.model, self.x, _canonical(g, where))
         self.cpu, self.fpga, self.cost = ([whole(item, self.scale, RESOLUTION) for item in times]
                                           for times in (g.cpu_s, g.fpga_s, g.cost_s))
         self.latency = self.model.new_int_var(0, self.top, "latency")
@@ -73,15 +74,6 @@ class _Builder:
         self._paths()
         self._symmetry()
         self.model.minimize(self.latency)
-
-    def _units(self) -> list[dict[int, cp_model.IntVar]]:
-        allowed = np.ones((len(self.g.can_set), self.g.num_sets + 1), dtype=np.bool_)
-        allowed[self.g.can_set == 0, 1:] = False
-        rows = unit_choices(self.model, allowed)
-        for unit, row in enumerate(rows):
-            for index, item in row.items():
-                self.model.add_hint(item, int(self.hint[unit] == index))
-        return rows
 
     def _node(self, node: int) -> None:
         g, model, x = self.g, self.model, self.x

@@ -23,14 +23,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import numpy as np
 
 from weft.base.errors import InputError, PlanError
 from weft.base.files import MAX_PROBLEMS, decode, load_json
-from weft.model.graph import F64, I64
-from weft.search.place.problem import Bools, Objective, topological
+from weft.model.graph import F64, I64, topological
+from weft.search.place.problem import Bools, Found
 
 MAX_NODES: Final = 100_000
 MAX_EDGES: Final = 1_000_000
@@ -337,36 +337,15 @@ def _is_contiguous(problem: PartitionProblem, inside: np.ndarray[tuple[int, ...]
     return True
 
 
-Status = Literal["optimal", "feasible"]
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
-class PartitionResult:
-    """The best split found, with a bound."""
+class PartitionResult(Found):
+    """The best split found."""
 
     problem: PartitionProblem
-    objective: Objective
     device: I64
     """[nodes] as in ``problem.device_names``; for latency the number after the accelerators stands for all CPUs."""
     figures: Split
-    bound: float
-    """No split has a smaller value."""
-    status: Status
-    seconds: float
-    """CPU seconds of the search."""
     contiguous: bool = False
-    is_interrupted: bool = False
-    """The search was ended by Ctrl-C."""
-
-    @property
-    def value(self) -> float:
-        """Return the largest load, or the latency."""
-        return self.figures.value
-
-    @property
-    def gap(self) -> float:
-        """Return how far the value may be above the best, as a part of the value."""
-        return 0.0 if self.value <= 0 else max(0.0, (self.value - self.bound) / self.value)
 
     @property
     def device_names(self) -> tuple[str, ...]:

@@ -35,23 +35,13 @@ import numpy as np
 
 from weft.base.errors import InputError, NoFeasiblePlan
 from weft.base.units import format_bytes
-from weft.model.graph import F64, I64
+from weft.model.graph import F64, I64, topological
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
 from weft.search.common.incumbent import Incumbent
 from weft.search.place.kernel import pieces
+from weft.search.place.partition import kernel
 from weft.search.place.partition.exact import improve_or_prove
-from weft.search.place.partition.kernel import (
-    Graph,
-    Scratch,
-    anneal,
-    best_cover,
-    best_intervals,
-    excess,
-    latency,
-    longest_path,
-    polish,
-    spans,
-)
+from weft.search.place.partition.kernel import Graph, Scratch
 from weft.search.place.partition.problem import (
     PartitionProblem,
     PartitionResult,
@@ -60,7 +50,7 @@ from weft.search.place.partition.problem import (
     load_partition,
     parse_partition,
 )
-from weft.search.place.problem import Objective, csr, inverse, starts_of, topological
+from weft.search.place.problem import Objective, csr, inverse, starts_of
 from weft.search.place.throughput.model import LoadProblem, blocks_of, make_loads
 from weft.search.place.throughput.search import minimise, warm_up
 
@@ -221,9 +211,9 @@ def interval_sets(g: Graph, blocks: Sequence[I64]) -> I64:
     np.maximum.at(last, source, block[g.targets])
     is_outer = block[source] != block[g.targets]
     reads = np.unique(np.stack([block[g.targets], source], axis=1)[is_outer], axis=0)
-    starts = best_intervals(cpu_s, fpga_s, size, can_set, starts_of(reads[:, 0], count), reads[:, 1].copy(),
-                            starts_of(block, count), np.argsort(block, kind="stable"), g.cost_s, last, g.num_sets,
-                            g.capacity, TUNING.max_interval)
+    starts = kernel.best_intervals(cpu_s, fpga_s, size, can_set, starts_of(reads[:, 0], count), reads[:, 1].copy(),
+                                   starts_of(block, count), np.argsort(block, kind="stable"), g.cost_s, last,
+                                   g.num_sets, g.capacity, TUNING.max_interval)
     return np.asarray(starts[block_of_unit], dtype=np.int64)
 
 
@@ -232,8 +222,8 @@ def cover(g: Graph, path: I64) -> tuple[float, I64]:
 
     The sets may break a rule, since the path does not know all of them.
     """
-    bound, ends = best_cover(g, path)
-    _, after, before = spans(g, path)
+    bound, ends = kernel.best_cover(g, path)
+    _, after, before = kernel.spans(g, path)
     where = np.zeros(len(g.can_set), dtype=np.int64)
     for index, begin in enumerate(np.flatnonzero(ends >= 0).tolist()):
         where[g.unit[(after >= begin) & (before <= ends[begin])]] = index + 1
@@ -255,7 +245,15 @@ def minimise_latency(problem: PartitionProblem, *, budget: Budget, seed: int) ->
     try:
         search.start()
         with cut_short(budget.deadline):
-            _improve(search, problem.num_units)
+            effort = budget.effort
+            search.anneal_for(min(0.05 * effort, TUNING.first_s * problem.num_units))
+            search.follow_paths(TUNING.random_paths)
+            search.prove(0.1 * effort, linearization=0)
+            search.anneal_for(0.35 * effort)
+            search.follow_paths(TUNING.random_paths)
+            search.prove(0.3 * effort, linearization=1)
+            search.anneal_for(budget.effort)
+            search.follow_paths(TUNING.random_paths)
     except OutOfTime:
         search.best.tell("time limit")
     except KeyboardInterrupt:
@@ -265,19 +263,6 @@ def minimise_latency(problem: PartitionProblem, *, budget: Budget, seed: int) ->
     return search.best
 
 
-def _improve(search: _Search, num_units: int) -> None:
-    """Improve what the search began with, and its bound, until the effort is spent."""
-    budget, effort = search.budget, search.budget.effort
-    search.anneal_for(min(0.05 * effort, TUNING.first_s * num_units))
-    search.follow_paths(TUNING.random_paths)
-    search.prove(0.1 * effort, linearization=0)
-    search.anneal_for(0.35 * effort)
-    search.follow_paths(TUNING.random_paths)
-    search.prove(0.3 * effort, linearization=1)
-    search.anneal_for(budget.effort)
-    search.follow_paths(TUNING.random_paths)
-
-
 class _Search:
     def __init__(self, g: Graph, budget: Budget, seed: int) -> None:
         self.g, self.budget, self.seed = g, budget, seed
@@ -285,7 +270,7 @@ class _Search:
         self.seconds = 4e-7 + 8e-9 * (len(g.cpu_s) + len(g.targets)) + 1e-8 * g.num_sets
         on_cpus = np.zeros(len(g.can_set), dtype=np.int64)
         self.best = Incumbent[I64](budget=budget, what="latency", proof=TUNING.proven, bound=path_bound(g),
-                                   value=latency(g, on_cpus, self.scratch), answer=on_cpus, by="CPUs")
+                                   value=kernel.latency(g, on_cpus, self.scratch), answer=on_cpus, by="CPUs")
         self.starts = [on_cpus]
         self.paths: set[bytes] = set()
         self.num_runs = 0
@@ -303,12 +288,12 @@ class _Search:
     def offer(self, where: I64) -> None:
         """Take the sets if they are allowed and, after small changes, better."""
         where = where.copy()
-        latency(self.g, where, self.scratch)
-        if excess(self.g, self.scratch) > 0:
+        kernel.latency(self.g, where, self.scratch)
+        if kernel.excess(self.g, self.scratch) > 0:
             return
         limit = int(TUNING.polish_share * self.budget.effort / self.seconds)
-        self.budget.effort -= polish(self.g, where, self.scratch, limit) * self.seconds
-        self.best.offer(latency(self.g, where, self.scratch), where)
+        self.budget.effort -= kernel.polish(self.g, where, self.scratch, limit) * self.seconds
+        self.best.offer(kernel.latency(self.g, where, self.scratch), where)
 
     def start(self) -> None:
         """Take the best of the intervals of a few orders."""
@@ -333,7 +318,7 @@ class _Search:
 
     def follow(self, weights: F64) -> None:
         """Take the bound and the sets of the path with the largest sum of weights."""
-        path = longest_path(self.g, weights)
+        path = kernel.longest_path(self.g, weights)
         seconds = cover_s(self.g)
         if self.is_done or path.tobytes() in self.paths or seconds > TUNING.path_share * self.budget.effort:
             return
@@ -361,8 +346,8 @@ class _Search:
         now = start.copy()
         for piece in pieces(steps, size=TUNING.piece_s / self.seconds, hot=heat * max(self.best.value, 1e-300),
                             fall=TUNING.cold / heat, is_done=lambda: self.is_done):
-            found, value = anneal(self.g, now, Scratch.of(self.g), piece.steps, piece.hot, piece.cold,
-                                  (1000 * self.seed + self.num_runs) * 1000 + piece.number)
+            found, value = kernel.anneal(self.g, now, Scratch.of(self.g), piece.steps, piece.hot, piece.cold,
+                                         (1000 * self.seed + self.num_runs) * 1000 + piece.number)
             self.budget.effort -= piece.steps * self.seconds
             if self.best.is_better(value) or (np.isfinite(value) and piece.number == piece.total - 1):
                 self.offer(found)
@@ -381,7 +366,7 @@ class _Search:
 def path_bound(g: Graph) -> float:
     """Return the longest path with every node where it is fastest; a set's load is at least its nodes' times."""
     fastest = np.where((g.can_set[g.unit] > 0) & (g.num_sets > 0), np.minimum(g.cpu_s, g.fpga_s), g.cpu_s)
-    return float(np.cumsum(fastest[longest_path(g, fastest)])[-1])
+    return float(np.cumsum(fastest[kernel.longest_path(g, fastest)])[-1])
 
 
 # ---- either objective ---------------------------------------------------------------------------------------------
@@ -416,7 +401,7 @@ def solve_partition(problem: PartitionProblem, *, objective: Objective, contiguo
             figures = check_latency(problem, device)
     bound = best.bound
     is_optimal = bound >= figures.value * (1 - TUNING.proven)
-    return PartitionResult(problem=problem, objective=objective, device=device, figures=figures,
+    return PartitionResult(problem=problem, objective=objective, device=device, figures=figures, value=figures.value,
                            bound=min(bound, figures.value), status="optimal" if is_optimal else "feasible",
                            seconds=time.process_time() - begin, contiguous=contiguous,
                            is_interrupted=budget.is_interrupted)
@@ -433,8 +418,8 @@ def compile_searches(objective: Objective) -> None:
     minimise_latency(tiny, budget=Budget(effort=0.001), seed=0)
     graph = latency_graph(tiny)
     scratch = Scratch.of(graph)
-    anneal(graph, interval_sets(graph, block_orders(graph)[0]), scratch, 1, 1.0, 1.0, 0)
-    polish(graph, cover(graph, longest_path(graph, graph.cpu_s))[1], scratch, 10)
+    kernel.anneal(graph, interval_sets(graph, block_orders(graph)[0]), scratch, 1, 1.0, 1.0, 0)
+    kernel.polish(graph, cover(graph, kernel.longest_path(graph, graph.cpu_s))[1], scratch, 10)
 
 
 def _latency_devices(problem: PartitionProblem, where: I64) -> I64:

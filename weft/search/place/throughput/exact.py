@@ -38,7 +38,7 @@ from ortools.sat.python import cp_model
 from weft.model.graph import F64, I64
 from weft.search.common.budget import Budget
 from weft.search.common.cpsat import solve, whole
-from weft.search.place.fit import add_parted, chosen, held_on, unit_choices
+from weft.search.place.fit import add_hints, add_parted, chosen, held_on, unit_choices
 from weft.search.place.throughput.model import LoadProblem
 
 RESOLUTION: Final = float(1 << 27)
@@ -266,10 +266,10 @@ class _Builder:
 
     def _units(self) -> list[dict[int, cp_model.IntVar]]:
         x = unit_choices(self.model, np.isfinite(self.a.time_s))
+        if self.device is not None:
+            add_hints(self.model, x, self.device)
         for unit, row in enumerate(x):
             for index, item in row.items():
-                if self.device is not None:
-                    self.model.add_hint(item, int(self.device[unit] == index))
                 self.terms[self.a.core[index]].append((item, whole(self.a.time_s[unit, index], self.scale, RESOLUTION)))
         return x
 

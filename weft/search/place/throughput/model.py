@@ -68,9 +68,10 @@ class LoadProblem:
         return bool(self.arrays.item_bytes.sum() <= self.arrays.capacity.min(initial=np.inf))
 
     def loads(self, device: I64) -> F64:
-        """Return the loads of all cores, then of all resources; infinite resources where there is no way."""
-        state = self._state(device)
-        return np.asarray(state.load[:-1] if state.load[-1] == 0 else np.full(len(state.load) - 1, np.inf))
+        """Return the load of every device (of its core), then of every resource; infinite where there is no way."""
+        state, a = self._state(device), self.arrays
+        found = np.concatenate((state.load[a.core], state.load[a.num_cores : -1]))
+        return found if state.load[-1] == 0 else np.full(len(found), np.inf)
 
     def value(self, device: I64) -> float:
         """Return the largest load; infinite where the placement is not allowed."""
@@ -182,40 +183,19 @@ def _merged_tensors(a: Loads, group: I64) -> tuple[list[list[int]], list[int], l
     return kept, owners, readers
 
 
-def loads(problem: PlaceProblem, device: I64) -> F64:
-    """Return the load of every device (of its processing unit), then of every resource; infinite without a way."""
-    found = np.zeros(problem.num_devices + problem.num_resources)
-    cores = np.zeros(int(problem.core_of_device.max(initial=-1)) + 1)
-    np.add.at(cores, problem.core_of_device[device], problem.time_s[np.arange(problem.num_ops), device])
-    found[: problem.num_devices] = cores[problem.core_of_device]
-    sent = {(int(tensor), int(device[source]), int(device[reader])) for source, reader, tensor in problem.edges.tolist()
-            if device[source] != device[reader]}
-    for tensor, source, target in sorted(sent):
-        seconds = problem.transfer_s(tensor, source, target)
-        if not np.isfinite(seconds):
-            found[source] = np.inf
-        for resource in problem.ways(source, target):
-            found[problem.num_devices + resource] += seconds
-    return found
-
-
 def load_problem(problem: PlaceProblem, *, contiguous: bool) -> LoadProblem:
     """Return the problem by units, as loads."""
     num_units, unit = problem.num_units, problem.unit_of_op
     time_s = np.zeros((num_units, problem.num_devices))
     np.add.at(time_s, unit, problem.time_s)
-    items: list[dict[int, None]] = [{} for _ in range(num_units)]
-    sources: list[set[int]] = [set() for _ in range(problem.num_ops)]
-    for op in range(problem.num_ops):
-        items[unit[op]].update(dict.fromkeys(problem.weights_of(op).tolist()))
-        sources[op].update(problem.producer[problem.inputs_of(op)].tolist())
+    sources = [np.unique(problem.producer[problem.inputs_of(op)]).tolist() for op in range(problem.num_ops)]
     read_by = [sorted(set(unit[problem.readers_of(tensor)].tolist()) - {int(unit[writer])})
                for tensor, writer in enumerate(problem.producer.tolist())]
     kept = [tensor for tensor, readers in enumerate(read_by) if readers]
     return LoadProblem(class_of_device=_classes(problem), contiguous=contiguous, arrays=make_loads(
         time_s=time_s, core=problem.core_of_device, owner=unit[problem.producer[kept]],
-        reader_lists=[read_by[tensor] for tensor in kept], item_lists=[list(entry) for entry in items],
-        node_unit=unit, source_lists=[sorted(entry) for entry in sources], capacity=problem.capacity,
+        reader_lists=[read_by[tensor] for tensor in kept], item_lists=problem.unit_weights,
+        node_unit=unit, source_lists=sources, capacity=problem.capacity,
         item_bytes=problem.weight_bytes, touch_s=np.zeros((len(kept), problem.num_devices)),
         latency_s=problem.latency_s, s_per_byte=problem.s_per_byte, tensor_bytes=problem.tensor_bytes[kept],
         given_row=problem.given_row[kept], given_s=problem.given_s, resource_start=problem.resource_start,

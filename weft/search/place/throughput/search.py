@@ -34,24 +34,16 @@ import numpy as np
 
 from weft.base.errors import NoFeasiblePlan
 from weft.base.units import format_bytes
-from weft.model.graph import F64, I64
+from weft.model.graph import F64, I64, topological
 from weft.search.common.budget import Budget, OutOfTime, cut_short
 from weft.search.common.incumbent import Incumbent
 from weft.search.place.fit import fitting_devices
 from weft.search.place.kernel import pieces
 from weft.search.place.methods import METHODS
-from weft.search.place.problem import PlaceProblem, csr, topological
+from weft.search.place.problem import PlaceProblem, csr
 from weft.search.place.throughput.exact import average_bound, improve_or_prove, shared_bound
 from weft.search.place.throughput.kernel import State, anneal, cut_order, grow_order
-from weft.search.place.throughput.model import (
-    LoadProblem,
-    Reduced,
-    blocks_of,
-    load_problem,
-    loads,
-    merge,
-    reduce_problem,
-)
+from weft.search.place.throughput.model import LoadProblem, Reduced, blocks_of, load_problem, merge, reduce_problem
 from weft.search.place.timetable import TOLERANCE, Assignment, PlaceResult, Timetable, make_timetable
 
 
@@ -261,7 +253,7 @@ def minimise(problem: LoadProblem, *, budget: Budget, seed: int, starts: Sequenc
         search.prove(0.1 * effort)
         search.anneal_for(0.75 * budget.effort)
         search.bound_shared(0.15 * effort)
-        if search.is_proof_near:
+        if search.proof_bound >= best.bound:  # the solver knew more than the other bounds
             search.prove(0.7 * budget.effort)
         search.anneal_for(budget.effort)
     except (KeyboardInterrupt, OutOfTime) as ended:
@@ -289,11 +281,6 @@ class _Search:
     @property
     def is_done(self) -> bool:
         return self.budget.is_spent or self.best.is_proven
-
-    @property
-    def is_proof_near(self) -> bool:
-        """Return whether the solver knew more than the other bounds."""
-        return self.proof_bound >= self.best.bound
 
     def offer(self, device: I64) -> None:
         """Take the placement if it is better."""
@@ -479,7 +466,7 @@ def place_stream(problem: PlaceProblem, *, method: str, contiguous: bool, budget
         status="optimal" if stream.bound >= value * (1 - TUNING.proven) else "feasible",
         by="loads" if method == "auto" else method, seconds=time.process_time() - begin,
         is_interrupted=budget.is_interrupted,
-        loads=dict(zip(names, loads(problem, table.device).tolist(), strict=True)))
+        loads=dict(zip(names, stream.asked.loads(table.device[problem.first_op]).tolist(), strict=True)))
 
 
 class _Stream:
