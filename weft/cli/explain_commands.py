@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, get_args
 
@@ -230,6 +231,7 @@ def fit(
     """
     begin = time.perf_counter()
     from weft.planning.fit import fit as find_fit
+    from weft.planning.replan import find_splits
     from weft.show.explain_tables import fit_json, print_fit
 
     asked = _Asked(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, optimizer=optimizer)
@@ -241,7 +243,7 @@ def fit(
     with budget.paused():
         request = _request(model, asked, None, report)
     problem = request.problem(target)
-    split = _splitter(model, problem, request, budget)
+    split = cache(lambda degree: find_splits(problem, request, degree=degree, budget=budget, report=report))
     found = find_fit(problem, split=split, budget=budget)
     command = None if found.recommended is None else _command(model, cluster, asked, found.recommended.setting)
     if out is not None and found.recommended is not None:
@@ -254,25 +256,6 @@ def fit(
     common.end_if_interrupted(budget.is_interrupted)
     if found.recommended is None:
         raise found.miss()
-
-
-def _splitter(model: str, problem: Problem, request: Request, budget: Budget) -> Split:
-    from weft.model.folded import FoldedModel, trace_folded
-    from weft.model.load import has_module
-    from weft.model.source import ModelSource, resolve_model
-    from weft.planning.fit import splitter
-    from weft.search.deploy.splits import NO_SPLITS
-
-    if not has_module(model):
-        return lambda degree: NO_SPLITS
-
-    def fold() -> FoldedModel:
-        source = resolve_model(model, mode=problem.options.mode, batch=problem.graph.batch, dtype=problem.options.dtype)
-        assert isinstance(source, ModelSource), "it has a module"
-        with budget.paused():
-            return trace_folded(source, batch=problem.graph.batch)
-
-    return splitter(problem, fold, lambda graph: request.costs_of(graph, problem.cluster))
 
 
 def _command(model: str, cluster: str, asked: _Asked, setting: Setting) -> str:

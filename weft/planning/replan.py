@@ -64,16 +64,20 @@ def replan(problem: Problem, request: Request, *, strategies: Sequence[str] | No
     return compare_all(problem, splits, budget, strategies=strategies)
 
 
-def find_splits(problem: Problem, request: Request, *, budget: Budget | None = None,
+def find_splits(problem: Problem, request: Request, *, degree: int | None = None, budget: Budget | None = None,
                 report: Report = lambda text: None) -> Splits:
-    """Return how the devices of a host may divide the model's operators, as ``load_splits``; it is traced once only."""
+    """Return how the devices of a host (so many, or any number) may divide the model's operators, as ``load_splits``.
+
+    The model is traced once only, which does not count for the budget.
+    """
     options, graph, budget = problem.options, problem.graph, budget or time_budget(None)
     if request.model is None or problem.cluster.num_devices < 2 or not has_module(request.model):
         return NO_SPLITS
     try:
-        folded = _folded(request.model, options.mode, graph.batch, options.dtype)
+        with budget.paused():
+            folded = _folded(request.model, options.mode, graph.batch, options.dtype)
         return team_splits.find_splits(problem, folded, lambda graph: request.costs_of(graph, problem.cluster),
-                                       budget=budget.part(team_splits.SPLITS_PART))
+                                       degree=degree, budget=budget.part(team_splits.SPLITS_PART))
     except ModelError as miss:
         report(f"note: operators are not divided: {miss}")
         return NO_SPLITS

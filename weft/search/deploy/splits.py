@@ -54,26 +54,28 @@ def load_splits(model: str | ModelSource, problem: Problem, costs_of: Callable[[
 
 
 def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph], Costs], *,
-                budget: Budget | None = None) -> Splits:
+                degree: int | None = None, budget: Budget | None = None) -> Splits:
     """Return how 2, 4, 8, ... devices of each device group divide the model; nothing where no host has several.
 
-    ``folded`` is the folded model of ``problem.graph``; ``costs_of`` gives the costs of its graph. What the budget cuts
-    short is left out.
+    ``folded`` is the folded model of ``problem.graph``; ``costs_of`` gives the costs of its graph. ``degree`` is the
+    only number of devices to look at, if given. What the budget cuts short is left out.
     """
     groups = problem.cluster.groups_by_host_and_kind()
     found: dict[tuple[int, int], TensorCosts] = {}
     costs: Costs | None = None
-    for degree, members in teams_by_degree(groups):
+    for count, members in teams_by_degree(groups):
+        if degree not in (None, count):
+            continue
         try:
             with cut_short(None if budget is None else budget.deadline):
                 costs = costs or costs_of(folded.traced.graph)
-                firsts = _distinct(problem.cluster, [groups[group][:degree] for group in members])
+                firsts = _distinct(problem.cluster, [groups[group][:count] for group in members])
                 tables = split_operators(folded, problem.graph, costs, list(dict.fromkeys(firsts)), budget=budget,
                                          optimizer=problem.options.optimizer, is_size_known=is_size_known(problem))
         except (NoFeasiblePlan, ModelError, OutOfTime):
             break  # no time left, or nothing to divide: the search goes on without
         known = dict(zip(dict.fromkeys(firsts), tables, strict=True))
-        found |= {(group, degree): known[team] for group, team in zip(members, firsts, strict=True)}
+        found |= {(group, count): known[team] for group, team in zip(members, firsts, strict=True)}
     return found
 
 

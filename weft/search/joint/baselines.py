@@ -32,8 +32,7 @@ def single_device(problem: Problem, microbatches: int) -> Plan:
     fits = [device for device in problem.devices if _holds_parameters(problem, device)] or list(problem.devices)
     best = min(fits, key=lambda device: (problem.op_seconds(device, size).sum(), device))
     spec = StageSpec(ops=np.arange(problem.graph.num_ops), replicas=(((best,), 1.0),))
-    order = one_f_one_b(1, microbatches) if problem.is_training else forward_only(1, microbatches)
-    return make_plan(problem, [spec], order, microbatches=microbatches, by="single", order_devices=[best])
+    return one_stage(problem, spec, microbatches, by="single")
 
 
 def _holds_parameters(problem: Problem, device: DeviceId) -> bool:
@@ -64,27 +63,32 @@ def _replicated(problem: Problem, microbatches: int, counts: Sequence[int], *, b
                              "use a larger batch or fewer micro-batches")
     spec = StageSpec(ops=np.arange(problem.graph.num_ops),
                      replicas=tuple(((device,), count / size) for device, count in used))
-    order = one_f_one_b(1, microbatches) if problem.is_training else forward_only(1, microbatches)
-    return make_plan(problem, [spec], order * len(used), microbatches=microbatches, by=by,
-                     order_devices=[device for device, _ in used])
+    return one_stage(problem, spec, microbatches, by=by)
+
+
+def one_stage(problem: Problem, spec: StageSpec, microbatches: int, *, by: str) -> Plan:
+    """Return the plan of one stage."""
+    devices = [device for team, _ in spec.replicas for device in team]
+    order = (one_f_one_b if problem.is_training else forward_only)(1, microbatches)
+    return make_plan(problem, [spec], order * len(devices), microbatches=microbatches, by=by, order_devices=devices)
 
 
 def gpipe_equal(problem: Problem, microbatches: int) -> Plan:
     """Return GPipe over stages with equal numbers of layers."""
-    return _pipeline(problem, microbatches, equal_cuts(problem), by="gpipe")
+    return pipeline(problem, microbatches, equal_cuts(problem), by="gpipe")
 
 
 def one_f_one_b_equal(problem: Problem, microbatches: int) -> Plan:
     """Return 1F1B over stages with equal numbers of layers."""
-    return _pipeline(problem, microbatches, equal_cuts(problem), by="1f1b")
+    return pipeline(problem, microbatches, equal_cuts(problem), by="1f1b")
 
 
 def one_f_one_b_balanced(problem: Problem, microbatches: int) -> Plan:
     """Return 1F1B over stages cut so that its period is as short as possible and memory fits."""
-    return _pipeline(problem, microbatches, balanced_cuts(problem, microbatches), by="1f1b-balanced")
+    return pipeline(problem, microbatches, balanced_cuts(problem, microbatches), by="1f1b-balanced")
 
 
-def _pipeline(problem: Problem, microbatches: int, cuts: Sequence[int], *, by: str) -> Plan:
+def pipeline(problem: Problem, microbatches: int, cuts: Sequence[int], *, by: str) -> Plan:
     """Return the pipeline with operators ``cuts[i] .. cuts[i + 1] - 1`` on device ``i``; empty stages are left out."""
     used = [(device, first, last) for device, (first, last) in enumerate(itertools.pairwise(cuts)) if last > first]
     if len(problem.devices) < 2 or not used:
