@@ -80,7 +80,7 @@ def deploy(
         report(f"note: {warning}")
     problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options)
     splits = load_splits(model, problem, lambda graph: load_costs(graph, target, profile, dtype), report=report,
-                         budget=budget) if tensor and searching.method == "auto" else {}
+                         progress=report, budget=budget) if tensor and searching.method == "auto" else {}
     found = search(problem, searching, splits=splits, policy=load_policy(weights), budget=budget)
     for note in recompute_notes(graph, found.plan):
         report(f"note: {note}")

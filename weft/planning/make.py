@@ -114,7 +114,7 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
 
     whole = Problem(graph=graph, cluster=cluster, costs=costs_of(graph, cluster), options=options, ops=ops)
     problem = whole if narrow is cluster else replace(whole, cluster=narrow, costs=costs_of(graph, narrow))
-    splits = load_splits(model, problem, lambda graph: costs_of(graph, narrow), report=report,
+    splits = load_splits(model, problem, lambda graph: costs_of(graph, narrow), report=report, progress=report,
                          budget=budget) if (search.deploy or search.joint) and not options.whole_parameters else {}
     devices: tuple[str, ...] | None = None
     if wanted is None:

@@ -5,24 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Final
 
-from weft.base.errors import ModelError, NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import Costs
-from weft.model.folded import FoldedModel, trace_folded
 from weft.model.graph import Graph
-from weft.model.load import has_module
-from weft.model.source import ModelSource, resolve_model
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
-from weft.plan.plan import Mode
 from weft.planning.compare import Candidate, Comparison, compare_all, compare_strategies, microbatch_choices
 from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import PlanOptions, Problem
-from weft.search.deploy import splits as team_splits
-from weft.search.deploy.splits import NO_SPLITS, Splits
+from weft.search.deploy.splits import NO_SPLITS, Splits, load_splits
 from weft.search.joint.baselines import STRATEGIES
 
 Report = Callable[[str], None]
@@ -66,28 +60,9 @@ def replan(problem: Problem, request: Request, *, strategies: Sequence[str] | No
 
 def find_splits(problem: Problem, request: Request, *, degree: int | None = None, budget: Budget | None = None,
                 report: Report = lambda text: None) -> Splits:
-    """Return how the devices of a host (so many, or any number) may divide the model's operators, as ``load_splits``.
-
-    The model is traced once only, which does not count for the budget.
-    """
-    options, graph, budget = problem.options, problem.graph, budget or time_budget(None)
-    if request.model is None or problem.cluster.num_devices < 2 or not has_module(request.model):
-        return NO_SPLITS
-    try:
-        with budget.paused():
-            folded = _folded(request.model, options.mode, graph.batch, options.dtype)
-        return team_splits.find_splits(problem, folded, lambda graph: request.costs_of(graph, problem.cluster),
-                                       degree=degree, budget=budget.part(team_splits.SPLITS_PART))
-    except ModelError as miss:
-        report(f"note: operators are not divided: {miss}")
-        return NO_SPLITS
-
-
-@lru_cache(maxsize=2)
-def _folded(model: str, mode: Mode, batch: int, dtype: str) -> FoldedModel:
-    source = resolve_model(model, mode=mode, batch=batch, dtype=dtype)
-    assert isinstance(source, ModelSource), "it has a module"
-    return trace_folded(source, batch=batch)
+    """Return how the devices of a host (so many, or any number) may divide the model's operators."""
+    return load_splits(request.model, problem, lambda graph: request.costs_of(graph, problem.cluster), degree=degree,
+                       budget=budget, report=report)
 
 
 def best_joint(problem: Problem, splits: Splits = NO_SPLITS, *, deadline: float | None = None,

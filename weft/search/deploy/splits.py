@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from types import MappingProxyType
 from typing import Final
 
@@ -14,6 +15,7 @@ from weft.model.graph import F64, I64, Graph
 from weft.model.load import has_module
 from weft.model.source import ModelSource, resolve_model
 from weft.plan.notes import NOTE, rule_notes
+from weft.plan.plan import Mode
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.problem import Problem, StageSpec
 from weft.search.shard.tensor_costs import TensorCosts, split_operators
@@ -29,28 +31,38 @@ SPLITS_PART: Final = 0.25
 """Part of a time limit that finding out how devices divide operators may take; a guess."""
 
 
-def load_splits(model: str | ModelSource, problem: Problem, costs_of: Callable[[Graph], Costs], *,
-                budget: Budget | None = None, report: Callable[[str], None]) -> Splits:
+def load_splits(model: str | ModelSource | None, problem: Problem, costs_of: Callable[[Graph], Costs], *,
+                degree: int | None = None, budget: Budget | None = None, report: Callable[[str], None],
+                progress: Callable[[str], None] = lambda text: None) -> Splits:
     """Return how devices of a host may divide the model, or that which is called so; nothing if it is not PyTorch's.
 
-    ``budget`` is for the whole search, of which this takes a part; tracing does not count.
+    ``budget`` is for the whole search, of which this takes a part; tracing does not count. ``report`` is told why
+    operators are not divided, ``progress`` what is done besides.
     """
-    if next(teams_by_degree(problem.cluster.groups_by_host_and_kind()), None) is None or not has_module(model):
-        return {}
+    if (model is None or next(teams_by_degree(problem.cluster.groups_by_host_and_kind()), None) is None
+            or not has_module(model)):
+        return NO_SPLITS
     budget = budget or time_budget(None)
-    report("searching how the devices of a host divide operators")
+    progress("searching how the devices of a host divide operators")
+    options, batch = problem.options, problem.graph.batch
     try:
-        source = model if not isinstance(model, str) else resolve_model(
-            model, mode=problem.options.mode, batch=problem.graph.batch, dtype=problem.options.dtype)
-        assert isinstance(source, ModelSource), "it has a module"
         with budget.paused():
-            folded = trace_folded(source, batch=problem.graph.batch)
+            folded = trace_folded(model, batch=batch) if isinstance(model, ModelSource) else _folded(
+                model, options.mode, batch, options.dtype)
         for note in rule_notes(folded.traced):
-            report(f"{NOTE}{note}")
-        return find_splits(problem, folded, costs_of, budget=budget.part(SPLITS_PART))
+            progress(f"{NOTE}{note}")
+        return find_splits(problem, folded, costs_of, degree=degree, budget=budget.part(SPLITS_PART))
     except ModelError as miss:
         report(f"note: operators are not divided: {miss}")
-        return {}
+        return NO_SPLITS
+
+
+@lru_cache(maxsize=2)
+def _folded(model: str, mode: Mode, batch: int, dtype: str) -> FoldedModel:
+    """Return the folded model that is called so; one that is asked about again is traced once."""
+    source = resolve_model(model, mode=mode, batch=batch, dtype=dtype)
+    assert isinstance(source, ModelSource), "it has a module"
+    return trace_folded(source, batch=batch)
 
 
 def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph], Costs], *,

@@ -18,11 +18,12 @@ from weft.base.units import format_bytes
 from weft.cluster.cluster import DeviceId
 from weft.model.graph import F64, Bool
 from weft.plan.op_bytes import state_by_op
-from weft.plan.orders import Order, forward_only, gpipe, one_f_one_b
+from weft.plan.orders import gpipe
 from weft.plan.plan import Plan, split_samples
 from weft.search.common.problem import Problem, StageSpec, block_of, fair_samples, make_plan
 from weft.search.joint.chain import Chain, Load
 from weft.search.joint.cut import emptiest_fullest, shortest_period
+from weft.search.joint.estimate import pipeline_order
 
 Strategy = Callable[[Problem, int], Plan]
 
@@ -69,7 +70,7 @@ def _replicated(problem: Problem, microbatches: int, counts: Sequence[int], *, b
 def one_stage(problem: Problem, spec: StageSpec, microbatches: int, *, by: str) -> Plan:
     """Return the plan of one stage."""
     devices = [device for team, _ in spec.replicas for device in team]
-    order = (one_f_one_b if problem.is_training else forward_only)(1, microbatches)
+    order = pipeline_order(1, 1, microbatches, training=problem.is_training)
     return make_plan(problem, [spec], order * len(devices), microbatches=microbatches, by=by, order_devices=devices)
 
 
@@ -96,11 +97,8 @@ def pipeline(problem: Problem, microbatches: int, cuts: Sequence[int], *, by: st
     devices = [problem.devices[device] for device, _, _ in used]
     specs = [StageSpec(ops=np.arange(first, last), replicas=(((problem.devices[device],), 1.0),))
              for device, first, last in used]
-    order: Order
-    if not problem.is_training:
-        order = forward_only(len(specs), microbatches)
-    else:
-        order = (gpipe if by == "gpipe" else one_f_one_b)(len(specs), microbatches)
+    order = gpipe(len(specs), microbatches) if by == "gpipe" and problem.is_training else pipeline_order(
+        len(specs), 1, microbatches, training=problem.is_training)
     return make_plan(problem, specs, order, microbatches=microbatches, by=by, order_devices=devices)
 
 
