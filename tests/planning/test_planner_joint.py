@@ -15,7 +15,7 @@ from weft.model.load import load_graph_for
 from weft.plan.check import check_plan
 from weft.planning import compare as planner
 from weft.planning.compare import compare_strategies
-from weft.search.common.problem import PlanOptions, Problem
+from weft.search.common.problem import PlanOptions, Problem, evaluate_plan
 from weft.search.joint import search
 from weft.search.joint.baselines import STRATEGIES
 
@@ -48,7 +48,7 @@ def test_on_a_large_cluster_it_is_alone(monkeypatch):
     assert [item.strategy for item in comparison.candidates] == ["joint"]
     best = comparison.best
     assert best.step_time_s == best.predicted_s == best.plan.search.step_time
-    whole = planner.evaluate(best.plan, problem)
+    whole = evaluate_plan(best.plan, problem)
     assert best.step_time_s == pytest.approx(whole.step_time_s, rel=0.05)
 
 

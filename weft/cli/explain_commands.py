@@ -115,7 +115,7 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
     from weft.search.common.problem import PlanOptions
     from weft.simulate.predict import simulate
 
-    import_s, budget = time.perf_counter() - begin, time_budget(time_limit)
+    import_s, budget = time.perf_counter() - begin, time_budget(time_limit, report)
     item = load_plan(path)
     target, spec = common.cluster_of_plan(item, cluster), model or item.model.name
     report(f"tracing {spec}")
@@ -131,8 +131,8 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
                       costs_of=lambda graph, on: load_costs(graph, on, profile, options.dtype))
     program = check_plan(item, graph, target)
     timeline = simulate(program, request.costs_of(graph, target), target)
-    _show(explain_plan(program.plan, request, target, timeline, replans=replans, deadline=budget.deadline,
-                       report=report), budget, import_s, as_json=as_json)
+    _show(explain_plan(program.plan, request, target, timeline, replans=replans, budget=budget),
+          budget, import_s, as_json=as_json)
 
 
 def _show(found: Explanation, budget: Budget, import_s: float, *, as_json: bool) -> None:
@@ -152,15 +152,15 @@ def _explain_request(model: str, on: str, asked: _Asked, profile: Path | None, *
     from weft.explain.explanation import explain as explain_plan
     from weft.planning.replan import replan
 
-    import_s, budget = time.perf_counter() - begin, time_budget(time_limit)
+    import_s, budget = time.perf_counter() - begin, time_budget(time_limit, report)
     target = read_cluster(on)
     with budget.paused():
         request = _request(model, asked, profile, report)
     problem = request.problem(target)
     try:
-        comparison = replan(problem, request, time_limit_s=(budget.seconds_left or 0.0) / 3, report=report)
+        comparison = replan(problem, request, budget=budget.part(1 / 3))
     except NoFeasiblePlan as miss:
-        _relax(miss, problem, request, budget, import_s, as_json=as_json, report=report)
+        _relax(miss, problem, request, budget, import_s, as_json=as_json)
         return
     best = comparison.best
     assert best.plan is not None, "replan raises otherwise"
@@ -168,19 +168,19 @@ def _explain_request(model: str, on: str, asked: _Asked, profile: Path | None, *
     if best.timeline.step_time_s != best.step_time_s:
         report(f"note: on so many devices one replica stands for all; the whole step is {best.step_time_s:.6g} s")
     found = explain_plan(best.plan, request, target, best.timeline, comparison=comparison, problem=problem,
-                         replans=replans and not comparison.is_interrupted, deadline=budget.deadline, report=report)
+                         replans=replans and not comparison.is_interrupted, budget=budget)
     _show(replace(found, is_interrupted=found.is_interrupted or comparison.is_interrupted), budget, import_s,
           as_json=as_json)
 
 
-def _relax(miss: NoFeasiblePlan, problem: Problem, request: Request, budget: Budget, import_s: float, *, as_json: bool,
-           report: Callable[[str], None]) -> None:
+def _relax(miss: NoFeasiblePlan, problem: Problem, request: Request, budget: Budget, import_s: float, *,
+           as_json: bool) -> None:
     """Print the smallest changes that help; raise ``miss`` if there are none."""
     from weft.explain.relax import smallest_relaxation
     from weft.show.explain_tables import print_relaxations, relaxations_json
 
-    report("nothing fits: searching the smallest changes that help")
-    found = smallest_relaxation(problem, request, deadline=budget.deadline, budget=budget, report=report)
+    budget.report("nothing fits: searching the smallest changes that help")
+    found = smallest_relaxation(problem, request, budget=budget)
     if not found:
         raise miss
     if as_json:
@@ -243,7 +243,7 @@ def fit(
     with budget.paused():
         request = _request(model, asked, None, report)
     problem = request.problem(target)
-    split = cache(lambda degree: find_splits(problem, request, degree=degree, budget=budget, report=report))
+    split = cache(lambda degree: find_splits(problem, request, degree=degree, budget=budget))
     found = find_fit(problem, split=split, budget=budget)
     command = None if found.recommended is None else _command(model, cluster, asked, found.recommended.setting)
     if out is not None and found.recommended is not None:

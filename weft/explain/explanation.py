@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -13,7 +12,8 @@ from weft.explain.path import CriticalPath, DeviceWaits, Kind, critical_path, de
 from weft.explain.whatif import Change, settled, what_would_help
 from weft.plan.plan import Plan
 from weft.planning.compare import Candidate, Comparison
-from weft.planning.replan import Report, Request, replan
+from weft.planning.replan import Request, replan
+from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import Problem
 from weft.simulate.timeline import Timeline
 
@@ -107,13 +107,13 @@ def _shape(plan: Plan) -> object:
 
 
 def explain(plan: Plan, request: Request, cluster: Cluster, timeline: Timeline, *, replans: bool = True,
-            comparison: Comparison | None = None, problem: Problem | None = None, deadline: float | None = None,
-            report: Report = lambda text: None) -> Explanation:
+            comparison: Comparison | None = None, problem: Problem | None = None,
+            budget: Budget | None = None) -> Explanation:
     """Return the explanation of a plan that was simulated; with ``replans`` also what planning again says.
 
     ``comparison`` is what planning for the same cluster came to, where that is known, and ``problem`` what it was
-    planned as: what is known of its costs is not computed again. ``deadline`` is on ``time.monotonic``'s clock and for
-    all planning; Ctrl-C keeps what there is by then.
+    planned as: what is known of its costs is not computed again. ``budget`` is for all planning; Ctrl-C keeps what
+    there is by then.
     """
     problem = problem or request.problem(cluster)
     assert timeline.program is not None
@@ -122,28 +122,25 @@ def explain(plan: Plan, request: Request, cluster: Cluster, timeline: Timeline, 
         plan=plan, timeline=timeline, path=critical_path(timeline.program, problem.costs, cluster),
         waits=device_waits(timeline), memory=_memory(cluster, timeline), comparison=comparison,
         links=dict(sorted(times.items(), key=lambda item: (-item[1], item[0]))))
-    return _plan_again(result, problem, request, deadline, report) if replans else result
+    return _plan_again(result, problem, request, budget or time_budget(None)) if replans else result
 
 
-def _plan_again(result: Explanation, problem: Problem, request: Request, deadline: float | None,
-                report: Report) -> Explanation:
+def _plan_again(result: Explanation, problem: Problem, request: Request, budget: Budget) -> Explanation:
     """Return the explanation with the comparison of strategies and what would help."""
     changes: list[Change] = []
     try:
         if result.comparison is None:
-            report("planning again for the same cluster")
-            limit_s = None if deadline is None else max(0.0, deadline - time.monotonic()) / 3
+            budget.report("planning again for the same cluster")
             try:
-                result = replace(result, comparison=replan(problem, request, time_limit_s=limit_s, report=report))
+                result = replace(result, comparison=replan(problem, request, budget=budget.part(1 / 3)))
                 if result.comparison is not None and result.comparison.is_interrupted:
                     raise KeyboardInterrupt
             except NoFeasiblePlan as miss:  # the plan at hand may be of a kind that is not searched
-                report(f"note: planning again found no plan: {miss}")
-        changes.extend(what_would_help(request, problem.cluster, result.timeline, result.comparison, deadline=deadline,
-                                       report=report))
+                budget.report(f"note: planning again found no plan: {miss}")
+        changes.extend(what_would_help(request, problem.cluster, result.timeline, result.comparison, budget))
     except KeyboardInterrupt:
         result = replace(result, is_interrupted=True)
-        report("interrupted: nothing further is planned")
+        budget.report("interrupted: nothing further is planned")
     return replace(result, changes=settled(changes))
 
 

@@ -40,9 +40,9 @@ from weft.plan.op_bytes import state_by_op
 from weft.plan.plan import Plan, split_samples
 from weft.planning.replan import best_joint
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
-from weft.search.common.problem import Problem, StageSpec, divisors, fair_samples
+from weft.search.common.problem import Problem, StageSpec, divisors, fair_samples, one_stage
 from weft.search.deploy.splits import NO_SPLITS, Splits, Team, divided_stage, teams_by_degree
-from weft.search.joint.baselines import STRATEGIES, PipelineCutter, Room, one_stage, pipeline
+from weft.search.joint.baselines import STRATEGIES, PipelineCutter, Room, pipeline
 from weft.search.joint.chain import Chain
 from weft.search.joint.layouts import teams_of
 from weft.search.shard.tensor_costs import TensorCosts
@@ -266,7 +266,7 @@ class _Fitter:
         """Yield the best plan of the joint search, if it finds one."""
         for degree, _ in teams_by_degree(self.problem.cluster.groups_by_host_and_kind()):
             self.splits |= self.split(degree)
-        best = best_joint(self.problem, self.splits, deadline=budget.deadline, budget=budget)
+        best = best_joint(self.problem, self.splits, budget)
         if best is None or best.plan is None:
             return
         setting = Setting(strategy="joint", microbatches=best.plan.microbatches, sharded=best.plan.optimizer.sharded,

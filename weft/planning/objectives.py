@@ -23,8 +23,8 @@ from weft.cluster.cluster_file import to_json
 from weft.cost.costs import Costs
 from weft.model.graph import Graph
 from weft.plan.plan import ClusterRef, Mode
-from weft.planning.compare import Candidate, Comparison, evaluate
-from weft.search.common.problem import Problem
+from weft.planning.compare import Candidate, Comparison
+from weft.search.common.problem import Problem, evaluate_plan
 from weft.search.deploy.splits import Splits
 
 Objective = Literal["throughput", "latency"]
@@ -133,7 +133,7 @@ def _bind(candidate: Candidate, problem: Problem) -> Candidate:
     assert candidate.timeline is not None, "it has a plan"
     if candidate.predicted_s is not None and candidate.predicted_s != candidate.timeline.step_time_s:
         return replace(candidate, plan=plan)  # too large to be simulated as a whole
-    timeline = evaluate(plan, problem)
+    timeline = evaluate_plan(plan, problem)
     predicted_s = None if candidate.predicted_s is None else timeline.step_time_s
     return replace(candidate, plan=plan, timeline=timeline, predicted_s=predicted_s)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -16,10 +15,8 @@ from weft.plan.memory import account_memory
 from weft.planning.compare import Candidate, Comparison, compare_all, compare_strategies, microbatch_choices
 from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import PlanOptions, Problem
-from weft.search.deploy.splits import NO_SPLITS, Splits, load_splits
+from weft.search.deploy.splits import Splits, load_splits
 from weft.search.joint.baselines import STRATEGIES
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,46 +45,46 @@ class Request:
 
 
 def replan(problem: Problem, request: Request, *, strategies: Sequence[str] | None = None,
-           time_limit_s: float | None = None, report: Report = lambda text: None) -> Comparison:
+           budget: Budget | None = None) -> Comparison:
     """Return what every strategy comes to, as `weft plan` finds it; raise ``NoFeasiblePlan`` if none fits.
 
     Of the plain strategies only some, if ``strategies`` are given.
     """
-    budget = time_budget(time_limit_s, report)
-    splits = find_splits(problem, request, budget=budget, report=report)
+    budget = budget or time_budget(None)
+    splits = find_splits(problem, request, budget=budget)
     return compare_all(problem, splits, budget, strategies=strategies)
 
 
-def find_splits(problem: Problem, request: Request, *, degree: int | None = None, budget: Budget | None = None,
-                report: Report = lambda text: None) -> Splits:
+def find_splits(problem: Problem, request: Request, *, degree: int | None = None,
+                budget: Budget | None = None) -> Splits:
     """Return how the devices of a host (so many, or any number) may divide the model's operators."""
     return load_splits(request.model, problem, lambda graph: request.costs_of(graph, problem.cluster), degree=degree,
-                       budget=budget, report=report)
+                       budget=budget, report=(lambda text: None) if budget is None else budget.report)
 
 
-def best_joint(problem: Problem, splits: Splits = NO_SPLITS, *, deadline: float | None = None,
-               budget: Budget | None = None) -> Candidate | None:
+def best_joint(problem: Problem, splits: Splits, budget: Budget) -> Candidate | None:
     """Return what the search over data, tensor and pipeline parallelism finds in a few seconds, if anything.
 
-    Ctrl-C marks the ``budget``; without one it raises as usual.
+    Ctrl-C marks the ``budget``.
     """
     if problem.cluster.num_devices < 2:
         return None
-    limit_s = JOINT_S if deadline is None else min(JOINT_S, max(0.0, deadline - time.monotonic()))
+    left = budget.seconds_left
     try:
-        found = compare_strategies(problem, (), joint=True, splits=splits, time_limit_s=limit_s)
+        found = compare_strategies(problem, (), joint=True, splits=splits,
+                                   time_limit_s=JOINT_S if left is None else min(JOINT_S, left))
     except NoFeasiblePlan:
         return None
-    if found.is_interrupted:
-        if budget is None:
-            raise KeyboardInterrupt
-        budget.is_interrupted = True
+    budget.is_interrupted |= found.is_interrupted
     return found.best
 
 
-def fits_jointly(problem: Problem, splits: Splits = NO_SPLITS, *, deadline: float | None = None) -> bool:
-    """Return whether that search finds a plan."""
-    return best_joint(problem, splits, deadline=deadline) is not None
+def fits_jointly(problem: Problem, splits: Splits, budget: Budget) -> bool:
+    """Return whether that search finds a plan; Ctrl-C raises."""
+    found = best_joint(problem, splits, budget)
+    if budget.is_interrupted:
+        raise KeyboardInterrupt
+    return found is not None
 
 
 JOINT_S: Final = 4.0

@@ -50,7 +50,6 @@ class Evaluation:
     """Beyond the capacity of devices, in all; zero where it fits."""
     outcome: Outcome
     layout_of: I64
-    ahead: int
 
     @property
     def fits(self) -> bool:
@@ -185,8 +184,7 @@ class Deployer:
             missing = float(np.maximum(outcome.used - self.world.capacity, 0.0).sum())
             if missing == 0:
                 break
-        return Evaluation(seconds=float(outcome.seconds), missing_bytes=missing, outcome=outcome, layout_of=layout_of,
-                          ahead=ahead)
+        return Evaluation(seconds=float(outcome.seconds), missing_bytes=missing, outcome=outcome, layout_of=layout_of)
 
     def _ties_agree(self, layout_of: I64) -> bool:
         """Return whether devices hold the same part of a parameter for all groups that read it."""
@@ -205,7 +203,7 @@ class Deployer:
         nothing = np.zeros(len(self.world.capacity))
         outcome = Outcome(np.inf, nothing, nothing, np.zeros(self.world.num_resources), nothing,
                           np.zeros(self.groups.num_groups), np.zeros((0, 0)), 0)
-        return Evaluation(seconds=np.inf, missing_bytes=np.inf, outcome=outcome, layout_of=layout_of, ahead=1)
+        return Evaluation(seconds=np.inf, missing_bytes=np.inf, outcome=outcome, layout_of=layout_of)
 
     # ---- layouts ----------------------------------------------------------------------------------------------------
 
@@ -217,7 +215,7 @@ class Deployer:
             key = int(action), first, last
             known = self._runs.get(key)
             if known is None:
-                known = self._runs[key] = self._laid_out(first, last, self._stages(self.actions[action]))
+                known = self._runs[key] = self._laid_out(first, last, self.stages(self.actions[action]))
             result += known
         return np.asarray(result, dtype=np.int64)
 
@@ -228,7 +226,7 @@ class Deployer:
 
     @cached_property
     def _action_of_layout(self) -> dict[int, int]:
-        stages = ((index, self._stages(action)) for index, action in enumerate(self.actions))
+        stages = ((index, self.stages(action)) for index, action in enumerate(self.actions))
         return {self.layout_id(layouts[0]): index for index, layouts in reversed(list(stages)) if len(layouts) == 1}
 
     def layout_id(self, layout: Layout) -> int:
@@ -241,7 +239,7 @@ class Deployer:
             self._tables = None
         return known
 
-    def _stages(self, action: Action) -> tuple[Layout, ...]:
+    def stages(self, action: Action) -> tuple[Layout, ...]:
         """Return the layouts that an action lays consecutive groups over."""
         match action.kind:
             case "replicate":

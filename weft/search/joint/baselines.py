@@ -20,10 +20,17 @@ from weft.model.graph import F64, Bool
 from weft.plan.op_bytes import state_by_op
 from weft.plan.orders import gpipe
 from weft.plan.plan import Plan, split_samples
-from weft.search.common.problem import Problem, StageSpec, block_of, fair_samples, make_plan
+from weft.search.common.problem import (
+    Problem,
+    StageSpec,
+    block_of,
+    fair_samples,
+    make_plan,
+    one_stage,
+    pipeline_order,
+)
 from weft.search.joint.chain import Chain, Load
 from weft.search.joint.cut import emptiest_fullest, shortest_period
-from weft.search.joint.estimate import pipeline_order
 
 Strategy = Callable[[Problem, int], Plan]
 
@@ -65,13 +72,6 @@ def _replicated(problem: Problem, microbatches: int, counts: Sequence[int], *, b
     spec = StageSpec(ops=np.arange(problem.graph.num_ops),
                      replicas=tuple(((device,), count / size) for device, count in used))
     return one_stage(problem, spec, microbatches, by=by)
-
-
-def one_stage(problem: Problem, spec: StageSpec, microbatches: int, *, by: str) -> Plan:
-    """Return the plan of one stage."""
-    devices = [device for team, _ in spec.replicas for device in team]
-    order = pipeline_order(1, 1, microbatches, training=problem.is_training)
-    return make_plan(problem, [spec], order * len(devices), microbatches=microbatches, by=by, order_devices=devices)
 
 
 def gpipe_equal(problem: Problem, microbatches: int) -> Plan:
