@@ -16,7 +16,7 @@ from weft.plan.check import check_plan
 from weft.planning import compare as planner
 from weft.planning.compare import compare_strategies
 from weft.search.common.problem import PlanOptions, Problem, evaluate_plan
-from weft.search.joint import search
+from weft.search.joint import finalists, search
 from weft.search.joint.baselines import STRATEGIES
 
 
@@ -41,8 +41,8 @@ def test_teams_are_used_where_there_are_splits():
 
 
 def test_on_a_large_cluster_it_is_alone(monkeypatch):
-    monkeypatch.setattr(planner, "LARGE", 4)
-    monkeypatch.setattr(search, "LARGE", 4)
+    for module in (planner, search, finalists):
+        monkeypatch.setattr(module, "TUNING", replace(module.TUNING, large=4))
     problem = equal_problem(8, num_ops=16, batch=32)
     comparison = compare_strategies(problem, joint=True)
     assert [item.strategy for item in comparison.candidates] == ["joint"]
