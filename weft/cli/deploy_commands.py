@@ -61,7 +61,7 @@ def deploy(
     from weft.search.deploy.policy import load_policy
     from weft.search.deploy.search import METHODS, DeployOptions
     from weft.search.deploy.search import deploy as search
-    from weft.search.deploy.splits import load_splits
+    from weft.search.shard.teams import load_splits
 
     report, import_s = common.reporter(quiet), time.perf_counter() - begin
     common.check_time_limit(time_limit)

@@ -12,7 +12,7 @@ from weft.plan.plan import Optimizer
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.deployer import Deployer
 from weft.search.deploy.search import DeployOptions, make_deployers
-from weft.search.deploy.splits import find_splits
+from weft.search.shard.teams import find_splits
 
 
 @cache

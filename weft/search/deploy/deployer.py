@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -33,7 +33,9 @@ from weft.search.deploy.exchange import Bucket, Exchanges
 from weft.search.deploy.kernel import least_seconds, run
 from weft.search.deploy.op_groups import OpGroups
 from weft.search.deploy.splits import NO_SPLITS, Splits, divided_stage
-from weft.search.shard.tensor_costs import TensorCosts
+
+if TYPE_CHECKING:
+    from weft.search.shard.tensor_costs import TensorCosts
 
 PASSES: Final[tuple[Phase, Phase]] = ("F", "B")
 _ROUNDING: Final = 1e-9

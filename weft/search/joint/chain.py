@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -24,7 +25,9 @@ from weft.plan.plan import Replica, Stage
 from weft.search.common.problem import TENSOR_AXIS, Problem
 from weft.search.deploy.splits import NO_SPLITS, Splits, Team
 from weft.search.joint.tuning import TUNING
-from weft.search.shard.tensor_costs import TensorCosts
+
+if TYPE_CHECKING:
+    from weft.search.shard.tensor_costs import TensorCosts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
