@@ -162,7 +162,8 @@ def fit(problem: Problem, *, split: Split = lambda degree: NO_SPLITS, budget: Bu
     fitting = [item for item in candidates if item.fits]
     if not fitting:
         return Fit(candidates=tuple(candidates), recommended=None, is_complete=is_complete)
-    best = recommended = min(fitting, key=_preference)
+    # What runs comes first, then what is faster.
+    best = recommended = min(fitting, key=lambda item: (item.setting.sharded, item.rough_s))
     try:
         with cut_short(budget):
             recommended = fitter.as_planned(best)
@@ -191,11 +192,6 @@ def _try_all(fitter: _Fitter, candidates: list[FitCandidate], budget: Budget) ->
         budget.report("interrupted: strategies that were not reached are left out")
         return False
     return True
-
-
-def _preference(item: FitCandidate) -> tuple[bool, float]:
-    """Return what to sort by: what runs comes first, then what is faster."""
-    return item.setting.sharded, item.rough_s
 
 
 def plan_of(problem: Problem, setting: Setting, splits: Splits = NO_SPLITS) -> Plan:

@@ -432,8 +432,11 @@ def deployment_plan(deployer: Deployer, found: Evaluation, *, by: str) -> Plan:
                      order_devices=devices)
     if not problem.is_training:
         return plan
-    buckets = deployer.exchanges.buckets(found.layout_of.tolist(), deployer.layouts).items
-    return replace(plan, gradients=tuple(_exchanges(deployer, plan, _by_readiness(buckets, found.outcome.group_end_s))))
+    # In the order in which their gradients are there: a plan's exchanges are done in the order given.
+    end_s = found.outcome.group_end_s
+    buckets = sorted(deployer.exchanges.buckets(found.layout_of.tolist(), deployer.layouts).items,
+                     key=lambda bucket: (max(end_s[group] for group in bucket.groups), -min(bucket.groups)))
+    return replace(plan, gradients=tuple(_exchanges(deployer, plan, buckets)))
 
 
 def _exchanges(deployer: Deployer, plan: Plan, buckets: Sequence[Bucket]) -> Iterator[GradientExchange]:
@@ -452,11 +455,6 @@ def _exchanges(deployer: Deployer, plan: Plan, buckets: Sequence[Bucket]) -> Ite
         for devices, own in parts.items():
             if own:
                 yield GradientExchange(parameters=tuple(own), devices=devices)
-
-
-def _by_readiness(buckets: Sequence[Bucket], group_end_s: F64) -> list[Bucket]:
-    """Return the exchanges in the order in which their gradients are there: a plan's are done in the order given."""
-    return sorted(buckets, key=lambda bucket: (max(group_end_s[group] for group in bucket.groups), -min(bucket.groups)))
 
 
 def _orders(deployer: Deployer, found: Evaluation, specs: list[StageSpec]) -> dict[DeviceId, list[Planned]]:
