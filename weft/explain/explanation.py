@@ -12,6 +12,7 @@ from weft.explain.path import CriticalPath, DeviceWaits, Kind, critical_path, de
 from weft.explain.whatif import Change, settled, what_would_help
 from weft.plan.plan import Plan
 from weft.planning.compare import Candidate, Comparison
+from weft.planning.fit import Use
 from weft.planning.replan import Request, replan
 from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import Problem
@@ -25,22 +26,6 @@ SAME: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryUse:
-    """What a device holds at its peak."""
-
-    device: str
-    peak_bytes: int
-    capacity_bytes: int | None
-    largest: str
-    """The category that takes most."""
-
-    @property
-    def used(self) -> float:
-        """Return the part of the capacity that is taken; 0 where there is no limit."""
-        return self.peak_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """Why a plan takes as long as it does, and what would change that."""
 
@@ -48,7 +33,7 @@ class Explanation:
     timeline: Timeline
     path: CriticalPath
     waits: tuple[DeviceWaits, ...]
-    memory: tuple[MemoryUse, ...]
+    memory: tuple[Use, ...]
     links: dict[str, float]
     """Seconds that each link is busy with the step's bytes, the busiest first."""
     comparison: Comparison | None = None
@@ -63,7 +48,7 @@ class Explanation:
         return max(self.waits, key=lambda item: item.busy_s)
 
     @property
-    def fullest(self) -> MemoryUse:
+    def fullest(self) -> Use:
         """Return the device whose memory is used most."""
         return max(self.memory, key=lambda item: (item.used, item.peak_bytes))
 
@@ -144,8 +129,8 @@ def _plan_again(result: Explanation, problem: Problem, request: Request, budget:
     return replace(result, changes=settled(changes))
 
 
-def _memory(cluster: Cluster, timeline: Timeline) -> tuple[MemoryUse, ...]:
-    return tuple(MemoryUse(
+def _memory(cluster: Cluster, timeline: Timeline) -> tuple[Use, ...]:
+    return tuple(Use(
         device=item.device, peak_bytes=item.peak_bytes, largest=max(item.peak_memory, key=item.peak_memory.__getitem__),
         capacity_bytes=cluster.devices[cluster.device_index[item.device]].memory_bytes)
         for item in timeline.summary())

@@ -84,6 +84,13 @@ class Use:
     peak_bytes: int
     capacity_bytes: int | None
     """None is unlimited."""
+    largest: str = ""
+    """The category that takes most, where that is known."""
+
+    @property
+    def used(self) -> float:
+        """Return the part of the capacity that is taken; 0 where there is no limit."""
+        return self.peak_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
 
     @property
     def margin_bytes(self) -> float:
