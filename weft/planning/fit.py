@@ -41,7 +41,7 @@ from weft.plan.plan import Plan, split_samples
 from weft.planning.replan import best_joint
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.problem import Problem, StageSpec, divisors, fair_samples, one_stage
-from weft.search.deploy.splits import NO_SPLITS, Splits, Team, divided_stage, teams_by_degree
+from weft.search.deploy.splits import NO_SPLITS, Splits, Team, teams_by_degree
 from weft.search.joint.baselines import STRATEGIES, PipelineCutter, Room, pipeline
 from weft.search.joint.chain import Chain
 from weft.search.joint.layouts import teams_of
@@ -446,8 +446,8 @@ class Reduced:
 
     def stage(self, counts: Counts) -> StageSpec:
         """Return the whole model as one stage."""
-        return divided_stage(self.problem, self.chain.split_of(counts[0][0]), np.arange(self.problem.graph.num_ops),
-                             counts, passes=self.chain.op_passes, sort=self.chain.figures_key)
+        return self.chain.stage(np.arange(self.problem.graph.num_ops), counts,
+                                recompute=self.problem.options.recompute)
 
     def peak(self, teams: Sequence[Team], num_samples: int, microbatches: int, *, sharded: bool = False) -> int:
         """Return the peak of a device of these teams with the whole model, for so many samples of each micro-batch."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
+
+import numpy as np
 
 from weft.cluster.cluster import DeviceId
 from weft.model.graph import F64, I64
@@ -21,26 +23,54 @@ NO_SPLITS: Final[Splits] = MappingProxyType({})
 MAX_DEGREE: Final = 16
 """No more devices divide operators together: hosts rarely have more."""
 
-def divided_stage(problem: Problem, split: TensorCosts | None, ops: I64, counts: Sequence[tuple[Team, int]], *,
-                  passes: Callable[[Team, int], tuple[F64, F64]], sort: Callable[[Team], Hashable]) -> StageSpec:
-    """Return the stage of these operators, with its words and times where teams of devices divide it.
+class TeamTimes:
+    """What operators take on teams of devices, and the stages that teams run."""
 
-    ``counts`` are the teams with their samples of a micro-batch, ``passes`` gives the seconds of every operator's
-    forward and backward on a team, which are the same for all of a ``sort``.
-    """
-    size, graph = sum(count for _, count in counts), problem.graph
-    replicas = tuple((team, count / size) for team, count in counts)
-    if split is None:
-        return StageSpec(ops=ops, replicas=replicas)
-    touched = dict.fromkeys(tensor for op in ops.tolist() for tensor in (*graph.op_inputs(op), *graph.op_outputs(op)))
-    words = split.words([graph.op_names[op] for op in ops], [graph.tensor_names[tensor] for tensor in touched])
-    times: dict[tuple[Hashable, int], dict[str, float]] = {}
-    keys = [(sort(team), count) for team, count in counts]
-    for key, (team, count) in dict(zip(keys, counts, strict=True)).items():
-        forward, backward = (float(seconds[ops].sum()) for seconds in passes(team, count))
-        again = forward if problem.options.recompute else 0.0
-        times[key] = {"F": forward, "B": backward + again} if problem.is_training else {"F": forward}
-    return StageSpec(ops=ops, replicas=replicas, sharding=words, times=tuple(times[key] for key in keys))
+    def __init__(self, problem: Problem, splits: Splits = NO_SPLITS) -> None:
+        self.problem, self.splits = problem, splits
+        self.device_groups = problem.cluster.groups_by_host_and_kind()
+        self.group_of = {device: index for index, group in enumerate(self.device_groups) for device in group}
+
+    def split_of(self, team: Sequence[DeviceId]) -> TensorCosts | None:
+        """Return how the team divides operators; None for a single device."""
+        return None if len(team) == 1 else self.splits[self.group_of[team[0]], len(team)]
+
+    def figures_key(self, team: Team) -> tuple[int, int]:
+        """Return what teams with equal figures have in common: their kind of device and their split."""
+        split = self.split_of(team)
+        return self.problem.costs.column_of_device[team[0]], 0 if split is None else id(split)
+
+    def op_passes(self, team: Sequence[DeviceId], num_samples: float) -> tuple[F64, F64]:
+        """Return the seconds of every operator's forward and backward on the team."""
+        problem, split = self.problem, self.split_of(team)
+        column, fraction = problem.costs.column_of_device[team[0]], num_samples / problem.graph.batch
+        forward = problem.costs.op_seconds("F", fraction)[:, column]
+        backward = (problem.costs.op_seconds("B", fraction)[:, column] if problem.is_training
+                    else np.zeros(problem.graph.num_ops))
+        if split is None:
+            return forward, backward
+        backward = split.seconds(1, backward, num_samples) if problem.is_training else backward
+        return split.seconds(0, forward, num_samples), backward
+
+    def stage(self, ops: I64, counts: Sequence[tuple[Team, int]], *, recompute: bool) -> StageSpec:
+        """Return the stage of these operators, with its words and times where teams of devices divide it.
+
+        ``counts`` are the teams with their samples of a micro-batch.
+        """
+        size, graph, split = sum(count for _, count in counts), self.problem.graph, self.split_of(counts[0][0])
+        replicas = tuple((team, count / size) for team, count in counts)
+        if split is None:
+            return StageSpec(ops=ops, replicas=replicas)
+        touched = dict.fromkeys(
+            tensor for op in ops.tolist() for tensor in (*graph.op_inputs(op), *graph.op_outputs(op)))
+        words = split.words([graph.op_names[op] for op in ops], [graph.tensor_names[tensor] for tensor in touched])
+        times: dict[tuple[Hashable, int], dict[str, float]] = {}
+        keys = [(self.figures_key(team), count) for team, count in counts]
+        for key, (team, count) in dict(zip(keys, counts, strict=True)).items():
+            forward, backward = (float(seconds[ops].sum()) for seconds in self.op_passes(team, count))
+            again = forward if recompute else 0.0
+            times[key] = {"F": forward, "B": backward + again} if self.problem.is_training else {"F": forward}
+        return StageSpec(ops=ops, replicas=replicas, sharding=words, times=tuple(times[key] for key in keys))
 
 
 def teams_by_degree(groups: Sequence[Sequence[DeviceId]]) -> Iterator[tuple[int, list[int]]]:

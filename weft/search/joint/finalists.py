@@ -26,7 +26,6 @@ from weft.plan.plan import Plan
 from weft.plan.structure import require_structure
 from weft.search.common.budget import Budget
 from weft.search.common.problem import Problem, StageSpec, evaluate_plan, make_plan, pipeline_order
-from weft.search.deploy.splits import divided_stage
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.layouts import Setting, StageMesh
 from weft.search.joint.scheduled import reschedule
@@ -190,8 +189,7 @@ def _stage(estimator: Estimator, problem: Problem, mesh: StageMesh, size: int, o
     """Return the stage of these operators on a mesh."""
     chain, counts = estimator.chain, estimator.counts(mesh, size)
     assert counts is not None, "it was estimated"
-    return divided_stage(problem, chain.split_of(mesh.teams[0]), ops, list(zip(mesh.teams, counts, strict=True)),
-                         passes=chain.op_passes, sort=chain.figures_key)
+    return chain.stage(ops, list(zip(mesh.teams, counts, strict=True)), recompute=problem.options.recompute)
 
 
 def _expand(actions: Sequence[Action], parts: Sequence[Sequence[int]]) -> list[Action]:
