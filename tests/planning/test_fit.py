@@ -22,8 +22,8 @@ from weft.plan.memory import account_memory
 from weft.planning.compare import compare_strategies
 from weft.planning.fit import Reduced, Setting, describe, fit, plan_of, problem_with
 from weft.search.common.problem import PlanOptions, Problem
+from weft.search.deploy.find_splits import find_splits
 from weft.search.joint.baselines import STRATEGIES
-from weft.search.shard.teams import find_splits
 
 ALONE = [(device,) for device in range(4)]
 """Four devices, each with the whole model."""

@@ -58,10 +58,10 @@ def deploy(
     from weft.model.source import DTYPES
     from weft.plan.notes import recompute_notes
     from weft.search.common.problem import PlanOptions, Problem
+    from weft.search.deploy.find_splits import load_splits
     from weft.search.deploy.policy import load_policy
     from weft.search.deploy.search import METHODS, DeployOptions
     from weft.search.deploy.search import deploy as search
-    from weft.search.shard.teams import load_splits
 
     report, import_s = common.reporter(quiet), time.perf_counter() - begin
     common.check_time_limit(time_limit)

@@ -29,8 +29,8 @@ from weft.planning.compare import Comparison, compare_all
 from weft.planning.objectives import bind_to_cluster, fewest_devices, parse_target, with_headroom
 from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import PlanOptions, Problem
+from weft.search.deploy.find_splits import load_splits
 from weft.search.deploy.splits import Splits
-from weft.search.shard.teams import load_splits
 from weft.sharding.named_ops import named_ops
 
 Report = Callable[[str], None]

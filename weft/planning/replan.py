@@ -15,9 +15,9 @@ from weft.plan.memory import account_memory
 from weft.planning.compare import Candidate, Comparison, compare_all, compare_strategies, microbatch_choices
 from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import PlanOptions, Problem
+from weft.search.deploy.find_splits import load_splits
 from weft.search.deploy.splits import Splits
 from weft.search.joint.baselines import STRATEGIES
-from weft.search.shard.teams import load_splits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,11 +18,11 @@ from weft.plan.check import check_plan
 from weft.plan.plan import Optimizer
 from weft.search.common.budget import Budget
 from weft.search.deploy.deployer import deployment_plan
+from weft.search.deploy.find_splits import find_splits
 from weft.search.deploy.splits import teams_by_degree
 from weft.search.shard.compare import search_plan
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.named import find_roles, named
-from weft.search.shard.teams import find_splits
 from weft.search.shard.tensor_costs import split_operators
 from weft.simulate.predict import simulate
 

@@ -15,13 +15,13 @@ from weft.plan.check import check_plan
 from weft.plan.plan import Optimizer
 from weft.search.common.budget import Budget
 from weft.search.common.problem import PlanOptions, Problem
+from weft.search.deploy.find_splits import find_splits
 from weft.search.joint import estimate
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimator
 from weft.search.joint.finalists import build_plan, evaluate
 from weft.search.joint.layouts import Setting, StageMesh
 from weft.search.joint.scheduled import reschedule
-from weft.search.shard.teams import find_splits
 
 MODEL = "llama-tiny:layers=2"
 

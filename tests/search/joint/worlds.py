@@ -15,13 +15,13 @@ from weft.plan.plan import Optimizer
 from weft.search.common.budget import Budget
 from weft.search.common.problem import PlanOptions, Problem, divisors
 from weft.search.common.problem import evaluate_plan as evaluate
+from weft.search.deploy.find_splits import find_splits
 from weft.search.deploy.splits import Splits
 from weft.search.joint.baselines import STRATEGIES
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.layouts import Setting, StageMesh
 from weft.search.joint.search import rank_settings
-from weft.search.shard.teams import find_splits
 
 
 def equal_problem(num_devices: int = 4, *, memory: str = "1GB", **options: Any) -> Problem:
