@@ -35,7 +35,7 @@ from weft.cost.costs import estimate_costs
 from weft.model.load import load_graph_for
 from weft.plan.plan import Optimizer
 from weft.search.common.problem import PlanOptions, Problem
-from weft.search.deploy.splits import load_splits
+from weft.search.deploy.find_splits import load_splits
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.layouts import Setting, even_layout

@@ -25,9 +25,9 @@ from weft.cost.costs import estimate_costs
 from weft.cost.profile import ProfileStore
 from weft.model.load import trace_model
 from weft.plan.plan import Optimizer, Plan
-from weft.planning.compare import evaluate
 from weft.run.result import RunOptions, RunResult
 from weft.search.common.problem import PlanOptions, Problem
+from weft.search.common.problem import evaluate_plan as evaluate
 from weft.search.deploy.policy import load_policy
 from weft.search.deploy.search import DeployOptions, deploy
 from weft.search.joint.baselines import data_parallel, gpipe_equal

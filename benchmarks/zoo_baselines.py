@@ -18,8 +18,9 @@ from typing import Final
 
 from weft.base.errors import NoFeasiblePlan
 from weft.plan.plan import split_samples
-from weft.planning.compare import compare_strategies, evaluate
+from weft.planning.compare import compare_strategies
 from weft.search.common.problem import Problem, divisors
+from weft.search.common.problem import evaluate_plan as evaluate
 from weft.search.deploy.search import DeployOptions, deploy
 from weft.search.deploy.splits import Splits, Team
 from weft.search.joint.chain import Chain

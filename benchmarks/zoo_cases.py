@@ -94,7 +94,7 @@ def problem_of(case: Case, *, seed: int = 0) -> Problem:
 def splits_of(case: Case, problem: Problem) -> Splits:
     """Return how the devices of a host divide the operators of the model."""
     from weft.cost.costs import estimate_costs
-    from weft.search.deploy.splits import find_splits
+    from weft.search.deploy.find_splits import find_splits
 
     folded = folded_of(case.model)
     if folded is None:

@@ -23,6 +23,7 @@ from weft.plan.lower import lower
 from weft.plan.orders import one_f_one_b
 from weft.planning.compare import Candidate, Comparison, compare_strategies
 from weft.planning.replan import Request
+from weft.search.common.budget import time_budget
 from weft.search.common.problem import PlanOptions, Problem
 from weft.show.explain_tables import changes_table, comparison_lines
 from weft.simulate.engine import Simulator
@@ -208,7 +209,7 @@ def test_memory_binds_where_a_device_is_full():
 # ---- planning again -------------------------------------------------------------------------------------------------
 
 
-def planned_again(monkeypatch, replan, **options) -> tuple[Explanation, list[str]]:
+def planned_again(monkeypatch, replan, *, time_limit_s: float | None = None) -> tuple[Explanation, list[str]]:
     """Return the explanation of a small pipeline, with this instead of the planner, and what was reported."""
     from weft.explain import explanation, whatif
 
@@ -218,7 +219,8 @@ def planned_again(monkeypatch, replan, **options) -> tuple[Explanation, list[str
     for module in (explanation, whatif):
         monkeypatch.setattr(module, "replan", replan)
     notes: list[str] = []
-    found = explain(program.plan, request, cluster, simulate(program, costs, cluster), report=notes.append, **options)
+    found = explain(program.plan, request, cluster, simulate(program, costs, cluster),
+                    budget=time_budget(time_limit_s, notes.append))
     return found, notes
 
 
@@ -289,7 +291,8 @@ def test_second_best_is_another_plan_than_this_one():
 
 
 def test_changes_that_are_not_reached_are_listed(monkeypatch):
-    found, _ = planned_again(monkeypatch, lambda problem, request, **limits: compare_strategies(problem), deadline=0.0)
+    found, _ = planned_again(monkeypatch, lambda problem, request, **limits: compare_strategies(problem),
+                             time_limit_s=0.0)
     assert [item.note for item in found.changes if item.step_time_s is None][:2] == ["not tried: the time limit was reached"] * 2
 
 

@@ -14,6 +14,7 @@ from weft.explain.relax import FINENESS, STEP_BYTES, Relaxation, smallest_relaxa
 from weft.explain.whatif import with_memory, with_more_devices
 from weft.planning.compare import compare_strategies
 from weft.planning.replan import Request, least_missing
+from weft.search.common.budget import time_budget
 from weft.search.common.problem import PlanOptions, Problem
 
 
@@ -101,7 +102,7 @@ def test_more_microbatches_than_were_asked_for():
 @pytest.fixture
 def without_joint(monkeypatch):
     """Plan with the plain strategies only: the joint search recomputes and divides states by itself."""
-    monkeypatch.setattr(relax, "fits_jointly", lambda problem, splits, **limits: False)
+    monkeypatch.setattr(relax, "fits_jointly", lambda problem, splits, budget: False)
     monkeypatch.setattr(relax, "replan", lambda problem, request, **limits: compare_strategies(problem))
 
 
@@ -159,12 +160,12 @@ def test_what_the_planner_refuses_is_not_reported(monkeypatch):
 
     monkeypatch.setattr(relax, "replan", refuse)
     notes: list[str] = []
-    assert smallest_relaxation(heavy(), report=notes.append) == []
+    assert smallest_relaxation(heavy(), budget=time_budget(None, notes.append)) == []
     assert any("is not enough for the planner: no" in note for note in notes)
 
 
 def test_a_deadline_ends_the_search():
-    assert len(smallest_relaxation(heavy(), deadline=0.0)) <= 1
+    assert len(smallest_relaxation(heavy(), budget=time_budget(0.0))) <= 1
 
 
 def test_ctrl_c_keeps_what_was_found(monkeypatch):

@@ -20,9 +20,13 @@ from weft.plan.check import check_plan
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
 from weft.planning.compare import compare_strategies
-from weft.planning.fit import Reduced, Setting, describe, fit, plan_of, problem_with, splitter
+from weft.planning.fit import Reduced, Setting, describe, fit, plan_of, problem_with
 from weft.search.common.problem import PlanOptions, Problem
+from weft.search.deploy.find_splits import find_splits
 from weft.search.joint.baselines import STRATEGIES
+
+ALONE = [(device,) for device in range(4)]
+"""Four devices, each with the whole model."""
 
 
 @pytest.fixture(scope="module")
@@ -50,17 +54,17 @@ def test_peaks_of_copies_are_those_of_the_whole_plan(tiny, mode, microbatches):
     problem = problem_on(tiny, read_cluster("4 x A100-80GB"), mode=mode)
     reduced, size = Reduced(problem), 16 // microbatches
     whole = peaks_of(STRATEGIES["single"](problem, microbatches), problem)
-    assert reduced.whole_peak(size, microbatches=microbatches, num_holders=1) == max(whole)
+    assert reduced.peak([(0,)], size, microbatches) == max(whole)
     whole = peaks_of(STRATEGIES["data-parallel"](problem, microbatches), problem)
-    assert [reduced.whole_peak(size // 4, microbatches=microbatches, num_holders=4)] * 4 == whole
+    assert [reduced.peak(ALONE, size // 4, microbatches)] * 4 == whole
 
 
 def test_the_state_in_pieces_is_that_of_the_whole_plan(tiny):
     problem = problem_on(tiny, read_cluster("4 x A100-80GB"))
     setting = Setting(strategy="data-parallel", microbatches=2, sharded=True)
     whole = peaks_of(plan_of(problem, setting), problem)
-    assert [Reduced(problem).whole_peak(2, microbatches=2, num_holders=4, sharded=True)] * 4 == whole
-    assert whole[0] < Reduced(problem).whole_peak(2, microbatches=2, num_holders=4)
+    assert [Reduced(problem).peak(ALONE, 2, 2, sharded=True)] * 4 == whole
+    assert whole[0] < Reduced(problem).peak(ALONE, 2, 2)
 
 
 @pytest.mark.parametrize(("mode", "recompute"), [("training", False), ("training", True), ("inference", False)])
@@ -70,18 +74,18 @@ def test_peaks_of_pipelines_are_those_of_the_whole_plan(tiny, mode, recompute, m
     reduced = Reduced(problem)
     cuts = reduced.memory_cuts(16 // microbatches, microbatches)
     plan = plan_of(problem, Setting(strategy="pipeline", microbatches=microbatches, recompute=recompute, cuts=cuts))
-    assert list(reduced.pipeline_peaks(cuts, 16 // microbatches, microbatches)) == peaks_of(plan, problem)
+    assert peaks_of(reduced.pipeline(cuts, 16 // microbatches, microbatches), problem) == peaks_of(plan, problem)
 
 
 def test_peaks_of_teams_are_those_of_the_whole_plan(tiny):
     cluster = read_cluster("4 x A100-80GB")
     problem = problem_on(tiny, cluster)
     folded = trace_folded(resolve_model("gpt2-tiny", batch=tiny.batch), batch=tiny.batch)
-    split = splitter(problem, lambda: folded, lambda graph: estimate_costs(graph, cluster))
+    splits = find_splits(problem, folded, lambda graph: estimate_costs(graph, cluster), degree=2)
     setting = Setting(strategy="tensor", microbatches=2, degree=2)
-    plan = plan_of(problem, setting, split(2))
+    plan = plan_of(problem, setting, splits)
     check_plan(plan, tiny, cluster)
-    assert Reduced(problem).team_peaks(split(2), 2, 2) == peaks_of(plan, problem)
+    assert [Reduced(problem, splits).peak([(0, 1), (2, 3)], 4, 2)] * 4 == peaks_of(plan, problem)
 
 
 def test_pipelines_are_cut_by_memory():
@@ -93,7 +97,7 @@ def test_pipelines_are_cut_by_memory():
     problem = problem_on(graph, plain_cluster(2, memory_bytes=10**6), batch=4)
     cuts = Reduced(problem).memory_cuts(1, 4)
     equal = peaks_of(STRATEGIES["1f1b"](problem, 4), problem)
-    assert max(Reduced(problem).pipeline_peaks(cuts, 1, 4)) < 0.85 * max(equal)
+    assert max(peaks_of(Reduced(problem).pipeline(cuts, 1, 4), problem)) < 0.85 * max(equal)
     assert cuts == (0, 2, 8)
 
 
@@ -123,7 +127,7 @@ def test_the_largest_microbatches_that_fit_are_taken(tiny):
     assert found is not None
     number = found.setting.microbatches
     assert 1 < number < 16
-    fitting, larger = (Reduced(problem).whole_peak(16 // m, microbatches=m, num_holders=1) for m in (number, number // 2))
+    fitting, larger = (Reduced(problem).peak([(0,)], 16 // m, m) for m in (number, number // 2))
     assert fitting <= 10**7 < larger
 
 

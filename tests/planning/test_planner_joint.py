@@ -15,10 +15,9 @@ from weft.model.load import load_graph_for
 from weft.plan.check import check_plan
 from weft.planning import compare as planner
 from weft.planning.compare import compare_strategies
-from weft.search.common.problem import PlanOptions, Problem
+from weft.search.common.problem import PlanOptions, Problem, evaluate_plan
 from weft.search.joint import finalists, search
 from weft.search.joint.baselines import STRATEGIES
-from weft.search.joint.tuning import TUNING
 
 
 def test_it_is_the_last_of_the_strategies_and_never_behind_even_data_parallelism():
@@ -43,13 +42,13 @@ def test_teams_are_used_where_there_are_splits():
 
 def test_on_a_large_cluster_it_is_alone(monkeypatch):
     for module in (planner, search, finalists):
-        monkeypatch.setattr(module, "TUNING", replace(TUNING, large=4))
+        monkeypatch.setattr(module, "TUNING", replace(module.TUNING, large=4))
     problem = equal_problem(8, num_ops=16, batch=32)
     comparison = compare_strategies(problem, joint=True)
     assert [item.strategy for item in comparison.candidates] == ["joint"]
     best = comparison.best
     assert best.step_time_s == best.predicted_s == best.plan.search.step_time
-    whole = planner.evaluate(best.plan, problem)
+    whole = evaluate_plan(best.plan, problem)
     assert best.step_time_s == pytest.approx(whole.step_time_s, rel=0.05)
 
 

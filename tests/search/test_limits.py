@@ -266,7 +266,7 @@ def test_a_change_that_is_not_planned_in_time_is_listed(monkeypatch):
     request = whatif.Request(graph=problem.graph, options=problem.options,
                              costs_of=lambda graph, cluster: estimate_costs(graph, cluster))
     changes = [*whatif.what_would_help(request, problem.cluster, plan.timeline, None,
-                                       deadline=time.monotonic() + LIMIT_S)]
+                                       time_budget(LIMIT_S))]
     notes = [item.note for item in changes]
     assert "the time limit ended the search before anything was known" in notes
     assert "not tried: the time limit was reached" in notes
@@ -320,7 +320,7 @@ def test_a_deployment_that_may_fit_with_more_time_is_not_called_impossible(monke
     def nothing_fits(*arguments):
         raise NoFeasiblePlan("a0 has too little", missing_bytes=5, device="a0")
 
-    monkeypatch.setattr(deploying, "check_plan", nothing_fits)
+    monkeypatch.setattr(deploying, "evaluate_plan", nothing_fits)
     with pytest.raises(NoFeasiblePlan, match="within the time limit, though there may be one") as caught:
         deploying.deploy(equal_problem(), budget=time_budget(LIMIT_S))
     assert (caught.value.missing_bytes, caught.value.device) == (5, "a0")

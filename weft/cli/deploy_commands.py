@@ -57,10 +57,10 @@ def deploy(
     from weft.model.source import DTYPES
     from weft.plan.notes import recompute_notes
     from weft.search.common.problem import PlanOptions, Problem
+    from weft.search.deploy.find_splits import load_splits
     from weft.search.deploy.policy import load_policy
     from weft.search.deploy.search import METHODS, DeployOptions
     from weft.search.deploy.search import deploy as search
-    from weft.search.deploy.splits import load_splits
 
     report, import_s = common.reporter(quiet), time.perf_counter() - begin
     common.check_time_limit(time_limit)
@@ -79,7 +79,7 @@ def deploy(
         report(f"note: {warning}")
     problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options)
     splits = load_splits(model, problem, lambda graph: load_costs(graph, target, profile, dtype), report=report,
-                         budget=budget) if tensor and searching.method == "auto" else {}
+                         progress=report, budget=budget) if tensor and searching.method == "auto" else {}
     found = search(problem, searching, splits=splits, policy=load_policy(weights), budget=budget)
     for note in recompute_notes(graph, found.plan):
         report(f"note: {note}")

@@ -6,6 +6,7 @@ import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, get_args
 
@@ -112,7 +113,7 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
     from weft.search.common.problem import PlanOptions
     from weft.simulate.predict import simulate
 
-    import_s, budget = time.perf_counter() - begin, time_budget(time_limit)
+    import_s, budget = time.perf_counter() - begin, time_budget(time_limit, report)
     item = load_plan(path)
     target, spec = common.cluster_of_plan(item, cluster), model or item.model.name
     report(f"tracing {spec}")
@@ -128,8 +129,8 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
                       costs_of=lambda graph, on: load_costs(graph, on, profile, options.dtype))
     program = check_plan(item, graph, target)
     timeline = simulate(program, request.costs_of(graph, target), target)
-    _show(explain_plan(program.plan, request, target, timeline, replans=replans, deadline=budget.deadline,
-                       report=report), budget, import_s, as_json=as_json)
+    _show(explain_plan(program.plan, request, target, timeline, replans=replans, budget=budget),
+          budget, import_s, as_json=as_json)
 
 
 def _show(found: Explanation, budget: Budget, import_s: float, *, as_json: bool) -> None:
@@ -148,15 +149,15 @@ def _explain_request(model: str, on: str, asked: _Asked, profile: Path | None, *
     from weft.explain.explanation import explain as explain_plan
     from weft.planning.replan import replan
 
-    import_s, budget = time.perf_counter() - begin, time_budget(time_limit)
+    import_s, budget = time.perf_counter() - begin, time_budget(time_limit, report)
     target = read_cluster(on)
     with budget.paused():
         request = _request(model, asked, profile, report)
     problem = request.problem(target)
     try:
-        comparison = replan(problem, request, time_limit_s=(budget.seconds_left or 0.0) / 3, report=report)
+        comparison = replan(problem, request, budget=budget.part(1 / 3))
     except NoFeasiblePlan as miss:
-        _relax(miss, problem, request, budget, import_s, as_json=as_json, report=report)
+        _relax(miss, problem, request, budget, import_s, as_json=as_json)
         return
     best = comparison.best
     assert best.plan is not None, "replan raises otherwise"
@@ -164,19 +165,19 @@ def _explain_request(model: str, on: str, asked: _Asked, profile: Path | None, *
     if best.timeline.step_time_s != best.step_time_s:
         report(f"note: on so many devices one replica stands for all; the whole step is {best.step_time_s:.6g} s")
     found = explain_plan(best.plan, request, target, best.timeline, comparison=comparison, problem=problem,
-                         replans=replans and not comparison.is_interrupted, deadline=budget.deadline, report=report)
+                         replans=replans and not comparison.is_interrupted, budget=budget)
     _show(replace(found, is_interrupted=found.is_interrupted or comparison.is_interrupted), budget, import_s,
           as_json=as_json)
 
 
-def _relax(miss: NoFeasiblePlan, problem: Problem, request: Request, budget: Budget, import_s: float, *, as_json: bool,
-           report: Callable[[str], None]) -> None:
+def _relax(miss: NoFeasiblePlan, problem: Problem, request: Request, budget: Budget, import_s: float, *,
+           as_json: bool) -> None:
     """Print the smallest changes that help; raise ``miss`` if there are none."""
     from weft.explain.relax import smallest_relaxation
     from weft.show.explain_tables import print_relaxations, relaxations_json
 
-    report("nothing fits: searching the smallest changes that help")
-    found = smallest_relaxation(problem, request, deadline=budget.deadline, budget=budget, report=report)
+    budget.report("nothing fits: searching the smallest changes that help")
+    found = smallest_relaxation(problem, request, budget=budget)
     if not found:
         raise miss
     common.print_result(as_json, lambda: {
@@ -225,6 +226,7 @@ def fit(
     """
     begin = time.perf_counter()
     from weft.planning.fit import fit as find_fit
+    from weft.planning.replan import find_splits
     from weft.show.explain_tables import fit_json, print_fit
 
     asked = _Asked(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, optimizer=optimizer)
@@ -236,7 +238,7 @@ def fit(
     with budget.paused():
         request = _request(model, asked, None, report)
     problem = request.problem(target)
-    split = _splitter(model, problem, request, budget)
+    split = cache(lambda degree: find_splits(problem, request, degree=degree, budget=budget))
     found = find_fit(problem, split=split, budget=budget)
     command = None if found.recommended is None else _command(model, cluster, asked, found.recommended.setting)
     if out is not None and found.recommended is not None:
@@ -247,25 +249,6 @@ def fit(
     common.end_if_interrupted(budget.is_interrupted)
     if found.recommended is None:
         raise found.miss()
-
-
-def _splitter(model: str, problem: Problem, request: Request, budget: Budget) -> Split:
-    from weft.model.folded import FoldedModel, trace_folded
-    from weft.model.load import has_module
-    from weft.model.source import ModelSource, resolve_model
-    from weft.planning.fit import splitter
-    from weft.search.deploy.splits import NO_SPLITS
-
-    if not has_module(model):
-        return lambda degree: NO_SPLITS
-
-    def fold() -> FoldedModel:
-        source = resolve_model(model, mode=problem.options.mode, batch=problem.graph.batch, dtype=problem.options.dtype)
-        assert isinstance(source, ModelSource), "it has a module"
-        with budget.paused():
-            return trace_folded(source, batch=problem.graph.batch)
-
-    return splitter(problem, fold, lambda graph: request.costs_of(graph, problem.cluster))
 
 
 def _command(model: str, cluster: str, asked: _Asked, setting: Setting) -> str:

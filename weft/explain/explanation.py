@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -13,7 +12,9 @@ from weft.explain.path import CriticalPath, DeviceWaits, Kind, critical_path, de
 from weft.explain.whatif import Change, settled, what_would_help
 from weft.plan.plan import Plan
 from weft.planning.compare import Candidate, Comparison
-from weft.planning.replan import Report, Request, replan
+from weft.planning.fit import Use
+from weft.planning.replan import Request, replan
+from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import Problem
 from weft.simulate.timeline import Timeline
 
@@ -25,22 +26,6 @@ SAME: Final = 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryUse:
-    """What a device holds at its peak."""
-
-    device: str
-    peak_bytes: int
-    capacity_bytes: int | None
-    largest: str
-    """The category that takes most."""
-
-    @property
-    def used(self) -> float:
-        """Return the part of the capacity that is taken; 0 where there is no limit."""
-        return self.peak_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Explanation:
     """Why a plan takes as long as it does, and what would change that."""
 
@@ -48,7 +33,7 @@ class Explanation:
     timeline: Timeline
     path: CriticalPath
     waits: tuple[DeviceWaits, ...]
-    memory: tuple[MemoryUse, ...]
+    memory: tuple[Use, ...]
     links: dict[str, float]
     """Seconds that each link is busy with the step's bytes, the busiest first."""
     comparison: Comparison | None = None
@@ -63,7 +48,7 @@ class Explanation:
         return max(self.waits, key=lambda item: item.busy_s)
 
     @property
-    def fullest(self) -> MemoryUse:
+    def fullest(self) -> Use:
         """Return the device whose memory is used most."""
         return max(self.memory, key=lambda item: (item.used, item.peak_bytes))
 
@@ -107,13 +92,13 @@ def _shape(plan: Plan) -> object:
 
 
 def explain(plan: Plan, request: Request, cluster: Cluster, timeline: Timeline, *, replans: bool = True,
-            comparison: Comparison | None = None, problem: Problem | None = None, deadline: float | None = None,
-            report: Report = lambda text: None) -> Explanation:
+            comparison: Comparison | None = None, problem: Problem | None = None,
+            budget: Budget | None = None) -> Explanation:
     """Return the explanation of a plan that was simulated; with ``replans`` also what planning again says.
 
     ``comparison`` is what planning for the same cluster came to, where that is known, and ``problem`` what it was
-    planned as: what is known of its costs is not computed again. ``deadline`` is on ``time.monotonic``'s clock and for
-    all planning; Ctrl-C keeps what there is by then.
+    planned as: what is known of its costs is not computed again. ``budget`` is for all planning; Ctrl-C keeps what
+    there is by then.
     """
     problem = problem or request.problem(cluster)
     assert timeline.program is not None
@@ -122,33 +107,30 @@ def explain(plan: Plan, request: Request, cluster: Cluster, timeline: Timeline, 
         plan=plan, timeline=timeline, path=critical_path(timeline.program, problem.costs, cluster),
         waits=device_waits(timeline), memory=_memory(cluster, timeline), comparison=comparison,
         links=dict(sorted(times.items(), key=lambda item: (-item[1], item[0]))))
-    return _plan_again(result, problem, request, deadline, report) if replans else result
+    return _plan_again(result, problem, request, budget or time_budget(None)) if replans else result
 
 
-def _plan_again(result: Explanation, problem: Problem, request: Request, deadline: float | None,
-                report: Report) -> Explanation:
+def _plan_again(result: Explanation, problem: Problem, request: Request, budget: Budget) -> Explanation:
     """Return the explanation with the comparison of strategies and what would help."""
     changes: list[Change] = []
     try:
         if result.comparison is None:
-            report("planning again for the same cluster")
-            limit_s = None if deadline is None else max(0.0, deadline - time.monotonic()) / 3
+            budget.report("planning again for the same cluster")
             try:
-                result = replace(result, comparison=replan(problem, request, time_limit_s=limit_s, report=report))
+                result = replace(result, comparison=replan(problem, request, budget=budget.part(1 / 3)))
                 if result.comparison is not None and result.comparison.is_interrupted:
                     raise KeyboardInterrupt
             except NoFeasiblePlan as miss:  # the plan at hand may be of a kind that is not searched
-                report(f"note: planning again found no plan: {miss}")
-        changes.extend(what_would_help(request, problem.cluster, result.timeline, result.comparison, deadline=deadline,
-                                       report=report))
+                budget.report(f"note: planning again found no plan: {miss}")
+        changes.extend(what_would_help(request, problem.cluster, result.timeline, result.comparison, budget))
     except KeyboardInterrupt:
         result = replace(result, is_interrupted=True)
-        report("interrupted: nothing further is planned")
+        budget.report("interrupted: nothing further is planned")
     return replace(result, changes=settled(changes))
 
 
-def _memory(cluster: Cluster, timeline: Timeline) -> tuple[MemoryUse, ...]:
-    return tuple(MemoryUse(
+def _memory(cluster: Cluster, timeline: Timeline) -> tuple[Use, ...]:
+    return tuple(Use(
         device=item.device, peak_bytes=item.peak_bytes, largest=max(item.peak_memory, key=item.peak_memory.__getitem__),
         capacity_bytes=cluster.devices[cluster.device_index[item.device]].memory_bytes)
         for item in timeline.summary())

@@ -103,7 +103,7 @@ from weft.simulate.tasks import make_task_graph
     seen = set(path)
     while True:
         task = path[-1]
-        found = _latest(before.waited_for(task), ends, seen)
+        found = _latest(before.sources[before.start[task] : before.start[task + 1]], ends, seen)
         if found is None or ends[found] < starts[task]:
             holders = before.holders(task)
             found = _latest(holders[ends[holders] <= starts[task]], ends, seen) if starts[task] > 0 else None
@@ -131,9 +131,6 @@ class _Before:
         by_resource = np.argsort(graph.resources, kind="stable")
         self.users = owner[by_resource]
         self.resource_start = np.searchsorted(graph.resources[by_resource], np.arange(graph.num_resources + 1))
-
-    def waited_for(self, task: int) -> I64:
-        return self.sources[self.start[task] : self.start[task + 1]]
 
     def holders(self, task: int) -> I64:
         graph = self.graph

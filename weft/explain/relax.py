@@ -11,7 +11,6 @@ reported.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -21,7 +20,7 @@ from weft.base.units import format_bytes
 from weft.cost.costs import estimate_costs
 from weft.explain.whatif import with_memory, with_more_devices
 from weft.planning.compare import Candidate, microbatch_choices
-from weft.planning.replan import THRIFTY, Report, Request, find_splits, fits_jointly, least_missing, replan
+from weft.planning.replan import THRIFTY, Request, find_splits, fits_jointly, least_missing, replan
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.problem import Problem, divisors
 from weft.search.deploy.splits import NO_SPLITS, Splits
@@ -62,40 +61,39 @@ class Relaxation(_Found):
     """The fastest plan that was found then."""
 
 
-def smallest_relaxation(problem: Problem, request: Request | None = None, *, deadline: float | None = None,
-                        budget: Budget | None = None, report: Report = lambda text: None) -> list[Relaxation]:
-    """Return the changes, settings before hardware; empty if nothing was found before the deadline.
+def smallest_relaxation(problem: Problem, request: Request | None = None, *,
+                        budget: Budget | None = None) -> list[Relaxation]:
+    """Return the changes, settings before hardware; empty if nothing was found in the time of the budget.
 
-    ``request`` is what ``problem`` was made from: with it, other precisions are tried too. ``deadline`` is on
-    ``time.monotonic``'s clock; Ctrl-C ends the search as well, and marks the ``budget``.
+    ``request`` is what ``problem`` was made from: with it, other precisions are tried too. Ctrl-C ends the search as
+    well, and marks the ``budget``.
     """
+    budget = budget or time_budget(None)
     asked = request or Request(graph=problem.graph, options=problem.options,
                                costs_of=lambda graph, cluster: estimate_costs(graph, cluster,
                                                                               dtype=problem.options.dtype))
-    left = None if deadline is None else max(0.0, deadline - time.monotonic())
-    splits = find_splits(problem, asked, budget=time_budget(left))
-    enough = _Enough(splits=splits, problem=problem, deadline=deadline)
+    enough = _Enough(splits=find_splits(problem, asked, budget=time_budget(budget.seconds_left)), problem=problem,
+                     budget=budget)
     searches = (_settings, _batch, _memory, _devices)
     result: list[Relaxation] = []
     try:
-        with cut_short(deadline):
+        with cut_short(budget.deadline):
             for number, search in enumerate(searches):
                 for found in search(problem, asked, enough):
-                    report(f"planning with {found.change}")
-                    planned, is_interrupted = _plan(found, deadline, len(searches) - number, report)
+                    budget.report(f"planning with {found.change}")
+                    planned, is_interrupted = _plan(found, budget.part(1 / (len(searches) - number)))
                     result += [] if planned is None else [planned]
                     if is_interrupted:
                         raise KeyboardInterrupt
-                    if enough.is_late:
+                    if budget.is_late:
                         raise OutOfTime
     except OutOfTime:
-        report("time limit: nothing further is tried")
+        budget.report("time limit: nothing further is tried")
     except KeyboardInterrupt:
-        report("interrupted: nothing further is tried")
+        budget.report("interrupted: nothing further is tried")
         if not result:
             raise
-        if budget is not None:
-            budget.is_interrupted = True
+        budget.is_interrupted = True
     return result
 
 
@@ -106,30 +104,24 @@ class _Enough:
     problem: Problem
     """The request, for whose model and devices ``splits`` are."""
     splits: Splits
-    deadline: float | None
-
-    @property
-    def is_late(self) -> bool:
-        """Return whether the deadline is past."""
-        return self.deadline is not None and time.monotonic() >= self.deadline
+    budget: Budget
 
     def __call__(self, problem: Problem, strategies: Sequence[str] = THRIFTY) -> bool:
-        if self.is_late:
+        if self.budget.is_late:
             return False
         if least_missing(problem, strategies) <= 0:
             return True
         same = problem.graph is self.problem.graph and len(problem.devices) == len(self.problem.devices)
-        return fits_jointly(problem, self.splits if same else NO_SPLITS, deadline=self.deadline)
+        return fits_jointly(problem, self.splits if same else NO_SPLITS, self.budget)
 
 
-def _plan(found: _Found, deadline: float | None, num_left: int, report: Report) -> tuple[Relaxation | None, bool]:
+def _plan(found: _Found, budget: Budget) -> tuple[Relaxation | None, bool]:
     """Return the change with its best plan, None if the planner finds none after all; and whether Ctrl-C has ended it.
     """
-    left = None if deadline is None else max(0.0, deadline - time.monotonic()) / num_left
     try:
-        planned = replan(found.problem, found.request, time_limit_s=left, report=report)
+        planned = replan(found.problem, found.request, budget=budget)
     except NoFeasiblePlan as miss:
-        report(f"note: {found.change} is not enough for the planner: {miss}")
+        budget.report(f"note: {found.change} is not enough for the planner: {miss}")
         return None, False
     return Relaxation(kind=found.kind, change=found.change, options=found.options, problem=found.problem,
                       request=found.request, best=planned.best), planned.is_interrupted
@@ -246,7 +238,7 @@ def _devices(problem: Problem, request: Request, enough: _Enough) -> Iterator[_F
         low, high, missing = 0, 1, [float("inf")] * 2
         while not enough(more(high), PIPELINES):
             missing.append(least_missing(more(high), PIPELINES))
-            if missing[-1] >= missing[-3] or high >= MOST_DEVICES or enough.is_late:
+            if missing[-1] >= missing[-3] or high >= MOST_DEVICES or enough.budget.is_late:
                 return  # twice and four times as many do not help
             low, high = high, 2 * high
         while high - low > 1:

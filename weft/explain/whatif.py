@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -13,8 +12,8 @@ from weft.base.units import format_bytes
 from weft.cluster.cluster import Cluster, DeviceId, Link, check_cluster
 from weft.explain.path import link_times
 from weft.planning.compare import Candidate, Comparison
-from weft.planning.replan import Report, Request, replan
-from weft.search.common.budget import OutOfTime, cut_short
+from weft.planning.replan import Request, replan
+from weft.search.common.budget import Budget, OutOfTime, cut_short
 from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 
@@ -54,9 +53,9 @@ class _Trial:
     """Plan without recomputation as well."""
 
 
-def what_would_help(request: Request, cluster: Cluster, timeline: Timeline, comparison: Comparison | None, *,
-                    deadline: float | None, report: Report = lambda text: None) -> Iterator[Change]:
-    """Yield each change as it is planned; ``deadline`` is on ``time.monotonic``'s clock, for all of them.
+def what_would_help(request: Request, cluster: Cluster, timeline: Timeline, comparison: Comparison | None,
+                    budget: Budget) -> Iterator[Change]:
+    """Yield each change as it is planned; ``budget`` is for all of them.
 
     ``timeline`` is the plan's. ``comparison`` is what planning again for the same cluster came to: gains are against
     the faster of both.
@@ -68,16 +67,14 @@ def what_would_help(request: Request, cluster: Cluster, timeline: Timeline, comp
                      make=lambda: with_more_devices(cluster, device)),
               *_bandwidths(request, cluster, timeline), _more_memory(request, cluster, timeline, comparison)]
     for number, trial in enumerate(trials):
-        left_s = None if deadline is None else deadline - time.monotonic()
         if trial.make is None:
             yield Change(name=trial.name, note=trial.note)
-        elif left_s is not None and left_s <= 0:
+        elif budget.is_late:
             yield Change(name=trial.name, note="not tried: the time limit was reached")
         else:
-            limit_s = None if left_s is None else left_s / (len(trials) - number)
             try:
-                with cut_short(deadline):
-                    change = _try(trial, trial.make(), request, known, limit_s=limit_s, report=report)
+                with cut_short(budget.deadline):
+                    change = _try(trial, trial.make(), request, known, budget.part(1 / (len(trials) - number)))
             except OutOfTime:
                 change = Change(name=trial.name, note="the time limit ended the search before anything was known")
             yield change
@@ -135,17 +132,16 @@ def _has_times(timeline: Timeline) -> bool:
                for replica in stage.replicas)
 
 
-def _try(trial: _Trial, cluster: Cluster, request: Request, known: _Known, *, limit_s: float | None,
-         report: Report) -> Change:
-    """Return what planning for the changed cluster comes to, within the limit."""
-    report(f"planning with {trial.name}")
+def _try(trial: _Trial, cluster: Cluster, request: Request, known: _Known, budget: Budget) -> Change:
+    """Return what planning for the changed cluster comes to, within the budget."""
+    budget.report(f"planning with {trial.name}")
     keeping = replace(request, options=replace(request.options, recompute=False))
     requests = [keeping, request] if trial.drops_recomputation else [request]
-    each_s = None if limit_s is None else limit_s / len(requests)
     candidates, note, is_complete = list[Candidate](), "", True
-    for item in requests:
+    for number, item in enumerate(requests):
         try:
-            comparison = replan(item.problem(cluster), item, strategies=PLAIN, time_limit_s=each_s, report=report)
+            comparison = replan(item.problem(cluster), item, strategies=PLAIN,
+                                budget=budget.part(1 / (len(requests) - number)))
         except WeftError as miss:
             note = f"no other plan was found: {str(miss).splitlines()[-1]}"
             continue

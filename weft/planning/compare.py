@@ -13,11 +13,10 @@ from functools import partial
 
 from weft.base.errors import InputError, NoFeasiblePlan
 from weft.base.units import format_bytes
-from weft.plan.check import check_plan
 from weft.plan.plan import Plan, with_search
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c, time_budget
 from weft.search.common.incumbent import Incumbent
-from weft.search.common.problem import Problem, divisors
+from weft.search.common.problem import Problem, divisors, evaluate_plan, with_plan
 from weft.search.deploy.policy import load_policy
 from weft.search.deploy.search import DeployOptions, deploy
 from weft.search.deploy.splits import NO_SPLITS, Splits
@@ -27,7 +26,6 @@ from weft.search.joint.placements import PLACEMENTS
 from weft.search.joint.scheduled import reschedule, schedule_search, scheduled_plan
 from weft.search.joint.search import joint_search
 from weft.search.joint.tuning import TUNING
-from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 
 log = logging.getLogger(__name__)
@@ -249,7 +247,7 @@ def _deploy_candidate(problem: Problem, options: DeployOptions, splits: Splits, 
     if better is None:
         return found
     plan = with_search(better[0], step_time=better[1].step_time_s, bound=found.plan.search.bound or bound_s)
-    return replace(found, plan=plan, timeline=_of_plan(better[1], plan))
+    return replace(found, plan=plan, timeline=with_plan(better[1], plan))
 
 
 def _joint_candidate(problem: Problem, splits: Splits, bound_s: float, budget: Budget, share: float) -> Candidate:
@@ -265,14 +263,8 @@ def _joint_candidate(problem: Problem, splits: Splits, bound_s: float, budget: B
     plan = with_search(found.plan, step_time=found.step_time_s, bound=bound_s)
     timeline = found.timeline
     if timeline.step_time_s == found.step_time_s:
-        timeline = _of_plan(timeline, plan)
+        timeline = with_plan(timeline, plan)
     return Candidate(strategy="joint", plan=plan, timeline=timeline, predicted_s=found.step_time_s, tried=found.tried)
-
-
-def _of_plan(timeline: Timeline, plan: Plan) -> Timeline:
-    """Return the timeline as that of the plan, which has more about the search by now."""
-    assert timeline.program is not None, "it was simulated just now"
-    return replace(timeline, program=replace(timeline.program, plan=plan))
 
 
 def _best_of_strategy(problem: Problem, name: str, build: Strategy, bound_s: float, budget: Budget) -> Candidate:
@@ -284,7 +276,7 @@ def _best_of_strategy(problem: Problem, name: str, build: Strategy, bound_s: flo
             break
         try:
             plan = build(problem, microbatches)
-            timeline = evaluate(plan, problem)
+            timeline = evaluate_plan(plan, problem)
         except NoFeasiblePlan as miss:
             misses.append(miss)
             continue
@@ -298,14 +290,9 @@ def _best_of_strategy(problem: Problem, name: str, build: Strategy, bound_s: flo
             break  # farther from what suits the strategy it does not get better
         if timeline.step_time_s < best.step_time_s:
             plan = with_search(plan, step_time=timeline.step_time_s, bound=max(bound_s, plan.search.bound or 0.0))
-            best = Candidate(strategy=name, plan=plan, timeline=_of_plan(timeline, plan))
+            best = Candidate(strategy=name, plan=plan, timeline=with_plan(timeline, plan))
     nearest = min(misses, key=_missing, default=None)
     return best if best.plan is not None else replace(best, problem=nearest)
-
-
-def evaluate(plan: Plan, problem: Problem) -> Timeline:
-    """Return the simulated timeline of a plan that passes all checks."""
-    return simulate(check_plan(plan, problem.graph, problem.cluster), problem.costs, problem.cluster)
 
 
 def microbatch_choices(problem: Problem, strategy: str) -> list[int]:

@@ -27,32 +27,30 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property, partial
 from typing import Final, Literal
 
 import numpy as np
 
-from weft.base.errors import ModelError, NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.base.units import format_bytes
-from weft.cluster.cluster import DeviceId
-from weft.cost.costs import Costs
-from weft.model.folded import FoldedModel
-from weft.model.graph import F64, Graph
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory, optimizer_bytes
 from weft.plan.op_bytes import state_by_op
-from weft.plan.orders import forward_only, one_f_one_b
 from weft.plan.plan import Plan, split_samples
 from weft.planning.replan import best_joint
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
-from weft.search.common.problem import Problem, StageSpec, divisors, fair_samples, make_plan
-from weft.search.deploy.splits import NO_SPLITS, Splits, teams_by_degree
-from weft.search.joint.baselines import STRATEGIES, PipelineCutter, Room
+from weft.search.common.problem import Problem, StageSpec, divisors, fair_samples, one_stage
+from weft.search.deploy.splits import NO_SPLITS, Splits, Team, teams_by_degree
+from weft.search.joint.baselines import STRATEGIES, PipelineCutter, Room, pipeline
 from weft.search.joint.chain import Chain
-from weft.search.shard.tensor_costs import split_operators
+from weft.search.joint.layouts import teams_of
+from weft.search.shard.tensor_costs import TensorCosts
 from weft.simulate.exchange_time import reduce_seconds
 
 Name = Literal["single", "data-parallel", "data-parallel-by-speed", "tensor", "pipeline", "1f1b-balanced", "joint"]
+Counts = Sequence[tuple[Team, int]]
+"""Teams of devices, each with the whole model, and the samples that they take of each micro-batch."""
 Split = Callable[[int], Splits]
 """Returns how teams of so many devices divide operators; nothing where they cannot."""
 MANY_OPS: Final = 3000
@@ -86,6 +84,13 @@ class Use:
     peak_bytes: int
     capacity_bytes: int | None
     """None is unlimited."""
+    largest: str = ""
+    """The category that takes most, where that is known."""
+
+    @property
+    def used(self) -> float:
+        """Return the part of the capacity that is taken; 0 where there is no limit."""
+        return self.peak_bytes / self.capacity_bytes if self.capacity_bytes else 0.0
 
     @property
     def margin_bytes(self) -> float:
@@ -164,7 +169,8 @@ def fit(problem: Problem, *, split: Split = lambda degree: NO_SPLITS, budget: Bu
     fitting = [item for item in candidates if item.fits]
     if not fitting:
         return Fit(candidates=tuple(candidates), recommended=None, is_complete=is_complete)
-    best = recommended = min(fitting, key=_preference)
+    # What runs comes first, then what is faster.
+    best = recommended = min(fitting, key=lambda item: (item.setting.sharded, item.rough_s))
     try:
         with cut_short(budget):
             recommended = fitter.as_planned(best)
@@ -195,45 +201,22 @@ def _try_all(fitter: _Fitter, candidates: list[FitCandidate], budget: Budget) ->
     return True
 
 
-def splitter(problem: Problem, fold: Callable[[], FoldedModel], costs_of: Callable[[Graph], Costs]) -> Split:
-    """Return what finds how teams divide a model; ``fold`` traces it folded, ``costs_of`` gives the costs of that."""
-    cluster = problem.cluster
-
-    def alike(team: Sequence[DeviceId]) -> object:
-        routes = [cluster.route(one, other) for one in team for other in team if one != other]
-        return cluster.devices[team[0]].kind, tuple((route.bytes_per_s, route.latency_s) for route in routes)
-
-    @cache
-    def split(degree: int) -> Splits:
-        firsts = {index: group[:degree] for index, group in enumerate(cluster.groups_by_host_and_kind())
-                  if len(group) >= degree}
-        teams = {alike(team): team for team in reversed(firsts.values())}
-        try:
-            folded = fold()
-            tables = split_operators(folded, problem.graph, costs_of(folded.traced.graph), list(teams.values()),
-                                     optimizer=problem.options.optimizer)
-        except (NoFeasiblePlan, ModelError):
-            return NO_SPLITS
-        known = dict(zip(teams, tables, strict=True))
-        return {(index, degree): known[alike(team)] for index, team in firsts.items()}
-
-    return split
-
-
-def _preference(item: FitCandidate) -> tuple[bool, float]:
-    """Return what to sort by: what runs comes first, then what is faster."""
-    return item.setting.sharded, item.rough_s
-
-
 def plan_of(problem: Problem, setting: Setting, splits: Splits = NO_SPLITS) -> Plan:
     """Return the plan that a setting means."""
     changed = problem_with(problem, setting)
     if setting.strategy in STRATEGIES:
         return STRATEGIES[setting.strategy](changed, setting.microbatches)
-    reduced = Reduced(changed)
     if setting.strategy == "pipeline":
-        return _pipeline(changed, setting.cuts, setting.microbatches)
-    return reduced.team_plan(splits, setting.degree, setting.microbatches)
+        return pipeline(changed, setting.microbatches, setting.cuts, by="fit")
+    size = problem.options.batch // setting.microbatches
+    counts = [(team, count) for team, count in _team_counts(problem, setting.degree, size) if count]
+    return one_stage(changed, Reduced(changed, splits).stage(counts), setting.microbatches, by="fit")
+
+
+def _team_counts(problem: Problem, degree: int, size: int) -> Counts:
+    """Return all teams of so many devices with their samples of a micro-batch of this size."""
+    teams = [team for group in problem.cluster.groups_by_host_and_kind() for team in teams_of(group, degree)]
+    return list(zip(teams, split_samples(size, (1.0,) * len(teams)), strict=True))
 
 
 def problem_with(problem: Problem, setting: Setting) -> Problem:
@@ -254,10 +237,11 @@ class _Fitter:
 
     def __init__(self, problem: Problem, split: Split) -> None:
         self.problem, self.split = problem, split
-        self.devices = problem.cluster.devices
+        self.devices, self.batch = problem.cluster.devices, problem.options.batch
         given = problem.options.microbatches
-        self.choices = divisors(problem.options.batch) if given is None else [given]
-        self.reduced = {again: Reduced(replace(problem, options=replace(problem.options, recompute=again)))
+        self.choices = divisors(self.batch) if given is None else [given]
+        self.splits: dict[tuple[int, int], TensorCosts] = {}
+        self.reduced = {again: Reduced(replace(problem, options=replace(problem.options, recompute=again)), self.splits)
                         for again in ((False, True) if problem.is_training else (False,))}
 
     def candidates(self) -> Iterator[FitCandidate]:
@@ -281,18 +265,11 @@ class _Fitter:
             yield from several
             fits = fits or ((has_many_ops or len(self.devices) > MANY_DEVICES) and any(item.fits for item in several))
 
-    def _pipelines(self) -> Iterator[FitCandidate]:
-        """Yield a pipeline that keeps everything, and one that recomputes if it is needed."""
-        plain = self._pipeline(again=False)
-        yield plain
-        if self.problem.is_training and not plain.fits:
-            yield self._pipeline(again=True)
-
     def joint(self, budget: Budget) -> Iterator[FitCandidate]:
         """Yield the best plan of the joint search, if it finds one."""
-        groups = self.problem.cluster.groups_by_host_and_kind()
-        splits = {key: value for degree, _ in teams_by_degree(groups) for key, value in self.split(degree).items()}
-        best = best_joint(self.problem, splits, deadline=budget.deadline, budget=budget)
+        for degree, _ in teams_by_degree(self.problem.cluster.groups_by_host_and_kind()):
+            self.splits |= self.split(degree)
+        best = best_joint(self.problem, self.splits, budget)
         if best is None or best.plan is None:
             return
         setting = Setting(strategy="joint", microbatches=best.plan.microbatches, sharded=best.plan.optimizer.sharded,
@@ -305,13 +282,9 @@ class _Fitter:
             return candidate
         setting = replace(candidate.setting, strategy="1f1b-balanced", cuts=())
         try:
-            plan = plan_of(self.problem, setting)
-            uses = self._uses_of(plan)
+            found = self._of_pipeline(setting, plan_of(self.problem, setting))
         except NoFeasiblePlan:
             return candidate
-        device, op = self.problem.cluster.device_index, self.problem.graph.op_index
-        stages = [(device[stage.replicas[0].devices[0]], [op[name] for name in stage.ops]) for stage in plan.stages]
-        found = replace(candidate, setting=setting, uses=uses, rough_s=self._pipeline_s(stages, setting))
         return found if found.fits else candidate
 
     def _uses_of(self, plan: Plan) -> tuple[Use, ...]:
@@ -328,53 +301,31 @@ class _Fitter:
 
     def _single(self) -> FitCandidate:
         """Return the fastest device that has enough memory, or the one with most of it."""
-        def uses(microbatches: int) -> tuple[Use, ...]:
-            peak = self.reduced[False].whole_peak(self.problem.options.batch // microbatches,
-                                                  microbatches=microbatches, num_holders=1)
-            fitting = [device for device in self._by_speed
-                       if (memory := self.devices[device].memory_bytes) is None or peak <= memory]
-            best = fitting[0] if fitting else max(
-                self._by_speed, key=lambda device: self.devices[device].memory_bytes or 0)
-            return self._uses([peak if device == best else 0 for device in range(len(self.devices))])
+        problem, memory = self.problem, [device.memory_bytes for device in self.devices]
+        by_speed = sorted(problem.devices, key=lambda device: (problem.device_seconds(device, self.batch), device))
 
-        chosen, found = self._first_that_fits(uses, self.choices)
-        device = self.problem.cluster.device_index[found[0].device]
-        return FitCandidate(setting=Setting(strategy="single", microbatches=chosen), uses=found,
-                            rough_s=self._step_s([(device, self.problem.options.batch)], chosen))
+        def counts(size: int) -> Counts:
+            peak = self.reduced[False].peak([(by_speed[0],)], size, self.batch // size)
+            fitting = (device for device in by_speed if (limit := memory[device]) is None or peak <= limit)
+            best = next(fitting, None)
+            return [((max(by_speed, key=lambda device: memory[device] or 0) if best is None else best,), size)]
 
-    @cached_property
-    def _by_speed(self) -> list[DeviceId]:
-        batch = self.problem.options.batch
-        return sorted(self.problem.devices, key=lambda device: (self.problem.op_seconds(device, batch).sum(), device))
+        return self._one_stage(Setting(strategy="single", microbatches=1), counts, self.choices)
 
     def _replicated(self, name: Name, *, sharded: bool) -> FitCandidate | None:
         """Return data parallelism with the largest micro-batches that fit; None if there is nothing to divide."""
         if sharded and not (self.problem.is_training and self.problem.options.optimizer.kind in ("adam", "adamw")):
             return None
-        batch, num_devices = self.problem.options.batch, len(self.devices)
-        wanted = [number for number in self.choices if batch // number >= num_devices] or [
-            number for number in self.choices if batch // number >= 2]
-        if not wanted:
-            return None
+        choices = self._choices_for(len(self.devices)) or self._choices_for(2)
 
-        def uses(microbatches: int) -> tuple[Use, ...]:
-            counts = self._counts(name, batch // microbatches)
-            holders = sum(count > 0 for count in counts)
-            peaks = {count: self.reduced[False].whole_peak(count, microbatches=microbatches, num_holders=holders,
-                                                           sharded=sharded) for count in set(counts) if count}
-            return self._uses([peaks.get(count, 0) for count in counts])
+        def counts(size: int) -> Counts:
+            if name == "data-parallel":
+                return _team_counts(self.problem, 1, size)
+            return [((device,), count) for device, count in zip(self.problem.devices, fair_samples(
+                size, len(self.devices), self.problem.device_seconds), strict=True)]
 
-        chosen, found = self._first_that_fits(uses, wanted)
-        counts = self._counts(name, batch // chosen)
-        shares = [(DeviceId(device), count * chosen) for device, count in enumerate(counts) if count]
-        return FitCandidate(setting=Setting(strategy=name, microbatches=chosen, sharded=sharded), uses=found,
-                            rough_s=self._step_s(shares, chosen) + self._exchange_s(shares))
-
-    def _counts(self, name: Name, size: int) -> tuple[int, ...]:
-        """Return the samples of each device, as the strategy divides them."""
-        if name == "data-parallel":
-            return split_samples(size, (1.0,) * len(self.devices))
-        return fair_samples(size, len(self.devices), self.problem.device_seconds)
+        setting = Setting(strategy=name, microbatches=1, sharded=sharded)
+        return self._one_stage(setting, counts, choices) if choices else None
 
     def _tensor(self) -> Iterator[FitCandidate]:
         """Yield the smallest teams that fit, else the nearest to it; nothing where operators cannot be divided."""
@@ -383,31 +334,47 @@ class _Fitter:
         smallest = min((device.memory_bytes for device in self.devices if device.memory_bytes is not None), default=0)
         optimizer = self.problem.options.optimizer if self.problem.is_training else None
         for degree, members in teams_by_degree(groups):
-            num_teams = len(self.devices) // degree
-            if any(len(group) % degree for group in groups) or self.choices[0] * num_teams > self.problem.options.batch:
+            choices = self._choices_for(len(self.devices) // degree)
+            if any(len(group) % degree for group in groups) or not choices:
                 continue
             if state_by_op(self.problem.graph, optimizer).sum() > degree * smallest > 0:
                 continue  # even its parts would be too large
-            splits = self.split(degree)
-            if all((group, degree) in splits for group in members):
-                found.append(self._teams(degree, splits))
+            self.splits |= self.split(degree)
+            if all((group, degree) in self.splits for group in members):
+                setting = Setting(strategy="tensor", microbatches=1, degree=degree)
+                found.append(self._one_stage(setting, partial(_team_counts, self.problem, degree), choices))
                 if found[-1].fits:
                     break
         yield from sorted(found, key=lambda item: -item.fullest.margin_bytes)[:1]
 
-    def _teams(self, degree: int, splits: Splits) -> FitCandidate:
-        """Return teams of one size, with the largest micro-batches that fit."""
-        reduced, batch, num_teams = self.reduced[False], self.problem.options.batch, len(self.devices) // degree
+    def _choices_for(self, samples: int) -> list[int]:
+        """Return the numbers of micro-batches which have so many samples or more."""
+        return [number for number in self.choices if self.batch // number >= samples]
+
+    def _one_stage(self, setting: Setting, counts: Callable[[int], Counts], choices: Sequence[int]) -> FitCandidate:
+        """Return the strategy with the largest micro-batches that fit; ``counts`` divides one of so many samples."""
+        reduced = self.reduced[False]
+
+        def used(size: int) -> Counts:
+            return [(team, count) for team, count in counts(size) if count]
 
         def uses(microbatches: int) -> tuple[Use, ...]:
-            return self._uses(reduced.team_peaks(splits, degree, microbatches))
+            shares, peaks = used(self.batch // microbatches), [0] * len(self.devices)
+            teams = [team for team, _ in shares]
+            peak_of = {count: reduced.peak(teams, count, microbatches, sharded=setting.sharded)
+                       for count in {count for _, count in shares}}
+            for team, count in shares:
+                for device in team:
+                    peaks[device] = peak_of[count]
+            return self._uses(peaks)
 
-        chosen, found = self._first_that_fits(
-            uses, [number for number in self.choices if batch // number >= num_teams])
-        step_s = chosen * reduced.team_seconds(splits, degree, batch // chosen)
-        firsts = [(DeviceId(device), 1) for device in range(0, len(self.devices), degree)]
-        return FitCandidate(setting=Setting(strategy="tensor", microbatches=chosen, degree=degree), uses=found,
-                            rough_s=step_s + self._exchange_s(firsts) / degree)
+        chosen, found = self._first_that_fits(uses, choices)
+        shares = used(self.batch // chosen)
+        step_s = chosen * max(sum(float(table[-1]) for table in reduced.chain.passes(*share)) for share in shares)
+        if self.problem.is_training and len(shares) > 1:
+            step_s += reduce_seconds(self.problem.costs, self.problem.graph.parameter_bytes,
+                                     [team[0] for team, _ in shares]) / setting.degree
+        return FitCandidate(setting=replace(setting, microbatches=chosen), uses=found, rough_s=step_s)
 
     def _first_that_fits(self, uses: Callable[[int], tuple[Use, ...]],
                          choices: Sequence[int]) -> tuple[int, tuple[Use, ...]]:
@@ -429,43 +396,32 @@ class _Fitter:
 
     # ---- pipelines --------------------------------------------------------------------------------------------------
 
+    def _pipelines(self) -> Iterator[FitCandidate]:
+        """Yield a pipeline that keeps everything, and one that recomputes if it is needed."""
+        for again in self.reduced:
+            found = self._pipeline(again=again)
+            yield found
+            if found.fits:
+                return
+
     def _pipeline(self, *, again: bool) -> FitCandidate:
         """Return the pipeline cut by memory, with the fewest micro-batches that keep the bubble small and fit."""
-        reduced, batch = self.reduced[again], self.problem.options.batch
         enough = [number for number in self.choices if number <= MICROBATCHES_PER_STAGE * len(self.devices)]
         for number in dict.fromkeys((enough or self.choices)[-1:] + self.choices[-1:]):
-            cuts = reduced.memory_cuts(batch // number, number)
-            peaks = reduced.pipeline_peaks(cuts, batch // number, number)
+            cuts = self.reduced[again].memory_cuts(self.batch // number, number)
             setting = Setting(strategy="pipeline", microbatches=number, recompute=again, cuts=cuts)
-            stages = [(DeviceId(device), slice(*ends)) for device, ends in enumerate(itertools.pairwise(cuts))]
-            found = FitCandidate(setting=setting, rough_s=self._pipeline_s(stages, setting),
-                                 uses=self._uses([*peaks, *[0] * (len(self.devices) - len(peaks))]))
+            found = self._of_pipeline(setting, self.reduced[again].pipeline(cuts, self.batch // number, number))
             if found.fits:
                 break
         return found
 
-    def _pipeline_s(self, stages: Sequence[tuple[DeviceId, slice | list[int]]], setting: Setting) -> float:
-        """Return the seconds of a pipeline by its slowest stage; stages are given by device and operators."""
-        problem, number = self.reduced[setting.recompute].problem, setting.microbatches
-        size = self.problem.options.batch / number
-        return (number + len(stages) - 1) * max(
-            float(problem.op_seconds(device, size)[ops].sum()) for device, ops in stages)
-
-    # ---- rough times ------------------------------------------------------------------------------------------------
-
-    def _step_s(self, shares: Sequence[tuple[DeviceId, int]], microbatches: int) -> float:
-        """Return the seconds of the slowest of some devices, each with so many samples in all."""
-        problem = self.reduced[False].problem
-        return max(microbatches * float(problem.op_seconds(device, samples / microbatches).sum())
-                   for device, samples in shares)
-
-    def _exchange_s(self, shares: Sequence[tuple[DeviceId, int]]) -> float:
-        if not self.problem.is_training:
-            return 0.0
-        return reduce_seconds(self.problem.costs, self.problem.graph.parameter_bytes, [device for device, _ in shares])
+    def _of_pipeline(self, setting: Setting, plan: Plan) -> FitCandidate:
+        """Return what a pipeline comes to, by a plan with its peaks; the slowest stage makes its time."""
+        slowest = max(sum(stage.replicas[0].times.get(phase, 0.0) for phase in ("F", "B")) for stage in plan.stages)
+        return FitCandidate(setting=setting, uses=self._uses_of(plan),
+                            rough_s=(setting.microbatches + len(plan.stages) - 1) * slowest)
 
 
-Team = tuple[DeviceId, ...]
 MORE = 4
 """Micro-batches more than stages, after which the memory of a pipeline is what it was before."""
 MORE_FORWARD = 16
@@ -473,132 +429,56 @@ MORE_FORWARD = 16
 
 
 class Reduced:
-    """Plans of one problem and their peaks; results are kept."""
+    """Smaller plans with the peaks of one problem's; results are kept."""
 
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self._peaks: dict[object, int] = {}
+    def __init__(self, problem: Problem, splits: Splits = NO_SPLITS) -> None:
+        self.problem, self.splits = problem, splits
+        self._peaks: dict[tuple[int, ...], int] = {}
 
-    # ---- the whole model on each device -----------------------------------------------------------------------------
+    @cached_property
+    def chain(self) -> Chain:
+        """Return the figures of the model."""
+        return Chain(self.problem, self.splits, num_stages=len(self.problem.devices))
 
-    def whole_peak(self, num_samples: int, *, microbatches: int, num_holders: int, sharded: bool = False) -> int:
-        """Return the peak of a device with the whole model, which takes so many samples of each micro-batch."""
-        num_replicas = min(num_holders, 2)
-        key = "whole", num_samples, min(microbatches, 2), num_replicas
+    def _of_size(self, size: int, microbatches: int) -> Problem:
+        options = replace(self.problem.options, batch=size * microbatches, microbatches=microbatches)
+        return replace(self.problem, options=options)
+
+    def stage(self, counts: Counts) -> StageSpec:
+        """Return the whole model as one stage."""
+        return self.chain.stage(np.arange(self.problem.graph.num_ops), counts,
+                                recompute=self.problem.options.recompute)
+
+    def peak(self, teams: Sequence[Team], num_samples: int, microbatches: int, *, sharded: bool = False) -> int:
+        """Return the peak of a device of these teams with the whole model, for so many samples of each micro-batch."""
+        some, number = teams[:2], min(microbatches, 2)
+        key = len(some), len(some[0]), num_samples, number
         if key not in self._peaks:
-            teams = [(device,) for device in self.problem.devices[:num_replicas]]
-            spec = StageSpec(ops=np.arange(self.problem.graph.num_ops),
-                             replicas=tuple((team, 1 / num_replicas) for team in teams))
-            self._peaks[key] = self._peak(spec, num_samples, microbatches)
-        saved = sum(state - math.ceil(state / num_holders) for state in self._states) if sharded else 0
+            spec = self.stage([(team, num_samples) for team in some])
+            plan = one_stage(self._of_size(num_samples * len(some), number), spec, number, by="fit")
+            account = account_memory(lower(plan, self.problem.graph))
+            self._peaks[key] = max(account.peak_bytes(rank) for rank in range(len(self.problem.devices)))
+        saved = sum(state - math.ceil(state / len(teams)) for state in self._states) if sharded else 0
         return self._peaks[key] - saved
 
     @cached_property
     def _states(self) -> list[int]:
         """Return the bytes of the optimizer's state of each parameter that is read."""
         graph, optimizer = self.problem.graph, self.problem.options.optimizer
-        used = np.intersect1d(graph.inputs, graph.parameters)
-        return [optimizer_bytes(graph, int(tensor), optimizer) for tensor in used]
+        return [optimizer_bytes(graph, int(tensor), optimizer)
+                for tensor in np.intersect1d(graph.inputs, graph.parameters)]
 
-    def _peak(self, spec: StageSpec, num_samples: int, microbatches: int) -> int:
-        """Return the largest peak of a stage whose replicas take so many samples of each micro-batch."""
-        number = min(microbatches, 2)
-        batch = num_samples * len(spec.replicas) * number
-        problem = replace(self.problem, options=replace(self.problem.options, batch=batch, microbatches=number))
-        account = account_memory(lower(_one_stage(problem, spec, number), problem.graph))
-        return max(account.peak_bytes(rank) for rank in range(len(problem.devices)))
-
-    # ---- teams ------------------------------------------------------------------------------------------------------
-
-    def _teams(self, degree: int, size: int) -> list[tuple[Team, int]]:
-        """Return the teams with their samples of a micro-batch of this size."""
-        teams = [group[first : first + degree] for group in self.problem.cluster.groups_by_host_and_kind()
-                 for first in range(0, len(group), degree)]
-        return list(zip(teams, split_samples(size, (1.0,) * len(teams)), strict=True))
-
-    def team_peaks(self, splits: Splits, degree: int, microbatches: int) -> list[int]:
-        """Return the peak of every device where teams divide operators and share so many micro-batches."""
-        peaks = [0] * len(self.problem.devices)
-        for team, count in self._teams(degree, self.problem.options.batch // microbatches):
-            for device in team:
-                peaks[device] = self._team_peak(splits, degree, count, microbatches)
-        return peaks
-
-    def _team_peak(self, splits: Splits, degree: int, num_samples: int, microbatches: int) -> int:
-        key = "team", degree, num_samples, min(microbatches, 2)
-        if key not in self._peaks and num_samples:
-            spec = self._team_spec(splits, [(team, num_samples) for team, _ in self._teams(degree, 0)[:2]])
-            self._peaks[key] = self._peak(spec, num_samples, microbatches)
-        return self._peaks.get(key, 0)
-
-    def _team_spec(self, splits: Splits, teams: Sequence[tuple[Team, int]]) -> StageSpec:
-        graph, whole = self.problem.graph, sum(count for _, count in teams)
-        return StageSpec(ops=np.arange(graph.num_ops),
-                         sharding=splits[0, len(teams[0][0])].words(graph.op_names, graph.tensor_names),
-                         times=tuple(self._team_times(splits, team, count) for team, count in teams),
-                         replicas=tuple((team, count / whole) for team, count in teams))
-
-    def _team_times(self, splits: Splits, team: Team, count: int) -> dict[str, float]:
-        """Return the seconds of a team by phase for so many samples."""
-        costs, groups = self.problem.costs, self.problem.cluster.groups_by_host_and_kind()
-        table = splits[next(index for index, group in enumerate(groups) if team[0] in group), len(team)]
-        column = costs.column_of_device[team[0]]
-        seconds: dict[str, float] = {}
-        for which, phase in enumerate(("F", "B")[: 1 + self.problem.is_training]):
-            whole: F64 = costs.op_seconds("F" if which == 0 else "B", count / self.problem.graph.batch)[:, column]
-            seconds[phase] = float(table.seconds(which, whole, count).sum())
-        if self.problem.is_training and self.problem.options.recompute:
-            seconds["B"] += seconds["F"]
-        return seconds
-
-    def team_seconds(self, splits: Splits, degree: int, size: int) -> float:
-        """Return the time of one micro-batch on the slowest team, forward and backward."""
-        return max(sum(self._team_times(splits, team, count).values())
-                   for team, count in self._teams(degree, size) if count)
-
-    def team_plan(self, splits: Splits, degree: int, microbatches: int) -> Plan:
-        """Return the whole plan of teams that share each micro-batch."""
-        teams = self._teams(degree, self.problem.options.batch // microbatches)
-        spec = self._team_spec(splits, [(team, count) for team, count in teams if count])
-        return _one_stage(self.problem, spec, microbatches, by="fit")
-
-    # ---- pipelines --------------------------------------------------------------------------------------------------
-
-    def pipeline_peaks(self, cuts: Sequence[int], size: int, microbatches: int) -> tuple[int, ...]:
-        """Return the peak of each stage with so many micro-batches of this size."""
+    def pipeline(self, cuts: Sequence[int], size: int, microbatches: int) -> Plan:
+        """Return a pipeline with these cuts, for micro-batches of this size, as many as make a difference."""
         number = min(microbatches, len(cuts) - 1 + (MORE if self.problem.is_training else MORE_FORWARD))
-        problem = replace(self.problem, options=replace(self.problem.options, batch=size * number, microbatches=number))
-        account = account_memory(lower(_pipeline(problem, cuts, number), problem.graph))
-        return tuple(account.peak_bytes(stage) for stage in range(len(cuts) - 1))
+        return pipeline(self._of_size(size, number), number, cuts, by="fit")
 
     def memory_cuts(self, size: int, microbatches: int) -> tuple[int, ...]:
         """Return the cuts of the pipeline whose fullest device, by its own memory, is about as empty as possible."""
-        num_stages = min(len(self.problem.devices), self._chain.num_places - 1)
-        room = Room(devices=self.problem.devices[:num_stages], memory=tuple(self._capacities[:num_stages]))
-        cutter = PipelineCutter(self._chain, microbatches, room, size=size)
-        return tuple(self._chain.places[cutter.emptiest()].tolist())
-
-    @cached_property
-    def _chain(self) -> Chain:
-        return Chain(self.problem, num_stages=len(self.problem.devices))
-
-    @cached_property
-    def _capacities(self) -> list[float]:
-        """Return each device's memory; where there is no limit, more than everything."""
+        num_stages = min(len(self.problem.devices), self.chain.num_places - 1)
         sizes = [device.memory_bytes for device in self.problem.cluster.devices]
-        most = 2.0 * max((size for size in sizes if size is not None), default=2**40)
-        return [most if size is None else float(size) for size in sizes]
-
-
-def _one_stage(problem: Problem, spec: StageSpec, microbatches: int, *, by: str = "reduced") -> Plan:
-    order = (one_f_one_b if problem.is_training else forward_only)(1, microbatches)
-    devices = [device for team, _ in spec.replicas for device in team]
-    return make_plan(problem, [spec], order * len(devices), microbatches=microbatches, by=by, order_devices=devices)
-
-
-def _pipeline(problem: Problem, cuts: Sequence[int], microbatches: int) -> Plan:
-    specs = [StageSpec(ops=np.arange(first, last), replicas=(((problem.devices[device],), 1.0),))
-             for device, (first, last) in enumerate(itertools.pairwise(cuts))]
-    order = (one_f_one_b if problem.is_training else forward_only)(len(specs), microbatches)
-    return make_plan(problem, specs, order, microbatches=microbatches, by="fit",
-                     order_devices=problem.devices[: len(specs)])
+        most = 2 * max((size for size in sizes if size is not None), default=2**40)  # where there is no limit
+        room = Room(devices=self.problem.devices[:num_stages],
+                    memory=tuple(float(most if size is None else size) for size in sizes[:num_stages]))
+        cutter = PipelineCutter(self.chain, microbatches, room, size=size)
+        return tuple(self.chain.places[cutter.emptiest()].tolist())

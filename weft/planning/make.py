@@ -25,7 +25,7 @@ from weft.planning.compare import Comparison, compare_all
 from weft.planning.objectives import bind_to_cluster, fewest_devices, parse_target, with_headroom
 from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import PlanOptions, Problem
-from weft.search.deploy.splits import Splits, load_splits
+from weft.search.deploy.splits import Splits
 from weft.sharding.named_ops import named_ops
 
 if TYPE_CHECKING:
@@ -117,7 +117,9 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
 
     whole = Problem(graph=graph, cluster=cluster, costs=costs_of(graph, cluster), options=options, ops=ops)
     problem = whole if narrow is cluster else replace(whole, cluster=narrow, costs=costs_of(graph, narrow))
-    splits = load_splits(model, problem, lambda graph: costs_of(graph, narrow), report=report,
+    from weft.search.deploy.find_splits import load_splits
+
+    splits = load_splits(model, problem, lambda graph: costs_of(graph, narrow), report=report, progress=report,
                          budget=budget) if (search.deploy or search.joint) and not options.whole_parameters else {}
     devices: tuple[str, ...] | None = None
     if wanted is None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Final, Literal
 
 from weft.base.errors import ClusterError, InputError, NoFeasiblePlan
@@ -23,8 +24,8 @@ from weft.cluster.cluster_file import to_json
 from weft.cost.costs import Costs
 from weft.model.graph import Graph
 from weft.plan.plan import ClusterRef, Mode
-from weft.planning.compare import Candidate, Comparison, evaluate
-from weft.search.common.problem import Problem
+from weft.planning.compare import Candidate, Comparison
+from weft.search.common.problem import Problem, evaluate_plan
 from weft.search.deploy.splits import Splits
 
 Objective = Literal["throughput", "latency"]
@@ -133,7 +134,7 @@ def _bind(candidate: Candidate, problem: Problem) -> Candidate:
     assert candidate.timeline is not None, "it has a plan"
     if candidate.predicted_s is not None and candidate.predicted_s != candidate.timeline.step_time_s:
         return replace(candidate, plan=plan)  # too large to be simulated as a whole
-    timeline = evaluate(plan, problem)
+    timeline = evaluate_plan(plan, problem)
     predicted_s = None if candidate.predicted_s is None else timeline.step_time_s
     return replace(candidate, plan=plan, timeline=timeline, predicted_s=predicted_s)
 
@@ -147,7 +148,6 @@ class Attempt:
     """No plan on them can be faster."""
     step_time_s: float | None = None
     """None where nothing was planned, since the bound misses the target, or where nothing fits."""
-    reaches: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +216,7 @@ class _Trials:
         self.problem, self.target, self.search, self.splits = problem, target, search, splits
         self.costs_of, self.progress, self.is_late = costs_of, progress, is_late
         self.attempts: dict[tuple[DeviceId, ...], Attempt] = {}
-        self.found: dict[tuple[DeviceId, ...], Comparison | None] = {}
+        self.known = cache(self._plan)
         self.miss: NoFeasiblePlan | None = None
         self.is_complete = True
         """The whole cluster was planned for to the end."""
@@ -225,10 +225,7 @@ class _Trials:
 
     def plan(self, devices: Sequence[DeviceId]) -> Comparison | None:
         """Return the comparison for these devices if its best plan reaches the target."""
-        key = tuple(sorted(devices))
-        if key not in self.found:
-            self.found[key] = self._plan(key)
-        return self.found[key]
+        return self.known(tuple(sorted(devices)))
 
     def _plan(self, devices: tuple[DeviceId, ...]) -> Comparison | None:
         names = tuple(self.problem.cluster.devices[device].name for device in devices)
@@ -261,10 +258,9 @@ class _Trials:
         self.interrupted_in = comparison.interrupted_in
         self.is_complete &= comparison.is_complete or not is_all
         seconds = comparison.best.step_time_s
-        reaches = seconds <= limit_s
-        self.attempts[devices] = Attempt(devices=names, bound_s=bound_s, step_time_s=seconds, reaches=reaches)
+        self.attempts[devices] = Attempt(devices=names, bound_s=bound_s, step_time_s=seconds)
         self.progress(f"target {self.target.text}: {len(names)} devices take {format_time(seconds)}")
-        return comparison if reaches else None
+        return comparison if seconds <= limit_s else None
 
 
 def _not_reached(problem: Problem, target: Target, trials: _Trials) -> NoFeasiblePlan:

@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from weft.base.errors import ModelError, NoFeasiblePlan
+from weft.base.errors import NoFeasiblePlan
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import Costs
 from weft.model.graph import Graph
-from weft.model.load import has_module
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
-from weft.plan.plan import Mode
 from weft.planning.compare import Candidate, Comparison, compare_all, compare_strategies, microbatch_choices
 from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import PlanOptions, Problem
-from weft.search.deploy import splits as team_splits
-from weft.search.deploy.splits import NO_SPLITS, Splits
+from weft.search.deploy.splits import Splits
 from weft.search.joint.baselines import STRATEGIES
-
-if TYPE_CHECKING:
-    from weft.model.folded import FoldedModel
-
-Report = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,64 +45,48 @@ class Request:
 
 
 def replan(problem: Problem, request: Request, *, strategies: Sequence[str] | None = None,
-           time_limit_s: float | None = None, report: Report = lambda text: None) -> Comparison:
+           budget: Budget | None = None) -> Comparison:
     """Return what every strategy comes to, as `weft plan` finds it; raise ``NoFeasiblePlan`` if none fits.
 
     Of the plain strategies only some, if ``strategies`` are given.
     """
-    budget = time_budget(time_limit_s, report)
-    splits = find_splits(problem, request, budget=budget, report=report)
+    budget = budget or time_budget(None)
+    splits = find_splits(problem, request, budget=budget)
     return compare_all(problem, splits, budget, strategies=strategies)
 
 
-def find_splits(problem: Problem, request: Request, *, budget: Budget | None = None,
-                report: Report = lambda text: None) -> Splits:
-    """Return how the devices of a host may divide the model's operators, as ``load_splits``; it is traced once only."""
-    options, graph, budget = problem.options, problem.graph, budget or time_budget(None)
-    if request.model is None or problem.cluster.num_devices < 2 or not has_module(request.model):
-        return NO_SPLITS
-    try:
-        folded = _folded(request.model, options.mode, graph.batch, options.dtype)
-        return team_splits.find_splits(problem, folded, lambda graph: request.costs_of(graph, problem.cluster),
-                                       budget=budget.part(team_splits.SPLITS_PART))
-    except ModelError as miss:
-        report(f"note: operators are not divided: {miss}")
-        return NO_SPLITS
+def find_splits(problem: Problem, request: Request, *, degree: int | None = None,
+                budget: Budget | None = None) -> Splits:
+    """Return how the devices of a host (so many, or any number) may divide the model's operators."""
+    from weft.search.deploy.find_splits import load_splits
+
+    return load_splits(request.model, problem, lambda graph: request.costs_of(graph, problem.cluster), degree=degree,
+                       budget=budget, report=(lambda text: None) if budget is None else budget.report)
 
 
-@lru_cache(maxsize=2)
-def _folded(model: str, mode: Mode, batch: int, dtype: str) -> FoldedModel:
-    from weft.model.folded import trace_folded
-    from weft.model.source import ModelSource, resolve_model
-
-    source = resolve_model(model, mode=mode, batch=batch, dtype=dtype)
-    assert isinstance(source, ModelSource), "it has a module"
-    return trace_folded(source, batch=batch)
-
-
-def best_joint(problem: Problem, splits: Splits = NO_SPLITS, *, deadline: float | None = None,
-               budget: Budget | None = None) -> Candidate | None:
+def best_joint(problem: Problem, splits: Splits, budget: Budget) -> Candidate | None:
     """Return what the search over data, tensor and pipeline parallelism finds in a few seconds, if anything.
 
-    Ctrl-C marks the ``budget``; without one it raises as usual.
+    Ctrl-C marks the ``budget``.
     """
     if problem.cluster.num_devices < 2:
         return None
-    limit_s = JOINT_S if deadline is None else min(JOINT_S, max(0.0, deadline - time.monotonic()))
+    left = budget.seconds_left
     try:
-        found = compare_strategies(problem, (), joint=True, splits=splits, time_limit_s=limit_s)
+        found = compare_strategies(problem, (), joint=True, splits=splits,
+                                   time_limit_s=JOINT_S if left is None else min(JOINT_S, left))
     except NoFeasiblePlan:
         return None
-    if found.is_interrupted:
-        if budget is None:
-            raise KeyboardInterrupt
-        budget.is_interrupted = True
+    budget.is_interrupted |= found.is_interrupted
     return found.best
 
 
-def fits_jointly(problem: Problem, splits: Splits = NO_SPLITS, *, deadline: float | None = None) -> bool:
-    """Return whether that search finds a plan."""
-    return best_joint(problem, splits, deadline=deadline) is not None
+def fits_jointly(problem: Problem, splits: Splits, budget: Budget) -> bool:
+    """Return whether that search finds a plan; Ctrl-C raises."""
+    found = best_joint(problem, splits, budget)
+    if budget.is_interrupted:
+        raise KeyboardInterrupt
+    return found is not None
 
 
 JOINT_S: Final = 4.0

@@ -11,8 +11,8 @@ from weft.model.folded import trace_folded
 from weft.plan.plan import Optimizer
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.deployer import Deployer
+from weft.search.deploy.find_splits import find_splits
 from weft.search.deploy.search import DeployOptions, make_deployers
-from weft.search.deploy.splits import find_splits
 
 
 @cache

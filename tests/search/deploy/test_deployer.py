@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.search.deploy.worlds import cluster_of, deployer_of, host, problem_of
-from weft.planning.compare import evaluate
+from weft.search.common.problem import evaluate_plan as evaluate
 from weft.search.deploy.deployer import Deployer, deployment_plan
 
 TWO_HOSTS = (host("a", 2), host("b", 2, rate="2GFLOP/s"))

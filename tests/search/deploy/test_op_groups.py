@@ -61,4 +61,3 @@ def test_bundles_count_each_tensor_once_for_all_its_readers() -> None:
     first = [bundle for bundle in groups.bundles if bundle.producer == 0]
     assert [bundle.consumers for bundle in first] == [(1, 3, 4)]
     assert first[0].bytes_per_sample == 100
-    assert first[0].has_gradient

@@ -18,7 +18,8 @@ from weft.plan.check import check_plan
 from weft.plan.plan import Optimizer
 from weft.search.common.budget import Budget
 from weft.search.deploy.deployer import deployment_plan
-from weft.search.deploy.splits import find_splits, teams_by_degree
+from weft.search.deploy.find_splits import find_splits
+from weft.search.deploy.splits import teams_by_degree
 from weft.search.shard.compare import search_plan
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.named import find_roles, named

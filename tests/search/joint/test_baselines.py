@@ -14,8 +14,9 @@ from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
-from weft.planning.compare import compare_strategies, evaluate, microbatch_choices
+from weft.planning.compare import compare_strategies, microbatch_choices
 from weft.search.common.problem import PlanOptions, Problem, block_of, divisors
+from weft.search.common.problem import evaluate_plan as evaluate
 from weft.search.deploy.search import DeployOptions
 from weft.search.joint.baselines import STRATEGIES, balanced_cuts, equal_cuts
 

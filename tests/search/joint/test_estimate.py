@@ -17,7 +17,7 @@ from tests.search.joint.worlds import (
     with_optimizer,
 )
 from weft.base.errors import NoFeasiblePlan
-from weft.planning.compare import evaluate
+from weft.search.common.problem import evaluate_plan as evaluate
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimator
 from weft.search.joint.finalists import build_plan

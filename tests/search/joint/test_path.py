@@ -9,7 +9,8 @@ from tests.worlds import chain_graph, plain_cluster, plan_of
 from weft.cost.costs import estimate_costs
 from weft.plan.check import check_plan
 from weft.plan.orders import interleaved, one_f_one_b
-from weft.search.joint.estimate import pipeline_order, pipeline_seconds
+from weft.search.common.problem import pipeline_order
+from weft.search.joint.estimate import pipeline_seconds
 from weft.simulate.predict import simulate
 
 

@@ -21,8 +21,9 @@ from weft.model.load import load_graph_for
 from weft.plan.check import check_plan
 from weft.plan.memory import static_bytes
 from weft.plan.plan import Optimizer
-from weft.planning.compare import compare_strategies, evaluate
+from weft.planning.compare import compare_strategies
 from weft.search.common.problem import PlanOptions, Problem
+from weft.search.common.problem import evaluate_plan as evaluate
 from weft.search.joint import scheduled
 from weft.search.joint.baselines import STRATEGIES
 from weft.search.joint.placements import PLACEMENTS, guess_sharding

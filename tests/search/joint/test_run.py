@@ -15,7 +15,7 @@ from weft.plan.check import check_plan
 from weft.plan.plan import Optimizer
 from weft.search.common.budget import Budget
 from weft.search.common.problem import PlanOptions, Problem
-from weft.search.deploy.splits import find_splits
+from weft.search.deploy.find_splits import find_splits
 from weft.search.joint import estimate
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimator

@@ -12,10 +12,11 @@ from weft.base.errors import NoFeasiblePlan
 from weft.cost.costs import estimate_costs
 from weft.model.folded import trace_folded
 from weft.plan.plan import Optimizer
-from weft.planning.compare import evaluate
 from weft.search.common.budget import Budget
 from weft.search.common.problem import PlanOptions, Problem, divisors
-from weft.search.deploy.splits import Splits, find_splits
+from weft.search.common.problem import evaluate_plan as evaluate
+from weft.search.deploy.find_splits import find_splits
+from weft.search.deploy.splits import Splits
 from weft.search.joint.baselines import STRATEGIES
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator

@@ -19,8 +19,9 @@ from weft.cluster.cluster_file import to_json
 from weft.cost.costs import Costs, Phase
 from weft.model.graph import F64, I64, Graph
 from weft.plan.binding import stage_work
+from weft.plan.check import check_plan
 from weft.plan.holders import exchange_sets
-from weft.plan.orders import Order, to_tokens
+from weft.plan.orders import Order, forward_only, interleaved, one_f_one_b, to_tokens
 from weft.plan.plan import (
     ClusterRef,
     GradientExchange,
@@ -36,6 +37,8 @@ from weft.plan.plan import (
 )
 from weft.search.common.buckets import cut_gradients
 from weft.sharding.named_ops import NamedOp
+from weft.simulate.predict import simulate
+from weft.simulate.timeline import Timeline
 from weft.simulate.timing import stage_figure
 
 TENSOR_AXIS: Final = "tensor"
@@ -166,6 +169,33 @@ def make_plan(problem: Problem, specs: Sequence[StageSpec], order: Order, *, mic
         order={problem.cluster.devices[device].name: actions for device, actions in zip(devices, tokens, strict=True)},
         optimizer=options.optimizer, search=SearchInfo(by=by, seed=options.seed))
     return cut_gradients(add_gradients(plan, problem.graph), problem.graph, problem.costs)
+
+
+def evaluate_plan(plan: Plan, problem: Problem) -> Timeline:
+    """Return the simulated timeline of a plan that passes all checks."""
+    return simulate(check_plan(plan, problem.graph, problem.cluster), problem.costs, problem.cluster)
+
+
+def with_plan(timeline: Timeline, plan: Plan) -> Timeline:
+    """Return the timeline as that of the plan, which has more about the search by now."""
+    assert timeline.program is not None, "it was simulated just now"
+    return replace(timeline, program=replace(timeline.program, plan=plan))
+
+
+def pipeline_order(num_meshes: int, chunks: int, microbatches: int, *, training: bool) -> Order:
+    """Return what each mesh does in turn; stage ``s`` is on mesh ``s % num_meshes``."""
+    if not training:
+        return forward_only(num_meshes, microbatches)
+    if chunks > 1:
+        return interleaved(num_meshes, chunks, microbatches)
+    return one_f_one_b(num_meshes, microbatches)
+
+
+def one_stage(problem: Problem, spec: StageSpec, microbatches: int, *, by: str) -> Plan:
+    """Return the plan of one stage."""
+    devices = [device for team, _ in spec.replicas for device in team]
+    order = pipeline_order(1, 1, microbatches, training=problem.is_training)
+    return make_plan(problem, [spec], order * len(devices), microbatches=microbatches, by=by, order_devices=devices)
 
 
 def _description(cluster: Cluster) -> dict[str, Any]:

@@ -14,12 +14,11 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from weft.cluster.cluster import DeviceId
-from weft.cost.costs import Phase
 from weft.cost.pair_times import PairTimes, check_pairs
 from weft.model.graph import F64, I64
 from weft.plan.op_bytes import kept_by_op
@@ -32,12 +31,8 @@ from weft.search.deploy.blocks import Layouts, Outcome, World, find_blocks
 from weft.search.deploy.exchange import Bucket, Exchanges
 from weft.search.deploy.kernel import least_seconds, run
 from weft.search.deploy.op_groups import OpGroups
-from weft.search.deploy.splits import NO_SPLITS, Splits, divided_stage
+from weft.search.deploy.splits import NO_SPLITS, Splits, TeamTimes
 
-if TYPE_CHECKING:
-    from weft.search.shard.tensor_costs import TensorCosts
-
-PASSES: Final[tuple[Phase, Phase]] = ("F", "B")
 _ROUNDING: Final = 1e-9
 """Sums in another order may differ by such a part."""
 
@@ -52,7 +47,6 @@ class Evaluation:
     """Beyond the capacity of devices, in all; zero where it fits."""
     outcome: Outcome
     layout_of: I64
-    ahead: int
 
     @property
     def fits(self) -> bool:
@@ -74,16 +68,15 @@ class Found:
         return self.evaluation.missing_bytes, self.evaluation.seconds
 
 
-class Deployer:
+class Deployer(TeamTimes):
     """Evaluates deployments for one number of micro-batches; see the module's docstring."""
 
     def __init__(self, problem: Problem, groups: OpGroups, microbatches: int, *, splits: Splits = NO_SPLITS,
                  use_factors: bool = True, use_shares: bool = True, world: World | None = None) -> None:
         """``splits`` say how devices divide operators; ``world`` is another deployer's of the same operator groups."""
-        self.problem, self.groups, self.microbatches = problem, groups, microbatches
-        self.splits, self.use_shares = splits, use_shares
+        super().__init__(problem, splits)
+        self.groups, self.microbatches, self.use_shares = groups, microbatches, use_shares
         self.size = problem.options.batch // microbatches
-        self.device_groups = problem.cluster.groups_by_host_and_kind()
         self.speeds = [1.0 / max(float(problem.op_seconds(device, self.size).sum()), 1e-12)
                        for device in problem.devices]
         actions = list_actions(self.device_groups, self.speeds, teams=splits)
@@ -111,7 +104,7 @@ class Deployer:
     @cached_property
     def group_seconds(self) -> F64:
         """Return [groups, devices]: forward and backward of one micro-batch's samples on one device."""
-        return np.stack([self._seconds("F", self.size, device) + self._seconds("B", self.size, device)
+        return np.stack([np.add(*map(self.by_group, self.op_passes((device,), self.size)))
                          for device in self.problem.devices], axis=1)
 
     @cached_property
@@ -187,8 +180,7 @@ class Deployer:
             missing = float(np.maximum(outcome.used - self.world.capacity, 0.0).sum())
             if missing == 0:
                 break
-        return Evaluation(seconds=float(outcome.seconds), missing_bytes=missing, outcome=outcome, layout_of=layout_of,
-                          ahead=ahead)
+        return Evaluation(seconds=float(outcome.seconds), missing_bytes=missing, outcome=outcome, layout_of=layout_of)
 
     def _ties_agree(self, layout_of: I64) -> bool:
         """Return whether devices hold the same part of a parameter for all groups that read it."""
@@ -207,7 +199,7 @@ class Deployer:
         nothing = np.zeros(len(self.world.capacity))
         outcome = Outcome(np.inf, nothing, nothing, np.zeros(self.world.num_resources), nothing,
                           np.zeros(self.groups.num_groups), np.zeros((0, 0)), 0)
-        return Evaluation(seconds=np.inf, missing_bytes=np.inf, outcome=outcome, layout_of=layout_of, ahead=1)
+        return Evaluation(seconds=np.inf, missing_bytes=np.inf, outcome=outcome, layout_of=layout_of)
 
     # ---- layouts ----------------------------------------------------------------------------------------------------
 
@@ -219,7 +211,7 @@ class Deployer:
             key = int(action), first, last
             known = self._runs.get(key)
             if known is None:
-                known = self._runs[key] = self._laid_out(first, last, self._stages(self.actions[action]))
+                known = self._runs[key] = self._laid_out(first, last, self.stages(self.actions[action]))
             result += known
         return np.asarray(result, dtype=np.int64)
 
@@ -230,7 +222,7 @@ class Deployer:
 
     @cached_property
     def _action_of_layout(self) -> dict[int, int]:
-        stages = ((index, self._stages(action)) for index, action in enumerate(self.actions))
+        stages = ((index, self.stages(action)) for index, action in enumerate(self.actions))
         return {self.layout_id(layouts[0]): index for index, layouts in reversed(list(stages)) if len(layouts) == 1}
 
     def layout_id(self, layout: Layout) -> int:
@@ -243,7 +235,7 @@ class Deployer:
             self._tables = None
         return known
 
-    def _stages(self, action: Action) -> tuple[Layout, ...]:
+    def stages(self, action: Action) -> tuple[Layout, ...]:
         """Return the layouts that an action lays consecutive groups over."""
         match action.kind:
             case "replicate":
@@ -285,33 +277,13 @@ class Deployer:
             self._tables = _pack_layouts(self._columns, self.groups.num_groups)
         return self._tables
 
-    def _seconds(self, phase: Phase, samples: int, device: DeviceId) -> F64:
-        """Return the seconds of every group for so many samples on the device."""
-        return self.by_group(self._op_seconds(phase, samples, device))
-
-    def _op_seconds(self, phase: Phase, samples: int, device: DeviceId) -> F64:
-        column = self.problem.costs.column_of_device[device]
-        return self.problem.costs.op_seconds(phase, samples / self.problem.graph.batch)[:, column]
-
     def by_group(self, values: F64) -> F64:
         """Return the sum over each group's operators."""
         return np.asarray(np.add.reduceat(values, self.groups.start[:-1]))
 
-    def split_of(self, team: Sequence[DeviceId]) -> TensorCosts | None:
-        """Return how the devices of a replica divide operators; None for a single device."""
-        if len(team) == 1:
-            return None
-        group = next(index for index, members in enumerate(self.device_groups) if team[0] in members)
-        return self.splits[group, len(team)]
-
     def _held_part(self, team: Sequence[DeviceId]) -> F64 | None:
         split = self.split_of(team)
         return None if split is None else split.held_part
-
-    def op_times(self, phase: Phase, samples: int, team: Sequence[DeviceId]) -> F64:
-        """Return the seconds of every operator for so many samples on the devices of a replica together."""
-        whole, split = self._op_seconds(phase, samples, team[0]), self.split_of(team)
-        return whole if split is None else split.seconds(int(phase != "F"), whole, samples)
 
     def _layout_columns(self, layout: Layout) -> _LayoutColumns:
         rows, forward, backward, step, first = [], [], [], [], 0
@@ -319,7 +291,7 @@ class Deployer:
         static = self.exchanges.static_bytes if split is None else self.exchanges.held_bytes(split.held_part)
         saved = np.ones(self.groups.num_groups) if split is None else self._saved_part(split.saved_part)
         for team, samples in layout.replicas:
-            times = [self.by_group(self.op_times(phase, samples, team)) for phase in PASSES]
+            times = [self.by_group(seconds) for seconds in self.op_passes(team, samples)]
             for position, device in enumerate(team):
                 rows.append((device, first, first + samples, position, len(team)))
                 forward.append(times[0])
@@ -424,18 +396,18 @@ def deployment_plan(deployer: Deployer, found: Evaluation, *, by: str) -> Plan:
     for block in range(int(block_of[-1]) + 1):
         groups = np.flatnonzero(block_of == block)
         ops = np.concatenate([deployer.groups.ops(int(group)) for group in groups])
-        replicas = layouts[groups[0]].replicas
-        specs.append(divided_stage(problem, deployer.split_of(replicas[0][0]), ops, replicas, sort=lambda team: team,
-                                   passes=lambda team, samples: (deployer.op_times("F", samples, team),
-                                                                 deployer.op_times("B", samples, team))))
+        specs.append(deployer.stage(ops, layouts[groups[0]].replicas, recompute=problem.options.recompute))
     orders = _orders(deployer, found, specs)
     devices = tuple(orders)
     plan = make_plan(problem, specs, [orders[device] for device in devices], microbatches=deployer.microbatches, by=by,
                      order_devices=devices)
     if not problem.is_training:
         return plan
-    buckets = deployer.exchanges.buckets(found.layout_of.tolist(), deployer.layouts).items
-    return replace(plan, gradients=tuple(_exchanges(deployer, plan, _by_readiness(buckets, found.outcome.group_end_s))))
+    # In the order in which their gradients are there: a plan's exchanges are done in the order given.
+    end_s = found.outcome.group_end_s
+    buckets = sorted(deployer.exchanges.buckets(found.layout_of.tolist(), deployer.layouts).items,
+                     key=lambda bucket: (max(end_s[group] for group in bucket.groups), -min(bucket.groups)))
+    return replace(plan, gradients=tuple(_exchanges(deployer, plan, buckets)))
 
 
 def _exchanges(deployer: Deployer, plan: Plan, buckets: Sequence[Bucket]) -> Iterator[GradientExchange]:
@@ -454,11 +426,6 @@ def _exchanges(deployer: Deployer, plan: Plan, buckets: Sequence[Bucket]) -> Ite
         for devices, own in parts.items():
             if own:
                 yield GradientExchange(parameters=tuple(own), devices=devices)
-
-
-def _by_readiness(buckets: Sequence[Bucket], group_end_s: F64) -> list[Bucket]:
-    """Return the exchanges in the order in which their gradients are there: a plan's are done in the order given."""
-    return sorted(buckets, key=lambda bucket: (max(group_end_s[group] for group in bucket.groups), -min(bucket.groups)))
 
 
 def _orders(deployer: Deployer, found: Evaluation, specs: list[StageSpec]) -> dict[DeviceId, list[Planned]]:

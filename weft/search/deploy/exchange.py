@@ -10,11 +10,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
 from weft.cluster.cluster import DeviceId
-from weft.cost.collectives import Collective, Line
+from weft.cost.collectives import Collective
 from weft.cost.op_classes import op_classes
 from weft.model.graph import F64, I64
 from weft.plan.memory import optimizer_bytes
@@ -108,9 +109,10 @@ class Exchanges:
             self.group_bytes[places[0]] += self.sizes[tensor]
             self.static_bytes[places[0]] += self.static_of[tensor]
         self.step_s_per_byte = self._step_rates()
-        self._lines: dict[tuple[DeviceId, ...], Line] = {}
+        self._line = cache(lambda devices: reduce_line(problem.costs, 1e9, devices))
+        """The time of a large all-reduce among devices."""
         self._layers = tuple(layer for layer in linear_layers(problem.graph) if len(homes[layer.weight]) == 1)
-        self._parts_of: dict[Layout, list[_Part | None]] = {}
+        self._parts = cache(self._find_parts)
         self._blocks: dict[tuple[int, int, int], tuple[Bucket, ...]] = {}
 
     def held_bytes(self, part: F64) -> F64:
@@ -184,13 +186,10 @@ class Exchanges:
                                  seconds=seconds + sum(item.compute_s for item in items))
                 groups, size = [], 0.0
 
-    def _parts(self, layout: Layout) -> list[_Part | None]:
+    def _find_parts(self, layout: Layout) -> list[_Part | None]:
         """Return what devices with this layout exchange for each group; None where there is nothing."""
-        known = self._parts_of.get(layout)
-        if known is None:
-            factors, held = self._factors(layout), self.held_part(layout.replicas[0][0])
-            known = self._parts_of[layout] = [self._part(tensors, factors, held) for tensors in self.of_group]
-        return known
+        factors, held = self._factors(layout), self.held_part(layout.replicas[0][0])
+        return [self._part(tensors, factors, held) for tensors in self.of_group]
 
     def _part(self, tensors: Sequence[int], factors: Mapping[int, _Factors], held: F64 | None) -> _Part | None:
         reduced = tuple(tensor for tensor in tensors if tensor not in factors)
@@ -217,12 +216,6 @@ class Exchanges:
         """Return how many bytes make a bucket large enough."""
         line = self._line(devices)
         return TUNING.full_bucket * line.latency_s / line.s_per_byte if line.s_per_byte > 0 else np.inf
-
-    def _line(self, devices: tuple[DeviceId, ...]) -> Line:
-        """Return the time of a large all-reduce among devices."""
-        if devices not in self._lines:
-            self._lines[devices] = reduce_line(self.problem.costs, 1e9, devices)
-        return self._lines[devices]
 
     def _bucket(self, tensors: tuple[int, ...], groups: tuple[int, ...], devices: tuple[DeviceId, ...],
                 num_bytes: float, *, among: Sequence[tuple[DeviceId, ...]] = (), is_divided: bool = False) -> Bucket:

@@ -22,7 +22,6 @@ import numpy.typing as npt
 
 from weft.cluster.cluster import DeviceId
 from weft.model.graph import F64, I64, Bool
-from weft.plan.plan import split_samples
 from weft.search.deploy.actions import Action, Kind
 from weft.search.deploy.deployer import Deployer, Evaluation
 from weft.simulate.exchange_time import reduce_line
@@ -145,31 +144,15 @@ class _Scale:
 def _use(deployer: Deployer, action: Action) -> tuple[F64, F64]:
     """Return, by device, the samples that it takes at once, and the part of a group that it does on average."""
     samples, part = np.zeros(len(deployer.speeds)), np.zeros(len(deployer.speeds))
-    devices, speeds = list(action.devices), np.asarray(deployer.speeds)
-    part[devices] = 1.0
-    match action.kind:
-        case "replicate":
-            weights = tuple(speeds[devices]) if action.by_speed else (1.0,) * len(devices)
-            samples[devices] = split_samples(deployer.size, weights)
-        case "single":
-            samples[devices] = deployer.size
-        case "pipeline":
-            samples[devices] = deployer.size
-            part[devices] = speeds[devices] / speeds[devices].sum()
-        case "pipeline groups":
-            for members in _members(deployer, action):
-                samples[members] = split_samples(deployer.size, (1.0,) * len(members))
-                part[members] = speeds[members].sum() / speeds[devices].sum()
-        case "tensor":
-            teams = [list(team) for team in action.teams(deployer.device_groups)]
-            counts = split_samples(deployer.size, tuple(float(speeds[team].sum()) for team in teams))
-            for team, count in zip(teams, counts, strict=True):
-                samples[team], part[team] = count, 1.0 / len(team)
+    speeds, stages = np.asarray(deployer.speeds), deployer.stages(action)
+    places = ([deployer.device_groups[group] for group in action.device_groups] if action.kind == "pipeline groups"
+              else [stage.devices for stage in stages])
+    power = [speeds[list(place)].sum() for place in places]
+    for stage, own in zip(stages, power, strict=True):
+        for team, count in stage.replicas:
+            samples[list(team)] = count
+            part[list(team)] = (own / speeds[list(action.devices)].sum() if len(stages) > 1 else 1.0) / len(team)
     return samples, part
-
-
-def _members(deployer: Deployer, action: Action) -> list[list[int]]:
-    return [list(deployer.device_groups[group]) for group in action.device_groups]
 
 
 def _exchange_line(deployer: Deployer, action: Action) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from weft.plan.op_bytes import crossing_bytes, crossing_tensors, parameters_by_o
 from weft.search.deploy.tuning import TUNING
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Bundle:
     """Tensors that one group writes and the same other groups read; they travel together."""
 
@@ -34,7 +34,6 @@ class Bundle:
     """Of tensors that do not grow with the batch."""
     gradient_bytes_per_sample: float
     gradient_fixed_bytes: float
-    has_gradient: bool
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,12 +79,10 @@ class OpGroups:
             size = float(graph.tensor_bytes[tensor])
             fixed = graph.tensor_batch_dim[tensor] == NO_BATCH_DIM
             amounts = np.array([0.0, size]) if fixed else np.array([size / graph.batch, 0.0])
-            needs = float(graph.needs_gradient[tensor])
             key = int(self.of_op[graph.tensor_producer[tensor]]), groups
-            totals[key] = totals.get(key, np.zeros(5)) + np.array([*amounts, *(amounts * needs), needs])
-        return tuple(Bundle(producer=producer, consumers=groups, bytes_per_sample=float(row[0]),
-                            fixed_bytes=float(row[1]), gradient_bytes_per_sample=float(row[2]),
-                            gradient_fixed_bytes=float(row[3]), has_gradient=bool(row[4]))
+            totals[key] = totals.get(key, np.zeros(4)) + np.array(
+                [*amounts, *(amounts * float(graph.needs_gradient[tensor]))])
+        return tuple(Bundle(producer, groups, *row.tolist())
                      for (producer, groups), row in sorted(totals.items()))
 
     def _readers(self) -> dict[int, tuple[int, ...]]:

@@ -31,11 +31,10 @@ from typing import Final, Literal, get_args
 import numpy as np
 
 from weft.base.errors import InputError, NoFeasiblePlan
-from weft.plan.check import check_plan
 from weft.plan.plan import Plan, with_search
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
 from weft.search.common.incumbent import Incumbent
-from weft.search.common.problem import Problem, divisors
+from weft.search.common.problem import Problem, divisors, evaluate_plan, with_plan
 from weft.search.deploy import seeds
 from weft.search.deploy.deployer import Deployer, Found, deployment_plan, make_world
 from weft.search.deploy.local import Annealer, polish
@@ -45,7 +44,6 @@ from weft.search.deploy.seeds import staged_choices
 from weft.search.deploy.splits import NO_SPLITS, Splits
 from weft.search.deploy.tree import TreeSearch
 from weft.search.deploy.tuning import TUNING
-from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 
 Method = Literal["auto", "tree", "anneal", "heft", "data-parallel"]
@@ -365,7 +363,7 @@ def _finish(race: _Race, problem: Problem) -> Deployment:
             continue
         plan = deployment_plan(found.deployer, found.evaluation, by=f"deploy {race.options.method}")
         try:
-            timeline = simulate(check_plan(plan, problem.graph, problem.cluster), problem.costs, problem.cluster)
+            timeline = evaluate_plan(plan, problem)
         except NoFeasiblePlan as problem_found:
             miss = miss or problem_found
             continue
@@ -382,8 +380,5 @@ def _finish(race: _Race, problem: Problem) -> Deployment:
         raise miss
     plan = with_search(best[0], status="feasible", step_time=best[1].step_time_s, bound=race.best.bound,
                        seed=race.options.seed)
-    timeline = best[1]
-    if timeline.program is not None:
-        timeline = replace(timeline, program=replace(timeline.program, plan=plan))
-    return Deployment(plan=plan, timeline=timeline, method=race.options.method, bound_s=race.best.bound,
+    return Deployment(plan=plan, timeline=with_plan(best[1], plan), method=race.options.method, bound_s=race.best.bound,
                       num_simulations=race.num_simulations, cpu_seconds=race.seconds, history=tuple(race.history))

@@ -1,23 +1,18 @@
-"""Ways to divide operators among the devices of a host, as the sharding search finds them, for the search here."""
+"""Teams of devices that divide operators, and stages that they run."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Final
 
-from weft.base.errors import ModelError, NoFeasiblePlan
-from weft.cluster.cluster import Cluster, DeviceId
-from weft.cost.costs import Costs
-from weft.model.graph import F64, I64, Graph
-from weft.model.load import has_module
-from weft.model.source import ModelSource, resolve_model
-from weft.plan.notes import NOTE, rule_notes
-from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
+import numpy as np
+
+from weft.cluster.cluster import DeviceId
+from weft.model.graph import F64, I64
 from weft.search.common.problem import Problem, StageSpec
 
 if TYPE_CHECKING:
-    from weft.model.folded import FoldedModel
     from weft.search.shard.tensor_costs import TensorCosts
 
 Team = tuple[DeviceId, ...]
@@ -27,88 +22,55 @@ Splits = Mapping[tuple[int, int], "TensorCosts"]
 NO_SPLITS: Final[Splits] = MappingProxyType({})
 MAX_DEGREE: Final = 16
 """No more devices divide operators together: hosts rarely have more."""
-SPLITS_PART: Final = 0.25
-"""Part of a time limit that finding out how devices divide operators may take; a guess."""
 
+class TeamTimes:
+    """What operators take on teams of devices, and the stages that teams run."""
 
-def load_splits(model: str | ModelSource, problem: Problem, costs_of: Callable[[Graph], Costs], *,
-                budget: Budget | None = None, report: Callable[[str], None]) -> Splits:
-    """Return how devices of a host may divide the model, or that which is called so; nothing if it is not PyTorch's.
+    def __init__(self, problem: Problem, splits: Splits = NO_SPLITS) -> None:
+        self.problem, self.splits = problem, splits
+        self.device_groups = problem.cluster.groups_by_host_and_kind()
+        self.group_of = {device: index for index, group in enumerate(self.device_groups) for device in group}
 
-    ``budget`` is for the whole search, of which this takes a part; tracing does not count.
-    """
-    if next(teams_by_degree(problem.cluster.groups_by_host_and_kind()), None) is None or not has_module(model):
-        return {}
-    budget = budget or time_budget(None)
-    report("searching how the devices of a host divide operators")
-    try:
-        source = model if not isinstance(model, str) else resolve_model(
-            model, mode=problem.options.mode, batch=problem.graph.batch, dtype=problem.options.dtype)
-        assert isinstance(source, ModelSource), "it has a module"
-        with budget.paused():
-            from weft.model.folded import trace_folded
+    def split_of(self, team: Sequence[DeviceId]) -> TensorCosts | None:
+        """Return how the team divides operators; None for a single device."""
+        return None if len(team) == 1 else self.splits[self.group_of[team[0]], len(team)]
 
-            folded = trace_folded(source, batch=problem.graph.batch)
-        for note in rule_notes(folded.traced):
-            report(f"{NOTE}{note}")
-        return find_splits(problem, folded, costs_of, budget=budget.part(SPLITS_PART))
-    except ModelError as miss:
-        report(f"note: operators are not divided: {miss}")
-        return {}
+    def figures_key(self, team: Team) -> tuple[int, int]:
+        """Return what teams with equal figures have in common: their kind of device and their split."""
+        split = self.split_of(team)
+        return self.problem.costs.column_of_device[team[0]], 0 if split is None else id(split)
 
+    def op_passes(self, team: Sequence[DeviceId], num_samples: float) -> tuple[F64, F64]:
+        """Return the seconds of every operator's forward and backward on the team."""
+        problem, split = self.problem, self.split_of(team)
+        column, fraction = problem.costs.column_of_device[team[0]], num_samples / problem.graph.batch
+        forward = problem.costs.op_seconds("F", fraction)[:, column]
+        backward = (problem.costs.op_seconds("B", fraction)[:, column] if problem.is_training
+                    else np.zeros(problem.graph.num_ops))
+        if split is None:
+            return forward, backward
+        backward = split.seconds(1, backward, num_samples) if problem.is_training else backward
+        return split.seconds(0, forward, num_samples), backward
 
-def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph], Costs], *,
-                budget: Budget | None = None) -> Splits:
-    """Return how 2, 4, 8, ... devices of each device group divide the model; nothing where no host has several.
+    def stage(self, ops: I64, counts: Sequence[tuple[Team, int]], *, recompute: bool) -> StageSpec:
+        """Return the stage of these operators, with its words and times where teams of devices divide it.
 
-    ``folded`` is the folded model of ``problem.graph``; ``costs_of`` gives the costs of its graph. What the budget cuts
-    short is left out.
-    """
-    from weft.search.shard.tensor_costs import split_operators
-
-    groups = problem.cluster.groups_by_host_and_kind()
-    found: dict[tuple[int, int], TensorCosts] = {}
-    costs: Costs | None = None
-    for degree, members in teams_by_degree(groups):
-        try:
-            with cut_short(None if budget is None else budget.deadline):
-                costs = costs or costs_of(folded.traced.graph)
-                firsts = _distinct(problem.cluster, [groups[group][:degree] for group in members])
-                tables = split_operators(folded, problem.graph, costs, list(dict.fromkeys(firsts)), budget=budget,
-                                         optimizer=problem.options.optimizer, is_size_known=is_size_known(problem))
-        except (NoFeasiblePlan, ModelError, OutOfTime):
-            break  # no time left, or nothing to divide: the search goes on without
-        known = dict(zip(dict.fromkeys(firsts), tables, strict=True))
-        found |= {(group, degree): known[team] for group, team in zip(members, firsts, strict=True)}
-    return found
-
-
-def divided_stage(problem: Problem, split: TensorCosts | None, ops: I64, counts: Sequence[tuple[Team, int]], *,
-                  passes: Callable[[Team, int], tuple[F64, F64]], sort: Callable[[Team], Hashable]) -> StageSpec:
-    """Return the stage of these operators, with its words and times where teams of devices divide it.
-
-    ``counts`` are the teams with their samples of a micro-batch, ``passes`` gives the seconds of every operator's
-    forward and backward on a team, which are the same for all of a ``sort``.
-    """
-    size, graph = sum(count for _, count in counts), problem.graph
-    replicas = tuple((team, count / size) for team, count in counts)
-    if split is None:
-        return StageSpec(ops=ops, replicas=replicas)
-    touched = dict.fromkeys(tensor for op in ops.tolist() for tensor in (*graph.op_inputs(op), *graph.op_outputs(op)))
-    words = split.words([graph.op_names[op] for op in ops], [graph.tensor_names[tensor] for tensor in touched])
-    times: dict[tuple[Hashable, int], dict[str, float]] = {}
-    keys = [(sort(team), count) for team, count in counts]
-    for key, (team, count) in dict(zip(keys, counts, strict=True)).items():
-        forward, backward = (float(seconds[ops].sum()) for seconds in passes(team, count))
-        again = forward if problem.options.recompute else 0.0
-        times[key] = {"F": forward, "B": backward + again} if problem.is_training else {"F": forward}
-    return StageSpec(ops=ops, replicas=replicas, sharding=words, times=tuple(times[key] for key in keys))
-
-
-def is_size_known(problem: Problem) -> bool:
-    """Return whether micro-batches have just as many samples as the graph."""
-    number = problem.options.microbatches
-    return number is not None and problem.options.batch == number * problem.graph.batch
+        ``counts`` are the teams with their samples of a micro-batch.
+        """
+        size, graph, split = sum(count for _, count in counts), self.problem.graph, self.split_of(counts[0][0])
+        replicas = tuple((team, count / size) for team, count in counts)
+        if split is None:
+            return StageSpec(ops=ops, replicas=replicas)
+        touched = dict.fromkeys(
+            tensor for op in ops.tolist() for tensor in (*graph.op_inputs(op), *graph.op_outputs(op)))
+        words = split.words([graph.op_names[op] for op in ops], [graph.tensor_names[tensor] for tensor in touched])
+        times: dict[tuple[Hashable, int], dict[str, float]] = {}
+        keys = [(self.figures_key(team), count) for team, count in counts]
+        for key, (team, count) in dict(zip(keys, counts, strict=True)).items():
+            forward, backward = (float(seconds[ops].sum()) for seconds in self.op_passes(team, count))
+            again = forward if recompute else 0.0
+            times[key] = {"F": forward, "B": backward + again} if self.problem.is_training else {"F": forward}
+        return StageSpec(ops=ops, replicas=replicas, sharding=words, times=tuple(times[key] for key in keys))
 
 
 def teams_by_degree(groups: Sequence[Sequence[DeviceId]]) -> Iterator[tuple[int, list[int]]]:
@@ -119,17 +81,3 @@ def teams_by_degree(groups: Sequence[Sequence[DeviceId]]) -> Iterator[tuple[int,
         if members:
             yield degree, members
         degree *= 2
-
-
-def _distinct(cluster: Cluster, teams: Sequence[Sequence[DeviceId]]) -> list[tuple[DeviceId, ...]]:
-    """Return for each team the first one that is like it: devices of one kind with equal links between them."""
-    known: dict[object, tuple[DeviceId, ...]] = {}
-    return [known.setdefault(_like(cluster, team), tuple(team)) for team in teams]
-
-
-def _like(cluster: Cluster, team: Sequence[DeviceId]) -> object:
-    """Return what teams of equal devices with equal links have in common; where links go counts inside the team."""
-    place = {cluster.devices[device].name: index for index, device in enumerate(team)}
-    links = tuple(tuple((place.get(link.target, -1), link.bytes_per_s, link.latency_s)
-                        for link in cluster.links_from(cluster.devices[device].name)) for device in team)
-    return cluster.devices[team[0]].kind, links

@@ -141,8 +141,6 @@ class Decision:
     """Which layers use factors, and the seconds that the gradients of all layers take."""
 
     terms: tuple[LayerTerms, ...]
-    gathered_bytes: int
-    """What every worker has of factors after the gathering."""
     all_reduce_s: float
     """All gradients all-reduced."""
     seconds: float
@@ -168,7 +166,7 @@ def decide(layers: Sequence[LinearLayer], *, num_samples: int, num_workers: int,
     terms = _all_terms(layers, num_samples=num_samples, own_samples=own, gather_s_per_byte=gather.s_per_byte,
                        reduce_s_per_byte=reduce.s_per_byte, s_per_flop=s_per_flop)
     all_reduce_s = reduce.latency_s + sum(term.reduce_s for term in terms)
-    none = Decision(terms=terms, gathered_bytes=0, all_reduce_s=all_reduce_s, seconds=all_reduce_s)
+    none = Decision(terms=terms, all_reduce_s=all_reduce_s, seconds=all_reduce_s)
     some = _with_factors(none, _pays(terms), latency_s=gather.latency_s)
     return some if some.seconds < none.seconds else none
 
@@ -221,12 +219,10 @@ def _with_factors(none: Decision, weights: frozenset[int], *, latency_s: float) 
     terms = tuple(replace(term, uses_factors=term.layer.weight in weights) for term in none.terms)
     chosen = [term for term in terms if term.uses_factors]
     inputs = {term.layer.input: term for term in chosen}
-    gathered_bytes = sum(term.num_rows * term.layer.num_out * term.layer.element_bytes for term in chosen) + sum(
-        term.num_rows * term.layer.num_in * term.layer.element_bytes for term in inputs.values())
     seconds = (none.all_reduce_s + latency_s
                + sum(term.gradient_s + term.compute_s - term.reduce_s for term in chosen)
                + sum(term.input_s for term in inputs.values()))
-    return Decision(terms=terms, gathered_bytes=gathered_bytes, all_reduce_s=none.all_reduce_s, seconds=seconds)
+    return replace(none, terms=terms, seconds=seconds)
 
 
 # ---- rates of a cluster ---------------------------------------------------------------------------------------------

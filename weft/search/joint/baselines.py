@@ -18,9 +18,17 @@ from weft.base.units import format_bytes
 from weft.cluster.cluster import DeviceId
 from weft.model.graph import F64, Bool
 from weft.plan.op_bytes import state_by_op
-from weft.plan.orders import Order, forward_only, gpipe, one_f_one_b
+from weft.plan.orders import gpipe
 from weft.plan.plan import Plan, split_samples
-from weft.search.common.problem import Problem, StageSpec, block_of, fair_samples, make_plan
+from weft.search.common.problem import (
+    Problem,
+    StageSpec,
+    block_of,
+    fair_samples,
+    make_plan,
+    one_stage,
+    pipeline_order,
+)
 from weft.search.joint.chain import Chain, Load
 from weft.search.joint.cut import emptiest_fullest, shortest_period
 
@@ -32,8 +40,7 @@ def single_device(problem: Problem, microbatches: int) -> Plan:
     fits = [device for device in problem.devices if _holds_parameters(problem, device)] or list(problem.devices)
     best = min(fits, key=lambda device: (problem.op_seconds(device, size).sum(), device))
     spec = StageSpec(ops=np.arange(problem.graph.num_ops), replicas=(((best,), 1.0),))
-    order = one_f_one_b(1, microbatches) if problem.is_training else forward_only(1, microbatches)
-    return make_plan(problem, [spec], order, microbatches=microbatches, by="single", order_devices=[best])
+    return one_stage(problem, spec, microbatches, by="single")
 
 
 def _holds_parameters(problem: Problem, device: DeviceId) -> bool:
@@ -64,27 +71,25 @@ def _replicated(problem: Problem, microbatches: int, counts: Sequence[int], *, b
                              "use a larger batch or fewer micro-batches")
     spec = StageSpec(ops=np.arange(problem.graph.num_ops),
                      replicas=tuple(((device,), count / size) for device, count in used))
-    order = one_f_one_b(1, microbatches) if problem.is_training else forward_only(1, microbatches)
-    return make_plan(problem, [spec], order * len(used), microbatches=microbatches, by=by,
-                     order_devices=[device for device, _ in used])
+    return one_stage(problem, spec, microbatches, by=by)
 
 
 def gpipe_equal(problem: Problem, microbatches: int) -> Plan:
     """Return GPipe over stages with equal numbers of layers."""
-    return _pipeline(problem, microbatches, equal_cuts(problem), by="gpipe")
+    return pipeline(problem, microbatches, equal_cuts(problem), by="gpipe")
 
 
 def one_f_one_b_equal(problem: Problem, microbatches: int) -> Plan:
     """Return 1F1B over stages with equal numbers of layers."""
-    return _pipeline(problem, microbatches, equal_cuts(problem), by="1f1b")
+    return pipeline(problem, microbatches, equal_cuts(problem), by="1f1b")
 
 
 def one_f_one_b_balanced(problem: Problem, microbatches: int) -> Plan:
     """Return 1F1B over stages cut so that its period is as short as possible and memory fits."""
-    return _pipeline(problem, microbatches, balanced_cuts(problem, microbatches), by="1f1b-balanced")
+    return pipeline(problem, microbatches, balanced_cuts(problem, microbatches), by="1f1b-balanced")
 
 
-def _pipeline(problem: Problem, microbatches: int, cuts: Sequence[int], *, by: str) -> Plan:
+def pipeline(problem: Problem, microbatches: int, cuts: Sequence[int], *, by: str) -> Plan:
     """Return the pipeline with operators ``cuts[i] .. cuts[i + 1] - 1`` on device ``i``; empty stages are left out."""
     used = [(device, first, last) for device, (first, last) in enumerate(itertools.pairwise(cuts)) if last > first]
     if len(problem.devices) < 2 or not used:
@@ -92,11 +97,8 @@ def _pipeline(problem: Problem, microbatches: int, cuts: Sequence[int], *, by: s
     devices = [problem.devices[device] for device, _, _ in used]
     specs = [StageSpec(ops=np.arange(first, last), replicas=(((problem.devices[device],), 1.0),))
              for device, first, last in used]
-    order: Order
-    if not problem.is_training:
-        order = forward_only(len(specs), microbatches)
-    else:
-        order = (gpipe if by == "gpipe" else one_f_one_b)(len(specs), microbatches)
+    order = gpipe(len(specs), microbatches) if by == "gpipe" and problem.is_training else pipeline_order(
+        len(specs), 1, microbatches, training=problem.is_training)
     return make_plan(problem, specs, order, microbatches=microbatches, by=by, order_devices=devices)
 
 

@@ -23,7 +23,7 @@ from weft.plan.op_bytes import crossing_bytes, prefix_sums
 from weft.plan.piece_memory import PieceMemory
 from weft.plan.plan import Replica, Stage
 from weft.search.common.problem import TENSOR_AXIS, Problem
-from weft.search.deploy.splits import NO_SPLITS, Splits, Team
+from weft.search.deploy.splits import NO_SPLITS, Splits, Team, TeamTimes
 from weft.search.joint.tuning import TUNING
 
 if TYPE_CHECKING:
@@ -55,17 +55,15 @@ class Load:
         return self.is_alone and self.microbatches == 1
 
 
-class Chain:
+class Chain(TeamTimes):
     """Figures of a model's pieces, computed when asked for."""
 
     def __init__(self, problem: Problem, splits: Splits = NO_SPLITS, *, ops: I64 | None = None,
                  num_stages: int = 1) -> None:
         """``ops`` are the operators to be cut, in order (all if absent), for up to so many stages."""
-        self.problem, self.splits = problem, splits
+        super().__init__(problem, splits)
         self.ops: I64 = np.arange(problem.graph.num_ops) if ops is None else ops
         self.places: I64 = self._places(max(TUNING.max_places, 2 * num_stages))
-        self.group_of = {device: index for index, group in enumerate(problem.cluster.groups_by_host_and_kind())
-                         for device in group}
         self._passes: dict[tuple[int, int, float], tuple[F64, F64]] = {}
         self._pieces: dict[tuple[int, int], PieceMemory] = {}
 
@@ -87,15 +85,6 @@ class Chain:
 
     # ---- seconds ----------------------------------------------------------------------------------------------------
 
-    def split_of(self, team: Team) -> TensorCosts | None:
-        """Return how the team divides operators; None for a single device."""
-        return None if len(team) == 1 else self.splits[self.group_of[team[0]], len(team)]
-
-    def figures_key(self, team: Team) -> tuple[int, int]:
-        """Return what teams with equal figures have in common: their kind of device and their split."""
-        split = self.split_of(team)
-        return self.problem.costs.column_of_device[team[0]], 0 if split is None else id(split)
-
     def passes(self, team: Team, num_samples: float) -> tuple[F64, F64]:
         """Return the seconds of forward and backward up to each place, for so many samples at once."""
         key = (*self.figures_key(team), num_samples)
@@ -104,18 +93,6 @@ class Chain:
                                  for seconds in self.op_passes(team, num_samples))
             self._passes[key] = forward, backward
         return self._passes[key]
-
-    def op_passes(self, team: Team, num_samples: float) -> tuple[F64, F64]:
-        """Return the seconds of every operator's forward and backward on the team."""
-        problem, split = self.problem, self.split_of(team)
-        column, fraction = problem.costs.column_of_device[team[0]], num_samples / problem.graph.batch
-        forward = problem.costs.op_seconds("F", fraction)[:, column]
-        backward = (problem.costs.op_seconds("B", fraction)[:, column] if problem.is_training
-                    else np.zeros(problem.graph.num_ops))
-        if split is None:
-            return forward, backward
-        backward = split.seconds(1, backward, num_samples) if problem.is_training else backward
-        return split.seconds(0, forward, num_samples), backward
 
     def step_seconds(self, device: DeviceId, num_samples: float) -> F64:
         """Return the seconds of forward and backward up to each place on one device, a second forward included."""

@@ -33,9 +33,9 @@ from weft.base.units import format_bytes
 from weft.cost.collectives import Line
 from weft.cost.op_classes import op_classes
 from weft.model.graph import F64, I64
-from weft.plan.orders import Order, forward_only, interleaved, one_f_one_b
+from weft.plan.orders import Order
 from weft.plan.plan import split_samples
-from weft.search.common.problem import fair_samples
+from weft.search.common.problem import fair_samples, pipeline_order
 from weft.search.deploy.splits import Team
 from weft.search.joint.chain import Chain, Load
 from weft.search.joint.cut import Reach, shortest_longest
@@ -370,19 +370,11 @@ class Estimator:
 # ---- the longest path ------------------------------------------------------------------------------------------------
 
 
-def pipeline_order(num_meshes: int, chunks: int, microbatches: int, *, training: bool) -> Order:
-    """Return what each mesh does in turn; stage ``s`` is on mesh ``s % num_meshes``."""
-    if not training:
-        return forward_only(num_meshes, microbatches)
-    if chunks > 1:
-        return interleaved(num_meshes, chunks, microbatches)
-    return one_f_one_b(num_meshes, microbatches)
-
-
 def pipeline_seconds(forward_s: Sequence[float], backward_s: Sequence[float], hop_s: Sequence[float],
                      order: Order) -> float:
     """Return when the last action ends; ``hop_s[s]`` is the time of a message between stages ``s`` and ``s + 1``.
 
+    >>> from weft.plan.orders import one_f_one_b
     >>> pipeline_seconds([1, 1], [2, 2], [0], one_f_one_b(2, 2))
     9.0
     """

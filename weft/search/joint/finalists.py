@@ -18,16 +18,15 @@ from dataclasses import dataclass, replace
 from weft.base.errors import NoFeasiblePlan, PlanError
 from weft.cluster.cluster import DeviceId
 from weft.model.graph import I64
-from weft.plan.check import check_memory, check_plan, check_program
+from weft.plan.check import check_memory, check_program
 from weft.plan.lower import lower
 from weft.plan.memory import CATEGORIES, account_memory
 from weft.plan.orders import Action, Order
 from weft.plan.plan import Plan
 from weft.plan.structure import require_structure
 from weft.search.common.budget import Budget
-from weft.search.common.problem import Problem, StageSpec, make_plan
-from weft.search.deploy.splits import divided_stage
-from weft.search.joint.estimate import Estimate, Estimator, pipeline_order
+from weft.search.common.problem import Problem, StageSpec, evaluate_plan, make_plan, pipeline_order
+from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.layouts import Setting, StageMesh
 from weft.search.joint.scheduled import reschedule
 from weft.search.joint.tuning import TUNING
@@ -67,7 +66,7 @@ def evaluate(estimator: Estimator, estimate: Estimate) -> JointResult:
     if problem.cluster.num_devices > TUNING.large and replicas is not None:
         timeline, step_time_s = _one_replica(estimator, estimate, replicas), estimate.step_time_s
     else:
-        timeline = simulate(check_plan(plan, problem.graph, problem.cluster), problem.costs, problem.cluster)
+        timeline = evaluate_plan(plan, problem)
         step_time_s = timeline.step_time_s
     return JointResult(plan=plan, setting=setting, step_time_s=step_time_s, timeline=timeline)
 
@@ -140,7 +139,7 @@ def _with_divided_states(found: JointResult, problem: Problem) -> JointResult | 
         return None
     plan = replace(found.plan, optimizer=replace(optimizer, sharded=True))
     try:
-        timeline = simulate(check_plan(plan, problem.graph, problem.cluster), problem.costs, problem.cluster)
+        timeline = evaluate_plan(plan, problem)
     except (NoFeasiblePlan, PlanError):
         return None
     return JointResult(plan=plan, setting=replace(setting, sharded_states=True), step_time_s=timeline.step_time_s,
@@ -190,8 +189,7 @@ def _stage(estimator: Estimator, problem: Problem, mesh: StageMesh, size: int, o
     """Return the stage of these operators on a mesh."""
     chain, counts = estimator.chain, estimator.counts(mesh, size)
     assert counts is not None, "it was estimated"
-    return divided_stage(problem, chain.split_of(mesh.teams[0]), ops, list(zip(mesh.teams, counts, strict=True)),
-                         passes=chain.op_passes, sort=chain.figures_key)
+    return chain.stage(ops, list(zip(mesh.teams, counts, strict=True)), recompute=problem.options.recompute)
 
 
 def _expand(actions: Sequence[Action], parts: Sequence[Sequence[int]]) -> list[Action]:

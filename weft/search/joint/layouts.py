@@ -116,8 +116,13 @@ def _even(groups: Sequence[Sequence[Team]], max_stages: int) -> Iterator[Layout]
     teams = [team for group in groups for team in group]
     for stages in divisors(len(teams)) if teams else ():
         if stages <= max_stages:
-            width = len(teams) // stages
-            yield tuple(StageMesh(tuple(teams[first : first + width])) for first in range(0, len(teams), width))
+            yield _meshes(teams, stages)
+
+
+def _meshes(teams: Sequence[Team], count: int) -> Layout:
+    """Return the teams divided into equal meshes."""
+    width = len(teams) // count
+    return tuple(StageMesh(tuple(teams[first : first + width])) for first in range(0, len(teams), width))
 
 
 def _fewer(groups: Sequence[Sequence[Team]], speed: Speed, batch: int, max_stages: int) -> Iterator[Layout]:
@@ -159,15 +164,8 @@ def _divided(runs: Sequence[Sequence[Sequence[Team]]], max_stages: int) -> Itera
     if len(whole) <= max_stages:
         yield whole
     for parts in range(2, TUNING.max_stages_in_group + 1):
-        pieces = [piece for run, mesh in zip(runs, whole, strict=True) for piece in _pieces(run, mesh, parts)]
+        counts = [min(parts, len(mesh.teams)) for mesh in whole]
+        pieces = [piece for run, mesh, count in zip(runs, whole, counts, strict=True) for piece in (
+            (mesh,) if len(run) > 1 or len(mesh.teams) % count else _meshes(mesh.teams, count))]
         if len(pieces) > len(whole) and len(pieces) <= max_stages:
             yield tuple(pieces)
-
-
-def _pieces(run: Sequence[Sequence[Team]], mesh: StageMesh, parts: int) -> list[StageMesh]:
-    count = len(mesh.teams)
-    parts = min(parts, count)
-    if len(run) > 1 or count % parts:
-        return [mesh]
-    width = count // parts
-    return [StageMesh(mesh.teams[first : first + width]) for first in range(0, count, width)]

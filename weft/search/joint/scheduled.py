@@ -12,16 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from weft.base.errors import InputError, NoFeasiblePlan
-from weft.plan.check import check_plan, excess_bytes
+from weft.plan.check import excess_bytes
 from weft.plan.plan import Plan, SearchInfo
 from weft.search.common.budget import Budget
-from weft.search.common.problem import Problem
+from weft.search.common.problem import Problem, evaluate_plan
 from weft.search.joint.placements import PLACEMENTS
 from weft.search.joint.tuning import TUNING
 from weft.search.schedule.from_plan import PlanProblem, problem_of_plan, with_schedule
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import ScheduleResult
-from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
 
 Search = Callable[[ScheduleProblem, int], ScheduleResult]
@@ -60,11 +59,10 @@ def scheduled_plan(problem: Problem, placement: str, microbatches: int, search: 
     for split_backward in (False, True) if problem.is_training else (False,):
         try:
             found = find_schedule(skeleton, problem, search, split_backward=split_backward)
-            program = check_plan(found.plan, problem.graph, problem.cluster)
+            step_time = evaluate_plan(found.plan, problem).step_time_s
         except NoFeasiblePlan as miss:
             misses.append(miss)
             continue
-        step_time = simulate(program, problem.costs, problem.cluster).step_time_s
         if best is None or step_time < best[0]:
             best = step_time, _with_info(found, step_time, seed=problem.options.seed)
     if best is None:
@@ -87,10 +85,9 @@ def reschedule(plan: Plan, timeline: Timeline, problem: Problem, *, below_s: flo
     for split_backward in (True, False):
         try:
             found = find_schedule(plan, problem, search, split_backward=split_backward)
-            program = check_plan(found.plan, problem.graph, problem.cluster)
+            other = evaluate_plan(found.plan, problem)
         except (NoFeasiblePlan, InputError):
             continue
-        other = simulate(program, problem.costs, problem.cluster)
         return (found.plan, other) if other.step_time_s < below_s else None
     return None
 

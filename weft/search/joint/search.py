@@ -163,7 +163,7 @@ def _simulate(estimator: Estimator, ranked: list[Estimate], budget: Budget, prog
                   or (actions > TUNING.max_actions and len(simulated) >= TUNING.few_finalists))
         if simulated and (enough or budget.is_spent):
             break
-        actions += _num_actions(estimate)
+        actions += setting.num_devices * setting.microbatches * setting.chunks
         try:
             found = evaluate(estimator, estimate)
         except (NoFeasiblePlan, PlanError) as problem:
@@ -187,7 +187,3 @@ def _finalists(estimator: Estimator, ranked: list[Estimate], budget: Budget) -> 
     timed = [estimator.by_path(item) for number, item in enumerate(first[:TUNING.attempts])
              if number == 0 or not budget.is_spent]
     return sorted(timed, key=lambda item: item.step_time_s)
-
-
-def _num_actions(estimate: Estimate) -> int:
-    return estimate.setting.num_devices * estimate.setting.microbatches * estimate.setting.chunks

@@ -23,7 +23,7 @@ from weft.search.common.budget import Budget, OutOfTime, cut_short
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.shard.mesh import mesh_shapes
 from weft.search.shard.model_search import TUNING, MeshSearch, ShardedModel
-from weft.search.shard.named import Restriction, find_roles, named
+from weft.search.shard.named import find_roles, named
 from weft.search.shard.tensor_costs import stage_times
 from weft.search.shard.to_plan import sharded_plan
 
@@ -112,7 +112,7 @@ def compare_meshes(folded: FoldedModel, cluster: Cluster, costs: Costs, *, shape
             break
         best = found if found is not None and (best is None or found.seconds < best.seconds) else best
         for name in names:
-            rows[name] = _better(rows[name], _run_named_in_time(search, folded, name, len(shape), budget))
+            rows[name] = _better(rows[name], _run_named(search, folded, name, len(shape), budget))
     if best is None:
         raise min(misses, key=lambda problem: inf if problem.missing_bytes is None else problem.missing_bytes)
     return MeshComparison(best=best, named=tuple(rows.values()), shapes=tuple(tried))
@@ -132,20 +132,14 @@ def _searched(search: MeshSearch, name: str, misses: list[NoFeasiblePlan],
     return found
 
 
-def _run_named_in_time(search: MeshSearch, folded: FoldedModel, name: str, num_axes: int,
-                       budget: Budget) -> NamedResult:
+def _run_named(search: MeshSearch, folded: FoldedModel, name: str, num_axes: int, budget: Budget) -> NamedResult:
     """Return what a named plan comes to; one that the deadline cuts short has no result."""
     try:
         with cut_short(budget.deadline):
-            return _run_named(search, folded, name, num_axes)
+            restriction = named(name, find_roles(search.parts, folded), num_axes)
+            return NamedResult(name=name, sharding=search.run(restriction))
     except OutOfTime:
         return NamedResult(name=name, sharding=None, reason="the time limit was reached before it was planned")
-
-
-def _run_named(search: MeshSearch, folded: FoldedModel, name: str, num_axes: int) -> NamedResult:
-    restriction: Restriction = named(name, find_roles(search.parts, folded), num_axes)
-    try:
-        return NamedResult(name=name, sharding=search.run(restriction))
     except NoFeasiblePlan as problem:
         least = None if problem.missing_bytes is None or search.limit is None else search.limit + problem.missing_bytes
         return NamedResult(name=name, sharding=None, reason=str(problem), least_bytes=least)

@@ -11,10 +11,9 @@ from weft.base.errors import PlanError
 from weft.cluster.cluster import DeviceId
 from weft.model.folded import FoldedModel
 from weft.model.graph import Graph
-from weft.plan.orders import Action
 from weft.plan.plan import Plan, Sharding, with_search
 from weft.plan.sharding import TensorLayout, format_layout, usual_gradient
-from weft.search.common.problem import Problem, StageSpec, make_plan
+from weft.search.common.problem import Problem, StageSpec, one_stage
 from weft.search.shard.folded_graph import MIDDLE, Assembler, FoldedGraph, Place
 from weft.search.shard.model_search import ShardedModel
 from weft.search.shard.parts import ModelParts
@@ -133,7 +132,5 @@ def sharded_plan(problem: Problem, found: ShardedModel, folded: FoldedModel,
     mesh = dict(zip(AXES[len(found.mesh.shape)], found.mesh.shape, strict=True))
     spec = StageSpec(ops=np.arange(graph.num_ops), replicas=((devices, 1.0),), sharding=words, mesh=mesh,
                      times=() if times is None else (times,))
-    actions: list[Action] = [(0, "F", 0), (0, "B", 0)] if problem.is_training else [(0, "F", 0)]
-    order = [list(actions) for _ in devices]
-    plan = make_plan(problem, [spec], order, microbatches=1, by="shard", order_devices=devices)
+    plan = one_stage(problem, spec, 1, by="shard")
     return with_search(plan, status=found.status, step_time=found.seconds, bound=found.bound)

@@ -41,22 +41,15 @@ def shrink(units: Units, is_late: Callable[[], bool] = lambda: False) -> None:
 
 
 def _shrink_one(units: Units, unit: int) -> None:
-    if is_gone(units, unit):
-        return
     if len(units.cost[unit]) > 1:
         _remove_dominated(units, unit)
     if len(units.cost[unit]) == 1:
         _fix(units, unit)
-    elif not len(units.spans[unit]):
+    elif len(units.cost[unit]) and not len(units.spans[unit]):
         if len(units.edges[unit]) <= 2:
             _eliminate(units, unit)
     elif len(units.edges[unit]) == 1:
         _join_leaf(units, unit)
-
-
-def is_gone(units: Units, unit: int) -> bool:
-    """Return whether the unit has been eliminated."""
-    return not len(units.cost[unit])
 
 
 def _remove_dominated(units: Units, unit: int) -> None:
