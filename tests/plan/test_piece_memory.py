@@ -20,7 +20,7 @@ from weft.plan.piece_memory import PieceMemory
 from weft.plan.plan import Optimizer
 from weft.plan.stage_memory import stage_memory
 from weft.search.common.problem import PlanOptions, Problem
-from weft.search.joint.baselines import _pipeline
+from weft.search.joint.baselines import pipeline
 from weft.search.joint.chain import Chain, Load
 
 MODELS = ("gpt2-tiny", "gpt2:layers=3,hidden=96,heads=4,vocab=500,seq=64", "llama-tiny", "opt-1.3b:layers=2,hidden=64,heads=4,vocab=300,seq=32,ffn=128",
@@ -85,7 +85,7 @@ def test_what_a_stage_is_said_to_take_is_what_its_plan_takes(name, recompute):
     ratios = []
     for _ in range(5):
         cuts = [0, *sorted(rng.sample(few.tolist(), 3)), chain.num_places - 1]
-        account = account_memory(lower(_pipeline(problem, 8, chain.places[cuts].tolist(), by="1f1b"), graph))
+        account = account_memory(lower(pipeline(problem, 8, chain.places[cuts].tolist(), by="1f1b"), graph))
         for stage in range(4):
             load = Load(num_samples=2, in_flight=min(8, 4 - stage), microbatches=8, recompute=recompute, is_alone=True)
             need = float(chain.stage_bytes((0,), cuts[stage], load)[cuts[stage + 1] - cuts[stage]])
