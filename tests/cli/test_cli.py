@@ -98,6 +98,13 @@ def test_a_plan_shows_checks_and_simulates_by_itself(capsys, plan_file, tmp_path
     assert run_json(capsys, "show", plan_file)["format"] == "weft.plan"
 
 
+@pytest.mark.parametrize("command", ["simulate", "check", "show"])
+def test_a_plan_without_micro_batches_is_refused(capsys, plan_file, tmp_path, command):
+    other = tmp_path / "none.json"
+    other.write_text(json.dumps(json.loads(plan_file.read_text()) | {"microbatches": 0}))
+    assert "microbatches (0) and model.batch (8) must be 1 or more" in fails(capsys, 2, command, other)
+
+
 def test_the_same_plan_twice_is_the_same_bytes(tmp_path, plan_file):
     again = tmp_path / "again.json"
     assert main(["plan", MODEL, CLUSTER, "--batch", "8", "--strategy", "1f1b", "-o", str(again), "-q"]) == 0

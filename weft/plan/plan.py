@@ -182,8 +182,8 @@ class Plan:
 
     @property
     def microbatch_size(self) -> int:
-        """Return the samples of one micro-batch."""
-        return self.model.batch // self.microbatches
+        """Return the samples of one micro-batch; of all where the plan, not yet checked, says that there is none."""
+        return self.model.batch // max(1, self.microbatches)
 
 
 def parse_plan(value: Any, *, where: str = "plan") -> Plan:
