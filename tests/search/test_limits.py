@@ -76,6 +76,17 @@ def test_a_budget_counts_by_its_clock_and_not_while_it_is_paused():
     assert Budget(effort=1.0).part(0.5).deadline is None
 
 
+@pytest.mark.parametrize("seconds", [1e12, 1e300])
+def test_a_limit_beyond_what_clocks_count_is_none(seconds):
+    outside_s = signal.setitimer(signal.ITIMER_REAL, 0)[0]  # the alarm of the test's own limit
+    try:
+        with cut_short(time.monotonic() + seconds), cut_short(time.monotonic() + 2 * seconds):
+            assert signal.getitimer(signal.ITIMER_REAL)[0] > 1e6
+        assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, outside_s)
+
+
 def test_work_that_never_asks_for_the_time_is_cut_short_and_no_longer_than_inside():
     handler, before_s = signal.getsignal(signal.SIGALRM), signal.getitimer(signal.ITIMER_REAL)[0]
     with pytest.raises(OutOfTime), cut_short(time.monotonic() + LIMIT_S):

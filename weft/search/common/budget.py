@@ -17,6 +17,8 @@ from typing import Final
 
 AGAIN_S: Final = 0.05
 """So often ``OutOfTime`` is tried again, where it could not be raised or something has swallowed it."""
+LONGEST_S: Final = 1e8
+"""No alarm is further away: three years."""
 NOT_INSIDE: Final = frozenset(("numba", "llvmlite", "importlib", "_frozen_importlib", "torch", "threading",
                                "concurrent", "ctypes"))
 """Packages that an exception out of nowhere may leave in disorder, or that turn it into another one."""
@@ -136,7 +138,7 @@ def cut_short(end: float | Budget | None) -> Iterator[None]:
         if not is_on or (budget is not None and budget.num_pauses):
             return
         if budget is not None and not budget.is_late and (outer_s == 0 or time.monotonic() < begin + outer_s):
-            signal.setitimer(signal.ITIMER_REAL, max(1e-6, budget.seconds_left or 0.0), AGAIN_S)  # it has moved
+            _ring_in(budget.seconds_left or 0.0)  # it has moved
         elif _may_raise(frame):
             raise OutOfTime
 
@@ -144,7 +146,7 @@ def cut_short(end: float | Budget | None) -> Iterator[None]:
     begin, (outer_s, outer_again_s) = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, 0.0)
     try:
         left_s = deadline - begin if outer_s == 0 else min(deadline - begin, outer_s)
-        signal.setitimer(signal.ITIMER_REAL, max(1e-6, left_s), AGAIN_S)
+        _ring_in(left_s)
         yield
     finally:
         is_on = False
@@ -152,6 +154,11 @@ def cut_short(end: float | Budget | None) -> Iterator[None]:
         signal.signal(signal.SIGALRM, handler)
         if outer_s > 0:
             signal.setitimer(signal.ITIMER_REAL, max(1e-6, outer_s - (time.monotonic() - begin)), outer_again_s)
+
+
+def _ring_in(seconds: float) -> None:
+    """Set the alarm; one that is years away is beyond what a system's clock can count."""
+    signal.setitimer(signal.ITIMER_REAL, min(max(1e-6, seconds), LONGEST_S), AGAIN_S)
 
 
 def _may_raise(frame: FrameType | None) -> bool:
