@@ -105,6 +105,15 @@ def test_a_plan_without_micro_batches_is_refused(capsys, plan_file, tmp_path, co
     assert "microbatches (0) and model.batch (8) must be 1 or more" in fails(capsys, 2, command, other)
 
 
+def test_half_a_character_in_a_name_is_written_as_what_it_is(capsys, plan_file, tmp_path):
+    value = json.loads(plan_file.read_text())
+    other, page = tmp_path / "half.json", tmp_path / "half.html"
+    other.write_text(json.dumps(value | {"search": value["search"] | {"by": "me\ud800"}}))
+    assert main(["show", str(other), "--html", str(page)]) == 0
+    capsys.readouterr()
+    assert page.read_bytes().decode()
+
+
 def test_the_same_plan_twice_is_the_same_bytes(tmp_path, plan_file):
     again = tmp_path / "again.json"
     assert main(["plan", MODEL, CLUSTER, "--batch", "8", "--strategy", "1f1b", "-o", str(again), "-q"]) == 0

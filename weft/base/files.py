@@ -408,7 +408,7 @@ def write_atomic(path: str | os.PathLike[str], data: bytes | str) -> None:
     A name that ends in ``.gz`` is compressed, always to the same bytes. A link stays one, and a device or pipe is
     written to as it is.
     """
-    raw = data.encode() if isinstance(data, str) else data
+    raw = data.encode(errors="backslashreplace") if isinstance(data, str) else data  # half a character in a name
     if Path(path).suffix == ".gz":
         raw = gzip.compress(raw, mtime=0)
     made: list[Path] = []
