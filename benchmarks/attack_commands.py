@@ -148,7 +148,7 @@ def read_sealed_state(path: Path, use: bool) -> None:
 
 
 def _seal(folder: Path, changed: str, *, with_checksums: bool) -> None:
-    from weft.run.checkpoint_folder import Checksum, record_checksum
+    from weft.run.checkpoint_folder import checksum_of, record_checksum
 
     file = folder / "checkpoint.json"
     with contextlib.suppress(ValueError, TypeError, RecursionError):
@@ -159,9 +159,7 @@ def _seal(folder: Path, changed: str, *, with_checksums: bool) -> None:
         if not with_checksums:
             value.pop("checksums", None)
         elif changed != file.name:
-            found = Checksum()
-            found.add((folder / changed).read_bytes())
-            value["checksums"][changed] = str(found)
+            value["checksums"][changed] = checksum_of((folder / changed).read_bytes())
         if with_checksums:
             value["checksum"] = record_checksum(value)
         file.write_text(json.dumps(value))

@@ -94,7 +94,7 @@ def world() -> dict[str, Any]:
     from weft.search.common.problem import PlanOptions, Problem
     from weft.search.joint.baselines import one_f_one_b_equal
     from weft.search.shard.compare import search_plan
-    from weft.simulate.predict import simulate
+    from weft.simulate.timing import simulate
     from weft.training.parallelize import source_of_module
 
     torch.set_num_threads(1)
@@ -259,7 +259,7 @@ def _read_plan(path: Path, use: bool, like: str = "plan", model: str = "graph") 
     from weft.plan.diff import diff_plans
     from weft.plan.plan import load_plan
     from weft.show.html import render_report
-    from weft.simulate.predict import simulate
+    from weft.simulate.timing import simulate
 
     plan, graph = load_plan(path), world()[model]
     cluster = cluster_of_plan(plan, None)
@@ -272,8 +272,7 @@ def _read_plan(path: Path, use: bool, like: str = "plan", model: str = "graph") 
 
 def _read_timeline(path: Path, use: bool) -> None:
     from weft.show.html import render_report
-    from weft.simulate.perfetto import write_trace
-    from weft.simulate.timeline_file import load_timeline
+    from weft.simulate.timeline_file import load_timeline, write_trace
 
     load_timeline(path)
     timeline = load_timeline(path, program=world()["program"])
@@ -323,7 +322,7 @@ def _read_store(path: Path, use: bool) -> None:
     store.device_kinds()
     costs = estimate_costs(world()["graph"], world()["cluster"], profile=store)
     if use:
-        from weft.simulate.predict import simulate
+        from weft.simulate.timing import simulate
 
         simulate(world()["program"], costs, world()["cluster"])
         store.put_timings([(OpKey("new", "mm", "[1] -> [1]", "float32"), OpTiming(

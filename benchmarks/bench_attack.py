@@ -131,9 +131,13 @@ def _work(jobs: list[Job], seed: int, clean: Path, pipe: Connection) -> None:
     base: dict[str, float] = {}
     for kind, number in jobs:
         pipe.send((kind, number))
-        if kind not in base:
-            base[kind] = _clean_mib(kind, clean)
-        pipe.send(attack(kind, number, seed, clean, base[kind]))
+        try:
+            if kind not in base:
+                base[kind] = _clean_mib(kind, clean)
+            verdict = attack(kind, number, seed, clean, base[kind])
+        except Exception as problem:  # of the attack itself: told, or it could not be mended
+            verdict = Verdict(kind=kind, number=number, what="untyped", why=f"the attack broke: {problem!r}")
+        pipe.send(verdict)
     pipe.send(None)
 
 
@@ -214,14 +218,14 @@ class Worker:
 def run(jobs: Iterable[Job], *, seed: int, clean: Path, workers: int) -> Iterator[Verdict]:
     """Yield what becomes of the mutants, in any order."""
     listed = list(jobs)
-    team = [Worker(listed[index::workers], seed, clean) for index in range(workers)]
+    pool = [Worker(listed[index::workers], seed, clean) for index in range(workers)]
     try:
-        while busy := [worker for worker in team if worker.jobs]:
+        while busy := [worker for worker in pool if worker.jobs]:
             ready = wait([worker.pipe for worker in busy], timeout=1.0)
             for worker in busy:
                 yield from worker.hear() if worker.pipe in ready else worker.check_time()
     finally:
-        for worker in team:
+        for worker in pool:
             worker.end()
 
 

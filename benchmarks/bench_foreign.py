@@ -6,7 +6,7 @@ Each model (``benchmarks.foreign_models``: tiny, random weights, the library's o
 planned for two devices. Then a pipeline of two stages and a sharding over two devices are run on two CPU processes in
 float64; loss and all gradients are compared with the plain module in one process. Without ``--all`` or ``--only`` these
 are the twelve that are asked for. The sharding is the search's for two devices with a very fast link, so that it splits
-what it can; where it still splits nothing, the plain rule of ``weft.search.common.spread`` is taken.
+what it can; where it still splits nothing, the plain rule of ``weft.search.joint.placements`` is taken.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from weft.model.trace import TracedModel, trace
 from weft.plan.plan import Optimizer, Plan, Replica, Stage
 from weft.planning.compare import compare_strategies
 from weft.search.common.problem import PlanOptions, Problem, add_gradients
-from weft.search.common.spread import spread
 from weft.search.joint.baselines import STRATEGIES
+from weft.search.joint.placements import spread
 from weft.search.shard.compare import search_plan
 from weft.sharding.named_ops import named_ops
 

@@ -30,6 +30,7 @@ if not __package__:  # run by its path
 from benchmarks.sections import Row, show
 from weft.base.errors import InputError, NoFeasiblePlan, WeftError, printable
 from weft.base.files import load_json
+from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
 from weft.model.load import load_graph_for
@@ -38,7 +39,7 @@ from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.find_splits import load_splits
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
-from weft.search.joint.layouts import Setting, even_layout
+from weft.search.joint.layouts import Layout, Setting, even, tp_groups_of
 from weft.search.joint.search import joint_search
 
 DEFAULT: Final = Path(__file__).resolve().parents[2] / "shared" / "data" / "measured" / "megatron-a100.json"
@@ -124,6 +125,17 @@ def make_problem(row: Published) -> Problem:
     graph = load_graph_for(row.model, mode="training", batch=1, dtype=DTYPE, batch_dims=True)
     return Problem(graph=graph, cluster=cluster, costs=estimate_costs(graph, cluster, dtype=DTYPE),
                    options=PlanOptions(batch=row.batch, dtype=DTYPE, optimizer=Optimizer(kind="adam")))
+
+
+def even_layout(cluster: Cluster, degree: int, num_stages: int) -> Layout:
+    """Return all devices in tp groups of ``degree``, in equal stages; raise ``InputError`` if they cannot be."""
+    groups = cluster.groups_by_host_and_kind()
+    found = even([tp_groups_of(group, degree) for group in groups], num_stages)
+    layout = next((layout for layout in found if len(layout) == num_stages), None)
+    if layout is None or any(len(group) % degree for group in groups):
+        raise InputError(f"{cluster.num_devices} devices cannot be divided into {num_stages} stages of tp groups of "
+                         f"{degree}: choose degrees whose product divides their number")
+    return layout
 
 
 def predict(row: Published, estimator: Estimator) -> Estimate:

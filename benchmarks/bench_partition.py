@@ -26,7 +26,8 @@ REFERENCE: dict[str, dict[str, tuple[float, bool]]] = {
     "throughput": {
         "l-bert24_inference": (17.7147, False), "l-bert24_training": (39.7895, True),
         "l-resnet50_inference": (33.4494, False), "l-resnet50_training": (76.6398, False),
-        "o-bert_l-3_inference": (21.9084, True), "o-bert_l-3_training": (54.2074, True)},
+        "o-bert_l-3_inference": (21.9084, True), "o-bert_l-3_training": (54.2074, True),
+        "o-bert_l-6_training": (72.4717, False), "o-resnet50_inference": (124.349, False)},
     "contiguous": {"l-bert24_inference": (17.7899, True), "o-bert_l-3_inference": (27.9186, True)},
     "latency": {"l-bert24_inference": (100.218, True), "o-bert_l-3_inference": (408.471, False),
                 "l-resnet50_inference": (1443.79, False)},

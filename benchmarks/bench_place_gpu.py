@@ -47,7 +47,7 @@ from weft.base.units import format_bytes, parse_bytes  # noqa: E402
 from weft.cluster.cluster import Cluster, Device, Link  # noqa: E402
 from weft.cluster.cluster_file import load_cluster, save_cluster  # noqa: E402
 from weft.cluster.probe import probe  # noqa: E402
-from weft.coarsen.contract import Coarse, contract  # noqa: E402
+from weft.coarsen.coarsen import Coarse, contract  # noqa: E402
 from weft.coarsen.groups import single_groups  # noqa: E402
 from weft.cost.costs import estimate_costs  # noqa: E402
 from weft.cost.profile import ProfileStore  # noqa: E402
@@ -64,7 +64,7 @@ from weft.search.place.methods import METHODS  # noqa: E402
 from weft.search.place.placed_plan import OpPlacement, placement_of_groups, plan_within_memory  # noqa: E402
 from weft.search.place.problem import PlaceProblem, problem_from_graph  # noqa: E402
 from weft.search.place.timetable import Timetable, make_timetable  # noqa: E402
-from weft.simulate.predict import simulate  # noqa: E402
+from weft.simulate.timing import simulate  # noqa: E402
 
 RULES = ("accelerate-sequential", "accelerate-balanced", "single")
 LINK_BYTES = (4 << 10, 64 << 10, 1 << 20, 16 << 20)

@@ -51,6 +51,8 @@ class Case:
     """Measured over promised peak memory, for each rank."""
     above: list[str] = field(default_factory=list)
     """Where more was measured than promised, and why."""
+    below: list[str] = field(default_factory=list)
+    """Where far less was measured, and of what more was promised."""
     unexplained: int = 0
     """On so many ranks nobody knows why."""
     control: str = ""
@@ -117,7 +119,7 @@ def _judge(case: Case, model: DrawnModel, plan: Plan, program: Program, ranks: R
     if case.words and has_unaligned_replicas(plan) and any("batch norm" in note for note in program.graph.warnings):
         case.result = "announced"  # statistics of parts that no single process is given: the plan's notes say so
     found = compare_peaks(program, outcomes)
-    case.ratios, case.above, case.unexplained = found.ratios, found.above, found.unexplained
+    case.ratios, case.above, case.below, case.unexplained = found.ratios, found.above, found.below, found.unexplained
     return True
 
 
@@ -159,6 +161,8 @@ def show(cases: Sequence[Case]) -> None:
     for case in cases:
         for line in case.above:
             print(f"above its account: {case.kind}, model {case.model}, {case.num_devices} devices: {line}")
+        for line in case.below:
+            print(f"far below its account: {case.kind}, model {case.model}, {case.num_devices} devices: {line}")
         if "NOT SEEN" in case.control:
             print(f"FAULT NOT SEEN: {case.kind}, model {case.model}: {case.control}")
 

@@ -9,7 +9,12 @@ Sections:
     oracle       random small problems against brute force (``tests/search/schedule/oracle.py``)
     unequal      pipelines of unequal stages: the search against the best named schedule at the same memory
     memory       steady states with less memory than 1F1B needs, and what becomes of them with 16 and 64 micro-batches
-    random-memory  random problems with little memory (--first, --count) beside a plain model (--reference seconds each)
+    v-shape      two stages on each device: at all, a half and a third of 1F1B's memory beside ZBV, V-Half and V-Min
+    tight-run    searched schedules with all, a half and a third of 1F1B's memory, run on four processes
+    random-memory  random problems with little memory (--first, --count, --kind) beside a plain model (--reference seconds each)
+    overlap      forward and backward at once: DualPipe's and DualPipeV's settings
+    offload      memory that leaves for the host: a third of 1F1B's memory
+    joint-oracle random small problems with pairs and copies against brute force (``tests/search/schedule/oracle_joint.py``)
     infeasible   too little memory: exit code, and whether the memory that the message names works
 
 Times are CPU seconds, over all threads.
@@ -26,7 +31,8 @@ from benchmarks.sections import run_sections
 
 SECTIONS = {"table": "schedule_table", "steady": "schedule_table", "scale": "schedule_table",
             "oracle": "schedule_random", "unequal": "schedule_random", "memory": "schedule_memory", "random-memory": "schedule_memory",
-            "infeasible": "schedule_random"}
+            "overlap": "schedule_joint", "offload": "schedule_joint", "joint-oracle": "schedule_joint",
+            "infeasible": "schedule_random", "v-shape": "schedule_v", "tight-run": "schedule_run"}
 """The module of each."""
 
 
@@ -39,11 +45,14 @@ def main() -> int:
     parser.add_argument("--samples", type=int, default=5, help="pipelines of each kind in section unequal")
     parser.add_argument("--first", type=int, default=0, help="first problem of section random-memory")
     parser.add_argument("--count", type=int, default=80, help="problems of section random-memory")
+    parser.add_argument("--kind", choices=["pipelines", "graphs"], default="pipelines", help="of these problems")
     parser.add_argument("--reference", type=float, default=120.0, help="CPU seconds for the plain model on each of them")
+    parser.add_argument("--workers", type=int, default=1, help="so many of these problems at a time")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     args = parser.parse_args()
     options = Options(folder=args.problems, time_limit=args.time_limit, num_problems=args.num_problems,
-                      num_samples=args.samples, first=args.first, count=args.count, reference_s=args.reference)
+                      num_samples=args.samples, first=args.first, count=args.count, kind=args.kind,
+                      workers=args.workers, reference_s=args.reference)
     return run_sections(SECTIONS, options, only=args.only, as_json=args.json)
 
 

@@ -36,7 +36,7 @@ from weft.run.result import RunOptions
 from weft.search.common.problem import PlanOptions, Problem, add_gradients
 from weft.search.joint.baselines import data_parallel
 from weft.search.shard.compare import search_plan
-from weft.simulate.predict import simulate
+from weft.simulate.timing import simulate
 
 CASES = (
     ("gpt2-tiny", (4,), 4, None), ("gpt2-tiny", (4,), 4, "megatron"), ("gpt2-tiny", (2, 2), 4, "megatron"),

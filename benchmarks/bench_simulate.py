@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from tests.simulate.helpers import bare_cluster, given_graph, pipeline_world
+from tests.simulate.python_engine import simulate_python
 from tests.simulate.random_tasks import random_placement
 from tests.worlds import with_gradients
 from weft.cost.costs import estimate_costs
@@ -25,8 +26,7 @@ from weft.plan.lower import lower
 from weft.plan.orders import one_f_one_b, to_tokens
 from weft.plan.plan import ClusterRef, ModelRef, Optimizer, Plan, Replica, Stage
 from weft.simulate.engine import Simulator
-from weft.simulate.predict import simulate
-from weft.simulate.tasks import simulate_python
+from weft.simulate.timing import simulate
 
 NUM_TASKS, NUM_EDGES, NUM_DEVICES = 1000, 2000, 8
 SHAPES = {"edges anywhere": None, "edges within 200 tasks": 200, "edges within 50 tasks": 50}

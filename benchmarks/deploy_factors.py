@@ -20,7 +20,7 @@ from weft.cluster.cluster_file import parse_cluster
 from weft.cost.costs import estimate_costs
 from weft.model.graph import Graph
 from weft.model.load import load_graph_for
-from weft.search.deploy.sufficient import Decision, LayerTerms, decide_on_cluster, linear_layers
+from weft.search.deploy.exchange import Decision, LayerTerms, decide_on_cluster, linear_layers
 
 LAB = {"devices": "1 x cpu", "network": {"bandwidth": "200Mbit/s", "latency": "100us"}}
 TAG = {"devices": "1 x V100-16GB", "network": {"bandwidth": "2.81GB/s", "latency": "12us"}}

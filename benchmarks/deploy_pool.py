@@ -102,9 +102,10 @@ def _warm_up() -> None:
 @cache
 def policy(prior: Prior) -> Any:
     """Return the prior of the tree search; without weights the network's knows nothing, with a warning."""
+    from benchmarks.policy_training.blind import load_blind_policy
     from weft.search.deploy.policy import UniformPolicy, load_policy
 
-    return UniformPolicy() if prior == "none" else load_policy(use_feedback=prior == "network")
+    return UniformPolicy() if prior == "none" else load_policy() if prior == "network" else load_blind_policy()
 
 
 def search(job: Job) -> Result:

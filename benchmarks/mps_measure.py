@@ -43,8 +43,8 @@ from weft.plan.plan import Optimizer, Plan, save_plan
 from weft.plan.program import Op
 from weft.run.result import RunResult, Verification, load_result
 from weft.search.common.problem import PlanOptions, Problem
-from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
+from weft.simulate.timing import simulate
 
 SHARES: Final = (50, 25, 12, 12)
 """Percent of the GPU for each process."""

@@ -66,7 +66,7 @@ def load_problem(graph: str, cluster: str, fuse: str) -> PlaceProblem:
 
 def fused(graph: Any) -> Any:
     """Return the graph with every fused group as one operator."""
-    from weft.coarsen.contract import contract
+    from weft.coarsen.coarsen import contract
     from weft.coarsen.rules import fuse_by_rules
 
     return contract(graph, fuse_by_rules(graph)).graph

@@ -191,7 +191,7 @@ def replicated_stages(world: World) -> Plan:
 
 def tensor_parallel(world: World) -> Plan:
     """Return the whole model, or its second half, divided over devices operator by operator."""
-    from weft.search.common.spread import spread
+    from weft.search.joint.placements import spread
 
     graph, count = world.graph, world.num_devices if world.num_devices != 3 else 2
     ops, shapes = named_ops(world.tracer.trace(SIZE)), {

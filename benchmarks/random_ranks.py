@@ -8,6 +8,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -52,6 +53,8 @@ class RankOutcome:
     """(instance, micro-batch, outputs by name) in inference."""
     memory: MeterRecord | None = None
     was_damaged: bool = False
+    libraries: int = 0
+    """Bytes that PyTorch keeps for cuBLAS, whatever the model."""
 
 
 class Ranks:
@@ -74,9 +77,13 @@ class Ranks:
                 ours, theirs = multiprocessing.Pipe()
                 pid = os.fork()
                 if pid == 0:
-                    with contextlib.suppress(BaseException):
+                    try:
                         ours.close()
                         _serve(rank, self._num_ranks, listener.fileno(), theirs, self._tracer, self._device)
+                    except EOFError:  # there are no more plans
+                        pass
+                    except BaseException as problem:
+                        print(f"rank {rank}: {problem!r}", file=sys.stderr, flush=True)
                     os._exit(0)
                 theirs.close()
                 self._pids.append(pid)
@@ -138,6 +145,10 @@ def run_rank(plan: Plan, tracer: Tracer, transport: Transport, fault: str = "") 
     outcome = _outcome(executor, ready, bool(damaged))
     transport.barrier()
     outcome.memory = measure_step(executor, buffers=ready.buffers.values())
+    if transport.device.type == "cuda":
+        before = torch.cuda.memory_allocated()
+        torch._C._cuda_clearCublasWorkspaces()
+        outcome.libraries = before - torch.cuda.memory_allocated()
     return outcome
 
 

@@ -29,6 +29,8 @@ class Options:
     num_samples: int = 5
     first: int = 0
     count: int = 80
+    kind: str = "pipelines"
+    workers: int = 1
     reference_s: float = 120.0
 
 

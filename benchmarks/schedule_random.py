@@ -107,7 +107,10 @@ def best_in_groups(problem: ScheduleProblem, num_microbatches: int) -> float:
     """
     makespans = []
     for size in range(1, num_microbatches + 1):
-        for name, whole in named_schedules(problem, size).items():
+        fitting = named_schedules(problem, size)
+        if not fitting:  # nor will more
+            break
+        for name, whole in fitting.items():
             rest = num_microbatches % size
             parts = [whole.orders()] * (num_microbatches // size)
             parts += [named_schedule(name, problem, rest).orders()] if rest else []
@@ -167,9 +170,10 @@ def infeasible(options: Options) -> Iterator[Row]:
     for path in sorted(options.folder.glob("*.json")):
         problem = load_problem(path)
         if problem.device_memory[0] is not None:
-            small = 0.75 * max(block.memory for block in problem.blocks)
-            yield _infeasible_row(path.stem, with_memory(problem, {problem.device_names[-1]: small}), "one device")
-            yield _infeasible_row(path.stem, replace(problem, device_memory=(small,) * problem.num_devices), "all devices")
+            small = tuple(0.75 * max(block.memory for block in problem.blocks if device in block.devices)
+                          for device in range(problem.num_devices))
+            yield _infeasible_row(path.stem, with_memory(problem, {problem.device_names[-1]: small[-1]}), "one device")
+            yield _infeasible_row(path.stem, replace(problem, device_memory=small), "all devices")
 
 
 def _infeasible_row(name: str, problem: ScheduleProblem, which: str) -> Row:

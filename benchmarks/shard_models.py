@@ -23,7 +23,7 @@ from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.named import NAMES, find_roles
 from weft.search.shard.named import named as named_plan
 from weft.search.shard.parts import ModelParts
-from weft.search.strategies.solve import solve
+from weft.search.strategies.search import solve
 from weft.show.sharding_facts import sharding_facts
 
 CLUSTERS = Path(__file__).resolve().parent / "problems" / "shard"

@@ -3,7 +3,7 @@
     data parallel   the whole model on every device, even shares
     1F1B            one stage on each device, equal numbers of layers
     ZeRO-like       data parallel with divided optimizer states; recomputation where memory needs it
-    Megatron-style  teams of 1, 2, 4, ... devices of a host, as few stages as memory needs, data parallel across, even
+    Megatron-style  tp groups of 1, 2, 4, ... devices of a host, as few stages as memory needs, data parallel across, even
                     shares; stages are cut by cost, recomputation where memory needs it
     HEFT            each group of operators on the device where it ends first
 
@@ -22,11 +22,11 @@ from weft.planning.compare import compare_strategies
 from weft.search.common.problem import Problem, divisors
 from weft.search.common.problem import evaluate_plan as evaluate
 from weft.search.deploy.search import DeployOptions, deploy
-from weft.search.deploy.splits import Splits, Team
+from weft.search.deploy.splits import Splits, TpGroup
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
-from weft.search.joint.finalists import build_plan
-from weft.search.joint.layouts import Layout, Setting, StageMesh, teams_of
+from weft.search.joint.layouts import Layout, Setting, StageMesh, tp_groups_of
+from weft.search.joint.search import build_plan
 
 NUM_SIMULATED: Final = 3
 MAX_ATTEMPTS: Final = 8
@@ -43,11 +43,11 @@ class Reference:
 
 
 class EvenEstimator(Estimator):
-    """Estimates settings in which all teams of a stage have equally many samples, or one more than others."""
+    """Estimates settings in which all tp groups of a stage have equally many samples, or one more than others."""
 
     def counts(self, mesh: StageMesh, size: int) -> tuple[int, ...] | None:
         """Return equal numbers; None where one would have none."""
-        counts = split_samples(size, (1.0,) * len(mesh.teams))
+        counts = split_samples(size, (1.0,) * len(mesh.tp_groups))
         return counts if min(counts) > 0 else None
 
 
@@ -92,7 +92,7 @@ def _best_simulated(estimator: Estimator, estimates: Iterable[Estimate]) -> floa
 
 
 def _zero(estimator: Estimator) -> Iterator[Estimate]:
-    layout = (StageMesh(teams_of(estimator.problem.devices, 1)),)
+    layout = (StageMesh(tp_groups_of(estimator.problem.devices, 1)),)
     for recompute in (False, True):
         yield from _estimates(estimator, layout, recompute=recompute, sharded=True)
 
@@ -102,15 +102,15 @@ def _megatron(estimator: Estimator, splits: Splits) -> Iterator[Estimate]:
     for degree in sorted({1, *(degree for _, degree in splits)}):
         if any(len(group) % degree for group in groups):
             continue
-        teams = [team for group in groups for team in teams_of(group, degree)]
+        tp_groups = [tp_group for group in groups for tp_group in tp_groups_of(group, degree)]
         for recompute in (False, True):
-            yield from _fewest_stages(estimator, teams, recompute=recompute)
+            yield from _fewest_stages(estimator, tp_groups, recompute=recompute)
 
 
-def _fewest_stages(estimator: Estimator, teams: Sequence[Team], *, recompute: bool) -> Iterator[Estimate]:
-    for num_stages in divisors(len(teams)):
-        width = len(teams) // num_stages
-        layout = tuple(StageMesh(tuple(teams[first : first + width])) for first in range(0, len(teams), width))
+def _fewest_stages(estimator: Estimator, tp_groups: Sequence[TpGroup], *, recompute: bool) -> Iterator[Estimate]:
+    for num_stages in divisors(len(tp_groups)):
+        width = len(tp_groups) // num_stages
+        layout = tuple(StageMesh(tuple(tp_groups[first : first + width])) for first in range(0, len(tp_groups), width))
         found = list(_estimates(estimator, layout, recompute=recompute))
         if found:
             yield from found

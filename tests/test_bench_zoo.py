@@ -19,7 +19,7 @@ def test_references_are_even_and_none_is_missing():
     known = {item.name: item.step_time_s for item in references(problem, splits, {})}
     assert list(known) == ["data parallel", "1F1B", "ZeRO-like", "Megatron-style", "HEFT"]
     assert all(0 < seconds < float("inf") for seconds in known.values())
-    assert known["Megatron-style"] <= 1.01 * data_parallel_s(problem), "a team of one device is data parallel"
+    assert known["Megatron-style"] <= 1.01 * data_parallel_s(problem), "a tp group of one device is data parallel"
 
 
 def test_shares_of_references_do_not_follow_speed():

@@ -23,7 +23,7 @@ event.register("numba:compile", Listener())
 from weft.search.place.search import place
 for objective in ("latency", "throughput"):
     place(_small_problem(), objective=objective, time_limit=1)
-from weft.search.strategies.solve import solve
+from weft.search.strategies.search import solve
 for limit in (None, 25 * 48):
     solve(_strategy_graph(limit), time_limit=1)
 solve(_strategy_graph(None, steps=(1, 2)), time_limit=1)

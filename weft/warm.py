@@ -28,7 +28,7 @@ from weft.search.place.problem import PlaceProblem, problem_from_graph
 from weft.search.place.throughput.search import solve_throughput
 from weft.search.schedule import anneal
 from weft.search.schedule.problem import Block, ScheduleProblem
-from weft.search.strategies.solve import solve
+from weft.search.strategies.search import solve
 from weft.search.strategies.strategy_graph import StrategyGraph
 from weft.simulate.engine import Simulator
 from weft.simulate.tasks import make_task_graph

@@ -26,7 +26,7 @@ from weft.cluster.cluster_file import read_cluster, save_cluster
 from weft.cost.profile import ProfileStore
 from weft.plan.plan import load_plan
 from weft.run.result import RunOptions, save_result
-from weft.show.tables import print_table
+from weft.show.tables import make_table, print_table
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -108,12 +108,13 @@ def _links(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"pairs": encode(found.pairs), "fits": encode(found.fits)}))
         return 0
-    print_table(["from", "to", "file", "measured", "share", "latency"],
-                [[pair.source, pair.target, format_rate(pair.nominal_bytes_per_s), format_rate(pair.bytes_per_s),
-                  f"{pair.share:.1%}", format_time(pair.latency_s)] for pair in found.pairs], title="messages")
-    print_table(["collective", "rate of a port", "latency of a step", "error of the fit"],
-                [[fit.collective, format_rate(1 / fit.s_per_byte), format_time(fit.latency_s), f"{fit.error:.1%}"]
-                 for fit in found.fits], title="collectives of all hosts")
+    print_table(make_table("messages", ["from", "to", "file", "measured", "share", "latency"], (
+        [pair.source, pair.target, format_rate(pair.nominal_bytes_per_s), format_rate(pair.bytes_per_s),
+         f"{pair.share:.1%}", format_time(pair.latency_s)] for pair in found.pairs)))
+    print_table(make_table("collectives of all hosts", [
+        "collective", "rate of a port", "latency of a step", "error of the fit"], (
+        [fit.collective, format_rate(1 / fit.s_per_byte), format_time(fit.latency_s), f"{fit.error:.1%}"]
+        for fit in found.fits)))
     return 0
 
 

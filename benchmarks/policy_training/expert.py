@@ -31,9 +31,8 @@ from weft.search.deploy.features import WIDTHS, Features, Featurizer
 from weft.search.deploy.local import Annealer
 from weft.search.deploy.op_groups import group_operators
 from weft.search.deploy.policy import NetworkPolicy
-from weft.search.deploy.search import microbatch_numbers
+from weft.search.deploy.search import TreeSearch, microbatch_numbers
 from weft.search.deploy.seeds import staged_choices
-from weft.search.deploy.tree import TreeSearch
 
 Choice = tuple[int, ...]
 MAX_GAP: Final = 10.0

@@ -27,11 +27,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from benchmarks.policy_training.blind import without_feedback
 from benchmarks.policy_training.expert import Effort, Example, make_examples, read_examples, write_examples
 from benchmarks.policy_training.network import Batch, DeployNetwork, from_arrays, make_batch, to_arrays, write_policy
 from weft.base.errors import InputError
 from weft.base.files import decode, load_json, write_atomic
-from weft.search.deploy.features import without_feedback
 from weft.search.deploy.policy import NetworkPolicy, read_policy
 
 HELD_OUT: Final = 10

@@ -192,3 +192,15 @@ def test_ctrl_c_before_there_is_a_plan_is_said(capsys, monkeypatch):
 
     monkeypatch.setattr("weft.planning.make.search_plans", interrupted)
     assert "weft: interrupted" in fails(capsys, 130, "plan", MODEL, CLUSTER)
+
+
+def test_too_little_memory_on_this_machine_is_said(capsys, monkeypatch, tmp_path):
+    def refuse(*args, **options):
+        raise MemoryError
+
+    path = tmp_path / "plan.json"
+    path.write_text("{}")
+    monkeypatch.setattr("weft.cli.plan_commands.load_plan", refuse)
+    assert main(["check", str(path)]) == 2
+    assert capsys.readouterr().err == \
+        "weft: this machine has too little memory for the command: free some, or try a smaller input\n"

@@ -58,7 +58,7 @@ def test_quiet_says_nothing(capsys):
 
 @pytest.mark.parametrize(("arguments", "message"), [
     ((MODEL, CLUSTER, "--mesh", "3x2"), "a mesh of 3x2 has 6 places, but the group has 4 devices: choose sizes whose"),
-    ((MODEL, CLUSTER, "--mesh", "2y2"), "is no mesh: write the sizes of its axes, such as 8, 2x4 or 2x2x2"),
+    ((MODEL, CLUSTER, "--mesh", "2y2"), "is not a mesh: write the sizes of its axes, such as 8, 2x4 or 2x2x2"),
     ((MODEL, "16 x A100-80GB", "--mesh", "2x2x2x2"), "has 4 axes: at most 3 are searched"),
     ((MODEL, CLUSTER, "--mode", "sleeping"), "--mode must be one of training, inference"),
     ((MODEL, CLUSTER, "--dtype", "int3"), "--dtype must be one of"),

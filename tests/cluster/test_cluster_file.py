@@ -314,7 +314,7 @@ BAD = {
     "no intra": (changed(short_form, "hosts", 1, "intra", to=...),
                  "hosts[1].intra is missing: say how the 2 devices of"),
     # odd values
-    "key that is no text": (header(hosts=[{1: 2}]), "hosts[0] has a key that is no plain text"),
+    "key that is no text": (header(hosts=[{1: 2}]), "hosts[0] has a key that is not plain text"),
     "bytes": (header(name=b"x"), "name is neither text, number, list nor object, but bytes"),
     "half a character": (header(name="\ud800"), "name is text with half a character"),
 }

@@ -11,8 +11,7 @@ from torch import nn
 
 from tests.model.helpers import source_of
 from weft.base.errors import InputError
-from weft.coarsen.coarsen import coarsen, find_groups
-from weft.coarsen.contract import contract
+from weft.coarsen.coarsen import coarsen, contract, find_groups
 from weft.coarsen.groups import check_groups
 from weft.coarsen.rules import fuse_by_rules
 from weft.model.load import trace_model

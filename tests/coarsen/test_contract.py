@@ -11,8 +11,7 @@ from tests.coarsen.helpers import make
 from tests.coarsen.random_graphs import random_graph
 from tests.cost.worlds import FAST, SLOW, make_cluster
 from weft.base.errors import InputError, ModelError
-from weft.coarsen.coarsen import coarsen
-from weft.coarsen.contract import contract, expand
+from weft.coarsen.coarsen import coarsen, contract, expand
 from weft.coarsen.groups import number_groups, single_groups
 from weft.cost.costs import estimate_costs
 from weft.cost.op_classes import op_class

@@ -240,5 +240,5 @@ def test_keys_that_are_no_text_are_refused(store):
     with sqlite3.connect(store.path) as connection:
         connection.execute("UPDATE op_times SET device_kind = x'ff00'")
     connection.close()
-    with pytest.raises(InputError, match="a device_kind is no text"):
+    with pytest.raises(InputError, match="a device_kind is not text"):
         store.device_kinds()

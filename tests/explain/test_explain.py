@@ -27,8 +27,8 @@ from weft.search.common.budget import time_budget
 from weft.search.common.problem import PlanOptions, Problem
 from weft.show.explain_tables import changes_table, comparison_lines
 from weft.simulate.engine import Simulator
-from weft.simulate.predict import simulate
 from weft.simulate.tasks import make_task_graph
+from weft.simulate.timing import simulate
 
 
 def path_of(durations, edges, holds=(), num_resources=0):

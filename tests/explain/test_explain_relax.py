@@ -102,7 +102,7 @@ def test_more_microbatches_than_were_asked_for():
 @pytest.fixture
 def without_joint(monkeypatch):
     """Plan with the plain strategies only: the joint search recomputes and divides states by itself."""
-    monkeypatch.setattr(relax, "fits_jointly", lambda problem, splits, budget: False)
+    monkeypatch.setattr(relax, "best_joint", lambda problem, splits, budget: None)
     monkeypatch.setattr(relax, "replan", lambda problem, request, **limits: compare_strategies(problem))
 
 

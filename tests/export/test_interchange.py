@@ -222,7 +222,7 @@ def test_llama_cpp_options():
     found = to_tensor_split(lower(pipeline(1, 3, mode="inference"), decoder()), gpus())
     assert found.command("llama-server") == "llama-server --gpu-layers 5 --split-mode layer --tensor-split 1,4"
     assert [note.partition(":")[0] for note in found.notes] == [
-        "'model.embed' will be on the CPU", "the plan's 4 micro-batches are not said"]
+        "'model.embed' will be on the CPU", "the plan's 4 micro-batches are not passed on"]
 
 
 LLAMA_CPP = [

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import flop_registry
 from tests.model.helpers import assert_equals_eager, source_of, state_of, zoo
 from weft.base.errors import ModelError
 from weft.model.graph import NO_BATCH_DIM, TensorRole, check_graph
+from weft.model.graph_file import load_graph, save_graph
 from weft.model.trace import run_program, trace
 
 LAYERS, HIDDEN, HEADS, VOCAB, SEQ, BATCH = 4, 64, 4, 256, 32, 8
@@ -244,12 +245,17 @@ class Frozen(nn.Module):
         return self.second(self.first(x)).mean()
 
 
-def test_frozen_and_unused_parameters():
+def test_frozen_and_unused_parameters(tmp_path):
     graph = trace(source_of(Frozen, (5,))).graph
     first, second = graph.op_index["first.linear"], graph.op_index["second.linear"]
     assert graph.input_grad_flops[first] == graph.weight_grad_flops[first] == 0
     assert graph.input_grad_flops[second] == 0
     assert graph.weight_grad_flops[second] > 0
+    frozen = [name for name, is_frozen in zip(graph.tensor_names, graph.is_frozen, strict=True) if is_frozen]
+    assert sorted(frozen) == ["first.bias", "first.weight"]
+    assert not graph.needs_gradient[graph.tensor_index["first.linear"]]
+    save_graph(graph, tmp_path / "graph.json")
+    assert load_graph(tmp_path / "graph.json").is_frozen.tolist() == graph.is_frozen.tolist()
     assert "never.weight" not in graph.tensor_index
     assert any("2 parameters are never used" in text and "never.bias" in text for text in graph.warnings)
 
@@ -287,7 +293,7 @@ def test_buffers_changed_by_the_forward_pass_are_outputs_on_the_side():
     state = {name: tensor.clone() for name, tensor in state_of(module).items()}
     module(*inputs)
     new_names = list(traced.program.buffer_updates.values())
-    values = run_program(traced.program, state, inputs, outputs=new_names)
+    values = run_program(traced.program, state, inputs, nodes=[traced.program.tensor_nodes[name] for name in new_names])
     for (path, _), value in zip(traced.program.buffer_updates.items(), values, strict=True):
         assert torch.allclose(value, module.get_buffer(path)), path
 

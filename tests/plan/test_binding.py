@@ -151,6 +151,15 @@ def test_another_model_is_refused_with_the_stage_and_what_differs(name, message)
     assert "made for another model" in str(problem.value)
 
 
+def test_other_operators_for_one_sample_are_told_from_another_model():
+    """Was: a model that does less for one sample than for two was said to be another one, and to be planned again."""
+    with pytest.raises(PlanError, match="it was traced for one sample, and may have other operators"):
+        bind_plan(planned(), graph_of("costly", batch=1))
+    with pytest.raises(PlanError) as problem:
+        bind_plan(planned(), graph_of("costly", batch=2))
+    assert "one sample," not in str(problem.value)
+
+
 def test_an_older_plan_for_a_model_without_one_of_its_modules_is_refused_with_the_stage():
     with pytest.raises(PlanError, match=r"stage s1 begins in module 'blocks\.\d.*which has no operators") as problem:
         bind_plan(_cut_in_the_last_block(), graph_of("shallow"))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.worlds import chain_graph
-from weft.model.graph import Graph
+from weft.model.graph import Graph, TensorRole
 from weft.plan.holders import exchange_sets, layout_problems, parameter_copies, parameter_holdings, parameter_parts
 from weft.plan.plan import ClusterRef, ModelRef, Plan, Replica, Sharding, Stage
 from weft.plan.sharding import format_layout, parse_layout
@@ -50,6 +50,12 @@ def test_exchange_sets(case):
     found = exchange_sets(plan, graph)
     assert ["".join(members) for sets in found.values() for members in sets] == expected
     assert not list(layout_problems(plan, graph))
+
+
+def test_gradients_of_frozen_parameters_are_not_exchanged():
+    plan, graph = world(([mesh("a"), mesh("b")], {}))
+    assert exchange_sets(plan, graph)
+    assert not exchange_sets(plan, replace(graph, is_frozen=graph.tensor_role == TensorRole.PARAMETER))
 
 
 def test_uneven_parts_and_their_sizes():

@@ -94,10 +94,10 @@ class Recount:
     def touched(self, op: int) -> set[int]:
         return {self.base(int(item)) for item in (*self.graph.op_inputs(op), *self.graph.op_outputs(op))}
 
-    def forward_peak(self) -> int:
+    def forward_peak(self, *, saves: bool = True) -> int:
         """Return the most that is live: to the end what is saved or handed over, the rest until its last operator."""
         own = {self.base(tensor) for tensor in self.made} & self.made
-        kept = self.saved - {self.base(tensor) for tensor in self.inputs} | self.saved & self.made | self.outputs & own
+        kept = (self.own() if saves else set()) | self.outputs & own
         most = 0.0
         for step in range(len(self.ops)):
             before = set().union(*map(self.touched, self.ops[:step + 1]))
@@ -371,14 +371,16 @@ def _inside(program: Program, meaning: Meaning, stages: dict[Member, Recount], i
     stage = stages[item.stage, item.replica]
     if phase == Phase.F:
         cut = any(not program.channels[index].whole for index in item.forward_channels)
-        return stage.forward_peak() + (round(sum(map(stage.size, stage.inputs))) if cut else 0)
-    again = stage.forward_peak() if program.plan.stages[item.stage].recompute else 0
+        return stage.forward_peak(saves=not program.plan.stages[item.stage].recompute) + (
+            round(sum(map(stage.size, stage.inputs))) if cut else 0)
     if phase == Phase.W:
         return stage.weights_room()
     begins = _begins(program, meaning, stage, instance)
-    if phase == Phase.B:
-        return again + stage.rise(begins, let_go=stage.own(), fresh=fresh)
-    return again + stage.rise(begins, let_go=stage.own() - stage.operands(), split=True)
+    rise = stage.rise(begins, let_go=stage.own(), fresh=fresh) if phase == Phase.B else stage.rise(
+        begins, let_go=stage.own() - stage.operands(), split=True)
+    if program.plan.stages[item.stage].recompute:  # its forward runs before, and has saved what is its own when it ends
+        return max(stage.forward_peak(), stage.total(stage.own()) + rise)
+    return rise
 
 
 def _after(program: Program, meaning: Meaning, stages: dict[Member, Recount], instance: int, microbatch: int,
@@ -395,6 +397,9 @@ def _after(program: Program, meaning: Meaning, stages: dict[Member, Recount], in
     elif phase == Phase.I:
         held["kept", member, microbatch] = stage.kept_for_weights(
             _begins(program, meaning, stage, instance)) + _assembled(program, stage, instance)
+        if again and program.instances[instance].forward_channels:  # buffers of what came, until the weights' gradients
+            came = {stage.base(tensor) for tensor in stage.inputs} - stage.made
+            held["kept", member, microbatch] += round(sum(map(stage.size, stage.inputs))) - stage.total(came & stage.saved)
     else:
         del held["kept", member, microbatch]
     if phase in (Phase.B, Phase.I):
@@ -490,11 +495,35 @@ def test_recomputation_keeps_the_inputs_only(recompute, kept):
     rows = {program.label(index): int(account.activations[index] + account.gradients[index])
             for index in range(program.num_instructions)}
     inside = 8 + 8 + 4  # y3, y4 and the loss
-    assert rows["F s1 mb 3"] == 3 * kept + inside
+    assert rows["F s1 mb 3"] == 3 * kept + (8 + 8 if recompute else inside), "y3 goes before the loss if nobody keeps it"
     # The most is there in the first of three backwards: gradients of the loss, of y4 and of a weight; then y4 can go.
     assert rows["B s1 mb 0"] == 4 * kept + (4 + 8) + 4 + (inside if recompute else 0)
     # Later all weights have their sums, and what is new is there beside them until it is added.
     assert rows["B s1 mb 1"] == 3 * kept + (4 + 8) + 4 + 3 * 4 + (inside if recompute else 0)
+
+
+def test_a_backward_that_recomputes_takes_the_larger_of_its_parts():
+    """Was: the peaks of the forward that runs again and of the backward were added, though the one ends before the other."""
+    graph = replace(chain_graph(2), forward_room_bytes=np.asarray([0.0, 1000.0]), backward_room_bytes=np.asarray([300.0, 0.0]))
+    stage = figures(graph, [0, 1])
+    assert (stage.forward_peak, stage.plain_peak, stage.saved, stage.backward_rise) == (1012, 1012, 12, 304)
+    assert stage.rises(recompute=True)[:2] == (1012, 1012)
+    assert stage.rises(recompute=False)[:2] == (1012, 304)
+    plain = figures(replace(graph, forward_room_bytes=np.zeros(2)), [0, 1])
+    assert plain.rises(recompute=True).backward == 12 + plain.backward_rise
+
+
+def test_frozen_parameters_have_neither_gradients_nor_states():
+    """Was: a parameter with ``requires_grad`` off was charged, exchanged and updated as if it were trained."""
+    graph = chain_graph(2, parameter_bytes=4000)
+    frozen = replace(graph, is_frozen=np.asarray([name == "w0" for name in graph.tensor_names]))
+    plan = plan_of(graph, [[0, 1]], order=gpipe(1, 1), devices=[0], microbatches=1)
+    plan = replace(plan, optimizer=Optimizer(kind="adamw"))
+    whole, less = (static_bytes(lower(plan, item))[0, :3].tolist() for item in (graph, frozen))
+    assert (whole, less) == ([8000, 8000, 16000], [8000, 4000, 8000])
+    assert account_memory(lower(plan, graph)).peak(0)["gradients"] == 8000
+    assert account_memory(lower(plan, frozen)).peak(0)["gradients"] == 4000
+    assert not frozen.needs_gradient[frozen.tensor_index["y0"]], "nothing before it is trained"
 
 
 def figures(graph: Graph, ops: list[int], *, samples: int = 1, training: bool = True,
@@ -542,6 +571,13 @@ def test_a_view_that_comes_from_another_stage_is_kept_as_what_came():
     assert (last.inputs, last.saved) == (30, 30)
     first = figures(graph, [0, 1], others=[[2]])
     assert (first.outputs, first.saved_outputs, first.saved) == (100, 100, 100)
+
+
+def test_a_view_of_what_came_is_copied_once_to_be_handed_on():
+    """Was: counted as it came, and once more as the copy that is sent; the copy was not there while the forward ran."""
+    graph = with_views(dag_graph([[-1], [0], [1]], sizes=[100, 30, 4]), {"y1": "y0"}, saved=set())
+    middle = figures(graph, [1], others=[[0], [2]])
+    assert (middle.outputs, middle.saved_outputs, middle.forward_peak) == (30, 0, 30)
 
 
 def test_what_is_handed_over_stays_until_the_forward_ends():
@@ -691,3 +727,13 @@ def test_what_lies_scattered_as_traced_is_copied_to_be_sent():
     nothing = replace(graph, is_scattered=np.zeros(graph.num_tensors, dtype=bool), op_kinds=("aten.transpose",) * 2)
     plan = replace(plan, model=replace(plan.model, digest=nothing.digest))
     assert (account_memory(lower(plan, nothing)).buffers == plain).all(), "what was looked at counts, not the kind"
+
+
+def test_what_is_sent_as_a_copy_is_left_when_it_is_sent():
+    """Was: both were held until the backward, though nobody reads the original any more."""
+    graph, plan = pipeline("gpipe", 2, 2)
+    unsaved = replace(graph, is_saved=np.zeros(graph.num_tensors, dtype=bool))
+    scattered = replace(unsaved, is_scattered=np.asarray([name == "y0" for name in graph.tensor_names]))
+    plain, copied = (account_memory(lower(plan, item)).buffers.tolist()[:4] for item in (unsaved, scattered))
+    assert plain == [0, 8, 8, 16], "the messages wait for the backward"
+    assert copied == [0, 16, 8, 24], "so do the copies, but not what was copied"

@@ -20,13 +20,10 @@ from weft.plan.check import check_plan
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
 from weft.planning.compare import compare_strategies
-from weft.planning.fit import Reduced, Setting, describe, fit, plan_of, problem_with
+from weft.planning.fit import Setting, _Fitter, describe, fit, memory_cuts, plan_of, problem_with
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.find_splits import find_splits
 from weft.search.joint.baselines import STRATEGIES
-
-ALONE = [(device,) for device in range(4)]
-"""Four devices, each with the whole model."""
 
 
 @pytest.fixture(scope="module")
@@ -48,44 +45,48 @@ def peaks_of(plan, problem: Problem) -> list[int]:
     return [account.peak_bytes(rank) for rank in range(len(problem.devices))]
 
 
+def judged(problem: Problem, setting: Setting, splits=None) -> list[int]:
+    """Return the peaks of the devices in use, as ``fit`` finds them."""
+    fitter = _Fitter(problem, lambda degree: {})
+    fitter.splits |= splits or {}
+    return [use.peak_bytes for use in fitter.judge(setting).uses]
+
+
 @pytest.mark.parametrize("mode", ["training", "inference"])
 @pytest.mark.parametrize("microbatches", [1, 4])
-def test_peaks_of_copies_are_those_of_the_whole_plan(tiny, mode, microbatches):
+@pytest.mark.parametrize("strategy", ["single", "data-parallel"])
+def test_peaks_of_copies_are_those_of_the_whole_plan(tiny, mode, microbatches, strategy):
     problem = problem_on(tiny, read_cluster("4 x A100-80GB"), mode=mode)
-    reduced, size = Reduced(problem), 16 // microbatches
-    whole = peaks_of(STRATEGIES["single"](problem, microbatches), problem)
-    assert reduced.peak([(0,)], size, microbatches) == max(whole)
-    whole = peaks_of(STRATEGIES["data-parallel"](problem, microbatches), problem)
-    assert [reduced.peak(ALONE, size // 4, microbatches)] * 4 == whole
+    whole = peaks_of(STRATEGIES[strategy](problem, microbatches), problem)
+    assert judged(problem, Setting(strategy=strategy, microbatches=microbatches)) == [peak for peak in whole if peak]
 
 
 def test_the_state_in_pieces_is_that_of_the_whole_plan(tiny):
     problem = problem_on(tiny, read_cluster("4 x A100-80GB"))
-    setting = Setting(strategy="data-parallel", microbatches=2, sharded=True)
+    setting = Setting(strategy="data-parallel", microbatches=4, sharded=True)
     whole = peaks_of(plan_of(problem, setting), problem)
-    assert [Reduced(problem).peak(ALONE, 2, 2, sharded=True)] * 4 == whole
-    assert whole[0] < Reduced(problem).peak(ALONE, 2, 2)
+    assert judged(problem, setting) == whole
+    assert whole[0] < judged(problem, replace(setting, sharded=False))[0]
 
 
 @pytest.mark.parametrize(("mode", "recompute"), [("training", False), ("training", True), ("inference", False)])
 @pytest.mark.parametrize("microbatches", [1, 4, 16])
 def test_peaks_of_pipelines_are_those_of_the_whole_plan(tiny, mode, recompute, microbatches):
-    problem = problem_on(tiny, read_cluster("3 x A100-80GB"), mode=mode, recompute=recompute)
-    reduced = Reduced(problem)
-    cuts = reduced.memory_cuts(16 // microbatches, microbatches)
-    plan = plan_of(problem, Setting(strategy="pipeline", microbatches=microbatches, recompute=recompute, cuts=cuts))
-    assert peaks_of(reduced.pipeline(cuts, 16 // microbatches, microbatches), problem) == peaks_of(plan, problem)
+    problem = problem_on(tiny, read_cluster("3 x A100-80GB"), mode=mode)
+    setting = Setting(strategy="pipeline", microbatches=microbatches, recompute=recompute)
+    setting = replace(setting, cuts=memory_cuts(problem_with(problem, setting)))
+    assert judged(problem, setting) == peaks_of(plan_of(problem, setting), problem)
 
 
-def test_peaks_of_teams_are_those_of_the_whole_plan(tiny):
+def test_peaks_of_tp_groups_are_those_of_the_whole_plan(tiny):
     cluster = read_cluster("4 x A100-80GB")
     problem = problem_on(tiny, cluster)
     folded = trace_folded(resolve_model("gpt2-tiny", batch=tiny.batch), batch=tiny.batch)
     splits = find_splits(problem, folded, lambda graph: estimate_costs(graph, cluster), degree=2)
-    setting = Setting(strategy="tensor", microbatches=2, degree=2)
+    setting = Setting(strategy="tensor", microbatches=4, degree=2)
     plan = plan_of(problem, setting, splits)
     check_plan(plan, tiny, cluster)
-    assert [Reduced(problem, splits).peak([(0, 1), (2, 3)], 4, 2)] * 4 == peaks_of(plan, problem)
+    assert judged(problem, setting, splits) == peaks_of(plan, problem)
 
 
 def test_pipelines_are_cut_by_memory():
@@ -94,10 +95,10 @@ def test_pipelines_are_cut_by_memory():
     sizes = graph.tensor_bytes.copy()
     sizes[[graph.tensor_index[f"w{op}"] for op in (0, 1)]] = 16000
     graph = replace(graph, tensor_bytes=sizes)
-    problem = problem_on(graph, plain_cluster(2, memory_bytes=10**6), batch=4)
-    cuts = Reduced(problem).memory_cuts(1, 4)
+    problem = problem_on(graph, plain_cluster(2, memory_bytes=10**6), batch=4, microbatches=4)
+    cuts = memory_cuts(problem)
     equal = peaks_of(STRATEGIES["1f1b"](problem, 4), problem)
-    assert max(peaks_of(Reduced(problem).pipeline(cuts, 1, 4), problem)) < 0.85 * max(equal)
+    assert max(judged(problem, Setting(strategy="pipeline", microbatches=4, cuts=cuts))) < 0.85 * max(equal)
     assert cuts == (0, 2, 8)
 
 
@@ -105,7 +106,7 @@ def test_devices_of_their_own_size_get_what_they_can_hold():
     graph = chain_graph(8, parameter_bytes=4000, activation_bytes=40)
     cluster = plain_cluster(2, memory_bytes=10**6)
     cluster = replace(cluster, devices=(cluster.devices[0], replace(cluster.devices[1], memory_bytes=3 * 10**6)))
-    assert Reduced(problem_on(graph, cluster, batch=4)).memory_cuts(1, 4) == (0, 2, 8)
+    assert memory_cuts(problem_on(graph, cluster, batch=4, microbatches=4)) == (0, 2, 8)
 
 
 def test_what_is_recommended_fits_and_is_what_the_planner_makes(tiny):
@@ -127,7 +128,7 @@ def test_the_largest_microbatches_that_fit_are_taken(tiny):
     assert found is not None
     number = found.setting.microbatches
     assert 1 < number < 16
-    fitting, larger = (Reduced(problem).peak([(0,)], 16 // m, m) for m in (number, number // 2))
+    (fitting,), (larger,) = (judged(problem, replace(found.setting, microbatches=m)) for m in (number, number // 2))
     assert fitting <= 10**7 < larger
 
 
@@ -194,7 +195,7 @@ def test_where_nothing_simple_fits_the_joint_search_is_asked(tiny, monkeypatch, 
     """Only one device is tried before it here; the search then finds what the simple ways would have found."""
     from weft.planning import fit as module
 
-    monkeypatch.setattr(module._Fitter, "candidates", lambda fitter: iter([fitter._single()]))
+    monkeypatch.setattr(module._Fitter, "candidates", lambda fitter: iter([fitter._largest(module.Setting(strategy="single", microbatches=1), fitter.choices)]))
     problem = problem_on(tiny, with_capacity(read_cluster("4 x A100-80GB"), 3_000_000))
     found = fit(problem)
     assert found.recommended is not None
@@ -208,3 +209,14 @@ def test_where_nothing_simple_fits_the_joint_search_is_asked(tiny, monkeypatch, 
     assert main(["fit", "gpt2-tiny", str(cluster), "--batch", "16", "-q", "-o", str(tmp_path / "plan.json")]) == 0
     assert capsys.readouterr().out.rstrip().endswith(f"weft plan gpt2-tiny {cluster} --batch 16 --out plan.json")
     assert main(["check", str(tmp_path / "plan.json")]) == 0
+
+
+def test_a_slower_device_with_enough_memory_is_taken(tiny):
+    """The fastest has room for the parameters, not for the step."""
+    cluster = read_cluster("1 x A100-80GB, 1 x RTX3090")
+    sizes = {True: 4_000_000, False: 60_000_000}
+    cluster = replace(cluster, devices=tuple(
+        replace(device, memory_bytes=sizes[device.kind.startswith("A100")]) for device in cluster.devices))
+    single = fit(problem_on(tiny, cluster, batch=8, microbatches=1)).candidates[0]
+    assert single.fits
+    assert single.fullest.capacity_bytes == 60_000_000

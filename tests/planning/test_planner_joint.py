@@ -16,7 +16,7 @@ from weft.plan.check import check_plan
 from weft.planning import compare as planner
 from weft.planning.compare import compare_strategies
 from weft.search.common.problem import PlanOptions, Problem, evaluate_plan
-from weft.search.joint import finalists, search
+from weft.search.joint import search
 from weft.search.joint.baselines import STRATEGIES
 
 
@@ -33,15 +33,15 @@ def test_it_is_the_last_of_the_strategies_and_never_behind_even_data_parallelism
     check_plan(joint.plan, problem.graph, problem.cluster)
 
 
-def test_teams_are_used_where_there_are_splits():
+def test_tp_groups_are_used_where_there_are_splits():
     problem, splits = tensor_world(batch=2, microbatches=2)
     comparison = compare_strategies(problem, ["single"], joint=True, splits=splits)
     settings = [item.setting for item in comparison.candidates[-1].tried]
-    assert {len(mesh.teams[0]) for setting in settings for mesh in setting.layout} == {1, 2}
+    assert {len(mesh.tp_groups[0]) for setting in settings for mesh in setting.layout} == {1, 2}
 
 
 def test_on_a_large_cluster_it_is_alone(monkeypatch):
-    for module in (planner, search, finalists):
+    for module in (planner, search):
         monkeypatch.setattr(module, "TUNING", replace(module.TUNING, large=4))
     problem = equal_problem(8, num_ops=16, batch=32)
     comparison = compare_strategies(problem, joint=True)

@@ -30,7 +30,7 @@ def test_python_and_the_command_line_find_the_same_plan(tmp_path):
 def test_a_module_of_ones_own_is_searched_as_a_named_one_is():
     found = weft.make_plan(source_of("tiny_gpt"), read_cluster("4 x A100-80GB"), batch=16)
     joint = next(item for item in found.candidates if item.strategy == "joint")
-    degrees = {len(team) for tried in joint.tried for mesh in tried.setting.layout for team in mesh.teams}
+    degrees = {len(tp_group) for tried in joint.tried for mesh in tried.setting.layout for tp_group in mesh.tp_groups}
     assert degrees > {1}, "devices of a host divide operators"
 
 
@@ -40,7 +40,7 @@ def test_nothing_is_divided_where_parameters_must_be_whole():
     for item in found.candidates:
         for tried in item.tried:
             assert not tried.setting.sharded_states
-            assert {len(team) for mesh in tried.setting.layout for team in mesh.teams} == {1}
+            assert {len(tp_group) for mesh in tried.setting.layout for tp_group in mesh.tp_groups} == {1}
         if item.plan is not None:
             assert not item.plan.optimizer.sharded
             assert {len(replica.devices) for stage in item.plan.stages for replica in stage.replicas} == {1}

@@ -9,7 +9,7 @@ from functools import cache
 
 from tests.run.plans import make_plan, traced
 from weft.plan.plan import Plan, Replica, Sharding, Stage
-from weft.search.common.spread import with_stored_parameters
+from weft.search.joint.placements import with_stored_parameters
 from weft.sharding.named_ops import NamedOp, named_ops
 
 Patterns = Mapping[str, str]

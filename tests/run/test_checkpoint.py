@@ -183,7 +183,7 @@ def header(path: Path) -> tuple[dict[str, object], bytes]:
     (lambda head, body: ({**head, "a": {**head["a"], "shape": [-2, -3]}}, body), "must be a list of counts"),
     (lambda head, body: ({**head, "a": {**head["a"], "data_offsets": "all"}}, body), "has the bytes 'all'"),
     (lambda head, body: ({**head, "a": {"dtype": "F64"}}, body), "must have exactly the fields"),
-    (lambda head, body: ([], body), "no JSON object"),
+    (lambda head, body: ([], body), "not a JSON object"),
 ])
 def test_damaged_files_are_refused(tmp_path, damage, message):
     head, body = damage(*header(written(tmp_path / "file")))

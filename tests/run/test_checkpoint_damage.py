@@ -289,7 +289,7 @@ def test_a_state_of_random_numbers_that_is_none_changes_nothing(monkeypatch, tmp
         data[start:] = bytes(len(data) - start)
         (path / "random.safetensors").write_bytes(data)
         make_old(path)
-        with pytest.raises(InputError, match=r"state of random numbers 'rank0.alone' that is none"):
+        with pytest.raises(InputError, match=r"state of random numbers 'rank0.alone' that cannot be used"):
             made.load_checkpoint(path)
         assert all(torch.equal(value, before[key]) for key, value in made.state_dict().items())
 
@@ -371,5 +371,5 @@ def test_arguments_of_checkpoints_that_make_no_sense_are_refused(trainer, tmp_pa
         trainer.load_state_dict([1])
     state = trainer.state_dict()
     for value, why in (("text", "str"), (state["last.bias"].to("meta"), "on the meta device")):
-        with pytest.raises(InputError, match=f"'last.bias' in the state dict is no tensor with values: .*{why}"):
+        with pytest.raises(InputError, match=f"'last.bias' in the state dict is not a tensor with values: .*{why}"):
             trainer.load_state_dict({**state, "last.bias": value})

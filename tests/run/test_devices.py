@@ -23,7 +23,7 @@ def test_one_device_for_all_or_one_for_each():
     with pytest.raises(InputError, match="names 2 devices, but there are 3 ranks"):
         rank_devices("cuda,cpu", 3)
     for text in ("gpu", "cpu:0", "cuda:", "cuda:x", "cuda,", "", "cuda@", "cuda@0%", "cuda@101%", "cpu@5%"):
-        with pytest.raises(InputError, match="is none; use cpu, cuda, cuda:0 or"):
+        with pytest.raises(InputError, match="is not a device; use cpu, cuda, cuda:0 or"):
             rank_devices(text, 2)
 
 

@@ -124,13 +124,19 @@ def test_lies_in_the_state_end_in_one_clear_error(name, tmp_path):
     ("adam", "betas", [1.5, 1.5]), ("adam", "betas", [0.9, 1e300]), ("rmsprop", "centered", True), ("rmsprop", "momentum", 0.9),
     ("sgd", "momentum", [0.9]), ("sgd", "nesterov", "yes"), ("rprop", "etas", [0.5]), ("adafactor", "eps", [None, None]),
     ("adagrad", "differentiable", "yes"), ("adam", "capturable", True), ("adamax", "capturable", True), ("muon", "ns_steps", 1000),
-    ("muon", "ns_coefficients", [1.0])])
+    ("muon", "ns_coefficients", [1.0]), ("adam", "foreach", 0.999)])
 def test_lies_in_the_options_end_in_one_clear_error(name, option, value, tmp_path):
     """As above; options that a step takes are no lies as far as anybody can tell."""
     world = World(name)
     assert option in world.groups[0]
     with pytest.raises(InputError, match=r"cannot take over its state|groups\[0\]\.\w+ is .*where"):
         world.load(tmp_path, tensors=world.tensors, groups=[{**group, option: value} for group in world.groups])
+    world.load(tmp_path, tensors=world.tensors)
+
+
+def test_a_switch_that_was_taken_over_goes_back_to_nothing(tmp_path):
+    world = World("adam")
+    world.load(tmp_path, tensors=world.tensors, groups=[{**group, "foreach": 3} for group in world.groups])
     world.load(tmp_path, tensors=world.tensors)
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from tests.run.plans import traced
+from benchmarks.schedule_run import tight_plan
+from tests.run.plans import greedy_order, pipeline_plan, traced
 from tests.run.pool import Pool
 from tests.search.joint.test_baselines import mixed_cluster
 from tests.search.schedule.greedy import greedy_search
@@ -16,6 +18,8 @@ from weft.plan.plan import Optimizer, Plan
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.joint.placements import PLACEMENTS
 from weft.search.joint.scheduled import Search, find_schedule, schedule_search
+from weft.search.schedule.from_plan import problem_of_plan, with_schedule
+from weft.search.schedule.named import named_schedule
 
 TOLERANCE = 1e-10
 MICROBATCHES = 8
@@ -58,6 +62,42 @@ def test_gradients_equal_those_of_one_process(pool, problem, shape, split_backwa
     assert check["num_gradients"] > 0
     assert check["loss_error"] <= TOLERANCE
     assert check["gradient_error"] <= TOLERANCE, check["worst"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", ["zbv", "dualpipev", "v-half", "v-min", "dualpipe"])
+def test_named_orders_of_two_stages_on_each_device_equal_one_process(pool, problem, name):
+    if name == "dualpipe":
+        plan = PLACEMENTS["x"](problem, MICROBATCHES)
+    else:
+        devices = [0, 1, 2, 3, 3, 2, 1, 0]
+        plan = pipeline_plan(problem.graph, devices, greedy_order(devices, MICROBATCHES), microbatches=MICROBATCHES)
+    asked = problem_of_plan(plan, problem.graph, problem.costs, problem.cluster, split_backward=True)
+    plan = with_schedule(plan, asked, named_schedule(name, asked.problem, asked.num_microbatches))
+    check = pool.run(plan, "tiny_gpt")["verification"]
+    assert max(check["loss_error"], check["gradient_error"]) <= TOLERANCE, check["worst"]
+
+
+def within(measured: dict[str, Any], promised: dict[str, Any]) -> bool:
+    """Return whether no rank of a run has held more than the account of another one's plan says, but for 1 %."""
+    return all(held <= 1.01 * account for (_, held), (account, _) in zip(measured["memory"], promised["memory"],
+                                                                         strict=True))
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("shape", ["v", "vv"])
+def test_schedules_at_little_memory_hold_what_their_account_says(pool, problem, shape):
+    """The control is the run with all of 1F1B's memory, which half of it must not be enough for."""
+    runs = {}
+    for share in (1.0, 1 / 2, 1 / 3):
+        plan = tight_plan(problem, shape, MICROBATCHES, share, SEARCHES["search"], split_backward=True)
+        runs[share] = pool.run(plan, "tiny_gpt", memory=True)
+        check = runs[share]["verification"]
+        assert max(check["loss_error"], check["gradient_error"]) <= TOLERANCE, check["worst"]
+        assert within(runs[share], runs[share])
+        assert max(held / account for account, held in runs[share]["memory"]) >= 0.99
+    assert not within(runs[1.0], runs[1 / 2])
+    assert max(held for _, held in runs[1 / 3]["memory"]) < max(held for _, held in runs[1.0]["memory"])
 
 
 @pytest.mark.timeout(120)

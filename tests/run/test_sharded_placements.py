@@ -19,9 +19,8 @@ from weft.plan.check import check_plan
 from weft.plan.plan import Optimizer, Plan, Replica, Stage
 from weft.plan.structure import structure_problems
 from weft.search.common.problem import PlanOptions, Problem
-from weft.search.common.spread import spread
 from weft.search.deploy.deployer import deployment_plan
-from weft.search.joint.placements import PLACEMENTS
+from weft.search.joint.placements import PLACEMENTS, spread
 from weft.search.joint.scheduled import Search, find_schedule, schedule_search
 
 TOLERANCE = 1e-10

@@ -9,7 +9,7 @@ import pytest
 from tests.run.pool import Pool
 from tests.run.sharded_plans import ops_of, parameter_shapes, sharded_plan
 from weft.plan.plan import Plan
-from weft.search.common.spread import spread
+from weft.search.joint.placements import spread
 
 TOLERANCE = 1e-10
 MODELS = {

@@ -11,6 +11,7 @@ from tests.model.helpers import state_of
 from weft.model.source import ModelSource
 from weft.model.trace import trace
 from weft.run.random_state import RankRandom
+from weft.run.split_backward import WeightGradients, split_matmul, split_weight_gradients
 from weft.run.stage import Stage, build_stage, model_graph
 
 
@@ -106,3 +107,47 @@ def test_weight_gradients_wait_for_w():
     item.accumulate()
     assert module.linear.weight.grad is not None
     assert module.linear.bias.grad is not None
+
+
+@pytest.mark.parametrize("trains_bias", [True, False])
+def test_frozen_weights_keep_no_operand(trains_bias):
+    """Was: a split backward kept the input of every linear layer, and queued gradients for weights that take none."""
+    linear = torch.nn.Linear(6, 6).double()
+    linear.weight.requires_grad_(False)
+    linear.bias.requires_grad_(trains_bias)
+    queue, kept = WeightGradients(), []
+    x = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
+    graph = torch.fx.symbolic_trace(Calls(linear)).graph
+    split = split_weight_gradients(torch.fx.GraphModule({"weight": linear.weight, "bias": linear.bias}, graph), queue)
+    with torch.autograd.graph.saved_tensors_hooks(lambda item: kept.append(item) or item, lambda item: item):
+        y = split(x * 1)
+    assert [item.data_ptr() for item in kept if item is not None and item.shape == x.shape] == []
+    y.sum().backward()
+    torch.testing.assert_close(x.grad, torch.ones_like(x) @ linear.weight)
+    assert len(queue.pending) == trains_bias
+    for item in queue.take():
+        item.accumulate()
+    assert (linear.weight.grad, linear.bias.grad is None) == (None, not trains_bias)
+
+
+class Calls(torch.nn.Module):
+    """A linear layer as traces have it: one operator that reads attributes."""
+
+    def __init__(self, linear: torch.nn.Linear) -> None:
+        super().__init__()
+        self.weight, self.bias = linear.weight, linear.bias
+
+    def forward(self, x):
+        return torch.ops.aten.linear.default(x, self.weight, self.bias)
+
+
+def test_a_gradient_in_another_order_is_not_copied_to_be_kept():
+    """Was: rows were copied for the gradient of the weight, and kept beside what they were copied from."""
+    queue, weight = WeightGradients(), torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(3, 4, 6, dtype=torch.float64, requires_grad=True)
+    given = torch.randn(4, 3, 5, dtype=torch.float64).transpose(0, 1)
+    split_matmul(x, weight, None, True, queue).backward(given)
+    (item,) = queue.take()
+    assert item.grad.untyped_storage().data_ptr() == given.untyped_storage().data_ptr()
+    item.accumulate()
+    torch.testing.assert_close(weight.grad, torch.einsum("abo,abi->oi", given, x.detach()))

@@ -45,7 +45,7 @@ def test_a_real_error_stays_different(pool):
     found = pool.run(plan_of(), "few_values", dtype="float32", damage="lost_weight_gradient")["verification"]
     assert not found["passed"]
     assert found["float64_error"] > 1e-7
-    assert "this is no rounding" in found["note"]
+    assert "this is not rounding" in found["note"]
 
 
 @pytest.mark.parametrize("mode", ["training", "inference"])

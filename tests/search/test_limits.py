@@ -34,8 +34,7 @@ from weft.search.place import search as placing
 from weft.search.place.problem import problem_from_graph
 from weft.search.schedule import search as scheduling
 from weft.search.schedule.problem import parse_problem
-from weft.search.strategies.search import Search
-from weft.search.strategies.solve import first_choice, lowest_cost, solve
+from weft.search.strategies.search import Search, first_choice, lowest_cost, solve
 from weft.search.strategies.strategy_graph import evaluate, parse_strategy_graph
 
 LIMIT_S = 0.05
@@ -131,6 +130,23 @@ def test_other_threads_and_packages_that_mind_are_not_interrupted(monkeypatch):
         end = time.monotonic() + 3 * budgets.AGAIN_S
         while time.monotonic() < end:
             pass
+
+
+def test_what_python_calls_on_its_own_is_not_interrupted_but_what_comes_after_it(monkeypatch):
+    lost = []
+    monkeypatch.setattr("sys.unraisablehook", lost.append)
+
+    class Slow:
+        def __del__(self):
+            end = time.monotonic() + 3 * budgets.AGAIN_S
+            while time.monotonic() < end:
+                pass
+
+    with pytest.raises(OutOfTime), cut_short(time.monotonic() + budgets.AGAIN_S):  # noqa: PT012
+        item = Slow()
+        del item
+        endless()
+    assert not lost
 
 
 def test_the_end_of_an_outer_time_is_not_taken_for_that_of_the_first_strategy(monkeypatch):
@@ -286,7 +302,7 @@ def test_a_change_that_is_not_planned_in_time_is_listed(monkeypatch):
 
 def test_fit_says_which_strategies_fit_of_those_it_had_time_for(monkeypatch):
     problem = equal_problem()
-    monkeypatch.setattr(fitting._Fitter, "_replicated", endless)
+    monkeypatch.setattr(fitting._Fitter, "_copies", endless)
     found = fitting.fit(problem, budget=time_budget(LIMIT_S))
     assert [item.setting.strategy for item in found.candidates] == ["single"]
     assert not found.is_complete
@@ -307,7 +323,7 @@ def test_ctrl_c_keeps_what_fits_and_the_fewest_devices_that_are_known(monkeypatc
         raise KeyboardInterrupt
 
     problem, budget = equal_problem(), time_budget(None)
-    monkeypatch.setattr(fitting._Fitter, "_replicated", interrupted)
+    monkeypatch.setattr(fitting._Fitter, "_copies", interrupted)
     found = fitting.fit(problem, budget=budget)
     assert [item.setting.strategy for item in found.candidates] == ["single"]
     assert (found.is_complete, budget.is_interrupted) == (False, True)
@@ -430,10 +446,10 @@ def test_a_large_schedule_begins_with_one_micro_batch_moved(monkeypatch):
 
 
 def test_hopeful_named_schedules_come_first_where_there_is_little_time():
-    from weft.search.schedule.named import named_schedules, usable_schedules
+    from weft.search.schedule.named import named_rows, named_schedules
 
     problem = parse_problem(schedule_problem(4))
-    names = [name for name, _ in usable_schedules(problem, 6, hopeful_first=True)]
+    names = [row.name for row in named_rows(problem, 6, hopeful_first=True) if row.is_usable]
     assert names[0] == "1f1b"
     assert sorted(names) == sorted(named_schedules(problem, 6))
 

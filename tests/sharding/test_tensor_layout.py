@@ -35,7 +35,7 @@ def test_a_placement_is_written_and_read(text, placement):
 
 @pytest.mark.parametrize("text", ["", "S", "s0", "S-1", "R0", "S1/", "S1x", "S1x2/3", "S0 ", "Q", "S0\n"])
 def test_what_is_no_placement_is_refused(text):
-    with pytest.raises(InputError, match="is no placement: use R, P, S0"):
+    with pytest.raises(InputError, match="is not a placement: use R, P, S0"):
         parse_placement(text)
 
 

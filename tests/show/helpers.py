@@ -15,8 +15,8 @@ from weft.plan.lower import lower
 from weft.plan.orders import gpipe, one_f_one_b, to_tokens
 from weft.plan.plan import ClusterRef, ModelRef, Plan, Replica, Stage
 from weft.plan.program import Op, Phase, Program
-from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline, make_timeline
+from weft.simulate.timing import simulate
 
 HOSTILE = ("<img src=x onerror=alert(1)>", "</script><script>alert(2)</script>", '"><svg onload=alert(3)>',
            "<!-- {{data}} ]]>", "a&lt;b \u2028 \u202e {{script}}", "[red]x[/red] \x1b[2J' onmouseover='alert(4)")

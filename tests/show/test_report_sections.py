@@ -42,7 +42,7 @@ from weft.show.page import embed_json
 from weft.show.plan_drawings import COLUMNS, MAX_PANELS, fullest, memory_panels, panel_svg, scale_of
 from weft.show.timeline_chart import MAX_INSTRUCTIONS, report_data, shown_rows
 from weft.simulate.timeline import make_timeline
-from weft.simulate.traffic import link_bytes
+from weft.simulate.timing import link_bytes
 
 
 @pytest.fixture(scope="module")

@@ -13,23 +13,25 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 
+from tests.search.schedule.test_pairs_and_copies import good as good_joint_schedule
 from tests.show.browser import Browser, find_chromium
 from tests.show.helpers import HOSTILE
 from tests.show.schedule_results import chain, hostile, in_groups, joint, one_f_one_b, pipelined, result_of
 from tests.show.test_browser import place, spot, state
 from tests.show.test_html import Page
-from weft.search.schedule.schedule import check_schedule
+from weft.search.schedule.schedule import ScheduleResult, check_schedule
 from weft.show.chart import box_colour, shortened
 from weft.show.drawing import COOL_DOWN, LEFT, RIGHT, WARM_UP, format_chart, print_chart, render_svg
 from weft.show.schedule_tables import (
     ScheduleFacts,
     block_shades,
     find_steady,
-    memory_curve,
+    memory_curves,
     render_schedule_report,
     rows_of,
     schedule_chart,
     schedule_data,
+    summary_table,
 )
 
 SPACE = "{http://www.w3.org/2000/svg}"
@@ -125,14 +127,13 @@ def test_shades_come_from_what_blocks_do():
 def test_the_memory_curve_has_the_peak_and_ends_where_it_began(free_at):
     result = pipelined(3, 7, free_at=free_at)
     peaks = result.schedule.peak_memory()
-    for row in rows_of(result):
-        times, amounts = memory_curve(result.schedule, row)
+    for row, (times, amounts) in zip(rows_of(result), memory_curves(result.schedule), strict=False):
         assert (np.diff(times) >= 0).all()
         assert amounts.max() == peaks[row.name]
         assert amounts[-1] == 0.0
         assert times[0] == row.starts[0]
-    row = rows_of(result)[2]  # forward at 2, backward from 3 to 6
-    assert memory_curve(result.schedule, row)[0][:2].tolist() == [2.0, 3.0 if free_at == "start" else 6.0]
+    curve = list(memory_curves(result.schedule))[2]  # forward at 2, backward from 3 to 6
+    assert curve[0][:2].tolist() == [2.0, 3.0 if free_at == "start" else 6.0]
 
 
 # ---- text
@@ -447,3 +448,48 @@ class TestInBrowser:
 
 def test_embedded_data_has_no_nan():
     json.dumps(schedule_data(pipelined(2, 2)), allow_nan=False)
+
+
+# ---- blocks at once, memory that leaves
+
+
+def joint_result():
+    """Return two micro-batches on one device; b0 of the first runs beside f0 of the second, whose memory leaves twice."""
+    schedule = good_joint_schedule()
+    return ScheduleResult(schedule=schedule, status="feasible", makespan_bound=10.0, period=None, period_microbatches=None,
+                          period_bound=None, seconds=0.0)
+
+
+def test_blocks_at_once_and_copies_are_drawn_in_text():
+    lines = format_chart(schedule_chart(joint_result()), width=72).splitlines()
+    assert lines[0].startswith("d        |")
+    assert lines[1].startswith("d copies |")
+    at_once = lines[0].split("|")[1][21:30]
+    assert set(at_once) == {"1", "a"}
+    assert "at once" in " ".join(lines)
+    assert "copies, to the host" in " ".join(lines)
+    assert lines[0].endswith(" 74 %")
+
+
+def test_blocks_at_once_are_halves_of_a_row_and_copies_a_row_of_their_own():
+    text = render_svg(schedule_chart(joint_result()))
+    boxes = {box.find(f"{SPACE}title").text: box for box in boxes_of(text) if box.find(f"{SPACE}title") is not None}
+    upper = boxes["f0 of micro-batch 1: 6 to 8.5, at once with b0 of micro-batch 0"]
+    lower = boxes["b0 of micro-batch 0: 6 to 8.5, at once with f0 of micro-batch 1"]
+    assert upper.get("x") == lower.get("x")
+    assert upper.get("width") == lower.get("width")
+    assert float(lower.get("y")) == float(upper.get("y")) + float(upper.get("height"))
+    alone = boxes["f1 of micro-batch 0: 1 to 2"]
+    assert float(alone.get("height")) == 2 * float(upper.get("height"))
+    away = boxes["what f0 of micro-batch 0 takes, to the host: 1.25 to 1.75"]
+    assert float(away.get("y")) > float(lower.get("y"))
+
+
+def test_the_page_and_the_tables_have_both():
+    result = joint_result()
+    page = render_schedule_report(result)
+    assert "f0 away" in page
+    assert "f0 back" in page
+    rows = dict(summary_table(result).rows)
+    assert rows["pairs"] == "1 pair of blocks at once"
+    assert rows["offload"] == "2 of 4; the host keeps 1 at most (limit 2)"

@@ -43,8 +43,8 @@ from weft.show.plan_tables import (
     stages_table,
     strategies_table,
 )
-from weft.show.tables import column_widths, percent, print_table
-from weft.simulate.predict import simulate
+from weft.show.tables import column_widths, make_table, percent, print_table
+from weft.simulate.timing import simulate
 
 
 def test_plan_facts_of_a_pipeline_with_bound_and_measurement():
@@ -191,7 +191,7 @@ def test_without_a_terminal_there_is_no_colour():
 def test_names_cannot_bring_markup_or_control_characters_to_the_terminal():
     out = io.StringIO()
     with redirect_stdout(out):
-        print_table(["[bold]head[/bold]"], [[HOSTILE[5]], ["\x1b]0;title\x07"]], title="[red]t\x1b[2J")
+        print_table(make_table("[red]t\x1b[2J", ["[bold]head[/bold]"], [[HOSTILE[5]], ["\x1b]0;title\x07"]]))
     timeline = hostile_timeline()
     with redirect_stdout(out):
         print_plan(timeline.program.plan, [timeline])

@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.simulate.python_engine import simulate_python
 from tests.simulate.random_tasks import random_placement
 from weft.base.errors import InputError, PlanError
 from weft.simulate.engine import Simulator, inline_tasks
-from weft.simulate.tasks import TaskGraph, make_task_graph, simulate_python
+from weft.simulate.tasks import TaskGraph, make_task_graph
 
 
 @st.composite

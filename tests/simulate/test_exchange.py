@@ -27,7 +27,7 @@ from weft.simulate.exchange_time import (
     reduce_line,
     reduce_seconds,
 )
-from weft.simulate.predict import simulate
+from weft.simulate.timing import simulate
 
 
 def world(graph: Graph, cluster: Cluster, *, shares: tuple[float, ...] | None = None, microbatches: int = 1,

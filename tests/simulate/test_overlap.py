@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tests.simulate.helpers import bare_cluster, given_graph, pipeline_world, with_lists
+from tests.simulate.python_engine import simulate_python
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import Costs, estimate_costs
 from weft.model.graph import Graph
@@ -18,11 +19,9 @@ from weft.plan.check import check_program
 from weft.plan.lower import lower
 from weft.plan.plan import ClusterRef, GradientExchange, ModelRef, Optimizer, Plan, Replica, Stage
 from weft.plan.program import Op, Phase, Program, inside_backward
-from weft.simulate.predict import simulate
-from weft.simulate.tasks import simulate_python
 from weft.simulate.timeline import Timeline
 from weft.simulate.timeline_file import parse_timeline, timeline_to_json
-from weft.simulate.timing import time_program
+from weft.simulate.timing import simulate, time_program
 
 World = tuple[Program, Costs, Cluster]
 

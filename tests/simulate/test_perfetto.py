@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.simulate.helpers import pipeline_world
 from tests.simulate.test_timeline import pipelines
 from weft.plan.program import Op
-from weft.simulate.perfetto import TICKS_PER_US, assign_lanes, trace_events, write_trace
-from weft.simulate.predict import simulate
 from weft.simulate.timeline import make_timeline
+from weft.simulate.timeline_file import TICKS_PER_US, assign_lanes, trace_events, write_trace
+from weft.simulate.timing import simulate
 
 
 def assert_no_overlap(events: list[dict]) -> None:

@@ -14,7 +14,7 @@ from weft.plan.lower import lower
 from weft.plan.orders import gpipe, one_f_one_b, to_tokens
 from weft.plan.plan import ClusterRef, ModelRef, Optimizer, Plan, Replica, Stage
 from weft.plan.program import Instruction, Op, Phase, Program
-from weft.simulate.predict import simulate
+from weft.simulate.timing import simulate
 
 
 def replicated_pipeline(groups: list[list[tuple[tuple[int, ...], float]]], microbatches: int, order) -> tuple[

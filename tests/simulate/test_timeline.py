@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tests.simulate.helpers import pipeline_world
 from weft.plan.memory import CATEGORIES, account_memory
 from weft.plan.program import Op
-from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline, make_timeline, union_lengths
+from weft.simulate.timing import simulate
 
 
 @st.composite

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from tests.simulate.helpers import pipeline_world
 from weft.base.errors import InputError, PlanError
-from weft.simulate.predict import simulate
 from weft.simulate.timeline_file import load_timeline, parse_timeline, save_timeline, timeline_to_json
+from weft.simulate.timing import simulate
 
 PROGRAM, COSTS, CLUSTER = pipeline_world("1f1b", 2, 3, activation_bytes=8, optimizer="adamw")
 TIMELINE = simulate(PROGRAM, COSTS, CLUSTER)

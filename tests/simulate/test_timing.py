@@ -15,8 +15,8 @@ from weft.cost.figure import SOURCES, Source
 from weft.plan.lower import lower
 from weft.plan.plan import ClusterRef, ModelRef, Optimizer, Plan, Replica, Stage
 from weft.plan.program import Instruction, Op, Program
-from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
+from weft.simulate.timing import simulate
 
 
 def spans(timeline: Timeline, device: int, *ops: Op) -> list[tuple[str, float, float]]:

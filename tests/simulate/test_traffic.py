@@ -14,7 +14,7 @@ from weft.model.graph import Graph
 from weft.plan.lower import lower
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import GradientExchange, Plan, Replica, Stage
-from weft.simulate.traffic import link_bytes
+from weft.simulate.timing import link_bytes
 
 
 def traffic(plan: Plan, graph: Graph, cluster: Cluster) -> dict[str, int]:

@@ -57,8 +57,8 @@ def test_replicas_draw_different_numbers_whatever_the_script_draws(found):
     assert again == [second, third], "a resumed run draws what it would have drawn"
 
 
-def test_a_team_draws_the_same_numbers(found):
-    assert found[0]["team_masks"] == found[1]["team_masks"]
+def test_a_tp_group_draws_the_same_numbers(found):
+    assert found[0]["tp_group_masks"] == found[1]["tp_group_masks"]
 
 
 def test_weights_without_gradient_stay_and_complex_ones_learn(found):

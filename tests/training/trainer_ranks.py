@@ -23,7 +23,7 @@ from tests.run.plans import cut, pipeline_plan, replicated_plan
 from weft.model.trace import TracedModel, trace
 from weft.plan.orders import one_f_one_b
 from weft.plan.plan import Optimizer, Plan, Replica, Stage
-from weft.search.common.spread import with_stored_parameters
+from weft.search.joint.placements import with_stored_parameters
 from weft.sharding.named_ops import named_ops
 from weft.training.parallelize import source_of_module
 from weft.training.trainer import Trainer
@@ -145,8 +145,8 @@ def masks(folder: Path) -> list[list[float]]:
     return found
 
 
-def team_masks(folder: Path) -> dict[str, Any]:
-    """A team whose first device has another state of its process's generator than the second."""
+def tp_group_masks(folder: Path) -> dict[str, Any]:
+    """A tp group whose first device has another state of its process's generator than the second."""
     model = Masked()
     found = traced(model)
     ops, sizes = named_ops(found), (2,)
@@ -320,7 +320,7 @@ def message(call: Any) -> str:
     return ""
 
 
-CHECKS = (saved_statistics, shared_statistics, masks, team_masks, decayed, whole_needed, different_models, autocast_later,
+CHECKS = (saved_statistics, shared_statistics, masks, tp_group_masks, decayed, whole_needed, different_models, autocast_later,
           autocast_traced, changed_dtype, different_batches, failing_optimizers, failing_steps, other_methods, summed_losses,
           traced_otherwise)
 

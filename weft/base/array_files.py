@@ -38,7 +38,7 @@ def read_arrays(path: Path, *, max_bytes: int) -> dict[str, npt.NDArray[Any]]:
                 raise InputError(f"{str(path)!r} has {total:,} bytes of arrays, and at most {max_bytes:,} are read")
             return {part.filename.removesuffix(_SUFFIX): _read_part(archive, part) for part in parts}
     except _DAMAGED as problem:
-        raise InputError(f"{str(path)!r} is no readable file of arrays: {problem}") from problem
+        raise InputError(f"{str(path)!r} is not a readable file of arrays: {problem}") from problem
 
 
 def _read_part(archive: zipfile.ZipFile, part: zipfile.ZipInfo) -> npt.NDArray[Any]:

@@ -56,7 +56,7 @@ def output_failed(problem: OSError) -> int:
 
 
 def finish_output(code: int) -> int:
-    """Return the exit code after the last of the output is written; a reader who has gone away is no error."""
+    """Return the exit code after the last of the output is written; a reader who has gone away is not an error."""
     if sys.stdout is None:  # it was closed before the command began
         return code
     try:

@@ -85,7 +85,7 @@ class TensorFile:
         start = _LENGTH_BYTES + length
         header = parse_json(self._data[_LENGTH_BYTES:start], where=f"the header of {where}")
         if not isinstance(header, dict):
-            raise InputError(f"the header of {where} is no JSON object: it is no safetensors file")
+            raise InputError(f"the header of {where} is not a JSON object: it is not a safetensors file")
         self.metadata: dict[str, str] = header.pop("__metadata__", {})
         """Texts about the tensors."""
         if not isinstance(self.metadata, dict) or not all(isinstance(text, str) for text in self.metadata.values()):

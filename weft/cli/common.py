@@ -9,20 +9,18 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+from typing import Annotated, Any, Final, NoReturn
 
 import typer
 
 from weft.base.errors import InputError
 from weft.base.files import check_output, write_atomic
+from weft.cli import late
 from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import parse_cluster
-from weft.model.zoo import MODELS
-from weft.plan.plan import Plan, save_plan
-
-if TYPE_CHECKING:
-    from weft.model.graph import Graph
+from weft.model.zoo import DTYPES, MODELS
+from weft.plan.plan import OPTIMIZERS, Optimizer, Plan, save_plan
 
 INTERRUPTED: Final = 130
 """Exit code after Ctrl-C."""
@@ -115,6 +113,16 @@ def choice(option: str, text: str, allowed: tuple[str, ...]) -> Any:
     return text
 
 
+def dtype_choice(text: str | None) -> Any:
+    """Return the dtype, if it is known; None if it is not given."""
+    return None if text is None else choice("--dtype", text, tuple(DTYPES))
+
+
+def optimizer_choice(kind: str) -> Optimizer:
+    """Return the optimizer of that kind."""
+    return Optimizer(kind=choice("--optimizer", kind, OPTIMIZERS))
+
+
 def write_plan(path: Path | None, plan: Plan, report: Callable[[str], None]) -> None:
     """Write a plan, if that is wanted, and say where."""
     if path is not None:
@@ -155,7 +163,7 @@ def check_outputs(outputs: Mapping[str, Path | None], inputs: Sequence[str | Pat
             check_output(folder, is_folder=True)
 
 
-def graph_of_plan(plan: Plan, model: str | None, *, batch_dims: bool = False) -> Graph:
+def graph_of_plan(plan: Plan, model: str | None, *, batch_dims: bool = False) -> late.Graph:
     """Return the graph that a plan is for: of the model given, or of the zoo model that the plan names.
 
     A file that a plan names is never executed: such a model must be given on the command line. Dimensions of the batch
@@ -164,10 +172,8 @@ def graph_of_plan(plan: Plan, model: str | None, *, batch_dims: bool = False) ->
     spec = model or plan.model.name
     if model is None and not is_zoo_name(spec):
         raise InputError(f"the plan's model {spec!r} is not a name from `weft models`: give it as well (--model)")
-    from weft.model.load import load_graph_for
-
-    return load_graph_for(spec, mode=plan.model.mode, batch=plan.microbatch_size, dtype=plan.model.conversion,
-                          batch_dims=batch_dims or has_unaligned_replicas(plan))
+    return late.load_graph_for(spec, mode=plan.model.mode, batch=plan.microbatch_size, dtype=plan.model.conversion,
+                               batch_dims=batch_dims or has_unaligned_replicas(plan))
 
 
 def cluster_of_plan(plan: Plan, cluster: str | None) -> Cluster:

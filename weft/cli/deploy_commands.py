@@ -7,23 +7,20 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from weft.base.errors import InputError, NoFeasiblePlan
-from weft.cli import common
+from weft.cli import common, late
 from weft.cluster import read_cluster
-from weft.plan.plan import OPTIMIZERS, Optimizer, plan_to_json
+from weft.plan.plan import plan_to_json
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.show.tables import print_tables, seconds
 
 PLAIN_GRACE_S: Final = 0.3
 """So long data parallelism, to compare with, may take after the time limit: small models need less."""
 
-if TYPE_CHECKING:
-    from weft.search.common.problem import Problem
-    from weft.search.deploy.search import Deployment
 
 SOURCE: Final = Path(__file__).resolve().parents[2]
 """The folder that has the package in it; a checkout of the source has more beside it."""
@@ -51,37 +48,32 @@ def deploy(
     quiet: common.QuietOption = False,
 ) -> None:
     """Lay the training of a model over any cluster: which devices run and share which part, how gradients travel."""
-    begin = time.perf_counter()
-    from weft.cost.costs import load_costs
-    from weft.model.load import load_graph_for
-    from weft.model.source import DTYPES
-    from weft.plan.notes import recompute_notes
-    from weft.search.common.problem import PlanOptions, Problem
-    from weft.search.deploy.find_splits import load_splits
-    from weft.search.deploy.policy import load_policy
-    from weft.search.deploy.search import METHODS, DeployOptions
-    from weft.search.deploy.search import deploy as search
-
-    report, import_s = common.reporter(quiet), time.perf_counter() - begin
+    report = common.reporter(quiet)
+    import_s = late.import_seconds("search_deployments", "load_splits", "load_policy", "load_graph_for", "plan_tables")
     common.check_time_limit(time_limit)
     common.check_outputs({"--out": out}, (model.partition(":")[0], cluster, profile, weights))
-    options = PlanOptions(batch=batch, microbatches=microbatches, dtype=common.choice("--dtype", dtype, tuple(DTYPES)),
-                          optimizer=Optimizer(kind=common.choice("--optimizer", optimizer, OPTIMIZERS)), seed=seed)
-    searching = DeployOptions(method=common.choice("--method", method, METHODS), seed=seed, use_factors=factors)
+    options = late.PlanOptions(batch=batch, microbatches=microbatches, dtype=common.dtype_choice(dtype), seed=seed,
+                               optimizer=common.optimizer_choice(optimizer))
+    searching = late.DeployOptions(method=common.choice("--method", method, late.DEPLOY_METHODS), seed=seed,
+                                   use_factors=factors)
     target = read_cluster(cluster)
     report(f"tracing {model}")
     budget = time_budget(time_limit, report)
     with budget.paused():
-        graph = load_graph_for(model, batch=batch // microbatches if microbatches else None, dtype=dtype,
-                               batch_dims=True)
+        graph = late.load_graph_for(model, batch=batch // microbatches if microbatches else None, dtype=dtype,
+                                    batch_dims=True)
     report(f"traced in {budget.paused_s:.1f} s")
     for warning in graph.warnings:
         report(f"note: {warning}")
-    problem = Problem(graph=graph, cluster=target, costs=load_costs(graph, target, profile, dtype), options=options)
-    splits = load_splits(model, problem, lambda graph: load_costs(graph, target, profile, dtype), report=report,
-                         progress=report, budget=budget) if tensor and searching.method == "auto" else {}
-    found = search(problem, searching, splits=splits, policy=load_policy(weights), budget=budget)
-    for note in recompute_notes(graph, found.plan):
+
+    def costs_of(graph: late.Graph) -> late.Costs:
+        return late.load_costs(graph, target, profile, dtype)
+
+    problem = late.Problem(graph=graph, cluster=target, costs=costs_of(graph), options=options)
+    splits = late.load_splits(model, problem, costs_of, report=report, progress=report,
+                              budget=budget) if tensor and searching.method == "auto" else {}
+    found = late.search_deployments(problem, searching, splits=splits, policy=late.load_policy(weights), budget=budget)
+    for note in late.recompute_notes(graph, found.plan):
         report(f"note: {note}")
     common.write_plan(out, found.plan, report)
     plain = _data_parallel(problem, budget)
@@ -94,17 +86,14 @@ def deploy(
     common.end_if_interrupted(budget.is_interrupted)
 
 
-def _data_parallel(problem: Problem, budget: Budget) -> float | str:
+def _data_parallel(problem: late.Problem, budget: Budget) -> float | str:
     """Return the step time of plain data parallelism with all-reduce, or why it is not known."""
-    from weft.search.deploy.search import DeployOptions
-    from weft.search.deploy.search import deploy as search
-
     if budget.is_interrupted:
         return "not timed: interrupted"
     end = None if budget.deadline is None else max(budget.deadline, time.monotonic() + PLAIN_GRACE_S)
     try:
         with cut_short(end):
-            return search(problem, DeployOptions(method="data-parallel")).step_time_s
+            return late.search_deployments(problem, late.DeployOptions(method="data-parallel")).step_time_s
     except NoFeasiblePlan:
         return "does not fit"
     except OutOfTime:
@@ -114,10 +103,8 @@ def _data_parallel(problem: Problem, budget: Budget) -> float | str:
         return "not timed: interrupted"
 
 
-def _print_deployment(found: Deployment, plain: float | str) -> None:
-    from weft.show.plan_tables import plan_tables
-
-    table, *others = plan_tables(found.plan, [found.timeline])
+def _print_deployment(found: late.Deployment, plain: float | str) -> None:
+    table, *others = late.plan_tables(found.plan, [found.timeline])
     against = plain if isinstance(plain, str) else f"{seconds(plain)}, {plain / found.step_time_s:.2f} times this"
     print_tables(replace(table, rows=(*table.rows, ("data parallel", against))), *others)
 

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, get_args
+from typing import Annotated, Final, get_args
 
 import typer
 
 from weft.base.errors import NoFeasiblePlan
-from weft.cli import common
+from weft.cli import common, late
 from weft.cluster import read_cluster
-from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, load_plan
+from weft.plan.plan import Mode, load_plan
 from weft.search.common.budget import Budget, time_budget
-
-if TYPE_CHECKING:
-    from weft.explain.explanation import Explanation
-    from weft.planning.fit import Fit, Setting, Split
-    from weft.planning.replan import Request
-    from weft.search.common.problem import PlanOptions, Problem
 
 TIME_LIMIT_S: Final = 60.0
 _DEFAULTS: Final = {"mode": "training", "dtype": "float32", "optimizer": "adamw"}
@@ -35,7 +28,7 @@ OptimizerOption = Annotated[str | None, typer.Option(help="none, sgd, adam or ad
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Asked:
-    """What is asked of a plan on the command line; None where nothing is said."""
+    """What is asked of a plan on the command line; None where it is not given."""
 
     batch: int | None
     microbatches: int | None
@@ -44,16 +37,12 @@ class _Asked:
     optimizer: str | None
     recompute: bool = False
 
-    def options(self) -> PlanOptions:
-        """Return the options, with defaults where nothing is said."""
-        from weft.model.source import DTYPES
-        from weft.search.common.problem import PlanOptions
-
-        kind = common.choice("--optimizer", self.optimizer or _DEFAULTS["optimizer"], OPTIMIZERS)
-        return PlanOptions(batch=32 if self.batch is None else self.batch, microbatches=self.microbatches,
-                           mode=common.choice("--mode", self.mode or _DEFAULTS["mode"], get_args(Mode)),
-                           dtype=common.choice("--dtype", self.dtype or _DEFAULTS["dtype"], tuple(DTYPES)),
-                           optimizer=Optimizer(kind=kind), recompute=self.recompute)
+    def options(self) -> late.PlanOptions:
+        """Return the options, with defaults where none are given."""
+        return late.PlanOptions(batch=32 if self.batch is None else self.batch, microbatches=self.microbatches,
+                                mode=common.choice("--mode", self.mode or _DEFAULTS["mode"], get_args(Mode)),
+                                dtype=common.dtype_choice(self.dtype or _DEFAULTS["dtype"]), recompute=self.recompute,
+                                optimizer=common.optimizer_choice(self.optimizer or _DEFAULTS["optimizer"]))
 
     def flags(self) -> list[str]:
         """Return what was said, in the words of the command line."""
@@ -105,15 +94,8 @@ def explain(
 
 def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: Path | None, *, replans: bool,
                   time_limit: float, as_json: bool, report: Callable[[str], None]) -> None:
-    begin = time.perf_counter()
-    from weft.cost.costs import load_costs
-    from weft.explain.explanation import explain as explain_plan
-    from weft.plan.check import check_plan
-    from weft.planning.replan import Request
-    from weft.search.common.problem import PlanOptions
-    from weft.simulate.predict import simulate
-
-    import_s, budget = time.perf_counter() - begin, time_budget(time_limit, report)
+    import_s = late.import_seconds("explain_plan", "load_graph_for")
+    budget = time_budget(time_limit, report)
     item = load_plan(path)
     target, spec = common.cluster_of_plan(item, cluster), model or item.model.name
     report(f"tracing {spec}")
@@ -121,41 +103,36 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
         graph = common.graph_of_plan(item, model, batch_dims=replans)
     # It seems to be for the time of one request: then others are to have one micro-batch too.
     is_of_latency = item.model.mode == "inference" and item.microbatches == 1
-    options = PlanOptions(batch=item.model.batch, mode=item.model.mode, dtype=item.model.dtype,
-                          own_dtypes=item.model.own_dtypes, optimizer=item.optimizer,
-                          recompute=any(stage.recompute for stage in item.stages), seed=item.search.seed,
-                          microbatches=1 if is_of_latency else None)
-    request = Request(model=spec, graph=graph, options=options,
-                      costs_of=lambda graph, on: load_costs(graph, on, profile, options.dtype))
-    program = check_plan(item, graph, target)
-    timeline = simulate(program, request.costs_of(graph, target), target)
-    _show(explain_plan(program.plan, request, target, timeline, replans=replans, budget=budget),
+    options = late.PlanOptions(batch=item.model.batch, mode=item.model.mode, dtype=item.model.dtype,
+                               own_dtypes=item.model.own_dtypes, optimizer=item.optimizer,
+                               recompute=any(stage.recompute for stage in item.stages), seed=item.search.seed,
+                               microbatches=1 if is_of_latency else None)
+    request = late.Request(model=spec, graph=graph, options=options,
+                           costs_of=lambda graph, on: late.load_costs(graph, on, profile, options.dtype))
+    program = late.check_plan(item, graph, target)
+    timeline = late.simulate(program, request.costs_of(graph, target), target)
+    _show(late.explain_plan(program.plan, request, target, timeline, replans=replans, budget=budget),
           budget, import_s, as_json=as_json)
 
 
-def _show(found: Explanation, budget: Budget, import_s: float, *, as_json: bool) -> None:
-    from weft.show.explain_tables import explanation_json, print_explanation
-
+def _show(found: late.Explanation, budget: Budget, import_s: float, *, as_json: bool) -> None:
     common.print_result(as_json, lambda: {
-        **explanation_json(found), "import_seconds": import_s, "tracing_seconds": budget.paused_s},
-        lambda: print_explanation(found))
+        **late.explanation_json(found), "import_seconds": import_s, "tracing_seconds": budget.paused_s},
+        lambda: late.print_explanation(found))
     common.end_if_interrupted(found.is_interrupted)
 
 
 def _explain_request(model: str, on: str, asked: _Asked, profile: Path | None, *, replans: bool, time_limit: float,
                      as_json: bool, report: Callable[[str], None]) -> None:
     """Plan, and explain the best plan; or say what would make a plan possible."""
-    begin = time.perf_counter()
-    from weft.explain.explanation import explain as explain_plan
-    from weft.planning.replan import replan
-
-    import_s, budget = time.perf_counter() - begin, time_budget(time_limit, report)
+    import_s = late.import_seconds("explain_plan", "replan", "load_graph_for")
+    budget = time_budget(time_limit, report)
     target = read_cluster(on)
     with budget.paused():
         request = _request(model, asked, profile, report)
     problem = request.problem(target)
     try:
-        comparison = replan(problem, request, budget=budget.part(1 / 3))
+        comparison = late.replan(problem, request, budget=budget.part(1 / 3))
     except NoFeasiblePlan as miss:
         _relax(miss, problem, request, budget, import_s, as_json=as_json)
         return
@@ -164,46 +141,38 @@ def _explain_request(model: str, on: str, asked: _Asked, profile: Path | None, *
     assert best.timeline is not None
     if best.timeline.step_time_s != best.step_time_s:
         report(f"note: on so many devices one replica stands for all; the whole step is {best.step_time_s:.6g} s")
-    found = explain_plan(best.plan, request, target, best.timeline, comparison=comparison, problem=problem,
-                         replans=replans and not comparison.is_interrupted, budget=budget)
+    found = late.explain_plan(best.plan, request, target, best.timeline, comparison=comparison, problem=problem,
+                              replans=replans and not comparison.is_interrupted, budget=budget)
     _show(replace(found, is_interrupted=found.is_interrupted or comparison.is_interrupted), budget, import_s,
           as_json=as_json)
 
 
-def _relax(miss: NoFeasiblePlan, problem: Problem, request: Request, budget: Budget, import_s: float, *,
+def _relax(miss: NoFeasiblePlan, problem: late.Problem, request: late.Request, budget: Budget, import_s: float, *,
            as_json: bool) -> None:
     """Print the smallest changes that help; raise ``miss`` if there are none."""
-    from weft.explain.relax import smallest_relaxation
-    from weft.show.explain_tables import print_relaxations, relaxations_json
-
     budget.report("nothing fits: searching the smallest changes that help")
-    found = smallest_relaxation(problem, request, budget=budget)
+    found = late.smallest_relaxation(problem, request, budget=budget)
     if not found:
         raise miss
     common.print_result(as_json, lambda: {
-        **relaxations_json(str(miss), found), "import_seconds": import_s, "tracing_seconds": budget.paused_s},
-        lambda: print_relaxations(str(miss), found))
+        **late.relaxations_json(str(miss), found), "import_seconds": import_s, "tracing_seconds": budget.paused_s},
+        lambda: late.print_relaxations(str(miss), found))
     common.end_if_interrupted(budget.is_interrupted)
 
 
-def _request(model: str, asked: _Asked, profile: Path | None, report: Callable[[str], None]) -> Request:
-    from weft.cost.costs import load_costs
-    from weft.model.graph import Graph
-    from weft.model.load import has_module, load_graph_for
-    from weft.planning.replan import Request
-
+def _request(model: str, asked: _Asked, profile: Path | None, report: Callable[[str], None]) -> late.Request:
     options = asked.options()
     batch = options.batch // options.microbatches if options.microbatches else None
 
-    def load(dtype: str) -> Graph:
-        return load_graph_for(model, mode=options.mode, batch=batch, dtype=dtype, batch_dims=True)
+    def load(dtype: str) -> late.Graph:
+        return late.load_graph_for(model, mode=options.mode, batch=batch, dtype=dtype, batch_dims=True)
 
     report(f"tracing {model}")
     graph = load(options.dtype)
     for warning in graph.warnings:
         report(f"note: {warning}")
-    return Request(model=model, graph=graph, options=options, load=load if has_module(model) else None,
-                   costs_of=lambda graph, on: load_costs(graph, on, profile, None))
+    return late.Request(model=model, graph=graph, options=options, load=load if late.has_module(model) else None,
+                        costs_of=lambda graph, on: late.load_costs(graph, on, profile, None))
 
 
 def fit(
@@ -224,13 +193,8 @@ def fit(
 
     Exit codes: 0 it fits, 3 it does not.
     """
-    begin = time.perf_counter()
-    from weft.planning.fit import fit as find_fit
-    from weft.planning.replan import find_splits
-    from weft.show.explain_tables import fit_json, print_fit
-
     asked = _Asked(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, optimizer=optimizer)
-    report, import_s = common.reporter(quiet), time.perf_counter() - begin
+    report, import_s = common.reporter(quiet), late.import_seconds("find_fit", "find_splits", "load_graph_for")
     common.check_time_limit(time_limit)
     common.check_outputs({"--out": out}, (model.partition(":")[0], cluster))
     budget = time_budget(time_limit, report)
@@ -238,28 +202,26 @@ def fit(
     with budget.paused():
         request = _request(model, asked, None, report)
     problem = request.problem(target)
-    split = cache(lambda degree: find_splits(problem, request, degree=degree, budget=budget))
-    found = find_fit(problem, split=split, budget=budget)
+    split = cache(lambda degree: late.find_splits(problem, request, degree=degree, budget=budget))
+    found = late.find_fit(problem, split=split, budget=budget)
     command = None if found.recommended is None else _command(model, cluster, asked, found.recommended.setting)
     if out is not None and found.recommended is not None:
         _write(out, problem, found, split, report)
     common.print_result(as_json, lambda: {
-        **fit_json(found, command), "complete": found.is_complete, "import_seconds": import_s,
-        "tracing_seconds": budget.paused_s}, lambda: print_fit(found, command or ""))
+        **late.fit_json(found, command), "complete": found.is_complete, "import_seconds": import_s,
+        "tracing_seconds": budget.paused_s}, lambda: late.print_fit(found, command or ""))
     common.end_if_interrupted(budget.is_interrupted)
     if found.recommended is None:
         raise found.miss()
 
 
-def _command(model: str, cluster: str, asked: _Asked, setting: Setting) -> str:
+def _command(model: str, cluster: str, asked: _Asked, setting: late.Setting) -> str:
     """Return the command that makes a plan with the setting: `weft plan` where it has the options for it."""
-    from weft.search.joint.baselines import STRATEGIES
-
     words = [shlex.quote(model), shlex.quote(cluster), *asked.flags()]
     if setting.strategy == "joint":
         words += [f"--microbatches {asked.microbatches}"] if asked.microbatches is not None else []
         return " ".join(["weft plan", *words, "--out plan.json"])
-    if setting.strategy not in STRATEGIES or setting.sharded:
+    if setting.strategy not in late.STRATEGIES or setting.sharded:
         if asked.microbatches is not None:
             words.append(f"--microbatches {asked.microbatches}")
         return " ".join(["weft fit", *words, "--out plan.json"])
@@ -267,13 +229,10 @@ def _command(model: str, cluster: str, asked: _Asked, setting: Setting) -> str:
     return " ".join(["weft plan", *words, *["--recompute"] * setting.recompute, "--out plan.json"])
 
 
-def _write(out: Path, problem: Problem, found: Fit, split: Split, report: Callable[[str], None]) -> None:
+def _write(out: Path, problem: late.Problem, found: late.Fit, split: late.Split, report: Callable[[str], None]) -> None:
     """Write the plan that is recommended, after all checks."""
-    from weft.plan.check import check_plan
-    from weft.planning.fit import plan_of
-
     assert found.recommended is not None
     setting = found.recommended.setting
-    plan = found.recommended.plan or plan_of(problem, setting, split(setting.degree) if setting.degree > 1 else {})
-    check_plan(plan, problem.graph, problem.cluster)
+    plan = found.recommended.plan or late.plan_of(problem, setting, split(setting.degree) if setting.degree > 1 else {})
+    late.check_plan(plan, problem.graph, problem.cluster)
     common.write_plan(out, plan, report)

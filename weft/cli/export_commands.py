@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 
 from weft.base.errors import InputError
 from weft.base.files import write_atomic
-from weft.cli import common
+from weft.cli import common, late
 from weft.cli.plan_commands import print_checked
 from weft.plan.plan import load_plan
-
-if TYPE_CHECKING:
-    from weft.plan.program import Program
 
 FORMATS: Final = {"pytorch-csv": "schedule", "device-map": "device map", "onnx": "model", "torchtitan": "settings",
                   "vllm": "options", "llama-cpp": "options"}
@@ -43,8 +40,6 @@ def export(
     quiet: common.QuietOption = False,
 ) -> None:
     """Write a plan for another tool, after all checks of the plan."""
-    from weft.plan.check import check_plan
-
     common.choice("--format", format_, tuple(FORMATS))
     if nearest and format_ not in BY_LAYER:
         raise InputError(f"--nearest is for {', '.join(BY_LAYER)}, which take whole layers, not for {format_}")
@@ -54,7 +49,7 @@ def export(
         raise InputError("--format onnx needs the ONNX file that was planned: give it with --model FILE.onnx")
     if format_ == "onnx" and out is None:
         raise InputError("--format onnx writes a binary file: say where with --out FILE.onnx")
-    program = check_plan(item, common.graph_of_plan(item, model), common.cluster_of_plan(item, cluster))
+    program = late.check_plan(item, common.graph_of_plan(item, model), common.cluster_of_plan(item, cluster))
     report = common.reporter(quiet)
     text: str | None = None
     match format_:
@@ -78,64 +73,52 @@ def export(
         common.print_result(as_json, lambda: {"format": format_, **facts}, lambda: print(text, end=""))
 
 
-def _pipelining_csv(program: Program) -> tuple[str, dict[str, Any]]:
-    from weft.export.pipelining_csv import runtime_notes, to_csv
-
-    plan, text = program.plan, to_csv(program.plan)
+def _pipelining_csv(program: late.Program) -> tuple[str, dict[str, Any]]:
+    plan, text = program.plan, late.to_csv(program.plan)
     return text, {"ranks": len(plan.cluster.devices), "stages": len(plan.stages), "microbatches": plan.microbatches,
-                  "notes": runtime_notes(program), "rows": text.splitlines()}
+                  "notes": late.runtime_notes(program), "rows": text.splitlines()}
 
 
-def _device_map(program: Program, model: str | None, cluster: str | None) -> tuple[str, dict[str, Any]]:
-    from weft.export.device_map import to_device_map
-    from weft.model.graph import Graph
-    from weft.model.source import resolve_model
-
+def _device_map(program: late.Program, model: str | None, cluster: str | None) -> tuple[str, dict[str, Any]]:
     plan = program.plan
-    source = resolve_model(model or plan.model.name, mode=plan.model.mode)
-    if isinstance(source, Graph):
+    source = late.resolve_model(model or plan.model.name, mode=plan.model.mode)
+    if isinstance(source, late.Graph):
         raise InputError(f"{plan.model.name!r} is a graph without a PyTorch module, and a device map is of modules: "
                          "for an ONNX file use --format onnx")
-    found = to_device_map(plan, program.graph, common.cluster_of_plan(plan, cluster), state=source.build().state_dict())
+    found = late.to_device_map(plan, program.graph, common.cluster_of_plan(plan, cluster),
+                               state=source.build().state_dict())
     return json.dumps(found.entries, indent=1) + "\n", {"device_map": found.entries, "notes": found.notes}
 
 
-def _titan(program: Program, out: Path | None, report: Callable[[str], None],
+def _titan(program: late.Program, out: Path | None, report: Callable[[str], None],
            nearest: bool) -> tuple[str, dict[str, Any]]:
-    from weft.export.titan import format_toml, to_titan
-
     schedule = None if out is None else out.with_suffix(".csv")
     if schedule is not None and schedule == out:
         raise InputError(f"--out {str(out)!r} is the name of the schedule beside the settings: choose one that ends in "
                          ".toml")
-    settings = to_titan(program, csv_path=None if schedule is None else str(schedule), nearest=nearest)
+    settings = late.to_titan(program, csv_path=None if schedule is None else str(schedule), nearest=nearest)
     if settings.csv is not None:
         assert schedule is not None, "to_titan asks for it"
         write_atomic(schedule, settings.csv)
         report(f"schedule written to {schedule}")
-    return format_toml(settings), {**settings.sections, "ranks": settings.ranks, "notes": settings.notes}
+    return late.format_toml(settings), {**settings.sections, "ranks": settings.ranks, "notes": settings.notes}
 
 
-def _server_options(program: Program, cluster: str | None, format_: str,
+def _server_options(program: late.Program, cluster: str | None, format_: str,
                     nearest: bool) -> tuple[str, dict[str, Any]]:
-    from weft.export.servers import to_layer_partition, to_tensor_split
-
     target = common.cluster_of_plan(program.plan, cluster)
     if format_ == "vllm":
-        options, words = to_layer_partition(program, target, nearest=nearest), ("vllm", "serve", "MODEL")
+        options, words = late.to_layer_partition(program, target, nearest=nearest), ("vllm", "serve", "MODEL")
     else:
-        options, words = to_tensor_split(program, target, nearest=nearest), ("llama-server", "-m", "MODEL.gguf")
+        options, words = late.to_tensor_split(program, target, nearest=nearest), ("llama-server", "-m", "MODEL.gguf")
     return options.command(*words) + "\n", {"environment": options.environment, "arguments": options.arguments,
                                             "devices": options.devices, "notes": options.notes}
 
 
-def _export_onnx(program: Program, model: str | None, out: Path | None) -> dict[str, Any]:
-    from weft.export.device_map import op_properties
-    from weft.model.onnx import annotate_onnx
-
+def _export_onnx(program: late.Program, model: str | None, out: Path | None) -> dict[str, Any]:
     assert model is not None
     assert out is not None
-    done = annotate_onnx(model, out, program.graph, op_properties(program.plan, program.graph))
+    done = late.annotate_onnx(model, out, program.graph, late.op_properties(program.plan, program.graph))
     return {"nodes": done.num_nodes, "annotated": done.num_annotated}
 
 
@@ -150,12 +133,9 @@ def import_order(
     quiet: common.QuietOption = False,
 ) -> None:
     """Give a plan the order in a schedule file, after all checks of both."""
-    from weft.export.pipelining_csv import load_csv, order_from_csv
-    from weft.plan.check import check_plan
-
     common.check_outputs({"--out": out}, (schedule, cluster))
     item = load_plan(plan)
-    changed = order_from_csv(item, load_csv(schedule))
-    program = check_plan(changed, common.graph_of_plan(item, model), common.cluster_of_plan(item, cluster))
+    changed = late.order_from_csv(item, late.load_csv(schedule))
+    program = late.check_plan(changed, common.graph_of_plan(item, model), common.cluster_of_plan(item, cluster))
     common.write_plan(out, changed, common.reporter(quiet))
     print_checked(program, out, as_json=as_json)

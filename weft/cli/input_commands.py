@@ -10,22 +10,22 @@ import typer
 from weft.base.errors import ClusterError
 from weft.base.files import check_output, encode, read_bytes
 from weft.base.units import format_time
-from weft.cli import common
+from weft.cli import common, late
 from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import save_cluster, to_json
 from weft.model.zoo import list_models
 from weft.plan.plan import Mode
-from weft.show.tables import print_table
+from weft.show.tables import make_table, print_table
 
 
 def models(as_json: common.JsonOption = False) -> None:
     """List the models that Weft can build by name, without weights."""
 
     items = list_models()
-    common.print_result(as_json, lambda: [encode(item) for item in items], lambda: print_table(
-        ["model", "family", "parameters", "batch", "about"],
-        [[item.name, item.family, item.parameters, str(item.batch), item.about] for item in items]))
+    common.print_result(as_json, lambda: [encode(item) for item in items], lambda: print_table(make_table(
+        "", ["model", "family", "parameters", "batch", "about"],
+        ([item.name, item.family, item.parameters, str(item.batch), item.about] for item in items))))
 
 
 def profile(
@@ -41,24 +41,20 @@ def profile(
     quiet: common.QuietOption = False,
 ) -> None:
     """Time each distinct operator of a model once on this machine's device and keep the times."""
-    from weft.cost.profile import ProfileStore
-    from weft.cost.profiler import profile_model
-    from weft.model.load import trace_model
-
     report = common.reporter(quiet)
     check_output(store)
     report(f"tracing {model}")
-    traced = trace_model(model, mode=common.choice("--mode", mode, get_args(Mode)), batch=batch, dtype=dtype)
-    summary = profile_model(traced, common.choice("--device", device, ("cpu", "cuda")), ProfileStore(store),
-                            threads=threads, kind=kind,
-                            progress=lambda done, total: report(f"timing operators: pass {done} of {total}"))
+    traced = late.trace_model(model, mode=common.choice("--mode", mode, get_args(Mode)), batch=batch, dtype=dtype)
+    summary = late.profile_model(traced, common.choice("--device", device, ("cpu", "cuda")), late.ProfileStore(store),
+                                 threads=threads, kind=kind,
+                                 progress=lambda done, total: report(f"timing operators: pass {done} of {total}"))
     for problem in summary.problems:
         report(f"note: {problem}")
-    common.print_result(as_json, lambda: encode(summary), lambda: print_table(["what", "value"], [
+    common.print_result(as_json, lambda: encode(summary), lambda: print_table(make_table("", ["what", "value"], [
         ["device kind", summary.device_kind], ["operators", str(summary.num_ops)],
         ["distinct", str(summary.num_keys)], ["timed now", str(summary.num_timed)],
         ["sum of forward times", format_time(summary.forward_s)],
-        ["sum of backward times", format_time(summary.backward_s)], ["store", str(store)]]))
+        ["sum of backward times", format_time(summary.backward_s)], ["store", str(store)]])))
 
 
 app = typer.Typer(help="Describe clusters.", no_args_is_help=True)
@@ -80,10 +76,8 @@ def probe(
     as_json: common.JsonOption = False,
 ) -> None:
     """Measure this machine: devices, memory, compute rates and link rates between local processes."""
-    from weft.cluster.probe import probe as measure
-
     common.check_outputs({"--out": out})
-    _present(measure(device=device, num_devices=devices), as_json=as_json, out=out)
+    _present(late.probe_machine(device=device, num_devices=devices), as_json=as_json, out=out)
 
 
 @app.command("from-topo")
@@ -94,20 +88,16 @@ def from_topo(
     as_json: common.JsonOption = False,
 ) -> None:
     """Read the output of `nvidia-smi topo -m` as a cluster."""
-    from weft.cluster.nvidia_topo import parse_topo
-
     common.check_outputs({"--out": out}, (file,))
     text = read_bytes(file, error=ClusterError).decode(errors="replace")
-    _present(parse_topo(text, kind=kind), as_json=as_json, out=out)
+    _present(late.parse_topo(text, kind=kind), as_json=as_json, out=out)
 
 
 def _present(cluster: Cluster, *, as_json: bool, out: Path | None) -> None:
-    from weft.show.cluster_tables import bandwidth_matrix, device_rows
-
     if out is not None:
         save_cluster(cluster, out)
     if as_json:
         common.print_json(to_json(cluster))
         return
-    for table in (device_rows(cluster), bandwidth_matrix(cluster)):
-        print_table(table.header, table.rows, title=table.title)
+    for table in (late.device_rows(cluster), late.bandwidth_matrix(cluster)):
+        print_table(table)

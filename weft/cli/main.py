@@ -30,8 +30,9 @@ from weft.cli.common import INTERRUPTED
 app = typer.Typer(
     name="weft", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="Plans how a neural network runs across many devices, predicts how fast that is, and runs it that way.",
-    epilog="Exit codes: 0 ok, 1 plans differ (diff), 2 bad input or an output that cannot be written, 3 no plan fits, "
-           "4 a run failed; after a signal 128 + its number: 129 hangup, 130 interrupted, 143 told to end.")
+    epilog="Exit codes: 0 ok, 1 plans differ (diff), 2 bad input, an output that cannot be written or too little "
+           "memory here, 3 no plan fits, 4 a run failed; after a signal 128 + its number: 129 hangup, 130 interrupted, "
+           "143 told to end.")
 for command in (
         input_commands.models, input_commands.profile, plan_commands.plan, plan_commands.simulate, plan_commands.show,
         plan_commands.view, plan_commands.check, plan_commands.diff, explain_commands.explain, explain_commands.fit,
@@ -55,6 +56,10 @@ def main(arguments: list[str] | None = None) -> int:
     except BrokenPipeError:
         sys.stderr.close()
         return 0
+    except MemoryError:
+        print("weft: this machine has too little memory for the command: free some, or try a smaller input",
+              file=sys.stderr)
+        return 2
     except OSError as problem:
         if problem.filename is not None or problem.errno is None:
             raise

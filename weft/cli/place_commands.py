@@ -3,33 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from weft.base.errors import InputError
 from weft.base.files import write_atomic
 from weft.base.units import format_time
-from weft.cli import common
+from weft.cli import common, late
 from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster
 from weft.plan.plan import Plan, SearchInfo, save_plan
 from weft.search.common.budget import ctrl_c_not_lost
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from weft.coarsen.contract import Coarse
-    from weft.cost.costs import Costs
-    from weft.model.graph import Graph
-    from weft.model.trace import TracedModel
-    from weft.search.place.placed_plan import OpPlacement
-    from weft.search.place.problem import PlaceProblem
-    from weft.search.place.timetable import MethodResult, PlaceResult, Timetable
-    from weft.show.place_tables import PlaceView
 
 OBJECTIVES = ("latency", "throughput")
 FORMATS = ("weft", "dnn-partitioning")
@@ -127,9 +115,7 @@ def _check_options(options: PlaceOptions, plan: Path | None, inputs: Sequence[st
     common.check_time_limit(options.time_limit)
     common.check_width(options.width)
     if options.method != "auto":
-        from weft.search.place.methods import METHODS
-
-        common.choice("--method", options.method, ("auto", *METHODS))
+        common.choice("--method", options.method, ("auto", *late.PLACE_METHODS))
     common.check_outputs({"--out": options.out, "--html": options.html, "--svg": options.svg, "--plan": plan}, inputs)
 
 
@@ -137,12 +123,12 @@ def _check_options(options: PlaceOptions, plan: Path | None, inputs: Sequence[st
 class Loaded:
     """The graph to place, and what it was before fusion."""
 
-    fine: Graph
-    coarse: Coarse | None
+    fine: late.Graph
+    coarse: late.Coarse | None
     fusion: str
 
     @property
-    def graph(self) -> Graph:
+    def graph(self) -> late.Graph:
         """Return the graph whose operators get devices."""
         return self.fine if self.coarse is None else self.coarse.graph
 
@@ -153,13 +139,9 @@ class Loaded:
 def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str | None, profile: Path | None,
                  batch: int | None, dtype: str | None, plan: Path | None) -> None:
     imports = time.perf_counter()
-    from weft.cost.costs import load_costs
-    from weft.search.place.problem import problem_from_graph
-    from weft.search.place.search import load_compiled
-    from weft.show.place_tables import PlaceView
-
+    late.import_seconds("search_placement", "load_costs", "PlaceView")
     if options.time_limit is not None:  # what searches would import later is not to count against it
-        load_compiled()
+        late.load_compiled()
     times, begin = _not_counted(options, time.perf_counter() - imports), time.monotonic()
     target = read_cluster(cluster)
     with ctrl_c_not_lost():
@@ -167,23 +149,23 @@ def _place_graph(spec: str, cluster: str, options: PlaceOptions, *, fusion: str 
     if not _is_graph_file(spec):
         times["tracing_seconds"] = time.monotonic() - begin
     options = replace(options, begin=begin + times.get("tracing_seconds", 0.0))
-    costs = load_costs(loaded.graph, target, profile, dtype)
+    costs = late.load_costs(loaded.graph, target, profile, dtype)
     for note in (*loaded.fine.warnings, *costs.notes):
         options.report(f"note: {note}")
-    problem = problem_from_graph(loaded.graph, target, costs)
+    problem = late.problem_from_graph(loaded.graph, target, costs)
     result, methods = _search(problem, options)
     if plan is not None:
-        fine_costs = costs if loaded.coarse is None else load_costs(loaded.fine, target, profile, dtype)
+        fine_costs = costs if loaded.coarse is None else late.load_costs(loaded.fine, target, profile, dtype)
         found = _write_plan(plan, loaded, target, result, options, costs=fine_costs, dtype=dtype)
         options.report(f"plan written to {plan}: {_plan_text(found)}")
     more: dict[str, Any] = {}
     if (coarse := loaded.coarse) is not None:  # the operators of every group of several, by its own name
         more["groups"] = {coarse.graph.op_names[group]: [coarse.fine.op_names[op] for op in ops]
                           for group, ops in enumerate(coarse.groups.members()) if len(ops) > 1}
-    _present(PlaceView(result=result, title=f"{loaded.fine.name} on {target.name}", fusion=loaded.fusion,
-                       num_ops_before=loaded.fine.num_ops, methods=methods,
-                       kinds={device.name: device.kind for device in target.devices},
-                       batch=None if _is_graph_file(spec) else loaded.fine.batch), options, more, times)
+    _present(late.PlaceView(result=result, title=f"{loaded.fine.name} on {target.name}", fusion=loaded.fusion,
+                            num_ops_before=loaded.fine.num_ops, methods=methods,
+                            kinds={device.name: device.kind for device in target.devices},
+                            batch=None if _is_graph_file(spec) else loaded.fine.batch), options, more, times)
 
 
 def _not_counted(options: PlaceOptions, import_s: float) -> dict[str, float]:
@@ -197,12 +179,10 @@ def _load(spec: str, *, fusion: str | None, batch: int | None, dtype: str | None
     usual = "none" if _is_graph_file(spec) else "rules"
     how = common.choice("--fusion", usual if fusion is None else fusion, FUSIONS)
     source = _load_source(spec, batch=batch, dtype=dtype, report=report)
-    fine: Graph = source if not hasattr(source, "graph") else source.graph
+    fine: late.Graph = source if not hasattr(source, "graph") else source.graph
     if how == "none" and not fine.is_constant.any():
         return Loaded(fine=fine, coarse=None, fusion=how)
-    from weft.coarsen.coarsen import coarsen
-
-    coarse = coarsen(source, how, path=spec if spec.lower().endswith(".onnx") else None)
+    coarse = late.coarsen(source, how, path=spec if spec.lower().endswith(".onnx") else None)
     report(f"fusion ({how}): {fine.num_ops:,} operators, {coarse.graph.num_ops:,} after it")
     return Loaded(fine=fine, coarse=coarse, fusion=how)
 
@@ -212,32 +192,26 @@ def _is_graph_file(spec: str) -> bool:
 
 
 def _load_source(spec: str, *, batch: int | None, dtype: str | None,
-                 report: Callable[[str], None]) -> Graph | TracedModel:
-    from weft.model.load import load_graph_for, trace_model
-    from weft.model.source import DTYPES
-
-    if dtype is not None:
-        common.choice("--dtype", dtype, tuple(DTYPES))
+                 report: Callable[[str], None]) -> late.Graph | late.TracedModel:
+    common.dtype_choice(dtype)
     if _is_graph_file(spec) and batch is not None:
         raise InputError(f"--batch is for models; the graph file {spec!r} has its own sizes")
     if _is_graph_file(spec) or spec.lower().endswith(".onnx"):
-        return load_graph_for(spec, mode="inference", batch=batch)
+        return late.load_graph_for(spec, mode="inference", batch=batch)
     report(f"tracing {spec}")
-    return trace_model(spec, mode="inference", batch=batch, dtype=dtype)
+    return late.trace_model(spec, mode="inference", batch=batch, dtype=dtype)
 
 
-def _search(problem: PlaceProblem, options: PlaceOptions) -> tuple[PlaceResult, tuple[MethodResult, ...]]:
+def _search(problem: late.PlaceProblem,
+            options: PlaceOptions) -> tuple[late.PlaceResult, tuple[late.MethodResult, ...]]:
     """Return the result of the method asked for (of the best for ``auto``), and all methods if they are compared."""
-    from weft.search.place.search import compare, place
-    from weft.show.place_tables import sorted_methods
-
     if not options.compare:
-        return place(problem, method=options.method, **options.search()), ()
-    rows = compare(problem, **options.search())
-    facts = sorted_methods(rows)
+        return late.search_placement(problem, method=options.method, **options.search()), ()
+    rows = late.compare_placements(problem, **options.search())
+    facts = late.sorted_methods(rows)
     found = [row.result for row in rows if row.result is not None and options.method in ("auto", row.method)]
     if not found:  # asked alone, the method says why
-        return place(problem, method=options.method, **options.search()), facts
+        return late.search_placement(problem, method=options.method, **options.search()), facts
     best = min(reversed(found), key=lambda result: result.value)  # of equals the last: auto
     is_interrupted = any(row.result is not None and row.result.is_interrupted for row in rows)
     return replace(best, is_interrupted=is_interrupted), facts
@@ -251,30 +225,28 @@ def _plan_text(plan: Plan) -> str:
     return f"{stages}, {requests} in {format_time(step_time)} by the costs of single operators"
 
 
-def _present(view: PlaceView, options: PlaceOptions, more: Mapping[str, Any], times: Mapping[str, float]) -> None:
+def _present(view: late.PlaceView, options: PlaceOptions, more: Mapping[str, Any], times: Mapping[str, float]) -> None:
     """Write what was asked for, then print the result; ``more`` is added to its JSON, ``times`` where it is printed."""
-    from weft.show.drawing import render_svg
-    from weft.show.place_tables import print_placement, render_placement_report
-
     value = {**view.result.to_json(), **more}
     if view.methods:
         value["methods"] = [{"method": row.method, "value": row.value, "reason": row.reason} for row in view.methods]
     common.write_result(options.out, value, options.report)
     if options.html is not None:
-        write_atomic(options.html, render_placement_report(view))
+        write_atomic(options.html, late.render_placement_report(view))
         options.report(f"page written to {options.html}")
     if options.svg is not None:
-        write_atomic(options.svg, render_svg(view.chart()))
+        write_atomic(options.svg, late.render_svg(view.chart()))
         options.report(f"picture written to {options.svg}")
-    common.print_result(options.as_json, lambda: {**value, **times}, lambda: print_placement(view, width=options.width))
+    common.print_result(options.as_json, lambda: {**value, **times},
+                        lambda: late.print_placement(view, width=options.width))
     common.end_if_interrupted(view.result.is_interrupted)
 
 
 # ---- the plan ------------------------------------------------------------------------------------------------------
 
 
-def _write_plan(path: Path, loaded: Loaded, cluster: Cluster, result: PlaceResult, options: PlaceOptions, *,
-                costs: Costs, dtype: str | None) -> Plan:
+def _write_plan(path: Path, loaded: Loaded, cluster: Cluster, result: late.PlaceResult, options: PlaceOptions, *,
+                costs: late.Costs, dtype: str | None) -> Plan:
     """Write the plan of a placement, and return it: checked, and within memory by the plan's own account.
 
     Where that account has more than a device holds, another placement is searched. ``costs`` are of the model's own
@@ -282,39 +254,33 @@ def _write_plan(path: Path, loaded: Loaded, cluster: Cluster, result: PlaceResul
     """
     import numpy as np
 
-    from weft.plan.check import check_plan
-    from weft.search.common.problem import PlanOptions, Problem
-    from weft.search.place.placed_plan import plan_within_memory
-    from weft.simulate.predict import simulate
 
     dtypes = [loaded.fine.tensor_dtypes[tensor] for tensor in loaded.fine.parameters.tolist()]
     own_dtype = next((name for name in dtypes if name.startswith(("float", "bfloat"))), "float32")
     num_requests = 1 if result.objective == "latency" else NUM_REQUESTS
-    problem = Problem(graph=loaded.fine, cluster=cluster, costs=costs, options=PlanOptions(
+    problem = late.Problem(graph=loaded.fine, cluster=cluster, costs=costs, options=late.PlanOptions(
         batch=loaded.fine.batch * num_requests, microbatches=num_requests, mode="inference",
         dtype=dtype or own_dtype, seed=options.seed))
 
-    def placed(reserve: Mapping[str, int]) -> OpPlacement:
+    def placed(reserve: Mapping[str, int]) -> late.OpPlacement:
         if not any(reserve.values()):
             return _op_placement(loaded, result.timetable)
         kept = np.array([reserve.get(name, 0) for name in result.problem.device_names], dtype=np.float64)
         less = replace(result.problem, capacity=np.maximum(0.0, result.problem.capacity - kept))
         return _op_placement(loaded, _search(less, replace(options, compare=False))[0].timetable)
 
-    plan = plan_within_memory(problem, placed, microbatches=num_requests)
-    step_time = simulate(check_plan(plan, loaded.fine, cluster), costs, cluster).step_time_s
+    plan = late.plan_within_memory(problem, placed, microbatches=num_requests)
+    step_time = late.simulate(late.check_plan(plan, loaded.fine, cluster), costs, cluster).step_time_s
     plan = replace(plan, search=SearchInfo(by="place", status="heuristic", step_time=step_time, seed=options.seed))
     save_plan(plan, path)
     return plan
 
 
-def _op_placement(loaded: Loaded, timetable: Timetable) -> OpPlacement:
+def _op_placement(loaded: Loaded, timetable: late.Timetable) -> late.OpPlacement:
     """Return where every operator of the model runs, and in which order."""
-    from weft.search.place.placed_plan import OpPlacement, placement_of_groups
-
     if loaded.coarse is None:
-        return OpPlacement(device=timetable.device, order=timetable.order)
-    return placement_of_groups(loaded.coarse, timetable.device, timetable.order)
+        return late.OpPlacement(device=timetable.device, order=timetable.order)
+    return late.placement_of_groups(loaded.coarse, timetable.device, timetable.order)
 
 
 # ---- a problem of the dnn-partitioning benchmark -------------------------------------------------------------------
@@ -322,15 +288,12 @@ def _op_placement(loaded: Loaded, timetable: Timetable) -> OpPlacement:
 
 def _place_partition(path: str, options: PlaceOptions) -> None:
     imports = time.perf_counter()
-    from weft.search.place.partition.search import compile_searches, load_partition, solve_partition
-    from weft.show.place_tables import print_partition
-
-    compile_searches(common.choice("--objective", options.objective, OBJECTIVES))
+    late.compile_searches(common.choice("--objective", options.objective, OBJECTIVES))
     times = _not_counted(options, time.perf_counter() - imports)
     options = replace(options, begin=time.monotonic())
-    result = solve_partition(load_partition(path), **options.search())
+    result = late.solve_partition(late.load_partition(path), **options.search())
     value = result.to_json()
     common.write_result(options.out, value, options.report)
     common.print_result(options.as_json, lambda: {**value, **times},
-                        lambda: print_partition(result, width=options.width))
+                        lambda: late.print_partition(result, width=options.width))
     common.end_if_interrupted(result.is_interrupted)

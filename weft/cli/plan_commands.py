@@ -4,25 +4,17 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 import webbrowser
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, get_args
+from typing import Annotated, Any, Final, get_args
 
 import typer
 
 from weft.base.files import encode, write_atomic
-from weft.cli import common
+from weft.cli import common, late
 from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster
-from weft.plan.plan import OPTIMIZERS, Mode, Optimizer, Plan, load_plan, plan_to_json
-
-if TYPE_CHECKING:
-    from weft.cost.costs import Costs
-    from weft.model.graph import Graph
-    from weft.plan.program import Program
-    from weft.planning.compare import Comparison
-    from weft.simulate.timeline import Timeline
+from weft.plan.plan import Mode, Plan, load_plan, plan_to_json
 
 SAME: Final = 0
 DIFFERENT: Final = 1
@@ -74,26 +66,18 @@ def plan(
     quiet: common.QuietOption = False,
 ) -> None:
     """Find the fastest way to run a model on a cluster, and compare the strategies."""
-    begin = time.perf_counter()
-    from weft.model.source import DTYPES
-    from weft.planning.make import SearchOptions, search_plans
-    from weft.planning.objectives import Objective, request_for
-    from weft.search.common.problem import PlanOptions
-    from weft.show.facts import strategy_facts
-    from weft.show.plan_tables import print_comparison, print_tried
-
-    report, import_s = common.reporter(quiet), time.perf_counter() - begin
+    report, import_s = common.reporter(quiet), late.import_seconds("search_plans", "print_comparison")
     common.check_time_limit(time_limit)
     common.check_outputs({"--out": out, "--html": html, "--trace": trace}, (model.partition(":")[0], cluster, profile))
-    asked = request_for(common.choice("--objective", objective, get_args(Objective)), batch=batch,
-                        microbatches=microbatches,
-                        mode=None if mode is None else common.choice("--mode", mode, get_args(Mode)))
-    options = PlanOptions(batch=asked.batch, microbatches=asked.microbatches, mode=asked.mode,
-                          dtype=common.choice("--dtype", dtype, tuple(DTYPES)), recompute=recompute, seed=seed,
-                          optimizer=Optimizer(kind=common.choice("--optimizer", optimizer, OPTIMIZERS)))
-    search = SearchOptions(strategies=strategy or None, placements=tuple(placement or ()), deploy=deploy, joint=joint,
-                           time_limit_s=time_limit, target=target, headroom=headroom, profile=profile)
-    found = search_plans(model, read_cluster(cluster), options, search, report=report)
+    asked = late.request_for(common.choice("--objective", objective, get_args(late.Objective)), batch=batch,
+                             microbatches=microbatches,
+                             mode=None if mode is None else common.choice("--mode", mode, get_args(Mode)))
+    options = late.PlanOptions(batch=asked.batch, microbatches=asked.microbatches, mode=asked.mode,
+                               dtype=common.dtype_choice(dtype), recompute=recompute, seed=seed,
+                               optimizer=common.optimizer_choice(optimizer))
+    search = late.SearchOptions(strategies=strategy or None, placements=tuple(placement or ()), deploy=deploy,
+                                joint=joint, time_limit_s=time_limit, target=target, headroom=headroom, profile=profile)
+    found = late.search_plans(model, read_cluster(cluster), options, search, report=report)
     comparison, best = found.comparison, found.comparison.best
     assert best.plan is not None, "the search raises otherwise"
     assert best.timeline is not None
@@ -104,12 +88,12 @@ def plan(
         common.print_json({**comparison_json(comparison), "objective": objective, "notes": list(found.notes), **reached,
                            "import_seconds": import_s, "tracing_seconds": found.tracing_s})
     else:
-        print_comparison(strategy_facts(comparison))
+        late.print_comparison(late.strategy_facts(comparison))
         if found.devices is not None:
             print(f"{target} is reached with {len(found.devices)} of {found.num_devices} devices: "
                   f"{', '.join(found.devices)}\n")
         if tried:
-            print_tried(strategy_facts(comparison))
+            late.print_tried(late.strategy_facts(comparison))
     if comparison.is_interrupted:
         written = "is the result" if out is None else f"is written to {out}"
         common.end_interrupted(f"interrupted during the search of {comparison.interrupted_in}; the best so far, "
@@ -126,17 +110,15 @@ def simulate(
     as_json: common.JsonOption = False,
 ) -> None:
     """Predict how a plan runs: step time, and where each device's time and memory go."""
-    from weft.show.plan_tables import print_timeline
-    from weft.simulate.timeline_file import save_timeline
-
     common.check_outputs({"--out": out, "--trace": trace}, (plan, cluster, profile))
     (timeline,) = _timelines(plan, model, cluster, profile, None)
     if out is not None:
-        save_timeline(timeline, out)
+        late.save_timeline(timeline, out)
     _write_pictures([timeline], None, trace=trace)
     common.print_result(
         as_json, lambda: {"kind": timeline.kind, "step_time": timeline.step_time_s, "bubble": timeline.bubble,
-                          "devices": [encode(item) for item in timeline.summary()]}, lambda: print_timeline(timeline))
+                          "devices": [encode(item) for item in timeline.summary()]},
+        lambda: late.print_timeline(timeline))
 
 
 def show(
@@ -154,8 +136,6 @@ def show(
     as_json: common.JsonOption = False,
 ) -> None:
     """Print a plan as tables and a Gantt chart, or write it as a page or a trace."""
-    from weft.show.plan_tables import print_plan
-
     common.check_outputs({"--html": html, "--svg": svg, "--trace": trace}, (plan, cluster, profile, *(timeline or ())))
     if as_json:
         common.print_json(plan_to_json(load_plan(plan)))
@@ -164,7 +144,7 @@ def show(
     timelines = _timelines(plan, model, cluster, profile, timeline)
     if not as_json:
         assert timelines[0].program is not None
-        print_plan(timelines[0].program.plan, timelines, width=width)
+        late.print_plan(timelines[0].program.plan, timelines, width=width)
     _write_pictures(timelines, None, html=html, svg=svg, trace=trace)
 
 
@@ -173,14 +153,12 @@ def check(
     as_json: common.JsonOption = False,
 ) -> None:
     """Check that a plan is sound: complete, free of deadlock, within memory, and made for this model and cluster."""
-    from weft.plan.check import check_plan
-
     item = load_plan(plan)
-    program = check_plan(item, common.graph_of_plan(item, model), common.cluster_of_plan(item, cluster))
+    program = late.check_plan(item, common.graph_of_plan(item, model), common.cluster_of_plan(item, cluster))
     print_checked(program, plan, as_json=as_json)
 
 
-def print_checked(program: Program, path: Path, *, as_json: bool) -> None:
+def print_checked(program: late.Program, path: Path, *, as_json: bool) -> None:
     """Print that a plan, in this file, is sound."""
     common.print_result(
         as_json, lambda: {"status": "ok", "ranks": program.num_ranks, "instructions": program.num_instructions},
@@ -201,21 +179,16 @@ def diff(
 
     Exit codes: 0 the plans are the same, 1 they differ, 2 bad input.
     """
-    from weft.plan.diff import diff_plans
-    from weft.show.diff_tables import Predicted, diff_json, print_diff
-    from weft.simulate.predict import simulate as simulate_program
-    from weft.simulate.traffic import link_bytes
-
     plans = [load_plan(a), load_plan(b)]
     keys = [(plan.model.name, plan.model.mode, plan.microbatch_size, plan.model.conversion,
              common.has_unaligned_replicas(plan)) for plan in plans]
     graphs = [common.graph_of_plan(plans[0], model)]
     graphs.append(graphs[0] if keys[0] == keys[1] else common.graph_of_plan(plans[1], model))
     checked = [_checked(plan, graph, cluster, profile) for plan, graph in zip(plans, graphs, strict=True)]
-    predicted = [Predicted(plan=item[0].plan, timeline=simulate_program(*item), link_bytes=link_bytes(*item))
+    predicted = [late.Predicted(plan=item[0].plan, timeline=late.simulate(*item), link_bytes=late.link_bytes(*item))
                  for item in checked]
-    found = diff_plans(predicted[0].plan, predicted[1].plan, *graphs)
-    common.print_result(as_json, lambda: diff_json(found, *predicted), lambda: print_diff(found, *predicted))
+    found = late.diff_plans(predicted[0].plan, predicted[1].plan, *graphs)
+    common.print_result(as_json, lambda: late.diff_json(found, *predicted), lambda: late.print_diff(found, *predicted))
     return SAME if found.is_same else DIFFERENT
 
 
@@ -229,12 +202,9 @@ def view(
     open_browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in the browser.")] = True,
 ) -> None:
     """Show a plan's report in the browser, on this machine only, until Ctrl-C."""
-    from weft.show.html import render_report
-    from weft.show.page import PageServer
-
-    page = render_report(_timelines(plan, model, cluster, profile, timeline),
-                         cluster=None if cluster is None else read_cluster(cluster))
-    with PageServer(page, port=port) as server:
+    page = late.render_report(_timelines(plan, model, cluster, profile, timeline),
+                              cluster=None if cluster is None else read_cluster(cluster))
+    with late.PageServer(page, port=port) as server:
         print(server.address, flush=True)
         print("Ctrl-C ends it.", file=sys.stderr, flush=True)
         if open_browser:  # beside the server, since some browsers keep the caller waiting
@@ -246,46 +216,33 @@ def view(
 
 
 def _timelines(path: Path, model: str | None, cluster: str | None, profile: Path | None,
-               others: list[Path] | None) -> list[Timeline]:
+               others: list[Path] | None) -> list[late.Timeline]:
     """Return the simulated timeline of a plan that passes all checks, and others of the same plan from files."""
-    from weft.simulate.predict import simulate as simulate_program
-    from weft.simulate.timeline_file import load_timeline
-
     plan = load_plan(path)
-    predicted = simulate_program(*_checked(plan, common.graph_of_plan(plan, model), cluster, profile))
-    return [predicted, *(load_timeline(other, program=predicted.program) for other in others or ())]
+    predicted = late.simulate(*_checked(plan, common.graph_of_plan(plan, model), cluster, profile))
+    return [predicted, *(late.load_timeline(other, program=predicted.program) for other in others or ())]
 
 
-def _checked(plan: Plan, graph: Graph, cluster: str | None, profile: Path | None) -> tuple[Program, Costs, Cluster]:
+def _checked(plan: Plan, graph: late.Graph, cluster: str | None,
+             profile: Path | None) -> tuple[late.Program, late.Costs, Cluster]:
     """Return what the simulator needs of a plan that passes all checks."""
-    from weft.cost.costs import load_costs
-    from weft.plan.check import check_plan
-
     target = common.cluster_of_plan(plan, cluster)
-    return check_plan(plan, graph, target), load_costs(graph, target, profile, plan.model.dtype), target
+    return late.check_plan(plan, graph, target), late.load_costs(graph, target, profile, plan.model.dtype), target
 
 
-def _write_pictures(timelines: list[Timeline], comparison: Comparison | None, *, html: Path | None = None,
+def _write_pictures(timelines: list[late.Timeline], comparison: late.Comparison | None, *, html: Path | None = None,
                     svg: Path | None = None, trace: Path | None = None) -> None:
     if html is not None:
-        from weft.show.facts import strategy_facts
-        from weft.show.html import write_report
-
-        write_report(html, timelines, plan=comparison.best.plan if comparison else None,
-                     comparison=strategy_facts(comparison) if comparison else None)
+        late.write_report(html, timelines, plan=comparison.best.plan if comparison else None,
+                          comparison=late.strategy_facts(comparison) if comparison else None)
     if svg is not None:
-        from weft.show.drawing import render_svg
-        from weft.show.timeline_chart import find_period, timeline_chart
-
-        chart = timeline_chart(timelines[0], steady=find_period(timelines[0]))
-        write_atomic(svg, render_svg(chart))
+        chart = late.timeline_chart(timelines[0], steady=late.find_period(timelines[0]))
+        write_atomic(svg, late.render_svg(chart))
     if trace is not None:
-        from weft.simulate.perfetto import write_trace
-
-        write_trace(timelines, trace)
+        late.write_trace(timelines, trace)
 
 
-def comparison_json(comparison: Comparison) -> dict[str, Any]:
+def comparison_json(comparison: late.Comparison) -> dict[str, Any]:
     """Return the comparison as plain JSON values."""
     rows = []
     for item in comparison.candidates:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from weft.base.errors import InputError, RunError
-from weft.base.units import format_time, parse_bytes
-from weft.cli import common
+from weft.base.units import parse_bytes
+from weft.cli import common, late
 from weft.plan.plan import Plan, load_plan, save_plan
-from weft.show.tables import print_table
-
-if TYPE_CHECKING:
-    from weft.run.result import RunOptions, RunResult
+from weft.show.tables import make_table, print_table, seconds
 
 
 def run(
@@ -56,17 +53,13 @@ def run(
     quiet: common.QuietOption = False,
 ) -> int:
     """Run a plan with one local process for each of its devices; `torchrun -m weft.run` does it on many hosts."""
-    from weft.run.__main__ import report
-    from weft.run.launch import run_plan
-    from weft.run.result import RunOptions
-
     common.check_outputs({}, folders={"--out": out, "--checkpoint": checkpoint})
     item = load_plan(plan)
-    options = RunOptions(steps=steps, warmup=warmup, seed=seed, dtype=dtype, verify=verify, memory=memory,
-                         timeout_s=timeout, device=device,
-                         gpu_memory_bytes=None if gpu_memory is None else parse_bytes(gpu_memory),
-                         gradients=out is not None, checkpoint=None if checkpoint is None else str(checkpoint),
-                         checkpoint_every=checkpoint_every, resume=resume)
+    options = late.RunOptions(steps=steps, warmup=warmup, seed=seed, dtype=dtype, verify=verify, memory=memory,
+                              timeout_s=timeout, device=device,
+                              gpu_memory_bytes=None if gpu_memory is None else parse_bytes(gpu_memory),
+                              gradients=out is not None, checkpoint=None if checkpoint is None else str(checkpoint),
+                              checkpoint_every=checkpoint_every, resume=resume)
     if profile is not None and not compare_gradients:
         raise InputError("--profile is for the predictions of --compare-gradients: give both, or see `weft simulate`")
     if memory and compare_gradients:
@@ -83,19 +76,17 @@ def run(
     if compare_gradients:
         return _compare_gradients(item, model, options, threads, out, profile, as_json=as_json)
     if replan:
-        return report(_run_on_what_is_left(item, model, options, threads, out, tell), as_json=as_json)
-    return report(run_plan(item, model, options=options, threads=threads, keep=out), as_json=as_json)
+        return late.report_run(_run_on_what_is_left(item, model, options, threads, out, tell), as_json=as_json)
+    return late.report_run(late.run_plan(item, model, options=options, threads=threads, keep=out), as_json=as_json)
 
 
-def _run_on_what_is_left(plan: Plan, model: str, options: RunOptions, threads: int, keep: Path | None,
-                         tell: Callable[[str], None]) -> RunResult:
+def _run_on_what_is_left(plan: Plan, model: str, options: late.RunOptions, threads: int, keep: Path | None,
+                         tell: Callable[[str], None]) -> late.RunResult:
     """Return the result of the run that came to its end; each time a process is lost, its device is left out."""
-    from weft.run.launch import RankLost, run_plan
-
     while True:
         try:
-            return run_plan(plan, model, options=options, threads=threads, keep=keep)
-        except RankLost as lost:
+            return late.run_plan(plan, model, options=options, threads=threads, keep=keep)
+        except late.RankLost as lost:
             left = [name for name in plan.cluster.devices if name != lost.device]
             if not left:
                 raise
@@ -103,16 +94,12 @@ def _run_on_what_is_left(plan: Plan, model: str, options: RunOptions, threads: i
             plan, options = _plan_left(plan, model, replace(options, resume=True), left, tell)
 
 
-def _plan_left(plan: Plan, model: str, options: RunOptions, names: list[str],
-               tell: Callable[[str], None]) -> tuple[Plan, RunOptions]:
+def _plan_left(plan: Plan, model: str, options: late.RunOptions, names: list[str],
+               tell: Callable[[str], None]) -> tuple[Plan, late.RunOptions]:
     """Return a plan for the devices that are left, and the options for it; the plan goes beside the checkpoints."""
-    from weft.run.result import rank_devices
-    from weft.run.worker import resolve_source
-    from weft.training.parallelize import plan_again
-
     tell(f"planning again for {', '.join(names)}")
-    new = plan_again(plan, resolve_source(plan, model, options), names)
-    kinds = dict(zip(plan.cluster.devices, rank_devices(options.device, len(plan.cluster.devices)), strict=True))
+    new = late.plan_again(plan, late.resolve_source(plan, model, options), names)
+    kinds = dict(zip(plan.cluster.devices, late.rank_devices(options.device, len(plan.cluster.devices)), strict=True))
     if "," in options.device:
         options = replace(options, device=",".join(kinds[name] for name in new.cluster.devices))
     if options.checkpoint is not None:
@@ -122,7 +109,7 @@ def _plan_left(plan: Plan, model: str, options: RunOptions, names: list[str],
     return new, options
 
 
-def _compare_gradients(plan: Plan, model: str, options: RunOptions, threads: int, keep: Path | None,
+def _compare_gradients(plan: Plan, model: str, options: late.RunOptions, threads: int, keep: Path | None,
                        profile: Path | None, *, as_json: bool) -> int:
     """Run a plan with its own exchanges and with all-reduce, print how they compare, and return the exit code.
 
@@ -131,8 +118,6 @@ def _compare_gradients(plan: Plan, model: str, options: RunOptions, threads: int
     """
     import torch
 
-    from weft.model.parts import least_divisor, relative_error
-    from weft.run.launch import run_plan
 
     if not plan.gradients:
         raise InputError("the plan exchanges no gradients, so there is nothing to compare: it is for inference, or no "
@@ -142,12 +127,12 @@ def _compare_gradients(plan: Plan, model: str, options: RunOptions, threads: int
     methods = ", ".join(sorted({item.method for item in plan.gradients}))
     ways = ((methods, plan, keep), ("all_reduce", summed, None if keep is None else keep / "all_reduce"))
     predicted = [_predicted(item, model, profile) for _, item, _ in ways]
-    results = [run_plan(item, model, options=replace(options, gradients=True), threads=threads, keep=folder)
+    results = [late.run_plan(item, model, options=replace(options, gradients=True), threads=threads, keep=folder)
                for _, item, folder in ways]
     own, expected = ({name: torch.from_numpy(value) for name, value in (result.gradients or {}).items()}
                      for result in results)
-    floor = least_divisor(expected.values())
-    errors = {"": 0.0, **{name: relative_error(own[name], value, floor=floor) for name, value in expected.items()}}
+    floor = late.least_divisor(expected.values())
+    errors = {"": 0.0, **{name: late.relative_error(own[name], value, floor=floor) for name, value in expected.items()}}
     worst = max(errors, key=lambda name: errors[name])
     rows: list[dict[str, Any]] = [
         {"exchange": way[0], "predicted_s": time_s, "measured_s": result.step_time_s}
@@ -156,9 +141,8 @@ def _compare_gradients(plan: Plan, model: str, options: RunOptions, threads: int
         common.print_json({"ways": rows, "difference": errors[worst], "worst": worst,
                            "between_ranks": results[0].gradient_spread})
     else:
-        print_table(("exchange", "predicted", "measured"), [
-            (row["exchange"], "-" if row["predicted_s"] is None else format_time(row["predicted_s"]),
-             format_time(row["measured_s"])) for row in rows])
+        print_table(make_table("", ("exchange", "predicted", "measured"), (
+            (row["exchange"], seconds(row["predicted_s"]), seconds(row["measured_s"])) for row in rows)))
         print(f"largest difference of gradients {errors[worst]:.1e} {worst}; "
               f"between ranks {results[0].gradient_spread:.1e}")
     checks = [result.verification for result in results]
@@ -167,11 +151,8 @@ def _compare_gradients(plan: Plan, model: str, options: RunOptions, threads: int
 
 def _predicted(plan: Plan, model: str, profile: Path | None) -> float | None:
     """Return the simulated time of a step, or None where the plan does not describe its cluster."""
-    from weft.cost.costs import load_costs
-    from weft.plan.lower import lower
-    from weft.simulate.predict import simulate
-
     if plan.cluster.description is None:
         return None
     graph, cluster = common.graph_of_plan(plan, model), common.cluster_of_plan(plan, None)
-    return simulate(lower(plan, graph), load_costs(graph, cluster, profile, plan.model.dtype), cluster).step_time_s
+    costs = late.load_costs(graph, cluster, profile, plan.model.dtype)
+    return late.simulate(late.lower(plan, graph), costs, cluster).step_time_s

@@ -10,7 +10,7 @@ import typer
 
 from weft.base.errors import InputError
 from weft.base.files import write_atomic
-from weft.cli import common
+from weft.cli import common, late
 
 LEAST_S = 0.01
 """Seconds that the search has at least, however long reading took."""
@@ -33,40 +33,27 @@ def schedule(
     quiet: common.QuietOption = False,
 ) -> None:
     """Find the order in which micro-batches flow through blocks on devices: shortest, within the memory."""
-    imports = time.perf_counter()
-    from weft.search.schedule.named import compare_named
-    from weft.search.schedule.problem import load_problem
-    from weft.search.schedule.search import schedule as search
-    from weft.show.drawing import render_svg
-    from weft.show.schedule_tables import (
-        compare_facts,
-        facts_json,
-        print_schedule,
-        render_schedule_report,
-        schedule_chart,
-    )
-
-    import_s, begin = time.perf_counter() - imports, time.monotonic()
+    import_s, begin = late.import_seconds("search_schedule", "compare_named", "print_schedule"), time.monotonic()
     if microbatches < 1:
         raise InputError(f"--microbatches must be at least 1, not {microbatches}")
     common.check_time_limit(time_limit)
     common.check_width(width)
     common.check_outputs({"--html": html, "--svg": svg, "--out": out}, (problem,))
-    item = load_problem(problem)
+    item = late.load_problem(problem)
     report = common.reporter(quiet)
     writing_s = WRITING_S * microbatches * item.num_tasks
     left = None if time_limit is None else max(LEAST_S, time_limit - (time.monotonic() - begin) - writing_s)
-    result = search(item, microbatches=microbatches, time_limit=left, seed=seed, progress=report)
-    compared = compare_facts(result, compare_named(item, result.schedule.num_microbatches)) if compare else []
+    result = late.search_schedule(item, microbatches=microbatches, time_limit=left, seed=seed, progress=report)
+    compared = late.compare_facts(result, late.compare_named(item, result.schedule.num_microbatches)) if compare else []
     value = result.to_json()
     if compared:
-        value["named"] = [facts_json(row) for row in compared if not row.is_search]
+        value["named"] = [late.facts_json(row) for row in compared if not row.is_search]
     common.write_result(out, value, report)
     title = problem.name.removesuffix(".gz").removesuffix(".json")
     if html is not None:
-        write_atomic(html, render_schedule_report(result, title=title, compared=compared))
+        write_atomic(html, late.render_schedule_report(result, title=title, compared=compared))
     if svg is not None:
-        write_atomic(svg, render_svg(schedule_chart(result, title)))
+        write_atomic(svg, late.render_svg(late.schedule_chart(result, title)))
     common.print_result(as_json, lambda: value if time_limit is None else {**value, "import_seconds": import_s},
-                        lambda: print_schedule(result, compared, width=width))
+                        lambda: late.print_schedule(result, compared, width=width))
     common.end_if_interrupted(result.is_interrupted)

@@ -8,22 +8,19 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, get_args
+from typing import Annotated, Final, get_args
 
 import typer
 
 from weft.base.errors import InputError, ModelError
 from weft.base.files import write_atomic
 from weft.base.units import parse_bytes
-from weft.cli import common
+from weft.cli import common, late
 from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster
 from weft.model.zoo import Mode
-from weft.plan.plan import OPTIMIZERS, Optimizer, save_plan
+from weft.plan.plan import Optimizer, save_plan
 from weft.search.common.budget import Budget, ended_by_ctrl_c, time_budget
-
-if TYPE_CHECKING:
-    from weft.model.folded import FoldedModel
 
 EXPORTS: Final = ("parallelize-module", "torchtitan")
 MAX_AXES: Final = 3
@@ -75,20 +72,16 @@ def shard(
 def _shard_graph(path: Path, *, time_limit: float | None, seed: int, as_json: bool,
                  report: Callable[[str], None]) -> None:
     """Solve a strategy graph; reading it counts against the time limit, imports do not."""
-    imports = time.perf_counter()
-    from weft.search.strategies import search  # noqa: F401
-    from weft.search.strategies.solve import solve
-    from weft.search.strategies.strategy_graph import load_strategy_graph
-    from weft.show.sharding_tables import print_strategies
-
-    import_s, begin = time.perf_counter() - imports, time.monotonic()
-    graph = load_strategy_graph(path)
+    import_s = late.import_seconds("solve_strategies", "print_strategies")
+    begin = time.monotonic()
+    graph = late.load_strategy_graph(path)
     report(f"{graph.num_nodes} nodes, {len(graph.edges)} edges, "
            + ("no usage limit" if graph.usage_limit is None else f"usage limit {graph.usage_limit}"))
     left = None if time_limit is None else max(time_limit - (time.monotonic() - begin), 0.0)
-    solution = solve(graph, time_limit=left, seed=seed, progress=report)
+    solution = late.solve_strategies(graph, time_limit=left, seed=seed, progress=report)
     times = {} if time_limit is None else {"import_seconds": import_s}
-    common.print_result(as_json, lambda: {**solution.to_json(), **times}, lambda: print_strategies(graph, solution))
+    common.print_result(as_json, lambda: {**solution.to_json(), **times},
+                        lambda: late.print_strategies(graph, solution))
     common.end_if_interrupted(solution.is_interrupted)
 
 
@@ -97,14 +90,7 @@ def _shard_model(spec: str, cluster_text: str, *, mesh: str | None, batch: int |
                  out: Path | None, plan: Path | None, time_limit: float | None, as_json: bool,
                  report: Callable[[str], None]) -> None:
     """Search the sharding of a model, then print, write or export it."""
-    begin = time.perf_counter()
-    from weft.cost.costs import estimate_costs
-    from weft.search.shard.compare import compare_meshes, sensible_shapes
-    from weft.search.shard.named import NAMES
-    from weft.show.sharding_facts import sharding_facts
-    from weft.show.sharding_tables import parallelize_plan, print_sharding, sharding_json, titan_settings
-
-    import_s = time.perf_counter() - begin
+    import_s = late.import_seconds("compare_meshes", "print_sharding")
     budget = time_budget(time_limit, report)
     if export is not None:
         common.choice("--export", export, EXPORTS)
@@ -113,16 +99,16 @@ def _shard_model(spec: str, cluster_text: str, *, mesh: str | None, batch: int |
     limit = _memory_limit(memory, cluster)
     with budget.paused():
         folded = _trace(spec, mode, batch, dtype, report)
-    updated_by = Optimizer(kind=common.choice("--optimizer", optimizer or "adamw", OPTIMIZERS))
+    updated_by = common.optimizer_choice(optimizer or "adamw")
     with ended_by_ctrl_c(budget):
-        found = compare_meshes(folded, cluster, estimate_costs(folded.traced.graph, cluster),
-                               shapes=shapes or sensible_shapes(cluster, range(cluster.num_devices)),
-                               names=NAMES if compare else (), optimizer=updated_by, limit_bytes=limit,
-                               budget=budget, progress=report)
-    facts = sharding_facts(found.best, folded)
-    value = sharding_json(facts, found.named)
+        found = late.compare_meshes(folded, cluster, late.estimate_costs(folded.traced.graph, cluster),
+                                    shapes=shapes or late.sensible_shapes(cluster, range(cluster.num_devices)),
+                                    names=late.SHARDING_NAMES if compare else (), optimizer=updated_by,
+                                    limit_bytes=limit, budget=budget, progress=report)
+    facts = late.sharding_facts(found.best, folded)
+    value = late.sharding_json(facts, found.named)
     if export is not None:
-        value = parallelize_plan(facts, folded) if export == EXPORTS[0] else titan_settings(facts)
+        value = late.parallelize_plan(facts, folded) if export == EXPORTS[0] else late.titan_settings(facts)
         for difference in value["differences"]:
             report(f"note: not expressed: {difference}")
     if out is not None:
@@ -134,14 +120,14 @@ def _shard_model(spec: str, cluster_text: str, *, mesh: str | None, batch: int |
         if plan is not None:
             _write_plan(plan, folded, cluster, found.best.mesh.shape, limit, updated_by, budget, report)
         times = {"import_seconds": import_s, "tracing_seconds": budget.paused_s}
-        common.print_result(as_json, lambda: {**value, **times}, lambda: print_sharding(facts, found.named))
+        common.print_result(as_json, lambda: {**value, **times}, lambda: late.print_sharding(facts, found.named))
     common.end_if_interrupted(budget.is_interrupted)
 
 
 def _parse_mesh(text: str, num_devices: int) -> tuple[int, ...]:
     """Return the sizes of ``2x4``; they must multiply to the number of devices."""
     if not re.fullmatch(r"[1-9]\d{0,5}(x[1-9]\d{0,5})*", text):
-        raise InputError(f"--mesh {text!r} is no mesh: write the sizes of its axes, such as 8, 2x4 or 2x2x2")
+        raise InputError(f"--mesh {text!r} is not a mesh: write the sizes of its axes, such as 8, 2x4 or 2x2x2")
     shape = tuple(map(int, text.split("x")))
     if len(shape) > MAX_AXES:
         raise InputError(f"--mesh {text} has {len(shape)} axes: at most {MAX_AXES} are searched")
@@ -165,20 +151,15 @@ def _memory_limit(text: str | None, cluster: Cluster) -> float | None:
 
 
 def _trace(spec: str, mode: str | None, batch: int | None, dtype: str | None,
-           report: Callable[[str], None]) -> FoldedModel:
+           report: Callable[[str], None]) -> late.FoldedModel:
     """Return the model, traced with a few copies of each run of equal layers."""
-    from weft.model.folded import trace_folded
-    from weft.model.graph import Graph
-    from weft.model.source import DTYPES, resolve_model
-
-    dtype = None if dtype is None else common.choice("--dtype", dtype, tuple(DTYPES))
     wanted: Mode = common.choice("--mode", mode or "training", get_args(Mode))
     report(f"tracing {spec}")
-    source = resolve_model(spec, mode=wanted, batch=batch, dtype=dtype)
-    if isinstance(source, Graph):
+    source = late.resolve_model(spec, mode=wanted, batch=batch, dtype=common.dtype_choice(dtype))
+    if isinstance(source, late.Graph):
         raise ModelError(f"{spec!r} has no PyTorch module behind it, so it is not known how its operators can be "
                          "split: give a name from `weft models` or path/to/file.py:function")
-    folded = trace_folded(source, batch=batch)
+    folded = late.trace_folded(source, batch=batch)
     cut = [path for run in folded.runs for position in range(run.num_copies) if position not in run.kept
            for path in run.layers(position)]
     for warning in folded.traced.graph.warnings:
@@ -187,15 +168,13 @@ def _trace(spec: str, mode: str | None, batch: int | None, dtype: str | None,
     return folded
 
 
-def _write_plan(path: Path, folded: FoldedModel, cluster: Cluster, shape: tuple[int, ...], limit: float | None,
+def _write_plan(path: Path, folded: late.FoldedModel, cluster: Cluster, shape: tuple[int, ...], limit: float | None,
                 optimizer: Optimizer, budget: Budget, report: Callable[[str], None]) -> None:
     """Write the best plan on the mesh that the runtime can execute."""
-    from weft.search.shard.compare import search_plan
-
     left = budget.seconds_left
     report("tracing every layer for the plan")
-    plan = search_plan(folded, cluster, shape=shape, limit_bytes=limit, optimizer=optimizer,
-                       budget=time_budget(None if left is None else max(LEAST_PLAN_S, left)))
+    plan = late.search_plan(folded, cluster, shape=shape, limit_bytes=limit, optimizer=optimizer,
+                            budget=time_budget(None if left is None else max(LEAST_PLAN_S, left)))
     save_plan(plan, path)
     report(f"plan of {plan.search.step_time:.6g} s a step, with optimizer states whole where parameters are, written "
            f"to {path}")

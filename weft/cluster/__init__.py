@@ -3,17 +3,5 @@
 from weft.cluster.cluster import Cluster, Contention, Device, DeviceId, DeviceKind, Link, LinkId, Route, check_cluster
 from weft.cluster.cluster_file import load_cluster, read_cluster, save_cluster
 
-__all__ = [
-    "Cluster",
-    "Contention",
-    "Device",
-    "DeviceId",
-    "DeviceKind",
-    "Link",
-    "LinkId",
-    "Route",
-    "check_cluster",
-    "load_cluster",
-    "read_cluster",
-    "save_cluster",
-]
+__all__ = ["Cluster", "Contention", "Device", "DeviceId", "DeviceKind", "Link", "LinkId", "Route", "check_cluster",
+           "load_cluster", "read_cluster", "save_cluster"]

@@ -32,7 +32,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NewType
+from typing import NewType
 
 from weft.base.errors import ClusterError
 
@@ -249,18 +249,14 @@ class Cluster:
 
         The cluster's own name and the notes on where figures are from do not count.
         """
-        used = sorted({device.kind for device in self.devices})
+        kinds = [self.kinds[name] for name in sorted({device.kind for device in self.devices})]
         content = [
-            [_kind_content(self.kinds[name]) for name in used],
+            [[kind.name, sorted(kind.flop_per_s.items()), kind.memory_bytes, kind.memory_bytes_per_s, kind.overhead_s,
+              kind.type] for kind in kinds],
             [[device.name, device.kind, device.host, device.memory_bytes, device.unit] for device in self.devices],
             [[link.source, link.target, link.bytes_per_s, link.latency_s, link.shared] for link in self.links],
             self.contention.value]
         return hashlib.sha256(json.dumps(content, separators=(",", ":")).encode()).hexdigest()[:16]
-
-
-def _kind_content(kind: DeviceKind) -> list[Any]:
-    return [kind.name, sorted(kind.flop_per_s.items()), kind.memory_bytes, kind.memory_bytes_per_s, kind.overhead_s,
-            kind.type]
 
 
 MAX_DEVICES = 65_536

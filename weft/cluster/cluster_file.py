@@ -58,7 +58,7 @@ def _check_plain(value: Any, where: str) -> None:
         elif isinstance(item, dict):
             for key, child in item.items():
                 if not isinstance(key, str) or not key.isprintable():
-                    raise ClusterError(f"{where}: {path or 'the file'} has a key that is no plain text")
+                    raise ClusterError(f"{where}: {path or 'the file'} has a key that is not plain text")
                 pending.append((child, f"{path}.{key[:60]}" if path else key[:60], depth + 1))
         elif isinstance(item, list | tuple):
             pending.extend((child, f"{path}[{index}]", depth + 1) for index, child in enumerate(item))

@@ -84,15 +84,14 @@ class DeviceEntry:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkEntry:
-    """A link between two nodes: in both directions, unless ``directed`` or the other direction is listed too."""
+class LinkEntry(RateEntry):
+    """A link between two nodes: in both directions, unless ``directed`` or the other direction is listed too.
+
+    If it is ``shared``, both directions are one medium; with a text, one medium with all links of the same text.
+    """
 
     from_: str
     to: str
-    bandwidth: Any
-    latency: Any = 0.0
-    shared: bool | str = False
-    """True: both directions are one medium; text: one medium with all links of the same text."""
     directed: bool = False
     source: str = ""
     """Where the figures are from."""

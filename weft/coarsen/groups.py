@@ -21,6 +21,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from typing import Final, Literal
 
 import numpy as np
@@ -119,39 +120,27 @@ def number_groups(graph: Graph, group_of: Sequence[int], *, how: How) -> Groups:
 
 
 def _topological(current: I64, edges: I64, is_loose: Bool) -> dict[int, int] | list[int]:
-    """Return each group's number in topological order (first operator first), or the groups that lie on cycles."""
-    pairs = current[edges]
-    pairs = np.unique(pairs[pairs[:, 0] != pairs[:, 1]], axis=0)
-    after: dict[int, list[int]] = {}
-    waiting: dict[int, int] = {}
-    for source, target in pairs.tolist():
-        after.setdefault(source, []).append(target)
-        waiting[target] = waiting.get(target, 0) + 1
+    """Return each group's number in topological order (first operator first), or groups that form a cycle."""
     first: dict[int, int] = {}
     for op in np.flatnonzero(~is_loose).tolist():
         first.setdefault(int(current[op]), op)
-    ready = [(op, group) for group, op in first.items() if group not in waiting]
-    heapq.heapify(ready)
+    sorter = TopologicalSorter[int](dict.fromkeys(first, ()))
+    for source, target in current[edges].tolist():
+        if source != target:
+            sorter.add(target, source)
+    try:
+        sorter.prepare()
+    except CycleError as cycle:
+        return list(cycle.args[1])
+    ready: list[tuple[int, int]] = []
     number: dict[int, int] = {}
-    while ready:
+    while sorter.is_active():
+        for group in sorter.get_ready():
+            heapq.heappush(ready, (first[group], group))
         _, group = heapq.heappop(ready)
         number[group] = len(number)
-        for target in after.get(group, ()):
-            waiting[target] -= 1
-            if waiting[target] == 0:
-                heapq.heappush(ready, (first[target], target))
-    if len(number) == len(first):
-        return number
-    return _on_cycles(after, set(first) - set(number))
-
-
-def _on_cycles(after: Mapping[int, Sequence[int]], left: set[int]) -> list[int]:
-    """Return the groups among ``left`` that have both a predecessor and a successor there, found by trimming ends."""
-    while True:
-        ends = {group for group in left if not left.intersection(after.get(group, ()))}
-        if not ends:
-            return sorted(left)
-        left = left - ends
+        sorter.done(group)
+    return number
 
 
 def _labels(graph: Graph, of_op: I64, num_groups: int) -> tuple[str, ...]:

@@ -237,10 +237,7 @@ class CollectiveModel:
                 raise InputError(f"there is no {algorithm.value} {collective.value} for {self._names(group)}: "
                                  "leave the algorithm out, or choose 'ring'")
             candidates = ((line, algorithm.value),)
-        best, name = candidates[0]
-        for line, other in candidates[1:]:
-            if line.at(num_bytes) < best.at(num_bytes):
-                best, name = line, other
+        best, name = min(candidates, key=lambda item: item[0].at(num_bytes))
         bandwidth_s = num_bytes * best.s_per_byte
         return CommCost(seconds=best.latency_s + bandwidth_s, source=Source.ROOFLINE, algorithm=name,
                         latency_s=best.latency_s, bandwidth_s=bandwidth_s)

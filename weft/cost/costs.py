@@ -28,17 +28,8 @@ import numpy.typing as npt
 
 from weft.base.errors import InputError
 from weft.cluster.cluster import Cluster
+from weft.cost import entries
 from weft.cost.collectives import Algorithm, Collective, CollectiveModel, CommCost, scope_of, step_counts
-from weft.cost.entries import (
-    U8,
-    MeasuredAt,
-    Profile,
-    choose_columns,
-    fill_column,
-    fill_from_others,
-    interpolated,
-    other_batches,
-)
 from weft.cost.figure import SOURCES, ZERO, Figure, Source
 from weft.cost.profile import CommFit, ProfileStore
 from weft.cost.roofline import Part, Terms, describe_work, dtype_name, is_float, peak_notes
@@ -66,9 +57,9 @@ class Costs:
     """[operators, columns]; infinite where the graph file does not let an operator run."""
     input_grad_s: F64
     weight_grad_s: F64
-    source: U8
+    source: entries.U8
     """[operators, columns]: ``Source.code`` of the forward entries."""
-    backward_source: U8
+    backward_source: entries.U8
     """The same for both backward parts."""
     notes: tuple[str, ...] = ()
     """What the user should know, such as rates taken from another dtype."""
@@ -78,7 +69,7 @@ class Costs:
     comm_fits: Mapping[tuple[str, str], CommFit] = field(default_factory=dict, repr=False)
     terms: tuple[Mapping[Part, Terms] | None, ...] = field(repr=False)
     """The roofline's terms by column; None where the kind gives no rates."""
-    measured_at: tuple[MeasuredAt, ...] = field(default=(), repr=False)
+    measured_at: tuple[entries.MeasuredAt, ...] = field(default=(), repr=False)
     """What was measured for other numbers of samples, smallest first."""
     can_wait: Bool = field(repr=False)
     """By operator: where a backward is split, the gradients of its parameters are computed in the second part."""
@@ -102,10 +93,10 @@ class Costs:
         return self._phase_table(phase, fraction)[0].T
 
     @cached_property
-    def _phase_table(self) -> Callable[[Phase, float], tuple[F64, U8]]:
+    def _phase_table(self) -> Callable[[Phase, float], tuple[F64, entries.U8]]:
         return lru_cache(_MAX_TABLES)(self._make_phase_table)
 
-    def _make_phase_table(self, phase: Phase, fraction: float) -> tuple[F64, U8]:
+    def _make_phase_table(self, phase: Phase, fraction: float) -> tuple[F64, entries.U8]:
         """Return seconds and source codes by [column, operator]; entries of zero have the strongest code."""
         if not fraction > 0 or not math.isfinite(fraction):
             raise InputError(f"the share of the batch must be more than zero and finite, not {fraction!r}")
@@ -135,7 +126,7 @@ class Costs:
         for item in self.measured_at:
             estimated = whole * ratio_at[item.fraction]
             points.append((item.fraction, np.where(np.isnan(item.seconds[part]), estimated, item.seconds[part])))
-        return interpolated(fraction, sorted(points, key=lambda point: point[0]), ratio_at)
+        return entries.interpolated(fraction, sorted(points, key=lambda point: point[0]), ratio_at)
 
     def _ratios(self, part: Part, fraction: float) -> F64:
         """Return by [operator, column] what the roofline says about a fraction of the batch, relative to all of it."""
@@ -216,27 +207,27 @@ def estimate_costs(graph: Graph, cluster: Cluster, *, profile: ProfileStore | No
     if dtype is not None and not is_float(dtype_name(dtype)):
         raise InputError(f"dtype {dtype!r} is not a floating-point type: try 'bf16', 'float16' or 'float32'")
     work = describe_work(graph, dtype)
-    columns, column_of_device = choose_columns(graph, cluster)
-    profiles = {name: Profile(timings={}, fits={}) if profile is None else
-                Profile(timings=profile.timings(name), fits=profile.class_fits(name))
+    columns, column_of_device = entries.choose_columns(graph, cluster)
+    profiles = {name: entries.Profile(timings={}, fits={}) if profile is None else
+                entries.Profile(timings=profile.timings(name), fits=profile.class_fits(name))
                 for name in dict.fromkeys(column.kind.name for column in columns)}
-    filled = [fill_column(graph, work, column, profiles[column.kind.name]) for column in columns]
-    others = other_batches(graph, columns, profiles, dtype)
-    for index, entries in enumerate(filled):
-        fill_from_others(entries, others, index)
+    filled = [entries.fill_column(graph, work, column, profiles[column.kind.name]) for column in columns]
+    others = entries.other_batches(graph, columns, profiles, dtype)
+    for index, column in enumerate(filled):
+        entries.fill_from_others(column, others, index)
 
     def table(part: Part) -> F64:
-        return np.stack([entries.seconds[part] for entries in filled], axis=1)
+        return np.stack([column.seconds[part] for column in filled], axis=1)
 
     return Costs(
         cluster=cluster, columns=tuple(column.name for column in columns), column_of_device=column_of_device,
         forward_s=table("forward"), input_grad_s=table("input_grad"), weight_grad_s=table("weight_grad"),
-        source=np.stack([entries.source for entries in filled], axis=1),
-        backward_source=np.stack([entries.backward_source for entries in filled], axis=1),
+        source=np.stack([column.source for column in filled], axis=1),
+        backward_source=np.stack([column.backward_source for column in filled], axis=1),
         notes=peak_notes(work, [column.kind for column in columns]) + _missing_notes(profile, profiles),
         transfer_times=() if graph.given is None else graph.given.transfer_times,
         tensor_bytes=graph.tensor_bytes, comm_fits={} if profile is None else profile.comm_fits(),
-        terms=tuple(entries.terms for entries in filled), measured_at=others, can_wait=ops_that_can_wait(graph))
+        terms=tuple(column.terms for column in filled), measured_at=others, can_wait=ops_that_can_wait(graph))
 
 
 def load_costs(graph: Graph, cluster: Cluster, profile: Path | None, dtype: str | None) -> Costs:
@@ -247,7 +238,7 @@ def load_costs(graph: Graph, cluster: Cluster, profile: Path | None, dtype: str 
     return estimate_costs(graph, cluster, profile=store, dtype=dtype)
 
 
-def _missing_notes(store: ProfileStore | None, profiles: Mapping[str, Profile]) -> tuple[str, ...]:
+def _missing_notes(store: ProfileStore | None, profiles: Mapping[str, entries.Profile]) -> tuple[str, ...]:
     """Return a note for each device kind that the profile store has nothing about."""
     missing = [name for name, profile in profiles.items() if not profile.timings and not profile.fits]
     if store is None or not missing:

@@ -22,7 +22,7 @@ from weft.cost.figure import Source
 from weft.cost.op_classes import Efficiency
 from weft.cost.profile import ClassFit, OpKey, OpTiming, op_signature
 from weft.cost.roofline import PARTS, Part, Terms, Work, describe_work, op_dtypes, parameter_bytes, roofline_terms
-from weft.model.graph import F64, NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Bool, Graph, TensorRole
+from weft.model.graph import F64, NO_BATCH_DIM, UNKNOWN_BATCH_DIM, Bool, Graph
 
 U8 = npt.NDArray[np.uint8]
 _MAX_SHOWN = 5
@@ -325,9 +325,9 @@ def gradient_sums(graph: Graph) -> Iterator[GradientSum]:
     """Yield all additions of the backward pass of ``graph``."""
     if not graph.has_backward:
         return
-    needs, from_data = graph.needs_gradient, _depends_on_data(graph)
+    needs, from_data = graph.needs_gradient, graph.depends_on_inputs
     seen = np.zeros(graph.num_tensors, dtype=bool)
-    for op in _on_path_to_loss(graph):
+    for op in np.flatnonzero(graph.on_path_to_loss).tolist():
         for tensor in graph.op_inputs(op).tolist():
             if not needs[tensor]:
                 continue
@@ -335,28 +335,6 @@ def gradient_sums(graph: Graph) -> Iterator[GradientSum]:
                 producer = int(graph.tensor_producer[tensor])
                 yield GradientSum(producer if producer >= 0 else op, tensor, not from_data[tensor])
             seen[tensor] = True
-
-
-def _on_path_to_loss(graph: Graph) -> list[int]:
-    """Return the operators through which gradients flow, in order."""
-    wanted = np.zeros(graph.num_tensors, dtype=bool)
-    wanted[list(graph.outputs[:1])] = True
-    found = []
-    for op in range(graph.num_ops - 1, -1, -1):
-        outputs = graph.op_outputs(op)
-        if (wanted[outputs] & graph.needs_gradient[outputs]).any():
-            wanted[graph.op_inputs(op)] = True
-            found.append(op)
-    return found[::-1]
-
-
-def _depends_on_data(graph: Graph) -> Bool:
-    """Return which tensors depend on the model's inputs."""
-    depends: Bool = graph.tensor_role == TensorRole.INPUT
-    for op in range(graph.num_ops):
-        if depends[graph.op_inputs(op)].any():
-            depends[graph.op_outputs(op)] = True
-    return depends
 
 
 def sum_key(graph: Graph, item: GradientSum, device_kind: str, dtype: str | None = None) -> OpKey:

@@ -45,21 +45,6 @@ than one for each byte."""
 _ROLLBACK_MODE: Final = b"\x01\x01"
 _JOURNAL_MAGIC: Final = b"\xd9\xd5\x05\xf9\x20\xa1\x63\xd7"
 
-_SCHEMA: Final = {
-    "op_times": """CREATE TABLE IF NOT EXISTS op_times (
-        device_kind TEXT NOT NULL, op_kind TEXT NOT NULL, signature TEXT NOT NULL, dtype TEXT NOT NULL,
-        forward_s REAL NOT NULL, input_grad_s REAL, weight_grad_s REAL, spread REAL NOT NULL, repeats INTEGER NOT NULL,
-        threads INTEGER NOT NULL, torch_version TEXT NOT NULL, recorded_at TEXT NOT NULL,
-        PRIMARY KEY (device_kind, op_kind, signature, dtype))""",
-    "class_fits": """CREATE TABLE IF NOT EXISTS class_fits (
-        device_kind TEXT NOT NULL, op_class TEXT NOT NULL, compute REAL NOT NULL, memory REAL NOT NULL,
-        num_points INTEGER NOT NULL, error REAL NOT NULL, PRIMARY KEY (device_kind, op_class))""",
-    "comm_fits": """CREATE TABLE IF NOT EXISTS comm_fits (
-        collective TEXT NOT NULL, scope TEXT NOT NULL, algorithm TEXT NOT NULL, latency_s REAL NOT NULL,
-        s_per_byte REAL NOT NULL, num_points INTEGER NOT NULL, error REAL NOT NULL,
-        PRIMARY KEY (collective, scope))""",
-}
-
 
 class OpKey(NamedTuple):
     """What identifies a measured operator."""
@@ -135,11 +120,20 @@ def _tensor_text(graph: Graph, tensor: int, dtype: str, batch: int | None) -> st
 
 T = TypeVar("T")
 _ACCEPTED: Final = {"str": str, "int": int, "float": float, "float | None": float | None}
+_SQL: Final = {"str": "TEXT NOT NULL", "int": "INTEGER NOT NULL", "float": "REAL NOT NULL", "float | None": "REAL"}
 
 
-_COLUMNS: Final = {"op_times": (*OpKey._fields, *(field.name for field in fields(OpTiming))),
-                   "class_fits": tuple(field.name for field in fields(ClassFit)),
-                   "comm_fits": tuple(field.name for field in fields(CommFit))}
+def _types(record: type) -> dict[str, str]:
+    return {field.name: str(field.type) for field in fields(record)}
+
+
+_COLUMNS: Final = {"op_times": {**dict.fromkeys(OpKey._fields, "str"), **_types(OpTiming)},
+                   "class_fits": _types(ClassFit), "comm_fits": _types(CommFit)}
+_KEYS: Final = {"op_times": OpKey._fields, "class_fits": ("device_kind", "op_class"),
+                "comm_fits": ("collective", "scope")}
+_SCHEMA: Final = {
+    table: f"CREATE TABLE IF NOT EXISTS {table} ( {', '.join(f'{name} {_SQL[kind]}' for name, kind in columns.items())}"
+           f", PRIMARY KEY ({', '.join(_KEYS[table])}))" for table, columns in _COLUMNS.items()}
 
 
 class ProfileStore:
@@ -158,7 +152,7 @@ class ProfileStore:
         """Return the device kinds that operators were measured on."""
         rows = self._read("SELECT DISTINCT device_kind FROM op_times ORDER BY 1")
         if not all(isinstance(row[0], str) for row in rows):
-            raise self._broken("a device_kind is no text")
+            raise self._broken("a device_kind is not text")
         return tuple(row[0] for row in rows)
 
     def put_timings(self, timings: Iterable[tuple[OpKey, OpTiming]]) -> None:
@@ -183,17 +177,17 @@ class ProfileStore:
 
     def _key(self, row: tuple[Any, ...]) -> OpKey:
         if not all(isinstance(item, str) for item in row):
-            raise self._broken("a key of op_times is no text")
+            raise self._broken("a key of op_times is not text")
         return OpKey(*row)
 
     def _record(self, target: type[T], row: tuple[Any, ...]) -> T:
-        values = {field.name: value for field, value in zip(fields(target), row, strict=True)}  # type: ignore[arg-type]
-        for field in fields(target):  # type: ignore[arg-type]
-            value = values[field.name]
-            if not isinstance(value, _ACCEPTED[str(field.type)]):
-                raise self._broken(f"{field.name} is {value!r}")
+        values = dict(zip(_types(target), row, strict=True))
+        for name, kind in _types(target).items():
+            value = values[name]
+            if not isinstance(value, _ACCEPTED[kind]):
+                raise self._broken(f"{name} is {value!r}")
             if isinstance(value, int | float) and not 0 <= value < math.inf:
-                raise self._broken(f"{field.name} is {value}")
+                raise self._broken(f"{name} is {value}")
         return target(**values)
 
     def _is_new(self) -> bool:
@@ -296,7 +290,7 @@ class ProfileStore:
         if version != SCHEMA_VERSION:
             raise self._broken(f"its version is {version}, this Weft reads {SCHEMA_VERSION}")
         if header[18:20] != _ROLLBACK_MODE:
-            raise self._broken("it has a write-ahead log, which Weft's stores have not")
+            raise self._broken("it has a write-ahead log, which Weft's stores do not have")
         journal = Path(f"{self.path}-journal")
         if journal.exists():
             with open(journal, "rb") as stream:
@@ -313,7 +307,7 @@ class ProfileStore:
             is_table = kind == "table" and isinstance(sql, str) and _plain(sql) == _plain(_SCHEMA.get(str(name), ""))
             is_index = kind == "index" and sql is None and indexes.get(name) == table
             if not (is_table and name == table) and not is_index:
-                raise self._broken(f"it has the {str(kind)[:20]} {str(name)[:60]!r}, which is none of Weft's plain "
+                raise self._broken(f"it has the {str(kind)[:20]} {str(name)[:60]!r}, which is not one of Weft's plain "
                                    "tables")
             found.add(name)
         missing = sorted({*_SCHEMA, *indexes} - found)

@@ -67,7 +67,8 @@ def profile_model(traced: TracedModel, device: Literal["cpu", "cuda"], store: Pr
     place = check_device(device, threads, passes)
     name = kind or kind_name(device)
     known = {key for key, timing in store.timings(name).items()
-             if _is_enough(key, timing, threads, traced.graph.has_backward)}
+             if timing.threads == threads and (
+                 not traced.graph.has_backward or timing.input_grad_s is not None or key.op_kind == SUM_KIND)}
     work = _find_work(traced, name, known)
     entries: list[tuple[OpKey, OpTiming]] = []
     problems: list[str] = []
@@ -162,11 +163,6 @@ def op_keys(graph: Graph, kind: str) -> list[OpKey]:
     """Return every operator's key on the device kind ``kind``."""
     return [OpKey(kind, graph.op_kinds[op], op_signature(graph, op, dtype), dtype)
             for op, dtype in enumerate(op_dtypes(graph))]
-
-
-def _is_enough(key: OpKey, timing: OpTiming, threads: int, training: bool) -> bool:
-    is_whole = not training or timing.input_grad_s is not None or key.op_kind == SUM_KIND
-    return timing.threads == threads and is_whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -148,21 +148,17 @@ def describe_work(graph: Graph, dtype: str | None = None) -> Work:
     unscaled[is_gather] = 0.0
     total["forward"] = np.where(is_gather, np.minimum(total["forward"], 2 * graph.bytes_written), total["forward"])
     fixed = {part: np.where(scales, np.minimum(unscaled, total[part]), 0.0) for part in PARTS}
+    tensors, places = np.unique(graph.inputs, return_index=True)
+    trained = (graph.tensor_role[tensors] == TensorRole.PARAMETER) & graph.needs_gradient[tensors]
+    gradient_bytes = np.bincount(graph.consumer_op[places[trained]], weights=graph.tensor_bytes[tensors[trained]],
+                                 minlength=graph.num_ops)  # of each parameter, with the first operator that reads it
     return Work(
         dtypes=dtypes, classes=classes, scales=scales,
         flops={"forward": graph.flops, "input_grad": graph.input_grad_flops, "weight_grad": graph.weight_grad_flops},
         fixed_bytes={part: fixed[part] * resize for part in PARTS},
         moved_bytes={part: (total[part] - fixed[part]) * resize for part in PARTS},
-        gradient_bytes=_gradient_bytes(graph) * resize,
+        gradient_bytes=gradient_bytes * resize,
         is_view=np.array([name == VIEW for name in classes], dtype=bool))
-
-
-def _gradient_bytes(graph: Graph) -> F64:
-    tensors, places = np.unique(graph.inputs, return_index=True)
-    trained = (graph.tensor_role[tensors] == TensorRole.PARAMETER) & graph.needs_gradient[tensors]
-    readers = graph.consumer_op[places[trained]]
-    sizes = graph.tensor_bytes[tensors[trained]]
-    return np.bincount(readers, weights=sizes, minlength=graph.num_ops).astype(np.float64)
 
 
 def op_dtypes(graph: Graph) -> tuple[str, ...]:

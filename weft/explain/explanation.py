@@ -66,7 +66,7 @@ class Explanation:
         return found if found < min(known) * (1 - SAME) else None
 
     @property
-    def has_teams(self) -> bool:
+    def has_tp_groups(self) -> bool:
         """Return whether devices divide operators, so that their collectives count as computing."""
         return any(len(replica.devices) > 1 for stage in self.plan.stages for replica in stage.replicas)
 

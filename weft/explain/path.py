@@ -17,8 +17,10 @@ exposed + bubble is the step; the bubble is fill + waiting for others + drain.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Final, Literal, get_args
 
 import numpy as np
@@ -28,10 +30,9 @@ from weft.cost.costs import Costs
 from weft.model.graph import F64, I64
 from weft.plan.program import Op, Program
 from weft.simulate.engine import Simulator
-from weft.simulate.tasks import TaskGraph
-from weft.simulate.timeline import Timeline, union_lengths
-from weft.simulate.timing import time_program
-from weft.simulate.traffic import link_bytes
+from weft.simulate.tasks import U32, TaskGraph
+from weft.simulate.timeline import Timeline
+from weft.simulate.timing import link_bytes, time_program
 
 Kind = Literal["compute", "optimizer", "transfer", "exchange", "latency"]
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
@@ -74,11 +75,11 @@ def critical_path(program: Program, costs: Costs, cluster: Cluster) -> CriticalP
     step_time_s = simulator.run()
     tasks = walk_back(timed.graph, simulator.starts, simulator.ends)
     places = _Places(program, costs, cluster)
-    totals: dict[tuple[Kind, str], list[float]] = {}
+    totals = defaultdict[tuple[Kind, str], list[float]](list)
     for task in tasks:
         seconds = float(simulator.ends[task] - simulator.starts[task])
         for kind, where, part in places.divide(int(timed.wiring.leader[task]), seconds):
-            totals.setdefault((kind, where), []).append(part)
+            totals[kind, where].append(part)
     shares = [PathShare(kind=kind, where=where, seconds=sum(parts), num_tasks=len(parts))
               for (kind, where), parts in totals.items()]
     shares.sort(key=lambda share: (-share.seconds, share.kind, share.where))
@@ -90,53 +91,40 @@ def walk_back(graph: TaskGraph, starts: F64, ends: F64) -> tuple[int, ...]:
 
     Among several that end at the same time the one with the lowest number is taken.
 
-    >>> from weft.simulate.engine import Simulator
-from weft.simulate.tasks import make_task_graph
+    >>> from weft.simulate.tasks import make_task_graph
     >>> graph = make_task_graph([2.0, 1.0, 5.0], edges=[(0, 2), (1, 2)], holds=[], num_resources=0)
     >>> walk_back(graph, np.array([0.0, 0.0, 2.0]), np.array([2.0, 1.0, 7.0]))
     (0, 2)
     """
     if graph.num_tasks == 0:
         return ()
-    before = _Before(graph)
+    owner = np.repeat(np.arange(graph.num_tasks), graph.num_held())
+    sources, source_start = _grouped(graph.successors, graph.edge_sources(), graph.num_tasks)
+    users, user_start = _grouped(graph.resources, owner, graph.num_resources)
     path = [int(np.argmax(ends))]
     seen = set(path)
     while True:
         task = path[-1]
-        found = _latest(before.sources[before.start[task] : before.start[task + 1]], ends, seen)
+        found = _latest(sources[source_start[task] : source_start[task + 1]].tolist(), ends, seen)
         if found is None or ends[found] < starts[task]:
-            holders = before.holders(task)
-            found = _latest(holders[ends[holders] <= starts[task]], ends, seen) if starts[task] > 0 else None
+            held = graph.resources[graph.resource_start[task] : graph.resource_start[task + 1]].tolist()
+            before = np.concatenate([sources[:0], *(users[user_start[item] : user_start[item + 1]] for item in held)])
+            found = _latest(before[ends[before] <= starts[task]].tolist(), ends, seen) if starts[task] > 0 else None
         if found is None:
             return tuple(reversed(path))
         path.append(found)
         seen.add(found)
 
 
-def _latest(tasks: I64, ends: F64, seen: set[int]) -> int | None:
+def _latest(tasks: Sequence[int], ends: F64, seen: set[int]) -> int | None:
     """Return the task that ends last, of equal ones the first; None if there is none that is not ``seen``."""
-    kept = [task for task in tasks.tolist() if task not in seen]
-    return max(kept, key=lambda task: (ends[task], -task), default=None)
+    return max((task for task in tasks if task not in seen), key=lambda task: (ends[task], -task), default=None)
 
 
-class _Before:
-    """For each task those it waits for, and those that occupy what it needs."""
-
-    def __init__(self, graph: TaskGraph) -> None:
-        self.graph = graph
-        order = np.argsort(graph.successors, kind="stable")
-        self.sources = graph.edge_sources()[order]
-        self.start = np.searchsorted(graph.successors[order], np.arange(graph.num_tasks + 1))
-        owner = np.repeat(np.arange(graph.num_tasks), graph.num_held())
-        by_resource = np.argsort(graph.resources, kind="stable")
-        self.users = owner[by_resource]
-        self.resource_start = np.searchsorted(graph.resources[by_resource], np.arange(graph.num_resources + 1))
-
-    def holders(self, task: int) -> I64:
-        graph = self.graph
-        used = graph.resources[graph.resource_start[task] : graph.resource_start[task + 1]].tolist()
-        found = [self.users[self.resource_start[item] : self.resource_start[item + 1]] for item in used]
-        return np.concatenate(found) if found else np.zeros(0, dtype=np.int64)
+def _grouped(keys: U32, values: I64, count: int) -> tuple[I64, I64]:
+    """Return the values in the order of their keys, and where those of each of ``count`` keys begin."""
+    order = np.argsort(keys, kind="stable")
+    return values[order], np.searchsorted(keys[order], np.arange(count + 1))
 
 
 class _Places:
@@ -144,44 +132,35 @@ class _Places:
 
     def __init__(self, program: Program, costs: Costs, cluster: Cluster) -> None:
         self.program, self.costs, self.cluster = program, costs, cluster
-        self.known: dict[tuple[str, int], tuple[str, float]] = {}
+        self.busiest = cache(self._busiest)
 
     def divide(self, instruction: int, seconds: float) -> Iterator[tuple[Kind, str, float]]:
         """Yield (kind, place, seconds) of the parts of a task that lasts so long."""
         item, names = self.program.instruction(instruction), self.program.rank_names
-        rank = int(np.searchsorted(self.program.rank_start, instruction, side="right")) - 1
-        match item.op:
-            case Op.COMPUTE:
-                ranks = self.program.instances[item.instance].ranks
-                yield "compute", " + ".join(names[rank] for rank in ranks), seconds
-            case Op.STEP:
-                yield "optimizer", names[rank], seconds
-            case Op.COLLECTIVE:
-                yield from self._sent("exchange", item.bucket, seconds)
-            case Op.SEND | Op.RECV:
-                yield from self._sent("transfer", item.channel, seconds)
+        if item.op == Op.COMPUTE:
+            yield "compute", " + ".join(names[rank] for rank in self.program.instances[item.instance].ranks), seconds
+        elif item.op == Op.STEP:
+            rank = int(np.searchsorted(self.program.rank_start, instruction, side="right")) - 1
+            yield "optimizer", names[rank], seconds
+        else:
+            kind: Kind = "exchange" if item.op == Op.COLLECTIVE else "transfer"
+            where, wire_s = self.busiest(kind, item.bucket if kind == "exchange" else item.channel)
+            yield kind, where, min(wire_s, seconds)
+            if seconds > wire_s:
+                yield "latency", where, seconds - wire_s
 
-    def _sent(self, kind: Literal["transfer", "exchange"], index: int,
-              seconds: float) -> Iterator[tuple[Kind, str, float]]:
-        if (kind, index) not in self.known:
-            self.known[kind, index] = self._busiest(kind, index)
-        where, wire_s = self.known[kind, index]
-        yield kind, where, min(wire_s, seconds)
-        if seconds > wire_s:
-            yield "latency", where, seconds - wire_s
-
-    def _busiest(self, kind: str, index: int) -> tuple[str, float]:
+    def _busiest(self, kind: Kind, index: int) -> tuple[str, float]:
         """Return the link on which one message or exchange takes longest, and its seconds for the bytes alone."""
         program = self.program
         if kind == "transfer":
             channel = program.channels[index]
+            ranks: Sequence[int] = (channel.source, channel.target)
             alone = replace(program, channels=(replace(channel, microbatches=channel.microbatches[:1]),), buckets=())
         else:
+            ranks = program.buckets[index].ranks
             alone = replace(program, channels=(), buckets=(program.buckets[index],))
         times = link_times(alone, self.costs, self.cluster)
         if not times:
-            ranks = (program.channels[index].source, program.channels[index].target) if kind == "transfer" else (
-                program.buckets[index].ranks)
             return ">".join(program.rank_names[rank] for rank in ranks), float("inf")
         where = max(times, key=lambda name: times[name])
         return where, times[where]
@@ -198,7 +177,7 @@ def link_times(program: Program, costs: Costs, cluster: Cluster) -> dict[str, fl
 GRADIENTS = "gradients"
 """The partner of a device that waits for an exchange of gradients."""
 UNIT = "itself"
-"""The partner where a device waits for nothing that is sent: a processing unit that it shares, or its own team."""
+"""The partner where a device waits for nothing that is sent: a processing unit that it shares, or its own tp group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,59 +210,38 @@ class DeviceWaits:
 def device_waits(timeline: Timeline) -> tuple[DeviceWaits, ...]:
     """Return what each device waits for; the timeline must know its program."""
     assert timeline.program is not None
-    return tuple(_Waits(timeline, timeline.program).of(rank) for rank in range(timeline.num_ranks))
+    waits_from = np.searchsorted(timeline.needs[:, 0], np.arange(timeline.num_instructions + 1))
+    return tuple(_waits_of(timeline, timeline.program, rank, waits_from) for rank in range(timeline.num_ranks))
 
 
-class _Waits:
-    def __init__(self, timeline: Timeline, program: Program) -> None:
-        self.timeline, self.program = timeline, program
-        waiting, arriving = timeline.needs[:, 0], timeline.needs[:, 1]
-        low = np.maximum(timeline.issue_s[waiting], timeline.start_s[arriving])
-        high = np.minimum(timeline.start_s[waiting], timeline.end_s[arriving])
-        kept = high > low
-        self.exposed: F64 = np.zeros(len(waiting))
-        self.exposed[kept] = union_lengths(waiting[kept], low[kept], high[kept])
-        self.row_start: I64 = np.searchsorted(waiting, np.arange(timeline.num_instructions + 1))
+def _waits_of(timeline: Timeline, program: Program, rank: int, waits_from: I64) -> DeviceWaits:
+    """Return what one rank waits for; the needs of instruction ``i`` begin at ``waits_from[i]``."""
+    first, last = int(timeline.rank_start[rank]), int(timeline.rank_start[rank + 1])
+    runs = first + np.flatnonzero(timeline.runs[first:last])
+    exposed, others = defaultdict[str, float](float), defaultdict[str, float](float)
+    fill_s = 0.0
 
-    def of(self, rank: int) -> DeviceWaits:
-        """Return what one rank waits for."""
-        timeline = self.timeline
-        first, last = int(timeline.rank_start[rank]), int(timeline.rank_start[rank + 1])
-        runs = first + np.flatnonzero(timeline.runs[first:last])
-        exposed: dict[str, float] = {}
-        others: dict[str, float] = {}
-        fill_s = 0.0
-        for number, item in enumerate(runs.tolist()):
-            rows = slice(int(self.row_start[item]), int(self.row_start[item + 1]))
-            for arriving, part in zip(timeline.needs[rows, 1].tolist(), self.exposed[rows].tolist(), strict=True):
-                _add(exposed, self._partner(arriving), part)
-            rest = float(timeline.start_s[item] - timeline.issue_s[item] - self.exposed[rows].sum())
-            if number == 0:
-                fill_s = max(rest, 0.0)
-            else:
-                _add(others, self._last_partner(rows), rest)
-        end_s = float(timeline.end_s[runs].max()) if len(runs) else 0.0
-        return DeviceWaits(device=timeline.devices[rank], busy_s=float(timeline.busy_s[rank]), fill_s=fill_s,
-                           drain_s=timeline.step_time_s - end_s, for_others_s=_longest_first(others),
-                           exposed_s=_longest_first(exposed))
-
-    def _partner(self, arriving: int) -> str:
+    def partner(arriving: int) -> str:
         """Return who sends what a receive or collective brings."""
-        if self.timeline.op[arriving] != Op.RECV:
+        if timeline.op[arriving] != Op.RECV:
             return GRADIENTS
-        channel = self.program.channels[int(self.program.channel[arriving])]
-        return self.timeline.devices[channel.source]
+        return timeline.devices[program.channels[int(program.channel[arriving])].source]
 
-    def _last_partner(self, rows: slice) -> str:
-        """Return who sends what arrives last among some needs."""
-        arriving = self.timeline.needs[rows, 1]
-        return self._partner(int(arriving[np.argmax(self.timeline.end_s[arriving])])) if len(arriving) else UNIT
-
-
-def _add(totals: dict[str, float], name: str, seconds: float) -> None:
-    if seconds > 0:
-        totals[name] = totals.get(name, 0.0) + seconds
+    for number, item in enumerate(runs.tolist()):
+        rows = slice(int(waits_from[item]), int(waits_from[item + 1]))
+        arriving, parts = timeline.needs[rows, 1], timeline.exposed_by_need[rows]
+        for need, part in zip(arriving.tolist(), parts.tolist(), strict=True):
+            exposed[partner(need)] += part
+        rest = max(float(timeline.start_s[item] - timeline.issue_s[item] - parts.sum()), 0.0)
+        if number == 0:
+            fill_s = rest
+        else:
+            others[partner(int(arriving[np.argmax(timeline.end_s[arriving])])) if len(arriving) else UNIT] += rest
+    end_s = float(timeline.end_s[runs].max()) if len(runs) else 0.0
+    return DeviceWaits(device=timeline.devices[rank], busy_s=float(timeline.busy_s[rank]), fill_s=fill_s,
+                       drain_s=timeline.step_time_s - end_s, for_others_s=_longest_first(others),
+                       exposed_s=_longest_first(exposed))
 
 
 def _longest_first(totals: dict[str, float]) -> dict[str, float]:
-    return dict(sorted(totals.items(), key=lambda item: (-item[1], item[0])))
+    return {name: totals[name] for name in sorted(totals, key=lambda name: (-totals[name], name)) if totals[name] > 0}

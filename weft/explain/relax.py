@@ -5,12 +5,13 @@ optimizer's state divided among devices, several of these together; then a small
 memory that would have to be added to every device, the fewest devices of the largest kind.
 
 Whether a change is enough is found out by the memory of the plain strategies' plans (``least_missing``), and where
-these lack some, by the joint search (``fits_jointly``). What is found is planned as `weft plan` would, and only then
+these lack some, by the joint search (``best_joint``). What is found is planned as `weft plan` would, and only then
 reported.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -20,7 +21,7 @@ from weft.base.units import format_bytes
 from weft.cost.costs import estimate_costs
 from weft.explain.whatif import with_memory, with_more_devices
 from weft.planning.compare import Candidate, microbatch_choices
-from weft.planning.replan import THRIFTY, Request, find_splits, fits_jointly, least_missing, replan
+from weft.planning.replan import THRIFTY, Request, best_joint, find_splits, least_missing, replan
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.problem import Problem, divisors
 from weft.search.deploy.splits import NO_SPLITS, Splits
@@ -72,21 +73,14 @@ def smallest_relaxation(problem: Problem, request: Request | None = None, *,
     asked = request or Request(graph=problem.graph, options=problem.options,
                                costs_of=lambda graph, cluster: estimate_costs(graph, cluster,
                                                                               dtype=problem.options.dtype))
-    enough = _Enough(splits=find_splits(problem, asked, budget=time_budget(budget.seconds_left)), problem=problem,
-                     budget=budget)
-    searches = (_settings, _batch, _memory, _devices)
+    splits = find_splits(problem, asked, budget=time_budget(budget.seconds_left))
+    enough, searches = _Enough(splits=splits, problem=problem, budget=budget), (_settings, _batch, _memory, _devices)
     result: list[Relaxation] = []
     try:
         with cut_short(budget.deadline):
             for number, search in enumerate(searches):
                 for found in search(problem, asked, enough):
-                    budget.report(f"planning with {found.change}")
-                    planned, is_interrupted = _plan(found, budget.part(1 / (len(searches) - number)))
-                    result += [] if planned is None else [planned]
-                    if is_interrupted:
-                        raise KeyboardInterrupt
-                    if budget.is_late:
-                        raise OutOfTime
+                    _plan(found, budget, 1 / (len(searches) - number), result)
     except OutOfTime:
         budget.report("time limit: nothing further is tried")
     except KeyboardInterrupt:
@@ -112,19 +106,28 @@ class _Enough:
         if least_missing(problem, strategies) <= 0:
             return True
         same = problem.graph is self.problem.graph and len(problem.devices) == len(self.problem.devices)
-        return fits_jointly(problem, self.splits if same else NO_SPLITS, self.budget)
+        found = best_joint(problem, self.splits if same else NO_SPLITS, self.budget)
+        if self.budget.is_interrupted:
+            raise KeyboardInterrupt
+        return found is not None
 
 
-def _plan(found: _Found, budget: Budget) -> tuple[Relaxation | None, bool]:
-    """Return the change with its best plan, None if the planner finds none after all; and whether Ctrl-C has ended it.
+def _plan(found: _Found, budget: Budget, share: float, result: list[Relaxation]) -> None:
+    """Add the change with its best plan, in a share of the time, unless the planner finds none after all.
+
+    Raise ``KeyboardInterrupt`` or ``OutOfTime`` where nothing more is to be tried.
     """
+    budget.report(f"planning with {found.change}")
     try:
-        planned = replan(found.problem, found.request, budget=budget)
+        planned = replan(found.problem, found.request, budget=budget.part(share))
+        result.append(Relaxation(kind=found.kind, change=found.change, options=found.options, problem=found.problem,
+                                 request=found.request, best=planned.best))
+        if planned.is_interrupted:
+            raise KeyboardInterrupt
     except NoFeasiblePlan as miss:
         budget.report(f"note: {found.change} is not enough for the planner: {miss}")
-        return None, False
-    return Relaxation(kind=found.kind, change=found.change, options=found.options, problem=found.problem,
-                      request=found.request, best=planned.best), planned.is_interrupted
+    if budget.is_late:
+        raise OutOfTime
 
 
 # Settings ------------------------------------------------------------------------------------------------------------
@@ -199,12 +202,10 @@ def _batch(problem: Problem, request: Request, enough: _Enough) -> Iterator[_Fou
         batch = size * parts
         return _with(problem, request, "batch", f"a batch of {batch}", f"--batch {batch}", batch=batch)
 
-    low, high = 0, problem.options.batch // parts
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if enough(smaller(middle).problem) else (low, middle)
-    if low:
-        yield smaller(low)
+    largest = bisect_left(range(1, problem.options.batch // parts), True,
+                          key=lambda size: not enough(smaller(size).problem))
+    if largest:
+        yield smaller(largest)
 
 
 def _memory(problem: Problem, request: Request, enough: _Enough) -> Iterator[_Found]:
@@ -241,9 +242,7 @@ def _devices(problem: Problem, request: Request, enough: _Enough) -> Iterator[_F
             if missing[-1] >= missing[-3] or high >= MOST_DEVICES or enough.budget.is_late:
                 return  # twice and four times as many do not help
             low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (low, middle) if enough(more(middle), PIPELINES) else (middle, high)
+        high = low + 1 + bisect_left(range(low + 1, high), True, key=lambda count: enough(more(count), PIPELINES))
         name = devices[like].kind
         yield _Found(kind="devices", change=f"{high} more {name} on host {devices[like].host}",
                      problem=more(high), request=request)

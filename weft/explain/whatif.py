@@ -14,8 +14,8 @@ from weft.explain.path import link_times
 from weft.planning.compare import Candidate, Comparison
 from weft.planning.replan import Request, replan
 from weft.search.common.budget import Budget, OutOfTime, cut_short
-from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
+from weft.simulate.timing import simulate
 
 EXTRA_BYTES: Final = 10 * 2**30
 PLAIN: Final = ("single", "data-parallel-by-speed", "1f1b-balanced")
@@ -42,15 +42,8 @@ class Change:
     """Why it was not planned, or not to the end."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Trial:
-    """A change to be planned for, or why not."""
-
-    name: str
-    make: Callable[[], Cluster] | None = None
-    note: str = ""
-    drops_recomputation: bool = False
-    """Plan without recomputation as well."""
+Trial = tuple[str, Callable[[], Cluster] | str]
+"""The name of a change, and what makes the cluster with it, or why it is not planned for."""
 
 
 def what_would_help(request: Request, cluster: Cluster, timeline: Timeline, comparison: Comparison | None,
@@ -63,20 +56,20 @@ def what_would_help(request: Request, cluster: Cluster, timeline: Timeline, comp
     known = _Known(request, cluster, timeline, comparison)
     device = cluster.device_index[timeline.devices[int(timeline.busy_s.argmax())]]
     busiest = cluster.devices[device]
-    trials = [_Trial(name=f"one more {busiest.kind} on host {busiest.host}",
-                     make=lambda: with_more_devices(cluster, device)),
-              *_bandwidths(request, cluster, timeline), _more_memory(request, cluster, timeline, comparison)]
-    for number, trial in enumerate(trials):
-        if trial.make is None:
-            yield Change(name=trial.name, note=trial.note)
+    trials: list[Trial] = [
+        (f"one more {busiest.kind} on host {busiest.host}", lambda: with_more_devices(cluster, device)),
+        *_bandwidths(request, cluster, timeline), _more_memory(cluster, timeline, comparison)]
+    for number, (name, make) in enumerate(trials):
+        if isinstance(make, str):
+            yield Change(name=name, note=make)
         elif budget.is_late:
-            yield Change(name=trial.name, note="not tried: the time limit was reached")
+            yield Change(name=name, note="not tried: the time limit was reached")
         else:
             try:
                 with cut_short(budget.deadline):
-                    change = _try(trial, trial.make(), request, known, budget.part(1 / (len(trials) - number)))
+                    change = _try(name, make(), request, known, budget.part(1 / (len(trials) - number)))
             except OutOfTime:
-                change = Change(name=trial.name, note="the time limit ended the search before anything was known")
+                change = Change(name=name, note="the time limit ended the search before anything was known")
             yield change
 
 
@@ -112,12 +105,15 @@ class _Known:
 
     def add(self, found: Candidate, planned_for: Cluster) -> None:
         """Note what a plan for another cluster takes on this one, where it runs here as well."""
-        same = len(planned_for.devices) == len(self.cluster.devices) and all(
-            one.memory_bytes == other.memory_bytes
-            for one, other in zip(planned_for.devices, self.cluster.devices, strict=True))
-        timeline = found.timeline
-        if same and timeline is not None and timeline.step_time_s == found.step_time_s and not _has_times(timeline):
+        timeline, same = found.timeline, len(planned_for.devices) == len(self.cluster.devices)
+        if (same and self.has_memory_of(planned_for) and timeline is not None
+                and timeline.step_time_s == found.step_time_s and not _has_times(timeline)):
             self.before_s = min(self.before_s, self._timed(timeline, self.cluster))
+
+    def has_memory_of(self, cluster: Cluster) -> bool:
+        """Return whether the devices have as much memory as those of another cluster."""
+        return all(one.memory_bytes == other.memory_bytes
+                   for one, other in zip(self.cluster.devices, cluster.devices, strict=False))
 
     def _timed(self, timeline: Timeline, cluster: Cluster) -> float:
         assert timeline.program is not None
@@ -126,17 +122,18 @@ class _Known:
 
 
 def _has_times(timeline: Timeline) -> bool:
-    """Return whether the plan has times of teams, which are those of the cluster it was made for."""
+    """Return whether the plan has times of tp groups, which are those of the cluster it was made for."""
     assert timeline.program is not None
     return any(replica.times and len(replica.devices) > 1 for stage in timeline.program.plan.stages
                for replica in stage.replicas)
 
 
-def _try(trial: _Trial, cluster: Cluster, request: Request, known: _Known, budget: Budget) -> Change:
-    """Return what planning for the changed cluster comes to, within the budget."""
-    budget.report(f"planning with {trial.name}")
+def _try(name: str, cluster: Cluster, request: Request, known: _Known, budget: Budget) -> Change:
+    """Return what planning for the changed cluster comes to, within the budget; with more memory, nothing recomputed.
+    """
+    budget.report(f"planning with {name}")
     keeping = replace(request, options=replace(request.options, recompute=False))
-    requests = [keeping, request] if trial.drops_recomputation else [request]
+    requests = [keeping, request] if request.options.recompute and not known.has_memory_of(cluster) else [request]
     candidates, note, is_complete = list[Candidate](), "", True
     for number, item in enumerate(requests):
         try:
@@ -155,44 +152,42 @@ def _try(trial: _Trial, cluster: Cluster, request: Request, known: _Known, budge
         known.add(found, cluster)
         note = "" if is_complete else "the time limit ended the search: more time may find more"
     step_time_s = min(kept_s, float("inf") if found is None else found.step_time_s)
-    return Change(name=trial.name, step_time_s=step_time_s, gain=max(0.0, 1 - step_time_s / known.before_s), note=note,
+    return Change(name=name, step_time_s=step_time_s, gain=max(0.0, 1 - step_time_s / known.before_s), note=note,
                   strategy=found.strategy if found is not None and found.step_time_s < kept_s else "",
                   before_s=known.before_s)
 
 
-def _bandwidths(request: Request, cluster: Cluster, timeline: Timeline) -> Iterator[_Trial]:
+def _bandwidths(request: Request, cluster: Cluster, timeline: Timeline) -> Iterator[Trial]:
     """Yield the busiest link of twice the bandwidth, and all links like it; if nothing is sent, the slowest links."""
     assert timeline.program is not None
     if cluster.num_devices < 2 or not cluster.links:
-        yield _Trial(name="twice the bandwidth", note="the cluster has no links")
+        yield "twice the bandwidth", "the cluster has no links"
         return
     costs = request.costs_of(request.graph, cluster)
     if costs.comm_fits:
-        yield _Trial(name="twice the bandwidth", note="collectives are timed by a fit of measurements, not by links")
+        yield "twice the bandwidth", "collectives are timed by a fit of measurements, not by links"
         return
     times = link_times(timeline.program, costs, cluster)
     if times:
         name = max(times, key=lambda link: times[link])
         links = both_ways(cluster, name)
-        yield _Trial(name=f"twice the bandwidth of {name}", make=lambda: with_bandwidth(cluster, links, 2.0))
+        yield f"twice the bandwidth of {name}", lambda: with_bandwidth(cluster, links, 2.0)
     else:
         slowest = min(range(len(cluster.links)), key=lambda index: cluster.links[index].bytes_per_s)
         links, name = frozenset((slowest,)), cluster.links[slowest].name
     tier = tier_of(cluster, links)
     if not times or tier != links:
-        yield _Trial(name=f"twice the bandwidth of all {len(tier)} links like {name}",
-                     make=lambda: with_bandwidth(cluster, tier, 2.0))
+        yield f"twice the bandwidth of all {len(tier)} links like {name}", lambda: with_bandwidth(cluster, tier, 2.0)
 
 
-def _more_memory(request: Request, cluster: Cluster, timeline: Timeline, comparison: Comparison | None) -> _Trial:
+def _more_memory(cluster: Cluster, timeline: Timeline, comparison: Comparison | None) -> Trial:
     name = f"{format_bytes(EXTRA_BYTES)} more memory on every device"
     if all(device.memory_bytes is None for device in cluster.devices):
-        return _Trial(name=name, note="no device has a limit")
+        return name, "no device has a limit"
     if not memory_binds(cluster, timeline, comparison):
-        return _Trial(name=name, note="memory does not bind: no strategy was refused for it, nothing is recomputed, "
-                                      "and every device has half of it free")
-    return _Trial(name=name, make=lambda: with_memory(cluster, EXTRA_BYTES),
-                  drops_recomputation=request.options.recompute)
+        return name, ("memory does not bind: no strategy was refused for it, nothing is recomputed, and every device "
+                      "has half of it free")
+    return name, lambda: with_memory(cluster, EXTRA_BYTES)
 
 
 def memory_binds(cluster: Cluster, timeline: Timeline, comparison: Comparison | None) -> bool:

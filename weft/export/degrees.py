@@ -172,7 +172,9 @@ def _role(plan: Plan, graph: Graph, axis: int, name: str, size: int, tool: str) 
                     f"devices, which is neither tensor nor data parallel: {tool} cannot say that. Try weft shard with "
                     "another --mesh, or a plan without sharded stages")
             found.setdefault(kind, graph.op_names[op])
-            stored.setdefault(_is_whole(stage, graph.tensor_names[weight], axis), graph.tensor_names[weight])
+            layout = stage.sharding.tensors.get(graph.tensor_names[weight])
+            is_whole = layout is None or not parse_layout(layout).value[axis].is_split
+            stored.setdefault(is_whole, graph.tensor_names[weight])
     if not found:
         raise InputError(f"no matrix product of a layer runs on the axis {name!r} of {size} devices: {tool} has no "
                          "word for it")
@@ -185,11 +187,6 @@ def _role(plan: Plan, graph: Graph, axis: int, name: str, size: int, tool: str) 
                          "stores all matrices alike")
     return AxisRole(name=name, size=size, kind="tensor" if "tensor" in found else "data",
                     is_stored_whole="tensor" in found or True in stored)
-
-
-def _is_whole(stage: Stage, tensor: str, axis: int) -> bool:
-    words: Sequence[str] | None = stage.sharding.tensors.get(tensor)
-    return words is None or not parse_layout(words).value[axis].is_split
 
 
 PRODUCTS: Final = ("aten.linear", "aten.addmm", "aten.mm", "aten.matmul")

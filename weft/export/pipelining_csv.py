@@ -369,7 +369,7 @@ def _plan_rows(plan: Plan) -> Rows:
 
 
 def _read(text: str) -> Rows:
-    """Return the cells of each row, empty ones left out; raise ``PlanError`` with every cell that is no action."""
+    """Return the cells of each row, empty ones left out; raise ``PlanError`` with every cell that is not an action."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     rows: Rows = []
     problems = []
@@ -379,8 +379,8 @@ def _read(text: str) -> Rows:
             for column, cell in enumerate(row):
                 actions = _parse_cell(cell.strip(" \t"))
                 if actions is None:
-                    problems.append(f"{_csv_place(rank, column)}: {_shown(cell)} is no action; write the stage, F, B, "
-                                    "I or W, and the micro-batch, such as 0F1")
+                    problems.append(f"{_csv_place(rank, column)}: {_shown(cell)} is not an action; write the stage, F, "
+                                    "B, I or W, and the micro-batch, such as 0F1")
                 rows[-1] += [Cell(action, rank=rank, column=column) for action in actions or ()]
     except csv.Error as problem:
         raise PlanError(f"{_THE_CSV} cannot be read at line {reader.line_num}: {problem}") from problem

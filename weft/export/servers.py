@@ -106,8 +106,8 @@ def _vllm_notes(plan: Plan, ranks: tuple[str, ...], counts: tuple[int, ...], *, 
     if not is_one_host:
         yield f"the devices are on several hosts; ranks must be, in this order: {', '.join(ranks)}"
     if plan.microbatches > 1:
-        yield (f"the plan's {plan.microbatches} micro-batches are not said: vLLM forms batches from the requests that "
-               "it has")
+        yield (f"the plan's {plan.microbatches} micro-batches are not passed on: vLLM forms batches from the requests "
+               "that it has")
 
 
 def to_tensor_split(program: Program, cluster: Cluster, *, nearest: bool = False) -> ServerOptions:
@@ -178,5 +178,5 @@ def _llama_notes(plan: Plan, layers: LayerList, is_cpu: dict[str, bool], *, is_m
         yield ("with layers on the CPU, older versions of llama.cpp keep the output there too, and have one more "
                "layer on GPUs instead")
     if plan.microbatches > 1:
-        yield (f"the plan's {plan.microbatches} micro-batches are not said: llama.cpp divides prompts by "
+        yield (f"the plan's {plan.microbatches} micro-batches are not passed on: llama.cpp divides prompts by "
                "--ubatch-size, in tokens")

@@ -158,7 +158,7 @@ def _schedule(plan: Plan, grid: DeviceGrid, csv_path: str | None) -> tuple[dict[
     if is_loop and name is not None:
         return {"pipeline_parallel_schedule": name}, None
     if csv_path is None:
-        raise InputError("the order of the plan is none that torchtitan knows by name, so it goes into a CSV file "
+        raise InputError("the order of the plan is not one that torchtitan knows by name, so it goes into a CSV file "
                          "beside the settings: say where with --out FILE.toml")
     style = ("1F1B" if num_stages == num_ranks else "Interleaved1F1B") if is_loop else "ZBVZeroBubble"
     return ({"pipeline_parallel_schedule": style, "pipeline_parallel_schedule_csv": csv_path},

@@ -233,20 +233,18 @@ class _Call:
         chain.first_inputs.append(tensors)
 
     def _source(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        for place, copy in (("same", self.copy), ("previous", self.copy - 1)):
-            for layer, made in self.chain.made.get(copy, {}).items():
-                for position, other in enumerate(made):
-                    if tensor is other:
-                        return place, layer, position
-        return "outside", id(tensor)
+        return (self._made(tensor, "same", self.copy) or self._made(tensor, "previous", self.copy - 1)
+                or ("outside", id(tensor)))
+
+    def _made(self, tensor: torch.Tensor, place: str, copy: int) -> tuple[Any, ...] | None:
+        """Return ``place``, and which layer of a copy made the tensor as which of its results; None if none did."""
+        return next(((place, layer, position) for layer, made in self.chain.made.get(copy, {}).items()
+                     for position, other in enumerate(made) if tensor is other), None)
 
     def _is_like_first(self, source: tuple[Any, ...], before: torch.Tensor) -> bool:
         """Return whether an input comes from where the first copy has its own, ``before``, from."""
-        for layer, made in self.chain.made.get(self.chain.first, {}).items():
-            for position, other in enumerate(made):
-                if before is other:
-                    return source == ("same", layer, position)
-        return source[0] == "previous" or source == ("outside", id(before))
+        made = self._made(before, "same", self.chain.first)
+        return source == made if made else source[0] == "previous" or source == ("outside", id(before))
 
 
 # ---- after tracing ------------------------------------------------------------------------------------------------

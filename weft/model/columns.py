@@ -25,7 +25,7 @@ from weft.base.errors import ModelError
 from weft.model.capture import Capture
 from weft.model.functional import source_line
 from weft.model.graph import OP_NUMBERS, Graph, OpRow, TensorRole, TensorRow, make_graph
-from weft.model.probe import GradClass, OpCost, Probe, is_random, operator_name
+from weft.model.probe import GradClass, OpCost, Probe, backward_like_forward, is_random, operator_name
 
 Backward = Literal["joint", "rule", "none"]
 
@@ -45,6 +45,12 @@ class TracedProgram:
     buffers: Mapping[str, str]
 
     @cached_property
+    def names_of_nodes(self) -> Mapping[fx.Node, str]:
+        """Return by node the name of the tensor that it makes, or the path of the parameter or buffer that it is."""
+        paths = {self.nodes[node]: path for node, path in (*self.parameters.items(), *self.buffers.items())}
+        return paths | {self.nodes[node]: name for name, node in self.tensor_nodes.items()}
+
+    @cached_property
     def nodes(self) -> Mapping[str, fx.Node]:
         """Return every fx node by its name."""
         return {node.name: node for node in self.fx_graph.nodes}
@@ -62,6 +68,7 @@ class _Tensor:
     base: int = -1
     num_readers: int = 0
     is_saved: bool = False
+    is_frozen: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -144,6 +151,7 @@ class _Builder:
             wanted = value.requires_grad and _has_gradient(value)
             self._add_tensor(node, capture.parameters[node.name], value, TensorRole.PARAMETER,
                              grad=GradClass.WEIGHT if wanted else GradClass.NONE)
+            self.tensors[-1].is_frozen = not value.requires_grad
         else:
             self._add_tensor(node, path or self._unique(f"constant.{node.name}"), value, TensorRole.BUFFER,
                              is_constant=path not in capture.buffer_updates)
@@ -247,7 +255,10 @@ class _Builder:
                                   backward_room_bytes=0.0)
                 continue
             if self.backward == "rule":
-                op.cost = self._cost_by_rule(op)
+                kept = tuple(position for position, index in enumerate(op.inputs)
+                             if _has_gradient(self.tensors[index].value))
+                op.cost = replace(backward_like_forward(op.cost, {self.tensors[index].grad for index in op.inputs}),
+                                  saved_inputs=kept, saved_outputs=tuple(op.outputs))
             for tensor in op.inputs:
                 self.tensors[tensor].num_readers += 1
                 more = self.more_reads.get((op.nodes[0], self.tensors[tensor].node), 0)
@@ -289,17 +300,6 @@ class _Builder:
         if owner.role in (TensorRole.ACTIVATION, TensorRole.INPUT) and not owner.is_constant:
             owner.is_saved = True
 
-    def _cost_by_rule(self, op: _Op) -> OpCost:
-        classes = {self.tensors[index].grad for index in op.inputs}
-        num_bytes = op.cost.bytes_read + op.cost.bytes_written
-        has_input, has_weight = GradClass.ACTIVATION in classes, GradClass.WEIGHT in classes
-        kept = tuple(position for position, index in enumerate(op.inputs)
-                     if _has_gradient(self.tensors[index].value))
-        return replace(
-            op.cost, input_grad_flops=op.cost.flops * has_input, input_grad_bytes=num_bytes * has_input,
-            weight_grad_flops=op.cost.flops * has_weight, weight_grad_bytes=num_bytes * has_weight,
-            saved_inputs=kept, saved_outputs=tuple(op.outputs))
-
     # ---- the result ----
 
     def finish(self, name: str, batch: int, outputs: tuple[int, ...]) -> tuple[Graph, TracedProgram]:
@@ -339,7 +339,7 @@ def _tensor_row(tensor: _Tensor) -> TensorRow:
     return TensorRow(
         name=tensor.name, shape=tuple(int(size) for size in value.shape), role=tensor.role, producer=tensor.producer,
         dtype=str(value.dtype).removeprefix("torch."), num_bytes=value.numel() * value.element_size(),
-        base=tensor.base, is_saved=tensor.is_saved,
+        base=tensor.base, is_saved=tensor.is_saved, is_frozen=tensor.is_frozen,
         is_scattered=_is_scattered(value))
 
 

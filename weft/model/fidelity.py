@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Final
@@ -73,12 +73,9 @@ def check_trace(traced: TracedModel, module: torch.nn.Module, inputs: Sequence[T
     if reason:
         return Verdict(note=UNCHECKED.format(reason))
     example = _Example(traced, module, inputs, device=device, is_moved=device != own)
-    return parts.tried(lambda: _compare(example, _tolerance(traced.graph)), UNCHECKED, device)
-
-
-def _tolerance(graph: Graph) -> float:
-    kinds = {name for name in graph.tensor_dtypes if "float" in name or "complex" in name}
-    return max((TOLERANCES.get(name, COARSE_TOLERANCE) for name in kinds), default=0.0)
+    kinds = {name for name in traced.graph.tensor_dtypes if "float" in name or "complex" in name}
+    tolerance = max((TOLERANCES.get(name, COARSE_TOLERANCE) for name in kinds), default=0.0)
+    return parts.tried(lambda: _compare(example, tolerance), UNCHECKED, device)
 
 
 def _compare(example: _Example, tolerance: float) -> Verdict:
@@ -87,7 +84,7 @@ def _compare(example: _Example, tolerance: float) -> Verdict:
         return Verdict(note=UNCHECKED.format("what it gives on the example is not finite"))
     if _difference(plain, example.graph()).largest <= tolerance:
         return Verdict()
-    with Settled():  # what is drawn for dropout in another order is no error
+    with Settled():  # what is drawn for dropout in another order is not an error
         plain = example.plain()
         found = _difference(plain, example.graph())
         if found.largest <= tolerance:
@@ -177,8 +174,7 @@ class _Example:
 
     def __init__(self, traced: TracedModel, module: torch.nn.Module, inputs: Sequence[Tensor], *, device: torch.device,
                  is_moved: bool) -> None:
-        constants = {name: value.to(device) for name, value in traced.program.constants.items()}
-        self._program, self._module = replace(traced.program, constants=constants), module
+        self._program, self._module = traced.program, module
         self._is_training, self._device, self._is_moved = traced.source.mode == "training", device, is_moved
         self._inputs = inputs
 

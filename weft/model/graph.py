@@ -19,11 +19,13 @@ import hashlib
 import heapq
 import json
 import math
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,8 @@ NO_BATCH_DIM = -1
 """In ``Graph.tensor_batch_dim``: the tensor's shape does not depend on the batch size."""
 DETACH = "aten.detach"
 """The operator that hands a tensor on and its gradient not back."""
+OPTIONAL_MARKS = ("is_scattered", "is_frozen")
+"""Columns of tensors that are empty where no tensor is marked."""
 _OPTIONAL_COLUMNS = ("saved_inside_bytes", "forward_room_bytes", "backward_room_bytes")
 """Columns of operators that are zero where an importer does not know them."""
 OP_NUMBERS = ("flops", "bytes_read", "bytes_written", "input_grad_flops", "input_grad_bytes", "weight_grad_flops",
@@ -149,6 +153,8 @@ class Graph:
     """The same for its backward: beyond what was kept, and the gradients it is given and gives."""
     is_scattered: Bool = field(default_factory=lambda: np.zeros(0, dtype=bool), repr=False)
     """By tensor: it does not lie in one piece and in order; empty where nobody has looked."""
+    is_frozen: Bool = field(default_factory=lambda: np.zeros(0, dtype=bool), repr=False)
+    """By tensor: a parameter that is not trained (``requires_grad`` is off); empty where all are."""
 
     def __post_init__(self) -> None:
         for column in _OPTIONAL_COLUMNS:
@@ -218,6 +224,8 @@ class Graph:
         is_float = np.asarray([dtype == "" or dtype.startswith(("float", "bfloat", "complex"))
                                for dtype in self.tensor_dtypes], dtype=bool)
         needs: Bool = (self.tensor_role == TensorRole.PARAMETER) & is_float
+        if len(self.is_frozen):
+            needs &= ~self.is_frozen
         for op in range(self.num_ops):
             if self.op_kinds[op] != DETACH and needs[self.op_inputs(op)].any():
                 produced = self.op_outputs(op)
@@ -263,17 +271,33 @@ class Graph:
         return found
 
     @cached_property
+    def depends_on_inputs(self) -> Bool:
+        """Return which tensors depend on the model's inputs."""
+        depends: Bool = self.tensor_role == TensorRole.INPUT
+        for op in range(self.num_ops):
+            if depends[self.op_inputs(op)].any():
+                depends[self.op_outputs(op)] = True
+        return depends
+
+    @cached_property
+    def on_path_to_loss(self) -> Bool:
+        """Return the operators through which the loss sends gradients: others leave none, nor does a detach."""
+        wanted, found = np.zeros(self.num_tensors, dtype=bool), np.zeros(self.num_ops, dtype=bool)
+        wanted[list(self.outputs[:1])] = True
+        for op in range(self.num_ops - 1, -1, -1):
+            outputs = self.op_outputs(op)
+            if (wanted[outputs] & self.needs_gradient[outputs]).any():
+                wanted[self.op_inputs(op)] = found[op] = True
+        return found
+
+    @cached_property
     def sample_work(self) -> tuple[F64, F64]:
         """Return, by operator, the operations and the bytes written for one sample, of those that depend on an input.
 
         So they are the same for every batch size. Floating-point numbers count as 4 bytes, whatever they are.
         """
-        depends: Bool = self.tensor_role == TensorRole.INPUT
-        works = np.zeros(self.num_ops, dtype=bool)
-        for op in range(self.num_ops):
-            if depends[self.op_inputs(op)].any():
-                works[op] = depends[self.op_outputs(op)] = True
-        written = np.zeros(self.num_ops)
+        depends, works, written = self.depends_on_inputs, np.zeros(self.num_ops, dtype=bool), np.zeros(self.num_ops)
+        works[self.consumer_op[depends[self.inputs]]] = True
         for tensor in np.flatnonzero(depends & (self.tensor_producer >= 0) & (self.tensor_base < 0)).tolist():
             size = 4 if self.tensor_dtypes[tensor].startswith(("float", "bfloat")) else 1
             written[self.tensor_producer[tensor]] += size * math.prod(self.tensor_shapes[tensor])
@@ -336,17 +360,19 @@ class TensorRow:
     base: int = -1
     is_saved: bool = False
     is_scattered: bool = False
+    is_frozen: bool = False
     batch_dim: int = UNKNOWN_BATCH_DIM
 
 
 def make_graph(ops: Sequence[OpRow], tensors: Sequence[TensorRow], **more: Any) -> Graph:
-    """Return the graph of these rows; ``more`` are the fields of ``Graph`` that are no columns."""
+    """Return the graph of these rows; ``more`` are the fields of ``Graph`` that are not columns."""
     def whole(key: str) -> I64:
         return np.array([getattr(tensor, key) for tensor in tensors], dtype=np.int64)
 
     numbers: dict[str, Any] = {key: np.array([op.numbers.get(key, 0.0) for op in ops], dtype=np.float64)
                                for key in OP_NUMBERS}
-    is_scattered = np.array([tensor.is_scattered for tensor in tensors], dtype=np.bool_)
+    marks: dict[str, Any] = {key: np.array([getattr(tensor, key) for tensor in tensors], dtype=np.bool_)
+                             for key in OPTIONAL_MARKS}
     return Graph(
         op_names=tuple(op.name for op in ops), op_kinds=tuple(op.kind for op in ops),
         op_modules=tuple(op.module for op in ops),
@@ -358,8 +384,14 @@ def make_graph(ops: Sequence[OpRow], tensors: Sequence[TensorRow], **more: Any) 
         tensor_dtypes=tuple(tensor.dtype for tensor in tensors), tensor_role=whole("role"),
         tensor_producer=whole("producer"), tensor_bytes=whole("num_bytes"), tensor_base=whole("base"),
         is_saved=np.array([tensor.is_saved for tensor in tensors], dtype=np.bool_),
-        is_scattered=is_scattered if is_scattered.any() else is_scattered[:0], tensor_batch_dim=whole("batch_dim"),
+        tensor_batch_dim=whole("batch_dim"), **{key: mark if mark.any() else mark[:0] for key, mark in marks.items()},
         **numbers, **more)
+
+
+def flops_per_element(kinds: str) -> dict[str, float]:
+    """Return by operator the operations per element of its largest tensor, for ``aten`` or ``onnx``; others take 1."""
+    table = tomllib.loads(Path(__file__).with_name("flops.toml").read_text(encoding="utf-8"))[kinds]
+    return {name: float(count) for count, names in table.items() for name in names.split()}
 
 
 @contextmanager
@@ -434,8 +466,9 @@ def _length_problems(graph: Graph) -> list[str]:
             actual = len(getattr(graph, column))
             if actual != length:
                 problems.append(f"column {column} has {actual} entries, not {length}")
-    if len(graph.is_scattered) not in (0, graph.num_tensors):
-        problems.append(f"column is_scattered has {len(graph.is_scattered)} entries, not {graph.num_tensors}")
+    for column in OPTIONAL_MARKS:
+        if len(getattr(graph, column)) not in (0, graph.num_tensors):
+            problems.append(f"column {column} has {len(getattr(graph, column))} entries, not {graph.num_tensors}")
     if len(graph.input_start) != graph.num_ops + 1 or graph.input_start[0] != 0 or (
             graph.input_start[-1] != len(graph.inputs)) or np.any(np.diff(graph.input_start) < 0):
         problems.append("input_start does not divide inputs among the operators")

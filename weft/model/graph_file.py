@@ -48,6 +48,8 @@ FORMAT: Final = "weft.graph"
 VERSION: Final = 1
 MAX_BYTES: Final = 1 << 60
 """No size may be larger (it must fit in 64 bits, and sums of sizes as well)."""
+MAX_DIMS: Final = 64
+"""Of a tensor, as in PyTorch."""
 
 
 def load_graph(path: str | os.PathLike[str]) -> Graph:
@@ -119,6 +121,7 @@ class TensorRecord:
     view_of: str | None = None
     saved: bool = False
     scattered: bool = False
+    frozen: bool = False
     batch_dim: int = UNKNOWN_BATCH_DIM
 
 
@@ -279,8 +282,10 @@ def _tensor_problems(record: GraphRecord) -> list[str]:
         if tensor.role not in ROLES or (tensor.role == "activation") != (tensor.op is not None):
             problems.append(f"{path}.role {tensor.role!r}: activations have an op, and {', '.join(list(ROLES)[1:])} "
                             "have none")
-        if not 0 <= tensor.bytes <= MAX_BYTES or any(not 0 <= size <= MAX_BYTES for size in tensor.shape):
-            problems.append(f"{path}: bytes and shape must be from 0 to {MAX_BYTES}")
+        if len(tensor.shape) > MAX_DIMS:
+            problems.append(f"{path}.shape has {len(tensor.shape)} dimensions, at most {MAX_DIMS} are possible")
+        elif any(not 0 <= size <= MAX_BYTES for size in (tensor.bytes, *tensor.shape, math.prod(tensor.shape))):
+            problems.append(f"{path}: bytes, sizes and the number of elements must be from 0 to {MAX_BYTES}")
         if not UNKNOWN_BATCH_DIM <= tensor.batch_dim < max(len(tensor.shape), 1):
             problems.append(f"{path}.batch_dim must be a dimension, {NO_BATCH_DIM} or {UNKNOWN_BATCH_DIM}, "
                             f"not {tensor.batch_dim}")
@@ -385,7 +390,7 @@ def _full_graph(record: GraphRecord, where: str, name: str) -> Graph:
     rows = [TensorRow(
         name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, role=ROLES[tensor.role], producer=source,
         num_bytes=tensor.bytes, base=-1 if tensor.view_of is None else ids[tensor.view_of], is_saved=tensor.saved,
-        is_scattered=tensor.scattered, batch_dim=tensor.batch_dim)
+        is_scattered=tensor.scattered, is_frozen=tensor.frozen, batch_dim=tensor.batch_dim)
         for tensor, source in zip(tensors, producer, strict=True)]
     return make_graph(
         [_op_row(op, items) for op, items in zip(record.ops, reads, strict=True)], rows, name=name, batch=record.batch,
@@ -493,4 +498,5 @@ def _tensor_record(graph: Graph, tensor: int) -> TensorRecord:
         role="activation" if producer >= 0 else TensorRole(int(graph.tensor_role[tensor])).name.lower(),
         view_of=graph.tensor_names[base] if base >= 0 else None, saved=bool(graph.is_saved[tensor]),
         scattered=bool(len(graph.is_scattered) and graph.is_scattered[tensor]),
+        frozen=bool(len(graph.is_frozen) and graph.is_frozen[tensor]),
         batch_dim=int(graph.tensor_batch_dim[tensor]))

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from weft.base.errors import InputError, ModelError
 from weft.base.files import read_bytes, write_atomic
-from weft.model.graph import Graph, OpRow, TensorRole, TensorRow, check_graph, make_graph
+from weft.model.graph import Graph, OpRow, TensorRole, TensorRow, check_graph, flops_per_element, make_graph
 
 Shape = tuple[int, ...]
 
@@ -29,17 +29,7 @@ _VIEWS: Final = frozenset({"Flatten", "Identity", "Reshape", "Squeeze", "Unsquee
 _SUBGRAPHS: Final = frozenset({"If", "Loop", "Scan", "SequenceMap"})
 _RANDOM: Final = frozenset({"Bernoulli", "Dropout", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform",
                             "RandomUniformLike"})
-_PER_ELEMENT: Final[Mapping[str, float]] = {
-    **dict.fromkeys(("Cast", "CastLike", "Concat", "ConstantOfShape", "Dropout", "Expand", "Gather", "GatherElements",
-                     "GatherND", "OneHot", "Pad", "Range", "Resize", "ScatterElements", "ScatterND", "Shape", "Size",
-                     "Slice", "Split", "Tile", "TopK", "Transpose", "Trilu", "Where"), 0.0),
-    **dict.fromkeys(("Cos", "Erf", "Exp", "Log", "Pow", "Sigmoid", "Sin", "Softplus", "Tanh"), 4.0),
-    **dict.fromkeys(("Gelu", "HardSwish", "Mish"), 8.0),
-    **dict.fromkeys(("LogSoftmax", "Softmax"), 5.0),
-    **dict.fromkeys(("BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization",
-                     "RMSNormalization", "SimplifiedLayerNormalization"), 7.0),
-}
-"""Operations per element of the operator's largest tensor; others take 1."""
+_PER_ELEMENT: Final = flops_per_element("onnx")
 _SIZES: Final[Mapping[str, float]] = {
     "float32": 4, "float64": 8, "float16": 2, "bfloat16": 2, "float8e4m3fn": 1, "float8e5m2": 1, "int8": 1, "uint8": 1,
     "int16": 2, "uint16": 2, "int32": 4, "uint32": 4, "int64": 8, "uint64": 8, "bool": 1, "complex64": 8,
@@ -448,7 +438,8 @@ def annotate_onnx(path: str | os.PathLike[str], out: str | os.PathLike[str], gra
                          f"write the new file into {str(Path(path).parent)!r}")
     found: set[int] = set()
     for node in model.graph.node:
-        op = _op_of(node, graph)
+        made = (graph.tensor_index[name] for name in node.output if name and name in graph.tensor_index)
+        op = next((op for tensor in made if (op := int(graph.tensor_producer[tensor])) >= 0), None)
         if op is not None and properties[op]:
             _set_properties(node, properties[op])
             found.add(op)
@@ -458,12 +449,6 @@ def annotate_onnx(path: str | os.PathLike[str], out: str | os.PathLike[str], gra
                          f"{graph.op_names[missing[0]]!r}: it is another file than the one that was planned")
     write_atomic(out, model.SerializeToString(deterministic=True))
     return Annotated(num_nodes=len(model.graph.node), num_annotated=len(found))
-
-
-def _op_of(node: Any, graph: Graph) -> int | None:
-    """Return the operator of the graph that makes the node's outputs; None for a constant."""
-    tensors = (graph.tensor_index[name] for name in node.output if name and name in graph.tensor_index)
-    return next((op for tensor in tensors if (op := int(graph.tensor_producer[tensor])) >= 0), None)
 
 
 def _set_properties(node: Any, properties: Mapping[str, str]) -> None:

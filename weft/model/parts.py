@@ -183,7 +183,7 @@ class _Difference:
     gradient_error: float
     worst: str
     unknown: str
-    """What is no finite number, so that nothing can be compared with it."""
+    """What is not a finite number, so that nothing can be compared with it."""
 
     def is_within(self, coarseness: float) -> bool:
         """Return whether it is no more than rounding."""

@@ -16,7 +16,7 @@ autograd really keeps, and a model of 5,000 operators, 60 of them distinct, is c
 
 Operations. Matrix products, convolutions and attention are counted as ``torch.utils.flop_counter`` counts them: a
 multiply-add is two operations, and a causal mask does not halve attention. Everything else costs a fixed number of
-operations per element of its largest tensor (``FLOPS_PER_ELEMENT``): 0 for moving data, 1 for simple arithmetic and
+operations per element of its largest tensor (``flops.toml``): 0 for moving data, 1 for simple arithmetic and
 reductions (the default), more for functions such as ``exp`` and for normalisations. Pooling costs one operation per
 element of the window. These small counts only matter next to bytes moved, which dominate the time of such operators.
 """
@@ -25,8 +25,8 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -35,34 +35,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from weft.model.graph import flops_per_element
 from weft.model.live_storages import LiveStorages
 
-_MOVES: Final = (
-    "_to_copy", "_unsafe_view", "alias", "arange", "as_strided", "bernoulli", "cat", "clone", "constant_pad_nd",
-    "contiguous", "copy", "copy_", "detach", "embedding", "empty", "empty_like", "empty_strided", "expand", "fill",
-    "fill_", "full", "full_like", "gather", "index", "index_put", "index_put_", "index_select", "lift_fresh_copy",
-    "masked_fill", "masked_fill_", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "one_hot",
-    "ones", "ones_like", "pad", "permute", "rand", "rand_like", "randn", "randn_like", "repeat", "roll",
-    "scalar_tensor", "scatter", "select_backward", "slice_backward", "slice_scatter", "stack", "to", "topk", "tril",
-    "triu", "unfold_backward", "unsafe_split", "upsample_nearest2d", "where", "zero_", "zeros", "zeros_like",
-)
-FLOPS_PER_ELEMENT: Final[dict[str, float]] = {
-    **dict.fromkeys(_MOVES, 0.0),
-    **dict.fromkeys(("cos", "erf", "exp", "log", "log1p", "pow", "sigmoid", "sigmoid_", "silu", "sin", "softplus",
-                     "tanh", "tanh_"), 4.0),
-    **dict.fromkeys(("gelu", "gelu_backward", "hardswish", "mish", "silu_backward"), 8.0),
-    **dict.fromkeys(("sigmoid_backward", "tanh_backward"), 3.0),
-    **dict.fromkeys(("_log_softmax", "_softmax", "_safe_softmax"), 5.0),
-    **dict.fromkeys(("_log_softmax_backward_data", "_softmax_backward_data"), 4.0),
-    **dict.fromkeys(("_fused_rms_norm", "native_group_norm", "native_layer_norm"), 7.0),
-    **dict.fromkeys(("_fused_rms_norm_backward", "native_group_norm_backward", "native_layer_norm_backward"), 12.0),
-    **dict.fromkeys(("_batch_norm_with_update", "_native_batch_norm_legit", "_native_batch_norm_legit_functional",
-                     "_native_batch_norm_legit_no_training", "native_batch_norm"), 5.0),
-    **dict.fromkeys(("native_batch_norm_backward",), 8.0),
-    **dict.fromkeys(("linalg_vector_norm", "norm", "std", "var", "var_mean"), 3.0),
-}
-"""Operations per element of the operator's largest tensor, by the operator's name; others take 1."""
-
+FLOPS_PER_ELEMENT: Final = flops_per_element("aten")
 _POOLS: Final = {"max_pool2d_with_indices": 1, "avg_pool2d": 1, "avg_pool2d_backward": 2,
                  "max_pool2d_with_indices_backward": 2}
 """Position of the window's size among the arguments."""
@@ -308,13 +284,19 @@ def _by_rule(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradClass, ...
     read = float(sum(math.prod(shape) * dtype.itemsize for shape, _, dtype in specs))
     written = float(sum(touched_bytes(tensor) for tensor in outputs))
     flops = float(max((math.prod(shape) for shape, *_ in specs), default=0))
-    has_grad = GradClass.ACTIVATION in grads, GradClass.WEIGHT in grads
-    float_outputs = tuple((tensor.is_floating_point() or tensor.is_complex()) and any(has_grad) for tensor in outputs)
-    return OpCost(
+    has_grad = any(grads)
+    float_outputs = tuple((tensor.is_floating_point() or tensor.is_complex()) and has_grad for tensor in outputs)
+    return backward_like_forward(grads=grads, cost=OpCost(
         flops=flops, bytes_read=read, bytes_written=written, view_of=(-1,) * len(outputs), needs_grad=float_outputs,
-        input_grad_flops=flops * has_grad[0], input_grad_bytes=(read + written) * has_grad[0],
-        weight_grad_flops=flops * has_grad[1], weight_grad_bytes=(read + written) * has_grad[1],
-        saved_inputs=tuple(range(len(specs))) if any(has_grad) else (), problem=problem)
+        saved_inputs=tuple(range(len(specs))) if has_grad else (), problem=problem))
+
+
+def backward_like_forward(cost: OpCost, grads: Collection[GradClass]) -> OpCost:
+    """Return a cost with as much for the gradients of activations and for those of weights as its forward takes."""
+    num_bytes, has_input, has_weight = (
+        cost.bytes_read + cost.bytes_written, GradClass.ACTIVATION in grads, GradClass.WEIGHT in grads)
+    return replace(cost, input_grad_flops=cost.flops * has_input, input_grad_bytes=num_bytes * has_input,
+                   weight_grad_flops=cost.flops * has_weight, weight_grad_bytes=num_bytes * has_weight)
 
 
 # ---- operators ----------------------------------------------------------------------------------------------------

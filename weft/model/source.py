@@ -29,15 +29,12 @@ from weft.base.errors import ModelError
 from weft.model.graph import Graph
 from weft.model.graph_file import load_graph
 from weft.model.onnx import load_onnx
-from weft.model.zoo import Mode, find_model
+from weft.model.zoo import DTYPES, Mode, find_model
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-DTYPES: Final = {"float64": "float64", "fp64": "float64", "float32": "float32", "fp32": "float32",
-                 "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
-"""How dtypes may be written."""
 _IN_EVAL_MODE: Final = "in_eval_mode"
 
 
@@ -207,7 +204,7 @@ def _parts_of(spec: str) -> tuple[str, str, bool]:
         raise ModelError(f"{spec!r}: say which function builds the model, as in {path}:function")
     name, colon, option = rest[1:].partition(":")
     if colon and option != _IN_EVAL_MODE:
-        raise ModelError(f"{spec!r}: {option!r} is no option of a function: there is {_IN_EVAL_MODE} alone")
+        raise ModelError(f"{spec!r}: {option!r} is not an option of a function: there is only {_IN_EVAL_MODE}")
     return path, name, bool(colon)
 
 

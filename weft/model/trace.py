@@ -33,7 +33,7 @@ plainest example of all this.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -119,24 +119,25 @@ def retarget(value: Any, device: torch.device) -> Any:
     return fx.node.map_aggregate(value, lambda item: device if isinstance(item, torch.device) else item)
 
 
-def run_program(program: TracedProgram, tensors: Callable[[str], torch.Tensor] | Mapping[str, torch.Tensor],
-                inputs: tuple[torch.Tensor, ...], *, outputs: Sequence[str] | None = None) -> tuple[torch.Tensor, ...]:
-    """Return ``outputs`` (tensor names; default: the model's own) of the traced graph run on ``inputs``.
+def run_program(program: TracedProgram, tensors: Mapping[str, torch.Tensor], inputs: Sequence[torch.Tensor], *,
+                nodes: Sequence[str] = ()) -> tuple[torch.Tensor, ...]:
+    """Return the values of these fx nodes (default: the model's outputs) of the traced graph run on ``inputs``.
 
-    Parameters and buffers are taken by path from ``tensors``.
+    Parameters and buffers are taken by path from ``tensors``. Only what the nodes need is computed.
     """
-    lookup = tensors if callable(tensors) else tensors.__getitem__
-    given = {program.tensor_nodes[name]: tensor for name, tensor in zip(program.inputs, inputs, strict=True)}
-    given |= {program.tensor_nodes[name]: tensor for name, tensor in program.constants.items()}
-    paths = {**program.parameters, **program.buffers}
+    wanted = [program.nodes[name] for name in nodes or [program.tensor_nodes[name] for name in program.outputs]]
+    needed = set(wanted)
+    for node in reversed(program.fx_graph.nodes):
+        needed.update(node.all_input_nodes if node in needed else ())
+    paths, device = {**program.parameters, **program.buffers}, inputs[0].device
+    given = {node: tensors[path] for node, path in paths.items() if path in tensors}
+    given |= {program.tensor_nodes[name]: tensor
+              for name, tensor in (*zip(program.inputs, inputs, strict=True), *program.constants.items())}
     values: dict[fx.Node, Any] = {}
-    device = inputs[0].device
-    for node in program.fx_graph.nodes:
+    for node in (node for node in program.fx_graph.nodes if node in needed):
         if node.op == "placeholder":
-            if node.users:
-                values[node] = given[node.name] if node.name in given else lookup(paths[node.name])
-        elif node.op == "call_function":
+            values[node] = given[node.name].to(device)
+        else:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*retarget(args, device), **retarget(kwargs, device))
-    by_name = program.nodes
-    return tuple(values[by_name[program.tensor_nodes[name]]] for name in outputs or program.outputs)
+    return tuple(values[node] for node in wanted)

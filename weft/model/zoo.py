@@ -4,21 +4,26 @@
 takes plain tensors. For training it returns one number, the mean loss over the batch, and the labels are an input; for
 inference it returns the logits. Dropout is off, so that a run on many devices can equal a run on one.
 
-``MODELS`` is the table; ``weft.model.zoo_models`` makes the modules and their inputs. This module imports neither
+``zoo.toml`` is the table; ``weft.model.zoo_models`` makes the modules and their inputs. This module imports neither
 PyTorch nor transformers, so that listing models is quick.
 """
 
 from __future__ import annotations
 
 import difflib
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Final, Literal, TypeAlias
 
 from weft.base.errors import ModelError
 
 Mode: TypeAlias = Literal["training", "inference"]
 
+DTYPES: Final = {"float64": "float64", "fp64": "float64", "float32": "float32", "fp32": "float32",
+                 "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
+"""How dtypes may be written."""
 MAX_OPTION: Final = 1 << 24
 """No size may be larger."""
 
@@ -42,65 +47,10 @@ class ZooModel:
     in_eval_mode: bool = False
     """The module is in eval mode even for training: it computes the same, and else branches on random numbers."""
 
-    @property
-    def sequence(self) -> str:
-        """Return the length or image size of one sample, for people."""
-        if "image" in self.sizes:
-            return f"{self.sizes['image']} px" + (f" + {self.sizes['seq']}" if "seq" in self.sizes else "")
-        return str(self.sizes["seq"])
 
-
-def _table(*rows: tuple[str, str, str, int, str, dict[str, int]]) -> dict[str, ZooModel]:
-    evaluated = ("opt", "whisper")
-    return {name: ZooModel(name=name, family=family, parameters=parameters, batch=batch, about=about, sizes=sizes,
-                           in_eval_mode=family in evaluated)
-            for name, family, parameters, batch, about, sizes in rows}
-
-
-def _decoder(layers: int, hidden: int, heads: int, vocab: int, seq: int, **more: int) -> dict[str, int]:
-    return {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "seq": seq, **more}
-
-
-MODELS: Final[Mapping[str, ZooModel]] = _table(
-    ("gpt2", "gpt2", "124M", 8, "GPT-2 small, language model", _decoder(12, 768, 12, 50257, 1024)),
-    ("gpt2-xl", "gpt2", "1.56B", 8, "GPT-2 XL, language model", _decoder(48, 1600, 25, 50257, 1024)),
-    ("gpt2-tiny", "gpt2", "218k", 8, "GPT-2 for tests and demonstrations", _decoder(4, 64, 4, 256, 32)),
-    ("llama-7b", "llama", "6.74B", 1, "LLaMA 7B, language model",
-     _decoder(32, 4096, 32, 32000, 2048, kv_heads=32, ffn=11008)),
-    ("llama-70b", "llama", "69B", 1, "LLaMA 2 70B with grouped queries, language model",
-     _decoder(80, 8192, 64, 32000, 4096, kv_heads=8, ffn=28672)),
-    ("llama-3-8b", "llama", "8.03B", 1, "LLaMA 3 8B with grouped queries, language model",
-     _decoder(32, 4096, 32, 128256, 8192, kv_heads=8, ffn=14336)),
-    ("llama-tiny", "llama", "181k", 8, "LLaMA for tests and demonstrations",
-     _decoder(4, 64, 4, 256, 32, kv_heads=2, ffn=128)),
-    ("opt-1.3b", "opt", "1.32B", 4, "OPT 1.3B, language model", _decoder(24, 2048, 32, 50272, 1024, ffn=8192)),
-    ("mixtral-8x", "mixtral", "795M", 4, "mixture of 8 experts like Mixtral, small",
-     _decoder(8, 1024, 16, 32000, 512, kv_heads=8, ffn=3584, experts=8)),
-    ("bert-large", "bert", "335M", 8, "BERT large, masked language model",
-     _decoder(24, 1024, 16, 30522, 512, ffn=4096)),
-    ("t5-base", "t5", "223M", 8, "T5 base, encoder and decoder", _decoder(12, 768, 12, 32128, 512, ffn=3072)),
-    ("t5-large", "t5", "738M", 8, "T5 large, encoder and decoder", _decoder(24, 1024, 16, 32128, 512, ffn=4096)),
-    ("mt5-base", "mt5", "390M", 8, "multilingual T5 base, embeddings tied",
-     _decoder(12, 768, 12, 250112, 512, ffn=2048)),
-    ("vit-base", "vit", "86.6M", 32, "vision transformer",
-     {"layers": 12, "hidden": 768, "heads": 12, "ffn": 3072, "image": 224, "classes": 1000}),
-    ("swin-t", "swin", "28.3M", 32, "Swin transformer, tiny", {"hidden": 96, "image": 224, "classes": 1000}),
-    ("flava", "flava", "242M", 8, "FLAVA: text, image and joint encoders, with a classifier",
-     {"layers": 12, "joint_layers": 6, "hidden": 768, "heads": 12, "ffn": 3072, "vocab": 30522, "seq": 77,
-      "image": 224, "classes": 1000}),
-    ("resnet-50", "resnet", "25.6M", 32, "residual convolutional network",
-     {"width": 64, "image": 224, "classes": 1000}),
-    ("convnext-t", "convnext", "28.6M", 32, "ConvNeXt, tiny", {"hidden": 96, "image": 224, "classes": 1000}),
-    ("whisper-base", "whisper", "72.6M", 8, "Whisper base, speech to text",
-     _decoder(6, 512, 8, 51865, 448, ffn=2048, frames=3000)),
-    ("vgg-19", "vgg", "144M", 32, "VGG-19: convolutions and large linear layers",
-     {"width": 64, "image": 224, "classes": 1000}),
-    ("inception-v3", "inception", "23.8M", 32, "branches like Inception v3 (no auxiliary head)",
-     {"width": 32, "image": 299, "classes": 1000}),
-    ("lstm", "lstm", "24.6M", 32, "two-layer LSTM language model",
-     {"layers": 2, "hidden": 512, "vocab": 20000, "seq": 64}),
-)
-"""Every model, by name."""
+ZOO: Final = tomllib.loads(Path(__file__).with_name("zoo.toml").read_text(encoding="utf-8"))
+"""The table of models, and the settings of their families."""
+MODELS: Final[Mapping[str, ZooModel]] = {name: ZooModel(name=name, **entry) for name, entry in ZOO["models"].items()}
 
 
 def list_models() -> tuple[ZooModel, ...]:
@@ -129,12 +79,8 @@ def find_model(spec: str, options: Mapping[str, str] | None = None) -> tuple[Zoo
     batch = sizes.pop("batch", model.batch)
     if sizes.get("hidden", 0) % sizes.get("heads", 1):
         raise ModelError(f"model {spec!r}: hidden={sizes['hidden']} is not a multiple of heads={sizes['heads']}")
-    return replace(model, sizes=sizes, batch=batch, name=_full_name(name, model.sizes, sizes)), dtype
-
-
-def _full_name(name: str, before: Mapping[str, int], after: Mapping[str, int]) -> str:
-    changed = ",".join(f"{key}={value}" for key, value in after.items() if before[key] != value)
-    return f"{name}:{changed}" if changed else name
+    changed = ",".join(f"{key}={value}" for key, value in sizes.items() if model.sizes[key] != value)
+    return replace(model, sizes=sizes, batch=batch, name=f"{name}:{changed}" if changed else name), dtype
 
 
 def _parse_options(spec: str, text: str) -> dict[str, str]:

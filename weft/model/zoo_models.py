@@ -15,7 +15,6 @@ import importlib
 import logging
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -25,7 +24,7 @@ from torch.nn import functional
 
 from weft.base.errors import ModelError
 from weft.model.weights import without_memory
-from weft.model.zoo import Mode, ZooModel
+from weft.model.zoo import ZOO, Mode, ZooModel
 
 Sizes = Mapping[str, int]
 _ATTENTION: Final = "weft_without_masks"
@@ -46,7 +45,7 @@ def build_model(model: ZooModel, mode: Mode) -> nn.Module:
             warnings.simplefilter("ignore")
             if model.family == "flava":
                 return FlavaClassifier(model.sizes)
-            return _FAMILIES[model.family].build(model.sizes, mode)
+            return _from_settings(ZOO["families"][model.family], model.sizes, mode)
 
 
 def sample_inputs(model: ZooModel, mode: Mode, batch: int, seed: int) -> tuple[Tensor, ...]:
@@ -138,84 +137,30 @@ def _shifted(labels: Tensor) -> Tensor:
     return functional.pad(labels[:, :-1], (1, 0), value=0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Family:
-    """Models that are made from the settings of a configuration, with a forward of plain tensors."""
-
-    package: str
-    prefix: str
-    """Of the names of its classes."""
-    head: str
-    """The rest of the name of its model."""
-    forward: Callable[..., Any]
-    settings: Callable[[Sizes], dict[str, Any]]
-    inference: Callable[..., Any] | None = None
-    """The forward for inference, where that takes other tensors."""
-
-    def build(self, sizes: Sizes, mode: Mode) -> nn.Module:
-        """Return the module; for training its forward returns the mean loss."""
-        config = _class(self.package, f"{self.prefix}Config")(**self.settings(sizes))
-        module: nn.Module = _class(self.package, self.prefix + self.head)(_without_masks(config))
-        base = type(module)
-        forward = self.inference if mode == "inference" and self.inference is not None else self.forward
-        module.__class__ = type(base.__name__, (base,), {
-            "forward": forward, "_plain_forward": base.forward, "__module__": base.__module__})
-        return module
+_FORWARDS: Final = {"decoder": (_decoder, _decoder), "encoder": (_encoder, _encoder),
+                    "classifier": (_classifier, _classifier), "translator": (_translator, _translator_logits),
+                    "speech": (_speech, _speech_logits)}
+"""Of the families of ``zoo.toml``: the forward that returns the loss, and the one that returns the logits."""
 
 
-def _llama(sizes: Sizes) -> dict[str, Any]:
-    return {"hidden_size": sizes["hidden"], "intermediate_size": sizes["ffn"], "num_hidden_layers": sizes["layers"],
-            "num_attention_heads": sizes["heads"], "num_key_value_heads": sizes["kv_heads"],
-            "vocab_size": sizes["vocab"], "max_position_embeddings": sizes["seq"],
-            "head_dim": sizes["hidden"] // sizes["heads"]}
+def _from_settings(family: Mapping[str, Any], sizes: Sizes, mode: Mode) -> nn.Module:
+    """Return the module that a configuration of transformers makes, with a forward of plain tensors."""
+    settings = {**_settings(family["config"], sizes), **family.get("fixed", {})}
+    config = _class(family["package"], f"{family['prefix']}Config")(**settings)
+    module: nn.Module = _class(family["package"], family["prefix"] + family["head"])(_without_masks(config))
+    base = type(module)
+    module.__class__ = type(base.__name__, (base,), {
+        "forward": _FORWARDS[family["forward"]][mode == "inference"], "_plain_forward": base.forward,
+        "__module__": base.__module__})
+    return module
 
 
-def _encoder_sizes(sizes: Sizes) -> dict[str, Any]:
-    return {"num_hidden_layers": sizes["layers"], "hidden_size": sizes["hidden"],
-            "num_attention_heads": sizes["heads"], "intermediate_size": sizes["ffn"],
-            "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def _t5(sizes: Sizes) -> dict[str, Any]:
-    return {"num_layers": sizes["layers"], "num_decoder_layers": sizes["layers"], "d_model": sizes["hidden"],
-            "num_heads": sizes["heads"], "d_kv": sizes["hidden"] // sizes["heads"], "d_ff": sizes["ffn"],
-            "vocab_size": sizes["vocab"], "dropout_rate": 0.0}
-
-
-_FAMILIES: Final[Mapping[str, _Family]] = {
-    "gpt2": _Family("gpt2", "GPT2", "LMHeadModel", _decoder, lambda sizes: {
-        "n_layer": sizes["layers"], "n_embd": sizes["hidden"], "n_head": sizes["heads"], "vocab_size": sizes["vocab"],
-        "n_positions": sizes["seq"], "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}),
-    "llama": _Family("llama", "Llama", "ForCausalLM", _decoder, _llama),
-    "mixtral": _Family("mixtral", "Mixtral", "ForCausalLM", _decoder, lambda sizes: {
-        **_llama(sizes), "num_local_experts": sizes["experts"], "num_experts_per_tok": min(2, sizes["experts"]),
-        "experts_implementation": "batched_mm"}),  # the others need the values of the router
-    "opt": _Family("opt", "OPT", "ForCausalLM", _decoder, lambda sizes: {
-        "num_hidden_layers": sizes["layers"], "hidden_size": sizes["hidden"], "word_embed_proj_dim": sizes["hidden"],
-        "num_attention_heads": sizes["heads"], "ffn_dim": sizes["ffn"], "vocab_size": sizes["vocab"],
-        "max_position_embeddings": sizes["seq"], "dropout": 0.0, "layerdrop": 0.0}),
-    "bert": _Family("bert", "Bert", "ForMaskedLM", _encoder, lambda sizes: {
-        **_encoder_sizes(sizes), "vocab_size": sizes["vocab"], "max_position_embeddings": sizes["seq"]}),
-    "t5": _Family("t5", "T5", "ForConditionalGeneration", _translator, _t5, _translator_logits),
-    "mt5": _Family("mt5", "MT5", "ForConditionalGeneration", _translator, _t5, _translator_logits),
-    "whisper": _Family("whisper", "Whisper", "ForConditionalGeneration", _speech, lambda sizes: {
-        "encoder_layers": sizes["layers"], "decoder_layers": sizes["layers"], "d_model": sizes["hidden"],
-        "encoder_attention_heads": sizes["heads"], "decoder_attention_heads": sizes["heads"],
-        "encoder_ffn_dim": sizes["ffn"], "decoder_ffn_dim": sizes["ffn"], "vocab_size": sizes["vocab"],
-        "max_target_positions": sizes["seq"], "max_source_positions": sizes["frames"] // 2, "pad_token_id": 0,
-        "bos_token_id": 0, "eos_token_id": 0, "decoder_start_token_id": 0}, _speech_logits),
-    "vit": _Family("vit", "ViT", "ForImageClassification", _classifier, lambda sizes: {
-        **_encoder_sizes(sizes), "image_size": sizes["image"], "num_labels": sizes["classes"]}),
-    "swin": _Family("swin", "Swin", "ForImageClassification", _classifier, lambda sizes: {
-        "embed_dim": sizes["hidden"], "image_size": sizes["image"], "num_labels": sizes["classes"],
-        "drop_path_rate": 0.0}),
-    "resnet": _Family("resnet", "ResNet", "ForImageClassification", _classifier, lambda sizes: {
-        "embedding_size": sizes["width"], "hidden_sizes": [factor * sizes["width"] for factor in (4, 8, 16, 32)],
-        "num_labels": sizes["classes"]}),
-    "convnext": _Family("convnext", "ConvNext", "ForImageClassification", _classifier, lambda sizes: {
-        "hidden_sizes": [factor * sizes["hidden"] for factor in (1, 2, 4, 8)], "num_labels": sizes["classes"],
-        "image_size": sizes["image"]}),
-}
+def _settings(names: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
+    """Return the settings that take these sizes, or multiples of one."""
+    known = {**sizes, "head_dim": sizes.get("hidden", 0) // sizes.get("heads", 1),
+             "num_used_experts": min(2, sizes.get("experts", 0)), "num_positions": sizes.get("frames", 0) // 2}
+    return {key: known[name] if isinstance(name, str) else [factor * known[name[0]] for factor in name[1:]]
+            for key, name in names.items()}
 
 
 class FlavaClassifier(nn.Module):
@@ -223,7 +168,9 @@ class FlavaClassifier(nn.Module):
 
     def __init__(self, sizes: Sizes) -> None:
         super().__init__()
-        common = _encoder_sizes(sizes)
+        encoder = ZOO["families"]["bert"]
+        names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size")
+        common = {**_settings({name: encoder["config"][name] for name in names}, sizes), **encoder["fixed"]}
         config = _class("flava", "FlavaConfig")(
             text_config={**common, "vocab_size": sizes["vocab"], "max_position_embeddings": max(sizes["seq"], 2)},
             image_config={**common, "image_size": sizes["image"]},

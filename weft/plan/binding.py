@@ -47,7 +47,11 @@ def bind_plan(plan: Plan, graph: Graph) -> Plan:
     _raise_if(plan, graph, [*_model_problems(plan, graph)])
     matching = _match(plan, graph)
     stages = tuple(_rebuilt(stage, index, matching, graph) for index, stage in enumerate(plan.stages))
-    _raise_if(plan, graph, matching.problems + [text for stage in stages for text in _work_problems(stage, graph)])
+    problems = matching.problems + [text for stage in stages for text in _work_problems(stage, graph)]
+    if problems and graph.batch == 1:
+        problems.insert(0, "it was traced for one sample, and may have other operators for that than for several (a "
+                           "plan whose ranks have two at a time may run)")
+    _raise_if(plan, graph, problems)
     return replace(plan, model=replace(plan.model, digest=graph.digest), stages=stages)
 
 

@@ -153,7 +153,7 @@ def exchange_sets(plan: Plan, graph: Graph) -> dict[int, tuple[tuple[str, ...], 
     result = {}
     for tensor, copies in parameter_copies(plan, graph).items():
         sets = tuple(members for item in copies for members in item.exchange_sets if len(members) > 1)
-        if sets:
+        if sets and graph.needs_gradient[tensor]:
             result[tensor] = sets
     return result
 

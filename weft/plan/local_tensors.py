@@ -14,7 +14,7 @@ from typing import Final
 
 from weft.model.graph import I64, Graph
 from weft.plan.plan import Replica, Stage
-from weft.plan.sharding import SUMS, axis_sizes, parse_layout, whole_layout
+from weft.plan.sharding import SUMS, TensorLayout, axis_sizes, parse_layout, whole_layout
 from weft.sharding.layout_steps import find_steps
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, largest_part
 
@@ -22,6 +22,9 @@ LOSSES: Final = frozenset({"aten.nll_loss", "aten.nll_loss_nd"})
 """Where classes are split, they take the true class out of what they read, and keep nothing of it."""
 CROSS_ENTROPY: Final = frozenset({"aten.cross_entropy_loss"})
 """Where classes are split, it has differences from the maximum, and their exponentials, before it has the loss."""
+
+PRODUCTS: Final = {"aten.linear": 0, "aten.mm": 0, "aten.matmul": 0, "aten.bmm": 0, "aten.addmm": 1}
+"""Of which operand a product reads rows: where its columns ``n`` are split, the gradient of that comes as a sum."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,9 +63,13 @@ def local_tensors(graph: Graph, stage: Stage, replica: Replica, ops: I64, crossi
     sizes, between = axis_sizes(replica), set(crossing.tolist())
     result = {}
     readers: dict[int, list[int]] = {}
+    summed: set[tuple[int, int]] = set()
     for op in ops.tolist() if stage.sharding.ops else ():
-        for tensor in graph.op_inputs(op).tolist():
+        for place, tensor in enumerate(graph.op_inputs(op).tolist()):
             readers.setdefault(tensor, []).append(op)
+            if PRODUCTS.get(graph.op_kinds[op]) == place:
+                summed |= {(tensor, axis) for axis, word in enumerate(stage.sharding.ops.get(graph.op_names[op], ()))
+                           if word.partition("/")[0] == "n"}
     forgotten, scores = (_scores(graph, stage, ops, kinds) for kinds in (LOSSES, CROSS_ENTROPY))
     for name in stage.sharding.tensors:
         tensor = graph.tensor_index[name]
@@ -72,7 +79,8 @@ def local_tensors(graph: Graph, stage: Stage, replica: Replica, ops: I64, crossi
     for op in ops.tolist():
         words = stage.sharding.ops.get(graph.op_names[op], ())
         for tensor in graph.op_outputs(op).tolist():
-            found = _made_and_read(stage, graph.tensor_names[tensor], words, len(sizes), tensor in between)
+            found = _made_and_read(stage, graph.tensor_names[tensor], words, len(sizes), tensor in between,
+                                   [axis for axis in range(len(sizes)) if (tensor, axis) in summed])
             if found is not None:
                 item = _local(graph.tensor_shapes[tensor], *found, sizes, is_kept=tensor not in forgotten)
                 room = 2 * item.read if tensor in scores else 0.0
@@ -110,12 +118,17 @@ def _scores(graph: Graph, stage: Stage, ops: I64, kinds: frozenset[str]) -> set[
             and "classes" in stage.sharding.ops.get(graph.op_names[op], ())}
 
 
-def _made_and_read(stage: Stage, name: str, words: Sequence[str], num_axes: int,
-                   is_between: bool) -> tuple[Layout, Layout, Layout] | None:
-    """Return how a tensor is made, how it is read, and how its gradient comes from readers; None if all is whole."""
+def _made_and_read(stage: Stage, name: str, words: Sequence[str], num_axes: int, is_between: bool,
+                   summed: Sequence[int]) -> tuple[Layout, Layout, Layout] | None:
+    """Return how a tensor is made, how it is read, and how its gradient comes from readers; None if all is whole.
+
+    On the axes in ``summed`` readers give sums, if they read the whole.
+    """
     tensors: Mapping[str, Sequence[str]] = stage.sharding.tensors
     whole = whole_layout(num_axes)
     read = whole if is_between or name not in tensors else parse_layout(tensors[name])
+    read = TensorLayout(read.value, tuple(SUM if axis in summed and read.value[axis] == WHOLE else own
+                                          for axis, own in enumerate(read.gradient)))
     if name in stage.sharding.made:
         made = parse_layout(stage.sharding.made[name]).value
     elif not stage.sharding.ops:  # nothing is said about operators

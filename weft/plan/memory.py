@@ -2,15 +2,14 @@
 
 Static for a rank: parameters and buffers, the optimizer's state, gradients that are exchanged, and room for exchanges
 (its own factors, or what a parameter server receives). The factors of all ranks lie there from their exchange to the
-products, at the optimizer's step. Gradients that are not exchanged appear in a step's first backward of
-their stage. A forward takes the tensors that its backward will need (``Graph.is_saved``); a whole backward lets go of
-them on its way, a split one of all but what the weight gradients need, which stays until ``W``; with recomputation
-only the stage's inputs stay, and the rest is taken
-again for the backward. While a compute runs it also needs room for what is live inside it, a parameter's gradient until
-it is added to the sum over micro-batches included. What arrives lies in a buffer from its receive until the last
-compute of the stages that read it; outputs and gradients that a stage hands over, until the last instruction on the
-rank that reads them or that waits for their way out: the backward for what its forward has sent, a later send of the
-same channel for the rest (``SEND_WINDOW``).
+products, at the optimizer's step. Gradients that are not exchanged appear in a step's first backward of their stage. A
+forward takes the tensors that its backward will need (``Graph.is_saved``); a whole backward lets go of them on its way,
+a split one of all but what the weight gradients need, which stays until ``W``; with recomputation the forward keeps the
+stage's inputs alone, and runs once more, keeping the rest, when the backward begins. While a compute runs it also needs
+room for what is live inside it, a parameter's gradient until it is added to the sum over micro-batches included. What
+arrives lies in a buffer from its receive until the last compute of the stages that read it; outputs and gradients that
+a stage hands over, until the last instruction on the rank that reads them or that waits for their way out: the backward
+for what its forward has sent, a later send of the same channel for the rest (``SEND_WINDOW``).
 
 Sizes are the graph's, for an instance's samples. Not counted: the allocator's rounding, library workspaces, and the
 inputs and outputs of the model. A tensor that two stages on one rank both keep counts twice. A rank of a stage on
@@ -162,7 +161,8 @@ class _Fresh:
             for rank in bucket.ranks:
                 buckets[rank].append(index)
         self._program, self._buckets = program, [tuple(items) for items in buckets]
-        self._held = [frozenset(_stage_tensors(program.graph, ops, TensorRole.PARAMETER)) for ops in program.stage_ops]
+        self._held = [frozenset(tensor for tensor in _stage_tensors(program.graph, ops, TensorRole.PARAMETER)
+                                if program.graph.needs_gradient[tensor]) for ops in program.stage_ops]
         self._known: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}
 
     def on_rank(self, instance: int, rank: int) -> frozenset[int]:
@@ -229,12 +229,13 @@ def _activation_bytes(program: Program, memories: list[StageMemory], fresh: _Fre
         recompute = program.plan.stages[instance.stage].recompute
         if training:
             rest = assembled_bytes(program, instance, memory)
-            kept, for_weights = (memory.inputs if recompute else memory.saved) + rest, memory.saved_for_weights + rest
+            kept = (memory.inputs if recompute else memory.saved) + rest
+            for_weights = memory.saved_for_weights + rest + waiting_inputs(program, instance, memory)
             change[index] = (kept, -kept, for_weights - kept, -for_weights)
-        forward = memory.forward_peak + (memory.inputs if is_assembled(program, instance) else 0)
-        again = memory.forward_peak if recompute else 0
-        extra[index] = (forward, memory.backward_rise + again, memory.split_rise + again, memory.weights_room)
-        first[index, Phase.B] = memory.first_rise - memory.backward_rise
+        rises = memory.rises(recompute=recompute)
+        extra[index] = rises[:4]
+        extra[index, Phase.F] += memory.inputs if is_assembled(program, instance) else 0
+        first[index, Phase.B] = rises.first - rises.backward
     is_compute = program.op == Op.COMPUTE
     chosen = program.instance[is_compute], program.phase[is_compute]
     lasting, during = np.zeros((2, program.num_instructions), dtype=np.int64)
@@ -295,6 +296,12 @@ def assembled_bytes(program: Program, instance: Instance, memory: StageMemory) -
     return max(0, memory.inputs - memory.saved_inputs)
 
 
+def waiting_inputs(program: Program, instance: Instance, memory: StageMemory) -> int:
+    """Return what stays in the buffers it came in, where a stage recomputes, until weights have their gradients."""
+    is_kept = program.plan.stages[instance.stage].recompute and bool(instance.forward_channels)
+    return max(0, memory.inputs - memory.saved_inputs) if is_kept else 0
+
+
 def _handed_over_bytes(program: Program, places: _Places, memories: list[StageMemory]) -> I64:
     """Return the bytes of outputs, and of gradients of inputs, that wait to be sent or read on their own rank."""
     forward, backward = places.position[:, Phase.F], places.backward
@@ -306,6 +313,7 @@ def _handed_over_bytes(program: Program, places: _Places, memories: list[StageMe
                 np.maximum(output_until[source], forward[slot], out=output_until[source])
                 if index in program.instances[producer].consumers:
                     np.maximum(gradient_until[slot], backward[source], out=gradient_until[slot])
+    read_until = output_until.copy()
     sender = np.asarray([places.slots[item.source, item.producer] for item in program.channels], dtype=np.int64)
     is_gradient = np.asarray([item.kind == "gradient" for item in program.channels], dtype=bool)
     sends = np.flatnonzero(program.op == Op.SEND)
@@ -314,11 +322,15 @@ def _handed_over_bytes(program: Program, places: _Places, memories: list[StageMe
                                 sends[is_gradient[program.channel[sends]]])):
         which = sender[program.channel[rows]], program.microbatch[rows]
         np.maximum.at(until, which, _sent_until(program, rows, waits[which]))
+        if until is output_until:
+            np.maximum.at(read_until, which, rows)
     leaves, leaf_until = _leaf_bytes(program, places)
-    outputs = handed_outputs(program, memories)
+    left = _left_bytes(program)
+    outputs = handed_outputs(program, memories) - left
     gradients = np.asarray([memory.input_gradients for memory in memories], dtype=np.int64)
     total = np.zeros(program.num_instructions, dtype=np.int64)
     for start, until, sizes in ((forward, output_until, outputs[places.instance]), (output_until, leaf_until, leaves),
+                                (forward, read_until, left[places.instance]),
                                 (backward, gradient_until, gradients[places.instance])):
         slots, microbatches = np.nonzero(until > start)
         total += _held(program, start[slots, microbatches] + 1, until[slots, microbatches], sizes[slots])
@@ -356,20 +368,43 @@ def _leaf_bytes(program: Program, places: _Places) -> tuple[I64, I64]:
 def _copied_to_send(program: Program) -> I64:
     """Return for each instance the bytes of outputs that are copied to be sent.
 
-    Messages want them in one piece, and views of what a stage has received are copied before its buffer is used again.
+    Messages want them in one piece.
     """
     graph = program.graph
     copied: dict[tuple[int, int], float] = {}
     for channel in program.channels:
         for tensor in channel.tensors if channel.kind == "activation" else ():
-            is_scattered = _is_scattered(graph, tensor) or (not channel.whole and _is_turned(graph, tensor))
-            if is_scattered or _is_received(program, channel.producer, tensor):
+            if _is_sent_copied(graph, channel, tensor):
                 part = graph.tensor_bytes[tensor] / graph.tensor_bytes[list(channel.tensors)].sum()
                 copied[channel.producer, tensor] = channel.num_bytes * part
     result = np.zeros(len(program.instances))
     for (index, _), num_bytes in copied.items():
         result[index] += num_bytes
     return np.asarray(result.round(), dtype=np.int64)
+
+
+def _left_bytes(program: Program) -> I64:
+    """Return for each instance the bytes of outputs that nobody needs when they have been copied to be sent."""
+    graph, copied = program.graph, dict[tuple[int, int], bool]()
+    for channel in program.channels:
+        for tensor in channel.tensors if channel.kind == "activation" else ():
+            key = channel.producer, int(graph.memory_root[tensor])
+            copied[key] = copied.get(key, True) and _is_sent_copied(graph, channel, tensor)
+    near = {producer for reader in program.instances for producer in reader.producers
+            if set(reader.ranks) & set(program.instances[producer].ranks)}
+    result: I64 = np.zeros(len(program.instances), dtype=np.int64)
+    for (index, root), is_copied in copied.items():
+        item = program.instances[index]
+        is_kept = bool(graph.is_saved[root]) and program.plan.model.mode == "training" and not program.plan.stages[
+            item.stage].recompute
+        is_made = graph.tensor_producer[root] in program.stage_ops[item.stage]
+        if is_copied and is_made and not is_kept and index not in near:
+            result[index] += bytes_of(graph, [root], item.num_samples)
+    return result
+
+
+def _is_sent_copied(graph: Graph, channel: Channel, tensor: int) -> bool:
+    return _is_scattered(graph, tensor) or (not channel.whole and _is_turned(graph, tensor))
 
 
 def _is_scattered(graph: Graph, tensor: int) -> bool:
@@ -392,13 +427,6 @@ def _is_turned(graph: Graph, tensor: int) -> bool:
 def scattered_tensors(graph: Graph) -> Bool:
     """Return which tensors do not lie in one piece, so that they are copied to be sent."""
     return np.asarray([_is_scattered(graph, tensor) for tensor in range(graph.num_tensors)], dtype=np.bool_)
-
-
-def _is_received(program: Program, instance: int, tensor: int) -> bool:
-    """Return whether what an instance sends is a view of something that it did not make."""
-    made = int(program.graph.tensor_producer[program.graph.memory_root[tensor]])
-    ops = program.stage_ops[program.instances[instance].stage]
-    return made not in ops if program.graph.tensor_base[tensor] >= 0 else False
 
 
 def _sent_until(program: Program, sends: I64, waits: I64) -> I64:
@@ -445,12 +473,14 @@ def static_bytes(program: Program) -> I64:
     training = plan.model.mode == "training"
     result = np.zeros((program.num_ranks, len(CATEGORIES)), dtype=np.int64)
     rank_of = {device: rank for rank, device in enumerate(plan.cluster.devices)}
+    exchanged = {tensor for bucket in program.buckets for tensor in bucket.parameters}
     for tensor, parts in parameter_parts(plan, graph).items():
         size = int(graph.tensor_bytes[tensor])
+        has_gradient = training and (bool(graph.needs_gradient[tensor]) or tensor in exchanged)
         state = optimizer_bytes(graph, tensor, plan.optimizer)
         for device, part in parts.items():
             result[rank_of[device], 0] += math.ceil(part * size)
-            if training:
+            if has_gradient:
                 result[rank_of[device], 1] += math.ceil(part * size)
                 own = min(part, 1 / len(parts)) if plan.optimizer.sharded else part
                 result[rank_of[device], 2] += math.ceil(own * state)
@@ -516,7 +546,9 @@ def _gathered_bytes(program: Program) -> tuple[I64, I64]:
 
 
 def optimizer_bytes(graph: Graph, tensor: int, optimizer: Optimizer) -> int:
-    """Return the optimizer's state for one parameter; half precision adds a float32 master copy."""
+    """Return the optimizer's state for one parameter; half precision adds a float32 master copy. None if frozen."""
+    if not graph.needs_gradient[tensor]:
+        return 0
     states = _STATE_BYTES[optimizer.kind]
     width = _dtype_bytes(graph.tensor_dtypes[tensor])
     elements = int(graph.tensor_bytes[tensor]) // width

@@ -38,7 +38,8 @@ def state_by_op(graph: Graph, optimizer: Optimizer | None) -> F64:
     tensors, ops = first_readers(graph)
     sizes = graph.tensor_bytes[tensors].astype(np.float64)
     if optimizer is not None:
-        sizes = 2 * sizes + np.asarray([optimizer_bytes(graph, int(tensor), optimizer) for tensor in tensors])
+        sizes += sizes * graph.needs_gradient[tensors] + np.asarray(
+            [optimizer_bytes(graph, int(tensor), optimizer) for tensor in tensors])
     return np.bincount(ops, weights=sizes, minlength=graph.num_ops).astype(np.float64)
 
 

@@ -21,15 +21,27 @@ each device's own, those of its authors, which do not either. Where the backward
 takes its next micro-batch, and is left out if there is none. With p devices, device r, and the two chunks or directions
 of a device told apart as 0 and 1:
 
-              first                                    again and again    at most held without weight gradient
-    zb-h1     p-r F                                    I F                p
-    zb-h2     2(p-r)-1 F                               I F                2p-1
-    zbv       2(p-r)-1 F0, r (F1 F0), p-r (F1 I1)      F0 I0 F1 I1        2p half stages
-    dualpipe  p-2r-2 F0, r+1 (F0 F1), p/2-r-1 (I1 F1)  F0 I1 F1 I0        p+1
+               first                                     again and again    at most held without weight gradient
+    zb-h1      p-r F                                     I F                p
+    zb-h2      2(p-r)-1 F                                I F                2p-1
+    zbv        2(p-r)-1 F0, r (F1 F0), p-r (F1 I1)       F0 I0 F1 I1        2p half stages
+    dualpipev  2(p-r-1) F0, r+1 (F0 F1), p-r-1 (I1 F1)   F0 I1 F1 I0        2p+1 half stages
+    dualpipe   p-2r-2 F0, r+1 (F0 F1), p/2-r-1 (I1 F1)   F0 I1 F1 I0        p+1
 
-For DualPipe r counts from the nearer end, and direction 0 is the one that starts there. ``v-half`` is a pattern in time
-(see ``_v_half``) that holds at most p+2 half stages. Where the weight gradients W go depends on real times
-(``weft.search.schedule.named``).
+For DualPipe r counts from the nearer end, and direction 0 is the one that starts there. DualPipeV is one half of it,
+folded: the other half's stages are the way back. What remains of the cycle when forwards run out is its end.
+
+**By slots**, for split backward and chains that go over the devices and back: one micro-batch's blocks are laid out in
+slots, those of the next one 6 slots later (F, I and W of two half stages), and each device runs its blocks in that
+order as early as it can. How far F and I of a chunk are apart is how long it is held:
+
+    v-half     p half stages held on average, at most p+2 (p odd: p+1)        (``_v_half``)
+    v-min      2p/3 half stages held on average, at most 2 floor((p+4)/3)     (``_v_min``)
+
+With equal times of F, I and W and 2p micro-batches or more, m of them take 6m on every device, and the whole schedule
+p-1 more (ZBV, DualPipeV), 3p-4 (V-Half), 4p-5 (V-Min; 4p-3 where p is a multiple of 3); 1F1B of whole stages 6(p-1).
+
+Where the weight gradients W go depends on real times (``weft.search.schedule.named``).
 """
 
 from __future__ import annotations
@@ -54,8 +66,8 @@ Order = list[list[Action]]
 Kind = str
 """F0, F1, I0 or I1: a forward or an input gradient of the first or the second chunk (or direction) of a device."""
 
-_V_HALF_PERIOD: Final = 6
-"""Slots of one micro-batch on a device: F, I and W of two half stages."""
+_PERIOD: Final = 6
+"""Slots of one micro-batch on a device, in an order by slots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +122,15 @@ PATTERNS: Final[Mapping[str, Callable[[int, int], tuple[Sequence[Kind], Sequence
     "zbv": lambda r, p: ([*["F0"] * (2 * (p - r) - 1), *["F1", "F0"] * r, *["F1", "I1"] * (p - r)],
                          ("F0", "I0", "F1", "I1")),
     "dualpipe": lambda r, p: ([*["F0"] * (p - 2 * r - 2), *["F0", "F1"] * (r + 1), *["I1", "F1"] * (p // 2 - r - 1)],
-                              ("F0", "I1", "F1", "I0"))}
+                              ("F0", "I1", "F1", "I0")),
+    "dualpipev": lambda r, p: ([*["F0"] * (2 * (p - r - 1)), *["F0", "F1"] * (r + 1), *["I1", "F1"] * (p - r - 1)],
+                               ("F0", "I1", "F1", "I0"))}
 """The orders by pattern, for device r of p: what is run first, and the cycle."""
+
+HELD: Final[Mapping[str, Callable[[int], int]]] = {
+    "zb-h1": lambda p: p, "zb-h2": lambda p: 2 * p - 1, "zbv": lambda p: 2 * p, "v-half": lambda p: (p + 2) // 2 * 2,
+    "v-min": lambda p: (p + 4) // 3 * 2, "dualpipe": lambda p: p + 1, "dualpipev": lambda p: 2 * p + 1}
+"""How many forwards a device of p holds at most, without their weight gradient, in an order by pattern or by slots."""
 
 
 def by_place(rows: Sequence[F64]) -> list[tuple[int, int]]:
@@ -122,8 +141,8 @@ def by_place(rows: Sequence[F64]) -> list[tuple[int, int]]:
 
 def by_pattern(name: str, device: int, width: int, num_microbatches: int) -> list[tuple[Kind, int]]:
     """Return the forwards and input gradients of device ``device`` of ``width``, with their micro-batches."""
-    if name == "v-half":
-        return _v_half(device, width, num_microbatches)
+    if name in SLOTS:
+        return _by_slots(SLOTS[name](device, width), num_microbatches)
     first, cycle = PATTERNS[name](device, width)
     following = dict.fromkeys(cycle, 0)
     result: list[tuple[Kind, int]] = []
@@ -136,21 +155,40 @@ def by_pattern(name: str, device: int, width: int, num_microbatches: int) -> lis
     return result
 
 
-def _v_half(device: int, width: int, num_microbatches: int) -> list[tuple[Kind, int]]:
-    """Return V-Half's order, for chains that go over the devices and back: two stages on each.
-
-    One micro-batch's blocks are laid out in slots, the next micro-batch's ``_V_HALF_PERIOD`` slots later. From one
-    device to the next, F of chunk 0 and I of chunk 1 take 1 slot, F of chunk 1 and I of chunk 0 take 2, so that F and I
-    of a chunk are 3 slots per device farther apart with every device: p half stages held on average, half as many as
-    1F1B. The one pause, before I of chunk 0, keeps all four apart on every device: modulo 3, F0 is in the slot of its
-    device r, F1 and I0 in r+1 (3 slots apart modulo 6), I1 in r+2.
-    """
-    last = width - 1
-    slots: dict[Kind, int] = {"F0": device, "F1": 3 * last + 1 - 2 * device, "I1": 3 * last + 2 + device,
-                              "I0": 6 * last + (4 if last % 2 == 0 else 7) - 2 * device}
-    found = sorted((slot + _V_HALF_PERIOD * number, number, kind) for kind, slot in slots.items()
+def _by_slots(slots: Mapping[Kind, int], num_microbatches: int) -> list[tuple[Kind, int]]:
+    """Return the blocks of a device in order of their slots, each micro-batch's ``_PERIOD`` after the one before."""
+    found = sorted((slot + _PERIOD * number, number, kind) for kind, slot in slots.items()
                    for number in range(num_microbatches))
     return [(kind, number) for _, number, kind in found]
+
+
+def _v_min(device: int, width: int) -> dict[Kind, int]:
+    """Return V-Min's slots.
+
+    All four wander by one slot per device, so on every device F and I of both chunks are 4p slots apart together: 2p/3
+    half stages held on average. F0 and I1 are in slots of the device's parity, F1 and I0 in the others; a pause of two
+    slots before I1 keeps those of equal parity apart where p is a multiple of 3.
+    """
+    last = width - 1
+    turn = 2 * last + (2 if width % 3 else 4)
+    return {"F0": device, "F1": 2 * last + 1 - device, "I1": turn + device, "I0": turn + 2 * last + 1 - device}
+
+
+def _v_half(device: int, width: int) -> dict[Kind, int]:
+    """Return V-Half's slots.
+
+    From one device to the next, F0 and I1 take 1 slot, F1 and I0 take 2, so that F and I of a chunk are 3 slots per
+    device farther apart with every device: p half stages held on average, half as many as 1F1B. The one pause, before
+    I0, keeps all four apart on every device: modulo 3, F0 is in the slot of its device r, F1 and I0 in r+1 (3 slots
+    apart modulo 6), I1 in r+2.
+    """
+    last = width - 1
+    return {"F0": device, "F1": 3 * last + 1 - 2 * device, "I1": 3 * last + 2 + device,
+            "I0": 6 * last + (4 if last % 2 == 0 else 7) - 2 * device}
+
+
+SLOTS: Final[Mapping[str, Callable[[int, int], Mapping[Kind, int]]]] = {"v-half": _v_half, "v-min": _v_min}
+"""The orders by slots, for device r of p."""
 
 
 def _dealt(places: Places, num_devices: int, num_stages: int, num_microbatches: int,
@@ -194,6 +232,17 @@ def interleaved(num_devices: int, num_chunks: int, num_microbatches: int) -> Ord
     is_all_ahead = num_microbatches == num_devices
     return _dealt(lambda at, n: _interleaved(at, n, is_all_ahead=is_all_ahead), num_devices, num_devices * num_chunks,
                   num_microbatches)
+
+
+def one_after_another(device_of: Sequence[int], num_microbatches: int) -> Order:
+    """Return one micro-batch after the other, forward and back over stages on these devices: what holds least."""
+    order: Order = [[] for _ in range(max(device_of) + 1)]
+    for index in range(num_microbatches):
+        for stage, device in enumerate(device_of):
+            order[device].append((stage, "F", index))
+        for stage, device in reversed(list(enumerate(device_of))):
+            order[device].append((stage, "B", index))
+    return order
 
 
 def to_tokens(order: Order, stage_names: tuple[str, ...]) -> list[tuple[str, ...]]:

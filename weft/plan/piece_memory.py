@@ -47,6 +47,7 @@ class Lasting(NamedTuple):
     """[begin, end]: bytes that a device holds throughout, of a piece."""
 
     parameters: F64
+    gradients: F64
     states: F64
     """Of the optimizer, not divided."""
     buffers: F64
@@ -104,7 +105,9 @@ class PieceMemory:
         part = np.ones(graph.num_tensors)
         part[list(self.local)] = [item.made for item in self.local.values()]
         is_parameter, is_buffer = (graph.tensor_role == role for role in (TensorRole.PARAMETER, TensorRole.BUFFER))
+        is_trained = is_parameter & graph.needs_gradient & self.training
         return Lasting(parameters=self._first_in(is_parameter, sizes * part),
+                       gradients=self._first_in(is_trained, sizes * part),
                        states=self._first_in(is_parameter, states * part), buffers=self._first_in(is_buffer, sizes))
 
     def passing(self, num_samples: float) -> Passing:

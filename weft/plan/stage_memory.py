@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -53,6 +53,8 @@ class StageMemory:
     """Gradients of ``inputs`` that the backward hands to other stages."""
     forward_peak: int
     """Largest amount live inside the forward, saved tensors included, inputs not."""
+    plain_peak: int
+    """The same where nothing is saved: in inference, and where the backward begins with the forward once more."""
     backward_work: int
     """Largest amount of gradients live inside the backward, a parameter's until it is added to its sum."""
     backward_rise: int
@@ -63,6 +65,24 @@ class StageMemory:
     """The same for the first part of a split backward, which keeps what the second needs."""
     weights_room: int
     """What the second part needs besides ``saved_for_weights``: the largest gradient that is made, then added."""
+
+    def rises(self, *, recompute: bool) -> Rises:
+        """Return what the computes take; with ``recompute`` a backward runs the forward again, which saves then."""
+        above = self.backward_rise, self.split_rise, self.first_rise
+        own = self.saved - self.saved_inputs
+        backward, split, first = (max(self.forward_peak, own + rise) if recompute else rise for rise in above)
+        return Rises(self.plain_peak if recompute else self.forward_peak, backward, split, self.weights_room, first)
+
+
+class Rises(NamedTuple):
+    """What each compute of a stage takes while it runs, above what is kept for the backward when it begins."""
+
+    forward: int
+    backward: int
+    split: int
+    weights: int
+    first: int
+    """A backward in which gradients of parameters appear."""
 
 
 def stage_memory(graph: Graph, ops: I64, *, num_samples: int, training: bool, crossing: I64,
@@ -78,6 +98,9 @@ def stage_memory(graph: Graph, ops: I64, *, num_samples: int, training: bool, cr
     saved = view.saved(training=training)
     handed_over = crossing[view.is_made[crossing]]
     outputs = np.unique(view.root[view.as_read[handed_over]])
+    outputs = outputs[~view.is_from_outside[outputs]]
+    received = handed_over[view.is_from_outside[view.root[view.as_read[handed_over]]]]
+    copied = view.sizes[view.as_read[received]].sum()  # views of what came from outside, when the forward ends
     kept = view.mask(saved)
     inside = view.inside() if training else 0.0
     own_saved = saved[~view.is_from_outside[saved]]
@@ -94,10 +117,11 @@ def stage_memory(graph: Graph, ops: I64, *, num_samples: int, training: bool, cr
         saved=_whole(view.size[saved].sum() + inside), saved_for_weights=_whole(split.kept),
         inputs=_whole(view.sizes[view.inputs].sum()),
         saved_inputs=_whole(view.size[saved[view.is_from_outside[saved]]].sum()),
-        outputs=_whole(view.size[outputs].sum()),
+        outputs=_whole(view.size[outputs].sum() + copied),
         saved_outputs=_whole(view.size[outputs[kept[outputs]]].sum()),
         input_gradients=_whole(view.sizes[gradients].sum()),
-        forward_peak=_whole(view.forward_live(own_saved, training=training, outputs=outputs).max()),
+        forward_peak=_whole(view.forward_live(own_saved, training=training, outputs=outputs, copied=copied).max()),
+        plain_peak=_whole(view.forward_live(saved[:0], training=False, outputs=outputs, copied=copied).max()),
         backward_work=_whole(work.max()), backward_rise=_whole(rise.max()), first_rise=_whole(first.max()),
         split_rise=_whole(split.rise), weights_room=_whole(split.room))
 
@@ -176,11 +200,12 @@ class StageView:
         np.add.at(self.size, self.root[outside], self.sizes[outside])
 
     def _step(self, op: int, local: Mapping[int, LocalTensor], scale: float) -> _Step:
-        """Return an operator; it keeps inside the part of what it reads."""
+        """Return an operator; it keeps inside the part of what it reads besides parameters."""
         graph, whole = self.graph, 2 * self.graph.num_tensors
         read = [whole + tensor if tensor in local and op in local[tensor].takers else int(self.as_read[tensor])
                 for tensor in graph.op_inputs(op).tolist()]
-        part = min((local[tensor].read for tensor in graph.op_inputs(op).tolist() if tensor in local), default=1.0)
+        part = min((local[tensor].read if tensor in local else 1.0 for tensor in graph.op_inputs(op).tolist()
+                    if graph.tensor_role[graph.memory_root[tensor]] == TensorRole.ACTIVATION), default=1.0)
         weights = tuple(int(tensor) for tensor in graph.op_inputs(op)
                         if graph.tensor_role[tensor] == TensorRole.PARAMETER and graph.needs_gradient[tensor])
         kind = graph.op_kinds[op]
@@ -286,16 +311,17 @@ class StageView:
         """Return what operators keep for their backward besides tensors."""
         return sum(step.inside for step in self.steps)
 
-    def forward_live(self, saved: I64, *, training: bool, outputs: I64 | None = None) -> F64:
+    def forward_live(self, saved: I64, *, training: bool, outputs: I64 | None = None, copied: float = 0.0) -> F64:
         """Return what is live in each step of the forward; of what is saved, that which is made up to then.
 
-        Storages of ``outputs`` stay until it ends.
+        Storages of ``outputs`` stay until it ends, when so many bytes are ``copied``.
         """
         kept = self.mask(saved)
         change = np.asarray([step.inside * training for step in self.steps])
         first, _, storages = self.spans(self.steps, kept)
         np.add.at(change, first, self.size[storages])
-        rooms = [step.forward_room for step in self.steps]
+        rooms = np.asarray([step.forward_room for step in self.steps])
+        rooms[-1:] = np.maximum(rooms[-1:], copied)
         return np.asarray(np.cumsum(change) + self._live(self.steps, self.is_made & ~kept, outputs) + rooms)
 
     # ---- the backward, from the last operator to the first ----------------------------------------------------------

@@ -21,10 +21,9 @@ from weft.search.deploy.policy import load_policy
 from weft.search.deploy.search import DeployOptions, deploy
 from weft.search.deploy.splits import NO_SPLITS, Splits
 from weft.search.joint.baselines import STRATEGIES, Strategy
-from weft.search.joint.finalists import Tried
 from weft.search.joint.placements import PLACEMENTS
 from weft.search.joint.scheduled import reschedule, schedule_search, scheduled_plan
-from weft.search.joint.search import joint_search
+from weft.search.joint.search import Tried, joint_search
 from weft.search.joint.tuning import TUNING
 from weft.simulate.timeline import Timeline
 
@@ -118,8 +117,9 @@ def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None
         searches["joint"] = partial(_joint_candidate, problem, splits, bound_s, budget, 0.5 if deploys else 1.0)
     if deployments is not None and deploys:
         searches["deploy"] = partial(_deploy_candidate, problem, deployments, splits, bound_s, budget)
-    if budget.deadline is not None:
-        searches = _hopeful_first(searches, problem.cluster.num_devices)
+    if budget.deadline is not None:  # the joint search early, where one device is far from the best
+        first = ("joint",) if problem.cluster.num_devices >= MANY_DEVICES else ("single", "joint")
+        searches = {name: searches[name] for name in (*first, *searches) if name in searches}
     comparison = _search_all(searches, bound_s, budget)
     if comparison.best.plan is None:
         raise _nothing_fits(problem, comparison)
@@ -142,13 +142,6 @@ def compare_all(problem: Problem, splits: Splits, budget: Budget, *, strategies:
         deployments=DeployOptions(max_simulations=DEPLOY_SIMULATIONS, seed=problem.options.seed) if deploys else None)
 
 
-def _hopeful_first(searches: dict[str, Callable[[], Candidate]],
-                   num_devices: int) -> dict[str, Callable[[], Candidate]]:
-    """Return the searches in the order for little time: the joint one early, where one device is far from the best."""
-    first = ("joint",) if num_devices >= MANY_DEVICES else ("single", "joint")
-    return {name: searches[name] for name in (*first, *searches) if name in searches}
-
-
 def _search_all(searches: Mapping[str, Callable[[], Candidate]], bound_s: float, budget: Budget) -> Comparison:
     """Return what the searches come to until the budget is spent."""
     candidates: list[Candidate] = []
@@ -161,7 +154,8 @@ def _search_all(searches: Mapping[str, Callable[[], Candidate]], bound_s: float,
             break
         budget.report(f"trying {name}")
         try:
-            with cut_short(_end_of_search(budget, has_plan=has_plan, is_first=not candidates)):
+            with cut_short(None if budget.deadline is None or not candidates  # the first is never cut off
+                           else budget.deadline + (0.0 if has_plan else GRACE_S)):
                 candidates.append(search())
             best.offer(candidates[-1].step_time_s, candidates[-1], by=name)
         except OutOfTime:
@@ -179,13 +173,6 @@ def _search_all(searches: Mapping[str, Callable[[], Candidate]], bound_s: float,
             break
     return Comparison(candidates=tuple(candidates), bound_s=bound_s, interrupted_in=interrupted_in,
                       is_complete=len(candidates) == len(searches) and not budget.is_late)
-
-
-def _end_of_search(budget: Budget, *, has_plan: bool, is_first: bool) -> float | None:
-    """Return when a search is cut off: at the deadline if there is a plan, a little later if not, the first never."""
-    if budget.deadline is None or is_first:
-        return None
-    return budget.deadline + (0.0 if has_plan else GRACE_S)
 
 
 def _nothing_fits(problem: Problem, comparison: Comparison) -> NoFeasiblePlan:
@@ -217,11 +204,7 @@ def _placement_builders(problem: Problem, placements: Sequence[str], time_limit_
     num_searches = max(1, 2 * len(placements) * len(microbatch_choices(problem, "schedule")))
     limit_s = None if time_limit_s is None else max(MIN_SCHEDULE_TIME_S, time_limit_s / num_searches)
     search = schedule_search(time_limit=limit_s, seed=problem.options.seed, progress=progress)
-
-    def builder(placement: str) -> Strategy:
-        return lambda problem, microbatches: scheduled_plan(problem, placement, microbatches, search)
-
-    return {f"schedule-{name}": builder(name) for name in placements}
+    return {f"schedule-{name}": partial(scheduled_plan, placement=name, search=search) for name in placements}
 
 
 def _deploy_candidate(problem: Problem, options: DeployOptions, splits: Splits, bound_s: float,

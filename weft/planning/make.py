@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,8 @@ from weft.plan.notes import NOTE, recompute_notes
 from weft.plan.plan import Mode, Optimizer, OptimizerKind, Plan
 from weft.planning.compare import Comparison, compare_all
 from weft.planning.objectives import bind_to_cluster, fewest_devices, parse_target, with_headroom
-from weft.search.common.budget import Budget, time_budget
+from weft.search.common.budget import time_budget
 from weft.search.common.problem import PlanOptions, Problem
-from weft.search.deploy.splits import Splits
 from weft.sharding.named_ops import named_ops
 
 if TYPE_CHECKING:
@@ -121,11 +121,13 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
 
     splits = load_splits(model, problem, lambda graph: costs_of(graph, narrow), report=report, progress=report,
                          budget=budget) if (search.deploy or search.joint) and not options.whole_parameters else {}
+    compare = partial(compare_all, strategies=search.strategies, placements=search.placements, joint=search.joint,
+                      deploy=search.deploy)
     devices: tuple[str, ...] | None = None
     if wanted is None:
-        comparison = _compare(search, budget, problem, splits)
+        comparison = compare(problem, splits, budget)
     else:
-        reached = fewest_devices(problem, wanted, lambda part, teams: _compare(search, budget.part(0.5), part, teams),
+        reached = fewest_devices(problem, wanted, lambda part, found: compare(part, found, budget.part(0.5)),
                                  splits=splits, costs_of=costs_of, progress=report, is_late=lambda: budget.is_late)
         comparison, devices = reached.comparison, reached.devices
     if narrow is not cluster:
@@ -184,12 +186,6 @@ def _settled(search: SearchOptions, options: PlanOptions, num_devices: int) -> S
     several = not search.strategies and num_devices > 1
     return replace(search, joint=several if search.joint is None else search.joint,
                    deploy=several and options.mode == "training" if search.deploy is None else search.deploy)
-
-
-def _compare(search: SearchOptions, budget: Budget, problem: Problem, splits: Splits) -> Comparison:
-    """Return the comparison of plans, in the time that is left."""
-    return compare_all(problem, splits, budget, strategies=search.strategies, placements=search.placements,
-                       joint=bool(search.joint), deploy=bool(search.deploy))
 
 
 def _load(model: str | ModelSource, options: PlanOptions, *, batch_dims: bool) -> tuple[Graph, TracedModel | None]:

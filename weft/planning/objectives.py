@@ -12,6 +12,7 @@ In all cases the plan is for the whole cluster; devices without work stay idle.
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -193,11 +194,7 @@ def fewest_devices(problem: Problem, target: Target, search: Search, *, splits: 
 
 def _first_true(count: int, is_true: Callable[[int], bool]) -> int:
     """Return the first of ``count`` numbers from 0 on for which it is true, as for all after it; the last one is."""
-    low, high = 0, count - 1
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if is_true(middle) else (middle + 1, high)
-    return low
+    return bisect_left(range(count - 1), True, key=is_true)
 
 
 def _by_speed(problem: Problem) -> list[tuple[DeviceId, ...]]:

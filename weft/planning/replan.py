@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -81,14 +82,6 @@ def best_joint(problem: Problem, splits: Splits, budget: Budget) -> Candidate | 
     return found.best
 
 
-def fits_jointly(problem: Problem, splits: Splits, budget: Budget) -> bool:
-    """Return whether that search finds a plan; Ctrl-C raises."""
-    found = best_joint(problem, splits, budget)
-    if budget.is_interrupted:
-        raise KeyboardInterrupt
-    return found is not None
-
-
 JOINT_S: Final = 4.0
 """Seconds that one question whether something fits may take, about."""
 THRIFTY: Final = ("1f1b-balanced", "1f1b", "data-parallel-by-speed", "data-parallel", "gpipe", "single")
@@ -103,14 +96,10 @@ def least_missing(problem: Problem, strategies: Sequence[str] = THRIFTY, *, enou
     least = float("inf")
     for name in strategies:
         for microbatches in sorted(microbatch_choices(problem, name), reverse=True):
-            try:
-                program = lower(STRATEGIES[name](problem, microbatches), problem.graph)
-            except NoFeasiblePlan:
-                continue
-            account = account_memory(program)
-            capacities = [device.memory_bytes for device in problem.cluster.devices]
-            least = min(least, max((account.peak_bytes(rank) - capacity for rank, capacity in enumerate(capacities)
-                                    if capacity is not None), default=0.0))
+            with contextlib.suppress(NoFeasiblePlan):
+                account = account_memory(lower(STRATEGIES[name](problem, microbatches), problem.graph))
+                least = min(least, max((account.peak_bytes(rank) - device.memory_bytes for rank, device in enumerate(
+                    problem.cluster.devices) if device.memory_bytes is not None), default=0.0))
             if least <= enough:
                 return least
     return least

@@ -21,7 +21,7 @@ from weft.base.errors import RunError
 from weft.plan.memory import SEND_WINDOW
 from weft.plan.program import Channel, Instruction, Op, Phase, Program, inside_backward
 from weft.run.cells import Cell, Transfer, occupy, vacate
-from weft.run.exchange import Early, EarlyExchanges, Lane, leads_to_loss, make_exchange, summed_in
+from weft.run.exchange import Early, EarlyExchanges, Lane, make_exchange, summed_in
 from weft.run.parameters import StateShares
 from weft.run.prepare import Prepared
 from weft.run.transport import Transport
@@ -224,7 +224,7 @@ class Binder:
             return None
         graph, items = self.program.graph, []
         ops = self.program.stage_ops[self.program.instances[instance].stage]
-        ops = ops[leads_to_loss(graph)[ops]]
+        ops = ops[graph.on_path_to_loss[ops]]
         for place in places:
             bucket = self.wiring.instructions[place].bucket
             tensors = [self.parameters.tensors[graph.tensor_names[tensor]]

@@ -12,7 +12,7 @@ import errno
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,28 +20,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from weft.base.errors import InputError, ModelError, RunError
+from weft.base.errors import InputError, ModelError, RunError, WeftError
 from weft.base.tensor_file import Entry, file_order
 from weft.plan.holders import parameter_copies, parameter_holdings
 from weft.plan.plan import Plan, format_plan
 from weft.plan.program import Program
 from weft.plan.sharding import Region
-from weft.run.checkpoint_folder import (
-    DTYPES,
-    MODEL_FILE,
-    OPTIMIZER_FILE,
-    RANDOM_FILE,
-    RECORD_FILE,
-    CheckpointRecord,
-    NewCheckpoint,
-    TensorFile,
-    TensorWriter,
-    check_file,
-    check_tensors,
-    format_record,
-    latest_checkpoint,
-    read_record,
-)
+from weft.run import checkpoint_folder as files
+from weft.run.failures import together
 from weft.run.optimizers import Claim, OptimizerState, claim_of, mismatch
 from weft.run.parameters import StateShares, cut_region, held_regions, put_region, rows_of_region
 from weft.run.prepare import Prepared, value_of
@@ -81,11 +67,6 @@ def model_state(module: torch.nn.Module, program: Program, *, rank: int, seed: i
         path: value_of(path, tensor, seed).cpu().clone() for path, tensor in by_path.items()})
 
 
-def plan_digest(plan: Plan) -> str:
-    """Return what identifies a plan."""
-    return hashlib.sha256(format_plan(plan).encode()).hexdigest()[:16]
-
-
 class Checkpoints:
     """Writes and reads the checkpoints of a run. Every rank has one; all ranks call each method together."""
 
@@ -93,7 +74,7 @@ class Checkpoints:
                  optimizer: torch.optim.Optimizer | None, shares: StateShares) -> None:
         """``plan`` is the one that was given, which the program's may differ from in small things."""
         self.program, self.prepared, self.transport, self.state = prepared.program, prepared, transport, state
-        self._digest = plan_digest(plan)
+        self._digest = hashlib.sha256(format_plan(plan).encode()).hexdigest()[:16]
         self._regions = held_regions(self.program, transport.rank)
         graph = self.program.graph
         self._shapes = {graph.tensor_names[tensor]: graph.tensor_shapes[tensor] for tensor in graph.parameters.tolist()}
@@ -110,7 +91,7 @@ class Checkpoints:
             raise InputError(f"keep must be a whole number, 1 or more, or None for all, not {keep!r}")
         optimizer, claims = self._optimizer, self._agreed_claims()
         layout = self._gather_layout(claims, {} if optimizer is None else optimizer.numbers(self.owned()))
-        record = CheckpointRecord(
+        record = files.CheckpointRecord(
             step=step, model=self.program.graph.name, plan=self._digest, numbers=layout.numbers, extra=extra or {},
             tensors={file: len(entries) for file, entries in layout.entries.items()},
             optimizer=None if optimizer is None else optimizer.kind,
@@ -127,7 +108,7 @@ class Checkpoints:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return on rank 0 the model's state dict, whole and in the host's memory; nothing on the others."""
-        claims = {key: claim for key, claim in self._agreed_claims().items() if key[0] == MODEL_FILE}
+        claims = {key: claim for key, claim in self._agreed_claims().items() if key[0] == files.MODEL_FILE}
         layout = self._gather_layout(claims, {})
         return {name: whole.clone() for (_, name), whole in self._gathered(layout, claims) if whole is not None}
 
@@ -138,26 +119,24 @@ class Checkpoints:
                 if any(item.devices[0] == device for item in copies)]
 
     def _agreed_claims(self) -> dict[Key, Claim]:
-        """Return what this rank gives; raise the same on all ranks if one of them has what no file can hold."""
-        with self._alike():
+        """Return what this rank gives; raise on all ranks if one of them has what no file can hold."""
+        with together(self.transport, "writing a checkpoint"):
             claims = self._claims()
         return claims
 
     def _claims(self) -> dict[Key, Claim]:
         owned = self.owned()
-        found: dict[str, Claim] = {}
-        for name in owned:
-            found[name] = claim_of(name, self.prepared.parameters.tensors[name], whole=self._shapes[name],
-                                   region=self._regions.get(name, ()))
+        found = {name: claim_of(name, self.prepared.parameters.tensors[name], whole=self._shapes[name],
+                                region=self._regions.get(name, ())) for name in owned}
         changed = {name for stage in self.prepared.stages.values() for name in stage.module.updated_buffers}
         found |= {name: claim_of(name, self.prepared.buffers[name]) for name in sorted(changed)}
         found |= {name: replace(claim_of(name, tensor), is_initial=True)
                   for name, tensor in self.state.rest.items() if name not in found}
-        claims = {(MODEL_FILE, name): found[path] for name, path in self.state.names.items() if path in found}
+        claims = {(files.MODEL_FILE, name): found[path] for name, path in self.state.names.items() if path in found}
         if self._optimizer is not None:
-            claims |= {(OPTIMIZER_FILE, name): claim for name, claim in self._optimizer.tensors(owned).items()}
+            claims |= {(files.OPTIMIZER_FILE, name): claim for name, claim in self._optimizer.tensors(owned).items()}
         if self.prepared.random.is_used:
-            claims |= {(RANDOM_FILE, name): claim_of(name, state)
+            claims |= {(files.RANDOM_FILE, name): claim_of(name, state)
                        for name, state in self.prepared.random.states(self.transport.rank).items()}
         return claims
 
@@ -172,7 +151,7 @@ class Checkpoints:
         """Yield every tensor, whole on rank 0 and None elsewhere; all ranks must run through it."""
         rank = self.transport.rank
         for key, entry, parts in layout.rows:
-            dtype, whole = DTYPES[entry.dtype], None
+            dtype, whole = files.DTYPES[entry.dtype], None
             for source, region in parts:
                 mine = claims[key].tensor.detach().cpu().reshape(-1) if source == rank else None
                 data = self.transport.gather_tensor(mine, source=source)
@@ -186,50 +165,34 @@ class Checkpoints:
             yield key, whole
 
     def _raise_writing(self, writing: _Writing | None) -> None:
-        """Raise the same on all ranks if rank 0 cannot write: ``RunError`` if that is the disk's fault."""
-        problem, is_disk = ("", False) if writing is None else (writing.problem, writing.is_disk)
-        is_disk = self.transport.total(float(is_disk)) > 0
-        self._raise_first(problem, RunError if is_disk else InputError)
-
-    def _raise_first(self, problem: str, kind: type[InputError] | type[RunError]) -> None:
-        """Raise the same on all ranks if any has a problem."""
-        rank, first = self.transport.first_record(problem)
-        if first:
-            raise kind(f"rank {rank}: {first}" if rank else first)
-
-    @contextmanager
-    def _alike(self) -> Iterator[None]:
-        """Run the body, in which no message is sent, on all ranks; what one of them refuses is raised on all."""
-        problem = ""
-        try:
-            yield
-        except InputError as found:
-            problem = str(found)
-        self._raise_first(problem, InputError)
+        """Raise on all ranks if rank 0 cannot write: ``RunError`` if that is the disk's fault."""
+        with together(self.transport, "writing a checkpoint"):
+            if writing is not None and writing.problem is not None:
+                raise writing.problem
 
     # ---- reading ----------------------------------------------------------------------------------------------------
 
     def find(self, path: Path) -> Path | None:
         """Return the checkpoint that rank 0 sees there: ``path`` itself, or the latest in that folder; None if none."""
         latest = None
-        with self._alike():
+        with together(self.transport, "looking for a checkpoint"):
             if self.transport.rank == 0:
                 try:
-                    latest = path if (path / RECORD_FILE).exists() else latest_checkpoint(path)
+                    latest = path if (path / files.RECORD_FILE).exists() else files.latest_checkpoint(path)
                 except OSError as why:
                     raise InputError(f"cannot look for checkpoints in {str(path)!r}: {why.strerror or why}") from why
         found = self.transport.share_record(None if latest is None else str(latest))
         return None if found is None else Path(found)
 
-    def load(self, path: Path, *, with_optimizer: bool = True) -> CheckpointRecord:
+    def load(self, path: Path, *, with_optimizer: bool = True) -> files.CheckpointRecord:
         """Take parameters, buffers and optimizer state from a checkpoint; return what it says about itself.
 
         All of it is looked at on all ranks first: if anything is wrong, nothing is changed.
         """
         record = self._checked_record(path, with_optimizer=with_optimizer)
-        with ExitStack() as files:
-            with self._alike():
-                change_optimizer, others = self._changes(path, record, files, with_optimizer=with_optimizer)
+        with ExitStack() as opened:
+            with together(self.transport, "reading a checkpoint"):
+                change_optimizer, others = self._changes(path, record, opened, with_optimizer=with_optimizer)
             self._change_optimizer(change_optimizer)
             for change in others:
                 change()
@@ -239,64 +202,64 @@ class Checkpoints:
         """Let the optimizer take over its state, or none of the ranks' if one finds fault with it."""
         undo = None
         try:
-            with self._alike():
+            with together(self.transport, "taking over the optimizer's state"):
                 undo = None if change is None else change()
-        except InputError:
+        except Exception:
             if undo is not None:
                 undo()
             raise
 
-    def _checked_record(self, path: Path, *, with_optimizer: bool) -> CheckpointRecord:
+    def _checked_record(self, path: Path, *, with_optimizer: bool) -> files.CheckpointRecord:
         """Return the record of a checkpoint whose files are as they were written; raise the same on all ranks if not.
 
         On every machine, which may have a copy of its own, each file is looked at by one of its ranks.
         """
         machines, changes_any = self.transport.machines(), self.transport.total(float(self._optimizer is not None)) > 0
         mine = [rank for rank, machine in enumerate(machines) if machine == machines[self.transport.rank]]
-        with self._alike():
-            record = read_record(path)
+        with together(self.transport, "reading a checkpoint"):
+            record = files.read_record(path)
             for number, name in enumerate(self._wanted(record, with_optimizer and changes_any)):
                 if mine[number % len(mine)] == self.transport.rank:
-                    check_file(record, path / name)
+                    files.check_file(record, path / name)
         if not record.is_checked and self.transport.rank == 0:
             log.warning("%s was written before checkpoints had checksums: damage in its files may go unnoticed", path)
         return record
 
-    def _wanted(self, record: CheckpointRecord, with_optimizer: bool) -> list[str]:
+    def _wanted(self, record: files.CheckpointRecord, with_optimizer: bool) -> list[str]:
         """Return the files of a checkpoint that are to be loaded."""
-        return [MODEL_FILE, *((OPTIMIZER_FILE,) if with_optimizer else ()),
-                *((RANDOM_FILE,) if record.plan == self._digest else ())]
+        return [files.MODEL_FILE, *((files.OPTIMIZER_FILE,) if with_optimizer else ()),
+                *((files.RANDOM_FILE,) if record.plan == self._digest else ())]
 
-    def _changes(self, path: Path, record: CheckpointRecord, files: ExitStack, *,
+    def _changes(self, path: Path, record: files.CheckpointRecord, opened: ExitStack, *,
                  with_optimizer: bool) -> tuple[Callable[[], Callable[[], None]] | None, list[Callable[[], object]]]:
         """Return what takes over a checkpoint's content: the optimizer's, which returns what undoes it, and all else.
 
         Raise ``InputError`` if something is wrong with it.
         """
         wanted = [name for name in self._wanted(record, with_optimizer and self._optimizer is not None)
-                  if name != RANDOM_FILE or self.prepared.random.is_used]
-        found = {name: files.enter_context(TensorFile(path / name)) for name in wanted
-                 if name != OPTIMIZER_FILE or (path / name).exists()}  # one without state has no file
+                  if name != files.RANDOM_FILE or self.prepared.random.is_used]
+        found = {name: opened.enter_context(files.TensorFile(path / name)) for name in wanted
+                 if name != files.OPTIMIZER_FILE or (path / name).exists()}  # one without state has no file
         for name, file in found.items():
-            check_tensors(record, path / name, len(file.entries))
-        if OPTIMIZER_FILE in wanted and OPTIMIZER_FILE not in found:
-            check_tensors(record, path / OPTIMIZER_FILE, 0)
-        model = found[MODEL_FILE]
-        stored = {name: (DTYPES[entry.dtype], entry.shape) for name, entry in model.entries.items()}
+            files.check_tensors(record, path / name, len(file.entries))
+        if files.OPTIMIZER_FILE in wanted and files.OPTIMIZER_FILE not in found:
+            files.check_tensors(record, path / files.OPTIMIZER_FILE, 0)
+        model = found[files.MODEL_FILE]
+        stored = {name: (files.DTYPES[entry.dtype], entry.shape) for name, entry in model.entries.items()}
         others: list[Callable[[], object]] = [self._model_change(stored, model.read, str(path))]
         optimizer = None
-        if OPTIMIZER_FILE in wanted:
+        if files.OPTIMIZER_FILE in wanted:
             assert self._optimizer is not None, "it is wanted"
-            optimizer = self._optimizer.change(found.get(OPTIMIZER_FILE), record)
+            optimizer = self._optimizer.change(found.get(files.OPTIMIZER_FILE), record)
             if self._optimizer.has_masters:  # which come after the parameters, whose values they may be
                 others, optimizer = [*others, optimizer], None
-        if RANDOM_FILE in wanted:
-            others.append(self.prepared.random.change(found[RANDOM_FILE], self.transport.rank))
+        if files.RANDOM_FILE in wanted:
+            others.append(self.prepared.random.change(found[files.RANDOM_FILE], self.transport.rank))
         return optimizer, others
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, strict: bool = True) -> None:
         """Take parameters and buffers from a whole state dict, which every rank must have."""
-        with self._alike():
+        with together(self.transport, "reading the state dict"):
             _require_values(state)
             change = self._model_change({name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()},
                                         lambda name, region=(): cut_region(state[name], region), "the state dict",
@@ -316,7 +279,7 @@ class Checkpoints:
         strange = [name for name in stored if name not in names]
         if strict and (missing or strange):
             raise InputError(f"{where} is for another model: it lacks {', '.join(missing[:3]) or 'nothing'}, and has "
-                             f"{', '.join(strange[:3]) or 'nothing'} that the model has not")
+                             f"{', '.join(strange[:3]) or 'nothing'} that the model does not have")
         own: list[tuple[str, Tensor]] = [*self.state.rest.items(), *self.prepared.buffers.items(),
                                          *self.prepared.parameters.tensors.items()]
         values = list[tuple[Tensor, str, Region]]()
@@ -350,7 +313,7 @@ def _require_values(state: object) -> None:
     for name, item in state.items():
         if not isinstance(item, Tensor) or item.is_meta:
             what = "has no values, it is on the meta device" if isinstance(item, Tensor) else type(item).__name__
-            raise InputError(f"{name!r} in the state dict is no tensor with values: {what}")
+            raise InputError(f"{name!r} in the state dict is not a tensor with values: {what}")
 
 
 # ---- putting claims together ----------------------------------------------------------------------------------------
@@ -369,7 +332,8 @@ class _Layout:
 
     def __init__(self, rows: list[list[Any]], numbers: dict[str, Any]) -> None:
         self.rows = [_Row((file, name), Entry(dtype=dtype, shape=tuple(shape)), [
-            (source, _region(region)) for source, region in parts]) for file, name, dtype, shape, parts in rows]
+            (source, tuple(tuple((start, stop) for start, stop in ranges) for ranges in region))
+            for source, region in parts]) for file, name, dtype, shape, parts in rows]
         self.numbers = numbers
         self.entries: dict[str, dict[str, Entry]] = {}
         """The tensors of each file."""
@@ -398,26 +362,22 @@ def _merge(records: list[Any]) -> dict[str, Any]:
     return {"rows": rows, "numbers": numbers}
 
 
-def _region(value: list[Any]) -> Region:
-    return tuple(tuple((start, stop) for start, stop in ranges) for ranges in value)
-
-
 class _Writing:
     """The files of a checkpoint under way, on rank 0; after a problem it takes the rest of the tensors and drops them.
     """
 
-    def __init__(self, folder: Path, record: CheckpointRecord, layout: _Layout) -> None:
-        self.problem, self.is_disk, self._entries = "", False, layout.entries
-        self._folder, self._record = folder, record
-        self._new: NewCheckpoint | None = None
-        self._writer: TensorWriter | None = None
+    def __init__(self, folder: Path, record: files.CheckpointRecord, layout: _Layout) -> None:
+        self.problem: WeftError | None = None
+        self._folder, self._record, self._entries = folder, record, layout.entries
+        self._new: files.NewCheckpoint | None = None
+        self._writer: files.TensorWriter | None = None
         self._checksums: dict[str, str] = {}
         self.attempt(self._begin)
 
     def _begin(self) -> None:
-        format_record(self._record)  # what JSON cannot say shall be known before anything is sent
+        files.format_record(self._record)  # what JSON cannot say must be known before anything is sent
         try:
-            self._new = NewCheckpoint(self._folder, self._record.step)
+            self._new = files.NewCheckpoint(self._folder, self._record.step)
         except ValueError as problem:
             raise InputError(f"the checkpoint cannot be written to {str(self._folder)!r}: {problem}") from problem
 
@@ -426,13 +386,12 @@ class _Writing:
         assert self._new is not None, "there was no problem"
         if self._writer is None or self._writer.path.name != file:
             self._close()
-            self._writer = TensorWriter(self._new.path / file, self._entries[file])
+            self._writer = files.TensorWriter(self._new.path / file, self._entries[file])
         self._writer.write(whole)
 
     def _close(self) -> None:
         if self._writer is not None:
-            self._writer.close()
-            self._checksums[self._writer.path.name] = str(self._writer.checksum)
+            self._checksums[self._writer.path.name] = self._writer.close()
 
     def finish(self, keep: int | None) -> None:
         """Close the files, write the record and give the checkpoint its name."""
@@ -443,20 +402,20 @@ class _Writing:
 
     def attempt(self, action: Callable[..., None], *arguments: Any) -> None:
         """Run the action unless there was a problem; note one with the disk or with what is to be written."""
-        if self.problem:
+        if self.problem is not None:
             return
         try:
             action(*arguments)
         except InputError as problem:
-            self.problem = str(problem)
+            self.problem = problem
         except OSError as problem:
-            self.is_disk = True
             why = problem.strerror or problem
             is_full = problem.errno in (errno.ENOSPC, errno.EDQUOT)
             cure = "make room" if is_full else "give a folder that can be written to"
-            self.problem = (f"the checkpoint cannot be written to {str(self._folder)!r}: {why}. "
-                            f"The one before it, if there was one, is still there: {cure} and resume")
+            self.problem = RunError(f"the checkpoint cannot be written to {str(self._folder)!r}: {why}. The one before "
+                                    f"it, if there was one, is still there: {cure} and resume")
         except (TypeError, ValueError) as problem:
-            self.problem = f"the checkpoint's record cannot be written, extra must be what JSON can say: {problem}"
-        if self.problem and self._new is not None:
+            self.problem = InputError(f"the checkpoint's record cannot be written, extra must be what JSON can say: "
+                                      f"{problem}")
+        if self.problem is not None and self._new is not None:
             self._new.drop()

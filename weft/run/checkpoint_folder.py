@@ -45,31 +45,16 @@ from weft.plan.sharding import Region
 from weft.run.parameters import cut_region
 
 CHUNK_BYTES: Final = 1 << 24
-"""So much is looked at in one call: other threads of the process, such as those of messages, run in between."""
+"""So much of a file is read at once."""
 
 
-class Checksum:
-    """The checksum of bytes that come one after the other."""
-
-    def __init__(self) -> None:
-        self._crc = self._num_bytes = 0
-
-    def add(self, data: bytes | memoryview) -> None:
-        """Go on with these bytes."""
-        view = memoryview(data)
-        for start in range(0, len(view), CHUNK_BYTES):
-            self._crc = zlib.crc32(view[start : start + CHUNK_BYTES], self._crc)
-        self._num_bytes += len(view)
-
-    def __str__(self) -> str:
-        return f"crc32:{self._crc:08x}:{self._num_bytes}"
+def _checksum(crc: int, num_bytes: int) -> str:
+    return f"crc32:{crc:08x}:{num_bytes}"
 
 
 def checksum_of(data: bytes | memoryview) -> str:
     """Return the checksum of some bytes, with their number."""
-    found = Checksum()
-    found.add(data)
-    return str(found)
+    return _checksum(zlib.crc32(data), len(data))
 
 
 def record_checksum(record: Mapping[str, Any]) -> str:
@@ -104,7 +89,7 @@ class CheckpointRecord:
     groups: tuple[Mapping[str, Any], ...] = ()
     """Options of the optimizer's parameter groups, such as the learning rate."""
     numbers: Mapping[str, Any] = field(default_factory=dict)
-    """State of the optimizer that is no tensor, as ``parameter.key``."""
+    """State of the optimizer that is not a tensor, as ``parameter.key``."""
     extra: Mapping[str, Any] = field(default_factory=dict)
     """What the training script has put in."""
     tensors: Mapping[str, int] = field(default_factory=dict)
@@ -150,19 +135,18 @@ def check_file(record: CheckpointRecord, path: Path) -> None:
     _require_file(path)
     if not record.is_checked:
         return
-    found = Checksum()
+    crc = num_bytes = 0
     try:
         with open(path, "rb", buffering=0) as stream:
-            room = bytearray(CHUNK_BYTES)
-            while count := stream.readinto(room):
-                found.add(memoryview(room)[:count])
+            while data := stream.read(CHUNK_BYTES):
+                crc, num_bytes = zlib.crc32(data, crc), num_bytes + len(data)
     except FileNotFoundError:
         return  # whether it must be there is for ``check_tensors``
     except OSError as problem:
         raise InputError(f"cannot read {str(path)!r}: {problem}. Use an earlier checkpoint") from problem
-    wanted = record.checksums.get(path.name, "none")
-    if str(found) != wanted:
-        raise _damaged(path, wanted, str(found))
+    wanted, found = record.checksums.get(path.name, "none"), _checksum(crc, num_bytes)
+    if found != wanted:
+        raise _damaged(path, wanted, found)
 
 
 def _damaged(path: Path, wanted: str, found: str) -> InputError:
@@ -315,12 +299,11 @@ class TensorWriter:
         self.path, self.entries, self.names = path, entries, file_order(entries)
         self._stream: IO[bytes] = open(path, "wb")  # noqa: SIM115 - closed in close
         self._num_written = 0
-        self.checksum = Checksum()
-        """Of all that was written so far."""
+        self._crc = self._num_bytes = 0
         self._write(file_begin(entries, {"format": "pt"}))
 
     def _write(self, data: bytes | memoryview) -> None:
-        self.checksum.add(data)
+        self._crc, self._num_bytes = zlib.crc32(data, self._crc), self._num_bytes + len(data)
         self._stream.write(data)
 
     def write(self, tensor: Tensor) -> None:
@@ -331,11 +314,12 @@ class TensorWriter:
         self._write(memoryview(data.view(torch.uint8).numpy()))
         self._num_written += 1
 
-    def close(self) -> None:
-        """Make sure that the file is on the disk."""
+    def close(self) -> str:
+        """Make sure that the file is on the disk, and return its checksum."""
         self._stream.flush()
         os.fsync(self._stream.fileno())
         self._stream.close()
+        return _checksum(self._crc, self._num_bytes)
 
 
 class TensorFile(tensor_file.TensorFile):

@@ -32,19 +32,18 @@ import time
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.fx import Node
 from torch.utils.hooks import RemovableHandle
 
 from weft.base.errors import RunError
-from weft.model.graph import DETACH, I64, Bool, Graph
+from weft.model.graph import I64, Graph
 from weft.plan.factors import Factors, LinearUse, block_size, bucket_rows, factor_widths
 from weft.plan.program import Bucket, Program
 from weft.run.cells import Transfer
@@ -52,24 +51,9 @@ from weft.run.parameters import Parameters
 from weft.run.split_backward import MatmulGradient, attributes_of, linear_call, split_matmul
 from weft.run.stage import StageModule
 from weft.run.transport import Transport
-from weft.run.wire import Work
+from weft.run.wire import Promise, Work
 
 Start = Callable[[], Sequence[Work]]
-
-
-class _Pending:
-    def __init__(self, future: Future[None], then: Callable[[], None] | None) -> None:
-        self._future, self._then = future, then
-
-    def wait(self) -> None:
-        """Return when the exchange is done, its last step here; or raise what it raised."""
-        self._future.result()
-        if self._then is not None:
-            self._then()
-
-    def is_completed(self) -> bool:
-        """Return whether ``wait`` would not wait for other ranks."""
-        return self._future.done()
 
 
 class Lane:
@@ -85,13 +69,13 @@ class Lane:
         self.around: Callable[[], AbstractContextManager[Any]] | None = None
         """Gives a context for exchanges to run in, where somebody watches them."""
 
-    def submit(self, run: Callable[[], None], *, then: Callable[[], None] | None = None) -> _Pending:
+    def submit(self, run: Callable[[], None], *, then: Callable[[], None] | None = None) -> Promise:
         """Start an exchange behind those that were started before, and behind what the GPU was told to do until now.
 
         Whoever waits for it does ``then``.
         """
         ready = None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
-        return _Pending(self._pool.submit(self._run, run, ready), then)
+        return Promise(self._pool.submit(self._run, run, ready), then)
 
     def _run(self, run: Callable[[], None], ready: torch.cuda.Event | None) -> None:
         with torch.no_grad(), nullcontext() if self.around is None else self.around():
@@ -271,26 +255,6 @@ class EarlyExchanges:
         return host_ns + int(event.elapsed_time(mark) * 1e6)
 
 
-def leads_to_loss(graph: Graph) -> Bool:
-    """Return which operators the loss sends gradients to: others leave none, and nothing goes through a detach."""
-    leads = np.zeros(graph.num_ops, dtype=np.bool_)
-    producers = graph.tensor_producer.tolist()
-    todo = [producers[tensor] for tensor in graph.outputs[:1]]
-    while todo:
-        op = todo.pop()
-        if op >= 0 and not leads[op] and graph.op_kinds[op] != DETACH:
-            leads[op] = True
-            todo.extend(producers[tensor] for tensor in graph.op_inputs(op).tolist())
-    return leads
-
-
-def with_gradient(graph: Graph) -> set[str]:
-    """Return the parameters that the loss sends gradients to: on one device, others have none and never change."""
-    leads = leads_to_loss(graph)
-    read = {tensor for op in range(graph.num_ops) if leads[op] for tensor in graph.op_inputs(op).tolist()}
-    return {graph.tensor_names[tensor] for tensor in graph.parameters.tolist() if tensor in read}
-
-
 class _Rows:
     """Room for the rows of one tensor."""
 
@@ -340,8 +304,8 @@ class FactorRows:
     def append(self, item: MatmulGradient) -> None:
         """Take the factors of one backward."""
         first = self.gradient.filled
-        self.gradient.put(first, item.grad)
-        self.input.put(first, item.right if self.use.gradient_left else item.left)
+        for room, rows in zip((self.gradient, self.input), item.factors(), strict=True):
+            room.put(first, rows)
         for hook in self.hooks.values():
             hook(self)
 

@@ -26,7 +26,6 @@ from weft.model.graph import F64
 from weft.model.source import ModelSource
 from weft.plan.program import Op, Program
 from weft.run.bind import Binder
-from weft.run.exchange import with_gradient
 from weft.run.optimizers import make_optimizer
 from weft.run.parameters import StateShares
 from weft.run.prepare import Prepared
@@ -59,7 +58,8 @@ class Executor:
         num_own = ranges[transport.rank][1] - ranges[transport.rank][0]
         self._starts, self._ends = array("q", [0]) * num_own, array("q", [0]) * num_own
         self.shares = StateShares(program, prepared.parameters, transport)
-        reached = with_gradient(program.graph)
+        graph = program.graph  # without gradients from the loss, parameters never change, as on one device
+        reached = {graph.tensor_names[item] for item in graph.inputs[graph.on_path_to_loss[graph.consumer_op]].tolist()}
         self.trained = [item for name, item in self.shares.tensors.items() if item.requires_grad and name in reached]
         """What an optimizer changes on this rank."""
         self.optimizer = make_optimizer(self.trained, program.plan.optimizer)

@@ -38,7 +38,7 @@ _CONNECTION: Final = re.compile(
     r"|unreachable|no route to host|host is down|network (error|is down)"
     r"|remote (process|worker|peer)|remoteerror|ncclsystemerror|unhandled system error|communicator was aborted"
     r"|nccl communicator .*abort|pair closure|store .*(gone|closed)", re.IGNORECASE)
-"""How gloo, nccl and the store speak of a connection that is no more."""
+"""How gloo, nccl and the store report a connection that is gone."""
 
 
 class PeerLost(RunError):  # noqa: N818 - it says what happened

@@ -238,15 +238,9 @@ class _Ranks:
             return RunError(f"{who} failed while {doing}: {record['message']}")
         code = process.child.returncode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        others = len(self._processes) - 1
-        return self._lost(process.rank, f"{who} {how} while {doing}; the other {others} ranks were ended"
-                          f"{self._last_words(process)}")
-
-    def _last_words(self, process: _Process) -> str:
-        process.errors.flush()
-        process.errors.seek(0)
-        lines = process.errors.read().decode(errors="replace").strip().splitlines()
-        return f". Its last words: {lines[-1]}" if lines else ""
+        others, said = len(self._processes) - 1, Path(process.errors.name).read_text(errors="replace").split("\n")
+        last = next((f". Its last words: {line}" for line in reversed(said) if line.strip()), "")
+        return self._lost(process.rank, f"{who} {how} while {doing}; the other {others} ranks were ended{last}")
 
     def _end_all(self) -> None:
         with _undisturbed():

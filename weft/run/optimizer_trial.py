@@ -22,7 +22,7 @@ from torch.nn import Parameter
 from weft.base.errors import InputError
 
 FAILURES: Final = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What optimizers raise on state or options that are none."""
+"""What optimizers raise on state or options that are not theirs."""
 State = Mapping[str, Mapping[str, Any]]
 """Name of the parameter -> key -> number, or tensor: on the meta device where only its shape and dtype count."""
 
@@ -77,7 +77,7 @@ def _check_kept(name: str, parameter: Tensor, small: Tensor, kept: Mapping[str, 
 
 
 def _is_finite(value: object) -> bool:
-    """Return whether a number is; anything else is no number that could not be."""
+    """Return whether a number is; anything that is not a number counts as finite."""
     if isinstance(value, Tensor):
         return bool(value.isfinite())
     return not isinstance(value, int | float) or math.isfinite(value)

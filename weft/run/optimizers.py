@@ -82,7 +82,7 @@ class MasterWeights(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:
         """Change the masters by the parameters' gradients, and set the parameters to them."""
         assert closure is None, "steps are taken once the gradients are there"
-        options = {key: value for key, value in self.param_groups[0].items() if key != "params"}
+        options = options_of(self.param_groups[0])
         for chunk, optimizer in self._chunks:
             optimizer.param_groups[0].update(options)
             rounded = [pair for pair in chunk if pair[0] is not pair[1]]
@@ -119,9 +119,13 @@ class MasterWeights(torch.optim.Optimizer):
                         optimizer.state[master] = {
                             key: value.to(item.device) if isinstance(value, Tensor) else value
                             for key, value in entry.items()}
-        options = {key: value for key, value in state_dict["param_groups"][0].items() if key != "params"}
-        self.param_groups[0].update(options)
+        self.param_groups[0].update(options_of(state_dict["param_groups"][0]))
         self._show_state()
+
+
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a parameter group."""
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _chunks(pairs: Sequence[tuple[torch.nn.Parameter, torch.nn.Parameter]]
@@ -164,7 +168,7 @@ def mismatch(stored: torch.dtype, wanted: torch.dtype, *, where: str) -> str:
         return ""
     return (f"is {_name(stored)} in {where} but {_name(wanted)} here: {kind_of(stored)} are not turned into "
             f"{kind_of(wanted)}" if kind_of(stored) != kind_of(wanted) else
-            f"is {_name(stored)} in {where} but {_name(wanted)} here, which has not room for all of its values")
+            f"is {_name(stored)} in {where} but {_name(wanted)} here, which cannot hold all of its values")
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -309,7 +313,7 @@ class OptimizerState:
             optimizer, masters = optimizer.one, optimizer.masters()
         if not f"{type(optimizer).__module__}.".startswith("torch.optim."):
             return
-        state = self._stored(file, record)
+        state = self._read(file, record, describes_only=True)
         names = {id(tensor): name for name, tensor in self._parameters.items()}
         for group, options in zip(self.optimizer.param_groups, groups, strict=True):
             mine = {names[id(tensor)]: tensor for tensor in group["params"] if id(tensor) in names}
@@ -364,27 +368,19 @@ class OptimizerState:
             return
         for index, (group, options) in enumerate(zip(self.optimizer.param_groups, saved, strict=True)):
             for key, value in options.items():
-                before = group.get(key)
-                if not _is_alike(value, tuple(before) if isinstance(before, list | tuple) else before):
+                before = group.get(key, 0.0 if isinstance(value, float) else None)  # schedules add some
+                known = (tuple(item) if isinstance(item, list | tuple) else item
+                         for item in (before, self.optimizer.defaults.get(key, before)))
+                if not any(_is_alike(value, item) for item in known):
                     raise InputError(f"the checkpoint's groups[{index}].{key} is {value!r:.60}, where {self.kind} has "
                                      f"{before!r:.60}: it is damaged. Use an earlier one, or load with optimizer=False")
 
-    def _stored(self, file: TensorFile | None, record: CheckpointRecord) -> dict[str, dict[str, Any]]:
-        """Return the state of this rank's parameters as ``_read`` does, but of large tensors only shape and dtype."""
-        found = self._read(None, record)
-        if file is None:
-            return found
-        for entry, item in file.entries.items():
-            name, _, key = entry.rpartition(".")
-            if name in self._parameters:
-                shape = self._parameters[name].shape if item.shape == self._shapes[name] else item.shape
-                is_number = math.prod(item.shape) == 1 and item.shape != self._shapes[name]
-                found.setdefault(name, {})[key] = file.read(entry) if is_number else torch.empty(
-                    shape, dtype=DTYPES[item.dtype], device="meta")
-        return found
+    def _read(self, file: TensorFile | None, record: CheckpointRecord, *,
+              describes_only: bool = False) -> dict[str, dict[str, Any]]:
+        """Return the stored state of this rank's parameters by name and key.
 
-    def _read(self, file: TensorFile | None, record: CheckpointRecord) -> dict[str, dict[str, Any]]:
-        """Return the state of this rank's parameters by name and key, its parts only."""
+        If it ``describes_only``, tensors larger than a number are on the meta device, in their shapes here.
+        """
         found: dict[str, dict[str, Any]] = {}
         for entry, value in record.numbers.items():
             name, _, key = entry.rpartition(".")
@@ -393,15 +389,19 @@ class OptimizerState:
             return found
         for entry, item in file.entries.items():
             name, _, key = entry.rpartition(".")
-            if name in self._parameters:
-                region = self._regions.get(name, ()) if item.shape == self._shapes[name] else ()
-                found.setdefault(name, {})[key] = file.read(entry, region)
+            if name not in self._parameters:
+                continue
+            is_like = item.shape == self._shapes[name]
+            if describes_only and (is_like or math.prod(item.shape) != 1):
+                shape = self._parameters[name].shape if is_like else item.shape
+                found.setdefault(name, {})[key] = torch.empty(shape, dtype=DTYPES[item.dtype], device="meta")
+            else:
+                found.setdefault(name, {})[key] = file.read(entry, self._regions.get(name, ()) if is_like else ())
         return found
 
     def _options(self, saved: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return the options of the parameter groups with those of a checkpoint."""
-        groups = [{key: value for key, value in group.items() if key != "params"}
-                  for group in self.optimizer.param_groups]
+        groups = list(map(options_of, self.optimizer.param_groups))
         if len(groups) != len(saved):
             log.warning("the checkpoint has %d parameter groups and the optimizer %d: their options, such as the "
                         "learning rate, stay as they are", len(saved), len(groups))
@@ -417,7 +417,10 @@ class OptimizerState:
 
 
 def _is_alike(value: object, before: object) -> bool:
-    """Return whether an option may become ``value``: a finite number stays one, a switch one or nothing."""
+    """Return whether an option may become ``value``: a finite number stays one, a switch one or nothing.
+
+    What was nothing may be a switch, a count or a word, as ``foreach`` and LBFGS's ``max_eval`` and ``line_search_fn``.
+    """
     if isinstance(before, tuple):
         return isinstance(value, list | tuple) and len(value) == len(before) and all(map(_is_alike, value, before))
     if isinstance(before, bool):
@@ -426,4 +429,4 @@ def _is_alike(value: object, before: object) -> bool:
         if isinstance(value, int | float) and not isinstance(value, bool):
             return abs(value) <= sys.float_info.max or value == before
         return not isinstance(before, Tensor) and value == before
-    return before is not None or not isinstance(value, list | tuple | dict)
+    return before is not None or not isinstance(value, list | tuple | dict | float)

@@ -23,17 +23,10 @@ from weft.plan.lower import lower
 from weft.plan.plan import Plan, split_samples
 from weft.plan.program import Op, Phase, Program
 from weft.plan.sharding import Region, axis_sizes
+from weft.run import parameters
 from weft.run.exchange import FactorBlock, check_rows, collect_factors, lane_groups, make_blocks
 from weft.run.mesh import ReplicaMesh, axis_weights, mesh_groups
-from weft.run.parameters import (
-    BufferShares,
-    Parameters,
-    buffer_holders,
-    cut_region,
-    divided_states,
-    held_regions,
-    parameter_layouts,
-)
+from weft.run.parameters import BufferShares, Parameters
 from weft.run.random_state import RankRandom
 from weft.run.shard_stage import shard_stage
 from weft.run.stage import Stage, build_stage, model_graph
@@ -92,8 +85,8 @@ def connect_ranks(program: Program, tracer: Tracer, transport: Transport) -> Non
     """Make the groups of ranks that the program needs; all ranks call this together."""
     updates = tracer.trace(program.graph.batch).program.buffer_updates
     transport.connect_groups(mesh_groups(program.plan), exchanges=(bucket.ranks for bucket in program.buckets),
-                             lanes=(*lane_groups(program), *(ranks for _, ranks in divided_states(program)),
-                                    *buffer_holders(program, updates).values()))
+                             lanes=(*lane_groups(program), *(ranks for _, ranks in parameters.divided_states(program)),
+                                    *parameters.buffer_holders(program, updates).values()))
 
 
 def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed: int,
@@ -110,7 +103,7 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
         _require_same(program.graph, model.graph)
     graphs = {size: model_graph(model) for size, model in traced.items()}
     first = next(iter(traced.values()))
-    values = _Values(tracer.source, first, device=device, seed=seed, regions=held_regions(program, rank))
+    values = _Values(tracer.source, first, device=device, seed=seed, regions=parameters.held_regions(program, rank))
     split = set(program.instance[(program.op == Op.COMPUTE) & (program.phase == Phase.I)].tolist())
     routes, factors = Routes(program, rank), make_blocks(program, rank, device)
     random = RankRandom(device, seed=seed if random_seed is None else random_seed, rank=rank,
@@ -126,8 +119,8 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
             stage = program.plan.stages[item.stage]
             replica = stage.replicas[item.replica]
             mesh = ReplicaMesh(transport, item.ranks, axis_sizes(replica), axis_weights(program.plan, replica))
-            module = shard_stage(module, stage.sharding, mesh, parameters=parameter_layouts(program, index, rank),
-                                 random=random)
+            module = shard_stage(module, stage.sharding, mesh, random=random,
+                                 parameters=parameters.parameter_layouts(program, index, rank))
         module = collect_factors(module, factors, num_microbatches=len(item.microbatches))
         stages[index] = Stage(module, split=index in split, mesh=mesh, random=random)
     check_rows(factors)
@@ -171,7 +164,7 @@ class _Values:
             return self.buffers[name]
         if name not in self.parameters:
             given = self._parameters[name]
-            value = cut_region(value_of(name, given, self._seed), self._regions.get(name, ()))
+            value = parameters.cut_region(value_of(name, given, self._seed), self._regions.get(name, ()))
             value = value.to(self._device, copy=not given.is_meta)
             needs_gradient = given.requires_grad and (given.is_floating_point() or given.is_complex())
             self.parameters[name] = torch.nn.Parameter(value, requires_grad=needs_gradient)

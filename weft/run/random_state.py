@@ -112,6 +112,6 @@ class RankRandom:
             try:  # before anything is changed
                 torch.Generator(self._device).set_state(found[name.partition(".")[2]])
             except RuntimeError as problem:
-                raise InputError(f"{str(file.path)!r} has a state of random numbers {name!r} that is none ({problem}): "
-                                 "it is damaged. Use an earlier checkpoint") from problem
+                raise InputError(f"{str(file.path)!r} has a state of random numbers {name!r} that cannot be used "
+                                 f"({problem}): it is damaged. Use an earlier checkpoint") from problem
         return lambda: self.restore(found)

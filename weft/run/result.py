@@ -143,8 +143,8 @@ def rank_devices(text: str, num_ranks: int) -> tuple[str, ...]:
                          "each, or one for all")
     for name in wanted:
         if not re.fullmatch(r"cpu|cuda(:[0-9]{1,3})?(@([1-9][0-9]?|100)%)?", name):
-            raise InputError(f"device {text!r}: {name!r} is none; use cpu, cuda, cuda:0 or, for a part of a GPU, "
-                             "cuda:0@25%")
+            raise InputError(f"device {text!r}: {name!r} is not a device; use cpu, cuda, cuda:0 or, for a part of a "
+                             "GPU, cuda:0@25%")
     return wanted
 
 
@@ -261,7 +261,7 @@ def _load_gradients(path: Path) -> dict[str, npt.NDArray[np.float64]]:
     found = read_arrays(path, max_bytes=path.stat().st_size)
     for name, array in found.items():
         if array.dtype != np.float64:
-            raise InputError(f"{str(path)!r}: {name!r} is no array of float64")
+            raise InputError(f"{str(path)!r}: {name!r} is not an array of float64")
     return found
 
 

@@ -165,7 +165,7 @@ class _Builder:
         """Return the stream of the devices that run the same part of an operator as this one."""
         places = [f"{axis}={self.mesh.coordinates[axis]}" for axis, choice in enumerate(strategy)
                   if choice != NOT_SPLIT]
-        return ",".join(["team" + "-".join(map(str, self.mesh.ranks)), *places])  # as checkpoints name it
+        return ",".join(["team" + "-".join(map(str, self.mesh.ranks)), *places])  # so checkpoints name a tp group
 
     def _noted(self, node: Node, new: Node) -> Node:
         """Return the new node with the shape that its value has on this device."""

@@ -61,27 +61,33 @@ def add_gradient(parameter: Tensor, gradient: Tensor) -> None:
 
 @dataclass(slots=True)
 class MatmulGradient:
-    """``weight.grad += left^T right`` and ``bias.grad += sum of rows of grad``: all the factors of a linear layer.
+    """``weight.grad += grad^T x`` (``transposed``) or ``x^T grad``, and ``bias.grad += sum of rows of grad``.
 
-    ``left``, ``right`` and ``grad`` have one row for each sample and position.
+    All the factors of a linear layer, as autograd has them: what is not in one piece is copied when it is multiplied.
     """
 
     weight: Tensor
-    left: Tensor
-    right: Tensor
     bias: Tensor | None
+    x: Tensor | None
+    """None where the weight is frozen."""
     grad: Tensor
+    transposed: bool
+
+    def factors(self) -> list[Tensor]:
+        """Return gradient and input with one row for each sample and position; no input where the weight is frozen."""
+        return [item.reshape(-1, item.shape[-1]) for item in (self.grad, self.x) if item is not None]
 
     def accumulate(self) -> None:
         """Add the gradients of weight and bias."""
-        left_t = self.left.t()
-        if self.weight.requires_grad:
+        grad_NO, *rest = self.factors()
+        for x_NI in rest:
+            left, right = (grad_NO, x_NI) if self.transposed else (x_NI, grad_NO)
             if self.weight.grad is None:
-                self.weight.grad = torch.mm(left_t, self.right)
+                self.weight.grad = torch.mm(left.t(), right)
             else:
-                self.weight.grad.addmm_(left_t, self.right)
+                self.weight.grad.addmm_(left.t(), right)
         if self.bias is not None and self.bias.requires_grad:
-            add_gradient(self.bias, self.grad.sum(0).reshape(self.bias.shape))
+            add_gradient(self.bias, grad_NO.sum(0).reshape(self.bias.shape))
 
 
 @dataclass(slots=True)
@@ -98,9 +104,9 @@ class CallGradient:
                 add_gradient(parameter, gradient)
 
 
-def _alone(ctx: Any) -> tuple[Tensor, ...]:
+def _alone(ctx: Any) -> tuple[Any, ...]:
     """Return what was kept, operands without the graph behind them, which would hold the inputs of the stage."""
-    return tuple(item if item.is_leaf else item.detach() for item in ctx.saved_tensors)
+    return tuple(item if item is None or item.is_leaf else item.detach() for item in ctx.saved_tensors)
 
 
 class _Matmul(torch.autograd.Function):
@@ -109,7 +115,7 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool,
                 queue: WeightGradients) -> Tensor:
-        ctx.save_for_backward(x, weight)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
         ctx.rest = (bias, transposed, queue)
         if transposed:
             return functional.linear(x, weight, bias)
@@ -121,75 +127,59 @@ class _Matmul(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = _alone(ctx)
         bias, transposed, queue = ctx.rest
-        grad_NO, x_NI = grad.reshape(-1, grad.shape[-1]), x.reshape(-1, x.shape[-1])
-        left, right = (grad_NO, x_NI) if transposed else (x_NI, grad_NO)
-        queue.pending.append(MatmulGradient(weight, left, right, bias, grad_NO))
+        queue.pending.append(MatmulGradient(weight, bias, x, grad, transposed))
         needed = ctx.needs_input_grad[0]
         return (torch.matmul(grad, weight if transposed else weight.t()) if needed else None), None, None, None, None
 
 
-def _deferred(ctx: Any, queue: WeightGradients, weight: Tensor, bias: Tensor | None,
-              backward: Callable[[list[bool]], Sequence[Tensor | None]]) -> Tensor | None:
-    """Return the gradient of the input, if it is wanted, and leave those of weight and bias in the queue.
+class _Deferring(torch.autograd.Function):
+    """A call whose backward gives the gradient of its input and queues those of its weight and bias.
 
-    ``backward`` gives the three of them, as its mask asks.
+    ``forward`` takes input, weight, bias, options and queue, and leaves in ``ctx.rest`` what gives the three gradients,
+    as its mask asks, from that of the result and what was saved.
     """
-    queue.pending.append(CallGradient((weight, bias), lambda: backward([False, True, bias is not None])[1:]))
-    return backward([True, False, False])[0] if ctx.needs_input_grad[0] else None
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        saved, (weight, bias, queue, gradients) = _alone(ctx), ctx.rest
+        queue.pending.append(CallGradient((weight, bias), lambda: gradients(
+            [False, True, bias is not None], grad, *saved)[1:]))
+        own = gradients([True, False, False], grad, *saved)[0] if ctx.needs_input_grad[0] else None
+        return own, None, None, None, None
 
 
-class _Convolution(torch.autograd.Function):
+class _Convolution(_Deferring):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...],
                 queue: WeightGradients) -> Tensor:
+        sizes = None if bias is None else list(bias.shape)
         ctx.save_for_backward(x, weight)
-        ctx.rest = (bias, options, queue)
+        ctx.rest = (weight, bias, queue, lambda mask, grad, x, weight: aten.convolution_backward(
+            grad, x, weight, sizes, *options, mask))
         return torch.convolution(x, weight, bias, *options)
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = _alone(ctx)
-        bias, options, queue = ctx.rest
-        sizes = None if bias is None else list(bias.shape)
-        return (_deferred(ctx, queue, weight, bias, lambda mask: aten.convolution_backward(
-            grad, x, weight, sizes, *options, mask)), None, None, None, None)
 
-
-class _Embedding(torch.autograd.Function):
+class _Embedding(_Deferring):
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, indices: Tensor, padding: int, by_frequency: bool,
+    def forward(ctx: Any, indices: Tensor, weight: Tensor, bias: None, options: tuple[int, bool],
                 queue: WeightGradients) -> Tensor:
+        num_rows = weight.shape[0]
         ctx.save_for_backward(indices)
-        ctx.rest = (weight, padding, by_frequency, queue)
-        return aten.embedding(weight, indices, padding, by_frequency, False)
+        ctx.rest = (weight, bias, queue, lambda _, grad, indices: (
+            None, aten.embedding_dense_backward(grad, indices, num_rows, *options), None))
+        return aten.embedding(weight, indices, *options, False)
 
+
+class _LayerNorm(_Deferring):
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        (indices,) = ctx.saved_tensors
-        weight, padding, by_frequency, queue = ctx.rest
-
-        def compute() -> Sequence[Tensor | None]:
-            return (aten.embedding_dense_backward(grad, indices, weight.shape[0], padding, by_frequency),)
-
-        queue.pending.append(CallGradient((weight,), compute))
-        return None, None, None, None, None
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor | None, eps: float,
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Sequence[int], float],
                 queue: WeightGradients) -> Tensor:
+        shape, eps = options
         result, mean, rstd = torch.native_layer_norm(x, shape, weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
-        ctx.rest = (bias, shape, queue)
+        ctx.rest = (weight, bias, queue, lambda mask, grad, x, weight, mean, rstd: aten.native_layer_norm_backward(
+            grad, x, shape, mean, rstd, weight, bias, mask))
         return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, rstd = _alone(ctx)
-        bias, shape, queue = ctx.rest
-        return (_deferred(ctx, queue, weight, bias, lambda mask: aten.native_layer_norm_backward(
-            grad, x, shape, mean, rstd, weight, bias, mask)), None, None, None, None, None)
 
 
 def split_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, queue: WeightGradients) -> Tensor:
@@ -203,16 +193,16 @@ def split_convolution(x: Tensor, weight: Tensor, bias: Tensor | None, options: t
     return _Convolution.apply(x, weight, bias, options, queue)
 
 
-def split_embedding(weight: Tensor, indices: Tensor, padding: int, by_frequency: bool,
+def split_embedding(indices: Tensor, weight: Tensor, bias: None, options: tuple[int, bool],
                     queue: WeightGradients) -> Tensor:
     """Return the rows of ``weight``; the backward queues its gradient."""
-    return _Embedding.apply(weight, indices, padding, by_frequency, queue)
+    return _Embedding.apply(indices, weight, bias, options, queue)
 
 
-def split_layer_norm(x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor | None, eps: float,
+def split_layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Sequence[int], float],
                      queue: WeightGradients) -> Tensor:
     """Return the layer norm; the backward queues the gradients of weight and bias."""
-    return _LayerNorm.apply(x, shape, weight, bias, eps, queue)
+    return _LayerNorm.apply(x, weight, bias, options, queue)
 
 
 def split_weight_gradients(module: GraphModule, queue: WeightGradients) -> GraphModule:
@@ -222,7 +212,8 @@ def split_weight_gradients(module: GraphModule, queue: WeightGradients) -> Graph
     holder = attributes_of(module)
     for node in list(graph.nodes):
         call = _call_of(node, holder)
-        if call is not None:
+        read = [holder.get(str(item.target)) for item in (call[1] if call else ()) if isinstance(item, Node)]
+        if call is not None and any(getattr(item, "requires_grad", False) for item in read):
             _replace(graph, node, *call)
     graph.eliminate_dead_code()
     return GraphModule({**holder, _QUEUE: queue}, graph, class_name="SplitStage")
@@ -349,14 +340,14 @@ def _embedding(call: _Arguments) -> _Call | None:
     weight, indices, padding, by_frequency, sparse = call.values
     if not call.is_parameter(weight) or sparse:
         return None
-    return split_embedding, (weight, indices, padding, by_frequency)
+    return split_embedding, (indices, weight, None, (padding, by_frequency))
 
 
 def _layer_norm(call: _Arguments) -> _Call | None:
     x, shape, weight, bias, eps, _ = call.values
     if not call.is_parameter(weight) or not call.is_optional_parameter(bias):
         return None
-    return split_layer_norm, (x, shape, weight, bias, eps)
+    return split_layer_norm, (x, weight, bias, (shape, eps))
 
 
 _RULES: dict[Any, Callable[[_Arguments], _Call | None]] = {

@@ -68,15 +68,13 @@ class ModelGraph:
 def model_graph(traced: TracedModel) -> ModelGraph:
     """Return a traced model with its nodes under the names of its ``Graph``."""
     program, graph = traced.program, traced.graph
-    tensor_names = {program.nodes[node]: name for name, node in program.tensor_nodes.items()}
+    tensor_names = dict(program.names_of_nodes)
     op_names: dict[Node, str] = {}
     for op, (first, *items) in program.op_nodes.items():
         op_names[program.nodes[first]] = op
         for item in items:
             node = program.nodes[item]
             tensor_names.setdefault(node, f"{op}:{node.args[1]}")
-    for placeholder, path in (*program.parameters.items(), *program.buffers.items()):
-        tensor_names.setdefault(program.nodes[placeholder], path)
     constants = {name for name, is_constant in zip(graph.op_names, graph.is_constant, strict=True) if is_constant}
     return ModelGraph(
         graph=program.fx_graph, tensor_names=tensor_names, op_names=op_names, constants=frozenset(constants),

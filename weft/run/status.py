@@ -192,12 +192,17 @@ def _main_thread_s() -> float:
     return time.clock_gettime(time.pthread_getcpuclockid(thread))
 
 
+def _stat(process: int) -> list[str]:
+    """Return what the system says of a process here, from its state on; raise ``OSError`` if there is none."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
 def process_state(process: int) -> str:
     """Return the letter for the state of a process here, ``gone`` without one, ``""`` where that is not known."""
     if process <= 0 or not Path("/proc/self/stat").exists():
         return ""
     try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+        return _stat(process)[0]
     except (FileNotFoundError, ProcessLookupError):
         return "gone"
 
@@ -205,9 +210,8 @@ def process_state(process: int) -> str:
 def process_cpu_s(process: int) -> float:
     """Return the CPU time that a process of this machine has used; 0 where that is not known."""
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    except (OSError, IndexError, ValueError):
+        return sum(map(int, _stat(process)[11:13])) / os.sysconf("SC_CLK_TCK")
+    except (OSError, ValueError):
         return 0.0
 
 

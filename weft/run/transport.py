@@ -26,7 +26,7 @@ from torch import Tensor
 from weft.base.errors import RunError
 from weft.run.failures import PeerLost, failure
 from weft.run.status import StatusLine
-from weft.run.wire import ExchangeGroup, OnHost, Staging, Work, gathering, moved_per_entry, settled, to_add, to_move
+from weft.run.wire import ExchangeGroup, Promise, Staging, Work, gathering, moved_per_entry, settled, to_add, to_move
 
 
 class Transport:
@@ -115,7 +115,7 @@ class Transport:
         except RuntimeError as problem:
             raise failure(problem, lost=f"rank {self.rank} lost rank {source}",
                           doing=f"receiving {_what(tensor)} on rank {self.rank} from rank {source}") from problem
-        return work if received is tensor else OnHost(work, received, tensor)
+        return work if received is tensor else Promise(work, partial(tensor.copy_, received, non_blocking=True))
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
         """Start replacing the tensor by its sum over ``ranks``."""

@@ -188,7 +188,11 @@ def inspect(prepared: Prepared, measured: Measured, options: RunOptions, *, sour
         transport.status.set(Milestone.VERIFYING)
         # A GPU whose memory was limited for the run may have too little for the whole model.
         device = transport.device if options.gpu_memory_bytes is None else torch.device("cpu")
-        reference = _reference(prepared, source, options, device)
+        model = program.plan.model
+        reference = reference_run(
+            materialize(source.build(), options.seed, device=device), training=model.mode == "training",
+            inputs=[item.to(device) for item in source.inputs(model.batch, options.seed)], batch=model.batch,
+            parts=loss_parts(program) if prepared.takes_statistics else ())
     if program.plan.model.mode == "inference":
         outputs = _gather_outputs(program, measured.first_results, transport)
         return Inspected() if reference is None else Inspected(
@@ -224,14 +228,6 @@ def _difference(one: Tensor, other: Tensor) -> float:
         return 0.0
     found = float((precise(one) - precise(other)).abs().max())
     return found if found == found else float("inf")
-
-
-def _reference(prepared: Prepared, source: ModelSource, options: RunOptions, device: torch.device) -> Reference:
-    plan = prepared.program.plan
-    module = materialize(source.build(), options.seed, device=device)
-    inputs = [item.to(device) for item in source.inputs(plan.model.batch, options.seed)]
-    return reference_run(module, inputs, training=plan.model.mode == "training", batch=plan.model.batch,
-                         parts=loss_parts(prepared.program) if prepared.takes_statistics else ())
 
 
 def run_dtype(program: Program) -> torch.dtype:
@@ -365,7 +361,7 @@ def verdict(check: Verification, precise: Verification, own: float) -> Verificat
         note = (f"in float64 the same plan is equal to {again:.1e}, but rounding moves one process by {own:.1e} alone: "
                 "something else went wrong, perhaps not every time")
     elif not precise.passed:
-        note = f"in float64 the same plan differs by {again:.1e}: this is no rounding"
+        note = f"in float64 the same plan differs by {again:.1e}: this is not rounding"
     return replace(check, passed=precise.passed and is_explained, float64_error=again, rounding_error=own,
                    note="" if precise.reason else note, reason=precise.reason)
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, Final, Protocol
 
 import torch
@@ -90,18 +91,23 @@ class Work(Protocol):
         """Return when it is done (on a GPU: when later kernels will see its result)."""
 
 
-class OnHost:
-    """A transfer of a tensor's copy in the host's memory; what arrives goes to the tensor when it is waited for."""
+class Promise:
+    """A work, or one that another thread will have begun; what is to be done ``then`` is done by who waits for it."""
 
-    def __init__(self, work: Future[Work] | Work, copy: Tensor, target: Tensor | None = None) -> None:
-        self._work, self._copy, self._target = work, copy, target
+    def __init__(self, work: Future[Work | None] | Work, then: Callable[[], object] | None = None) -> None:
+        self._work, self._then = work, then
 
     def wait(self) -> None:
-        """Return when it is done and, for an arrival, on its way to the device before all that is issued later."""
+        """Return when it is done, its last step here; or raise what it raised."""
         work = self._work.result() if isinstance(self._work, Future) else self._work
-        work.wait()
-        if self._target is not None:
-            self._target.copy_(self._copy, non_blocking=True)
+        if work is not None:
+            work.wait()
+        if self._then is not None:
+            self._then()
+
+    def is_completed(self) -> bool:
+        """Return whether ``wait`` would not wait for other ranks."""
+        return isinstance(self._work, Future) and self._work.done()
 
 
 class Staging:
@@ -120,7 +126,7 @@ class Staging:
         """Return a copy of the tensor in the host's memory, when it is there."""
         return self.room(tensor.shape, tensor.dtype).copy_(tensor)
 
-    def send(self, tensor: Tensor, start: Callable[[Tensor], Work], *, brings_back: bool = False) -> OnHost:
+    def send(self, tensor: Tensor, start: Callable[[Tensor], Work], *, brings_back: bool = False) -> Promise:
         """Copy the tensor and ``start`` a transfer of the copy; what that leaves in it may be to be brought back.
 
         The tensor must stay as it is until the work has been waited for.
@@ -133,7 +139,8 @@ class Staging:
                 is_there.synchronize()
             return start(copy)
 
-        return OnHost(self._thread.submit(run), copy, tensor if brings_back else None)
+        bring_back = partial(tensor.copy_, copy, non_blocking=True) if brings_back else None
+        return Promise(self._thread.submit(run), bring_back)
 
     def _begin_copy(self, copy: Tensor, tensor: Tensor) -> torch.cuda.Event | None:
         if self._stream is None:

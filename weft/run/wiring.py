@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.model.graph import NO_BATCH_DIM, Graph, TensorRole
+from weft.model.graph import NO_BATCH_DIM, TensorRole
 from weft.plan.layout import stage_inputs
 from weft.plan.program import Channel, Instance, Instruction, Op, Phase, Program
 from weft.run.cells import Buffers, Cell, occupy
@@ -332,15 +332,20 @@ class Wiring:
             sources.append((None, lambda: seed))
         elif len(pieces) == 1 and pieces[0].channel >= 0 and pieces[0].samples is None:
             arrived = self._arrived(pieces[0], microbatch, tensor)
-            return arrived.clone if _is_of_parameters(self.graph, tensor) else arrived
+            return arrived if self._is_read_only(tensor) else arrived.clone
         for piece in pieces:
             sources.append((rows_of(piece.samples, item, value), self._piece_of_gradient(piece, key, tensor)))
         return lambda: _add_up(sources, value, device)
 
+    def _is_read_only(self, tensor: int) -> bool:
+        """Return whether the gradient of a tensor is only read: that of one made of nothing but parameters may become a
+        parameter's as it is, or a view of it may, so it must not lie in a buffer that the next message comes into."""
+        return bool(self.graph.depends_on_inputs[tensor])
+
     def _piece_of_gradient(self, piece: Piece, key: Key, tensor: int) -> Callable[[], Tensor | None]:
         if piece.channel >= 0:
             arrived = self._arrived(piece, key[1], tensor)
-            return arrived.clone if _is_of_parameters(self.graph, tensor) else lambda: arrived
+            return (lambda: arrived) if self._is_read_only(tensor) else arrived.clone
         cell, names = self.cells[piece.instance, key[1]], self.stages[piece.instance].module.inputs
         place = [names[leaf] for leaf in self.leaf_places(piece.instance)].index(self.graph.tensor_names[tensor])
         reader = self.program.instances[piece.instance]
@@ -351,24 +356,6 @@ class Wiring:
             return gradient if rows is None or gradient is None else rows.of(gradient)
 
         return fetch
-
-
-def _is_of_parameters(graph: Graph, tensor: int) -> bool:
-    """Return whether a tensor is made of nothing but parameters and constants.
-
-    Its gradient may become a parameter's as it is, or a view of it may: then it must not lie in a buffer that the next
-    message is received in.
-    """
-    todo, seen = [tensor], {tensor}
-    while todo:
-        producer = int(graph.tensor_producer[todo.pop()])
-        for item in graph.op_inputs(producer).tolist() if producer >= 0 else ():
-            if graph.tensor_role[item] == TensorRole.INPUT:
-                return False
-            if item not in seen:
-                seen.add(item)
-                todo.append(item)
-    return True
 
 
 def _leaf(buffer: Tensor, needs_gradient: bool) -> Tensor:

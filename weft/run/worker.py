@@ -72,12 +72,6 @@ def own_device(text: str, *, rank: int, num_ranks: int) -> torch.device:
     return device
 
 
-def limit_memory(device: torch.device, num_bytes: int) -> None:
-    """Let this process take at most so much of the GPU's memory; more raises an out-of-memory error."""
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, num_bytes / total), device)
-
-
 def run_rank(plan_file: str, model: str, options: RunOptions, *, status: StatusLine, folder: Path | None,
              listen_fd: int | None, output: Path | None) -> RunResult | None:
     """Return on rank 0 the result, whose files then are in the launcher's ``folder`` or in ``output``; None elsewhere.
@@ -95,7 +89,8 @@ def run_rank(plan_file: str, model: str, options: RunOptions, *, status: StatusL
         os.kill(os.getpid(), signal.SIGKILL)
     device = own_device(options.device, rank=rank, num_ranks=num_ranks)
     if options.gpu_memory_bytes is not None and device.type == "cuda":
-        limit_memory(device, options.gpu_memory_bytes)
+        whole = torch.cuda.get_device_properties(device).total_memory  # beyond its part, memory is an error
+        torch.cuda.set_per_process_memory_fraction(min(1.0, options.gpu_memory_bytes / whole), device)
     store = (meeting_store(options.timeout_s, rank=rank) if folder is None else
              open_store(listen_fd=listen_fd, timeout_s=options.timeout_s))
     transport = Transport(rank=rank, num_ranks=num_ranks, device=device, timeout_s=options.timeout_s, store=store,
@@ -205,13 +200,13 @@ def _with_reason(check: Verification, prepared: Prepared, tracer: Tracer, option
 
 
 def _first_step(options: RunOptions, checkpoints: Checkpoints | None) -> int:
-    """Return how many steps are taken already, after loading the latest checkpoint; refuse what has no sense."""
+    """Return how many steps are taken already, after loading the latest checkpoint; refuse what makes no sense."""
     if checkpoints is None:
         return 0
     if checkpoints.program.plan.model.mode != "training":
         raise InputError("checkpoints are for training, but the plan is for inference")
     if options.resume and options.verify:
-        raise InputError("a resumed run does not begin with the parameters that verify compares: use one of both")
+        raise InputError("a resumed run does not begin with the parameters that verify compares: use one or the other")
     found = checkpoints.find(Path(options.checkpoint or "")) if options.resume else None
     if found is None:
         return 0

@@ -3,9 +3,9 @@
 A matrix product ``(m k, k n) -> (m n)`` has the factors m, n and k. To split it over some devices is to give each of
 them a part of one factor:
 
-- operands and results that have the factor in a dimension are split there; operands that have not are whole;
+- operands and results that have the factor in a dimension are split there; operands that do not have it are whole;
 - a factor that no result has is *summed*: every device gets a part of the sum, so the results are sums to be taken;
-- the gradient of an operand that has the factor is split like the operand; that of one that has not is a sum.
+- the gradient of an operand that has the factor is split like the operand; that of one that does not is a sum.
 
 A dimension may be several factors, the outermost first: a view that merges heads and head size into one dimension has
 there ``(h, d)``. Where the factor is not the outermost of its dimension, the dimension is split in blocks
@@ -152,7 +152,7 @@ def work_part(op: OpFactors, strategy: Strategy, mesh: Sequence[int]) -> float:
 
 def _layout(op: OpFactors, strategy: Strategy, mesh: Sequence[int], dims: Dims, lacking: Placement,
             linear: Sequence[Placement]) -> Layout:
-    """Return a tensor's layout: ``lacking`` where it has not the factor, and ``linear`` for each linear choice."""
+    """Return a tensor's layout: ``lacking`` where it does not have the factor, ``linear`` for each linear choice."""
     counts = factor_counts(strategy, mesh)
     return tuple(linear[-2 - choice] if choice < NOT_SPLIT else WHOLE if choice < 0 else
                  _placement(op, dims, choice, counts, lacking) for choice in strategy)

@@ -20,8 +20,8 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from weft.sharding.factor_rules.common import arguments, dims_in
-from weft.sharding.factor_rules.losses import Reduction
+from weft.sharding.factor_rules.common import arguments, dims_in, entered_in
+from weft.sharding.factor_rules.layers import Reduction
 from weft.sharding.factors import NOT_SPLIT, OpFactors, Strategy, output_layout
 from weft.sharding.tensor_layout import local_ranges, local_shape
 
@@ -85,22 +85,12 @@ class LocalCall:
 Local = Callable[[LocalCall], Any]
 
 _LOCAL: dict[str, Local] = {}
+_local = entered_in(_LOCAL)
 
 _ON_PARTS: Final = {torch.ops.aten.view.default: torch.ops.aten.reshape.default,
                     torch.ops.aten._unsafe_view.default: torch.ops.aten.reshape.default,
                     torch.ops.aten.view_as.default: torch.ops.aten.reshape_as.default}
 """What takes the place of an operator that needs its whole operand's strides."""
-
-
-def _local(*targets: str) -> Callable[[Local], Local]:
-    """Return a decorator that enters what a device does for operators whose special factors are split."""
-    def enter(function: Local) -> Local:
-        for target in targets:
-            assert target not in _LOCAL, f"two local forms of {target}"
-            _LOCAL[target] = function
-        return function
-
-    return enter
 
 
 def run_local(call: LocalCall, output_shapes: Sequence[tuple[int, ...]]) -> Any:
@@ -139,22 +129,20 @@ def _once(call: LocalCall, name: str, value: Tensor) -> Tensor:
 # ---- products and convolutions --------------------------------------------------------------------------------------
 
 
-@_local("aten.linear.default")
+@_local
 def _linear(call: LocalCall) -> Tensor:
     """Add the bias on the first part of the inner dimension only."""
     args = call.arguments()
     return torch.ops.aten.linear(args["input"], args["weight"], _once(call, "k", args["bias"]))
 
 
-@_local("aten.addmm.default", "aten.baddbmm.default")
+@_local
 def _addmm(call: LocalCall) -> Any:
     """Add the first argument on the first part of the inner dimension only."""
     return call.target(_once(call, "k", call.args[0]), *call.args[1:], **call.kwargs)
 
 
-@_local("aten.conv1d.default", "aten.conv1d.padding", "aten.conv2d.default", "aten.conv2d.padding",
-       "aten.conv3d.default", "aten.conv3d.padding", "aten.conv_transpose1d.default", "aten.conv_transpose2d.input",
-       "aten.conv_transpose3d.input", "aten.convolution.default")
+@_local
 def _convolution(call: LocalCall) -> Any:
     """Convolve the device's groups; add the bias on the first part of the input channels only."""
     args = call.arguments()
@@ -164,7 +152,7 @@ def _convolution(call: LocalCall) -> Any:
     return call.target(**args)
 
 
-@_local("aten.embedding.default")
+@_local
 def _embedding(call: LocalCall) -> Tensor:
     """Look up the tokens that are in the device's part of the vocabulary; zeros for the others."""
     args = call.arguments()
@@ -179,7 +167,7 @@ def _embedding(call: LocalCall) -> Tensor:
 # ---- normalisations -------------------------------------------------------------------------------------------------
 
 
-@_local("aten.group_norm.default")
+@_local
 def _group_norm(call: LocalCall) -> Any:
     """Normalise the device's groups."""
     args = call.arguments()
@@ -220,7 +208,7 @@ class _WholeBatchNorm(torch.autograd.Function):
         return of_x.to(gradients[0].dtype), of_weight, of_bias, None, None, None
 
 
-@_local("aten._native_batch_norm_legit_functional.default")
+@_local
 def _batch_norm(call: LocalCall) -> tuple[Tensor, ...]:
     """Normalise by the statistics of the whole batch."""
     args = call.arguments()
@@ -242,7 +230,7 @@ def _by_channel(vector: Tensor, like: Tensor) -> Tensor:
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-@_local("aten.scaled_dot_product_attention.default")
+@_local
 def _causal_attention(call: LocalCall) -> Tensor:
     """Attend from the device's rows, to the keys up to its last row."""
     args = call.arguments()
@@ -265,15 +253,14 @@ def _causal_attention(call: LocalCall) -> Tensor:
 # a part counts by its share of the whole, and a look-up in a part gives zeros for what is elsewhere.
 
 
-@_local("aten.unflatten.int", "aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
+@_local
 def _reshape(call: LocalCall) -> Tensor:
     """Give the part the shape that the result has here."""
     source: Tensor = call.args[0]
     return source.reshape([call.size_of(factors) for factors in call.op.outputs[0]])
 
 
-@_local("aten.split.Tensor", "aten.unsafe_split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default",
-        "aten.unsafe_split_with_sizes.default")
+@_local
 def _split(call: LocalCall) -> Any:
     """Cut the part into as many pieces as the whole has."""
     args, num_pieces = call.arguments(), len(call.op.outputs)
@@ -281,7 +268,7 @@ def _split(call: LocalCall) -> Any:
     return call.target(args["self"], [size] * num_pieces if "sizes" in str(call.target) else size, args["dim"])
 
 
-@_local("aten.repeat.default", "aten.tile.default")
+@_local
 def _repeat(call: LocalCall) -> Tensor:
     """Copy as often as the device's part of the copies says."""
     source: Tensor = call.args[0]
@@ -291,13 +278,13 @@ def _repeat(call: LocalCall) -> Tensor:
     return source.repeat([call.size_of(factors) // size for factors, size in zip(outputs, sizes, strict=True)])
 
 
-@_local("aten.repeat_interleave.self_int")
+@_local
 def _repeat_interleave(call: LocalCall) -> Any:
     args = call.arguments()
     return call.target(args["self"], call.size_of((call.factor("copies"),)), args["dim"])
 
 
-@_local("aten.mean.default", "aten.mean.dim")
+@_local
 def _mean(call: LocalCall) -> Tensor:
     """Weigh the mean of the part by its share of the whole (a sum could overflow)."""
     args = call.arguments()
@@ -308,7 +295,7 @@ def _mean(call: LocalCall) -> Tensor:
     return mean * (call.size_of(tuple(reduced)) / whole)
 
 
-@_local("aten.index.Tensor")
+@_local
 def _index(call: LocalCall) -> Tensor:
     """Look up what the part has, with zeros for the rest."""
     args = call.arguments()
@@ -319,7 +306,7 @@ def _index(call: LocalCall) -> Tensor:
     return found.masked_fill(is_elsewhere.reshape([*is_elsewhere.shape, *[1] * inner]), 0)
 
 
-@_local("aten.index_select.default")
+@_local
 def _index_select(call: LocalCall) -> Tensor:
     args = call.arguments()
     source: Tensor = args["self"]
@@ -368,7 +355,7 @@ class _SharedLogSumExp(torch.autograd.Function):
         return (gradients[0].unsqueeze(-1) * softmax).to(scores.dtype), None, None
 
 
-@_local("aten.cross_entropy_loss.default", "aten.nll_loss_nd.default", "aten.nll_loss.default")
+@_local
 def _cross_entropy(call: LocalCall) -> Tensor:
     """Return the device's part of the loss over its rows and classes."""
     args = call.arguments()
@@ -443,7 +430,7 @@ def _smooth(call: LocalCall, scores: Tensor, weight: Tensor | None, shared: Tens
     return (shared * total - (scores * weight).sum(-1)) / num_classes
 
 
-@_local("aten.mse_loss.default", "aten.l1_loss.default")
+@_local
 def _distance(call: LocalCall) -> Any:
     """Return the sum over the device's entries divided by the number of all entries."""
     args = call.arguments()

@@ -25,10 +25,7 @@ class NamedOp:
 def named_ops(traced: TracedModel) -> dict[str, NamedOp]:
     """Return the operators by name, in the order of the model; constant ones have no factors here."""
     program, graph = traced.program, traced.graph
-    names = {program.nodes[node]: name for name, node in program.tensor_nodes.items()}
-    for placeholder, path in (*program.parameters.items(), *program.buffers.items()):
-        names.setdefault(program.nodes[placeholder], path)
-    result = {}
+    result, names = {}, program.names_of_nodes
     for index, op in enumerate(graph.op_names):
         node = program.nodes[program.op_nodes[op][0]]
         result[op] = NamedOp(

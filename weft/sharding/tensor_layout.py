@@ -57,7 +57,7 @@ def parse_placement(text: str) -> Placement:
     """Return the placement that ``str`` wrote."""
     found = re.fullmatch(r"R|P|S(\d+)(?:/(\d+))?(?:x(\d+))?", text)
     if found is None:
-        raise InputError(f"{text!r} is no placement: use R, P, S0, S2/3 or S1x64")
+        raise InputError(f"{text!r} is not a placement: use R, P, S0, S2/3 or S1x64")
     if found[1] is None:
         return WHOLE if text == "R" else SUM
     return Placement(int(found[1]), int(found[2] or 1), int(found[3] or 1))

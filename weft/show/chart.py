@@ -106,6 +106,8 @@ class Row:
     is_link: bool = False
     is_message: Bool | None = None
     """Boxes that are messages of the device, drawn thinly below the others and not in text; None: there are none."""
+    half: I64 | None = None
+    """Of boxes that run at once: 1 for the one in the upper half of the row, 2 for the lower; else 0. None: all 0."""
     steady: tuple[float, float] | None = None
     """From the first steady box's start to the last one's end; None where no whole period is there."""
 
@@ -116,7 +118,8 @@ class Row:
     def only(self, which: Bool | I64) -> Row:
         """Return the row with only some of its boxes."""
         return replace(self, items=self.items[which], starts=self.starts[which], ends=self.ends[which],
-                       is_message=None if self.is_message is None else self.is_message[which])
+                       is_message=None if self.is_message is None else self.is_message[which],
+                       half=None if self.half is None else self.half[which])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

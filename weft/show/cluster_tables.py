@@ -12,7 +12,7 @@ from typing import Final
 from weft.base.units import format_bytes, format_count, format_rate
 from weft.cluster.cluster import Cluster, DeviceId
 from weft.show.chart import counted
-from weft.show.tables import UNKNOWN, TextTable
+from weft.show.tables import UNKNOWN, TextTable, make_table
 
 MAX_ROWS: Final = 16
 """Larger clusters are shown by groups, and at most this many groups in the matrix."""
@@ -41,7 +41,7 @@ def device_rows(cluster: Cluster) -> TextTable:
             *(UNKNOWN if rate is None else f"{format_count(rate)}FLOP/s" for rate in rates),
         ))
     header = ("device", "kind", "host", "memory", "memory bandwidth", *dtypes)
-    return TextTable(title=summarize(cluster), header=header, rows=tuple(rows))
+    return make_table(summarize(cluster), header, rows)
 
 
 def bandwidth_matrix(cluster: Cluster) -> TextTable:
@@ -54,7 +54,7 @@ def bandwidth_matrix(cluster: Cluster) -> TextTable:
         title += f" (first {MAX_ROWS} groups, {len(groups) - MAX_ROWS} more not shown)"
     rows = tuple((label, *(_bandwidth(cluster, group, other) for other in shown))
                  for label, group in zip(labels, shown, strict=True))
-    return TextTable(title=title, header=("", *labels), rows=rows)
+    return make_table(title, ("", *labels), rows)
 
 
 def _bandwidth(cluster: Cluster, group: Sequence[DeviceId], other: Sequence[DeviceId]) -> str:

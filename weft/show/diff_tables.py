@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Final
 
 from weft.base.files import encode
@@ -13,7 +14,7 @@ from weft.plan.plan import Plan
 from weft.show.facts import PlanFacts, plan_facts, relative
 from weft.show.names import short_list, short_modules, shorten
 from weft.show.plan_tables import batch_text, model_text
-from weft.show.tables import UNKNOWN, TextTable, cut_table, make_console, per_second, percent, print_tables, seconds
+from weft.show.tables import UNKNOWN, TextTable, make_console, make_table, per_second, percent, print_tables, seconds
 from weft.simulate.timeline import Timeline
 
 MAX_ROWS: Final = 32
@@ -90,7 +91,7 @@ def summary_table(diff: PlanDiff, a: Predicted, b: Predicted) -> TextTable:
               ("samples", per_second(one.samples_per_s), per_second(other.samples_per_s),
                percent(relative(other.samples_per_s, one.samples_per_s), signed=True)),
               ("bubble", percent(one.bubble), percent(other.bubble), "")]
-    return TextTable(title="Plans", header=("", "A", "B", "difference"), rows=tuple(cells), numeric=frozenset({3}))
+    return make_table("Plans", ("", "A", "B", "#difference"), cells)
 
 
 def _optimizer_text(plan: Plan, facts: PlanFacts) -> str:
@@ -111,40 +112,37 @@ _ROWS: Final[tuple[tuple[str, Callable[[Plan, PlanFacts], str], tuple[str, ...]]
 """Rows of the summary: what, how a plan's cell is written, and the differences that it shows."""
 
 
+_table = partial(make_table, limit=MAX_ROWS)
+
+
 def _differences(diff: PlanDiff) -> Iterator[TextTable]:
     """Yield a table for each part of a plan: what differs there."""
-    yield _cut("Stages that differ", ("A", "B", "what", "in A", "in B"), [
+    yield _table("Stages that differ", ("A", "B", "what", "in A", "in B"), [
         (stage.a or UNKNOWN, stage.b or UNKNOWN, change.what, shorten(change.a, WIDEST), shorten(change.b, WIDEST))
         for stage in diff.stages for change in stage.changes])
     modules = short_modules([list(move.modules) for move in diff.moves])
-    yield _cut("Operators that moved", ("from", "to", "ops", "modules", "parameters"), [
+    yield _table("Operators that moved", ("from", "to", "#ops", "modules", "#parameters"), [
         (short_list(move.a) or UNKNOWN, short_list(move.b) or UNKNOWN, str(len(move.ops)), text or UNKNOWN,
-         format_bytes(move.parameter_bytes)) for move, text in zip(diff.moves, modules, strict=True)], numeric={2, 4})
-    yield _cut("Sharding", ("", "name", "layers", "A", "B"), [
-        (change.kind, change.name, str(change.count), change.a, change.b) for change in diff.sharding], numeric={2})
-    yield _cut("Order", ("device", "actions in A", "in B", "first difference at", "A", "B"), [
+         format_bytes(move.parameter_bytes)) for move, text in zip(diff.moves, modules, strict=True)])
+    yield _table("Sharding", ("", "name", "#layers", "A", "B"), [
+        (change.kind, change.name, str(change.count), change.a, change.b) for change in diff.sharding])
+    yield _table("Order", ("device", "#actions in A", "#in B", "#first difference at", "A", "B"), [
         (change.device, str(change.num_a), str(change.num_b), str(change.position), change.a or "end",
-         change.b or "end") for change in diff.orders], numeric={1, 2, 3})
-    yield _cut("Gradient exchanges", ("A", "B", "parameters", "bytes"), [
+         change.b or "end") for change in diff.orders])
+    yield _table("Gradient exchanges", ("A", "B", "parameters", "#bytes"), [
         (shorten(change.a, WIDEST), shorten(change.b, WIDEST),
          f"{len(change.parameters)}: {short_list(change.parameters, limit=2)}", format_bytes(change.num_bytes))
-        for change in diff.exchanges], numeric={3})
+        for change in diff.exchanges])
 
 
 def _pairs_table(title: str, what: str, pairs: Mapping[str, tuple[int | None, int | None]]) -> TextTable:
     """Return bytes of both plans with the difference; what only one has is nothing in the other."""
     rows = [(name, *(UNKNOWN if value is None else format_bytes(value) for value in pair), _difference(*pair))
             for name, pair in pairs.items()]
-    return cut_table(title, (what, "A", "B", "difference"), rows, MAX_ROWS)
+    return make_table(title, (what, "#A", "#B", "#difference"), rows, limit=MAX_ROWS)
 
 
 def _difference(a: int | None, b: int | None) -> str:
     change, part = (b or 0) - (a or 0), relative(b, a)
     text = f"{'+' if change > 0 else '-'}{format_bytes(abs(change))}" if change else ""
     return text + (f" ({percent(part, signed=True)})" if change and part is not None else "")
-
-
-def _cut(title: str, header: tuple[str, ...], rows: Sequence[tuple[str, ...]], *,
-         numeric: set[int] | frozenset[int] = frozenset()) -> TextTable:
-    notes = (f"... {len(rows) - MAX_ROWS} more",) if len(rows) > MAX_ROWS else ()
-    return TextTable(title=title, header=header, rows=tuple(rows[:MAX_ROWS]), numeric=frozenset(numeric), notes=notes)

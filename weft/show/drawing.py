@@ -5,7 +5,8 @@
              --------[==]-------
         0            14           28
 
-A cell of the text shows what fills most of it, or a dot where more than half of it is idle. Below the rows, ``[==]`` is
+A cell of the text shows what fills most of it, or a dot where more than half of it is idle; of two boxes that run at
+once, cells show one and the other in turn, and the picture has each in one half of the row. Below the rows, ``[==]`` is
 one period of the steady part and ``-`` the rest of it. Of a chart so long that boxes would be narrower than a
 character, whole periods are left out at ``~``.
 
@@ -20,6 +21,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html import escape
 from itertools import groupby
 from typing import Final, NamedTuple
@@ -105,12 +107,15 @@ def row_cells(row: Row, span: float, num_cells: int) -> list[int]:
     """Return the item that fills most of each cell, or -1 where over half of it is idle."""
     boxes, scale = row if row.is_message is None else row.only(~row.is_message), num_cells / span if span > 0 else 0.0
     shown, most, busy = [-1] * num_cells, [0.0] * num_cells, [0.0] * num_cells
-    for item, low, high in zip(boxes.items.tolist(), (boxes.starts * scale).tolist(), (boxes.ends * scale).tolist(),
-                               strict=True):
-        for cell in range(int(low + 1e-9), min(num_cells, math.ceil(high - 1e-9))):
+    halves = [0] * len(boxes.items) if boxes.half is None else boxes.half.tolist()
+    for item, half, low, high in zip(boxes.items.tolist(), halves, (boxes.starts * scale).tolist(),
+                                     (boxes.ends * scale).tolist(), strict=True):
+        first = int(low + 1e-9)
+        for cell in range(first, min(num_cells, math.ceil(high - 1e-9))):
             covered = min(high, cell + 1) - max(low, cell)
-            busy[cell] += covered
-            if covered > most[cell] + 1e-9:
+            busy[cell] += covered if half < 2 else 0.0
+            is_turn = half == 2 and (cell - first) % 2 == 1 and covered >= most[cell] - 1e-9
+            if covered > most[cell] + 1e-9 or is_turn:
                 most[cell], shown[cell] = covered, item
     return [item if part >= 0.5 - 1e-9 else -1 for item, part in zip(shown, busy, strict=True)]
 
@@ -176,7 +181,7 @@ _FONT: Final = "font-family='system-ui, -apple-system, Segoe UI, Liberation Sans
 
 
 def render_svg(chart: Chart, *, width: int = 1080, max_rows: int = PICTURE_ROWS) -> str:
-    """Return the picture's text; of more than ``max_rows`` rows the last are left out, and their number is said."""
+    """Return the picture's text; of more than ``max_rows`` rows the last are left out, and their number is given."""
     return "\n".join(_Picture(shortened(chart, chart.shortest * (width - LEFT - RIGHT) / _MIN_BOX), width,
                               max_rows).lines())
 
@@ -236,6 +241,10 @@ class _Picture:
             yield from self._boxes(row.only(~row.is_message), y, height, has_text=True)
 
     def _boxes(self, row: Row, y: int, height: int, *, has_text: bool) -> Iterator[str]:
+        if row.half is not None and row.half.any():
+            for half, top, tall in ((0, y, height), (1, y, height // 2), (2, y + height // 2, height // 2)):
+                yield from self._boxes(replace(row.only(row.half == half), half=None), top, tall, has_text=has_text)
+            return
         for index in _visible(row.starts, row.ends, self.scale):
             look = self.chart.look(int(row.items[index]))
             left, width = self._x(float(row.starts[index])), float(row.ends[index] - row.starts[index]) * self.scale
@@ -246,8 +255,8 @@ class _Picture:
             yield box + ("/>" if width < _TITLED else f"><title>{escape(printable(look.tip))}</title></rect>")
             if has_text and look.text and width >= min(_NAMED, 7 * len(look.text) + 4):
                 text = escape(shorten(printable(look.text), len(look.text) if width < _NAMED else int(width / 6.5)))
-                yield (f"<text x='{left + width / 2:.1f}' y='{y + 16}' text-anchor='middle' font-size='11' "
-                       f"font-weight='600' fill='{look.ink}' pointer-events='none'>{text}</text>")
+                yield (f"<text x='{left + width / 2:.1f}' y='{y + height // 2 + 4}' text-anchor='middle' "
+                       f"font-size='11' font-weight='600' fill='{look.ink}' pointer-events='none'>{text}</text>")
 
     def _marks(self) -> Iterator[str]:
         """Yield the frame around one period, and the place where periods are left out."""

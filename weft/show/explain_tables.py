@@ -14,7 +14,7 @@ from weft.planning.fit import Fit, FitCandidate, Use, describe
 from weft.show.facts import mean_parts, strategy_facts
 from weft.show.names import printable
 from weft.show.plan_tables import print_comparison
-from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, cut_table, percent, print_tables, seconds
+from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, make_table, percent, print_tables, seconds
 
 KINDS: Final = {"compute": "computing", "optimizer": "optimizer", "transfer": "between stages", "exchange": "gradients",
                 "latency": "latency"}
@@ -28,7 +28,7 @@ def print_explanation(item: Explanation) -> None:
     busy = percent(item.busiest.busy_s / (item.path.step_time_s or 1.0))
     print(printable(f"{item.busiest.device} is busiest: it computes for {busy} of the step."))
     print(printable(memory_sentence(item)))
-    if item.has_teams:
+    if item.has_tp_groups:
         print("Devices divide operators: what they exchange for that counts as computing, and not for the links.")
     idle = sum(not row.busy_s for row in item.waits)
     if idle:
@@ -52,8 +52,7 @@ def path_table(item: Explanation) -> TextTable:
     if len(shown) < len(shares):
         rest = sum(share.seconds for share in shares[len(shown):])
         rows.append((f"{len(shares) - len(shown)} more", "", seconds(rest), percent(rest / whole)))
-    return TextTable(title="Critical path", header=("what", "where", "time", "part"), rows=tuple(rows),
-                     numeric=frozenset({2, 3}))
+    return make_table("Critical path", ("what", "where", "#time", "#part"), rows)
 
 
 def waits_table(item: Explanation) -> TextTable:
@@ -65,9 +64,8 @@ def waits_table(item: Explanation) -> TextTable:
         parts = (row.busy_s, row.fill_s, sum(row.for_others_s.values()), sum(row.exposed_s.values()), row.drain_s)
         rows.append((row.device, *(percent(value / whole) for value in parts),
                      f"{reason} ({seconds(longest_s)})" if longest_s > 0 else UNKNOWN))
-    return cut_table("What each device waits for",
-                     ("device", "busy", "first work", "others", "messages", "the end", "most for"), rows,
-                     MAX_DEVICE_ROWS)
+    return make_table("What each device waits for", limit=MAX_DEVICE_ROWS, cells=rows, header=(
+        "device", "#busy", "#first work", "#others", "#messages", "#the end", "#most for"))
 
 
 def memory_table(item: Explanation) -> TextTable:
@@ -76,15 +74,15 @@ def memory_table(item: Explanation) -> TextTable:
         [UNKNOWN] * 3 if row.capacity_bytes is None else
         [format_bytes(row.capacity_bytes), format_bytes(row.capacity_bytes - row.peak_bytes), percent(row.used)]))
             for row in item.memory if row.peak_bytes]
-    return cut_table("Memory", ("device", "peak", "mainly", "capacity", "left", "used"), rows, MAX_DEVICE_ROWS)
+    header = ("device", "#peak", "#mainly", "#capacity", "#left", "#used")
+    return make_table("Memory", header, rows, limit=MAX_DEVICE_ROWS)
 
 
 def links_table(item: Explanation) -> TextTable:
     """Return the busiest links."""
     whole = item.path.step_time_s or 1.0
-    rows = tuple((name, seconds(value), percent(value / whole)) for name, value in list(item.links.items())[:MAX_LINKS])
-    return TextTable(title="Busiest links", header=("link", "busy", "of the step"), rows=rows,
-                     numeric=frozenset({1, 2}))
+    return make_table("Busiest links", ("link", "#busy", "#of the step"), (
+        (name, seconds(value), percent(value / whole)) for name, value in list(item.links.items())[:MAX_LINKS]))
 
 
 def comparison_lines(item: Explanation) -> list[str]:
@@ -118,12 +116,11 @@ def _why(item: Explanation, other: Candidate) -> str:
 
 def changes_table(item: Explanation) -> TextTable:
     """Return what would help."""
-    rows = tuple((row.name, seconds(row.step_time_s), percent(row.gain),
-                  row.strategy or (UNKNOWN if row.gain is None else "the plan as it is" if row.gain > SAME
-                                   else "no better plan")) for row in item.changes)
-    return TextTable(title="What would help (planned again)", header=("change", "step", "saves", "strategy"), rows=rows,
-                     numeric=frozenset({1, 2}),
-                     notes=tuple(f"{row.name}: {row.note}" for row in item.changes if row.note))
+    rows = ((row.name, seconds(row.step_time_s), percent(row.gain),
+             row.strategy or (UNKNOWN if row.gain is None else "the plan as it is" if row.gain > SAME
+                              else "no better plan")) for row in item.changes)
+    return make_table("What would help (planned again)", ("change", "#step", "#saves", "strategy"), rows,
+                      notes=(f"{row.name}: {row.note}" for row in item.changes if row.note))
 
 
 def explanation_json(item: Explanation) -> dict[str, Any]:
@@ -153,10 +150,9 @@ def print_relaxations(reason: str, rows: Sequence[Relaxation]) -> None:
     """Print why nothing fits and the smallest changes that help."""
     print(printable(f"Nothing fits as asked: {reason.splitlines()[-1]}"))
     print()
-    cells = tuple((row.change, row.options or UNKNOWN, seconds(row.best.step_time_s), row.best.strategy)
-                  for row in rows)
-    print_tables(TextTable(title="Each of these is enough (planned)", rows=cells, numeric=frozenset({2}),
-                           header=("change", "options of weft plan", "step", "strategy")))
+    print_tables(make_table(
+        "Each of these is enough (planned)", ("change", "options of weft plan", "#step", "strategy"),
+        ((row.change, row.options or UNKNOWN, seconds(row.best.step_time_s), row.best.strategy) for row in rows)))
 
 
 def relaxations_json(reason: str, rows: Sequence[Relaxation]) -> dict[str, Any]:
@@ -168,16 +164,15 @@ def relaxations_json(reason: str, rows: Sequence[Relaxation]) -> dict[str, Any]:
 
 def print_fit(item: Fit, command: str) -> None:
     """Print what fits, the margins of the recommended way, and how to plan it."""
-    rows = tuple((("* " if row is item.recommended else "  ") + describe(row.setting), row.fullest.device,
-                  format_bytes(row.fullest.peak_bytes), *_margin(row.fullest), seconds(row.rough_s),
-                  "yes" if row.fits else "no") for row in item.candidates)
-    tables = [TextTable(
-        title="Fit", header=("how", "fullest device", "peak", "left", "part", "step, roughly", "fits"), rows=rows,
-        numeric=frozenset({2, 3, 4, 5}),
-        marked=frozenset(index for index, row in enumerate(item.candidates) if row is item.recommended))]
+    rows = ((("* " if row is item.recommended else "  ") + describe(row.setting), row.fullest.device,
+             format_bytes(row.fullest.peak_bytes), *_margin(row.fullest), seconds(row.rough_s),
+             "yes" if row.fits else "no") for row in item.candidates)
+    header = ("how", "fullest device", "#peak", "#left", "#part", "#step, roughly", "fits")
+    tables = [make_table("Fit", header, rows, marked=(row is item.recommended for row in item.candidates))]
     if item.recommended is not None:
         cells = [(use.device, format_bytes(use.peak_bytes), *_margin(use)) for use in item.recommended.uses]
-        tables.append(cut_table("Memory of each device", ("device", "peak", "left", "part"), cells, MAX_DEVICE_ROWS))
+        tables.append(make_table("Memory of each device", ("device", "#peak", "#left", "#part"), cells,
+                                 limit=MAX_DEVICE_ROWS))
     print_tables(*tables)
     if item.recommended is not None:
         print(command)

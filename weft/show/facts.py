@@ -29,7 +29,7 @@ from weft.plan.plan import Plan, Replica, Stage
 from weft.plan.program import Op, Phase, Program
 from weft.show.names import ATTENTION, factor_word, grouped, short_list, short_modules, to_number
 from weft.simulate.timeline import RankSummary, Timeline
-from weft.simulate.traffic import link_bytes
+from weft.simulate.timing import link_bytes
 
 if TYPE_CHECKING:
     from weft.planning.compare import Candidate, Comparison

@@ -21,7 +21,7 @@ from weft.show.chart import Chart, counted, number
 from weft.show.drawing import print_chart
 from weft.show.names import printable, shorten
 from weft.show.place_facts import WHY, DeviceUse, Segment, Waits, place_chart, placement_data
-from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, cut_table, percent, print_tables
+from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, make_table, percent, print_tables
 
 MAX_SEGMENTS: Final = 12
 """Of a longer critical path so many of the longest parts are shown."""
@@ -121,9 +121,8 @@ def devices_table(view: PlaceView, *, limit: int = MAX_DEVICE_ROWS) -> TextTable
               percent(row.peak_bytes / row.capacity) if row.capacity else UNKNOWN)
              for row in facts.device_use(view.result)]
     kind = ("kind",) if view.kinds else ()
-    header = ("device", *kind, "ops", "busy", "share", "peak memory", "capacity", "used")
-    table = cut_table("Devices", header, cells, limit)
-    return replace(table, numeric=table.numeric - {1} if view.kinds else table.numeric)
+    header = ("device", *kind, "#ops", "#busy", "#share", "#peak memory", "#capacity", "#used")
+    return make_table("Devices", header, cells, limit=limit)
 
 
 def capacity_text(row: DeviceUse) -> str:
@@ -150,8 +149,7 @@ def critical_table(view: PlaceView, *, limit: int = MAX_SEGMENTS) -> TextTable:
         rest = sum(part.time_s for part in segments) - sum(part.time_s for part in shown)
         count = len(segments) - len(shown)
         notes.insert(0, f"not shown: {counted(count, 'shorter part')}, {view.to_text(rest)} in all")
-    return TextTable(title="Critical path", rows=tuple(cells), notes=tuple(notes),
-                     header=("start", "where", "what", "time", "part", "waited for"), numeric=frozenset({0, 3, 4}))
+    return make_table("Critical path", ("#start", "where", "what", "#time", "#part", "waited for"), cells, notes=notes)
 
 
 def segment_text(segment: Segment, names: Sequence[str]) -> str:
@@ -192,7 +190,7 @@ def loads_table(view: PlaceView, *, limit: int = MAX_SEGMENTS) -> TextTable:
     busy = sorted(result.loads.items(), key=lambda item: -item[1])
     cells = [(name, view.to_text(load), percent(load / result.value if result.value > 0 else 0.0))
              for name, load in busy if load > 0]
-    whole = cut_table("Load per request", ("where", "load", "of the largest"), cells, limit)
+    whole = make_table("Load per request", ("where", "#load", "#of the largest"), cells, limit=limit)
     if not cells:
         return whole
     name, load = busy[0]
@@ -206,13 +204,12 @@ def loads_table(view: PlaceView, *, limit: int = MAX_SEGMENTS) -> TextTable:
 def methods_table(view: PlaceView) -> TextTable:
     """Return the comparison: the best first, with what the others take more, and why a method has none."""
     best = next((row.value for row in view.methods if row.value is not None), None)
-    cells = tuple((row.method, UNKNOWN if row.value is None else view.to_text(row.value),
-                   f"{row.value / best:.3f}" if row.value is not None and best else UNKNOWN,
-                   row.reason.partition(". Try ")[0]) for row in view.methods)
+    cells = [(row.method, UNKNOWN if row.value is None else view.to_text(row.value),
+              f"{row.value / best:.3f}" if row.value is not None and best else UNKNOWN,
+              row.reason.partition(". Try ")[0]) for row in view.methods]
     kept = 4 if any(row.reason for row in view.methods) else 3
-    return TextTable(title="Methods", header=("method", value_name(view.result), "of the best", "why none")[:kept],
-                     rows=tuple(row[:kept] for row in cells), numeric=frozenset({1, 2}),
-                     marked=frozenset({0} if best is not None else ()))
+    return make_table("Methods", ("method", f"#{value_name(view.result)}", "#of the best", "why none")[:kept],
+                      (row[:kept] for row in cells), marked=[best is not None])
 
 
 # ---- the page
@@ -319,5 +316,5 @@ def partition_devices(result: PartitionResult) -> TextTable:
             has_span = is_accelerator and len(nodes) > 0
             row += [number(figures.start_s[nodes[0]]), number(figures.end_s[nodes[0]])] if has_span else [UNKNOWN] * 2
         cells.append(tuple(row))
-    header = ("device", "nodes", "load", "share", "memory", *(("start", "end") if is_latency else ()))
-    return cut_table("Devices", header, cells, MAX_DEVICE_ROWS)
+    header = ("device", "#nodes", "#load", "#share", "#memory", *(("#start", "#end") if is_latency else ()))
+    return make_table("Devices", header, cells, limit=MAX_DEVICE_ROWS)

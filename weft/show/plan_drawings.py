@@ -152,17 +152,14 @@ def _fold_hosts(hosts: Sequence[HostFacts]) -> tuple[HostFacts, ...]:
     exact = grouped(hosts, lambda host: (_hardware(host), tuple(chip.work for chip in host.chips)))
     drawn = [group for members in exact
              for group in ([members] if len(members) >= MIN_ALIKE else [[host] for host in members])]
-    return tuple(map(_join_hosts, drawn if len(drawn) <= MAX_HOSTS else grouped(hosts, _hardware)))
+    return tuple(replace(alike[0], names=tuple(name for host in alike for name in host.names),
+                         chips=tuple(map(_join_chips, zip(*(host.chips for host in alike), strict=True))))
+                 for alike in (drawn if len(drawn) <= MAX_HOSTS else grouped(hosts, _hardware)))
 
 
 def _hardware(host: HostFacts) -> object:
     chips = tuple((chip.kind, chip.memory_bytes, len(chip.names)) for chip in host.chips)
     return chips, host.inside, tuple(host.outside.items())
-
-
-def _join_hosts(hosts: Sequence[HostFacts]) -> HostFacts:
-    return replace(hosts[0], names=tuple(name for host in hosts for name in host.names),
-                   chips=tuple(map(_join_chips, zip(*(host.chips for host in hosts), strict=True))))
 
 
 def chip_title(chip: ChipFacts, num_hosts: int) -> str:

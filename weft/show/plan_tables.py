@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from typing import Final
 
 from weft.base.units import format_bytes
@@ -19,8 +20,8 @@ from weft.show.tables import (
     MAX_DEVICE_ROWS,
     UNKNOWN,
     TextTable,
-    cut_table,
     make_console,
+    make_table,
     per_second,
     percent,
     print_tables,
@@ -85,11 +86,9 @@ def bound_text(item: facts.PlanFacts) -> str:
 
 def stages_table(rows: Sequence[facts.StageFacts]) -> TextTable:
     """Return the stages, one row for replicas that are alike."""
-    cells = tuple(
+    return make_table("Stages", ("stage", "modules", "#ops", "devices", "#share", "#parameters", "#F", "#B"), (
         (row.name, stage_modules(row), str(row.num_ops), stage_devices(row), share_text(row),
-         format_bytes(row.parameter_bytes), seconds(row.forward_s), seconds(row.backward_s)) for row in rows)
-    return TextTable(title="Stages", header=("stage", "modules", "ops", "devices", "share", "parameters", "F", "B"),
-                     rows=cells, numeric=frozenset({2, 4, 5, 6, 7}))
+         format_bytes(row.parameter_bytes), seconds(row.forward_s), seconds(row.backward_s)) for row in rows))
 
 
 def stage_modules(row: facts.StageFacts) -> str:
@@ -118,10 +117,9 @@ def share_text(row: facts.StageFacts) -> str:
 
 def exchanges_table(rows: Sequence[facts.ExchangeFacts]) -> TextTable:
     """Return the gradient exchanges."""
-    cells = tuple((row.how, f"{len(row.parameters)}: {short_list(row.parameters, limit=3)}",
-                   format_bytes(row.num_bytes), short_list(row.devices), seconds(row.time_s)) for row in rows)
-    return TextTable(title="Gradient exchanges", header=("method", "parameters", "bytes", "devices", "time"),
-                     rows=cells, numeric=frozenset({2, 4}))
+    return make_table("Gradient exchanges", ("method", "parameters", "#bytes", "devices", "#time"), (
+        (row.how, f"{len(row.parameters)}: {short_list(row.parameters, limit=3)}", format_bytes(row.num_bytes),
+         short_list(row.devices), seconds(row.time_s)) for row in rows))
 
 
 def devices_table(rows: Sequence[DeviceFacts], *, title: str = "Devices", limit: int = MAX_DEVICE_ROWS) -> TextTable:
@@ -135,7 +133,7 @@ def devices_table(rows: Sequence[DeviceFacts], *, title: str = "Devices", limit:
 def times_table(rows: Sequence[DeviceFacts], *, title: str = "Time", limit: int = MAX_DEVICE_ROWS) -> TextTable:
     """Return where each device's time goes."""
     cells = [(row.device, *map(percent, row.shares.values()), seconds(row.idle_s)) for row in rows]
-    return cut_table(title, ("device", "busy", "exposed comm", "bubble", "idle"), cells, limit)
+    return make_table(title, ("device", "#busy", "#exposed comm", "#bubble", "#idle"), cells, limit=limit)
 
 
 def memory_table(rows: Sequence[DeviceFacts], *, title: str = "Memory", limit: int = MAX_DEVICE_ROWS) -> TextTable:
@@ -144,28 +142,27 @@ def memory_table(rows: Sequence[DeviceFacts], *, title: str = "Memory", limit: i
     cells = [(row.device, *(format_bytes(row.peak_memory.get(name, 0)) for name in categories),
               format_bytes(row.peak_bytes), percent(row.capacity_used),
               UNKNOWN if row.capacity_bytes is None else format_bytes(row.capacity_bytes)) for row in rows]
-    return cut_table(title, ("device", *categories, "peak", "used", "capacity"), cells, limit)
+    header = ("device", *(f"#{name}" for name in (*categories, "peak", "used", "capacity")))
+    return make_table(title, header, cells, limit=limit)
 
 
-def strategies_table(rows: Sequence[StrategyFacts]) -> TextTable:
-    """Return the comparison of strategies: the chosen one is marked, reasons why there is no plan are notes."""
-    cells = tuple(
+def strategies_table(rows: Sequence[StrategyFacts], *, is_narrow: bool = False) -> TextTable:
+    """Return the comparison of strategies: the chosen one is marked, reasons why there is no plan are notes.
+
+    In a narrow one the bounds are below the table, and numbers of micro-batches left out.
+    """
+    cells = (
         (("* " if row.is_chosen else "  ") + row.strategy, seconds(row.step_time_s), per_second(row.samples_per_s),
          UNKNOWN if row.microbatches is None else str(row.microbatches), peak_text(row), percent(row.bubble),
          seconds(row.bound_s), row.status) for row in rows)
-    return TextTable(
-        title="Strategies", rows=cells, numeric=frozenset({1, 2, 3, 5, 6}),
-        header=("strategy", "step", "samples", "mb", "peak per device", "bubble", "bound", "status"),
-        marked=frozenset(index for index, row in enumerate(rows) if row.is_chosen),
-        notes=tuple(f"{row.strategy}: {row.reason}" for row in rows if row.reason))
-
-
-def _without(table: TextTable, columns: set[str]) -> TextTable:
-    """Return the table without some columns."""
-    kept = [index for index, name in enumerate(table.header) if name not in columns]
-    return replace(table, header=tuple(table.header[index] for index in kept),
-                   rows=tuple(tuple(row[index] for index in kept) for row in table.rows),
-                   numeric=frozenset(kept.index(index) for index in table.numeric if index in kept))
+    header = ("strategy", "#step", "#samples", "#mb", "peak per device", "#bubble", "#bound", "status")
+    shown = itemgetter(*(index for index, name in enumerate(header) if not (is_narrow and name in ("#mb", "#bound"))))
+    notes = [f"{row.strategy}: {row.reason}" for row in rows if row.reason]
+    if is_narrow:
+        bounds = dict.fromkeys(seconds(row.bound_s) for row in rows if row.bound_s is not None)
+        notes.append(f"bound: {', '.join(bounds) or UNKNOWN}")
+    return make_table("Strategies", shown(header), map(shown, cells), notes=notes,
+                      marked=(row.is_chosen for row in rows))
 
 
 def peak_text(row: StrategyFacts) -> str:
@@ -180,13 +177,8 @@ def peak_text(row: StrategyFacts) -> str:
 
 
 def print_comparison(rows: Sequence[StrategyFacts], *, width: int | None = None) -> None:
-    """Draw the comparison of strategies; on a narrow terminal the bounds are below it."""
-    table = strategies_table(rows)
-    if make_console(width).width < NARROW:
-        bounds = dict.fromkeys(seconds(row.bound_s) for row in rows if row.bound_s is not None)
-        note = f"bound: {', '.join(bounds) or UNKNOWN}"
-        table = replace(_without(table, {"mb", "bound"}), notes=(*table.notes, note))
-    print_tables(table, width=width)
+    """Draw the comparison of strategies."""
+    print_tables(strategies_table(rows, is_narrow=make_console(width).width < NARROW), width=width)
 
 
 def print_timeline(timeline: Timeline, *, width: int | None = None) -> None:
@@ -219,13 +211,13 @@ def tried_tables(rows: Sequence[facts.TriedFacts], *, limit: int = MAX_TRIED) ->
         cells = tuple((row.setting, seconds(row.estimate_s), seconds(row.step_time_s), _why(row, best))
                       for row in known[:limit])
         more = len(known) - len(cells)
-        yield TextTable(title="Tried", header=("setting", "estimate", "simulated", "why not"), rows=cells,
-                        numeric=frozenset({1, 2}), notes=(f"and {more} more that were estimated",) if more else ())
+        yield make_table("Tried", ("setting", "#estimate", "#simulated", "why not"), cells,
+                         notes=[f"and {more} more that were estimated"] if more else ())
     left_out = grouped((row for row in rows if row.estimate_s is None), _kind)
     if left_out:
-        yield TextTable(title="Left out", header=("reason", "settings", "such as"), numeric=frozenset({1}),
-                        rows=tuple((_kind(items[0]), str(len(items)), f"{items[0].setting}: {_reason(items[0])}")
-                                   for items in sorted(left_out, key=lambda items: (-len(items), _kind(items[0])))))
+        yield make_table("Left out", ("reason", "#settings", "such as"), (
+            (_kind(items[0]), str(len(items)), f"{items[0].setting}: {_reason(items[0])}")
+            for items in sorted(left_out, key=lambda items: (-len(items), _kind(items[0])))))
 
 
 def _time(row: facts.TriedFacts) -> float:

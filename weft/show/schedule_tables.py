@@ -3,16 +3,18 @@
     d0 |01...aaa2bbb3ccc4ddd5eee.fff|   86 %
     d1 |.0aaa1bbb2ccc3ddd4eee5fff...|   86 %
 
-An item of the chart is a task and a micro-batch: ``task * num_microbatches + microbatch``. Rows are the devices, then
-the directions of links in use. The steady part is where every block repeats with the period that the search found. One
-period in its middle is marked: a span of time in which each block starts once for each micro-batch of the period, cut
-where the fewest blocks run. On the page transfers are in the thin row of the device that sends.
+An item of the chart is a task and a micro-batch: ``task * num_microbatches + microbatch``; copies to the host and back
+count behind the tasks (``moves.rows_of``). Rows are the devices, each with its copy stream beneath it where memory can
+leave, then the directions of links in use. Blocks that run at once are halves of their row. The steady part is where
+every block repeats with the period that the search found. One period in its middle is marked: a span of time in which
+each block starts once for each micro-batch of the period, cut where the fewest blocks run. On the page transfers are in
+the thin row of the device that sends, and so are copies.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -28,7 +30,7 @@ from weft.show.chart import Chart, Look, Row, Shade, Steady, counted, number
 from weft.show.drawing import print_chart
 from weft.show.names import printable, short_list
 from weft.show.page import chart_data
-from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, cut_table, percent, print_tables
+from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, make_table, percent, print_tables
 
 _SHADES: Final[dict[Role, Shade]] = {Role.FORWARD: "forward", Role.BACKWARD: "backward",
                                      Role.INPUT_GRADIENT: "backward", Role.WEIGHT_GRADIENT: "weight"}
@@ -40,40 +42,86 @@ def schedule_chart(result: ScheduleResult, title: str = "Schedule") -> Chart:
     """Return the chart of the schedule; of a long one whole periods may be left out."""
     schedule, problem = result.schedule, result.schedule.problem
     shades, phases = block_shades(problem), None if result.period is None else result.phases()
+    ends = schedule.ends
 
     def look(item: int) -> Look:
         task, microbatch = divmod(item, schedule.num_microbatches)
+        if task >= problem.num_tasks:
+            return _copy_look(schedule, task - problem.num_tasks, microbatch)
         start = float(schedule.starts[task, microbatch])
         tip = (f"{problem.task_names[task]} of micro-batch {microbatch}: {number(start)} to "
-               f"{number(start + problem.task_times[task])}")
+               f"{number(float(ends[task, microbatch]))}")
+        if (task, microbatch) in partner:
+            other, index = partner[task, microbatch]
+            tip += f", at once with {problem.task_names[other]} of micro-batch {index}"
         return chart.microbatch_look(
             microbatch, schedule.num_microbatches, shades[task], is_joint=len(problem.task_resources[task]) > 1,
             tip=f"{tip}, {phases[task][microbatch]}" if phases else tip)
 
+    partner = {one: other for pair in schedule.pairs for one, other in (pair, pair[::-1])}
     is_joint = any(len(block.devices) > 1 for block in problem.blocks)
+    notes = [*(["two in turn: at once"] if partner else []),
+             *(["below a device its copies, to the host as forward, back as backward"] if schedule.offloads else [])]
     return Chart(
         title=f"{title}: {chart.counted(schedule.num_microbatches, 'micro-batch')} in {number(result.makespan)}",
-        rows=rows_of(result), span=result.makespan, steady=find_steady(result), look=look, to_text=number,
+        rows=tuple(_with_streams(result)), span=result.makespan, steady=find_steady(result), look=look, to_text=number,
         shortest=min((block.time for block in problem.blocks if block.time > 0), default=0.0),
-        legend=chart.marks_legend(set(shades), schedule.num_microbatches),
+        legend="; ".join([chart.marks_legend(set(shades), schedule.num_microbatches), *notes]),
         keys=(*chart.shade_keys(set(shades), schedule.num_microbatches),
               *([chart.Key(("#ffffff",), "on several devices", chart.DARK)] if is_joint else [])))
+
+
+def _copy_look(schedule: Schedule, row: int, microbatch: int) -> Look:
+    """Return the look of a copy to the host (even row) or back."""
+    problem, (copy, way) = schedule.problem, divmod(row, 2)
+    assert schedule.moves is not None, "it is a copy that was made"
+    start, item = float(schedule.moves[row, microbatch]), problem.copies[copy]
+    shades: tuple[Shade, Shade] = "forward", "backward"
+    return chart.microbatch_look(
+        microbatch, schedule.num_microbatches, shades[way],
+        tip=f"what {problem.blocks[item.block].name} of micro-batch {microbatch} takes, "
+            f"{('to the host', 'back')[way]}: {number(start)} to {number(start + item.time)}")
+
+
+def _with_streams(result: ScheduleResult) -> Iterator[Row]:
+    """Yield the devices, each with its copy stream if memory can leave it, then the links."""
+    copied = result.schedule.problem.copied
+    for resource, row in enumerate(rows_of(result)):
+        yield row
+        if resource in copied:
+            yield _stream(result.schedule, resource)
+
+
+def _stream(schedule: Schedule, device: int) -> Row:
+    """Return the copies of a device's memory, by start."""
+    problem, boxes = schedule.problem, []
+    for copy, microbatch, *starts in schedule.offloads:
+        item = problem.copies[copy]
+        if device in problem.blocks[item.block].devices:
+            boxes += [(start, start + item.time, (problem.num_tasks + 2 * copy + way) * schedule.num_microbatches
+                       + microbatch) for way, start in enumerate(starts)]
+    begins, ends, items = np.asarray(sorted(boxes), dtype=np.float64).reshape(-1, 3).T
+    return Row(name=f"{problem.device_names[device]} copies", is_link=True, items=items.astype(np.int64), starts=begins,
+               ends=ends, busy=float((ends - begins).sum()))
 
 
 def rows_of(result: ScheduleResult) -> tuple[Row, ...]:
     """Return the devices, then the directions of links in use."""
     schedule, problem = result.schedule, result.schedule.problem
     is_steady = np.asarray(result.phases()) == "steady" if find_steady(result) is not None else None
+    half = {item: place for pair in schedule.pairs for place, item in enumerate(pair, 1)}
+    all_ends = schedule.ends
     rows = []
     for resource, (name, order) in enumerate(zip(problem.resource_names, schedule.orders(), strict=True)):
         tasks, microbatches = np.asarray(order, dtype=np.int64).reshape(-1, 2).T
-        starts, ends = schedule.starts[tasks, microbatches], schedule.ends[tasks, microbatches]
+        starts, ends = schedule.starts[tasks, microbatches], all_ends[tasks, microbatches]
         steady = None
         if is_steady is not None and (kept := is_steady[tasks, microbatches]).any():
             steady = float(starts[kept].min()), float(ends[kept].max())
-        rows.append(Row(name=name, is_link=resource >= problem.num_devices, starts=starts, ends=ends,
-                        items=tasks * schedule.num_microbatches + microbatches, busy=float((ends - starts).sum()),
-                        steady=steady))
+        halves = np.asarray([half.get(item, 0) for item in order], dtype=np.int64) if half else None
+        rows.append(Row(name=name, is_link=resource >= problem.num_devices, starts=starts, ends=ends, half=halves,
+                        items=tasks * schedule.num_microbatches + microbatches, steady=steady,
+                        busy=schedule.busy(resource) if half else float((ends - starts).sum())))
     return tuple(rows)
 
 
@@ -124,14 +172,11 @@ def _shades_by_memory(problem: ScheduleProblem) -> list[Shade]:
     return ["forward" if lead else "backward" for lead in leads[: problem.num_blocks]]
 
 
-def memory_curve(schedule: Schedule, row: Row) -> tuple[F64, F64]:
-    """Return (times, amounts): what the device holds from each time on; only changes are listed."""
-    problem = schedule.problem
-    tasks = (row.items // schedule.num_microbatches).tolist()
-    change = np.asarray([problem.memory_of(task) for task in tasks], dtype=np.float64)
-    is_late = (change < 0) & (problem.free_at == "end")
-    kept = change != 0
-    return np.where(is_late, row.ends, row.starts)[kept], np.cumsum(change)[kept]
+def memory_curves(schedule: Schedule) -> Iterator[tuple[F64, F64]]:
+    """Yield for each device (times, amounts): what it holds from each time on; only changes are listed."""
+    for times, changes in schedule.memory_changes():
+        kept = changes != 0
+        yield times[kept], np.cumsum(changes)[kept]
 
 
 # ---- for the page
@@ -140,14 +185,15 @@ def memory_curve(schedule: Schedule, row: Row) -> tuple[F64, F64]:
 def schedule_data(result: ScheduleResult) -> dict[str, Any]:
     """Return everything that the page's script draws."""
     problem, count, drawn = result.schedule.problem, result.schedule.num_microbatches, schedule_chart(result)
-    devices = drawn.rows[: problem.num_devices]
-    drawn = replace(drawn, rows=tuple(_with_transfers(problem, count, drawn.rows)))
+    rows = rows_of(result)
+    streams = {device: _stream(result.schedule, device) for device in problem.copied}
+    drawn = replace(drawn, rows=tuple(_with_transfers(problem, count, rows, streams)))
     items = np.concatenate([row.items for row in drawn.rows])
     columns, more = {"what": (items // count).tolist(), "microbatch": (items % count).tolist()}, {}
     if result.period is not None:
         phases = [_PARTS.index(name) for names in result.phases() for name in names]
-        columns["part"], more["parts"] = [phases[item] for item in items.tolist()], list(_PARTS)
-    curves = [memory_curve(result.schedule, row) for row in devices]
+        columns["part"], more["parts"] = [phases[item] for item in _blocks_of(result.schedule, items)], list(_PARTS)
+    curves = memory_curves(result.schedule)
     return chart_data(
         {"schedule": drawn}, microbatches=count, what=_what(problem), columns=columns, **more,
         devices=[{"name": printable(name), "capacity": limit} for name, limit in
@@ -155,14 +201,24 @@ def schedule_data(result: ScheduleResult) -> dict[str, Any]:
         memory=[[(times, [float(f"{value:.9g}") for value in amounts.tolist()]) for times, amounts in curves]])
 
 
-def _with_transfers(problem: ScheduleProblem, count: int, rows: tuple[Row, ...]) -> Iterator[Row]:
-    """Yield the devices, each with the transfers that it sends behind its blocks."""
+def _blocks_of(schedule: Schedule, items: I64) -> list[int]:
+    """Return the items, those of copies as the block whose memory they move."""
+    tasks, microbatches = np.divmod(items, schedule.num_microbatches)
+    problem = schedule.problem
+    block = np.asarray([*range(problem.num_tasks), *(item.block for item in problem.copies for _ in range(2))])
+    found: list[int] = (block[tasks] * schedule.num_microbatches + microbatches).tolist()
+    return found
+
+
+def _with_transfers(problem: ScheduleProblem, count: int, rows: tuple[Row, ...],
+                    streams: Mapping[int, Row]) -> Iterator[Row]:
+    """Yield the devices, each with the transfers that it sends, and its copies, behind its blocks."""
     sender = np.asarray([problem.blocks[item.source].devices[0] for item in problem.linked], dtype=np.int64)
     for device, row in enumerate(rows[: problem.num_devices]):
         parts = [row, *(link.only(sender[link.items // count - problem.num_blocks] == device)
-                        for link in rows[problem.num_devices:])]
+                        for link in rows[problem.num_devices:]), *([streams[device]] if device in streams else [])]
         items: I64 = np.concatenate([part.items for part in parts])
-        yield replace(row, items=items, starts=np.concatenate([part.starts for part in parts]),
+        yield replace(row, items=items, half=None, starts=np.concatenate([part.starts for part in parts]),
                       ends=np.concatenate([part.ends for part in parts]))
 
 
@@ -175,6 +231,10 @@ def _what(problem: ScheduleProblem) -> list[dict[str, Any]]:
         items.append({"label": printable(problem.task_names[task]), "op": "compute" if is_block else "send",
                       "phase": _LETTERS[shade] if is_block else "", "backward": shade != "forward", "bytes": None,
                       "joint": len(resources) > 1, "where": where if len(resources) > 1 or not is_block else ""})
+    for copy in problem.copies:
+        block = problem.blocks[copy.block]
+        items += [{"label": f"{printable(block.name)} {way}", "op": "send", "phase": "", "backward": way == "back",
+                   "bytes": None, "joint": False, "where": "the host"} for way in ("away", "back")]
     return items
 
 
@@ -212,7 +272,19 @@ def summary_table(result: ScheduleResult) -> TextTable:
         ("makespan", f"{number(result.makespan)} (bound {number(result.makespan_bound)}, gap {gap_text(result)})"),
         ("period per micro-batch", f"{each} ({note})"),
         ("bubble", f"{percent(result.bubble)} of a period" if result.bubble is not None else UNKNOWN),
+        *_choices(result.schedule),
         ("search", f"{result.seconds:.3g} CPU seconds")))
+
+
+def _choices(schedule: Schedule) -> Iterator[tuple[str, str]]:
+    """Yield how many blocks run at once, and how much leaves the devices, where that can be."""
+    problem = schedule.problem
+    if problem.overlaps:
+        yield "pairs", f"{counted(len(schedule.pairs), 'pair')} of blocks at once"
+    if problem.copies:
+        limit = limit_text(problem.host_memory)
+        yield "offload", (f"{len(schedule.offloads)} of {len(problem.copies) * schedule.num_microbatches}; the host "
+                          f"keeps {number(schedule.peak_host_memory())} at most (limit {limit})")
 
 
 def gap_text(result: ScheduleResult) -> str:
@@ -237,7 +309,7 @@ def memory_table(result: ScheduleResult, *, limit: int = MAX_DEVICE_ROWS) -> Tex
     problem, peaks = result.schedule.problem, result.schedule.peak_memory()
     cells = [(row.name, percent(row.share(result.makespan)), number(peaks[row.name]), limit_text(memory))
              for row, memory in zip(rows_of(result), problem.device_memory, strict=False)]
-    return cut_table("Devices", ("device", "busy", "peak memory", "limit"), cells, limit)
+    return make_table("Devices", ("device", "#busy", "#peak memory", "#limit"), cells, limit=limit)
 
 
 def limit_text(memory: float | None) -> str:
@@ -254,15 +326,14 @@ def peaks_text(row: ScheduleFacts) -> str:
 def compare_table(rows: Sequence[ScheduleFacts]) -> TextTable:
     """Return the comparison of those that apply: the shortest that fits is marked, the others are named below."""
     shown = [row for row in rows if row.makespan is not None]
-    cells = tuple((("* " if row.is_best else "  ") + row.name, number(row.makespan or 0.0), percent(row.idle),
+    cells = ((("* " if row.is_best else "  ") + row.name, number(row.makespan or 0.0), percent(row.idle),
                    peaks_text(row), fits_text(row)) for row in shown)
     notes = ["* shortest that fits; idle: part of the makespan in which the device with the most work does nothing; "
              "peak memory: least and most of any device"]
     if len(shown) < len(rows):
         notes.append("do not apply here: " + ", ".join(row.name for row in rows if row.makespan is None))
-    return TextTable(title="Named schedules", rows=cells, numeric=frozenset({1, 2, 3}), notes=tuple(notes),
-                     header=("schedule", "makespan", "idle", "peak memory", "fits"),
-                     marked=frozenset(index for index, row in enumerate(shown) if row.is_best))
+    return make_table("Named schedules", ("schedule", "#makespan", "#idle", "#peak memory", "fits"), cells, notes=notes,
+                      marked=(row.is_best for row in shown))
 
 
 def fits_text(row: ScheduleFacts) -> str:
@@ -297,6 +368,8 @@ def idle_part(schedule: Schedule) -> float:
     """Return the part of the makespan in which the device with the most work is idle."""
     problem, makespan = schedule.problem, schedule.makespan
     work = max(problem.device_work[: problem.num_devices], default=0.0) * schedule.num_microbatches
+    if schedule.pairs:
+        work = max(map(schedule.busy, range(problem.num_devices)))
     return max(0.0, 1.0 - work / makespan) if makespan > 0 else 0.0
 
 
@@ -328,7 +401,9 @@ def _tiles(result: ScheduleResult) -> str:
                        ("Lower bound", number(result.makespan_bound), f"gap {gap_text(result)}"),
                        ("Period per micro-batch", *period_texts(result)),
                        ("Bubble", percent(result.bubble), "of a period, on the busiest device"),
-                       ("Peak memory", *_fullest(result))])
+                       ("Peak memory", *_fullest(result)), *(
+                           (name.capitalize(), text.split()[0].rstrip(";"), text.split(" ", 1)[1])
+                           for name, text in _choices(result.schedule))])
 
 
 def _fullest(result: ScheduleResult) -> tuple[str, str]:

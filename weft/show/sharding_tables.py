@@ -21,12 +21,12 @@ from weft.base.errors import InputError
 from weft.base.units import format_bytes, format_time
 from weft.model.folded import FoldedModel
 from weft.search.shard.compare import NamedResult
-from weft.search.strategies.solve import ShardSolution
+from weft.search.strategies.search import ShardSolution
 from weft.search.strategies.strategy_graph import StrategyGraph, evaluate
 from weft.sharding.tensor_layout import Placement
 from weft.show.names import grouped, short_list
 from weft.show.sharding_facts import OUTSIDE, Exchange, LayerClass, ShardingFacts, ShardingReader, Use
-from weft.show.tables import TextTable, percent, print_tables
+from weft.show.tables import TextTable, make_table, percent, print_tables
 
 STORED = {"split": "split", "pieces": "in pieces", "states": "states in pieces"}
 """How a parameter is stored, in words."""
@@ -66,7 +66,7 @@ def layers_table(facts: ShardingFacts) -> TextTable:
     rows = tuple((layer_label(layer) if number == 0 else "", short_list((use.name for use in uses), limit=12),
                   *uses[0].words, stored_text(uses[0].stored, facts)) for layer in facts.layers
                  for number, uses in enumerate(grouped(layer.uses, lambda use: (use.words, use.stored))))
-    return TextTable(title="Layers", header=("layers", "modules", *axes, "parameters"), rows=rows)
+    return make_table("Layers", ("layers", "modules", *axes, "parameters"), rows)
 
 
 def layer_label(layer: LayerClass) -> str:
@@ -88,9 +88,8 @@ def exchanges_table(facts: ShardingFacts) -> TextTable:
     rows = tuple((layer_label(layer) if number == 0 else "", item.direction, facts.axes[item.axis].name,
                   exchange_text(item), format_time(item.seconds))
                  for layer in facts.layers for number, item in enumerate(layer.exchanges))
-    return TextTable(title="Collectives", header=("layers", "when", "axis", "in one layer", "in all"),
-                     rows=rows, numeric=frozenset({4}),
-                     notes=("weights: gathered for use; gradients: added up; update: gathered after the optimizer",))
+    return make_table("Collectives", ("layers", "when", "axis", "in one layer", "#in all"), rows,
+                      notes=["weights: gathered for use; gradients: added up; update: gathered after the optimizer"])
 
 
 def exchange_text(item: Exchange) -> str:
@@ -116,9 +115,8 @@ def named_table(facts: ShardingFacts, named: Sequence[NamedResult]) -> TextTable
             ratio = "1" if found is best else f"{found.seconds / best.seconds:.3f}"
             rows.append((item.name, found.mesh.name, format_time(found.seconds), ratio,
                          format_bytes(found.held_bytes), ""))
-    return TextTable(title="Named plans", header=("plan", "mesh", "step time", "to weft's", "memory", "reason"),
-                     rows=tuple(rows), numeric=frozenset({2, 3, 4}),
-                     marked=frozenset(index for index, cells in enumerate(rows) if cells[0] == "weft"))
+    return make_table("Named plans", ("plan", "mesh", "#step time", "#to weft's", "#memory", "reason"), rows,
+                      marked=(cells[0] == "weft" for cells in rows))
 
 
 def sharding_json(facts: ShardingFacts, named: Sequence[NamedResult] = ()) -> dict[str, Any]:
@@ -185,8 +183,8 @@ def costs_table(graph: StrategyGraph, solution: ShardSolution) -> TextTable:
               for (a, b), matrix in zip(graph.edges.tolist(), graph.edge_costs, strict=True)]
     parts.sort(key=lambda part: -part[0])
     total = solution.cost or 1
-    rows = tuple((what, chosen, figure(cost), percent(cost / total)) for cost, what, chosen in parts[:MOST_SHOWN])
-    return TextTable(title="What costs most", header=("what", "strategy", "cost", "of all"), rows=rows)
+    return make_table("What costs most", ("what", "strategy", "cost", "of all"), (
+        (what, chosen, figure(cost), percent(cost / total)) for cost, what, chosen in parts[:MOST_SHOWN]))
 
 
 def figure(value: float) -> str:

@@ -7,7 +7,7 @@ off where the output is not a terminal.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -57,30 +57,34 @@ def per_second(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:,.0f}/s" if value >= 1e4 else f"{value:.4g}/s"
 
 
-def cut_table(title: str, header: tuple[str, ...], cells: Sequence[tuple[str, ...]], limit: int) -> TextTable:
-    """Return a table of numbers by name; the rows beyond ``limit`` are counted in the last one."""
-    if len(cells) > limit:
-        left_out = len(cells) - limit + 1
-        cells = [*cells[: limit - 1], (f"... {left_out} more", *[""] * (len(header) - 1))]
-    return TextTable(title=title, header=header, rows=tuple(cells), numeric=frozenset(range(1, len(header))))
+def make_table(title: str, header: Sequence[str], cells: Iterable[Sequence[str]], *, limit: int | None = None,
+               marked: Iterable[bool] = (), notes: Iterable[str] = ()) -> TextTable:
+    """Return a table: columns with ``#`` before their names are aligned to the right, ``marked`` rows stand out.
+
+    Rows beyond ``limit`` are counted in the last one.
+    """
+    rows = [tuple(row) for row in cells]
+    if limit is not None and len(rows) > limit:
+        rows[limit - 1:] = [(f"... {len(rows) - limit + 1} more", *[""] * (len(header) - 1))]
+    return TextTable(title=title, header=tuple(name.removeprefix("#") for name in header), rows=tuple(rows),
+                     numeric=frozenset(index for index, name in enumerate(header) if name.startswith("#")),
+                     marked=frozenset(index for index, is_marked in enumerate(marked) if is_marked), notes=tuple(notes))
 
 
-def print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, title: str = "",
-                numeric: frozenset[int] = frozenset(), marked: frozenset[int] = frozenset(),
-                width: int | None = None) -> None:
+def print_table(item: TextTable, *, width: int | None = None) -> None:
     """Draw one table on stdout, ``width`` columns wide (the terminal's)."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
     from rich.text import Text
 
     console = make_console(width)
-    cells = [[printable(cell) for cell in row] for row in (header, *rows)]
-    table = Table(title=Text(printable(title), "bold") if title else None, title_justify="left", box=SIMPLE_HEAD,
-                  pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+    cells = [[printable(cell) for cell in row] for row in (item.header, *item.rows)]
+    table = Table(title=Text(printable(item.title), "bold") if item.title else None, title_justify="left",
+                  box=SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for index, (name, wide) in enumerate(zip(cells[0], column_widths(cells, console.width), strict=True)):
-        table.add_column(Text(name), justify="right" if index in numeric else "left", width=wide, overflow="fold")
+        table.add_column(Text(name), justify="right" if index in item.numeric else "left", width=wide, overflow="fold")
     for index, row in enumerate(cells[1:]):
-        table.add_row(*map(Text, row), style="bold" if index in marked else None)
+        table.add_row(*map(Text, row), style="bold" if index in item.marked else None)
     console.print(table)
 
 
@@ -104,7 +108,7 @@ def column_widths(cells: Sequence[Sequence[str]], available: int) -> list[int]:
 
 
 def make_console(width: int | None = None) -> Console:
-    """Return a rich console for stdout; if that is no terminal it gets no colour and a fixed width."""
+    """Return a rich console for stdout; if that is not a terminal it gets no colour and a fixed width."""
     from rich.console import Console
 
     is_terminal = sys.stdout.isatty()
@@ -115,8 +119,7 @@ def make_console(width: int | None = None) -> Console:
 def print_tables(*tables: TextTable, width: int | None = None) -> None:
     """Draw the tables with their notes on stdout, an empty line after each."""
     for table in tables:
-        print_table(table.header, table.rows, title=table.title, numeric=table.numeric, marked=table.marked,
-                    width=width)
+        print_table(table, width=width)
         for note in table.notes:
             make_console(width).print(printable(note), soft_wrap=False)
         print()

@@ -1,7 +1,7 @@
 """The event engine, compiled: one event per task, no allocation while it runs.
 
-The rules are those of ``weft.simulate.tasks``; ``simulate_python`` there is the same in plain Python. Ready tasks
-lie in a binary heap of (ready time, id). Two things make it fast:
+The rules are those of ``weft.simulate.tasks``; tests hold the same in plain Python. Ready tasks lie in a binary heap
+of (ready time, id). Two things make it fast:
 
 - The task at hand stays at the heap's root until the first of its successors becomes ready and takes its place: one
   sift instead of two.

@@ -8,12 +8,11 @@ hand reserves all its resources from ``start = max(ready, the time each of them 
     task 2  5 s, after task 0    2..7   no resource: a pure delay
 
 So a resource serves tasks in the order in which they became ready, and a task with several resources holds all of
-them at once. ``weft.simulate.engine`` computes the times, ``simulate_python`` is its readable twin.
+them at once. ``weft.simulate.engine`` computes the times; its readable twin, in plain Python, is with the tests.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -48,11 +47,6 @@ class TaskGraph:
         """Return the number of tasks."""
         return len(self.durations)
 
-    @property
-    def num_edges(self) -> int:
-        """Return the number of edges."""
-        return len(self.successors)
-
     def num_held(self) -> I64:
         """Return how many resources each task holds."""
         return (self.resource_start[1:] - self.resource_start[:-1]).astype(np.int64)
@@ -72,8 +66,8 @@ def make_task_graph(
     edges go from smaller to larger ids where that is easy: the engine is faster then.
 
     >>> graph = make_task_graph([2.0, 1.0, 5.0], edges=[(0, 2)], holds=[(0, 0), (1, 0)], num_resources=1)
-    >>> graph.num_tasks, graph.num_edges
-    (3, 1)
+    >>> graph.num_tasks, graph.successors
+    (3, array([2], dtype=uint32))
     """
     seconds = np.array(durations, dtype=np.float64).reshape(-1)
     edge_rows, hold_rows = _rows(edges, "edges"), _rows(holds, "holds")
@@ -154,46 +148,3 @@ def _group(rows: I64, num_groups: int) -> tuple[U32, U32]:
     span = int(rows[:, 1].max()) + 1 if len(rows) else 1
     keys = np.sort(rows[:, 0] * span + rows[:, 1])
     return start, (keys % span).astype(np.uint32)
-
-
-# ---- the definition -------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class TaskTimes:
-    """When each task ran."""
-
-    starts: F64
-    ends: F64
-    makespan: float
-
-
-def simulate_python(
-    graph: TaskGraph, durations: F64 | None = None, *, describe: Describe = name_task
-) -> TaskTimes:
-    """Return when each task runs, in plain Python: what the compiled engine must match bit for bit."""
-    seconds = (graph.durations if durations is None else durations).tolist()
-    resource_start, resources = graph.resource_start.tolist(), graph.resources.tolist()
-    successor_start, successors = graph.successor_start.tolist(), graph.successors.tolist()
-    missing = graph.num_predecessors.tolist()
-    ready = [0.0] * graph.num_tasks
-    starts = [0.0] * graph.num_tasks
-    ends = [0.0] * graph.num_tasks
-    free = [0.0] * graph.num_resources
-    heap = [(0.0, task) for task in range(graph.num_tasks) if missing[task] == 0]
-    while heap:
-        start, task = heapq.heappop(heap)
-        held = resources[resource_start[task]:resource_start[task + 1]]
-        for resource in held:
-            start = max(start, free[resource])
-        end = start + seconds[task]
-        starts[task], ends[task] = start, end
-        for resource in held:
-            free[resource] = end
-        for successor in successors[successor_start[task]:successor_start[task + 1]]:
-            ready[successor] = max(ready[successor], end)
-            missing[successor] -= 1
-            if missing[successor] == 0:
-                heapq.heappush(heap, (ready[successor], successor))
-    check_finished(graph, np.array(missing) > 0, describe)
-    return TaskTimes(starts=np.array(starts), ends=np.array(ends), makespan=max(ends, default=0.0))

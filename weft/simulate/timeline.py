@@ -137,14 +137,19 @@ class Timeline:
         return self._sum_by_rank(np.flatnonzero(self.runs), (self.end_s - self.start_s)[self.runs])
 
     @cached_property
-    def exposed_s(self) -> F64:
-        """Return for each rank how long its compute stream waits while what it needs is on the way."""
+    def exposed_by_need(self) -> F64:
+        """Return for each row of ``needs`` how long it is waited for while it is on its way, each moment once."""
         waiting, arriving = self.needs[:, 0], self.needs[:, 1]
         low = np.maximum(self.issue_s[waiting], self.start_s[arriving])
         high = np.minimum(self.start_s[waiting], self.end_s[arriving])
-        kept = np.flatnonzero(high > low)
-        lengths = union_lengths(waiting[kept], low[kept], high[kept])
-        return self._sum_by_rank(waiting[kept], lengths)
+        lengths, kept = np.zeros(len(waiting)), high > low
+        lengths[kept] = union_lengths(waiting[kept], low[kept], high[kept])
+        return lengths
+
+    @cached_property
+    def exposed_s(self) -> F64:
+        """Return for each rank how long its compute stream waits while what it needs is on the way."""
+        return self._sum_by_rank(self.needs[:, 0], self.exposed_by_need)
 
     @cached_property
     def idle_s(self) -> F64:

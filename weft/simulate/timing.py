@@ -1,4 +1,4 @@
-"""From a program and costs to the task graph that the event engine runs.
+"""The prediction: from a program, costs and a cluster to the task graph that the event engine runs, and its timeline.
 
 Following the semantics in ``weft.plan.program``:
 
@@ -17,12 +17,19 @@ Following the semantics in ``weft.plan.program``:
 A backward of a stage that recomputes takes its forward again. ``weft.simulate.exchange_time`` says how long collectives
 take. An optimizer step reads and writes parameters and state and reads gradients, at the memory rate of pointwise
 operators.
+
+How many bytes cross each link of the cluster in one step: tensors between stages, and exchanges of gradients.
+
+A transfer crosses every link of its route. A collective is the rounds of transfers that its cheapest algorithm has
+(``weft.cost.collectives``), the one whose time the simulator takes; other ways to exchange gradients are made of
+transfers and collectives as ``weft.simulate.exchange_time`` says. Links of one shared medium count together. What the
+devices of a replica exchange inside a sharded stage is not part of a program, and not counted.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final
@@ -38,15 +45,9 @@ from weft.cost.roofline import pointwise_rate
 from weft.model.graph import F64, I64, Graph
 from weft.plan.memory import static_bytes
 from weft.plan.program import U8, Channel, Op, Phase, Program, last_before
-from weft.simulate.exchange_time import (
-    exchange_figure,
-    exchange_resources,
-    factored_ops,
-    products_figure,
-    share_figure,
-    without_products,
-)
+from weft.simulate import exchange_time
 from weft.simulate.tasks import TaskGraph, make_task_graph
+from weft.simulate.timeline import Timeline, make_timeline
 from weft.simulate.wiring import Wiring, expand, wire
 
 _COST_PHASE: Final[tuple[CostPhase, ...]] = ("F", "B", "I", "W")
@@ -62,6 +63,21 @@ class TimedProgram:
     wiring: Wiring
     source: U8
     """Code of the ``Source`` of each task's duration."""
+
+
+def simulate(program: Program, costs: Costs, cluster: Cluster) -> Timeline:
+    """Return when each instruction of the program would run on the cluster.
+
+    Raises ``PlanError`` if instructions wait for each other, with their places.
+    """
+    from weft.simulate.engine import Simulator  # compiled code, which only a simulation needs
+
+    timed = time_program(program, costs, cluster)
+    wiring = timed.wiring
+    simulator = Simulator(timed.graph, describe=lambda task: program.place(int(wiring.leader[task])))
+    simulator.run()
+    return make_timeline(program, start_s=simulator.starts[wiring.first], end_s=simulator.ends[wiring.task],
+                         kind="predicted", source=timed.source[wiring.task], wiring=wiring)
 
 
 def time_program(program: Program, costs: Costs, cluster: Cluster) -> TimedProgram:
@@ -123,13 +139,13 @@ def _durations(
     fill(Op.SEND, program.channel.astype(np.int64),
          lambda key: transfer_figure(program, costs, devices, program.channels[key]))
     fill(Op.COLLECTIVE, program.bucket.astype(np.int64),
-         lambda key: exchange_figure(program, costs, devices, program.buckets[key]))
+         lambda key: exchange_time.exchange_figure(program, costs, devices, program.buckets[key]))
     if (op == Op.STEP).any():
         static = static_bytes(program)
         fill(Op.STEP, program.rank_of(),
-             lambda rank: combine([products_figure(program, costs, devices[rank], rank),
+             lambda rank: combine([exchange_time.products_figure(program, costs, devices[rank], rank),
                                    _step_figure(costs.cluster, devices[rank], static[rank]),
-                                   share_figure(program, costs, devices, rank)]))
+                                   exchange_time.share_figure(program, costs, devices, rank)]))
     return seconds, source
 
 
@@ -145,7 +161,7 @@ def _compute_figure(
         names = ", ".join(program.rank_names[rank] for rank in item.ranks)
         raise PlanError(f"stage {stage.name!r} holds an operator that may not run on {names!r}: "
                         "the graph file gives it no time there; move it to another device")
-    return without_products(program, costs, devices, instance, phase, figure)
+    return exchange_time.without_products(program, costs, devices, instance, phase, figure)
 
 
 def _cut_backwards(program: Program, costs: Costs, devices: tuple[DeviceId, ...], wiring: Wiring, seconds: F64) -> None:
@@ -168,7 +184,8 @@ def _part_shares(program: Program, costs: Costs, devices: tuple[DeviceId, ...], 
     times = final_times(
         program.graph, costs, program.stage_ops[item.stage], [devices[rank] for rank in item.ranks],
         [program.buckets[index].parameters for index in buckets], fraction=item.num_samples / program.graph.batch,
-        recompute=program.plan.stages[item.stage].recompute, factored=factored_ops(program, item.stage, item.ranks))
+        recompute=program.plan.stages[item.stage].recompute,
+        factored=exchange_time.factored_ops(program, item.stage, item.ranks))
     ends = np.maximum.accumulate(times / (times[-1] or 1.0))
     return np.diff(ends, prepend=0.0)
 
@@ -218,8 +235,8 @@ def transfer_figure(program: Program, costs: Costs, devices: tuple[DeviceId, ...
 def _step_figure(cluster: Cluster, device: DeviceId, static: I64) -> Figure:
     """Return the time to update what a rank holds; ``static`` is its bytes by category."""
     rate = pointwise_rate(cluster.kind_of(device))
-    parameters, gradients, state = (int(amount) for amount in static[:3])
-    return ZERO if rate is None else Figure((2 * parameters + gradients + 2 * state) / rate, Source.ROOFLINE)
+    _, gradients, state = (int(amount) for amount in static[:3])  # what is trained is as large as its gradients
+    return ZERO if rate is None else Figure((3 * gradients + 2 * state) / rate, Source.ROOFLINE)
 
 
 def _transfer_resources(program: Program, cluster: Cluster, devices: tuple[DeviceId, ...], leader: I64) -> I64:
@@ -238,7 +255,8 @@ def _exchange_resources(program: Program, costs: Costs, devices: tuple[DeviceId,
     """Return rows (task, resource) for exchanges of gradients; what they occupy is counted apart from transfers."""
     first = costs.cluster.num_resources
     rows = [(task, first + resource) for task in np.flatnonzero(program.op[leader] == Op.COLLECTIVE).tolist()
-            for resource in exchange_resources(program, costs, devices, program.buckets[program.bucket[leader[task]]])]
+            for resource in exchange_time.exchange_resources(program, costs, devices,
+                                                             program.buckets[program.bucket[leader[task]]])]
     return np.asarray(rows, dtype=np.int64).reshape(-1, 2)
 
 
@@ -294,3 +312,38 @@ def first_readers(graph: Graph, ops: I64) -> dict[int, int]:
     tensors, first = np.unique(graph.inputs[entries], return_index=True)
     places = np.searchsorted(ops, graph.consumer_op[entries[first]])
     return dict(zip(tensors.tolist(), places.tolist(), strict=True))
+
+
+# ---- bytes by link ---------------------------------------------------------------------------------------------------
+
+
+def link_bytes(program: Program, costs: Costs, cluster: Cluster) -> dict[str, int]:
+    """Return the bytes of one step over each link that carries some, by the link's name (``a0>h0/fabric``).
+
+    Links are in the order of the cluster; a shared medium has its own name. Where the cluster has no links, each
+    ordered pair of devices counts as one.
+    """
+    devices = rank_devices(program, cluster)
+    by_pair: dict[tuple[DeviceId, DeviceId], float] = {}
+    for source, target, num_bytes in _transfers(program, costs, devices):
+        by_pair[source, target] = by_pair.get((source, target), 0.0) + num_bytes
+    if not cluster.links:
+        names = {pair: ">".join(cluster.devices[device].name for device in pair) for pair in sorted(by_pair)}
+        return {name: round(by_pair[pair]) for pair, name in names.items()}
+    amounts: dict[int, float] = {}
+    for pair, num_bytes in by_pair.items():
+        for resource in dict.fromkeys(cluster.link_resources[link] for link in cluster.route(*pair).links):
+            amounts[resource] = amounts.get(resource, 0.0) + num_bytes
+    titles: dict[int, str] = {}
+    for link, resource in zip(cluster.links, cluster.link_resources, strict=True):
+        titles.setdefault(resource, link.shared if link.shared is not None else f"{link.source}>{link.target}")
+    return {titles[resource]: round(amounts[resource]) for resource in titles if amounts.get(resource)}
+
+
+def _transfers(program: Program, costs: Costs,
+               devices: Sequence[DeviceId]) -> Iterator[tuple[DeviceId, DeviceId, float]]:
+    """Yield (sender, receiver, bytes) of everything that is sent in a step."""
+    for channel in program.channels:
+        yield devices[channel.source], devices[channel.target], channel.num_bytes * len(channel.microbatches)
+    for bucket in program.buckets:
+        yield from exchange_time.exchange_transfers(program, costs, devices, bucket)

@@ -27,7 +27,7 @@ from weft.model.columns import TracedProgram
 from weft.model.forward import current_autocast
 from weft.model.functional import source_line
 from weft.model.probe import is_random
-from weft.model.trace import TracedModel, retarget
+from weft.model.trace import TracedModel, run_program
 from weft.run.failures import PeerLost, error_of
 from weft.run.transport import Transport
 from weft.run.wire import settled
@@ -48,8 +48,8 @@ class FromBatch:
 
     def known(self, program: TracedProgram) -> dict[str, bool]:
         """Return the fx nodes that depend on nothing else, with whether they depend on the batch."""
-        inputs = {program.tensor_nodes[name] for name in program.inputs if name in program.tensor_nodes}
-        fixed = {program.tensor_nodes[name] for name in program.constants if name in program.tensor_nodes}
+        names = (program.inputs, program.constants)
+        inputs, fixed = ({program.tensor_nodes[name] for name in items} for items in names)
         fixed |= {node for node, path in program.buffers.items() if path in self.buffers}
         found: dict[str, bool] = {}
         for node in program.fx_graph.nodes:
@@ -60,36 +60,14 @@ class FromBatch:
                 found[node.name] = any(found[source.name] for source in node.all_input_nodes)
         return found
 
-    def evaluate(self, names: Sequence[str], inputs: Mapping[str, Tensor], part: tuple[int, int]) -> list[Tensor]:
+    def evaluate(self, names: Sequence[str], inputs: Mapping[str, Tensor], part: tuple[int, int]) -> tuple[Tensor, ...]:
         """Return the values of such nodes for one part of the batch."""
         first, last = part
         program = self.programs[last - first]
         rows = {name: item[first:last] if item.ndim and item.shape[0] == self.batch else item
                 for name, item in inputs.items()}
-        device = next(iter(rows.values())).device
-        given = {program.tensor_nodes[key]: value for key, value in {**program.constants, **rows}.items()
-                 if key in program.tensor_nodes}
-        given |= {node: self.buffers[path] for node, path in program.buffers.items() if path in self.buffers}
-        values: dict[fx.Node, Any] = {}
-        for node in _leading_to(program, names):
-            if node.op == "placeholder":
-                values[node] = given[node.name].to(device)
-            else:
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-                with torch.no_grad():
-                    values[node] = node.target(*retarget(args, device), **retarget(kwargs, device))
-        return [values[program.nodes[name]] for name in names]
-
-
-def _leading_to(program: TracedProgram, names: Sequence[str]) -> list[fx.Node]:
-    """Return nodes and all that they need, in the graph's order."""
-    waiting = [program.nodes[name] for name in names]
-    found = set(waiting)
-    while waiting:
-        new = [source for source in waiting.pop().all_input_nodes if source not in found]
-        found.update(new)
-        waiting.extend(new)
-    return [node for node in program.fx_graph.nodes if node in found]
+        with torch.no_grad():
+            return run_program(program, self.buffers, [rows[name] for name in program.inputs], nodes=names)
 
 
 aten = torch.ops.aten

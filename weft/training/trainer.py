@@ -184,7 +184,7 @@ class Trainer(torch.nn.Module):
         uses_random = any(stage.module.uses_random for stage in self._prepared.stages.values())
         if self.transport.total(float(uses_random or self._prepared.takes_statistics)):
             raise RunError("the model draws random numbers or takes statistics over its samples in the mode that it "
-                           "was traced in, so its loss is no evaluation: load a checkpoint into the plain module")
+                           "was traced in, so its loss is not an evaluation: load a checkpoint into the plain module")
         plan = replace(program.plan, gradients=(), model=replace(program.plan.model, mode="inference"), order={
             device: tuple(token for token in tokens if token.split(":")[1] == "F")
             for device, tokens in program.plan.order.items()})

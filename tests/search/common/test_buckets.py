@@ -14,11 +14,11 @@ from weft.cost.costs import estimate_costs
 from weft.plan.check import check_plan
 from weft.plan.plan import Plan
 from weft.plan.program import inside_backward
-from weft.search.common import buckets
+from weft.search.common import problem as buckets
 from weft.search.common.problem import PlanOptions, Problem, StageSpec, add_gradients, make_plan
 from weft.search.joint.baselines import data_parallel
-from weft.simulate.predict import simulate
 from weft.simulate.timeline import Timeline
+from weft.simulate.timing import simulate
 
 
 def cluster_of(num_devices: int, *, bandwidth: str, latency: str = "5us") -> Cluster:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.run.sharded_plans import ops_of, parameter_shapes
-from weft.search.common.spread import spread, with_stored_parameters
+from weft.search.joint.placements import spread, with_stored_parameters
 from weft.sharding.tensor_layout import parse_placement
 
 LLAMA = "llama-tiny:layers=1"

@@ -28,8 +28,8 @@ from weft.model.graph import TensorRole, check_graph
 from weft.plan.plan import Optimizer
 from weft.search.common.problem import Problem
 from weft.search.deploy.deployer import Deployer
+from weft.search.deploy.exchange import linear_layers
 from weft.search.deploy.op_groups import group_operators
-from weft.search.deploy.sufficient import linear_layers
 
 SEEDS = range(40)
 

@@ -11,8 +11,7 @@ from weft.base.errors import ClusterError, InputError, NoFeasiblePlan
 from weft.plan.check import check_plan
 from weft.search.deploy.local import Annealer
 from weft.search.deploy.policy import UniformPolicy
-from weft.search.deploy.search import DeployOptions, deploy, microbatch_numbers
-from weft.search.deploy.tree import TreeSearch
+from weft.search.deploy.search import DeployOptions, TreeSearch, deploy, microbatch_numbers
 
 TWO_HOSTS = (host("a", 1), host("b", 1, rate="2GFLOP/s"))
 

@@ -21,7 +21,7 @@ from weft.model.graph import Graph
 from weft.model.load import load_graph_for
 from weft.model.trace import trace
 from weft.plan.factors import find_factors
-from weft.search.deploy.sufficient import (
+from weft.search.deploy.exchange import (
     Decision,
     LinearLayer,
     decide,

@@ -19,12 +19,12 @@ from weft.plan.plan import Optimizer
 from weft.search.common.budget import Budget
 from weft.search.deploy.deployer import deployment_plan
 from weft.search.deploy.find_splits import find_splits
-from weft.search.deploy.splits import teams_by_degree
+from weft.search.deploy.splits import tp_groups_by_degree
 from weft.search.shard.compare import search_plan
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.named import find_roles, named
 from weft.search.shard.tensor_costs import split_operators
-from weft.simulate.predict import simulate
+from weft.simulate.timing import simulate
 
 LLAMA, GPT = "llama-tiny", "gpt2-tiny"
 
@@ -73,7 +73,7 @@ def test_the_time_of_a_plan_of_divided_stages_has_the_collectives_inside():
     assert timeline.step_time_s > without.step_time_s
 
 
-def test_teams_do_everything_together_and_tied_parameters_are_divided_alike():
+def test_tp_groups_do_everything_together_and_tied_parameters_are_divided_alike():
     deployer = tensor_deployer(GPT, 1)
     tensor, other = action(deployer, "tensor", 0), action(deployer, "replicate", 1)
     assert not np.isfinite(deployer.evaluate(two_parts(deployer, tensor, other)).seconds), "embedding and head are tied"
@@ -81,7 +81,7 @@ def test_teams_do_everything_together_and_tied_parameters_are_divided_alike():
     tensor, other = action(deployer, "tensor", 0), action(deployer, "replicate", 1)
     assert np.isfinite(deployer.evaluate(two_parts(deployer, tensor, other)).seconds)
     alone = action(deployer, "replicate", 0)
-    assert not np.isfinite(deployer.evaluate(two_parts(deployer, tensor, alone)).seconds), "a0 is in two teams"
+    assert not np.isfinite(deployer.evaluate(two_parts(deployer, tensor, alone)).seconds), "a0 is in two tp groups"
 
 
 def test_devices_hold_less_where_they_divide_operators():
@@ -93,7 +93,7 @@ def test_devices_hold_less_where_they_divide_operators():
 
 def test_degrees_are_powers_of_two_for_which_a_group_has_devices():
     groups = problem_of(cluster_of(host("a", 4), host("b", 2), host("c", 3), host("d", 1))).cluster
-    assert list(teams_by_degree(groups.groups_by_host_and_kind())) == [(2, [0, 1, 2]), (4, [0])]
+    assert list(tp_groups_by_degree(groups.groups_by_host_and_kind())) == [(2, [0, 1, 2]), (4, [0])]
 
 
 def test_without_hosts_of_several_devices_nothing_is_divided():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 
@@ -17,10 +18,12 @@ from tests.search.joint.worlds import (
     with_optimizer,
 )
 from weft.base.errors import NoFeasiblePlan
+from weft.cost.costs import estimate_costs
+from weft.plan.check import excess_bytes
 from weft.search.common.problem import evaluate_plan as evaluate
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimator
-from weft.search.joint.finalists import build_plan
+from weft.search.joint.search import build_plan
 
 NUM_SIMULATED = 12
 CASES = {"equal": lambda: (equal_problem(), {}), "mixed": lambda: (mixed_problem(), {}),
@@ -65,9 +68,31 @@ def test_stages_fit_the_memory_that_is_left(chunks, recompute):
     assert estimate.cuts[-1] == estimator.chain.num_places - 1
     for stage, (first, last) in enumerate(itertools.pairwise(estimate.cuts)):
         assert last > first
-        team = setting.layout[stage % 4].teams[0]
-        used = estimator.stage_bytes(setting, stage, team, 4, first, last)
+        tp_group = setting.layout[stage % 4].tp_groups[0]
+        used = estimator.stage_bytes(setting, stage, tp_group, 4, first, last)
         assert used * chunks <= 700_000
+
+
+@pytest.mark.parametrize("setting", [{"chunks": 2, "microbatches": 12}, {"chunks": 2, "microbatches": 4},
+                                     {"microbatches": 1, "recompute": True}])
+def test_what_is_estimated_to_fit_fits(setting):
+    """Also where the stages of a device are unlike: the first keep four times as much, for more micro-batches."""
+    problem = equal_problem(num_ops=40, activation_bytes=80_000, parameter_bytes=100_000, batch=48)
+    sizes = problem.graph.tensor_bytes.copy()
+    sizes[problem.graph.tensor_producer >= 20] //= 4
+    graph = replace(problem.graph, tensor_bytes=sizes)
+    problem = replace(problem, graph=graph, costs=estimate_costs(graph, problem.cluster))
+    num_fitting = 0
+    for memory in range(500_000, 8_000_000, 100_000):
+        tight = with_memory(problem, memory)
+        estimator = Estimator(Chain(tight))
+        try:
+            estimate = estimator(staged(tight, **setting))
+        except NoFeasiblePlan:
+            continue
+        num_fitting += 1
+        assert not excess_bytes(build_plan(estimator, estimate), graph, tight.cluster), memory
+    assert num_fitting
 
 
 def test_more_memory_never_makes_an_estimate_worse():
@@ -112,7 +137,7 @@ def test_divided_states_make_large_parameters_fit():
     assert plan.optimizer.sharded
     evaluate(plan, problem)
     for item in ranked:
-        width = len(item.setting.layout[0].teams)
+        width = len(item.setting.layout[0].tp_groups)
         assert item.setting.sharded_states == (len(item.setting.layout) == 1 and width == 4), item.setting.describe()
         assert not item.setting.recompute
 

@@ -12,9 +12,9 @@ from weft.search.common.budget import Budget
 from weft.search.common.problem import Problem
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimator
-from weft.search.joint.finalists import JointResult, evaluate, refine
 from weft.search.joint.scheduled import reschedule
-from weft.simulate.predict import simulate
+from weft.search.joint.search import JointResult, evaluate, refine
+from weft.simulate.timing import simulate
 
 
 def pipeline(problem: Problem, **options) -> JointResult:

@@ -11,7 +11,7 @@ from weft.plan.check import check_plan
 from weft.plan.orders import interleaved, one_f_one_b
 from weft.search.common.problem import pipeline_order
 from weft.search.joint.estimate import pipeline_seconds
-from weft.simulate.predict import simulate
+from weft.simulate.timing import simulate
 
 
 @pytest.mark.parametrize(("num_stages", "microbatches"), [(1, 1), (1, 5), (2, 2), (4, 4), (4, 11), (7, 3)])

@@ -104,7 +104,7 @@ def test_stages_stand_where_the_shape_says(shape, mode):
 def test_a_found_schedule_is_checked_simulated_and_faster_than_one_by_one(shape, mode):
     problem = problem_with(graph_for(shape), mode=mode)
     skeleton = evaluate(PLACEMENTS[shape](problem, 8), problem).step_time_s
-    plan = scheduled_plan(problem, shape, 8, greedy_search)
+    plan = scheduled_plan(problem, 8, shape, greedy_search)
     found = evaluate(plan, problem).step_time_s
     assert found <= skeleton if mode == "inference" else found < skeleton
     assert plan.search.by == "schedule"
@@ -145,7 +145,7 @@ def test_a_table_too_large_for_one_device_fits_on_all():
     for strategy in ("single", "1f1b", "data-parallel"):
         with pytest.raises(NoFeasiblePlan):
             evaluate(STRATEGIES[strategy](problem, 8), problem)
-    plan = scheduled_plan(problem, "m", 8, greedy_search)
+    plan = scheduled_plan(problem, 8, "m", greedy_search)
     assert max(item.peak_bytes for item in evaluate(plan, problem).summary()) <= 300_000
 
 
@@ -201,7 +201,7 @@ def test_one_device_is_too_few(shape):
 ])
 def test_models_of_the_zoo(spec, shape, joint):
     problem = problem_with(load_graph_for(spec, mode="training", batch=2), batch=16)
-    plan = scheduled_plan(problem, shape, 8, greedy_search)
+    plan = scheduled_plan(problem, 8, shape, greedy_search)
     spread = [stage for stage in plan.stages if len(stage.replicas[0].devices) > 1]
     modules = {module for stage in spread for module in stage.modules}
     assert set(joint) <= modules
@@ -228,7 +228,7 @@ def test_split_backward_is_taken_where_it_is_faster():
     problem = problem_with(graph_for("v"))
     times = {split: evaluate(scheduled.find_schedule(PLACEMENTS["v"](problem, 8), problem, greedy_search, split_backward=split).plan,
                              problem).step_time_s for split in (False, True)}
-    plan = scheduled_plan(problem, "v", 8, greedy_search)
+    plan = scheduled_plan(problem, 8, "v", greedy_search)
     assert evaluate(plan, problem).step_time_s == min(times.values())
     assert times[False] != times[True]
     assert any(":I:" in token for token in itertools.chain(*plan.order.values())) == (times[True] < times[False])

@@ -19,15 +19,15 @@ from weft.search.deploy.find_splits import find_splits
 from weft.search.joint import estimate
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimator
-from weft.search.joint.finalists import build_plan, evaluate
 from weft.search.joint.layouts import Setting, StageMesh
 from weft.search.joint.scheduled import reschedule
+from weft.search.joint.search import build_plan, evaluate
 
 MODEL = "llama-tiny:layers=2"
 
 
 @pytest.mark.timeout(300)
-def test_teams_that_share_samples_before_a_team_that_takes_all(tmp_path, monkeypatch):
+def test_tp_groups_that_share_samples_before_a_tp_group_that_takes_all(tmp_path, monkeypatch):
     """Once recomputed in segments, once with a searched order of split backwards."""
     monkeypatch.setattr(estimate, "TUNING", replace(estimate.TUNING, room=0.0, segment_counts=(1, 2)))
     graph = traced(MODEL, batch_dims=True).graph

@@ -18,11 +18,13 @@ from tests.search.joint.worlds import (
 )
 from weft.base.errors import NoFeasiblePlan
 from weft.plan.check import check_plan
+from weft.plan.memory import account_memory
 from weft.plan.plan import format_plan
 from weft.search.common.budget import Budget
+from weft.search.common.problem import Problem
 from weft.search.joint import search
 from weft.search.joint.search import joint_search
-from weft.simulate.predict import simulate
+from weft.simulate.timing import simulate
 
 PROBLEMS = {
     "equal": lambda: (equal_problem(), {}), "mixed": lambda: (mixed_problem(), {}),
@@ -62,7 +64,7 @@ def test_same_input_same_bytes(name):
     assert len(first.tried) == len(second.tried)
     for one, other in zip(first.tried, second.tried, strict=True):
         assert one.setting.describe() == other.setting.describe()
-        assert [mesh.teams for mesh in one.setting.layout] == [mesh.teams for mesh in other.setting.layout]
+        assert [mesh.tp_groups for mesh in one.setting.layout] == [mesh.tp_groups for mesh in other.setting.layout]
         assert (one.estimate_s, one.step_time_s, one.reason) == (other.estimate_s, other.step_time_s, other.reason)
 
 
@@ -81,6 +83,33 @@ def test_little_memory_is_met_by_recomputation_and_far_too_little_is_said():
     kept = replace(problem, options=replace(problem.options, microbatches=1))
     with pytest.raises(NoFeasiblePlan):
         joint_search(with_memory(kept, 60_000))
+
+
+def edge(memory: int) -> Problem:
+    """Return a chain of much activation on four devices with about as much memory as it needs."""
+    return with_memory(equal_problem(num_ops=32, activation_bytes=400_000, parameter_bytes=50_000), memory)
+
+
+def test_where_1f1b_does_not_fit_evenly_the_pipeline_goes_over_and_back(monkeypatch):
+    problem = edge(1_600_000)
+    found = joint_search(problem)
+    assert found.setting.is_v
+    assert {token.split(":")[1] for tokens in found.plan.order.values() for token in tokens} == {"F", "I", "W"}
+    account = account_memory(check_plan(found.plan, problem.graph, problem.cluster))
+    assert all(account.peak_bytes(rank) <= 1_600_000 for rank in range(4))
+    monkeypatch.setattr(search, "_may_turn", lambda estimator, setting: False)
+    assert joint_search(problem).step_time_s > 1.1 * found.step_time_s
+
+
+def test_the_last_resort_is_the_memory_of_one_micro_batch(monkeypatch):
+    problem = edge(1_200_000)
+    found = joint_search(problem)
+    assert found.setting.is_tight
+    check_plan(found.plan, problem.graph, problem.cluster)
+    assert format_plan(joint_search(problem).plan) == format_plan(found.plan)
+    monkeypatch.setattr(search, "_tightest", lambda estimator, budget: iter(()))
+    with pytest.raises(NoFeasiblePlan, match="too little in all"):
+        joint_search(problem)
 
 
 def test_what_the_user_asks_for_is_kept():

@@ -13,7 +13,7 @@ import pytest
 from tests.worlds import chain_graph, dag_graph, plain_cluster
 from weft.base.errors import InputError, NoFeasiblePlan, PlanError
 from weft.cluster.cluster import Cluster, Contention
-from weft.coarsen.contract import contract
+from weft.coarsen.coarsen import contract
 from weft.coarsen.groups import number_groups
 from weft.cost.costs import estimate_costs
 from weft.model.graph import Graph
@@ -30,7 +30,7 @@ from weft.search.place.placed_plan import (
 )
 from weft.search.place.problem import problem_from_graph
 from weft.search.place.timetable import Timetable, make_timetable
-from weft.simulate.predict import simulate
+from weft.simulate.timing import simulate
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 
 from tests.search.schedule.oracle import is_feasible, min_makespan
+from tests.search.schedule.oracle_joint import min_makespan_joint
 from tests.search.schedule.oracle_period import can_repeat, gives_back_all, min_period, num_candidates
 from tests.search.schedule.random_problems import RandomProblem
 from weft.base.errors import NoFeasiblePlan
@@ -66,6 +67,36 @@ def compare(case: RandomProblem, search: Search) -> Verdict:
     return verdict
 
 
+def compare_joint(case: RandomProblem, search: Search, *, max_states: int = 60_000) -> Verdict:
+    """Return what is wrong with the answer to a problem with pairs or copies; ``TooLargeError`` if that is not to be known."""
+    try:
+        result = search(case.problem, case.num_microbatches)
+    except NoFeasiblePlan as error:
+        verdict = Verdict(case.seed, "infeasible")
+        answer = min_makespan_joint(case.problem, case.num_microbatches, max_states=max_states)
+        if answer is not None:
+            verdict.complaints.append(f"said to be infeasible, but {float(answer):g} is possible: {error}")
+        else:
+            verdict.complaints += named_memory_problems(case.problem, case.num_microbatches, error, search,
+                                                        is_possible=lambda problem, number: min_makespan_joint(
+                                                            problem, number, max_states=max_states) is not None)
+        return verdict
+    verdict = Verdict(case.seed, result.status)
+    claimed = Fraction(result.makespan)
+    better = min_makespan_joint(case.problem, case.num_microbatches, max_states=max_states,
+                                below=claimed - Fraction(RESOLUTION) * max(1, claimed))
+    optimum = claimed if better is None else better
+    verdict.complaints += result_problems(case, result, optimum)
+    if result.period_bound is not None and gives_back_all(case.problem):
+        limits = [float(optimum) / case.num_microbatches]
+        if result.period is not None and result.period_microbatches is not None:
+            limits.append(result.period / result.period_microbatches)
+        if result.period_bound > min(limits) + RESOLUTION * max(1.0, float(optimum)):
+            verdict.complaints.append(f"period_bound {result.period_bound!r} is above {min(limits)!r}")
+    verdict.gap = result.makespan / float(optimum) - 1 if optimum else 0.0
+    return verdict
+
+
 def result_problems(case: RandomProblem, result: ScheduleResult, optimum: Fraction) -> list[str]:
     """Return what is wrong with the makespan and its bound."""
     best, slack = float(optimum), RESOLUTION * max(1.0, float(optimum))
@@ -106,7 +137,8 @@ def _period_problems(case: RandomProblem, result: ScheduleResult, optimum: Fract
 
 
 def named_memory_problems(problem: ScheduleProblem, num_microbatches: int, error: NoFeasiblePlan,
-                          search: Search) -> list[str]:
+                          search: Search, *,
+                          is_possible: Callable[[ScheduleProblem, int], bool] = is_feasible) -> list[str]:
     """Return what is wrong with the memory that the error names: raised to it, device by device, a schedule must exist.
 
     The last amount must be the smallest that works while the other devices stay as they are then.
@@ -126,6 +158,6 @@ def named_memory_problems(problem: ScheduleProblem, num_microbatches: int, error
             named = more
             continue
         less = with_memory(raised, {device: needed - 0.01})
-        complaints = [] if is_feasible(raised, num_microbatches) else [f"{device!r} with {needed!r} does not work"]
-        return complaints + ([f"{device!r} works with less than {needed!r}"] if is_feasible(less, num_microbatches) else [])
+        complaints = [] if is_possible(raised, num_microbatches) else [f"{device!r} with {needed!r} does not work"]
+        return complaints + ([f"{device!r} works with less than {needed!r}"] if is_possible(less, num_microbatches) else [])
     return [f"still infeasible with {raised.device_memory}: {named}"]

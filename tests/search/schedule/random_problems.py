@@ -7,10 +7,11 @@ links that several pairs of blocks share, in both directions; whole and real tim
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
 from random import Random
 
-from weft.search.schedule.problem import Block, ScheduleProblem, Transfer
+from weft.search.schedule.problem import Block, Copy, Overlap, ScheduleProblem, Transfer
 
 MAX_INSTANCES = 12
 
@@ -136,3 +137,38 @@ def _limits(rng: Random, problem: ScheduleProblem) -> tuple[float | None, ...]:
         tight = rng.choice([largest, largest, total, total, total + 0.25, total + largest, 0.75 * largest])
         result.append({"none": None, "tight": tight, "loose": total * rng.randint(2, 4)}[kind])
     return tuple(result)
+
+
+def random_joint_problem(seed: int, *, max_instances: int = 9) -> RandomProblem:
+    """Return a random problem with blocks that may run at once, or memory that may leave, or both."""
+    rng = Random(f"joint schedule problem {seed}")
+    for attempt in range(1000):
+        case = random_problem(1000 * seed + attempt, max_instances=max_instances)
+        problem = _with_choices(rng, case.problem)
+        if problem.overlaps or problem.copies:
+            return replace(case, seed=seed, problem=problem)
+    raise AssertionError("most problems have blocks that may run at once")
+
+
+def _with_choices(rng: Random, problem: ScheduleProblem) -> ScheduleProblem:
+    kind = rng.choice(["overlaps", "copies", "both"])
+    overlaps, copies = [], []
+    for one, other in itertools.combinations(range(problem.num_blocks), 2):
+        a, b = problem.blocks[one], problem.blocks[other]
+        if a.devices == b.devices and rng.random() < 0.6:
+            low, high = max(a.time, b.time), a.time + b.time
+            time = rng.choice([low, high, low + (high - low) / 2, low + (high - low) / 4])
+            overlaps.append(Overlap(blocks=rng.choice([(one, other), (other, one)]), time=time))
+    for index, block in enumerate(problem.blocks):
+        if block.memory > 0 and rng.random() < 0.8:
+            copies.append(Copy(block=index, time=rng.choice([0.0, 0.25, 0.5, 0.5, 1.0, 2.0])))
+    problem = replace(problem, overlaps=tuple(overlaps) if kind != "copies" else (),
+                      copies=tuple(copies) if kind != "overlaps" else ())
+    problem = replace(problem, copies=tuple(item for item, back in zip(problem.copies, problem.returns, strict=True) if back))
+    if not problem.copies:
+        return problem
+    tight = [min((problem.memory_of(task) for task in tasks if problem.memory_of(task) > 0), default=0.0)
+             for tasks in problem.resource_tasks[: problem.num_devices]]
+    limits = tuple(rng.choice([least, 1.5 * least, 2 * least, limit]) for least, limit in
+                   zip(tight, problem.device_memory, strict=True))
+    return replace(problem, device_memory=limits, host_memory=rng.choice([None, None, 0.5, 1.0, 2.0]))

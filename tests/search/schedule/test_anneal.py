@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.schedule_memory import tight_problem
 from benchmarks.schedule_shapes import shape
+from benchmarks.tight_problems import tight_problem
 from weft.search.common.budget import Budget
 from weft.search.schedule.anneal import Annealer
 from weft.search.schedule.bounds import period_bound

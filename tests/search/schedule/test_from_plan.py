@@ -22,7 +22,7 @@ from weft.search.joint.placements import PLACEMENTS
 from weft.search.joint.scheduled import find_schedule
 from weft.search.schedule.from_plan import order_of_schedule, problem_of_plan, resource_name, with_schedule
 from weft.search.schedule.schedule import check_schedule, find_problems, replay
-from weft.simulate.predict import simulate
+from weft.simulate.timing import simulate
 
 SHAPES = ["v", "x", "interleaved", "vv"]
 

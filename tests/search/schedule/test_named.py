@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules
 
 from benchmarks.schedule_shapes import shape
 from tests.search.schedule.pipelines import both_ways, chain, over_and_back, round_and_round, together, uneven
+from weft.plan.orders import by_pattern
 from weft.search.schedule.named import NAMED, NotApplicable, compare_named, named_schedules
 from weft.search.schedule.problem import ScheduleProblem, load_problem, with_memory
 from weft.search.schedule.schedule import Schedule, check_schedule, find_problems
@@ -21,7 +24,8 @@ APPLY = {
     "v-train-mem4": {"gpipe", "1f1b"}, "v-train-mem3": {"gpipe", "1f1b"}, "x-train-mem4": {"gpipe", "chimera", "dualpipe"},
     "m-train-mem6": {"gpipe", "1f1b+"}, "m-train-mem5": {"gpipe", "1f1b+"}, "nn-train-mem6": {"gpipe", "1f1b+"},
     "k-train-mem6": {"gpipe", "1f1b+"}, "zb-p4": {"gpipe", "1f1b", "zb-h1", "zb-h2"},
-    "zbv-p4": {"gpipe", "1f1b", "zbv", "v-half"}, "zbv-p4-comm": {"gpipe", "1f1b", "zbv", "v-half"},
+    "zbv-p4": {"gpipe", "1f1b", "zbv", "dualpipev", "v-half", "v-min"},
+    "zbv-p4-comm": {"gpipe", "1f1b", "zbv", "dualpipev", "v-half", "v-min"},
     **{f"{name}-infer": {"forward-only"} for name in ("v", "x", "m", "nn", "k")}}
 """Which schedules each problem of the evaluation has."""
 
@@ -156,15 +160,61 @@ def test_zbv_starts_late_and_then_leaves_no_gap(num_devices):
         assert set(schedule.peak_memory().values()) == {num_devices}
 
 
-@pytest.mark.parametrize("num_devices", [2, 3, 4, 7, 8, 16])
-def test_v_half_holds_half(num_devices):
-    problem = chain(over_and_back(num_devices), weight=1.0, amount=0.5)
-    num_microbatches = 3 * num_devices
-    schedule = made("v-half", problem, num_microbatches)
-    assert peak(schedule) <= (num_devices + 2) / 2
-    assert steady("v-half", problem) == 6.0
-    # Less than two thirds of the bubble of 1F1B with one stage per device, which is (p - 1)(F + I + W) of whole stages.
-    assert schedule.makespan - 6 * num_microbatches <= 2 / 3 * 6 * (num_devices - 1) + 2
+AFTER_WORK = {"zbv": lambda p: p - 1, "dualpipev": lambda p: p - 1, "v-half": lambda p: 3 * p - 4,
+              "v-min": lambda p: 4 * p - (5 if p % 3 else 3)}
+"""How much longer than the work of a device a V schedule of p devices takes, with equal times."""
+HALVES = {"zbv": lambda p: 2 * p, "dualpipev": lambda p: 2 * p + 1, "v-half": lambda p: (p + 2) // 2 * 2,
+          "v-min": lambda p: (p + 4) // 3 * 2}
+"""Half stages that a device of p holds at most, by the authors."""
+
+
+@pytest.mark.parametrize("name", [*AFTER_WORK])
+@pytest.mark.parametrize("num_devices", [3, 4, 5, 8, 16])
+def test_v_schedules_in_closed_form(name, num_devices):
+    problem = chain(over_and_back(num_devices), weight=1.0, amount=1.0)
+    for num_microbatches in (2 * num_devices, 3 * num_devices + 1):
+        schedule = made(name, problem, num_microbatches)
+        assert schedule.makespan == 6 * num_microbatches + AFTER_WORK[name](num_devices)
+        assert peak(schedule) == HALVES[name](num_devices)
+    assert AFTER_WORK["v-min"](num_devices) <= 2 / 3 * 6 * (num_devices - 1) + 2, "two thirds of 1F1B's bubble, about"
+
+
+@pytest.mark.parametrize("name", [*AFTER_WORK])
+@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 5])
+def test_v_schedules_of_few_micro_batches(name, num_microbatches):
+    for num_devices in range(1, 17):
+        schedule = made(name, chain(over_and_back(num_devices), weight=1.0), num_microbatches)
+        assert peak(schedule) <= min(2 * num_microbatches, HALVES[name](num_devices))
+        # One micro-batch alone takes 4p and a last weight gradient; a device adds 6 for each of the others at most.
+        assert schedule.makespan <= 4 * num_devices + 1 + 6 * num_microbatches
+
+
+@pytest.mark.parametrize("num_devices", [2, 3, 4, 6])
+def test_dualpipev_with_whole_backwards(num_devices):
+    problem = chain(over_and_back(num_devices), backward=2.0)
+    schedule = made("dualpipev", problem, 3 * num_devices)
+    assert peak(schedule) <= 2 * num_devices + 1
+    assert steady("dualpipev", problem) == 6
+
+
+def from_pytorch(schedule: type, num_devices: int, num_microbatches: int) -> list[list[tuple[str, int]]]:
+    """Return forwards and input gradients of each device, F0, I1 and so on, in the order of a class of PyTorch."""
+    asked = SimpleNamespace(pp_group_size=num_devices, num_stages=2 * num_devices, _n_microbatches=num_microbatches)
+    rows = []
+    for device in range(num_devices):
+        actions = [part for action in schedule._calculate_single_rank_operations(asked, device) if action is not None
+                   for part in action.sub_actions or (action,)]
+        rows.append([(f"{'F' if part.computation_type.name == 'FORWARD' else 'I'}{int(part.stage_index != device)}",
+                      part.microbatch_index) for part in actions if part.computation_type.name != "BACKWARD_WEIGHT"])
+    return rows
+
+
+@pytest.mark.parametrize(("name", "theirs"), [("zbv", "ScheduleZBVZeroBubble"), ("dualpipev", "ScheduleDualPipeV")])
+@pytest.mark.parametrize("num_devices", [2, 3, 4, 7])
+def test_v_schedules_are_those_of_pytorch(name, theirs, num_devices):
+    for num_microbatches in (2 * num_devices, 2 * num_devices + 1, 5 * num_devices):
+        assert from_pytorch(getattr(schedules, theirs), num_devices, num_microbatches) == [
+            by_pattern(name, device, num_devices, num_microbatches) for device in range(num_devices)]
 
 
 def test_figures_of_the_evaluation():
@@ -174,7 +224,7 @@ def test_figures_of_the_evaluation():
         ("v-infer", "forward-only", 8), ("x-infer", "forward-only", 8), ("m-infer", "forward-only", 8),
         ("nn-infer", "forward-only", 8), ("k-infer", "forward-only", 8))}
     assert list(figures.values()) == pytest.approx([27, 27, 25.5, 37.5, 27.1, 44, 524, 11, 18, 19, 27, 17])
-    for file, names in (("zb-p4", {"1f1b", "zb-h1"}), ("zbv-p4", {"1f1b", "zbv", "v-half"})):
+    for file, names in (("zb-p4", {"1f1b", "zb-h1"}), ("zbv-p4", {"1f1b", "zbv", "v-half", "v-min"})):
         assert set(named_schedules(load(file), 12)) == names
 
 
@@ -220,7 +270,7 @@ def test_dualpipe_holds_one_more_than_devices(num_devices, weight):
 
 def test_groups_of_devices_run_as_one():
     alone, grouped = chain(over_and_back(2), weight=1.0), chain([(0, 1), (2, 3), (2, 3), (0, 1)], weight=1.0)
-    for name in ("gpipe", "1f1b", "zbv", "v-half"):
+    for name in ("gpipe", "1f1b", "zbv", "v-half", "v-min", "dualpipev"):
         assert made(name, grouped, 5).makespan == made(name, alone, 5).makespan
 
 
@@ -277,8 +327,8 @@ def test_any_times_and_numbers(kind, num_devices, num_microbatches, seed, transf
             check_schedule(schedule)
             assert schedule.makespan >= work * (1 - 1e-9)
     held = {name: peak(schedule) for name, schedule in rows.items() if schedule}
-    limits = {"1f1b": num_devices if kind in ("v", "split") else 3 * num_devices + 3, "zb-h1": num_devices,
-              "zb-h2": 2 * num_devices - 1, "zbv": 2 * num_devices, "v-half": num_devices + 2,
+    limits = {"1f1b": num_devices if kind in ("v", "split") else 6 * num_devices, "zb-h1": num_devices,
+              "zb-h2": 2 * num_devices - 1, **{name: most(num_devices) for name, most in HALVES.items()},
               "interleaved": 4 * num_devices - 1, "chimera": num_devices + num_devices % 2, "dualpipe": num_devices + 1}
     assert {name: held[name] for name in limits if name in held and held[name] > limits[name]} == {}
 

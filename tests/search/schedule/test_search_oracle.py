@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.schedule_shapes import shape
-from tests.search.schedule.compare import compare
+from tests.search.schedule.compare import compare, compare_joint
 from tests.search.schedule.oracle import min_makespan
-from tests.search.schedule.random_problems import random_problem
+from tests.search.schedule.random_problems import random_joint_problem, random_problem
 from weft.base.errors import NoFeasiblePlan
 from weft.search.schedule.problem import with_memory
 from weft.search.schedule.schedule import ScheduleResult
@@ -21,6 +21,14 @@ def search(problem, num_microbatches) -> ScheduleResult:
 @pytest.mark.parametrize("seed", range(1000, 1060))
 def test_against_brute_force(seed):
     verdict = compare(random_problem(seed), search)
+    assert verdict.complaints == []
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_pairs_and_copies_against_brute_force(seed):
+    """Blocks that may run at once, memory that may leave its device: what is claimed holds."""
+    verdict = compare_joint(random_joint_problem(seed), lambda problem, number: schedule(
+        problem, microbatches=number, effort=1.0))
     assert verdict.complaints == []
 
 

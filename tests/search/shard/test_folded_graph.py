@@ -12,7 +12,7 @@ from torch import nn
 from tests.search.shard.worlds import assembler_of, cluster_of, source_of, whole, zoo
 from weft.model.folded import trace_folded
 from weft.search.shard.folded_graph import MIDDLE, Assembler, usage_of
-from weft.search.strategies.solve import solve
+from weft.search.strategies.search import solve
 from weft.search.strategies.strategy_graph import evaluate
 
 SMALL = "hidden=32,heads=4,vocab=96,seq=16"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.test_readme import ROOT, check_page
-from weft.search.strategies.solve import DEFAULT_ROUNDS
+from weft.search.strategies.search import DEFAULT_ROUNDS
 
 
 def test_the_page_on_strategy_graphs(tmp_path, monkeypatch, capsys):

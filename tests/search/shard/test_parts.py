@@ -14,7 +14,7 @@ from weft.cost.costs import estimate_costs
 from weft.cost.mesh import KINDS
 from weft.search.shard.folded_graph import Assembler
 from weft.search.shard.op_choices import describe
-from weft.search.strategies.solve import solve
+from weft.search.strategies.search import solve
 from weft.search.strategies.strategy_graph import evaluate
 
 WIDTH, INNER = 32, 64

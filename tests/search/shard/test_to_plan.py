@@ -21,7 +21,7 @@ from weft.search.shard.compare import search_plan
 from weft.search.shard.folded_graph import usage_of
 from weft.search.shard.model_search import MeshSearch
 from weft.search.shard.to_plan import plan_words
-from weft.search.strategies.solve import solve
+from weft.search.strategies.search import solve
 from weft.search.strategies.strategy_graph import evaluate
 
 CLUSTER = parse_cluster(slow_cluster())

@@ -12,10 +12,17 @@ from weft.base.errors import NoFeasiblePlan
 from weft.search.strategies.core import Compact, make_core
 from weft.search.strategies.dual import Dual, cost_of, usage_of
 from weft.search.strategies.integer import moved, solve_integer
-from weft.search.strategies.local_kernel import add_to, anneal, make_peaks, peak_in, repair
-from weft.search.strategies.units import make_units
-from weft.search.strategies.usage import add_usage, settle
-from weft.search.strategies.walk import choose_forest, improve, solve_forest
+from weft.search.strategies.units import add_usage, make_units, settle
+from weft.search.strategies.walk import (
+    add_to,
+    anneal,
+    choose_forest,
+    improve,
+    make_peaks,
+    peak_in,
+    repair,
+    solve_forest,
+)
 
 
 def random_core(seed: int, **options: object) -> Compact | None:

@@ -13,8 +13,7 @@ from weft.search.strategies.core import make_core
 from weft.search.strategies.dual import cost_of, usage_of
 from weft.search.strategies.shrink import left, shrink
 from weft.search.strategies.strategy_graph import FORBIDDEN, StrategyGraph, evaluate
-from weft.search.strategies.units import Units, make_units
-from weft.search.strategies.usage import add_usage, maximal_times, settle
+from weft.search.strategies.units import Units, add_usage, make_units, maximal_times, settle
 
 
 def graph_of(costs, edges=(), *, usages=None, intervals=None, limit=None) -> StrategyGraph:

@@ -11,8 +11,7 @@ from tests.search.strategies.random_graphs import best_cost, random_graph
 from tests.search.strategies.test_reductions import graph_of
 from weft.base.errors import InputError, NoFeasiblePlan
 from weft.search.common.budget import Budget
-from weft.search.strategies.search import Search
-from weft.search.strategies.solve import solve
+from weft.search.strategies.search import Search, solve
 from weft.search.strategies.strategy_graph import StrategyGraph, evaluate
 
 

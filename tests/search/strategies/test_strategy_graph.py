@@ -121,11 +121,11 @@ def test_a_problem_needs_no_edges_no_limit_and_no_name():
 @pytest.mark.parametrize(("change", "message"), [
     ({"costs": (np.array([np.nan]), np.array([1.0]))}, "costs of node 0 have a value that is not a number"),
     ({"usages": (np.array([-1]), np.array([1]))}, "usages of node 0 must be finite and not negative"),
-    ({"usages": (np.array([1, 2]), np.array([1]))}, "node 0 must have as many costs as usages"),
+    ({"usages": (np.array([1, 2]), np.array([1]))}, "nodes.usages[0] has 2 items, but there are 1 costs"),
     ({"usage_limit": float("nan")}, "the usage limit must be finite"),
-    ({"edges": np.array([[0, 2]])}, "edge 0 must join two different nodes of 0 to 1, not 0 and 2"),
-    ({"edge_costs": (np.ones((1, 2)),)}, "the costs of edge 0 must be 1 x 1"),
-    ({"edge_costs": ()}, "edges must be pairs, as many as edge costs"),
+    ({"edges": np.array([[0, 2]])}, "edges.nodes[0] names a node that is not there: [0, 2], nodes are 0 to 1"),
+    ({"edge_costs": (np.ones((1, 2)),)}, "edges.costs[0] has 2 items, not 1 x 1"),
+    ({"edge_costs": ()}, "edges: nodes and costs must be as many, not 1, 0"),
 ])
 def test_a_graph_built_in_memory_is_checked(change, message):
     fields = {"intervals": np.zeros((2, 2), dtype=np.int64), "costs": (np.ones(1), np.ones(1)),

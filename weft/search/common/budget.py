@@ -20,8 +20,10 @@ AGAIN_S: Final = 0.05
 LONGEST_S: Final = 1e8
 """No alarm is further away: three years."""
 NOT_INSIDE: Final = frozenset(("numba", "llvmlite", "importlib", "_frozen_importlib", "torch", "threading",
-                               "concurrent", "ctypes"))
+                               "concurrent", "ctypes", "weakref", "traceback"))
 """Packages that an exception out of nowhere may leave in disorder, or that turn it into another one."""
+NOT_IN_FUNCTION: Final = frozenset(("__del__", "unraisable_hook"))
+"""Likewise: Python calls these wherever it is, and what they raise is lost with a line on stderr."""
 NOT_IN_MODULE: Final = "numpy._core._internal"
 """Likewise; compiled code calls it, for instance to compare records. The rest of numpy may be interrupted."""
 
@@ -165,7 +167,8 @@ def _may_raise(frame: FrameType | None) -> bool:
     """Return whether nothing that runs at this moment must not be interrupted."""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if name == NOT_IN_MODULE or name.partition(".")[0] in NOT_INSIDE:
+        if (name == NOT_IN_MODULE or name.partition(".")[0] in NOT_INSIDE
+                or frame.f_code.co_name in NOT_IN_FUNCTION):
             return False
         frame = frame.f_back
     return True

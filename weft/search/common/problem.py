@@ -1,10 +1,23 @@
 """What every searcher gets: a model with costs, a cluster and the user's options; and the pieces plans are made of.
 
 How many samples each of several unequal devices takes, so that all of them end at about the same time.
+
+How gradients are cut into buckets, so that their exchange runs beside the backward that makes them.
+
+A bucket is exchanged when the last of its gradients is final (``final_times``), one after the other. With
+``r_k`` the time at which bucket ``k`` is final and ``t_k`` that of its exchange, all is done at
+
+    e_k = max(e_(k-1), r_k) + t_k
+
+More buckets begin earlier and leave less for the end, but each costs the latency of a collective and the host's time to
+issue it: of some numbers of buckets that is taken which ends first (``_best_cut``). Parameters go into buckets in the
+order in which they become final, as many bytes in each. Only what can overlap is cut (``weft.plan.program``):
+parameters of one stage, whose last backward is whole and sends no gradients to other stages.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,28 +31,17 @@ from weft.cluster.cluster import Cluster, DeviceId
 from weft.cluster.cluster_file import to_json
 from weft.cost.costs import Costs, Phase
 from weft.model.graph import F64, I64, Graph
+from weft.plan import plan as plans
 from weft.plan.binding import stage_work
 from weft.plan.check import check_plan
-from weft.plan.holders import exchange_sets
+from weft.plan.holders import exchange_sets, parameter_parts
+from weft.plan.layout import stage_inputs
 from weft.plan.orders import Order, forward_only, interleaved, one_f_one_b, to_tokens
-from weft.plan.plan import (
-    ClusterRef,
-    GradientExchange,
-    Mode,
-    ModelRef,
-    Optimizer,
-    Plan,
-    Replica,
-    SearchInfo,
-    Sharding,
-    Stage,
-    split_samples,
-)
-from weft.search.common.buckets import cut_gradients
+from weft.plan.plan import GradientExchange, Mode, Optimizer, Plan, Replica, Sharding, Stage, split_samples
 from weft.sharding.named_ops import NamedOp
-from weft.simulate.predict import simulate
+from weft.simulate.exchange_time import reduce_seconds
 from weft.simulate.timeline import Timeline
-from weft.simulate.timing import stage_figure
+from weft.simulate.timing import final_times, simulate, stage_figure
 
 TENSOR_AXIS: Final = "tensor"
 """The axis of a replica that has several devices."""
@@ -160,14 +162,14 @@ def make_plan(problem: Problem, specs: Sequence[StageSpec], order: Order, *, mic
     tokens = to_tokens(order, names)
     options = problem.options
     plan = Plan(
-        model=ModelRef(name=problem.graph.name, digest=problem.graph.digest, mode=options.mode, batch=options.batch,
-                       dtype=options.dtype, own_dtypes=options.own_dtypes, parameters=problem.graph.parameter_texts,
-                       inputs=problem.graph.input_texts),
-        cluster=ClusterRef(digest=problem.cluster.digest, description=_description(problem.cluster),
-                           devices=tuple(device.name for device in problem.cluster.devices)),
+        model=plans.ModelRef(name=problem.graph.name, digest=problem.graph.digest, mode=options.mode,
+                             batch=options.batch, dtype=options.dtype, own_dtypes=options.own_dtypes,
+                             parameters=problem.graph.parameter_texts, inputs=problem.graph.input_texts),
+        cluster=plans.ClusterRef(digest=problem.cluster.digest, description=_description(problem.cluster),
+                                 devices=tuple(device.name for device in problem.cluster.devices)),
         microbatches=microbatches, stages=stages,
         order={problem.cluster.devices[device].name: actions for device, actions in zip(devices, tokens, strict=True)},
-        optimizer=options.optimizer, search=SearchInfo(by=by, seed=options.seed))
+        optimizer=options.optimizer, search=plans.SearchInfo(by=by, seed=options.seed))
     return cut_gradients(add_gradients(plan, problem.graph), problem.graph, problem.costs)
 
 
@@ -193,7 +195,7 @@ def pipeline_order(num_meshes: int, chunks: int, microbatches: int, *, training:
 
 def one_stage(problem: Problem, spec: StageSpec, microbatches: int, *, by: str) -> Plan:
     """Return the plan of one stage."""
-    devices = [device for team, _ in spec.replicas for device in team]
+    devices = [device for tp_group, _ in spec.replicas for device in tp_group]
     order = pipeline_order(1, 1, microbatches, training=problem.is_training)
     return make_plan(problem, [spec], order * len(devices), microbatches=microbatches, by=by, order_devices=devices)
 
@@ -301,3 +303,95 @@ def fair_samples(size: int, num_members: int, seconds: Callable[[int, float], fl
 
 def _times(counts: tuple[int, ...], seconds: Callable[[int, float], float]) -> tuple[float, ...]:
     return tuple(seconds(member, count) if count else 0.0 for member, count in enumerate(counts))
+
+
+# ---- buckets of gradients --------------------------------------------------------------------------------------------
+
+
+COUNTS: Final = (1, 2, 4, 8, 16, 32, 64)
+"""So many buckets are tried."""
+WORTHWHILE: Final = 0.005
+"""More buckets must shorten backward and exchange by this part."""
+ISSUE_S: Final = 5e-5
+"""What the host does to issue a collective (20 to 100 us), which the costs of collectives do not know."""
+
+
+def cut_gradients(plan: Plan, graph: Graph, costs: Costs) -> Plan:
+    """Return the plan with its exchanges cut into buckets, in the order in which their gradients are final."""
+    if not plan.gradients:
+        return plan
+    stages = _stages_by_parameter(plan, graph)
+    cuts: dict[tuple[str, ...], list[tuple[float, tuple[str, ...]]]] = {}
+    found: list[tuple[float, GradientExchange]] = []
+    for exchange in plan.gradients:
+        if exchange.parameters not in cuts:
+            stage = _only_stage(plan, graph, stages, exchange)
+            cuts[exchange.parameters] = [(np.inf, exchange.parameters)] if stage is None else _best_cut(
+                plan, graph, costs, stage, exchange)
+        found.extend((at, replace(exchange, parameters=names)) for at, names in cuts[exchange.parameters])
+    return replace(plan, gradients=tuple(item for _, item in sorted(found, key=lambda pair: pair[0])))
+
+
+def _stages_by_parameter(plan: Plan, graph: Graph) -> dict[str, set[int]]:
+    result: dict[str, set[int]] = {}
+    for index, stage in enumerate(plan.stages):
+        read = {int(tensor) for name in stage.ops for tensor in graph.op_inputs(graph.op_index[name])}
+        for tensor in read.intersection(graph.parameters.tolist()):
+            result.setdefault(graph.tensor_names[tensor], set()).add(index)
+    return result
+
+
+def _only_stage(plan: Plan, graph: Graph, stages: dict[str, set[int]], exchange: GradientExchange) -> int | None:
+    """Return the stage that makes all gradients of an exchange, if its last backward ends with them; else None."""
+    users = set().union(*(stages[name] for name in exchange.parameters))
+    if len(users) > 1:
+        return None
+    (index,) = users
+    stage = plan.stages[index]
+    inputs = stage_inputs(graph, np.asarray([graph.op_index[name] for name in stage.ops], dtype=np.int64))
+    splits = any(token.startswith(f"{stage.name}:W:") for actions in plan.order.values() for token in actions)
+    return None if splits or graph.needs_gradient[inputs].any() else index
+
+
+def _best_cut(plan: Plan, graph: Graph, costs: Costs, index: int,
+              exchange: GradientExchange) -> list[tuple[float, tuple[str, ...]]]:
+    """Return the buckets of one stage's exchange that end first: when each is final in the backward, its parameters.
+
+    Times are those of the replica with the longest backward; when a bucket is final is a part of that.
+    """
+    stage, place = plan.stages[index], costs.cluster.device_index
+    counts = split_samples(plan.microbatch_size, tuple(replica.share for replica in stage.replicas))
+    slowest = max(range(len(counts)), key=lambda number: stage.replicas[number].times.get("B", 0.0))
+    replica, names = stage.replicas[slowest], exchange.parameters
+    tensors = [graph.tensor_index[name] for name in names]
+    times = final_times(
+        graph, costs, np.sort([graph.op_index[name] for name in stage.ops]),
+        [place[name] for name in replica.devices], [(tensor,) for tensor in tensors],
+        fraction=counts[slowest] / graph.batch, recompute=stage.recompute)
+    backward_s = replica.times.get("B", float(times[-1]))
+    times *= backward_s / (times[-1] or 1.0)
+    order = np.argsort(times[:-1], kind="stable")
+    final_s, whole = times[:-1][order], graph.tensor_bytes[tensors].astype(np.float64)
+    parts = parameter_parts(plan, graph) if stage.sharding else {}
+    held = (whole * [parts[tensor][exchange.devices[0]] if parts else 1.0 for tensor in tensors])[order]
+    devices = tuple(place[name] for name in exchange.devices)
+
+    def end_s(ends: list[int]) -> float:
+        """Return when backward and exchange are done with buckets that end before these parameters."""
+        done = 0.0
+        for first, last in itertools.pairwise([0, *ends]):
+            seconds = reduce_seconds(costs, float(held[first:last].sum()), devices)
+            done = max(done, float(final_s[last - 1])) + seconds + ISSUE_S
+        return max(done, backward_s)
+
+    best = [len(names)]
+    best_s, total = end_s(best), np.cumsum(whole[order])
+    for count in COUNTS[1:]:
+        marks = np.searchsorted(total, total[-1] * np.arange(1, count) / count) + 1
+        ends = sorted({*marks.tolist(), len(names)})
+        trial_s = end_s(ends)
+        if trial_s < best_s * (1 - WORTHWHILE):
+            best, best_s = ends, trial_s
+    return [(float(final_s[last - 1]) / (backward_s or 1.0),
+             tuple(names[at] for at in np.sort(order[first:last]).tolist()))
+            for first, last in itertools.pairwise([0, *best])]

@@ -5,7 +5,7 @@
 - ``pipeline``: consecutive operator groups with the same choice are laid over the devices, one after the other, as
   much on each as suits its speed. With one micro-batch this is plain model parallelism.
 - ``pipeline groups``: the same over whole device groups; the devices of a group share the samples.
-- ``tensor``: devices of a device group divide the operators, ``degree`` of them together; these teams share the
+- ``tensor``: devices of a device group divide the operators, ``degree`` of them together; these tp groups share the
   samples by their speed.
 - ``single``: one device does it all.
 
@@ -37,8 +37,8 @@ class Action:
     degree: int = 1
     """Devices that divide operators among them."""
 
-    def teams(self, groups: Sequence[Sequence[DeviceId]]) -> list[tuple[DeviceId, ...]]:
-        """Return the devices that divide operators among them, team by team; ``groups`` are all device groups."""
+    def tp_groups(self, groups: Sequence[Sequence[DeviceId]]) -> list[tuple[DeviceId, ...]]:
+        """Return the tp groups of devices that divide operators among them; ``groups`` are all device groups."""
         return [tuple(groups[group][first : first + self.degree]) for group in self.device_groups
                 for first in range(0, len(groups[group]), self.degree)]
 
@@ -67,12 +67,12 @@ class Layout:
 
 
 def list_actions(groups: Sequence[Sequence[DeviceId]], speeds: Sequence[float], *,
-                 teams: Collection[tuple[int, int]] = ()) -> tuple[Action, ...]:
+                 tp_groups: Collection[tuple[int, int]] = ()) -> tuple[Action, ...]:
     """Return all actions for these device groups; ``speeds`` are those of the devices. The first is data parallel.
 
-    ``teams`` are (device group, degree) for all that may divide operators.
+    ``tp_groups`` are (device group, degree) for all that may divide operators.
     """
-    degrees = sorted({degree for _, degree in teams})
+    degrees = sorted({degree for _, degree in tp_groups})
     actions: list[Action] = []
     for subset in device_subsets(groups, speeds):
         devices = tuple(device for group in subset for device in groups[group])
@@ -89,7 +89,7 @@ def list_actions(groups: Sequence[Sequence[DeviceId]], speeds: Sequence[float], 
         if len(subset) > 1 and any(len(groups[group]) > 1 for group in subset):
             add("pipeline groups")
         for degree in degrees:
-            if all((group, degree) in teams and len(groups[group]) % degree == 0 for group in subset):
+            if all((group, degree) in tp_groups and len(groups[group]) % degree == 0 for group in subset):
                 add("tensor", degree=degree)
     for index, group in enumerate(groups):
         few = sum(len(group) for group in groups) <= TUNING.max_single

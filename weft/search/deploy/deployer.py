@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Sized
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from weft.search.deploy.blocks import Layouts, Outcome, World, find_blocks
 from weft.search.deploy.exchange import Bucket, Exchanges
 from weft.search.deploy.kernel import least_seconds, run
 from weft.search.deploy.op_groups import OpGroups
-from weft.search.deploy.splits import NO_SPLITS, Splits, TeamTimes
+from weft.search.deploy.splits import NO_SPLITS, Splits, TpGroupTimes
 
 _ROUNDING: Final = 1e-9
 """Sums in another order may differ by such a part."""
@@ -68,7 +68,7 @@ class Found:
         return self.evaluation.missing_bytes, self.evaluation.seconds
 
 
-class Deployer(TeamTimes):
+class Deployer(TpGroupTimes):
     """Evaluates deployments for one number of micro-batches; see the module's docstring."""
 
     def __init__(self, problem: Problem, groups: OpGroups, microbatches: int, *, splits: Splits = NO_SPLITS,
@@ -79,7 +79,7 @@ class Deployer(TeamTimes):
         self.size = problem.options.batch // microbatches
         self.speeds = [1.0 / max(float(problem.op_seconds(device, self.size).sum()), 1e-12)
                        for device in problem.devices]
-        actions = list_actions(self.device_groups, self.speeds, teams=splits)
+        actions = list_actions(self.device_groups, self.speeds, tp_groups=splits)
         self.actions = tuple(action for action in actions if use_shares or not action.by_speed)
         self.world = world or make_world(problem, groups)
         self.exchanges = Exchanges(problem, groups, use_factors=use_factors, held_part=self._held_part)
@@ -170,7 +170,7 @@ class Deployer(TeamTimes):
         return least_seconds(self.tables, layout_of, len(self.speeds), self.microbatches, self.problem.is_training)
 
     def _simulate(self, layout_of: I64, *, must_fit: bool = False, limit_s: float = np.inf) -> Evaluation:
-        if self.splits and not (self._teams_agree(layout_of) and self._ties_agree(layout_of)):
+        if self.splits and not (self._tp_groups_agree(layout_of) and self._ties_agree(layout_of)):
             return self._impossible(layout_of)
         buckets = self.exchanges.buckets(layout_of.tolist(), self.layouts)
         for ahead in (2, 1) if self.microbatches > 1 else (1,):
@@ -188,11 +188,11 @@ class Deployer(TeamTimes):
         return all(len({len(self.layouts[layout_of[group]].replicas[0][0]) for group in homes[tensor]}) == 1
                    for tensor in self.exchanges.tied)
 
-    def _teams_agree(self, layout_of: I64) -> bool:
-        """Return whether every device is in the same team wherever it is used: teams do all things together."""
-        team_of: dict[DeviceId, tuple[DeviceId, ...]] = {}
-        return all(team_of.setdefault(device, team) == team for number in np.unique(layout_of).tolist()
-                   for team, _ in self.layouts[number].replicas for device in team)
+    def _tp_groups_agree(self, layout_of: I64) -> bool:
+        """Return whether every device is in the same tp group wherever it is used: tp groups do all things together."""
+        tp_group_of: dict[DeviceId, tuple[DeviceId, ...]] = {}
+        return all(tp_group_of.setdefault(device, tp_group) == tp_group for number in np.unique(layout_of).tolist()
+                   for tp_group, _ in self.layouts[number].replicas for device in tp_group)
 
     def _impossible(self, layout_of: I64) -> Evaluation:
         """Return what a deployment that no plan can say is worth: nothing."""
@@ -248,10 +248,11 @@ class Deployer(TeamTimes):
                 return tuple(self._replicated(self.device_groups[group], by_speed=False)
                              for group in action.device_groups)
             case "tensor":
-                teams = action.teams(self.device_groups)
-                power = tuple(sum(self.speeds[device] for device in team) for team in teams)
-                counts = split_samples(self.size, power if self.use_shares else (1.0,) * len(teams))
-                return (Layout(tuple((team, count) for team, count in zip(teams, counts, strict=True) if count)),)
+                tp_groups = action.tp_groups(self.device_groups)
+                power = tuple(sum(self.speeds[device] for device in tp_group) for tp_group in tp_groups)
+                counts = split_samples(self.size, power if self.use_shares else (1.0,) * len(tp_groups))
+                shares = zip(tp_groups, counts, strict=True)
+                return (Layout(tuple((tp_group, count) for tp_group, count in shares if count)),)
 
     def _replicated(self, devices: Sequence[DeviceId], *, by_speed: bool) -> Layout:
         weights = tuple(self.speeds[device] if by_speed else 1.0 for device in devices)
@@ -281,25 +282,22 @@ class Deployer(TeamTimes):
         """Return the sum over each group's operators."""
         return np.asarray(np.add.reduceat(values, self.groups.start[:-1]))
 
-    def _held_part(self, team: Sequence[DeviceId]) -> F64 | None:
-        split = self.split_of(team)
+    def _held_part(self, tp_group: Sequence[DeviceId]) -> F64 | None:
+        split = self.split_of(tp_group)
         return None if split is None else split.held_part
 
     def _layout_columns(self, layout: Layout) -> _LayoutColumns:
-        rows, forward, backward, step, first = [], [], [], [], 0
+        rows, times, first = [], [], 0
         split = self.split_of(layout.replicas[0][0])
         static = self.exchanges.static_bytes if split is None else self.exchanges.held_bytes(split.held_part)
         saved = np.ones(self.groups.num_groups) if split is None else self._saved_part(split.saved_part)
-        for team, samples in layout.replicas:
-            times = [self.by_group(seconds) for seconds in self.op_passes(team, samples)]
-            for position, device in enumerate(team):
-                rows.append((device, first, first + samples, position, len(team)))
-                forward.append(times[0])
-                backward.append(times[1])
-                step.append(static * self.exchanges.step_s_per_byte[device])
+        for tp_group, samples in layout.replicas:
+            passes = [self.by_group(seconds) for seconds in self.op_passes(tp_group, samples)]
+            for position, device in enumerate(tp_group):
+                rows.append((device, first, first + samples, position, len(tp_group)))
+                times.append([*passes, static * self.exchanges.step_s_per_byte[device]])
             first += samples
-        return _LayoutColumns(slots=np.asarray(rows, dtype=np.int64), forward_s=np.stack(forward, axis=1), saved=saved,
-                              backward_s=np.stack(backward, axis=1), step_s=np.stack(step, axis=1), static=static)
+        return _LayoutColumns(np.asarray(rows, dtype=np.int64), np.stack(times, axis=2), static, saved)
 
     def _saved_part(self, part: F64) -> F64:
         """Return the part of what each group keeps for its backward that a device keeps, from that of operators."""
@@ -307,14 +305,11 @@ class Deployer(TeamTimes):
         return self.by_group(kept * part) / np.maximum(self.by_group(kept), 1.0)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _LayoutColumns:
+class _LayoutColumns(NamedTuple):
     slots: I64
     """[slots, 5] device, first sample, last sample, place in the replica, devices of the replica."""
-    forward_s: F64
-    """[groups, slots]"""
-    backward_s: F64
-    step_s: F64
+    times: F64
+    """[forward, backward and step, groups, slots]"""
     static: F64
     """[groups]"""
     saved: F64
@@ -322,22 +317,13 @@ class _LayoutColumns:
 
 
 def _pack_layouts(items: Sequence[_LayoutColumns], num_groups: int) -> Layouts:
-    slots = np.concatenate([item.slots for item in items])
-    counts = [len(item.slots) for item in items]
-    shape = len(items), num_groups, max(counts)
-
-    def padded(arrays: Sequence[F64]) -> F64:
-        result = np.zeros(shape)
-        for index, array in enumerate(arrays):
-            result[index, :, : array.shape[1]] = array
-        return result
-
-    start = np.concatenate(([0], np.cumsum(counts))).astype(np.int64)
-    device, first, stop, position, size = (np.ascontiguousarray(slots[:, column]) for column in range(5))
+    times = np.zeros((3, len(items), num_groups, max(len(item.slots) for item in items)))
+    for index, item in enumerate(items):
+        times[:, index, :, : len(item.slots)] = item.times
+    device, first, stop, position, size = np.ascontiguousarray(np.concatenate([item.slots for item in items]).T)
     return Layouts(
-        slot_start=start, slot_device=device, slot_first=first, slot_stop=stop, replica_position=position,
-        replica_size=size, forward_s=padded([item.forward_s for item in items]),
-        backward_s=padded([item.backward_s for item in items]), step_s=padded([item.step_s for item in items]),
+        slot_start=_starts([item.slots for item in items]), slot_device=device, slot_first=first, slot_stop=stop,
+        replica_position=position, replica_size=size, forward_s=times[0], backward_s=times[1], step_s=times[2],
         static=np.stack([item.static for item in items]), saved_part=np.stack([item.saved for item in items]))
 
 
@@ -366,7 +352,7 @@ def make_world(problem: Problem, groups: OpGroups) -> World:
                    dtype=np.float64))
 
 
-def _starts(rows: Sequence[Sequence[int]]) -> I64:
+def _starts(rows: Sequence[Sized]) -> I64:
     return np.concatenate(([0], np.cumsum([len(row) for row in rows]))).astype(np.int64)
 
 
@@ -429,16 +415,16 @@ def _exchanges(deployer: Deployer, plan: Plan, buckets: Sequence[Bucket]) -> Ite
 
 
 def _orders(deployer: Deployer, found: Evaluation, specs: list[StageSpec]) -> dict[DeviceId, list[Planned]]:
-    """Return what each device that is used does, in the order in which it, or the first of its team, began."""
+    """Return what each device that is used does, in the order in which it, or the first of its tp group, began."""
     items: dict[tuple[DeviceId, ...], list[tuple[float, int, Planned]]] = {}
     slot, microbatches = 0, deployer.microbatches
     for stage, spec in enumerate(specs):
-        for team, _ in spec.replicas:
+        for tp_group, _ in spec.replicas:
             for row, start in enumerate(found.outcome.starts[:, slot].tolist()):
                 action: Planned = (stage, "F" if row < microbatches else "B", row % microbatches)
                 # Of two that begin together one takes no time: forwards run up the stages, backwards down.
                 rank = row * len(specs) + (stage if row < microbatches else len(specs) - stage)
-                items.setdefault(team, []).append((start, rank, action))
-            slot += len(team)
-    orders = {team: [action for _, _, action in sorted(entries)] for team, entries in items.items()}
-    return dict(sorted((device, order) for team, order in orders.items() for device in team))
+                items.setdefault(tp_group, []).append((start, rank, action))
+            slot += len(tp_group)
+    orders = {tp_group: [action for _, _, action in sorted(entries)] for tp_group, entries in items.items()}
+    return dict(sorted((device, order) for tp_group, order in orders.items() for device in tp_group))

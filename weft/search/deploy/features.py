@@ -1,7 +1,7 @@
 """What the network is told about a state of the search: facts, decisions so far, and how they ran in the simulator.
 
 A state is a choice for every group, of which the first ``num_decided`` in the order of weight are decided. The columns
-that come from the simulation are *feedback*; ``without_feedback`` blanks them.
+that come from the simulation are *feedback*; they are the last of each array.
 
 Facts (``find_facts``) are what can be said of a model on a cluster before anything is decided, free of units. Times are
 divided by the mean time of an operator group in a step, bytes by what the fastest link carries in that time,
@@ -12,8 +12,9 @@ taken. The estimates of actions are rough: they need no simulation.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final, get_args
 from weakref import WeakKeyDictionary
 
@@ -37,8 +38,8 @@ def log_scale(values: F64) -> F64:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Facts:
-    """Features of a deployer that no decision changes, and what features of decisions are computed from."""
+class _Columns:
+    """What facts and features both have; those of features have further columns."""
 
     ops: F32
     """[groups, features]"""
@@ -51,9 +52,15 @@ class Facts:
     place: F32
     """[groups, device groups, features]"""
     actions: F32
-    """[groups, actions, features]"""
+    """[groups, actions, features], in a state [actions, features]"""
     members: F32
     """[actions, device groups] whether the action uses devices of the group."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Facts(_Columns):
+    """Features of a deployer that no decision changes, and what features of decisions are computed from."""
+
     kinds: F64
     """[actions, kinds + 2] the kind, shares by speed, the part of all devices."""
     load_s: F64
@@ -102,7 +109,8 @@ def find_facts(deployer: Deployer) -> Facts:
         actions=_action_features(scale, kinds, power, lines, load_s, rows.max(axis=2), exchange_s, memory),
         members=members, kinds=kinds, load_s=load_s, exchange_s=exchange_s, memory=memory, traffic=traffic,
         work=scale.seconds.mean(axis=1) / max(scale.seconds.mean(axis=1).sum(), 1e-300),
-        device_group=_device_group(deployer), pair_start=pair_start, pair_resources=pair_resources, rank=rank,
+        device_group=np.asarray([deployer.group_of[device] for device in deployer.problem.devices], dtype=np.int64),
+        pair_start=pair_start, pair_resources=pair_resources, rank=rank,
         baseline_s=deployer.evaluate((0,) * scale.num_groups).seconds)
 
 
@@ -149,9 +157,10 @@ def _use(deployer: Deployer, action: Action) -> tuple[F64, F64]:
               else [stage.devices for stage in stages])
     power = [speeds[list(place)].sum() for place in places]
     for stage, own in zip(stages, power, strict=True):
-        for team, count in stage.replicas:
-            samples[list(team)] = count
-            part[list(team)] = (own / speeds[list(action.devices)].sum() if len(stages) > 1 else 1.0) / len(team)
+        for tp_group, count in stage.replicas:
+            samples[list(tp_group)] = count
+            share = own / speeds[list(action.devices)].sum() if len(stages) > 1 else 1.0
+            part[list(tp_group)] = share / len(tp_group)
     return samples, part
 
 
@@ -161,7 +170,8 @@ def _exchange_line(deployer: Deployer, action: Action) -> tuple[float, float]:
         case "replicate":
             return _line(deployer, action.devices)
         case "tensor":
-            latency_s, s_per_byte = _line(deployer, tuple(team[0] for team in action.teams(deployer.device_groups)))
+            tp_groups = action.tp_groups(deployer.device_groups)
+            latency_s, s_per_byte = _line(deployer, tuple(tp_group[0] for tp_group in tp_groups))
             return latency_s, s_per_byte / action.degree
         case "pipeline groups":
             lines = [_line(deployer, deployer.device_groups[group]) for group in action.device_groups]
@@ -227,17 +237,21 @@ def _device_features(deployer: Deployer) -> F32:
     return np.asarray(rows, dtype=np.float32)
 
 
+def _device_pairs(deployer: Deployer) -> list[list[tuple[DeviceId, DeviceId]]]:
+    """Return the pairs of different devices between each two device groups."""
+    return [[(a, b) for a in senders for b in receivers if a != b]
+            for senders in deployer.device_groups for receivers in deployer.device_groups]
+
+
 def _link_features(deployer: Deployer, scale: _Scale) -> F32:
     num, world = len(deployer.device_groups), deployer.world
-    links = np.zeros((num, num, 3), dtype=np.float32)
-    for source, senders in enumerate(deployer.device_groups):
-        for target, receivers in enumerate(deployer.device_groups):
-            pairs = [(a, b) for a in senders for b in receivers if a != b]
-            if pairs:
-                rate = min(world.s_per_byte[pair] for pair in pairs) / (scale.fastest_s_per_byte or 1.0)
-                latency = min(world.latency_s[pair] for pair in pairs) / scale.unit_s
-                links[source, target] = 1.0, log_scale(np.asarray(rate)), log_scale(np.asarray(latency))
-    return links
+    links = np.zeros((num * num, 3), dtype=np.float32)
+    for number, pairs in enumerate(_device_pairs(deployer)):
+        if pairs:
+            rate = min(world.s_per_byte[pair] for pair in pairs) / (scale.fastest_s_per_byte or 1.0)
+            latency = min(world.latency_s[pair] for pair in pairs) / scale.unit_s
+            links[number] = 1.0, log_scale(np.asarray(rate)), log_scale(np.asarray(latency))
+    return links.reshape(num, num, 3)
 
 
 def _place_features(deployer: Deployer, scale: _Scale) -> F32:
@@ -272,53 +286,26 @@ def _positive(values: F64) -> F64:
     return np.maximum(values, 1e-300)
 
 
-def _device_group(deployer: Deployer) -> I64:
-    result = np.zeros(len(deployer.speeds), dtype=np.int64)
-    for group, members in enumerate(deployer.device_groups):
-        result[list(members)] = group
-    return result
-
-
 def _pairs(deployer: Deployer) -> tuple[I64, I64]:
     """Return (start, resources): what transfers between each two device groups hold."""
     world, num = deployer.world, len(deployer.speeds)
-    starts, resources = [0], list[int]()
-    for senders in deployer.device_groups:
-        for receivers in deployer.device_groups:
-            found = {int(resource) for a in senders for b in receivers if a != b
-                     for resource in world.resources[world.resource_start[a * num + b]:
-                                                     world.resource_start[a * num + b + 1]]}
-            resources += sorted(found)
-            starts.append(len(resources))
-    return np.asarray(starts, dtype=np.int64), np.asarray(resources, dtype=np.int64)
+    found = [sorted({resource for a, b in pairs for resource in world.resources[
+        world.resource_start[a * num + b] : world.resource_start[a * num + b + 1]].tolist()})
+        for pairs in _device_pairs(deployer)]
+    return (np.cumsum([0, *map(len, found)]).astype(np.int64),
+            np.asarray(list(itertools.chain.from_iterable(found)), dtype=np.int64))
 
 
-_FEEDBACK: Final = {"ops": 2, "devices": 5, "links": 1, "actions": 5, "world": 2}
-"""So many columns at the end of each come from the simulation."""
 _NUM_KINDS: Final = len(KINDS) + 2
 WIDTHS: Final = {"ops": 11 + _NUM_KINDS + 4 + 2, "devices": 6 + 5, "flow": 3, "links": 3 + 1, "place": 3 + 1,
                  "actions": _NUM_KINDS + 3 + 6 + 5 + 5, "world": 5 + 2}
 """Columns of each kind of feature."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Features:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Features(_Columns):
     """One state as arrays."""
 
-    ops: F32
-    """[groups, ...]"""
-    devices: F32
-    """[device groups, ...]"""
-    flow: F32
-    """[groups, groups, ...]"""
-    links: F32
-    """[device groups, device groups, ...]"""
-    place: F32
-    """[groups, device groups, ...]"""
-    actions: F32
-    """[actions, ...]"""
-    members: F32
-    """[actions, device groups]"""
     world: F32
     """[...] of the whole."""
     group: int
@@ -337,15 +324,6 @@ class Featurizer:
         if known is None:
             known = self._facts[deployer] = _Known(find_facts(deployer))
         return known.features(deployer, np.asarray(choice, dtype=np.int64), num_decided, evaluation)
-
-
-def without_feedback(features: Features) -> Features:
-    """Return the features without what the simulation said."""
-    blank = {}
-    for name, count in _FEEDBACK.items():
-        blank[name] = getattr(features, name).copy()
-        blank[name][..., -count:] = 0.0
-    return replace(features, **blank)
 
 
 class _Known:

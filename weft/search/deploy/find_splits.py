@@ -17,7 +17,7 @@ from weft.plan.notes import NOTE, rule_notes
 from weft.plan.plan import Mode
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.problem import Problem
-from weft.search.deploy.splits import NO_SPLITS, Splits, teams_by_degree
+from weft.search.deploy.splits import NO_SPLITS, Splits, tp_groups_by_degree
 from weft.search.shard.tensor_costs import TensorCosts, split_operators
 
 SPLITS_PART: Final = 0.25
@@ -32,7 +32,7 @@ def load_splits(model: str | ModelSource | None, problem: Problem, costs_of: Cal
     ``budget`` is for the whole search, of which this takes a part; tracing does not count. ``report`` is told why
     operators are not divided, ``progress`` what is done besides.
     """
-    if (model is None or next(teams_by_degree(problem.cluster.groups_by_host_and_kind()), None) is None
+    if (model is None or next(tp_groups_by_degree(problem.cluster.groups_by_host_and_kind()), None) is None
             or not has_module(model)):
         return NO_SPLITS
     budget = budget or time_budget(None)
@@ -68,7 +68,7 @@ def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph
     groups = problem.cluster.groups_by_host_and_kind()
     found: dict[tuple[int, int], TensorCosts] = {}
     costs: Costs | None = None
-    for count, members in teams_by_degree(groups):
+    for count, members in tp_groups_by_degree(groups):
         if degree not in (None, count):
             continue
         try:
@@ -80,7 +80,7 @@ def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph
         except (NoFeasiblePlan, ModelError, OutOfTime):
             break  # no time left, or nothing to divide: the search goes on without
         known = dict(zip(dict.fromkeys(firsts), tables, strict=True))
-        found |= {(group, count): known[team] for group, team in zip(members, firsts, strict=True)}
+        found |= {(group, count): known[tp_group] for group, tp_group in zip(members, firsts, strict=True)}
     return found
 
 
@@ -90,15 +90,15 @@ def is_size_known(problem: Problem) -> bool:
     return number is not None and problem.options.batch == number * problem.graph.batch
 
 
-def _distinct(cluster: Cluster, teams: Sequence[Sequence[DeviceId]]) -> list[tuple[DeviceId, ...]]:
-    """Return for each team the first one that is like it: devices of one kind with equal links between them."""
+def _distinct(cluster: Cluster, tp_groups: Sequence[Sequence[DeviceId]]) -> list[tuple[DeviceId, ...]]:
+    """Return for each tp group the first one that is like it: devices of one kind with equal links between them."""
     known: dict[object, tuple[DeviceId, ...]] = {}
-    return [known.setdefault(_like(cluster, team), tuple(team)) for team in teams]
+    return [known.setdefault(_like(cluster, tp_group), tuple(tp_group)) for tp_group in tp_groups]
 
 
-def _like(cluster: Cluster, team: Sequence[DeviceId]) -> object:
-    """Return what teams of equal devices with equal links have in common; where links go counts inside the team."""
-    place = {cluster.devices[device].name: index for index, device in enumerate(team)}
+def _like(cluster: Cluster, tp_group: Sequence[DeviceId]) -> object:
+    """Return what tp groups of equal devices with equal links have in common; only links inside the tp group count."""
+    place = {cluster.devices[device].name: index for index, device in enumerate(tp_group)}
     links = tuple(tuple((place.get(link.target, -1), link.bytes_per_s, link.latency_s)
-                        for link in cluster.links_from(cluster.devices[device].name)) for device in team)
-    return cluster.devices[team[0]].kind, links
+                        for link in cluster.links_from(cluster.devices[device].name)) for device in tp_group)
+    return cluster.devices[tp_group[0]].kind, links

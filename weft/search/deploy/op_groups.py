@@ -73,28 +73,23 @@ class OpGroups:
     @cached_property
     def bundles(self) -> tuple[Bundle, ...]:
         """Return what flows between groups; constants do not, each group computes them for itself."""
-        graph, readers = self.graph, self._readers()
+        graph = self.graph
+        producer, consumer, tensors = graph.edges.T
+        source, target = self.of_op[producer], self.of_op[consumer]
+        crosses = (source != target) & ~graph.is_constant[producer]
+        readers: dict[int, set[int]] = {}
+        for tensor, group in zip(tensors[crosses].tolist(), target[crosses].tolist(), strict=True):
+            readers.setdefault(tensor, set()).add(group)
         totals: dict[tuple[int, tuple[int, ...]], F64] = {}
-        for tensor, groups in readers.items():
+        for tensor, groups in sorted(readers.items()):
             size = float(graph.tensor_bytes[tensor])
             fixed = graph.tensor_batch_dim[tensor] == NO_BATCH_DIM
             amounts = np.array([0.0, size]) if fixed else np.array([size / graph.batch, 0.0])
-            key = int(self.of_op[graph.tensor_producer[tensor]]), groups
+            key = int(self.of_op[graph.tensor_producer[tensor]]), tuple(sorted(groups))
             totals[key] = totals.get(key, np.zeros(4)) + np.array(
                 [*amounts, *(amounts * float(graph.needs_gradient[tensor]))])
         return tuple(Bundle(producer, groups, *row.tolist())
                      for (producer, groups), row in sorted(totals.items()))
-
-    def _readers(self) -> dict[int, tuple[int, ...]]:
-        graph = self.graph
-        producer, consumer, tensor = graph.edges.T
-        source, target = self.of_op[producer], self.of_op[consumer]
-        crosses = (source != target) & ~graph.is_constant[producer]
-        readers: dict[int, set[int]] = {}
-        for item, group in zip(tensor[crosses].tolist(), target[crosses].tolist(), strict=True):
-            readers.setdefault(item, set()).add(group)
-        return {item: tuple(sorted(groups)) for item, groups in sorted(readers.items())}
-
 
 def group_operators(graph: Graph, seconds: F64, *, max_groups: int = TUNING.max_groups) -> OpGroups:
     """Return at most ``max_groups`` groups of operators, which take ``seconds``; see the module's docstring."""

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -25,7 +24,7 @@ from weft.base.errors import InputError
 from weft.base.tensor_file import TensorFile
 from weft.model.graph import F64
 from weft.search.deploy.deployer import Deployer, Evaluation
-from weft.search.deploy.features import F32, WIDTHS, Features, Featurizer, without_feedback
+from weft.search.deploy.features import F32, WIDTHS, Features, Featurizer
 
 HIDDEN: Final = 64
 NUM_HEADS: Final = 4
@@ -48,8 +47,8 @@ class ForwardNetwork:
                              if name.endswith(".project.weight")}
         self._flows: dict[int, tuple[F32, F32, F32]] = {}
 
-    def __call__(self, state: Features) -> tuple[F32, float]:
-        """Return the logits of the actions, and the value."""
+    def __call__(self, state: Features) -> F32:
+        """Return the logits of the actions."""
         for_ops, for_devices = np.split(self._linear("world_in", state.world[None]), 2, axis=1)
         ops = self._linear("op_in", state.ops) + for_ops
         devices = self._linear("device_in", state.devices) + for_devices
@@ -64,16 +63,13 @@ class ForwardNetwork:
                                    device_edges[0][own], device_edges[1])
         return self._judge(state, self._norm("op_out", ops), self._norm("device_out", devices))
 
-    def _judge(self, state: Features, ops: F32, devices: F32) -> tuple[F32, float]:
+    def _judge(self, state: Features, ops: F32, devices: F32) -> F32:
         whole = np.concatenate([ops[state.group], ops.mean(axis=0), devices.mean(axis=0)])[None]
         used = (state.members / state.members.sum(axis=1, keepdims=True)) @ devices
         most = np.where(state.members[:, :, None] > 0, devices, _MASKED).max(axis=1)
         action = self._linear("action_in", np.concatenate([state.actions, used, most], axis=1))
         hidden = self._linear("score.1", _relu(action + self._linear("group_in", whole)))
-        logits = self._linear("score.3", _relu(hidden))[:, 0]
-        world = np.concatenate([whole, state.world[None]], axis=1)
-        value = self._linear("value.2", _relu(self._linear("value.0", world)))
-        return logits, float(value[0, 0])
+        return self._linear("score.3", _relu(hidden))[:, 0]
 
     # ---- attention --------------------------------------------------------------------------------------------------
 
@@ -214,16 +210,6 @@ FORMAT: Final = {"format": "weft.deploy-policy", "version": "1"}
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Assessment:
-    """What a policy makes of a state."""
-
-    prior: F64
-    """Probability of each action."""
-    value: float
-    """Logarithm of the best step time that can still be reached, as a part of that of data parallel."""
-
-
 class Policy(Protocol):
     """Says how likely each action is to be good."""
 
@@ -240,31 +226,25 @@ class UniformPolicy:
 
 
 class NetworkPolicy:
-    """Asks a network; ``use_feedback=False`` hides from it what the simulator said."""
+    """Asks a network."""
 
-    def __init__(self, arrays: Mapping[str, F32], *, use_feedback: bool = True) -> None:
-        self._network, self._featurizer, self._use_feedback = ForwardNetwork(arrays), Featurizer(), use_feedback
+    def __init__(self, arrays: Mapping[str, F32]) -> None:
+        self.featurizer, self._network = Featurizer(), ForwardNetwork(arrays)
 
     def prior(self, deployer: Deployer, choice: Sequence[int], num_decided: int, evaluation: Evaluation) -> F64:
         """Return the probability of each action for the group ``deployer.by_weight[num_decided]``."""
-        return self.assess(deployer, choice, num_decided, evaluation).prior
-
-    def assess(self, deployer: Deployer, choice: Sequence[int], num_decided: int,
-               evaluation: Evaluation) -> Assessment:
-        """Return what the network makes of a state: ``choice`` for every group, the first of them decided."""
-        state = self._featurizer.features(deployer, choice, num_decided, evaluation)
-        logits, value = self._network(state if self._use_feedback else without_feedback(state))
-        weights = np.exp(logits.astype(np.float64) - logits.max())
-        return Assessment(prior=weights / weights.sum(), value=value)
+        logits = self._network(self.featurizer.features(deployer, choice, num_decided, evaluation)).astype(np.float64)
+        weights = np.exp(logits - logits.max())
+        return np.asarray(weights / weights.sum())
 
 
-def load_policy(path: Path | None = None, *, use_feedback: bool = True) -> NetworkPolicy | UniformPolicy:
+def load_policy(path: Path | None = None) -> NetworkPolicy | UniformPolicy:
     """Return the network's policy with the weights in the file, by default Weft's own.
 
     A file that is missing, broken or of another version gives a warning and the policy that knows nothing.
     """
     try:
-        return NetworkPolicy(read_policy(path or WEIGHTS), use_feedback=use_feedback)
+        return NetworkPolicy(read_policy(path or WEIGHTS))
     except InputError as problem:
         _log.warning("deployments are searched without the network: %s", problem)
         return UniformPolicy()

@@ -147,18 +147,17 @@ class _Place:
     """The action; for one device of a group, those of all its devices."""
     taken: tuple[int, ...]
     """[device groups] devices in use."""
-    is_whole: bool
-    """It takes all devices of its device groups."""
 
 
 def staged_choices(deployer: Deployer) -> Iterator[tuple[int, ...]]:
     """Yield the best pipelines by estimate, the best first; where groups share parameters, first those together."""
     sizes = [len(group) for group in deployer.device_groups]
-    places = _single_places(deployer) + _replicating_places(deployer)
+    places = _places(deployer)
     digits = np.asarray([size + 1 for size in sizes], dtype=np.int64)
-    if np.prod(digits, dtype=np.float64) > TUNING.max_states:
-        places, digits = [place for place in places if place.is_whole], np.full(len(sizes), 2)
-        places = [replace(place, taken=tuple(min(count, 1) for count in place.taken)) for place in places]
+    if np.prod(digits, dtype=np.float64) > TUNING.max_states:  # then device groups are taken as a whole
+        places = [replace(place, taken=tuple(min(count, 1) for count in place.taken)) for place in places
+                  if all(count in (0, size) for count, size in zip(place.taken, sizes, strict=True))]
+        digits = np.full(len(sizes), 2)
     if len(places) < 2 or np.prod(digits, dtype=np.float64) > TUNING.max_states:
         return
     together = _together(deployer)
@@ -235,27 +234,19 @@ def _times(deployer: Deployer, place: _Place, moved: Mapping[int, int]) -> tuple
     return np.concatenate(([0.0], np.cumsum(seconds))), crossing
 
 
-def _single_places(deployer: Deployer) -> list[_Place]:
-    """Return the places of one device, one for each device group whose devices all have actions."""
-    result = []
-    for group, members in enumerate(deployer.device_groups):
+def _places(deployer: Deployer) -> list[_Place]:
+    """Return the places of one device, where all of its group have actions, and those of whole device groups."""
+    result, sizes = list[_Place](), [len(group) for group in deployer.device_groups]
+    for group, size in enumerate(sizes):
         actions = tuple(index for index, action in enumerate(deployer.actions)
                         if action.kind == "single" and action.device_groups == (group,))
-        if len(actions) == len(members):
-            result.append(_Place(actions=actions, taken=_taken(deployer, (group,), 1), is_whole=len(members) == 1))
-    return result
-
-
-def _replicating_places(deployer: Deployer) -> list[_Place]:
-    """Return the places of whole device groups, by speed where that differs."""
-    found = {action.device_groups: index for index, action in enumerate(deployer.actions)
-             if action.kind == "replicate"}  # by speed comes later
-    return [_Place(actions=(index,), taken=_taken(deployer, groups), is_whole=True) for groups, index in found.items()]
-
-
-def _taken(deployer: Deployer, groups: tuple[int, ...], count: int | None = None) -> tuple[int, ...]:
-    return tuple((count or len(members)) if group in groups else 0
-                 for group, members in enumerate(deployer.device_groups))
+        if len(actions) == size:
+            result.append(_Place(actions=actions, taken=tuple(int(other == group) for other in range(len(sizes)))))
+    replicating = {action.device_groups: index for index, action in enumerate(deployer.actions)
+                   if action.kind == "replicate"}  # by speed comes later
+    return result + [_Place(actions=(index,), taken=tuple(size if group in groups else 0
+                                                          for group, size in enumerate(sizes)))
+                     for groups, index in replicating.items()]
 
 
 # ---- the dynamic program --------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from weft.base.errors import NoFeasiblePlan
 from weft.base.units import format_bytes
 from weft.cluster.cluster import DeviceId
 from weft.model.graph import F64, Bool
+from weft.plan.check import excess_bytes
 from weft.plan.op_bytes import state_by_op
 from weft.plan.orders import gpipe
 from weft.plan.plan import Plan, split_samples
@@ -35,18 +36,17 @@ from weft.search.joint.cut import emptiest_fullest, shortest_period
 Strategy = Callable[[Problem, int], Plan]
 
 def single_device(problem: Problem, microbatches: int) -> Plan:
-    """Return the plan that runs everything on the fastest device with enough memory for the parameters."""
-    size = problem.options.batch / microbatches
-    fits = [device for device in problem.devices if _holds_parameters(problem, device)] or list(problem.devices)
-    best = min(fits, key=lambda device: (problem.op_seconds(device, size).sum(), device))
-    spec = StageSpec(ops=np.arange(problem.graph.num_ops), replicas=(((best,), 1.0),))
-    return one_stage(problem, spec, microbatches, by="single")
-
-
-def _holds_parameters(problem: Problem, device: DeviceId) -> bool:
-    memory = problem.cluster.devices[device].memory_bytes
-    optimizer = problem.options.optimizer if problem.is_training else None
-    return memory is None or state_by_op(problem.graph, optimizer).sum() <= memory
+    """Return the plan that runs everything on the fastest device with enough memory, else that with most of it."""
+    size, devices = problem.options.batch / microbatches, problem.cluster.devices
+    by_speed = sorted(problem.devices, key=lambda device: (problem.device_seconds(device, size), device))
+    largest = max(by_speed, key=lambda device: devices[device].memory_bytes or math.inf)
+    alike = {(devices[device].kind, devices[device].memory_bytes): device for device in reversed(by_speed)}
+    for device in sorted(alike.values(), key=by_speed.index):
+        spec = StageSpec(ops=np.arange(problem.graph.num_ops), replicas=(((device,), 1.0),))
+        plan = one_stage(problem, spec, microbatches, by="single")
+        if device == largest or not excess_bytes(plan, problem.graph, problem.cluster):
+            break
+    return plan
 
 
 def data_parallel(problem: Problem, microbatches: int) -> Plan:
@@ -148,10 +148,9 @@ class Room:
 class PipelineCutter:
     """Cuts a chain into a pipeline with one stage for each device of ``room``."""
 
-    def __init__(self, chain: Chain, microbatches: int, room: Room, *, size: float | None = None) -> None:
-        """``size`` are the samples of a micro-batch, unless they are that part of the batch."""
+    def __init__(self, chain: Chain, microbatches: int, room: Room) -> None:
         self.chain, self.room, self.num_stages, self.microbatches = chain, room, len(room.devices), microbatches
-        self.size = chain.problem.options.batch / microbatches if size is None else size
+        self.size = chain.problem.options.batch / microbatches
         self.in_flight = [min(microbatches, self.num_stages - stage) for stage in range(self.num_stages)]
 
     def need(self, stage: int, begin: int) -> F64:

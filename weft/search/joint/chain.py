@@ -23,7 +23,7 @@ from weft.plan.op_bytes import crossing_bytes, prefix_sums
 from weft.plan.piece_memory import PieceMemory
 from weft.plan.plan import Replica, Stage
 from weft.search.common.problem import TENSOR_AXIS, Problem
-from weft.search.deploy.splits import NO_SPLITS, Splits, Team, TeamTimes
+from weft.search.deploy.splits import NO_SPLITS, Splits, TpGroup, TpGroupTimes
 from weft.search.joint.tuning import TUNING
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class Load:
     """Only inputs are kept; forwards run again before their backwards."""
     states_part: float = 1.0
     """The part of the optimizer's states that the device has."""
-    chunks: int = 1
+    chunks: float = 1
     """Of so many stages on the device one is at work at a time: each is charged its part of that."""
     is_alone: bool = False
     """No gradients are exchanged: those of the only micro-batch appear in its backward."""
@@ -55,7 +55,7 @@ class Load:
         return self.is_alone and self.microbatches == 1
 
 
-class Chain(TeamTimes):
+class Chain(TpGroupTimes):
     """Figures of a model's pieces, computed when asked for."""
 
     def __init__(self, problem: Problem, splits: Splits = NO_SPLITS, *, ops: I64 | None = None,
@@ -85,12 +85,12 @@ class Chain(TeamTimes):
 
     # ---- seconds ----------------------------------------------------------------------------------------------------
 
-    def passes(self, team: Team, num_samples: float) -> tuple[F64, F64]:
+    def passes(self, tp_group: TpGroup, num_samples: float) -> tuple[F64, F64]:
         """Return the seconds of forward and backward up to each place, for so many samples at once."""
-        key = (*self.figures_key(team), num_samples)
+        key = (*self.figures_key(tp_group), num_samples)
         if key not in self._passes:
             forward, backward = (prefix_sums(seconds[self.ops])[self.places]
-                                 for seconds in self.op_passes(team, num_samples))
+                                 for seconds in self.op_passes(tp_group, num_samples))
             self._passes[key] = forward, backward
         return self._passes[key]
 
@@ -111,43 +111,47 @@ class Chain(TeamTimes):
         seconds[[0, -1]] = 0.0
         return np.asarray(seconds, dtype=np.float64)
 
-    def speed(self, team: Team) -> float:
-        """Return samples per second of the whole model on a team."""
+    def speed(self, tp_group: TpGroup) -> float:
+        """Return samples per second of the whole model on a tp group."""
         return self.problem.graph.batch / max(float(sum(column[-1] for column in self.passes(
-            team, float(self.problem.graph.batch)))), 1e-12)
+            tp_group, float(self.problem.graph.batch)))), 1e-12)
 
     # ---- bytes ------------------------------------------------------------------------------------------------------
 
-    def pieces(self, team: Team) -> PieceMemory:
-        """Return what one device of the team holds."""
-        split = self.split_of(team)
-        key = len(team), 0 if split is None else id(split)
+    def pieces(self, tp_group: TpGroup) -> PieceMemory:
+        """Return what one device of the tp group holds."""
+        split = self.split_of(tp_group)
+        key = len(tp_group), 0 if split is None else id(split)
         if key not in self._pieces:
             problem, graph = self.problem, self.problem.graph
             local = {} if split is None else local_tensors(
-                graph, *_one_stage(graph.op_names, split, len(team)), self.ops, np.zeros(0, dtype=np.int64))
+                graph, *_one_stage(graph.op_names, split, len(tp_group)), self.ops, np.zeros(0, dtype=np.int64))
             self._pieces[key] = PieceMemory(graph, self.ops, self.places, training=problem.is_training, local=local,
                                             optimizer=problem.options.optimizer, max_samples=problem.options.batch)
         return self._pieces[key]
 
-    def stage_bytes(self, team: Team, begin: int, load: Load) -> F64:
-        """Return what stages from a place to each place from there on take on a device of the team at their peak.
+    def stage_bytes(self, tp_group: TpGroup, begin: int, load: Load) -> F64:
+        """Return what stages from a place to each place from there on take on a device of the tp group at their peak.
 
         A stage that recomputes does so as a whole; see ``segmented_bytes``.
         """
         ends = np.arange(begin, self.num_places)
-        return self._stage_bytes(team, np.full((len(ends), 1), begin), ends[:, None], load)
+        return self.stages_bytes(tp_group, np.full(len(ends), begin), ends, load)
 
-    def segmented_bytes(self, team: Team, ends: Sequence[int], load: Load) -> float:
+    def stages_bytes(self, tp_group: TpGroup, begins: I64, ends: I64, load: Load) -> F64:
+        """Return the same for stages from each of these places to another."""
+        return self._stage_bytes(tp_group, begins[:, None], ends[:, None], load)
+
+    def segmented_bytes(self, tp_group: TpGroup, ends: Sequence[int], load: Load) -> float:
         """Return the same for one stage that recomputes in segments, from each of the ends to the next."""
-        return float(self._stage_bytes(team, np.array([ends[:-1]]), np.array([ends[1:]]), load)[0])
+        return float(self._stage_bytes(tp_group, np.array([ends[:-1]]), np.array([ends[1:]]), load)[0])
 
-    def _stage_bytes(self, team: Team, begins: I64, ends: I64, load: Load) -> F64:
+    def _stage_bytes(self, tp_group: TpGroup, begins: I64, ends: I64, load: Load) -> F64:
         """Return what stages take; they are rows of segments from ``begins`` to ``ends``."""
-        pieces, training = self.pieces(team), self.problem.is_training
+        pieces, training = self.pieces(tp_group), self.problem.is_training
         first, last = begins[:, 0], ends[:, -1]
         lasting, now = pieces.lasting, pieces.passing(load.num_samples)
-        parameters, states, buffers = (table[first, last] for table in lasting)
+        parameters, gradients, states, buffers = (table[first, last] for table in lasting)
         static = parameters + load.states_part * states + buffers
         inputs, outputs, forward = now.inputs[first, last], now.outputs[last], now.forward[begins, ends]
         if not training:
@@ -157,7 +161,9 @@ class Chain(TeamTimes):
         if load.recompute:
             each = now.inputs[begins, ends]
             kept, needed = each.sum(axis=1) + outputs, np.cumsum(each, axis=1)
-            backward = backward - own + forward
+            backward = np.maximum(backward, forward)
+            if load.is_only:  # the gradients of later segments are there by then
+                backward = backward + lasting.gradients[ends, last[:, None]]
         else:
             kept = own[:, 0] + inputs + outputs - now.kept_outputs[last]
             needed = inputs[:, None]
@@ -167,7 +173,7 @@ class Chain(TeamTimes):
             (needed + forward).max(axis=1), (needed + backward + now.output_gradients[ends]).max(axis=1) + next_inputs,
             kept + now.output_gradients[last] + next_inputs))
         work += min(SEND_WINDOW, load.microbatches - 1) * now.input_gradients[first, last]
-        static += 0 if load.is_only else parameters
+        static += 0 if load.is_only else gradients
         return np.asarray(static + max(0.0, load.in_flight - 1 / load.chunks) * kept + work / load.chunks)
 
     @cached_property
@@ -186,9 +192,9 @@ class Chain(TeamTimes):
         inside = self.crossing[1:-1]
         return 1 + np.flatnonzero(inside <= TUNING.about_least * inside.min(initial=np.inf))
 
-    def capacity(self, team: Team) -> float:
-        """Return the memory of the team's smallest device."""
-        sizes = [self.problem.cluster.devices[device].memory_bytes for device in team]
+    def capacity(self, tp_group: TpGroup) -> float:
+        """Return the memory of the tp group's smallest device."""
+        sizes = [self.problem.cluster.devices[device].memory_bytes for device in tp_group]
         return min((float(size) for size in sizes if size is not None), default=float("inf"))
 
 

@@ -1,6 +1,6 @@
 """How long a step takes with a setting, by prefix sums alone: cuts into stages that fit, and the time of the pipeline.
 
-With ``F_s`` and ``B_s`` the times of stage ``s`` for one micro-batch (of the slowest team; ``B`` with the second
+With ``F_s`` and ``B_s`` the times of stage ``s`` for one micro-batch (of the slowest tp group; ``B`` with the second
 forward where it recomputes), ``D_d`` their sum over the stages of mesh ``d`` and ``v`` stages on each of ``p`` meshes,
 
     step = m max(D, C) + (sum(D) - max(D)) / v + sum(2 c_s) + max over stages of (exchange that is not hidden + update)
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -33,10 +34,10 @@ from weft.base.units import format_bytes
 from weft.cost.collectives import Line
 from weft.cost.op_classes import op_classes
 from weft.model.graph import F64, I64
-from weft.plan.orders import Order
+from weft.plan.orders import HELD, Order
 from weft.plan.plan import split_samples
 from weft.search.common.problem import fair_samples, pipeline_order
-from weft.search.deploy.splits import Team
+from weft.search.deploy.splits import TpGroup
 from weft.search.joint.chain import Chain, Load
 from weft.search.joint.cut import Reach, shortest_longest
 from weft.search.joint.layouts import Setting, StageMesh
@@ -63,7 +64,7 @@ class Estimator:
     def __init__(self, chain: Chain) -> None:
         self.chain, self.problem = chain, chain.problem
         self._exchanges: dict[tuple[frozenset[tuple[int, int, float]], int, int], Line] = {}
-        self._segments: dict[tuple[StageMesh, int, float, int, int], list[int]] = {}
+        self._segments: dict[tuple[StageMesh, int, int, float, int, int], list[int]] = {}
         self.members, self._sorts = cache(self._find_members), cache(self._find_sorts)
         self._at_once, self._ways_out = cache(self._find_at_once), cache(self._find_ways_out)
 
@@ -74,33 +75,34 @@ class Estimator:
         return Estimator(chain)
 
     def counts(self, mesh: StageMesh, size: int) -> tuple[int, ...] | None:
-        """Return the samples of each team by speed; None where one would have none."""
-        if size < len(mesh.teams):
+        """Return the samples of each tp group by speed; None where one would have none."""
+        if size < len(mesh.tp_groups):
             return None
         if len(self._sorts(mesh)) == 1:
-            counts = split_samples(size, (1.0,) * len(mesh.teams))
+            counts = split_samples(size, (1.0,) * len(mesh.tp_groups))
         else:
-            counts = fair_samples(size, len(mesh.teams), lambda member, samples: sum(
-                float(column[-1]) for column in self.chain.passes(mesh.teams[member], samples)))
+            counts = fair_samples(size, len(mesh.tp_groups), lambda member, samples: sum(
+                float(column[-1]) for column in self.chain.passes(mesh.tp_groups[member], samples)))
         return counts if min(counts) > 0 else None
 
-    def _find_members(self, mesh: StageMesh, size: int) -> tuple[tuple[Team, int], ...]:
-        """Return a team of each sort with its number of samples; none where a team would have no samples."""
+    def _find_members(self, mesh: StageMesh, size: int) -> tuple[tuple[TpGroup, int], ...]:
+        """Return a tp group of each sort with its number of samples; none where a tp group would have no samples."""
         if len(self._sorts(mesh)) == 1:
-            even, more = divmod(size, len(mesh.teams))
-            return tuple((mesh.teams[0], count) for count in sorted({even + (more > 0), even})) if even else ()
-        table = {(*self.chain.figures_key(team), self.chain.capacity(team), count): (team, count)
-                 for team, count in zip(mesh.teams, self.counts(mesh, size) or (), strict=False)}
+            even, more = divmod(size, len(mesh.tp_groups))
+            return tuple((mesh.tp_groups[0], count) for count in sorted({even + (more > 0), even})) if even else ()
+        table = {(*self.chain.figures_key(tp_group), self.chain.capacity(tp_group), count): (tp_group, count)
+                 for tp_group, count in zip(mesh.tp_groups, self.counts(mesh, size) or (), strict=False)}
         return tuple(table.values())
 
     def _find_sorts(self, mesh: StageMesh) -> frozenset[tuple[int, int, float]]:
-        """Return what teams of the mesh differ in."""
-        return frozenset((*self.chain.figures_key(team), self.chain.capacity(team)) for team in mesh.teams)
+        """Return what tp groups of the mesh differ in."""
+        return frozenset((*self.chain.figures_key(tp_group), self.chain.capacity(tp_group))
+                         for tp_group in mesh.tp_groups)
 
     def bound(self, setting: Setting) -> float:
         """Return seconds that no cuts for this setting can beat, as an even pipeline that sends nothing would take.
 
-        Infinite where a team would have no samples.
+        Infinite where a tp group would have no samples.
         """
         size = self.problem.options.batch // setting.microbatches
         rate = 0.0
@@ -113,8 +115,7 @@ class Estimator:
 
     def __call__(self, setting: Setting) -> Estimate:
         """Return the estimate; raise ``NoFeasiblePlan`` where the model does not fit or cannot be cut so often."""
-        size, num_meshes = self.problem.options.batch // setting.microbatches, len(setting.layout)
-        num_stages = num_meshes * setting.chunks
+        size, num_stages = self.problem.options.batch // setting.microbatches, len(setting.mesh_of)
         if num_stages >= self.chain.num_places:
             raise NoFeasiblePlan(f"the model has {self.chain.num_places - 1} pieces, too few for {num_stages} stages")
         if not all(self.members(mesh, size) for mesh in setting.layout):
@@ -122,13 +123,16 @@ class Estimator:
         need, have = self._least_bytes(setting, size)
         if need > have:
             raise self._too_large(setting, size)
-        times = [self._times(mesh, size, recompute=setting.recompute) for mesh in setting.layout] * setting.chunks
+        of_mesh = [self._times(mesh, size, recompute=setting.recompute) for mesh in setting.layout]
+        times = [of_mesh[mesh] for mesh in setting.mesh_of]
         reach = [self._limits(setting, stage, size) for stage in range(num_stages)]
         found = [cuts for slack in TUNING.slacks
                  for cuts in shortest_longest(times, reach, self.chain.crossing, slack=slack)]
-        if not found:
+        judged = sorted((self._judge(setting, cuts, times, size) for cuts in found), key=lambda item: item.step_time_s)
+        best = next((item for item in judged if self._fit_together(setting, item.cuts, size)), None)
+        if best is None:
             raise self._too_large(setting, size)
-        return min((self._judge(setting, cuts, times, size) for cuts in found), key=lambda item: item.step_time_s)
+        return best
 
     def by_path(self, estimate: Estimate) -> Estimate:
         """Return the estimate with the pipeline's time by its longest path."""
@@ -148,29 +152,52 @@ class Estimator:
         return replace(estimate, pipeline_s=pipeline_s, step_time_s=pipeline_s + estimate.exchange_s)
 
     def _times(self, mesh: StageMesh, size: int, *, recompute: bool, only_forward: bool = False) -> F64:
-        """Return the seconds of forward and backward up to each place on the slowest team."""
+        """Return the seconds of forward and backward up to each place on the slowest tp group."""
         tables = []
-        for team, count in self.members(mesh, size):
-            forward, backward = self.chain.passes(team, count)
+        for tp_group, count in self.members(mesh, size):
+            forward, backward = self.chain.passes(tp_group, count)
             again = forward if recompute and self.problem.is_training else 0.0
             tables.append(forward if only_forward else forward + backward + again)
         return max(tables, key=lambda table: float(table[-1]))
 
     def in_flight(self, setting: Setting, stage: int) -> float:
         """Return for how many micro-batches a stage keeps activations at once."""
-        if not self.problem.is_training:
+        if not self.problem.is_training or setting.is_tight:
             return 1.0
-        chunks, num_meshes = setting.chunks, len(setting.layout)
-        if chunks == 1:
-            return min(setting.microbatches, num_meshes - stage)
-        ahead = 2 * (num_meshes - stage % num_meshes - 1) + (chunks - 1) * num_meshes + 1
-        return min(setting.microbatches * chunks, ahead) / chunks
+        if setting.chunks == 1:
+            return min(setting.microbatches, len(setting.layout) - stage)
+        if setting.is_v:
+            return turned_in_flight(setting)
+        return most_in_flight(len(setting.layout), setting.chunks, setting.microbatches)[setting.mesh_of[stage]]
+
+    def _fit_together(self, setting: Setting, cuts: Sequence[int], size: int) -> bool:
+        """Return whether the stages of each mesh fit together, where each was given its part of the memory.
+
+        They keep activations of different numbers of micro-batches, the first stages those of more, and one with more
+        to do than the others needs all its room while it is at work.
+        """
+        training, places = self.problem.is_training, np.array(cuts)
+        for number, mesh in enumerate(setting.layout) if setting.chunks > 1 and training else ():
+            stages = np.flatnonzero(np.array(setting.mesh_of) == number)
+            begins, ends = places[stages], places[stages + 1]
+            held = np.full((1, 2), turned_in_flight(setting)) if setting.is_v else held_by_mesh(
+                len(setting.layout), setting.chunks, setting.microbatches)[number]
+            for tp_group, count in self.members(mesh, size):
+                loads = (replace(self.load(setting, number, count), in_flight=in_flight, chunks=chunks)
+                         for in_flight, chunks in ((0.0, math.inf), (1.0, math.inf), (1.0, 1.0)))
+                none, one, working = (self.chain.stages_bytes(tp_group, begins, ends, load) if not load.recompute else
+                                      np.array([self.chain.segmented_bytes(tp_group, self.segments(
+                                          setting, number, int(begin), int(end)), load)
+                                          for begin, end in zip(begins, ends, strict=True)]) for load in loads)
+                if none.sum() + (held @ (one - none)).max() + (working - one).max() > self.chain.capacity(tp_group):
+                    return False
+        return True
 
     def _limits(self, setting: Setting, stage: int, size: int) -> Reach:
         """Return where the stage may end: see ``cut.Reach``."""
-        mesh = setting.layout[stage % len(setting.layout)]
-        fits = [self._fitting(setting, stage, team, count) for team, count in self.members(mesh, size)
-                if self.chain.capacity(team) < float("inf")]
+        mesh = setting.layout[setting.mesh_of[stage]]
+        fits = [self._fitting(setting, stage, tp_group, count) for tp_group, count in self.members(mesh, size)
+                if self.chain.capacity(tp_group) < float("inf")]
         narrow = self.chain.narrow_places
 
         @cache
@@ -189,44 +216,61 @@ class Estimator:
 
         return last_place
 
-    def _fitting(self, setting: Setting, stage: int, team: Team, count: int) -> Callable[[int, int], bool]:
-        """Return what says whether a stage from place to place fits on a device of the team."""
-        capacity = self.chain.capacity(team) / setting.chunks
+    def _fitting(self, setting: Setting, stage: int, tp_group: TpGroup, count: int) -> Callable[[int, int], bool]:
+        """Return what says whether a stage from place to place fits on a device of the tp group."""
+        capacity = self.chain.capacity(tp_group) * self._part(setting, stage)
         if setting.recompute:
-            return lambda begin, end: self.stage_bytes(setting, stage, team, count, begin, end) <= capacity
+            return lambda begin, end: self.stage_bytes(setting, stage, tp_group, count, begin, end) <= capacity
         load = self.load(setting, stage, count)
-        rows = cache(lambda begin: self.chain.stage_bytes(team, begin, load))
+        rows = cache(lambda begin: self.chain.stage_bytes(tp_group, begin, load))
         return lambda begin, end: bool(rows(begin)[end - begin] <= capacity)
 
-    def load(self, setting: Setting, stage: int, count: int) -> Load:
-        """Return what goes through a stage whose team takes so many samples of a micro-batch."""
-        num_teams = len(setting.layout[stage % len(setting.layout)].teams)
-        return Load(num_samples=count, in_flight=self.in_flight(setting, stage), recompute=setting.recompute,
-                    states_part=1 / num_teams if setting.sharded_states else 1.0, chunks=setting.chunks,
-                    microbatches=setting.microbatches, is_alone=num_teams == 1)
+    def _part(self, setting: Setting, stage: int) -> float:
+        """Return the part of a device's memory for a stage: over and back as they need it where all take equally long.
 
-    def stage_bytes(self, setting: Setting, stage: int, team: Team, count: int, begin: int, end: int) -> float:
-        """Return what a stage from place to place takes on a device of the team."""
+        There the first and the last stage, with what is large at the ends of a model, share a device.
+        """
+        num_stages, size = len(setting.mesh_of), self.problem.options.batch // setting.microbatches
+        if not setting.is_v:
+            return 1 / setting.chunks
+        mesh, needs = setting.layout[setting.mesh_of[stage]], []
+        table = self._times(mesh, size, recompute=setting.recompute)
+        tp_group, count = self.members(mesh, size)[0]
+        for other in (stage, num_stages - 1 - stage):
+            ends = np.searchsorted(table, table[-1] * np.array([other, other + 1]) / num_stages)
+            begin = min(int(ends[0]), len(table) - 2)
+            end = min(max(begin + 1, int(ends[1])), len(table) - 1)
+            needs.append(self.stage_bytes(setting, other, tp_group, count, begin, end))
+        return needs[0] / sum(needs)
+
+    def load(self, setting: Setting, stage: int, count: int) -> Load:
+        """Return what goes through a stage whose tp group takes so many samples of a micro-batch."""
+        num_tp_groups = len(setting.layout[setting.mesh_of[stage]].tp_groups)
+        return Load(num_samples=count, in_flight=self.in_flight(setting, stage), recompute=setting.recompute,
+                    states_part=1 / num_tp_groups if setting.sharded_states else 1.0, chunks=setting.chunks,
+                    microbatches=setting.microbatches, is_alone=num_tp_groups == 1)
+
+    def stage_bytes(self, setting: Setting, stage: int, tp_group: TpGroup, count: int, begin: int, end: int) -> float:
+        """Return what a stage from place to place takes on a device of the tp group."""
         load = self.load(setting, stage, count)
-        if not setting.recompute:
-            return float(self.chain.stage_bytes(team, begin, load)[end - begin])
-        return self.chain.segmented_bytes(team, self.segments(setting, stage, begin, end), load)
+        ends = self.segments(setting, stage, begin, end) if load.recompute else [begin, end]
+        return self.chain.segmented_bytes(tp_group, ends, load)
 
     def segments(self, setting: Setting, stage: int, first: int, last: int) -> list[int]:
         """Return where a stage that recomputes is cut into segments of about equal time.
 
         The fewest that leave room, since each costs a little time; else those that need least memory.
         """
-        mesh = setting.layout[stage % len(setting.layout)]
-        team, count = self.members(mesh, self.problem.options.batch // setting.microbatches)[0]
-        key = mesh, count, self.in_flight(setting, stage), first, last
+        mesh = setting.layout[setting.mesh_of[stage]]
+        tp_group, count = self.members(mesh, self.problem.options.batch // setting.microbatches)[0]
+        key = mesh, setting.chunks, count, self.in_flight(setting, stage), first, last
         if key not in self._segments:
             load = self.load(setting, stage, count)
-            room = TUNING.room * self.chain.capacity(team) / setting.chunks
+            room = TUNING.room * self.chain.capacity(tp_group) / setting.chunks
             best: tuple[float, list[int]] | None = None
             for number in (number for number in TUNING.segment_counts if number <= last - first):
-                ends = self._ends(team, first, last, number)
-                need = self.chain.segmented_bytes(team, ends, load)
+                ends = self._ends(tp_group, first, last, number)
+                need = self.chain.segmented_bytes(tp_group, ends, load)
                 if best is None or need < best[0]:
                     best = need, ends
                 if need <= room:
@@ -235,9 +279,9 @@ class Estimator:
             self._segments[key] = best[1]
         return self._segments[key]
 
-    def _ends(self, team: Team, first: int, last: int, count: int) -> list[int]:
+    def _ends(self, tp_group: TpGroup, first: int, last: int, count: int) -> list[int]:
         """Return where segments of about equal time end: up to half a segment away, where least is to be kept."""
-        forward, crossing = self.chain.passes(team, 1.0)[0], self.chain.crossing
+        forward, crossing = self.chain.passes(tp_group, 1.0)[0], self.chain.crossing
         length = (forward[last] - forward[first]) / count
         ends = [first]
         for number in range(1, count):
@@ -253,15 +297,15 @@ class Estimator:
         """Return what all stages together hold at least, on a device of each, and what these devices have."""
         need, have = 0.0, 0.0
         for stage, mesh in enumerate(setting.layout):
-            team, count = self.members(mesh, size)[0]
-            pieces = self.chain.pieces(team)
-            parameters, states, _ = (float(table[0, -1]) for table in pieces.lasting)
-            whole = parameters * (1 + self.problem.is_training) + states / (
-                len(mesh.teams) if setting.sharded_states else 1)
+            tp_group, count = self.members(mesh, size)[0]
+            pieces = self.chain.pieces(tp_group)
+            parameters, gradients, states, _ = (float(table[0, -1]) for table in pieces.lasting)
+            whole = parameters + gradients + states / (
+                len(mesh.tp_groups) if setting.sharded_states else 1)
             if not setting.recompute:
                 whole += self.in_flight(setting, stage) * float(pieces.passing(count).saved[0, -1])
             need += whole / len(setting.layout)
-            have += self.chain.capacity(team)
+            have += self.chain.capacity(tp_group)
         return need, have
 
     def _too_large(self, setting: Setting, size: int) -> NoFeasiblePlan:
@@ -276,10 +320,13 @@ class Estimator:
         num_meshes = len(setting.layout)
         seconds = np.array([time[last] - time[first] for time, first, last in
                             zip(times, cuts[:-1], cuts[1:], strict=True)])
-        loads = seconds.reshape(setting.chunks, num_meshes).sum(axis=0)
+        loads = np.bincount(setting.mesh_of, weights=seconds)
         once, sent = self._transfers(setting, cuts, size)
         period = max(float(loads.max()), sent)
-        pipeline_s = (setting.microbatches * period + (float(loads.sum()) - float(loads.max())) / setting.chunks
+        if setting.is_tight:  # one micro-batch after the other, at worst
+            period = float(loads.sum()) + 2 * once
+        turns = 1.5 if setting.is_v else setting.chunks  # V-Min idles for 2/3 of what 1F1B does (weft.plan.orders)
+        pipeline_s = (setting.microbatches * period + (float(loads.sum()) - float(loads.max())) / turns
                       + once * (2 if self.problem.is_training else 1))
         exchange_s = max((self._exchange(setting, cuts, mesh, float(loads[mesh])) for mesh in range(num_meshes)),
                          default=0.0) if self.problem.is_training else 0.0
@@ -289,21 +336,22 @@ class Estimator:
     def _transfers(self, setting: Setting, cuts: Sequence[int], size: int) -> tuple[float, float]:
         """Return the seconds of one micro-batch's way over all cuts, and the largest load of a mesh's way out."""
         total, sent = 0.0, np.zeros(len(setting.layout))
-        for stage, place in enumerate(cuts[1:-1]):
-            here = setting.layout[stage % len(setting.layout)]
-            there = setting.layout[(stage + 1) % len(setting.layout)]
+        for (mesh, after), place in zip(itertools.pairwise(setting.mesh_of), cuts[1:-1], strict=True):
+            here, there = setting.layout[mesh], setting.layout[after]
             seconds = self._hop(here, there, self._bytes_at(here, there, place, size))
             total += seconds
-            sent[stage % len(setting.layout)] += seconds
+            sent[mesh] += seconds
         return total, float(sent.max(initial=0.0))
 
     def _bytes_at(self, here: StageMesh, there: StageMesh, place: int, size: int) -> float:
         """Return the bytes of one message of a micro-batch over a place."""
-        return float(self.chain.crossing[place]) * size / min(len(here.teams), len(there.teams))
+        return float(self.chain.crossing[place]) * size / min(len(here.tp_groups), len(there.tp_groups))
 
     def _hop(self, here: StageMesh, there: StageMesh, num_bytes: float) -> float:
         """Return the seconds of a message between two meshes, all devices of a host sending theirs at once."""
-        source, target = here.teams[-1][0], there.teams[0][0]
+        if here is there:
+            return 0.0
+        source, target = here.tp_groups[-1][0], there.tp_groups[0][0]
         return self.problem.costs.transfer(num_bytes * self._at_once(here, there), source, target).seconds
 
     def _find_at_once(self, here: StageMesh, there: StageMesh) -> int:
@@ -311,7 +359,7 @@ class Estimator:
         if len(here.devices) == 1:
             return 1
         cluster = self.problem.cluster
-        host = cluster.devices[here.teams[-1][0]].host
+        host = cluster.devices[here.tp_groups[-1][0]].host
         senders = [device for device in here.devices if cluster.devices[device].host == host]
         receivers = itertools.cycle(there.devices)
         counts = Counter(link for sender, receiver in zip(senders, receivers, strict=False) if sender != receiver
@@ -321,28 +369,28 @@ class Estimator:
     def _exchange(self, setting: Setting, cuts: Sequence[int], index: int, load_s: float) -> float:
         """Return the seconds that the gradients' exchange adds on a mesh, and the update."""
         mesh = setting.layout[index]
-        stages = range(index, len(cuts) - 1, len(setting.layout))
-        parameters, states = (float(sum(table[cuts[stage], cuts[stage + 1]] for stage in stages))
-                              for table in self.chain.pieces(mesh.teams[0]).lasting[:2])
-        states /= len(mesh.teams) if setting.sharded_states else 1
-        exchange_s = self._all_reduce(mesh, parameters) * self._crowd(setting.layout, mesh)
+        stages = [stage for stage, number in enumerate(setting.mesh_of) if number == index]
+        gradients, states = (float(sum(table[cuts[stage], cuts[stage + 1]] for stage in stages))
+                             for table in self.chain.pieces(mesh.tp_groups[0]).lasting[1:3])
+        states /= len(mesh.tp_groups) if setting.sharded_states else 1
+        exchange_s = self._all_reduce(mesh, gradients) * self._crowd(setting.layout, mesh)
         spread_s = exchange_s / 2 if setting.sharded_states else 0.0  # what each has updated is gathered by all
         hidden_s = min(TUNING.hidden * exchange_s, load_s / 2)
-        return spread_s + exchange_s - hidden_s + self._update(mesh, 3 * parameters + 2 * states)
+        return spread_s + exchange_s - hidden_s + self._update(mesh, 3 * gradients + 2 * states)
 
     def _all_reduce(self, mesh: StageMesh, num_bytes: float) -> float:
-        count = len(mesh.teams)
+        count = len(mesh.tp_groups)
         if count < 2 or num_bytes <= 0:
             return 0.0
-        key = self._sorts(mesh), count, len({self.problem.cluster.devices[team[0]].host
-                                             for team in mesh.teams[:MAX_EXCHANGE]})
+        key = self._sorts(mesh), count, len({self.problem.cluster.devices[tp_group[0]].host
+                                             for tp_group in mesh.tp_groups[:MAX_EXCHANGE]})
         if key not in self._exchanges:
-            self._exchanges[key] = large_reduce_line(self.problem.costs, [team[0] for team in mesh.teams])
+            self._exchanges[key] = large_reduce_line(self.problem.costs, [tp_group[0] for tp_group in mesh.tp_groups])
         return self._exchanges[key].at(num_bytes)
 
     def _crowd(self, layout: Sequence[StageMesh], mesh: StageMesh) -> int:
         """Return how many exchanges need the link that limits those of the mesh: one comes after the other there."""
-        host = self.problem.cluster.devices[mesh.teams[0][0]].host
+        host = self.problem.cluster.devices[mesh.tp_groups[0][0]].host
         own = self._ways_out(mesh).get(host, ())
         if not own:
             return 1
@@ -350,21 +398,48 @@ class Estimator:
         return max(counts[resource] for resource in own)
 
     def _find_ways_out(self, mesh: StageMesh) -> dict[str, list[int]]:
-        """Return by host what limits exchanges of the mesh with other hosts, once for each place in its teams."""
+        """Return by host what limits exchanges of the mesh with other hosts, once for each place in its tp groups."""
         devices, found = self.problem.cluster.devices, defaultdict[str, list[int]](list)
-        for place in range(min(map(len, mesh.teams))):
-            first_on = {devices[team[place]].host: team[place] for team in reversed(mesh.teams)}
+        for place in range(min(map(len, mesh.tp_groups))):
+            members = [tp_group[place] for tp_group in mesh.tp_groups]
+            first_on = {devices[member].host: member for member in reversed(members)}
             for host, device in first_on.items():
-                other = next((team[place] for team in mesh.teams if devices[team[place]].host != host), None)
+                other = next((member for member in members if devices[member].host != host), None)
                 if other is not None:
                     found[host] += exchange_limits(self.problem.costs, TYPICAL_BYTES, (device, other))
         return found
 
     def _update(self, mesh: StageMesh, num_bytes: float) -> float:
-        kind = self.problem.cluster.kind_of(mesh.teams[0][0])
+        kind = self.problem.cluster.kind_of(mesh.tp_groups[0][0])
         if kind.memory_bytes_per_s is None:
             return 0.0
         return num_bytes / (kind.memory_bytes_per_s * op_classes()["elementwise"].on(kind.type).memory)
+
+
+@cache
+def held_by_mesh(num_meshes: int, chunks: int, microbatches: int) -> tuple[F64, ...]:
+    """Return by mesh [moments, chunks] of how many micro-batches it keeps activations in each of its stages at once.
+
+    From some rounds of micro-batches on everything comes again.
+    """
+    found = []
+    for actions in pipeline_order(num_meshes, chunks, min(microbatches, 3 * num_meshes), training=True):
+        chunk, sign = np.array([(stage // num_meshes, 1 if phase == "F" else -1) for stage, phase, _ in actions]).T
+        change = np.zeros((len(actions) + 1, chunks))
+        np.add.at(change, (np.arange(len(actions)) + (sign < 0), chunk), sign)
+        found.append(np.unique(np.cumsum(change, axis=0), axis=0))
+    return tuple(found)
+
+
+@cache
+def most_in_flight(num_meshes: int, chunks: int, microbatches: int) -> tuple[float, ...]:
+    """Return by mesh the most micro-batches that it keeps activations of at once, for each of its stages on average."""
+    return tuple(float(held.sum(axis=1).max()) / chunks for held in held_by_mesh(num_meshes, chunks, microbatches))
+
+
+def turned_in_flight(setting: Setting) -> float:
+    """Return the same over and back, about alike on all meshes; in less than this no published order fits."""
+    return min(setting.microbatches, HELD["v-min"](len(setting.layout)) / 2)
 
 
 # ---- the longest path ------------------------------------------------------------------------------------------------

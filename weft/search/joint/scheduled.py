@@ -21,6 +21,7 @@ from weft.search.joint.tuning import TUNING
 from weft.search.schedule.from_plan import PlanProblem, problem_of_plan, with_schedule
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import ScheduleResult
+from weft.search.schedule.tuning import TUNING as RULES
 from weft.simulate.timeline import Timeline
 
 Search = Callable[[ScheduleProblem, int], ScheduleResult]
@@ -48,7 +49,7 @@ def schedule_search(*, time_limit: float | None = None, effort: float | None = N
     return search
 
 
-def scheduled_plan(problem: Problem, placement: str, microbatches: int, search: Search) -> Plan:
+def scheduled_plan(problem: Problem, microbatches: int, placement: str, search: Search) -> Plan:
     """Return the placement with the schedule found for it; in training, with whole or split backward as is faster.
 
     Raise ``NoFeasiblePlan`` if the placement does not suit the model, or if memory admits no schedule.
@@ -90,6 +91,19 @@ def reschedule(plan: Plan, timeline: Timeline, problem: Problem, *, below_s: flo
             continue
         return (found.plan, other) if other.step_time_s < below_s else None
     return None
+
+
+def with_tight_order(plan: Plan, problem: Problem) -> Plan:
+    """Return the plan in the best order that rules make in the memory there is, with split backwards if these fit.
+
+    Rules are named schedules, what becomes of them with less memory, and greedy ones. Raise ``NoFeasiblePlan`` if none
+    fits.
+    """
+    search = schedule_search(effort=RULES.rules_effort, seed=problem.options.seed)
+    try:
+        return find_schedule(plan, problem, search, split_backward=True).plan
+    except NoFeasiblePlan:
+        return find_schedule(plan, problem, search, split_backward=False).plan
 
 
 def find_schedule(plan: Plan, problem: Problem, search: Search, *, split_backward: bool) -> Scheduled:

@@ -1,14 +1,14 @@
 """The joint search: settings by estimate, and plans of the best of them by simulation.
 
-    choose      a layout: meshes in a row, each of some teams of devices (``layouts.layouts``)
+    choose      a layout: meshes in a row, each of some tp groups of devices (``layouts.layouts``)
                 m, v: micro-batches, and stages on each mesh (``_microbatches``)
-                whether stages recompute, and teams divide the optimizer's states (``_estimate_cheapest``)
+                whether stages recompute, and tp groups divide the optimizer's states (``_estimates``)
                 cuts 0 = k_0 < .. < k_(pv) = P between stages (``cut.shortest_longest``)
     minimise    T = m max(D, C) + (sum(D) - max(D)) / v + transfers + exchanges, by estimate (``Estimator.__call__``),
                 of the best few by simulation (``finalists.evaluate``)
     subject to  what each device of a stage holds at most <= its memory / v (``Estimator.stage_bytes``), and of a plan
                 exactly (``weft.plan.check.check_plan``)
-                a team has a sample of every micro-batch (``Estimator.members``)
+                a tp group has a sample of every micro-batch (``Estimator.members``)
     bounds      T >= that of an even pipeline that sends nothing (``Estimator.bound``): settings that cannot be within
                 ``worse`` of the best are left out
 
@@ -20,24 +20,210 @@ its stages were found with tables of the account that the check uses (``Chain.st
 what these cannot say (what waits between stages in its order), the next best setting is tried.
 
 Everything that was tried is in the result with what it came to, or why it lost.
+
+Finalists of the joint search: their plans, checked and simulated, and what the best of them may still gain.
+
+    estimate -> plan, check, simulation
+    simulated -> a searched order for the best and those whose devices have the least to do -> sharded states
+
+The order of a pipeline is 1F1B at first. Then it is searched for this placement (``weft.search.joint.scheduled``),
+with split backwards where memory allows, also for finalists that were not the best.
+
+Plans from estimated settings: stages with their replicas and shardings, and the order of the schedule.
 """
 
 from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from weft.base.errors import NoFeasiblePlan, PlanError
+from weft.cluster.cluster import DeviceId
+from weft.plan.check import check_memory, check_program
+from weft.plan.lower import lower
+from weft.plan.memory import CATEGORIES, account_memory
+from weft.plan.orders import HELD, Action, Order, one_after_another
+from weft.plan.plan import Plan
+from weft.plan.structure import require_structure
 from weft.search.common.budget import Budget, OutOfTime
-from weft.search.common.problem import Problem, divisors
+from weft.search.common.problem import Problem, StageSpec, divisors, evaluate_plan, make_plan, pipeline_order
 from weft.search.deploy.splits import NO_SPLITS, Splits
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
-from weft.search.joint.finalists import JointResult, Tried, evaluate, refine
-from weft.search.joint.layouts import Layout, Setting, layouts
+from weft.search.joint.layouts import Layout, Setting, StageMesh, layouts
+from weft.search.joint.scheduled import reschedule, with_tight_order
 from weft.search.joint.tuning import TUNING
+from weft.simulate.timeline import Timeline
+from weft.simulate.timing import simulate
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tried:
+    """A setting and what came of it."""
+
+    setting: Setting
+    estimate_s: float | None = None
+    step_time_s: float | None = None
+    """As simulated, of a finalist."""
+    reason: str = ""
+    """Why it is not the best."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class JointResult:
+    """The best plan and everything tried."""
+
+    plan: Plan
+    setting: Setting
+    step_time_s: float
+    timeline: Timeline
+    """As simulated; of a large cluster that of one of the equal replicas, with fewer micro-batches."""
+    tried: tuple[Tried, ...] = ()
+
+
+def evaluate(estimator: Estimator, estimate: Estimate) -> JointResult:
+    """Return the plan with its predicted time; raise ``NoFeasiblePlan`` if it does not fit."""
+    problem, setting = estimator.problem, estimate.setting
+    replicas = _equal_replicas(estimator, setting)
+    plan = build_plan(estimator, estimate)
+    if setting.is_v or setting.is_tight:
+        plan = with_tight_order(plan, problem)
+    if problem.cluster.num_devices > TUNING.large and replicas is not None:
+        timeline, step_time_s = _one_replica(estimator, estimate, replicas), estimate.step_time_s
+    else:
+        timeline = evaluate_plan(plan, problem)
+        step_time_s = timeline.step_time_s
+    return JointResult(plan=plan, setting=setting, step_time_s=step_time_s, timeline=timeline)
+
+
+def _equal_replicas(estimator: Estimator, setting: Setting) -> int | None:
+    """Return how many replicas every stage has, where they are alike and have equal samples; else None."""
+    size = estimator.problem.options.batch // setting.microbatches
+    sorts = [estimator.members(mesh, size) for mesh in setting.layout]
+    alike = {(len(mesh.tp_groups), *estimator.chain.figures_key(members[0][0]), members[0][1])
+             for mesh, members in zip(setting.layout, sorts, strict=True)}
+    return len(setting.layout[0].tp_groups) if len(alike) == 1 and all(len(members) == 1 for members in sorts) else None
+
+
+def _one_replica(estimator: Estimator, estimate: Estimate, num_replicas: int) -> Timeline:
+    """Return the simulated timeline of the first replica alone, checked, with as many micro-batches as fill it."""
+    setting = estimate.setting
+    count = min(setting.microbatches, 2 * len(setting.layout))
+    layout = tuple(StageMesh(mesh.tp_groups[:1]) for mesh in setting.layout)
+    narrow = replace(setting, layout=layout, microbatches=count)
+    size = estimator.problem.options.batch // setting.microbatches // num_replicas
+    alone = estimator.for_batch(size * count)
+    plan = build_plan(alone, replace(estimate, setting=narrow))
+    problem = alone.problem
+    require_structure(plan, problem.graph, problem.cluster)
+    program = lower(plan, problem.graph)
+    check_program(program)
+    account = account_memory(program)
+    if setting.sharded_states:  # alone, the replica has all of them
+        static = account.static.copy()
+        static[:, CATEGORIES.index("optimizer")] //= num_replicas
+        account = replace(account, static=static)
+    check_memory(program, problem.cluster, account)
+    return simulate(program, problem.costs, problem.cluster)
+
+
+def refine(problem: Problem, simulated: Sequence[JointResult], budget: Budget,
+           progress: Callable[[str], None]) -> tuple[JointResult, list[Tried]]:
+    """Return the best of the plans after what can be made of them, and what was tried for that, the best first."""
+    best = min(simulated, key=lambda item: item.step_time_s)
+    tried: list[Tried] = []
+    if problem.cluster.num_devices > TUNING.large:
+        return best, tried
+    straight = [item for item in simulated if not item.setting.is_v]
+    first = min(straight, key=lambda item: item.step_time_s, default=best)
+    others = sorted((item for item in straight if item is not first),
+                    key=lambda item: float(item.timeline.busy_s.max()))
+    chosen = [first, *others][:TUNING.rescheduled]
+    for item in chosen if best is first else [best, *chosen]:
+        found = reschedule(item.plan, item.timeline, problem, below_s=best.step_time_s, budget=budget)
+        if found is not None:
+            best = JointResult(plan=found[0], setting=replace(item.setting, searched_order=True),
+                               step_time_s=found[1].step_time_s, timeline=found[1])
+            _note(best, item, tried, progress)
+    divided = None if budget.is_spent else _with_divided_states(best, problem)
+    if divided is not None and divided.step_time_s < best.step_time_s:
+        _note(divided, best, tried, progress)
+        best = divided
+    return best, tried
+
+
+def _note(found: JointResult, before: JointResult, tried: list[Tried], progress: Callable[[str], None]) -> None:
+    tried.insert(0, Tried(setting=found.setting, estimate_s=before.step_time_s, step_time_s=found.step_time_s))
+    progress(f"joint: {found.setting.describe()}: {found.step_time_s:.6g} s simulated")
+
+
+def _with_divided_states(found: JointResult, problem: Problem) -> JointResult | None:
+    """Return the same with the optimizer's states divided among replicas, though memory does not need it.
+
+    Each updates less then, which may save more than gathering what was updated takes. None where that is not possible.
+    """
+    setting, optimizer = found.setting, found.plan.optimizer
+    replicated = any(len(mesh.tp_groups) > 1 for mesh in setting.layout)
+    if setting.sharded_states or not replicated or not problem.is_training or problem.options.whole_parameters:
+        return None
+    plan = replace(found.plan, optimizer=replace(optimizer, sharded=True))
+    try:
+        timeline = evaluate_plan(plan, problem)
+    except (NoFeasiblePlan, PlanError):
+        return None
+    return JointResult(plan=plan, setting=replace(setting, sharded_states=True), step_time_s=timeline.step_time_s,
+                       timeline=timeline)
+
+
+# ---- plans of settings -----------------------------------------------------------------------------------------------
+
+
+BY = "joint"
+
+
+def build_plan(estimator: Estimator, estimate: Estimate) -> Plan:
+    """Return the plan of the estimated setting with its cuts."""
+    setting, chain = estimate.setting, estimator.chain
+    problem, size = _with_choices(chain.problem, setting), chain.problem.options.batch // setting.microbatches
+    specs: list[StageSpec] = []
+    parts: list[list[int]] = []
+    for stage, mesh in enumerate(setting.layout[number] for number in setting.mesh_of):
+        first, last = estimate.cuts[stage : stage + 2]
+        ends = estimator.segments(setting, stage, first, last) if setting.recompute else [first, last]
+        counts = estimator.counts(mesh, size)
+        assert counts is not None, "it was estimated"
+        parts.append(list(range(len(specs), len(specs) + len(ends) - 1)))
+        specs += [chain.stage(chain.ops[chain.places[begin] : chain.places[end]],
+                              list(zip(mesh.tp_groups, counts, strict=True)), recompute=setting.recompute)
+                  for begin, end in itertools.pairwise(ends)]
+    is_tight = setting.is_v or setting.is_tight
+    plain = one_after_another(setting.mesh_of, setting.microbatches) if is_tight else pipeline_order(
+        len(setting.layout), setting.chunks, setting.microbatches, training=problem.is_training)
+    by_mesh = [_expand(actions, parts) for actions in plain]
+    devices: list[DeviceId] = []
+    order: Order = []
+    for mesh, actions in zip(setting.layout, by_mesh, strict=True):
+        devices += mesh.devices
+        order += [actions] * len(mesh.devices)
+    return make_plan(problem, specs, order, microbatches=setting.microbatches, by=BY, order_devices=devices)
+
+
+def _with_choices(problem: Problem, setting: Setting) -> Problem:
+    optimizer = replace(problem.options.optimizer, sharded=setting.sharded_states)
+    return replace(problem, options=replace(problem.options, recompute=setting.recompute, optimizer=optimizer,
+                                            microbatches=setting.microbatches))
+
+
+def _expand(actions: Sequence[Action], parts: Sequence[Sequence[int]]) -> list[Action]:
+    """Return the actions with a stage's forward as that of its segments in turn, its backward as the reverse."""
+    return [(part, phase, index) for stage, phase, index in actions
+            for part in (parts[stage] if phase == "F" else reversed(parts[stage]))]
+
+
+# ---- finalists -------------------------------------------------------------------------------------------------------
 
 
 def joint_search(problem: Problem, splits: Splits = NO_SPLITS, *, budget: Budget | None = None,
@@ -66,8 +252,7 @@ def rank_settings(estimator: Estimator, *, budget: Budget,
             failed += [Tried(setting=item, reason=f"cannot be faster than {least:.6g} s")
                        for least, _, item in candidates[number:] if least < float("inf")]
             break
-        estimate = _estimate_cheapest(estimator, setting, best, failed)
-        if estimate is not None:
+        for estimate in _estimates(estimator, setting, best, failed):
             found.append(estimate)
             if estimate.step_time_s < best:
                 best = estimate.step_time_s
@@ -76,20 +261,36 @@ def rank_settings(estimator: Estimator, *, budget: Budget,
     return sorted(found, key=lambda item: item.step_time_s), failed
 
 
+def _tightest(estimator: Estimator, budget: Budget) -> Iterator[Estimate]:
+    """Yield estimates of pipelines in which no more than one micro-batch has to fit."""
+    asked, training = estimator.problem.options, estimator.problem.is_training
+    is_large = estimator.problem.cluster.num_devices > TUNING.large
+    for plain in _candidates(estimator.chain) if training and not is_large else ():
+        if plain.chunks > 1 or len(plain.layout) < 2 or len(plain.layout) * plain.microbatches > TUNING.max_blocks:
+            continue
+        for recompute in (False, True) if not asked.recompute else (True,):
+            if budget.is_spent:
+                return
+            with suppress(NoFeasiblePlan):
+                yield estimator(replace(plain, recompute=recompute, is_tight=True, sharded_states=(
+                    not asked.whole_parameters and any(len(mesh.tp_groups) > 1 for mesh in plain.layout))))
+                break
+
+
 def _candidates(chain: Chain) -> Iterator[Setting]:
     """Yield the settings to estimate, without what only saves memory."""
     problem = chain.problem
     max_stages = min(TUNING.max_stages, chain.num_places - 1)
     for degree in sorted({1, *(degree for _, degree in chain.splits)}):
         for layout in layouts(problem.cluster, degree, chain.speed, batch=problem.options.batch, max_stages=max_stages,
-                              teams=chain.splits):
+                              tp_groups=chain.splits):
             for microbatches, chunks in _microbatches(problem, layout):
                 yield Setting(layout=layout, microbatches=microbatches, chunks=chunks)
 
 
 def _microbatches(problem: Problem, layout: Layout) -> Iterator[tuple[int, int]]:
     """Yield numbers of micro-batches and chunks that suit the layout."""
-    num_stages, width = len(layout), max(len(mesh.teams) for mesh in layout)
+    num_stages, width = len(layout), max(len(mesh.tp_groups) for mesh in layout)
     given = problem.options.microbatches
     for count in [given] if given is not None else divisors(problem.options.batch):
         if problem.options.batch // count < width:
@@ -102,10 +303,13 @@ def _microbatches(problem: Problem, layout: Layout) -> Iterator[tuple[int, int]]
                 yield count, chunks
 
 
-def _estimate_cheapest(estimator: Estimator, plain: Setting, best: float,
-                       failed: list[Tried]) -> Estimate | None:
-    """Return the estimate with the least done to save memory that fits, or None where it cannot be good or fit."""
-    replicated = any(len(mesh.teams) > 1 for mesh in plain.layout)
+def _estimates(estimator: Estimator, plain: Setting, best: float, failed: list[Tried]) -> Iterator[Estimate]:
+    """Yield the estimate with the least done to save memory that fits, none where it cannot be good or fit.
+
+    Where it does not fit, or only with uneven stages, the pipeline is also laid over its meshes and back: that needs
+    fewer micro-batches in flight for the same period, and as many on every device.
+    """
+    replicated = any(len(mesh.tp_groups) > 1 for mesh in plain.layout)
     training, asked = estimator.problem.is_training, estimator.problem.options
     may_divide = training and replicated and not asked.whole_parameters
     reason, setting = "", plain
@@ -118,12 +322,27 @@ def _estimate_cheapest(estimator: Estimator, plain: Setting, best: float,
         if bound > TUNING.worse * best:
             reason = f"cannot be faster than {bound:.6g} s"
             break
+        plain_one: Estimate | None = None
         try:
-            return estimator(setting)
+            plain_one = estimator(setting)
+            yield plain_one
         except NoFeasiblePlan as miss:
             reason = str(miss)
+        is_uneven = plain_one is None or plain_one.pipeline_s > TUNING.uneven * bound
+        if is_uneven and _may_turn(estimator, plain):
+            with suppress(NoFeasiblePlan):
+                yield estimator(replace(setting, chunks=2, is_v=True))
+        if plain_one is not None:
+            return
     failed.append(Tried(setting=setting, reason=reason))
-    return None
+
+
+def _may_turn(estimator: Estimator, setting: Setting) -> bool:
+    """Return whether the pipeline may go over its meshes and back, and holds less so."""
+    num_meshes, problem = len(setting.layout), estimator.problem
+    return (problem.is_training and setting.chunks == 1 and problem.cluster.num_devices <= TUNING.large
+            and HELD["v-min"](num_meshes) / 2 < min(num_meshes, setting.microbatches)
+            and 2 * num_meshes * setting.microbatches <= TUNING.max_blocks)
 
 
 def _simulate_best(estimator: Estimator, ranked: list[Estimate], tried: list[Tried], budget: Budget,
@@ -138,6 +357,10 @@ def _simulate_best(estimator: Estimator, ranked: list[Estimate], tried: list[Tri
     refined: list[Tried] = []
     try:
         _simulate(estimator, ranked, budget, progress, simulated, misses, results)
+        if not simulated:
+            last = sorted(_tightest(estimator, budget), key=lambda item: item.step_time_s)
+            ranked = [*ranked, *last]
+            _simulate(estimator, last, budget, progress, simulated, [], results)
         if simulated:
             best, refined = refine(estimator.problem, simulated, budget, progress)
     except (KeyboardInterrupt, OutOfTime) as ended:
@@ -159,7 +382,8 @@ def _simulate(estimator: Estimator, ranked: list[Estimate], budget: Budget, prog
     actions = 0
     for estimate in _finalists(estimator, ranked, budget):
         setting = estimate.setting
-        enough = (len(simulated) >= TUNING.finalists or len(results) >= TUNING.attempts
+        num_straight = sum(not item.setting.is_v for item in simulated)
+        enough = (num_straight >= TUNING.finalists or len(results) >= TUNING.attempts
                   or (actions > TUNING.max_actions and len(simulated) >= TUNING.few_finalists))
         if simulated and (enough or budget.is_spent):
             break
@@ -181,7 +405,8 @@ def _simulate(estimator: Estimator, ranked: list[Estimate], budget: Budget, prog
 
 def _finalists(estimator: Estimator, ranked: list[Estimate], budget: Budget) -> list[Estimate]:
     """Return the best estimates; those of large clusters by their longest paths, which are not simulated after."""
-    first = ranked[: 2 * TUNING.attempts]
+    turned = [item for item in ranked if item.setting.is_v][:TUNING.turned]
+    first = [item for item in ranked if not item.setting.is_v or item in turned][: 2 * TUNING.attempts]
     if estimator.problem.cluster.num_devices <= TUNING.large:
         return first
     timed = [estimator.by_path(item) for number, item in enumerate(first[:TUNING.attempts])

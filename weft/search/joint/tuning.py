@@ -17,7 +17,8 @@ class Tuning:
     max_stages: int = 64
     """Meshes in a pipeline; a guess, as many as the longest published pipelines have."""
     chunks: tuple[int, ...] = (1, 2, 4)
-    """Stages on each mesh; a guess."""
+    """Stages on each mesh. Measured on 13 problems (five models of the zoo, equal and mixed clusters, memory cut at
+    random): with 1 alone steps are 0.2 % longer on average, 2.7 % at most, in 0.55 of the time."""
     max_microbatches_per_stage: int = 16
     """More than so many micro-batches for each mesh of a pipeline hide little more of its filling: 1/16 at most."""
     max_groups: int = 6
@@ -26,7 +27,7 @@ class Tuning:
     max_stages_in_group: int = 8
     """Stages that one device group is divided into; a guess."""
     max_fewer: int = 64
-    """With more teams than this, all of them are used; a guess."""
+    """With more tp groups than this, all of them are used; a guess."""
 
     # Where they are cut (``chain``, ``cut``, ``estimate``).
     max_places: int = 256
@@ -52,10 +53,13 @@ class Tuning:
     worse: float = 1.15
     """Settings whose bound is this much above the best estimate are not looked at: estimates are about ten per cent
     from simulations."""
+    uneven: float = 1.05
+    """A pipeline that is said to take so many times what an even one would is also tried over its meshes and back."""
 
     # Finalists.
     finalists: int = 6
-    """So many plans are simulated; a guess."""
+    """So many plans are simulated. On the same 13 problems 3 give the same steps in 0.73 of the time, 12 give 0.2 %
+    less on average, 2.5 % at most, in 1.17 of it."""
     attempts: int = 14
     """So many plans are made at most, where some do not pass the check; a guess."""
     max_actions: int = 60_000
@@ -63,6 +67,8 @@ class Tuning:
     few_finalists: int = 3
     large: int = 128
     """On more devices than this not all of them are simulated, where a stage's replicas are alike; a guess."""
+    turned: int = 2
+    """So many of those over the meshes and back are made: an order has to be searched for each; a guess."""
     rescheduled: int = 2
     """The order of so many finalists is searched at most; a guess."""
     max_attempts: int = 4

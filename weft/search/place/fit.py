@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 from ortools.sat.python import cp_model
@@ -26,6 +27,8 @@ from weft.search.common.cpsat import Solution, solve
 from weft.search.place.problem import Bools, PlaceProblem
 
 _EFFORT = 10.0
+_MAX_ORDERED = 80
+"""Rows that choices which are alike are numbered by; all of them would be too many literals."""
 _MAX_AMOUNT = 2**44
 """Bytes are rounded up to so many steps in all, so that sums stay whole numbers of moderate size."""
 
@@ -74,6 +77,29 @@ def add_hints(model: cp_model.CpModel, choices: list[dict[int, cp_model.IntVar]]
     for row, here in zip(choices, where.tolist(), strict=True):
         for index, item in row.items():
             model.add_hint(item, index == here)
+
+
+def numbered(where: I64, order: Sequence[int], classes: Sequence[Sequence[int]]) -> I64:
+    """Return what is chosen in each row, the choices of each class, which are alike, by their first rows in the order.
+    """
+    new = np.arange(1 + max((max(alike) for alike in classes), default=0))
+    for alike in classes:
+        used = [item for item in dict.fromkeys(where[order].tolist()) if item in alike]
+        new[[*used, *(item for item in alike if item not in used)]] = alike
+    return np.asarray(new[where], dtype=np.int64)
+
+
+def add_numbering(model: cp_model.CpModel, choices: list[dict[int, cp_model.IntVar]], order: Sequence[int],
+                  classes: Sequence[Sequence[int]]) -> None:
+    """Let only what is ``numbered`` be chosen, as far as the first rows tell."""
+    for alike in classes:
+        for previous, item in pairwise(alike):
+            earlier: list[cp_model.IntVar] = []
+            for row in order[:_MAX_ORDERED]:
+                if item in choices[row]:
+                    model.add_bool_or([choices[row][item].negated(), *earlier])
+                if previous in choices[row]:
+                    earlier.append(choices[row][previous])
 
 
 def chosen(found: Solution, choices: list[dict[int, cp_model.IntVar]]) -> I64:

@@ -29,7 +29,7 @@ import numpy as np
 
 from weft.base.errors import InputError, NoFeasiblePlan
 from weft.cluster.cluster import DeviceId
-from weft.coarsen.contract import Coarse, expand
+from weft.coarsen.coarsen import Coarse, expand
 from weft.model.graph import I64, Graph
 from weft.plan.check import excess_bytes
 from weft.plan.orders import Action, Order

@@ -64,6 +64,7 @@ from weft.search.place.timetable import (
     Timetable,
     check_timetable,
     make_timetable,
+    no_room_for_tensors,
     with_room_for_tensors,
 )
 
@@ -359,11 +360,7 @@ class LatencySearch:
             effort = TUNING.fit_effort if self.budget.deadline is None else min(TUNING.fit_effort, TUNING.last_grace_s)
             if self.make_fit(self.in_order(devices), effort, "memory"):
                 return
-            raise NoFeasiblePlan(
-                f"no placement of {self.problem.name!r} was found that fits: its weights do, but not with the tensors "
-                f"that are alive at the same time ({miss.missing_bytes} bytes are missing on {miss.device!r} in the "
-                "nearest). Try a smaller batch or a device with more memory.", missing_bytes=miss.missing_bytes,
-                device=miss.device) from miss
+            raise no_room_for_tensors(self.problem, miss) from miss
         self.offer(make_timetable(self.problem, found.device, found.order), "memory")
 
     def try_method(self, name: str) -> None:

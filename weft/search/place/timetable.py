@@ -241,6 +241,14 @@ def with_room_for_tensors(problem: PlaceProblem, method: Method) -> Assignment:
         "batch, or a device with more memory.", missing_bytes=int(np.ceil(missing)), device=name)
 
 
+def no_room_for_tensors(problem: PlaceProblem, miss: NoFeasiblePlan) -> NoFeasiblePlan:
+    """Return the error where weights alone would fit, from that of the nearest placement."""
+    return NoFeasiblePlan(
+        f"no placement of {problem.name!r} was found that fits: its weights do, but not with the tensors that are "
+        f"alive at the same time ({miss.missing_bytes} bytes are missing on {miss.device!r} in the nearest). Try a "
+        "smaller batch or a device with more memory.", missing_bytes=miss.missing_bytes, device=miss.device)
+
+
 def check_room(problem: PlaceProblem, assignment: Assignment) -> Assignment:
     """Return the assignment; raise ``NoFeasiblePlan`` if it does not fit: for rules that do not look at memory."""
     held = problem.resident_bytes(assignment.device)

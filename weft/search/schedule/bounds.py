@@ -1,6 +1,6 @@
 """Lower bounds that hold for every schedule: by work, paths and memory held, and by a solver for the first ticks.
 
-    period    >= work of the busiest resource                                                       (period_bound)
+    period    >= least work of the busiest resource, with the best pairs                            (period_bound)
     period    >= (sum of amount * shortest time that it can be held) / limit, on every device       (_memory_period)
     makespan  >= the longest path of one micro-batch                                                (makespan_bound)
     makespan  >= N * work of a resource + its idle time while the pipeline fills, and drains        (filling_idle)
@@ -12,6 +12,10 @@ work, what reaches it in time, through the other devices, within everybody's mem
 constraint problem of its own, with as many micro-batches as could matter (``earliest_starts`` says which); the rest of
 the window is idle time that no schedule avoids. Backwards in time the same holds for the last H ticks. The starts in a
 window are those of a schedule cut off at H: a task that would start later "starts" at H and does nothing there.
+
+Where memory can leave a device, only its times of holding bound anything: those of a block, of both copies, and of the
+block that gives back. Where blocks can run at once, the window is not looked at, and idle time only while nothing at
+all has reached a resource.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from ortools.sat.python import cp_model
 from weft.model.graph import F64
 from weft.search.common.budget import Budget
 from weft.search.common.cpsat import solve
+from weft.search.schedule.pairs import least_work
 from weft.search.schedule.problem import ScheduleProblem, grouped, turned_round
 from weft.search.schedule.schedule import TOLERANCE
 from weft.search.schedule.tuning import TUNING
@@ -36,7 +41,7 @@ def period_bound(problem: ScheduleProblem) -> float | None:
     """Return the least time per micro-batch of any steady state; None if memory grows with every micro-batch."""
     if any(grows(problem, device) for device in range(problem.num_devices)):
         return None
-    bound = max(problem.device_work, default=0.0)
+    bound = max(least_work(problem), default=0.0)
     for device, holds in balanced_holds(problem).items():
         limit = problem.device_memory[device]
         assert limit is not None, "without a limit there are no holds"
@@ -55,6 +60,14 @@ def grows(problem: ScheduleProblem, device: int) -> bool:
 def _memory_period(problem: ScheduleProblem, holds: list[tuple[int, int, float]], limit: float) -> float:
     """Return the least period at which what must be held fits: amount times duration over the usable limit."""
     times = hold_times(problem, [(take, release) for take, release, _ in holds])
+    if not problem.releases_late:
+        times = [time - problem.task_times[release] for time, (_, release, _) in zip(times, holds, strict=True)]
+    away = {item.block: 2 * item.time for item in problem.copies}
+    for number, (take, release, _) in enumerate(holds):
+        if take in away:
+            least = problem.task_times[take] + away[take]
+            least += problem.task_times[release] if problem.releases_late else 0.0
+            times[number] = min(times[number], least)
     held = sum(amount * time for (_, _, amount), time in zip(holds, times, strict=True))
     usable = _usable(limit, {amount for _, _, amount in holds})
     return held / usable if usable > 0 else 0.0
@@ -101,7 +114,7 @@ def makespan_bound(problem: ScheduleProblem, num_microbatches: int) -> float:
     times = problem.task_times
     bound = max((head + time + tail for head, time, tail in zip(heads, times, tails, strict=True)), default=0.0)
     backwards = turned_round(problem)
-    for resource, work in enumerate(problem.device_work):
+    for resource, work in enumerate(least_work(problem)):
         idle = filling_idle(problem, resource) + filling_idle(backwards, resource)
         bound = max(bound, num_microbatches * work + idle)
     return bound
@@ -124,6 +137,8 @@ def filling_idle(problem: ScheduleProblem, resource: int) -> float:
     ordered = sorted(tasks, key=lambda task: (heads[task], task))
     most = 0.0
     allowed = 1 + TUNING.max_filling_steps // (problem.num_tasks * len(problem.resource_names))
+    if problem.overlaps:  # what is early may run beside an ancestor
+        allowed = 1
     for number in range(min((len(ordered) + 1) // 2, allowed)):  # at least half are in R, so that both R share a task
         most = max(most, _idle_before(problem, resource, set(ordered[:number])))
     return most
@@ -162,7 +177,7 @@ def earliest_starts(whole: WholeProblem, num_microbatches: int, *, until: int | 
     rooms: dict[int, list[tuple[int, int]]] = {}
     for hold in whole.holds:
         limit = whole.limits[hold.device]
-        is_room = hold.device in whole.balanced and hold.amount > 0
+        is_room = hold.device in whole.balanced and hold.amount > 0 and hold.device not in whole.problem.copied
         if limit is not None and is_room and hold.take is not None and hold.release is not None:
             rooms.setdefault(hold.take, []).append((hold.release, limit // hold.amount))
     result: list[list[int]] = []
@@ -174,7 +189,8 @@ def earliest_starts(whole: WholeProblem, num_microbatches: int, *, until: int | 
                 at = max(at, row[source] + whole.times[source] + delay)
             for release, room in rooms.get(task, ()):
                 if 0 <= index - room < index:
-                    at = max(at, result[index - room][release] + whole.times[release])
+                    late = whole.times[release] if whole.problem.releases_late else 0
+                    at = max(at, result[index - room][release] + late)
             row[task] = at
         if until is not None and min(row) >= until:
             break
@@ -251,5 +267,6 @@ class _Window:
                 size = self.model.new_int_var(0, self.window, "")
                 intervals.append(self.model.new_interval_var(self.start[hold.take, index], size, end, ""))
                 amounts.append(hold.amount)
-            if limit is not None and intervals and device in self.whole.balanced:
+            is_known = device in self.whole.balanced and device not in self.whole.problem.copied
+            if limit is not None and intervals and is_known:
                 self.model.add_cumulative(intervals, amounts, limit)

@@ -16,11 +16,14 @@ from typing import Final
 import numpy as np
 
 from weft.model.graph import F64, I64
+from weft.search.schedule.pairs import find_pairs, least_work
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.whole import WholeProblem
 
 Clock = ScheduleProblem | WholeProblem
 """A problem in real time or in ticks."""
+Key = tuple[int, int]
+"""(task, copy)"""
 ROUNDING: Final = 1e-13
 """Relative to the period: smaller differences between times are rounding."""
 
@@ -45,7 +48,7 @@ def tighten(clock: Clock, starts: F64, period: float, *, whole: bool = False) ->
     """
     times: Sequence[float] = clock.task_times if isinstance(clock, ScheduleProblem) else clock.times
     system = _build_system(clock, times, starts, period)
-    work: Sequence[float] = clock.device_work if isinstance(clock, ScheduleProblem) else clock.work
+    work: Sequence[float] = least_work(clock) if isinstance(clock, ScheduleProblem) else clock.work
     trial = max(work, default=0.0) * starts.shape[1]
     while True:
         potential, cycle = _longest_paths(system, starts.size, trial)
@@ -71,24 +74,43 @@ class _System:
 
 def _build_system(clock: Clock, times: Sequence[float], starts: F64, period: float) -> _System:
     num_copies = starts.shape[1]
-    rows: list[tuple[int, int, float, int]] = []
-    for source, target, delay in clock.edges:
-        length = times[source] + delay
-        rows += [(source * num_copies + k, target * num_copies + k, length, 0) for k in range(num_copies)]
     lap = np.floor(starts / period + 1e-9) if period > 0 else np.zeros_like(starts)
-    place = _places(starts - lap * period, period)
+    offsets = starts - lap * period
+    partner, lengths = _partners(clock, offsets, period)
+    rows: list[tuple[int, int, float, int]] = []
+
+    def add(source: Key, target: Key, length: float, wraps: int) -> None:
+        rows.append((source[0] * num_copies + source[1], target[0] * num_copies + target[1], length,
+                     int(lap[source] - lap[target]) + wraps))
+
+    for source, target, delay in clock.edges:
+        for k in range(num_copies):
+            length = lengths.get((source, k), times[source]) + delay
+            rows.append((source * num_copies + k, target * num_copies + k, length, 0))
+    place = _places(offsets, period)
     for tasks in clock.resource_tasks:
         # What takes no time comes before what starts with it.
         keys = sorted(itertools.product(tasks, range(num_copies)),
                       key=lambda key: (place[key], times[key[0]], key))
-        for one, other in itertools.pairwise([*keys, keys[0]] if keys else []):
-            wraps = 1 if other == keys[0] else 0
-            laps = int(lap[one] - lap[other]) + wraps
-            rows.append((one[0] * num_copies + one[1], other[0] * num_copies + other[1],
-                         times[one[0]], laps))
+        groups = [(key, partner[key]) if key in partner else (key,) for key in keys
+                  if key not in partner or key < partner[key]]
+        for group, others in itertools.pairwise([*groups, groups[0]] if groups else []):
+            for one, other in itertools.product(group, others):
+                add(one, other, lengths.get(one, times[one[0]]), 1 if others == groups[0] else 0)
+            if len(group) == 2:
+                add(*group, 0.0, 0)
+                add(*group[::-1], 0.0, 0)
     columns = list(zip(*rows, strict=True))
     return _System(sources=np.asarray(columns[0]), targets=np.asarray(columns[1]),
                    lengths=np.asarray(columns[2], dtype=np.float64), laps=np.asarray(columns[3]))
+
+
+def _partners(clock: Clock, offsets: F64, period: float) -> tuple[dict[Key, Key], dict[Key, float]]:
+    """Return the other block of every pair, and how long the blocks of pairs take."""
+    problem = clock if isinstance(clock, ScheduleProblem) else clock.problem
+    pairs = find_pairs(problem, offsets, 1e-9 * period) if problem.overlaps else ()
+    partner = {item: other for one, two in pairs for item, other in ((one, two), (two, one))}
+    return partner, {item: clock.joint[item[0], other[0]] for item, other in partner.items()}
 
 
 def _places(offsets: F64, period: float) -> I64:

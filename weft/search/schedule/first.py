@@ -6,9 +6,10 @@ a second one never leaves less on a device. So one micro-batch is enough to deci
 the devices need: a constraint problem over orders only, in which every task takes one tick (``_least_excess``).
 Micro-batches that keep memory, or release what they have not taken, are looked at all together.
 
-*Simple rules* (``greedy_schedules``): whenever a device is free, run the ready task that a rule likes best. A rule
-orders tasks; ``in_flight`` limits how many micro-batches are begun and not ended, which keeps memory from being filled
-by forwards that wait for each other. Where a rule runs into such a deadlock, it gives nothing.
+*Simple rules* (``greedy_schedules``): whenever a device is free and has room, run the ready task that a rule likes
+best. A rule orders tasks, or is the order of a schedule that holds too much, which is made to fit so; ``in_flight``
+limits how many micro-batches are begun and not ended, which keeps memory from being filled by forwards that wait for
+each other. Where a rule runs into such a deadlock, it gives nothing.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from weft.model.graph import F64
 from weft.search.common.budget import Budget
 from weft.search.common.cpsat import solve
 from weft.search.schedule.bounds import task_tails
+from weft.search.schedule.moves import Clock, from_rows, realise, rows_of
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.schedule import TOLERANCE, Schedule, exceeds, find_problems, replay
+from weft.search.schedule.timeline_model import TimelineModel
 from weft.search.schedule.tuning import TUNING
-from weft.search.schedule.unrolled import add_memory, add_order, add_resources
-from weft.search.schedule.whole import WholeProblem, find_holds, to_whole
+from weft.search.schedule.whole import find_holds, to_whole
 
 Rule = Callable[[int, int], tuple[float, ...]]
 """(task, micro-batch) -> key; the smallest runs first."""
@@ -92,38 +94,41 @@ def _least_excess(problem: ScheduleProblem, copies: int, num_microbatches: int,
                   budget: Budget) -> tuple[Schedule, bool] | None:
     """Return the schedule that needs the least memory beyond the limits, in sum, and whether that is proven."""
     whole = to_whole(replace(problem, blocks=tuple(replace(block, time=1.0) for block in problem.blocks),
-                             transfers=tuple(replace(item, time=0.0) for item in problem.transfers)))
+                             transfers=tuple(replace(item, time=0.0) for item in problem.transfers), overlaps=(),
+                             copies=tuple(replace(item, time=1.0) for item in problem.copies)))
     model = cp_model.CpModel()
-    horizon = whole.num_tasks * copies * max(whole.times, default=1) + 1
+    horizon = (whole.num_tasks + 2 * len(problem.copies)) * copies * max(whole.times, default=1) + 1
     start = {(task, index): model.new_int_var(0, horizon, "") for task in range(whole.num_tasks)
              for index in range(copies)}
-    add_order(model, whole, start, copies)
-    add_resources(model, whole, start, copies)
-    excess = [_add_memory(model, whole, start, device, copies, horizon) for device in range(problem.num_devices)]
+    timeline = TimelineModel(model, whole, start, copies, horizon)
+    timeline.add_order()
+    timeline.add_resources()
+    excess = [_add_memory(timeline, device) for device in range(problem.num_devices)]
     model.minimize(sum(excess))
     solution = solve(model, budget, effort=max(5.0, budget.effort / 4), stop_at=0)
     if not solution.has_values:
         return None
-    starts = np.asarray([[solution.value(start[task, index]) for index in range(copies)]
-                         for task in range(whole.num_tasks)], dtype=np.float64)
-    one = Schedule(problem=whole.problem, starts=starts)
+    one = from_rows(whole.problem, timeline.read(solution))
     return _repeat(problem, one, num_microbatches), solution.status == "optimal" and solution.value(sum(excess)) > 0
 
 
-def _add_memory(model: cp_model.CpModel, whole: WholeProblem, start: dict[tuple[int, int], cp_model.IntVar],
-                device: int, copies: int, horizon: int) -> cp_model.LinearExprT:
+def _add_memory(timeline: TimelineModel, device: int) -> cp_model.LinearExprT:
     """Return the variable by which the device's limit is exceeded."""
-    amounts = [hold.amount for hold in whole.holds if hold.device == device]
-    if whole.limits[device] is None or not amounts:
+    amounts = [hold.amount for hold in timeline.whole.holds if hold.device == device]
+    if timeline.whole.limits[device] is None or not amounts:
         return 0
-    excess = model.new_int_var(0, max(0, copies * sum(amounts)), "")
-    add_memory(model, whole, start, device, copies, horizon, excess=excess)
+    excess = timeline.model.new_int_var(0, max(0, timeline.num_microbatches * sum(amounts)), "")
+    timeline.add_memory(device, excess=excess)
     return excess
 
 
 def _repeat(problem: ScheduleProblem, one: Schedule, num_microbatches: int) -> Schedule:
     """Return the schedule of all micro-batches that plays the orders again and again."""
     copies = one.num_microbatches
+    if one.moves is not None:
+        laps = np.arange(num_microbatches // copies).repeat(copies) * (one.tolerance / TOLERANCE + 1)
+        rows = np.tile(rows_of(one), num_microbatches // copies) + laps
+        return from_rows(problem, realise(from_rows(one.problem, rows), Clock.of(problem)))
     orders = [[(task, index + round_ * copies) for round_ in range(num_microbatches // copies)
                for task, index in order] for order in one.orders()]
     return replay(problem, num_microbatches, orders)
@@ -154,11 +159,17 @@ def rules(problem: ScheduleProblem) -> dict[str, Rule]:
     }
 
 
-def greedy_schedules(problem: ScheduleProblem, num_microbatches: int, in_flight: Sequence[int],
-                     budget: Budget) -> Iterator[Schedule]:
-    """Yield the schedules of all rules and limits that do not run into a deadlock, until time is up."""
+def greedy_schedules(problem: ScheduleProblem, num_microbatches: int, in_flight: Sequence[int], budget: Budget, *,
+                     models: Sequence[Schedule] = ()) -> Iterator[Schedule]:
+    """Yield the schedules of all rules and limits that do not run into a deadlock, until time is up.
+
+    ``models`` are schedules that hold too much: the earlier a task starts there, the better is it liked.
+    """
+    def like(model: Schedule) -> Rule:
+        return lambda task, index: (float(model.starts[task, index]),)
+
     for limit in in_flight:
-        for rule in rules(problem).values():
+        for rule in (*rules(problem).values(), *map(like, models)):
             starts = _Dispatcher(problem, num_microbatches, limit, rule).run(budget)
             if starts is not None:
                 yield Schedule(problem=problem, starts=starts)

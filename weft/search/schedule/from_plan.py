@@ -41,6 +41,7 @@ from weft.plan.memory import (
     is_assembled,
     passing_bytes,
     static_bytes,
+    waiting_inputs,
 )
 from weft.plan.plan import Plan
 from weft.plan.program import Channel, Program
@@ -305,7 +306,8 @@ class _StageBytes:
         kept = for_weights = sent = passing = buffers = 0
         if training:
             kept = max(item.inputs if stage.recompute else item.saved for item in own)
-            for_weights = max(item.saved_for_weights for item in own)
+            for_weights = max(memory.saved_for_weights + waiting_inputs(program, item, memory)
+                              for item, memory in zip(items, own, strict=True))
             is_sent = any(item.producer in instances and item.kind == "activation" for item in program.channels)
             sent = outputs if is_sent else 0
             passing = max(sum(passing_bytes(program, channel) for channel in channels)
@@ -313,13 +315,13 @@ class _StageBytes:
                           for item, memory, channels in zip(items, own, arriving, strict=True))
             buffers = max(sum(program.channels[channel].num_bytes for channel in item.gradient_channels)
                           for item in items)
-        again = max(item.forward_peak for item in own) if stage.recompute else 0
+        rises = [item.rises(recompute=stage.recompute) for item in own]
+        forward = max(rise.forward + (item.inputs if pieces else 0) for rise, item in zip(rises, own, strict=True))
         return cls(
             change={"F": kept + sent + passing, "B": -kept - sent - passing, "I": for_weights + buffers - kept - sent,
                     "W": -for_weights - buffers - passing},
-            rises={"F": max(item.forward_peak + (item.inputs if pieces else 0) for item in own),
-                   "B": again + max(item.backward_rise for item in own),
-                   "I": again + max(item.split_rise for item in own), "W": max(item.weights_room for item in own)},
+            rises={"F": forward, "B": max(rise.backward for rise in rises), "I": max(rise.split for rise in rises),
+                   "W": max(rise.weights for rise in rises)},
             handed_outputs=outputs - sent, input_gradients=max(item.input_gradients for item in own))
 
     def work(self, phases: tuple[CostPhase, ...]) -> int:

@@ -8,13 +8,14 @@ problem and some do not:
     1f1b+                ... with blocks that span the devices of others (shapes M, NN, K)
     interleaved          stages that go round the devices several times
     zb-h1, zb-h2         split backward, one stage on each device
-    zbv, v-half          split backward, stages that go over the devices and back
+    zbv, v-half, v-min   split backward, stages that go over the devices and back
+    dualpipev            the same, whole or split backward
     chimera, dualpipe    two opposite pipelines (shape X)
     forward-only         no backward blocks (none that are recognised), or no memory: inference
 
-Orders by pattern leave open where weight gradients go: these can wait, but hold memory while they do. ``fill_weights``
-plays the fixed orders of forwards and input gradients with the problem's times and, whenever a device would stand idle,
-runs its oldest weight gradient there, unless that would delay the next fixed block too much:
+Orders by pattern and by slots leave open where weight gradients go: these can wait, but hold memory while they do.
+``fill_weights`` plays the fixed orders of forwards and input gradients with the problem's times and, whenever a device
+would stand idle, runs its oldest weight gradient there, unless that would delay the next fixed block too much:
 
     fixed order of a device    F4 I1    F5 I2 ...
     played, gaps filled        F4 I1 W0 F5 I2 W1 ...
@@ -36,7 +37,7 @@ import numpy as np
 
 from weft.base.errors import PlanError
 from weft.model.graph import F64
-from weft.plan.orders import PLACES, Position, by_pattern, by_place
+from weft.plan.orders import HELD, PLACES, Position, by_pattern, by_place
 from weft.search.schedule.problem import ScheduleProblem
 from weft.search.schedule.roles import Pipeline, Roles, Stage, find_roles, forward_roles
 from weft.search.schedule.schedule import TOLERANCE, Instance, Schedule, find_problems, replay
@@ -80,12 +81,13 @@ def named_schedule(name: str, problem: ScheduleProblem, num_microbatches: int) -
 
 def compare_named(problem: ScheduleProblem, num_microbatches: int) -> list[NamedRow]:
     """Return a row for every named schedule: usable ones, those that hold too much, and those that do not apply."""
-    return list(_rows(problem, num_microbatches, tuple(NAMED)))
+    return list(named_rows(problem, num_microbatches))
 
 
-def _rows(problem: ScheduleProblem, num_microbatches: int, names: Sequence[str]) -> Iterator[NamedRow]:
+def named_rows(problem: ScheduleProblem, num_microbatches: int, *, hopeful_first: bool = False) -> Iterator[NamedRow]:
+    """Yield the same one after the other; ``hopeful_first`` is the order for little time."""
     roles = find_roles(problem)
-    for name in names:
+    for name in sorted(NAMED, key=lambda name: name not in _HOPEFUL) if hopeful_first else NAMED:
         try:
             schedule = _make(name, problem, roles, num_microbatches)
         except NotApplicable as error:
@@ -96,16 +98,8 @@ def _rows(problem: ScheduleProblem, num_microbatches: int, names: Sequence[str])
 
 def named_schedules(problem: ScheduleProblem, num_microbatches: int) -> dict[str, Schedule]:
     """Return by name the schedules that apply, fit the memory and pass ``check_schedule``."""
-    return dict(usable_schedules(problem, num_microbatches))
-
-
-def usable_schedules(problem: ScheduleProblem, num_microbatches: int, *,
-                     hopeful_first: bool = False) -> Iterator[tuple[str, Schedule]]:
-    """Yield what ``named_schedules`` returns, one after the other; ``hopeful_first`` is the order for little time."""
-    names = sorted(NAMED, key=lambda name: name not in _HOPEFUL) if hopeful_first else list(NAMED)
-    for row in _rows(problem, num_microbatches, names):
-        if row.schedule is not None and row.is_usable:
-            yield row.name, row.schedule
+    return {row.name: row.schedule for row in named_rows(problem, num_microbatches)
+            if row.schedule is not None and row.is_usable}
 
 
 def _make(name: str, problem: ScheduleProblem, roles: Roles | None, num_microbatches: int) -> Schedule:
@@ -167,7 +161,8 @@ _CONDITIONS: Final[dict[str, tuple[Condition, ...]]] = {
                     (lambda roles: roles.are_places_apart and all(map(_goes_round, roles.pipelines)),
                      "its stages do not go round the devices several times in the same order")),
     "chimera": _OPPOSITE, "zb-h1": (*_SPLIT_CHAINS, _ONE_EACH), "zb-h2": (*_SPLIT_CHAINS, _ONE_EACH),
-    "zbv": (*_SPLIT_CHAINS, _OVER_AND_BACK), "v-half": (*_SPLIT_CHAINS, _OVER_AND_BACK),
+    **dict.fromkeys(("zbv", "v-half", "v-min"), (*_SPLIT_CHAINS, _OVER_AND_BACK)),
+    "dualpipev": (_TRAINS, *_SPLIT_CHAINS[1:], _OVER_AND_BACK),
     "dualpipe": (*_OPPOSITE, (lambda roles: not roles.longest % 2, "it needs an even number of stages, not {}")),
     "forward-only": ()}
 
@@ -209,8 +204,8 @@ def _order_by_pattern(name: str, problem: ScheduleProblem, roles: Roles, num_mic
                   for letter, block in (("F", stage.forward), ("I", stage.backward)) if block is not None}
         orders[stages[0].devices] = [(blocks[kind], number)
                                      for kind, number in by_pattern(name, device, width, num_microbatches)]
-    held = {"zb-h2": 2 * roles.longest - 1, "v-half": roles.longest // 2 + 2, "dualpipe": roles.longest + 1}
-    return fill_weights(problem, roles, num_microbatches, orders, limit=held.get(name, roles.longest))
+    width = max(pipeline.width for pipeline in roles.pipelines)
+    return fill_weights(problem, roles, num_microbatches, orders, limit=HELD[name](width))
 
 
 def _devices(name: str, roles: Roles) -> Iterator[tuple[tuple[Stage, ...], int, int]]:
@@ -223,7 +218,7 @@ def _devices(name: str, roles: Roles) -> Iterator[tuple[tuple[Stage, ...], int, 
         return
     for pipeline in roles.pipelines:
         for device, stage in enumerate(pipeline.stages[: pipeline.width]):
-            own = (stage, pipeline.stages[-1 - device]) if name in ("zbv", "v-half") else (stage,)
+            own = (stage,) if pipeline.width == len(pipeline.stages) else (stage, pipeline.stages[-1 - device])
             yield own, device, pipeline.width
 
 

@@ -11,6 +11,10 @@ devices, then directions of links:
 Memory is a matter of order alone: a block changes only the memory of devices that it holds, so what a device holds when
 a block starts is the sum over the blocks before it on that device, for both conventions of ``free_at``.
 
+Two things are a schedule's free choice, and no tasks: two blocks of an *overlap* may run as a pair, at once, which
+takes less than one after the other; and what a block of a *copy* takes may leave its devices for the host, and come
+back before it is given back (``match_memory`` says by which blocks). Only then time matters for memory.
+
 Problem files (``weft.schedule-problem``) are read strictly: ``parse_problem`` lists everything wrong with one.
 """
 
@@ -18,7 +22,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from os import PathLike
@@ -60,6 +64,22 @@ class Transfer:
     """The direction on the link; None: ``+`` if it goes to a device of the same or a higher index."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlap:
+    """Two blocks of the same devices that may run at once: started together, both end ``time`` later."""
+
+    blocks: tuple[int, int]
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copy:
+    """What a block takes may leave for the host and come back, each in ``time`` on the copy streams of its devices."""
+
+    block: int
+    time: float
+
+
 class Edge(NamedTuple):
     """``target`` starts no earlier than ``delay`` after ``source`` has ended; both are tasks of one micro-batch."""
 
@@ -82,6 +102,10 @@ class ScheduleProblem:
     blocks: tuple[Block, ...]
     transfers: tuple[Transfer, ...] = ()
     free_at: FreeAt = "end"
+    overlaps: tuple[Overlap, ...] = ()
+    copies: tuple[Copy, ...] = ()
+    host_memory: float | None = None
+    """What the host can keep for all devices together; None for no limit."""
 
     @property
     def num_devices(self) -> int:
@@ -212,8 +236,38 @@ class ScheduleProblem:
         return self.blocks[task].memory if task < self.num_blocks else 0.0
 
     @cached_property
+    def joint(self) -> dict[tuple[int, int], float]:
+        """Return how long two blocks take at once, by the blocks in either order."""
+        return {key: item.time for item in self.overlaps for key in (item.blocks, item.blocks[::-1])}
+
+    @cached_property
+    def returns(self) -> tuple[tuple[int, ...], ...]:
+        """Return for each copy the blocks that give back what its block takes: it must be back before any starts."""
+        matched: dict[int, set[int]] = {item.block: set() for item in self.copies}
+        for device in sorted({device for item in self.copies for device in self.blocks[item.block].devices}):
+            for take, release, _ in match_memory(self, device):
+                if take in matched and release is not None:
+                    matched[take].add(release)
+        return tuple(tuple(sorted(matched[item.block])) for item in self.copies)
+
+    @cached_property
+    def copied(self) -> frozenset[int]:
+        """Return the devices from which memory can leave."""
+        return frozenset(device for item in self.copies for device in self.blocks[item.block].devices)
+
+    @property
+    def releases_late(self) -> bool:
+        """Return whether memory that a block gives back is taken by nothing else before that block ends."""
+        return self.free_at == "end" or not (self.overlaps or self.copies)
+
+    def host_amount(self, copy: int) -> float:
+        """Return what the host keeps while that copy's memory is away: the block's, from all its devices."""
+        block = self.blocks[self.copies[copy].block]
+        return block.memory * len(block.devices)
+
+    @cached_property
     def device_work(self) -> tuple[float, ...]:
-        """Return the busy time of each resource for one micro-batch."""
+        """Return the busy time of each resource for one micro-batch, if no two blocks run at once."""
         return tuple(sum(self.task_times[task] for task in tasks) for tasks in self.resource_tasks)
 
     def longest_paths(self) -> list[float]:
@@ -238,6 +292,46 @@ def follow(incoming: Sequence[Iterable[tuple[int, int, Number]]], order: Iterabl
     return starts
 
 
+def find_ancestors(problem: ScheduleProblem) -> list[int]:
+    """Return for each task the set of tasks that must end before it, as a bit mask."""
+    masks = [0] * problem.num_tasks
+    for task in problem.topological:
+        for edge in problem.predecessors[task]:
+            masks[task] |= masks[edge.source] | 1 << edge.source
+    return masks
+
+
+def match_memory(problem: ScheduleProblem, device: int,
+                 ancestors: Sequence[int] | None = None) -> list[tuple[int | None, int | None, float]]:
+    """Return (take, release, amount): which block gives back what which other took on the device, like brackets.
+
+    Blocks that release come in order of how many takes they depend on, each giving back what the latest of these has
+    left. None as a take: nobody took it; None as a release: nobody gives it back.
+    """
+    ancestors = find_ancestors(problem) if ancestors is None else ancestors
+    amounts = {task: problem.memory_of(task) for task in problem.resource_tasks[device]}
+    takes = {task: amount for task, amount in amounts.items() if amount > 0}
+    releases = {task: -amount for task, amount in amounts.items() if amount < 0}
+    smallest = ROUNDING * max([1e-300, *takes.values(), *releases.values()])
+    # The latest possible take first, and releases with the fewest candidates first: short holds, few left over.
+    order = {task: place for place, task in enumerate(problem.topological)}
+    mask = sum(1 << task for task in takes)
+    open_takes = sorted(takes, key=lambda task: -order[task])
+    holds: list[tuple[int | None, int | None, float]] = []
+    for release in sorted(releases, key=lambda task: ((ancestors[task] & mask).bit_count(), order[task])):
+        for take in [task for task in open_takes if ancestors[release] >> task & 1]:
+            amount = min(takes[take], releases[release])
+            if amount <= smallest:
+                break
+            holds.append((take, release, amount))
+            takes[take] -= amount
+            releases[release] -= amount
+            if takes[take] <= smallest:
+                open_takes.remove(take)
+    holds += [(task, None, left) for task, left in takes.items() if left > smallest]
+    return [*holds, *((None, task, left) for task, left in releases.items() if left > smallest)]
+
+
 def with_memory(problem: ScheduleProblem, memory: Mapping[str, float | None]) -> ScheduleProblem:
     """Return the problem with other memory limits for the devices named."""
     limits = tuple(memory.get(name, limit)
@@ -245,8 +339,21 @@ def with_memory(problem: ScheduleProblem, memory: Mapping[str, float | None]) ->
     return replace(problem, device_memory=limits)
 
 
+def simplified(problem: ScheduleProblem, factor: float | None = 1.0) -> ScheduleProblem:
+    """Return the problem without pairs and copies, with so many times the memory where memory could leave.
+
+    None: with any amount of memory there.
+    """
+    limits = tuple(limit if limit is None or device not in problem.copied else
+                   None if factor is None else factor * limit for device, limit in enumerate(problem.device_memory))
+    return replace(problem, device_memory=limits, overlaps=(), copies=(), host_memory=None)
+
+
 def turned_round(problem: ScheduleProblem) -> ScheduleProblem:
-    """Return the problem backwards in time, with the same tasks and resources: what was taken is released."""
+    """Return the problem backwards in time, with the same tasks and resources: what was taken is released.
+
+    Without copies: nothing leaves the devices.
+    """
     after: list[list[int]] = [[] for _ in problem.blocks]
     for index, block in enumerate(problem.blocks):
         for before in block.after:
@@ -255,11 +362,13 @@ def turned_round(problem: ScheduleProblem) -> ScheduleProblem:
                    for block, later in zip(problem.blocks, after, strict=True))
     transfers = tuple(replace(item, source=item.target, target=item.source, sign=item.sign or problem.sign_of(item))
                       for item in problem.transfers)
-    return replace(problem, blocks=blocks, transfers=transfers)
+    return replace(problem, blocks=blocks, transfers=transfers, copies=())
 
 
 FORMAT: Final = "weft.schedule-problem"
 VERSION: Final = 1
+ROUNDING: Final = 1e-9
+"""Of the largest amount on a device: less than this is rounding."""
 SMALLEST: Final = 1e-30
 LARGEST: Final = 1e30
 """Times and memory beyond these are refused: sums of them would overflow or vanish."""
@@ -289,11 +398,26 @@ class _Transfer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class _Overlap:
+    blocks: tuple[str, ...]
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Copy:
+    block: str
+    time: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
     devices: tuple[_Device, ...]
     blocks: tuple[_Block, ...]
     free_at: FreeAt = "end"
     transfers: tuple[_Transfer, ...] = ()
+    overlaps: tuple[_Overlap, ...] = ()
+    copies: tuple[_Copy, ...] = ()
+    host_memory: float | None = None
 
 
 def load_problem(path: str | PathLike[str]) -> ScheduleProblem:
@@ -308,7 +432,7 @@ def parse_problem(value: Any, *, where: str = "problem") -> ScheduleProblem:
     problems = _find_problems(file)
     if not problems:
         problem = _resolve(file)
-        problems = find_cycle(problem)
+        problems = find_cycle(problem) or _never_given_back(problem)
     if problems:
         more = [f"... and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
         raise InputError(f"{where}: " + "; ".join([*problems[:MAX_PROBLEMS], *more]))
@@ -335,7 +459,53 @@ def _find_problems(file: _File) -> list[str]:
         problems += _size_problems(f"{where}.time", transfer.time)
         if transfer.from_ == transfer.to:
             problems.append(f"{where} goes from a block to itself")
-    return problems
+    return [*problems, *_overlap_problems(file), *_copy_problems(file)]
+
+
+def _overlap_problems(file: _File) -> Iterator[str]:
+    blocks, seen = {block.name: block for block in file.blocks}, set()
+    for index, item in enumerate(file.overlaps):
+        where = f"overlaps[{index}]"
+        if len(item.blocks) != 2 or item.blocks[0] == item.blocks[1]:
+            yield f"{where}.blocks must be the names of two different blocks, not {list(item.blocks)}"
+            continue
+        unknown = [name for name in item.blocks if name not in blocks]
+        if unknown:
+            yield f"{where}.blocks names no block: {unknown[0]!r}"
+            continue
+        one, other = (blocks[name] for name in item.blocks)
+        if set(one.devices) != set(other.devices):
+            yield (f"{where}: {one.name!r} is on {', '.join(one.devices)} and {other.name!r} on "
+                   f"{', '.join(other.devices)}: only blocks of the same devices can overlap")
+        if frozenset(item.blocks) in seen:
+            yield f"{where}: {one.name!r} and {other.name!r} are there twice"
+        seen.add(frozenset(item.blocks))
+        low, high = max(one.time, other.time), one.time + other.time
+        if not low * (1 - ROUNDING) <= item.time <= high * (1 + ROUNDING):
+            yield (f"{where}.time must be between {low:.12g}, the longer of {one.name!r} and {other.name!r}, and "
+                   f"{high:.12g}, one after the other; not {item.time}")
+
+
+def _copy_problems(file: _File) -> Iterator[str]:
+    blocks, seen = {block.name: block for block in file.blocks}, set()
+    for index, item in enumerate(file.copies):
+        where = f"copies[{index}]"
+        if item.block not in blocks:
+            yield f"{where}.block names no block: {item.block!r}"
+        elif not blocks[item.block].memory > 0:
+            yield f"{where}: {item.block!r} takes no memory that could leave the device"
+        if item.block in seen:
+            yield f"{where}.block is there twice: {item.block!r}"
+        seen.add(item.block)
+        yield from _size_problems(f"{where}.time", item.time)
+    if file.host_memory is not None:
+        yield from _size_problems("host_memory", file.host_memory)
+
+
+def _never_given_back(problem: ScheduleProblem) -> list[str]:
+    return [f"copies[{index}]: no block gives back what {problem.blocks[item.block].name!r} takes, so it need not come "
+            "back: leave the copy out, or give a block that depends on it a negative memory"
+            for index, (item, back) in enumerate(zip(problem.copies, problem.returns, strict=True)) if not back]
 
 
 def _unique(where: str, names: list[str], problems: list[str]) -> set[str]:
@@ -378,7 +548,11 @@ def _resolve(file: _File) -> ScheduleProblem:
                            time=block.time, memory=block.memory, after=tuple(blocks[name] for name in block.after))
                      for block in file.blocks),
         transfers=tuple(Transfer(source=blocks[item.from_], target=blocks[item.to], time=item.time, link=item.link)
-                        for item in file.transfers))
+                        for item in file.transfers),
+        overlaps=tuple(Overlap(blocks=(blocks[item.blocks[0]], blocks[item.blocks[1]]), time=item.time)
+                       for item in file.overlaps),
+        copies=tuple(Copy(block=blocks[item.block], time=item.time) for item in file.copies),
+        host_memory=file.host_memory)
 
 
 def find_cycle(problem: ScheduleProblem) -> list[str]:
@@ -409,7 +583,12 @@ def problem_to_json(problem: ScheduleProblem) -> dict[str, Any]:
         "blocks": [{"name": block.name, "devices": [problem.device_names[device] for device in block.devices],
                     "time": block.time, "memory": block.memory, "after": [names[index] for index in block.after]}
                    for block in problem.blocks],
-        **({"transfers": transfers} if transfers else {})}
+        **({"transfers": transfers} if transfers else {}),
+        **({"overlaps": [{"blocks": [names[block] for block in item.blocks], "time": item.time}
+                         for item in problem.overlaps]} if problem.overlaps else {}),
+        **({"copies": [{"block": names[item.block], "time": item.time} for item in problem.copies]}
+           if problem.copies else {}),
+        **({} if problem.host_memory is None else {"host_memory": problem.host_memory})}
 
 
 def save_problem(problem: ScheduleProblem, path: str | PathLike[str]) -> None:

@@ -1,6 +1,7 @@
 """A schedule: when every task of every micro-batch starts. Also: playing device orders as early as possible.
 
-``starts[t, n]`` is the start of task ``t`` (see ``ScheduleProblem``) of micro-batch ``n``. ``replay`` turns an order of
+``starts[t, n]`` is the start of task ``t`` (see ``ScheduleProblem``) of micro-batch ``n``; blocks of an overlap that
+start together run at once. ``moves`` says what leaves the devices, and when. ``replay`` turns an order of
 blocks on each device into the earliest schedule with that order; every searcher and every named schedule ends in it.
 ``check_schedule`` knows no search and says exactly what is wrong with a schedule. ``ScheduleResult`` is what a search
 returns: a checked schedule, how good it is known to be, and the steady state it repeats.
@@ -10,14 +11,18 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterator, Mapping, Sequence, Set
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Final, Literal
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 
 from weft.base.errors import PlanError
 from weft.model.graph import F64, I64
+from weft.search.schedule.pairs import Pair, find_pairs
 from weft.search.schedule.problem import ScheduleProblem
 
 Instance = tuple[int, int]
@@ -28,6 +33,7 @@ Phase = Literal["warm-up", "steady", "cool-down"]
 
 TOLERANCE: Final = 1e-9
 """Relative to the makespan: smaller differences between times are rounding."""
+NO_PAIRS: Final[Mapping[tuple[int, int], Any]] = MappingProxyType({})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,16 +43,47 @@ class Schedule:
     problem: ScheduleProblem
     starts: F64
     """[tasks, micro-batches]"""
+    moves: F64 | None = None
+    """[2 * copies, micro-batches]: when what the block of copy i takes leaves (row 2 i) and comes back (row 2 i + 1);
+    NaN where it stays on its devices. None: all of it stays."""
 
     @property
     def num_microbatches(self) -> int:
         """Return the number of micro-batches."""
         return int(self.starts.shape[1])
 
+    @cached_property
+    def pairs(self) -> tuple[Pair, ...]:
+        """Return the blocks that run at once, by start."""
+        return find_pairs(self.problem, self.starts, self.tolerance) if self.problem.overlaps else ()
+
+    @property
+    def tolerance(self) -> float:
+        """Return by how much two times may differ that are the same."""
+        return TOLERANCE * max(1e-30, float(self._ends_alone.max(initial=0.0)))
+
+    @property
+    def _ends_alone(self) -> F64:
+        return self.starts + np.asarray(self.problem.task_times, dtype=np.float64)[:, None]
+
     @property
     def ends(self) -> F64:
         """Return when every task ends."""
-        return self.starts + np.asarray(self.problem.task_times, dtype=np.float64)[:, None]
+        ends = self._ends_alone
+        for pair in self.pairs:
+            joint = self.problem.joint[pair[0][0], pair[1][0]]
+            for item in pair:
+                ends[item] = self.starts[item] + joint
+        return ends
+
+    @cached_property
+    def offloads(self) -> tuple[tuple[int, int, float, float], ...]:
+        """Return (copy, micro-batch, start of the copy to the host, start of the copy back), by start."""
+        if self.moves is None:
+            return ()
+        away = np.argwhere(~np.isnan(self.moves[::2]))
+        return tuple(sorted(((copy, index, float(self.moves[2 * copy, index]), float(self.moves[2 * copy + 1, index]))
+                             for copy, index in away.tolist()), key=lambda item: (item[2], item)))
 
     @property
     def makespan(self) -> float:
@@ -68,6 +105,9 @@ class Schedule:
         ends, first = self.ends, np.zeros(self.starts.shape, dtype=np.int64)
         for (task, index), place in self._instant_places(dict(enumerate(rank.tolist()))).items():
             first[task, index] = place
+        for pair in self.pairs:  # memory of both counts: what is given back at the end comes after what is taken
+            for task, index in pair:
+                first[task, index] = (self.problem.memory_of(task) < 0) == (self.problem.free_at == "end")
         result = []
         for held in self.problem.resource_tasks:
             tasks = np.repeat(np.asarray(held, dtype=np.int64), self.num_microbatches)
@@ -91,9 +131,81 @@ class Schedule:
 
     def peak_memory(self) -> dict[str, float]:
         """Return the most that each device holds at any time."""
+        return {name: float(np.cumsum(amounts).max(initial=0.0))
+                for name, (_, amounts) in zip(self.problem.device_names, self.memory_changes(), strict=True)}
+
+    def memory_changes(self) -> Iterator[tuple[F64, F64]]:
+        """Yield for each device (times, amounts): by how much what it holds changes, in order."""
         amounts = np.asarray([self.problem.memory_of(task) for task in range(self.problem.num_tasks)], dtype=np.float64)
-        return {name: float(np.cumsum(amounts[tasks]).max(initial=0.0))
-                for name, (tasks, _) in zip(self.problem.device_names, self.order_arrays(), strict=False)}
+        starts, ends, is_late = self.starts, self.ends, self.problem.free_at == "end"
+        for device, (tasks, indices) in enumerate(self.order_arrays()[: self.problem.num_devices]):
+            changes = amounts[tasks]
+            times = np.where((changes < 0) & is_late, ends[tasks, indices], starts[tasks, indices])
+            if device in self.problem.copied and self.offloads:
+                events = memory_events(self, device)
+                yield np.asarray([event.time for event in events]), np.asarray([event.amount for event in events])
+            else:
+                yield times, changes
+
+    def peak_host_memory(self) -> float:
+        """Return the most that the host keeps at any time; what comes back is gone when its copy ends."""
+        slack, rows = self.tolerance, []
+        for copy, _, out, back in self.offloads:
+            amount = self.problem.host_amount(copy)
+            rows += [(out, amount), (back + self.problem.copies[copy].time - slack, -amount)]
+        return max(itertools.accumulate((amount for _, amount in sorted(rows)), initial=0.0))
+
+    def busy(self, resource: int) -> float:
+        """Return how long the resource does something; of a pair once."""
+        tasks = list(self.problem.resource_tasks[resource])
+        twice = sum(self.problem.joint[pair[0][0], pair[1][0]] for pair in self.pairs if pair[0][0] in tasks)
+        return float((self.ends[tasks] - self.starts[tasks]).sum()) - twice
+
+
+class MemoryEvent(NamedTuple):
+    """What changes the memory of a device."""
+
+    time: float
+    amount: float
+    node: Instance
+    """(task, micro-batch); of copy i the task is ``num_tasks + 2 i`` for the way out, one more for the way back."""
+    at_end: bool
+    """It changes when that ends, not when it starts."""
+
+
+def memory_events(schedule: Schedule, device: int) -> list[MemoryEvent]:
+    """Return what changes the memory of a device, in order.
+
+    What leaves is gone when its copy ends, what comes back is there when its copy starts; of what happens at one time,
+    what leaves is first.
+    """
+    problem, slack = schedule.problem, schedule.tolerance
+    starts, ends, is_late = schedule.starts, schedule.ends, problem.free_at == "end"
+    events: list[MemoryEvent] = []
+    place: dict[Instance, int] = {}
+    tasks, indices = schedule.order_arrays()[device]
+    for node in zip(tasks.tolist(), indices.tolist(), strict=True):
+        amount = problem.memory_of(node[0])
+        if amount:
+            place[node] = len(events)
+            at_end = amount < 0 and is_late
+            events.append(MemoryEvent(float(ends[node] if at_end else starts[node]), amount, node, at_end))
+    times, rows = [event.time for event in events], []
+    for copy, index, out, back in schedule.offloads:
+        item, row = problem.copies[copy], problem.num_tasks + 2 * copy
+        if device not in problem.blocks[item.block].devices:
+            continue
+        gone, amount = out + item.time, problem.memory_of(item.block)
+        after = max(bisect_left(times, gone - slack), place[item.block, index] + 1)
+        rows.append((after, gone - slack, MemoryEvent(gone, -amount, (row, index), True)))
+        last = [place[task, index] for task in problem.returns[copy] if (task, index) in place]
+        before = min([bisect_right(times, back + slack), *last])
+        while before and times[before - 1] >= back - slack and events[before - 1].amount > 0:
+            before -= 1  # it may be what a block that starts at the same time waits for
+        rows.append((before, back, MemoryEvent(back, amount, (row + 1, index), False)))
+    for count, (at, _, event) in enumerate(sorted(rows)):
+        events.insert(at + count, event)
+    return events
 
 
 def _releases_first(problem: ScheduleProblem, group: Set[Instance], rank: Mapping[int, int]) -> list[Instance]:
@@ -117,22 +229,26 @@ def _releases_first(problem: ScheduleProblem, group: Set[Instance], rank: Mappin
     return result
 
 
-def replay(problem: ScheduleProblem, num_microbatches: int, orders: Orders) -> Schedule:
-    """Return the earliest schedule in which every resource runs its tasks in the given order.
+def replay(problem: ScheduleProblem, num_microbatches: int, orders: Orders, pairs: Iterable[Pair] = ()) -> Schedule:
+    """Return the earliest schedule in which every resource runs its tasks in the given order, pairs at once.
 
-    ``orders`` covers the devices, or all resources; links without an order serve transfers as they become ready.
-    Raises ``PlanError`` if the orders wait for each other in a circle, or do not hold every task exactly once.
+    ``orders`` covers the devices, or all resources; links without an order serve transfers as they become ready. The
+    blocks of a pair stand next to each other. Raises ``PlanError`` if the orders wait for each other in a circle, or do
+    not hold every task exactly once.
     """
     delays = [edge.delay for edge in problem.edges]
     return Schedule(problem=problem, starts=play(problem, num_microbatches, orders, times=problem.task_times,
-                                                 delays=delays))
+                                                 delays=delays, pairs=pairs, joint=problem.joint))
 
 
 def play(problem: ScheduleProblem, num_microbatches: int, orders: Orders, *, times: Sequence[float],
-         delays: Sequence[float]) -> F64:
-    """Return the starts as ``replay`` does, with other durations of tasks and delays of ``problem.edges``."""
+         delays: Sequence[float], pairs: Iterable[Pair] = (), joint: Mapping[tuple[int, int], float] = NO_PAIRS) -> F64:
+    """Return the starts as ``replay`` does, with other durations of tasks and pairs and delays of ``problem.edges``."""
     _check_complete(problem, num_microbatches, orders)
-    return _Player(problem, num_microbatches, orders, times, delays).play()
+    player = _Player(problem, num_microbatches, orders, times, delays)
+    for pair in pairs:
+        player.join(pair, joint)
+    return player.play()
 
 
 def _check_complete(problem: ScheduleProblem, num_microbatches: int, orders: Orders) -> None:
@@ -163,6 +279,12 @@ class _Player:
         self.ready_at = [[0.0] * num_microbatches for _ in range(problem.num_tasks)]
         self.queue: list[tuple[float, int, int]] = []
         self.left = problem.num_tasks * num_microbatches
+        self.partner: dict[Instance, tuple[Instance, float]] = {}
+
+    def join(self, pair: Pair, joint: Mapping[tuple[int, int], float]) -> None:
+        """Let the pair run at once."""
+        for one, other in (pair, pair[::-1]):
+            self.partner[one] = other, joint[one[0], other[0]]
 
     def play(self) -> F64:
         """Return the starts of all tasks."""
@@ -182,6 +304,9 @@ class _Player:
 
     def _offer(self, task: int, index: int) -> None:
         """Queue the task if nothing but time keeps it from starting."""
+        if self.partner and (task, index) in self.partner:
+            self._offer_pair((task, index), self.partner[task, index][0])
+            return
         if self.missing[task][index] or self.starts[task][index] is not None:
             return
         resources = self.problem.task_resources[task]
@@ -194,23 +319,42 @@ class _Player:
             self.starts[task][index] = at
         heapq.heappush(self.queue, (at, index, task))
 
+    def _offer_pair(self, one: Instance, other: Instance) -> None:
+        """Queue a pair if nothing but time keeps it from starting."""
+        if self.missing[one[0]][one[1]] or self.missing[other[0]][other[1]] or self.starts[one[0]][one[1]] is not None:
+            return
+        resources = self.problem.task_resources[one[0]]
+        for resource in resources:
+            place = self.heads[resource]
+            if {one, other} != set(self.orders[resource][place: place + 2]):
+                return
+        at = max(self.ready_at[one[0]][one[1]], self.ready_at[other[0]][other[1]],
+                 *[self.free_at[resource] for resource in resources])
+        self.starts[one[0]][one[1]] = self.starts[other[0]][other[1]] = at
+        heapq.heappush(self.queue, (at, one[1], one[0]))
+
     def _start(self, task: int, index: int) -> None:
         resources = self.problem.task_resources[task]
         if resources[0] >= len(self.orders):  # a link that serves transfers as they come
             self.starts[task][index] = max(self.ready_at[task][index], self.free_at[resources[0]])
         start = self.starts[task][index]
         assert start is not None, "it is set when a task is offered, or just now"
-        end = start + self.times[task]
-        self.left -= 1
+        items, time = [(task, index)], self.times[task]
+        if self.partner and (task, index) in self.partner:
+            other, time = self.partner[task, index]
+            items.append(other)
+        end = start + time
+        self.left -= len(items)
         for resource in resources:
             self.free_at[resource] = end
             if resource < len(self.orders):
-                self.heads[resource] += 1
-        for target, delay in self.later[task]:
-            self.missing[target][index] -= 1
-            ready_at = self.ready_at[target]
-            ready_at[index] = max(ready_at[index], end + delay)
-            self._offer(target, index)
+                self.heads[resource] += len(items)
+        for item, number in items:
+            for target, delay in self.later[item]:
+                self.missing[target][number] -= 1
+                ready_at = self.ready_at[target]
+                ready_at[number] = max(ready_at[number], end + delay)
+                self._offer(target, number)
         for resource in resources:
             if resource < len(self.orders) and self.heads[resource] < len(self.orders[resource]):
                 self._offer(*self.orders[resource][self.heads[resource]])
@@ -260,10 +404,12 @@ def find_problems(schedule: Schedule) -> list[str]:
                 f"the problem has {problem.num_tasks} tasks"]
     if not np.isfinite(starts).all():
         return ["some starts are not finite numbers"]
-    tolerance = TOLERANCE * max(1e-30, float(schedule.ends.max()))
+    tolerance = schedule.tolerance
     early = [f"{_name(problem, task, index)} starts at {starts[task, index]:.6g}, before 0"
              for task, index in np.argwhere(starts < -tolerance).tolist()]
-    return [*early, *_dependencies(schedule, tolerance), *_overlaps(schedule, tolerance), *_memory(schedule)]
+    moved = _moves(schedule, tolerance) if schedule.moves is not None else []
+    return [*early, *_dependencies(schedule, tolerance), *_overlaps(schedule, tolerance), *moved,
+            *(_memory(schedule) if not moved else [])]
 
 
 def _name(problem: ScheduleProblem, task: int, index: int) -> str:
@@ -281,16 +427,51 @@ def _dependencies(schedule: Schedule, tolerance: float) -> Iterator[str]:
 
 def _overlaps(schedule: Schedule, tolerance: float) -> Iterator[str]:
     problem, starts, ends = schedule.problem, schedule.starts, schedule.ends
+    pairs = {items for pair in schedule.pairs for items in (pair, pair[::-1])}
     for name, (tasks, indices) in zip(problem.resource_names, schedule.order_arrays(), strict=True):
         late = ends[tasks[:-1], indices[:-1]] - starts[tasks[1:], indices[1:]] > tolerance
         for place in np.flatnonzero(late).tolist():
             before, after = ((int(tasks[at]), int(indices[at])) for at in (place, place + 1))
+            if (before, after) in pairs:
+                continue
             yield (f"{name} runs {_name(problem, *before)} until {ends[before]:.6g} and "
                    f"{_name(problem, *after)} from {starts[after]:.6g}")
 
 
+def _moves(schedule: Schedule, tolerance: float) -> list[str]:
+    """Return what is wrong with the copies: their form, when they run, and that a stream makes one at a time."""
+    problem, moves = schedule.problem, schedule.moves
+    shape = 2 * len(problem.copies), schedule.num_microbatches
+    if moves is None or moves.shape != shape:
+        return [f"it has {None if moves is None else moves.shape} times of copies, the problem's copies need {shape}"]
+    if np.isinf(moves).any() or (np.isnan(moves[::2]) != np.isnan(moves[1::2])).any():
+        return ["some copies have only one of the times at which they leave and come back, or infinite ones"]
+    result, ends = [], schedule.ends
+    streams: list[list[tuple[float, float, str]]] = [[] for _ in problem.device_names]
+    for copy, index, out, back in schedule.offloads:
+        item = problem.copies[copy]
+        name = f"what {_name(problem, item.block, index)} takes"
+        if out < ends[item.block, index] - tolerance:
+            result.append(f"{name} leaves at {out:.6g}, but its block ends at {ends[item.block, index]:.6g}")
+        if back < out + item.time - tolerance:
+            result.append(f"{name} comes back from {back:.6g}, but its copy to the host ends at {out + item.time:.6g}")
+        result += [f"{name} is back at {back + item.time:.6g}, but {_name(problem, task, index)}, which gives it back, "
+                   f"starts at {schedule.starts[task, index]:.6g}" for task in problem.returns[copy]
+                   if schedule.starts[task, index] < back + item.time - tolerance]
+        for device in problem.blocks[item.block].devices:
+            streams[device] += [(start, start + item.time, name) for start in (out, back)]
+    for where, copies in zip(problem.device_names, streams, strict=True):
+        result += [f"{where} copies {one} until {end:.6g} and {other} from {start:.6g}"
+                   for (_, end, one), (start, _, other) in itertools.pairwise(sorted(copies))
+                   if start < end - tolerance]
+    return result
+
+
 def _memory(schedule: Schedule) -> Iterator[str]:
     peaks = schedule.peak_memory()
+    host, most = schedule.problem.host_memory, schedule.peak_host_memory()
+    if host is not None and exceeds(most, host):
+        yield f"the host keeps {most:.6g} at its fullest, its memory is {host:.6g}"
     for name, limit in zip(schedule.problem.device_names, schedule.problem.device_memory, strict=True):
         if limit is not None and exceeds(peaks[name], limit):
             yield f"{name} holds {peaks[name]:.6g} at its fullest, its memory is {limit:.6g}"
@@ -321,6 +502,8 @@ class ScheduleResult:
     """No steady state takes less time per micro-batch; of however many micro-batches its period is."""
     seconds: float
     """CPU seconds of the search."""
+    period_busy: float | None = None
+    """How long the busiest device does something in a period; None: every block runs alone."""
     is_interrupted: bool = False
     """The search was ended by Ctrl-C."""
     by: str = "search"
@@ -336,8 +519,10 @@ class ScheduleResult:
         """Return the part of a period in which the busiest device is idle."""
         if self.period is None or self.period_microbatches is None:
             return None
-        problem = self.schedule.problem
-        busy = max(problem.device_work[: problem.num_devices], default=0.0) * self.period_microbatches
+        busy = self.period_busy
+        if busy is None:
+            problem = self.schedule.problem
+            busy = max(problem.device_work[: problem.num_devices], default=0.0) * self.period_microbatches
         return max(0.0, 1.0 - busy / self.period) if self.period > 0 else 0.0
 
     def phases(self) -> list[list[Phase]]:
@@ -362,4 +547,10 @@ class ScheduleResult:
             "makespan_bound": self.makespan_bound, "period": self.period,
             "period_microbatches": self.period_microbatches, "period_bound": self.period_bound, "bubble": self.bubble,
             "peak_memory": self.schedule.peak_memory(), "starts": listed,
-            **({"transfer_starts": moved} if moved else {}), "seconds": self.seconds}
+            **({"transfer_starts": moved} if moved else {}),
+            **({"pairs": [[names[one[0]], one[1], names[other[0]], other[1]] for one, other in self.schedule.pairs]}
+               if problem.overlaps else {}),
+            **({"offloads": [[names[problem.copies[copy].block], index, out, back]
+                             for copy, index, out, back in self.schedule.offloads],
+                "peak_host_memory": self.schedule.peak_host_memory()} if problem.copies else {}),
+            "seconds": self.seconds}

@@ -10,7 +10,8 @@
 so the search goes in steps:
 
     some schedule within memory      one micro-batch after the other, or NoFeasiblePlan      first
-    named schedules, greedy rules    what everybody would try                                named, first
+    named schedules, greedy rules    what everybody would try, made to fit where it does not  named, first
+    without pairs and copies         the same, then with pairs, and with copies for memory   pairing, offload
     steady state                     smallest period, for K = 1, 2, 3, ... micro-batches     steady, anneal
     completion                       warm-up, steady middle and cool-down found together     unrolled (Completion)
     all of it at once                where N is small                                        unrolled
@@ -27,18 +28,21 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 
-from weft.base.errors import InputError
-from weft.model.graph import F64
+from weft.base.errors import InputError, NoFeasiblePlan
 from weft.search.common.budget import Budget, OutOfTime, cut_short
 from weft.search.common.incumbent import Incumbent
 from weft.search.schedule.bounds import earliest_starts, least_idle, makespan_bound, period_bound
 from weft.search.schedule.cyclic import NoPeriod
 from weft.search.schedule.first import first_schedule, greedy_schedules
-from weft.search.schedule.named import usable_schedules
-from weft.search.schedule.problem import ScheduleProblem
-from weft.search.schedule.schedule import Schedule, ScheduleResult, check_schedule, find_problems, play, replay
+from weft.search.schedule.moves import NoOrder, earliest
+from weft.search.schedule.named import named_rows
+from weft.search.schedule.offload import with_copies
+from weft.search.schedule.pairing import with_pairs
+from weft.search.schedule.problem import ScheduleProblem, simplified
+from weft.search.schedule.schedule import Schedule, ScheduleResult, check_schedule, find_problems
 from weft.search.schedule.steady import SteadyState, find_pattern, find_steady_states, variants
 from weft.search.schedule.tuning import TUNING
 from weft.search.schedule.unrolled import Completion, Middle, prolong, solve_unrolled
@@ -87,6 +91,10 @@ class _Search:
         self.middle: SteadyState | None = None
         """The one that does best for so many micro-batches: a longer period per micro-batch may be sooner in reach."""
         self.completion: Completion | None = None
+        self.examples: list[Schedule] = []
+        """Schedules in whose middle a steady state may be found."""
+        self.simple: SteadyState | None = None
+        """One without pairs and copies, where there could be some and time is up before any is found."""
 
     def _to_whole(self, rounding: Rounding) -> WholeProblem:
         if self.problem.num_tasks * self.num_microbatches <= TUNING.max_tiny:
@@ -103,7 +111,7 @@ class _Search:
         """Search until a bound is met or the budget is spent; Ctrl-C ends it once there is a schedule."""
         try:
             for phase in self._phases():
-                with cut_short(None if self.best.answer is None else self.budget.deadline), suppress(NoPeriod):
+                with cut_short(None if self.best.answer is None else self.budget.deadline), suppress(NoPeriod, NoOrder):
                     phase()
                 if self.best.is_proven and self.steady is not None:
                     break
@@ -118,6 +126,10 @@ class _Search:
         """Yield what to do next; cheap things first."""
         yield self.start
         yield self.try_rules
+        if self.effort <= TUNING.rules_effort:
+            return
+        if self.problem.overlaps or self.problem.copies:
+            yield self.try_simpler
         yield self.find_steady
         if self.best.is_done:
             return
@@ -140,6 +152,17 @@ class _Search:
         if self.best.is_better(candidate.makespan) and not find_problems(candidate):
             self.best.offer(candidate.makespan, candidate, by)
 
+    def offer_order(self, candidate: Schedule, by: str = "search") -> None:
+        """Offer the schedule, perhaps of a loosened problem: where that can be, also with pairs and with copies."""
+        candidate = replace(candidate, problem=self.problem)
+        for item in (candidate, *(with_pairs(candidate) if self.problem.overlaps else ())):
+            note = by if item is candidate or by == "search" else f"{by} with pairs"
+            self.offer(item, note)
+            if self.problem.copies and self.best.is_better(item.makespan):
+                fitted = with_copies(item)
+                if fitted is not None:
+                    self.offer(fitted, note if by == "search" else f"{note}, with offload")
+
     def raise_bound(self, bound: float) -> None:
         """Keep the bound if it is better. One above a schedule that exists would be wrong, and proves nothing."""
         if bound > self.best.value * (1 + 1e-6):
@@ -156,19 +179,26 @@ class _Search:
         size = self.problem.num_tasks * self.num_microbatches
         if size > TUNING.max_greedy and self.budget.is_spent:
             return
-        for name, item in usable_schedules(self.problem, self.num_microbatches,
-                                           hopeful_first=self.budget.deadline is not None):
-            self.offer(item, name)
+        problems = (self.problem, *([simplified(self.problem, None)] if self.problem.copies else []))
+        too_large = []
+        for problem in problems:
+            for row in named_rows(problem, self.num_microbatches, hopeful_first=self.budget.deadline is not None):
+                if row.schedule is not None and row.is_usable:
+                    self.offer_order(row.schedule, row.name)
+                elif row.schedule is not None:
+                    too_large.append(row.schedule)
         if not self.best.is_proven and size <= TUNING.max_greedy:
-            limits = TUNING.in_flight if size <= TUNING.max_greedy // 20 else (self.problem.num_devices,)
+            is_small = size <= TUNING.max_greedy // (8 if too_large else 20)
+            limits = TUNING.in_flight if is_small else (self.problem.num_devices,)
             limits = tuple(sorted({min(self.num_microbatches, limit) for limit in (*limits, self.num_microbatches)}))
-            for item in greedy_schedules(self.problem, self.num_microbatches, limits, self.budget):
-                self.offer(item)
+            for problem in problems:
+                for item in greedy_schedules(problem, self.num_microbatches, limits, self.budget, models=too_large):
+                    self.offer_order(item)
 
     def find_steady(self) -> None:
         """Find the smallest period, then a steady state that does well from the start."""
         with self.budget.lend(TUNING.steady_share * self.effort) as share:
-            found = find_steady_states(self.problem, budget=share, seed=self.seed)
+            found = find_steady_states(self.problem, budget=share, seed=self.seed, examples=self.examples)
         if not found:
             return
         self.steady = found[0]
@@ -182,6 +212,31 @@ class _Search:
                     break
                 self._offer_unrolled(other)
 
+    def try_simpler(self) -> None:
+        """Search without pairs and copies; then with more memory where memory can leave, until copies make it fit."""
+        for factor in (1.0, *(TUNING.loose_factors if self.problem.copies else ())):
+            if self.best.is_done:
+                break
+            before, part = self.best.value, TUNING.simple_share if factor == 1.0 else TUNING.loose_share
+            with self.budget.lend(part * self.effort) as share, suppress(NoFeasiblePlan):
+                search = _Search(simplified(self.problem, factor), self.num_microbatches, share, self.seed)
+                search.run()
+                self._take_over(search)
+                if factor == 1.0 and search.steady is not None and (bound := period_bound(self.problem)) is not None:
+                    self.simple = replace(search.steady, problem=self.problem, bound=bound, proven=())
+                if factor is None and not self.problem.overlaps:
+                    self.raise_bound(search.best.bound)
+            if factor != 1.0 and self.best.value < before:
+                break
+
+    def _take_over(self, simpler: _Search) -> None:
+        """Offer what was found for a simpler problem, with pairs and copies where they help."""
+        if simpler.best.answer is not None:
+            self.offer_order(simpler.best.answer)
+        if self.problem.num_tasks * TUNING.example_length <= TUNING.max_greedy:
+            self.examples += [replace(item.unroll(TUNING.example_length), problem=self.problem)
+                              for item in (simpler.steady, simpler.middle) if item is not None]
+
     def _offer_unrolled(self, steady: SteadyState) -> float:
         """Offer the steady state from the first micro-batch to the last, played as early as its orders allow.
 
@@ -189,8 +244,8 @@ class _Search:
         """
         if self.problem.num_tasks * self.num_microbatches > TUNING.max_greedy and self.budget.is_spent:
             return 0.0
-        played = replay(self.problem, self.num_microbatches, steady.unroll(self.num_microbatches).orders())
-        self.offer(played)
+        played = earliest(steady.unroll(self.num_microbatches))
+        self.offer_order(played)
         return played.makespan
 
     def bound_by_order(self) -> None:
@@ -234,7 +289,7 @@ class _Search:
         longest = max(head + time + tail
                       for head, time, tail in zip(lower.heads(), lower.times, lower.tails(), strict=True))
         window = min(longest, math.floor(self.best.bound * float(lower.ticks)) // 2)
-        if window < 1 or lower.num_tasks > TUNING.max_window:
+        if window < 1 or lower.num_tasks > TUNING.max_window or self.problem.overlaps:
             return
         with self.budget.lend(TUNING.window_share * self.effort) as share:
             self._bound_by_windows(lower, window, share)
@@ -260,7 +315,7 @@ class _Search:
         least = math.floor(self.best.bound * float(self.whole.ticks) + 1e-6)
         effort = effort if self.whole.is_exact else TUNING.rounded_share * effort
         found = solve_unrolled(self.whole, self.num_microbatches, self.budget, effort=effort, least=least,
-                               hint=replay_ticks(self.whole, self.best.answer), seed=self.seed)
+                               hint=self.whole.in_ticks(self.best.answer), seed=self.seed)
         if found is None:
             return
         self.offer(self.whole.to_real(found.starts))
@@ -275,7 +330,7 @@ class _Search:
         horizon = math.ceil(self.best.value * float(lower.ticks)) + 1
         found = solve_unrolled(lower, self.num_microbatches, self.budget, horizon=horizon, effort=self.budget.effort,
                                least=math.floor(self.best.bound * float(lower.ticks)), seed=self.seed,
-                               hint=replay_ticks(lower, self.best.answer))
+                               hint=lower.in_ticks(self.best.answer))
         if found is not None:
             self.raise_bound(found.bound / float(lower.ticks))
 
@@ -283,7 +338,7 @@ class _Search:
         """Return the best, checked once more."""
         assert self.best.answer is not None, "start() leaves a schedule or raises"
         check_schedule(self.best.answer)
-        steady = self.steady
+        steady = self.steady or self.simple
         if steady is not None:
             with suppress(NoPeriod):
                 steady = find_pattern(self.best.answer, steady.rate, steady.bound) or steady
@@ -291,12 +346,8 @@ class _Search:
             schedule=self.best.answer, status=self.best.status, by=self.best.by, seconds=seconds,
             makespan_bound=min(self.best.bound, self.best.value),
             is_interrupted=self.budget.is_interrupted,
+            period_busy=steady.busy() if steady is not None and self.problem.overlaps else None,
             period=steady.period if steady is not None else None,
             period_microbatches=steady.num_microbatches if steady is not None else None,
             period_bound=steady.bound if steady is not None else period_bound(self.problem))
 
-
-def replay_ticks(whole: WholeProblem, schedule: Schedule) -> F64:
-    """Return the starts, in ticks, of the earliest schedule in ticks with the same orders."""
-    return play(schedule.problem, schedule.num_microbatches, schedule.orders(), times=whole.times,
-                delays=[delay for _, _, delay in whole.edges])

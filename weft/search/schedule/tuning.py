@@ -30,6 +30,8 @@ class Tuning:
     # ---- the whole search (weft.search.schedule.search)
     default_seconds: float = 10.0
     """CPU seconds, about, for a small problem where no limit is given: what a user may want to wait. A guess."""
+    rules_effort: float = 0.01
+    """With so little effort only rules are tried: for many problems of which some are searched later."""
     max_instances: int = 1_000_000
     """More tasks times micro-batches are refused: even to play one order would take many seconds."""
     max_played: int = 20_000
@@ -52,6 +54,12 @@ class Tuning:
     """Of the effort, for the steady state. This and the shares below are guesses; what is not spent comes back."""
     variants_share: float = 0.05
     """For other steady states of the same period."""
+    loose_factors: tuple[float | None, ...] = (None, 4.0, 3.0, 2.0, 1.5, 1.25)
+    """Times the memory with which is searched where memory can leave; None for no limit. A guess."""
+    loose_share: float = 0.1
+    """For one of these searches."""
+    simple_share: float = 0.25
+    """For a search without pairs and copies."""
     completion_share: float = 0.06
     """For one size of warm-up and cool-down."""
     window_share: float = 0.1
@@ -100,10 +108,18 @@ class Tuning:
     trial_efforts: tuple[float, ...] = (0.25, 1.0, 4.0, 16.0, 64.0)
     """Effort for one trial period, round after round. Most trials are decided in the first."""
     example_length: int = 40
-    """Micro-batches of the named schedules in whose middle a pattern is looked for."""
+    """Micro-batches, at least, of the named schedules in whose middle a pattern is looked for."""
+    example_per_device: int = 6
+    """And so many for each device: the first third is there to fill ZBV's pipeline, which takes two for each."""
+    max_laps: int = 500
+    """So many periods of a steady state are checked at most; a GPipe of 128 micro-batches holds 40 to 130."""
+    about_microbatches: tuple[int, ...] = (1, 2, 4, 8)
+    """Micro-batches in a row from the middle of a schedule that repeats itself only about. A guess."""
     max_pairs: int = 20_000
     """Models with more pairs of tasks that share a resource are not built; one micro-batch after the other has to do. A
     guess: pairs are a Python loop and two constraints each."""
+    tick_slack: float = 1e-6
+    """Times are on the grid if they are so near, in ticks."""
     quick_effort: float = 1.0
     """Effort for one trial period. A guess."""
     variant_effort: float = 0.15
@@ -113,6 +129,8 @@ class Tuning:
     """For schedules with a steady middle, where only better ones count. A guess."""
     to_prove: tuple[Slice, ...] = (Slice(0.5), Slice(0.3, lns=True), Slice(0.2, linearization=1))
     """For all micro-batches at once, where a proof ends the search. A guess."""
+    max_paired: int = 20_000
+    """Of more pairs of blocks that could run at once, only those of near micro-batches are in the model. A guess."""
     # ---- whole numbers (weft.search.schedule.whole)
     resolution: int = 240
     """Ticks per busiest device and micro-batch where times have no small common denominator; it has many divisors."""

@@ -2,10 +2,8 @@
 
 Free (``Middle`` absent): every task of every micro-batch has a start; minimise the makespan
 
-    start(j, n) >= start(i, n) + time(i) + delay                      for every edge i -> j           (add_order)
-    start(i, n+1) >= start(i, n) + time(i)                            micro-batches are alike         (add_order)
-    no two tasks of a resource overlap                                                                (add_resources)
-    sum of the amounts of holds [start of take, end of release) at any time <= limit, on every device (add_memory)
+    what waits for what, resources, memory, pairs and copies                                   (``timeline_model``)
+    makespan >= end(i, n) + the longest path from the end of i to the end of a micro-batch             (_Builder)
 
 With a steady middle of period P and K micro-batches per period, the micro-batches from ``first`` on, for ``laps`` + 1
 periods, repeat: start(i, n+K) = start(i, n) + P; warm-up and cool-down are those before and after them. The pattern
@@ -18,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -27,6 +24,7 @@ from ortools.sat.python import cp_model
 from weft.model.graph import F64
 from weft.search.common.budget import Budget
 from weft.search.common.cpsat import Solution, solve
+from weft.search.schedule.timeline_model import TimelineModel
 from weft.search.schedule.tuning import TUNING, Slice
 from weft.search.schedule.whole import WholeProblem
 
@@ -56,6 +54,7 @@ class Unrolled:
     """The best schedule found, in ticks, and what the solver proved about this model."""
 
     starts: F64
+    """Of tasks, and below them of copies where there can be any (``moves.rows_of``)."""
     makespan: int
     bound: float
     is_optimal: bool
@@ -103,42 +102,6 @@ def prolong(starts: F64, middle: Middle, num_microbatches: int) -> F64:
     return np.concatenate([starts[:, :begin], *inserted, moved], axis=1)
 
 
-def add_order(model: cp_model.CpModel, whole: WholeProblem, start: Mapping[tuple[int, int], cp_model.LinearExprT],
-              num_microbatches: int) -> None:
-    """Add what waits for what in a micro-batch, and that micro-batches, which are alike, go in order."""
-    for index in range(num_microbatches):
-        for source, target, delay in whole.edges:
-            model.add(start[target, index] >= start[source, index] + whole.times[source] + delay)
-        for task in range(whole.num_tasks):
-            if index:
-                model.add(start[task, index] >= start[task, index - 1] + whole.times[task])
-
-
-def add_resources(model: cp_model.CpModel, whole: WholeProblem, start: Mapping[tuple[int, int], cp_model.LinearExprT],
-                  num_microbatches: int) -> None:
-    """Add that no two tasks of a resource overlap."""
-    for tasks in whole.resource_tasks:
-        model.add_no_overlap([model.new_fixed_size_interval_var(start[task, index], whole.times[task], "")
-                              for task in tasks for index in range(num_microbatches)])
-
-
-def add_memory(model: cp_model.CpModel, whole: WholeProblem, start: Mapping[tuple[int, int], cp_model.LinearExprT],
-               device: int, num_microbatches: int, horizon: int, *, excess: cp_model.LinearExprT = 0) -> None:
-    """Add that what the device holds at any time is at most its limit and ``excess``; it may have no limit."""
-    limit = whole.limits[device]
-    holds = [hold for hold in whole.holds if hold.device == device]
-    if limit is None or not holds:
-        return
-    before = sum(hold.amount for hold in holds if hold.take is None) * num_microbatches
-    intervals, amounts = [], []
-    for hold, index in itertools.product(holds, range(num_microbatches)):
-        begin = 0 if hold.take is None else start[hold.take, index]
-        end = horizon if hold.release is None else start[hold.release, index] + whole.times[hold.release]
-        intervals.append(model.new_interval_var(begin, model.new_int_var(0, horizon, ""), end, ""))
-        amounts.append(hold.amount)
-    model.add_cumulative(intervals, amounts, limit + before + excess)
-
-
 class Completion:
     """Schedules with a steady middle, each the hint of the next."""
 
@@ -146,7 +109,8 @@ class Completion:
         self.starts, self.period, self.num_microbatches = starts, period, num_microbatches
         self.number = starts.shape[1]
         self.last: tuple[F64, Middle] | None = None
-        ends = starts + np.asarray(whole.times)[:, None]
+        starts = starts[: whole.num_tasks]
+        ends = starts + np.asarray(whole.times)[:, None] + max(whole.joint.values(), default=0)
         spans = [ends[list(tasks)].max() - starts[list(tasks)].min() for tasks in whole.resource_tasks if tasks]
         self.laps = max(1, *(math.ceil(float(span) / period - 1e-9) for span in spans))
         """Periods after which micro-batches no longer share a resource at a time."""
@@ -173,7 +137,7 @@ class Completion:
             return prolong(self.last[0], self.last[1], total)
         laps, copies = np.divmod(np.arange(total) - middle.first, self.number)
         starts = self.starts[:, copies] + laps * self.period
-        return np.asarray(starts - starts.min(), dtype=np.float64)
+        return np.asarray(starts - np.nanmin(starts), dtype=np.float64)
 
 
 class _Builder:
@@ -190,13 +154,14 @@ class _Builder:
         self.variables: dict[tuple[int, int], cp_model.IntVar] = {}
         for task, index in itertools.product(range(whole.num_tasks), range(num_microbatches)):
             self._add_start(task, index)
-        add_order(self.model, whole, self.start, num_microbatches)
+        self.timeline = TimelineModel(self.model, whole, self.start, num_microbatches, horizon)
+        self.timeline.add_order()
         for task in range(whole.num_tasks):
-            end = self.start[task, num_microbatches - 1] + whole.times[task]
-            self.model.add(self.makespan >= end + self.tails[task])
-        add_resources(self.model, whole, self.start, num_microbatches)
+            for index in range(num_microbatches) if whole.copy_times else (num_microbatches - 1,):
+                self.model.add(self.makespan >= self.timeline.end[task, index] + self.tails[task])
+        self.timeline.add_resources()
         for device in range(whole.problem.num_devices):
-            add_memory(self.model, whole, self.start, device, num_microbatches, horizon)
+            self.timeline.add_memory(device)
         if middle is not None and middle.can_grow:
             self._add_cuts(middle)
         self.model.minimize(self.makespan)
@@ -220,7 +185,7 @@ class _Builder:
                 continue
             cut = self.model.new_int_var(0, self.horizon, "")
             for task in tasks:
-                self.model.add(cut >= self.start[task, early - 1] + self.whole.times[task])
+                self.model.add(cut >= self.timeline.end[task, early - 1])
                 if late < self.num_microbatches:
                     self.model.add(cut <= self.start[task, late])
 
@@ -228,12 +193,12 @@ class _Builder:
         """Start the search from this schedule."""
         for (task, index), variable in self.variables.items():
             self.model.add_hint(variable, round(float(starts[task, index])))
+        self.timeline.add_hint(starts)
         self.model.add_hint(self.makespan, self.whole.end_of(starts))
 
     def read(self, solution: Solution) -> Unrolled:
         """Return the solution's starts."""
-        starts = np.asarray([[solution.value(self.start[task, index]) for index in range(self.num_microbatches)]
-                             for task in range(self.whole.num_tasks)], dtype=np.float64)
         assert solution.bound is not None
-        return Unrolled(starts=starts, makespan=solution.value(self.makespan), bound=solution.bound,
-                        is_optimal=solution.status == "optimal")
+        bound = solution.bound if self.timeline.is_complete else 0.0
+        return Unrolled(starts=self.timeline.read(solution), makespan=solution.value(self.makespan), bound=bound,
+                        is_optimal=self.timeline.is_complete and solution.status == "optimal")

@@ -15,24 +15,23 @@ can be shifted onto the grid.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cached_property
-from typing import Final, Generic, Literal, TypeVar
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
 from weft.model.graph import F64
-from weft.search.schedule.problem import ScheduleProblem, follow, grouped, turned_round
-from weft.search.schedule.schedule import TOLERANCE, Schedule, replay
+from weft.search.schedule.moves import Clock, earliest, from_rows, realise, rows_of
+from weft.search.schedule.pairs import find_pairs, least_sums
+from weft.search.schedule.problem import ScheduleProblem, find_ancestors, follow, grouped, match_memory, turned_round
+from weft.search.schedule.schedule import TOLERANCE, Schedule, play
 from weft.search.schedule.tuning import TUNING
 
 Amount = TypeVar("Amount", int, float)
 Rounding = Literal["up", "down"]
-
-_TOLERANCE: Final = 1e-9
-"""Of the largest amount on a device: less than this is rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,44 +72,18 @@ def find_holds(problem: ScheduleProblem) -> tuple[Hold[float], ...]:
     holds: list[Hold[float]] = []
     for device in range(problem.num_devices):
         if problem.device_memory[device] is not None:
-            holds += _match(problem, device, ancestors)
+            holds += [Hold(device=device, take=take, release=release, amount=amount)
+                      for take, release, amount in match_memory(problem, device, ancestors)]
     return tuple(holds)
 
 
-def find_ancestors(problem: ScheduleProblem) -> list[int]:
-    """Return for each task the set of tasks that must end before it, as a bit mask."""
-    masks = [0] * problem.num_tasks
-    for task in problem.topological:
-        for edge in problem.predecessors[task]:
-            masks[task] |= masks[edge.source] | 1 << edge.source
-    return masks
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostMemory:
+    """What the host can keep, and what each copy puts there."""
 
-
-def _match(problem: ScheduleProblem, device: int, ancestors: list[int]) -> list[Hold[float]]:
-    amounts = {task: problem.memory_of(task) for task in problem.resource_tasks[device]}
-    takes = {task: amount for task, amount in amounts.items() if amount > 0}
-    releases = {task: -amount for task, amount in amounts.items() if amount < 0}
-    smallest = _TOLERANCE * max([1e-300, *takes.values(), *releases.values()])
-    # The latest possible take first, and releases with the fewest candidates first: short holds, few left over.
-    order = {task: place for place, task in enumerate(problem.topological)}
-    mask = sum(1 << task for task in takes)
-    open_takes = sorted(takes, key=lambda task: -order[task])
-    holds = []
-    for release in sorted(releases, key=lambda task: ((ancestors[task] & mask).bit_count(), order[task])):
-        for take in [task for task in open_takes if ancestors[release] >> task & 1]:
-            amount = min(takes[take], releases[release])
-            if amount <= smallest:
-                break
-            holds.append(Hold(device=device, take=take, release=release, amount=amount))
-            takes[take] -= amount
-            releases[release] -= amount
-            if takes[take] <= smallest:
-                open_takes.remove(take)
-    holds += [Hold(device=device, take=task, release=None, amount=left)
-              for task, left in takes.items() if left > smallest]
-    holds += [Hold(device=device, take=None, release=task, amount=left)
-              for task, left in releases.items() if left > smallest]
-    return holds
+    limit: int
+    amounts: tuple[int, ...]
+    is_exact: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +102,11 @@ class WholeProblem:
     """Ticks in one unit of time."""
     is_exact: bool
     """Nothing was rounded, neither times nor memory."""
+    joint: Mapping[tuple[int, int], int] = field(default_factory=dict)
+    """How long blocks take at once."""
+    copy_times: tuple[int, ...] = ()
+    host: HostMemory | None = None
+    """None: no limit."""
 
     @property
     def num_tasks(self) -> int:
@@ -142,7 +120,9 @@ class WholeProblem:
 
     @cached_property
     def work(self) -> tuple[int, ...]:
-        """Return the busy ticks of each resource for one micro-batch."""
+        """Return the least busy ticks of each resource for one micro-batch, rounded down."""
+        if self.joint:
+            return tuple(math.floor(work + 1e-6) for work in least_sums(self.problem, self.times, self.joint))
         return tuple(sum(self.times[task] for task in tasks) for tasks in self.resource_tasks)
 
     @property
@@ -151,13 +131,26 @@ class WholeProblem:
         return self.problem.resource_tasks
 
     def to_real(self, starts: F64) -> Schedule:
-        """Return the schedule in real time with the orders of these starts (in ticks)."""
-        scaled = Schedule(problem=self.problem, starts=starts / float(self.ticks))
-        return scaled if self.is_exact else replay(self.problem, scaled.num_microbatches, scaled.orders())
+        """Return the schedule in real time with the orders of these starts (in ticks, of tasks and copies)."""
+        scaled = from_rows(self.problem, starts / float(self.ticks))
+        return scaled if self.is_exact else earliest(scaled)
+
+    def in_ticks(self, schedule: Schedule) -> F64:
+        """Return the starts, in ticks, of the earliest schedule in ticks with the same orders."""
+        clock = Clock(self.times, [delay for _, _, delay in self.edges], self.joint, self.copy_times)
+        if schedule.moves is not None:
+            return realise(schedule, clock)
+        starts = play(self.problem, schedule.num_microbatches, schedule.orders(), times=self.times,
+                      delays=clock.delays, pairs=schedule.pairs, joint=self.joint)
+        return rows_of(Schedule(problem=self.problem, starts=starts))
 
     def end_of(self, starts: F64) -> int:
         """Return when the last task ends, in ticks, with these starts [tasks, micro-batches]."""
-        return round(float((starts + np.asarray(self.times, dtype=np.float64)[:, None]).max()))
+        tasks = starts[: self.num_tasks]
+        ends = tasks + np.asarray(self.times, dtype=np.float64)[:, None]
+        for one, other in find_pairs(self.problem, tasks, 0.0):
+            ends[one] = ends[other] = tasks[one] + self.joint[one[0], other[0]]
+        return round(float(ends.max()))
 
     def heads(self) -> list[int]:
         """Return the earliest start of each task in a micro-batch alone."""
@@ -181,12 +174,16 @@ class WholeProblem:
         return grouped(self.edges, 1, self.num_tasks)
 
     def reversed(self) -> WholeProblem:
-        """Return the problem backwards in time: takes become releases, so that cool-downs become warm-ups."""
+        """Return the problem backwards in time: takes become releases, so that cool-downs become warm-ups.
+
+        Where memory can leave a device, there is no limit backwards.
+        """
         mirror = turned_round(self.problem)
         return WholeProblem(
             problem=mirror, times=self.times, edges=tuple((b, a, delay) for a, b, delay in self.edges),
             holds=tuple(replace(hold, take=hold.release, release=hold.take) for hold in self.holds),
-            limits=self.limits, ticks=self.ticks, is_exact=self.is_exact)
+            limits=tuple(None if device in self.problem.copied else limit for device, limit in enumerate(self.limits)),
+            ticks=self.ticks, is_exact=self.is_exact, joint=self.joint)
 
 
 def to_whole(problem: ScheduleProblem, *, rounding: Rounding = "up", max_exact: int = TUNING.max_exact,
@@ -194,16 +191,21 @@ def to_whole(problem: ScheduleProblem, *, rounding: Rounding = "up", max_exact: 
     """Return the problem in ticks: exactly where that takes at most ``max_exact`` ticks, else rounded."""
     work = max(*problem.device_work, 1e-300)
     longest = max((edge.delay for edge in problem.edges), default=0.0)
-    scale = _common_scale([*problem.task_times, *(item.time for item in problem.transfers)])
+    scale = _common_scale([*problem.task_times, *(item.time for item in problem.transfers),
+                           *(item.time for item in problem.overlaps), *(item.time for item in problem.copies)])
     is_exact = scale is not None and work * scale <= max_exact and longest * scale <= TUNING.max_delay
     if scale is None or not is_exact:
         scale = min(Fraction(resolution) / Fraction(work), Fraction(TUNING.max_delay) / Fraction(max(longest, 1e-300)))
     up = rounding == "up"
     holds, limits, exact_memory = _whole_memory(problem, up=up)
+    host = _whole_host(problem, up=up)
+    exact_memory &= host is None or host.is_exact
     return WholeProblem(
         problem=problem, times=tuple(_round(time, scale, up=up) for time in problem.task_times),
         edges=tuple((edge.source, edge.target, _round(edge.delay, scale, up=up)) for edge in problem.edges),
-        holds=holds, limits=limits, ticks=scale, is_exact=is_exact and exact_memory)
+        holds=holds, limits=limits, ticks=scale, is_exact=is_exact and exact_memory, host=host,
+        joint={key: _round(time, scale, up=up) for key, time in problem.joint.items()},
+        copy_times=tuple(_round(item.time, scale, up=up) for item in problem.copies))
 
 
 def _common_scale(values: Iterable[float]) -> Fraction | None:
@@ -243,6 +245,20 @@ def _whole_memory(problem: ScheduleProblem, *, up: bool) -> tuple[tuple[Hold[int
         room = Fraction(limit * (1 + TOLERANCE)) * scale
         limits.append(math.floor(room) if up or exact else math.ceil(room))
     return tuple(holds), tuple(limits), is_exact
+
+
+def _whole_host(problem: ScheduleProblem, *, up: bool) -> HostMemory | None:
+    """Return the host's memory in whole numbers, None where it has no limit that matters."""
+    limit, amounts = problem.host_memory, [problem.host_amount(copy) for copy in range(len(problem.copies))]
+    if limit is None or not amounts or limit > TUNING.max_held * max(amounts):
+        return None
+    exact = _memory_scale(amounts, limit)
+    scale = exact or Fraction(TUNING.max_memory / max(*amounts, limit))
+    products = [Fraction(amount) * scale for amount in amounts]
+    room = Fraction(limit * (1 + TOLERANCE)) * scale
+    return HostMemory(is_exact=exact is not None, limit=math.floor(room) if up or exact else math.ceil(room),
+                      amounts=tuple(round(item) if exact else math.ceil(item) if up else math.floor(item)
+                                    for item in products))
 
 
 def _memory_scale(amounts: list[float], limit: float) -> Fraction | None:

@@ -35,7 +35,7 @@ from weft.search.shard.folded_graph import Assembler, FoldedGraph, usage_of
 from weft.search.shard.mesh import Resharding
 from weft.search.shard.named import Restriction
 from weft.search.shard.parts import ModelParts, PartBuilder
-from weft.search.strategies.solve import solve
+from weft.search.strategies.search import solve
 from weft.search.strategies.strategy_graph import FORBIDDEN, StrategyGraph, evaluate
 
 

@@ -13,20 +13,8 @@ from weft.cost.costs import Costs
 from weft.cost.roofline import PARTS, Part, Terms
 from weft.model.graph import F64, I64
 from weft.search.shard.mesh import Resharding
-from weft.sharding.factors import (
-    NOT_SPLIT,
-    OpFactors,
-    Strategy,
-    factor_counts,
-    in_blocks,
-    input_gradient_layout,
-    input_layout,
-    is_valid,
-    linear_choice,
-    output_gradient_layout,
-    output_layout,
-    work_part,
-)
+from weft.sharding import factors
+from weft.sharding.factors import NOT_SPLIT, OpFactors, Strategy
 from weft.sharding.tensor_layout import Layout, largest_part
 
 FORWARD, BACKWARD = 0, 1
@@ -73,7 +61,8 @@ def op_choices(op: OpFactors | None, input_shapes: Shapes, output_shapes: Shapes
         return tuple(np.array([number(function(form, choice, mesh, position)) for form, choice, _ in ways],
                               dtype=np.int64) for position in range(count))
 
-    inputs, outputs = numbers(input_layout, len(input_shapes)), numbers(output_layout, len(output_shapes))
+    inputs = numbers(factors.input_layout, len(input_shapes))
+    outputs = numbers(factors.output_layout, len(output_shapes))
     layouts = resharding.layouts
     parts = [[_part(shape, layouts, items, mesh) for shape, items in zip(shapes, tensors, strict=True)]
              for shapes, tensors in ((input_shapes, inputs), (output_shapes, outputs))]
@@ -84,9 +73,9 @@ def op_choices(op: OpFactors | None, input_shapes: Shapes, output_shapes: Shapes
         moved += part * (size / total)
     return OpChoices(op=op, strategies=tuple(choice for _, choice, _ in ways), words=tuple(word for _, _, word in ways),
                      input_value=inputs, output_value=outputs,
-                     input_gradient=numbers(input_gradient_layout, len(input_shapes)),
-                     output_gradient=numbers(output_gradient_layout, len(output_shapes)),
-                     work=np.array([work_part(form, choice, mesh) for form, choice, _ in ways]), moved=moved,
+                     input_gradient=numbers(factors.input_gradient_layout, len(input_shapes)),
+                     output_gradient=numbers(factors.output_gradient_layout, len(output_shapes)),
+                     work=np.array([factors.work_part(form, choice, mesh) for form, choice, _ in ways]), moved=moved,
                      input_part=tuple(parts[0]))
 
 
@@ -94,12 +83,12 @@ def _ways(op: OpFactors, mesh: Sequence[int], blocks: Sequence[tuple[int, int]]
           ) -> list[tuple[OpFactors, Strategy, tuple[str, ...]]]:
     """Return (the operator, perhaps with a factor in blocks, strategy, words) for all strategies."""
     options = [NOT_SPLIT, *(index for index, factor in enumerate(op.factors) if factor.size > 1),
-               *(linear_choice(index) for index in range(len(op.linear)))]
+               *(factors.linear_choice(index) for index in range(len(op.linear)))]
     ways = []
     for factor, count in ((-1, 1), *blocks):
-        form = op if factor < 0 else in_blocks(op, factor, count)
+        form = op if factor < 0 else factors.in_blocks(op, factor, count)
         for choice in product(options, repeat=len(mesh)):
-            if (factor < 0 or factor in choice) and is_valid(form, choice, mesh):
+            if (factor < 0 or factor in choice) and factors.is_valid(form, choice, mesh):
                 ways.append((form, choice, tuple(_word(op, item, count if item == factor else 1) for item in choice)))
     return ways
 
@@ -125,7 +114,7 @@ def wanted_blocks(op: OpFactors, wanted: Sequence[set[tuple[int, int]]]
                 found[first, count] = None
     needs: list[set[tuple[int, int]]] = [set() for _ in op.inputs]
     for factor, count in ((-1, 1), *found):
-        form = op if factor < 0 else in_blocks(op, factor, count)
+        form = op if factor < 0 else factors.in_blocks(op, factor, count)
         for need, dims in zip(needs, form.inputs, strict=True):
             for dim, own in enumerate(dims):
                 for place in range(1, len(own)):
@@ -170,7 +159,7 @@ def op_seconds(choices: OpChoices, whole_s: Mapping[Part, float], terms: Mapping
 def inside_sums(choices: OpChoices, strategy: int, mesh: Sequence[int]) -> Iterator[tuple[int, int, F64]]:
     """Yield (axis, pass, bytes) of what devices add up inside an operator where a factor is split that needs it."""
     op, chosen = choices.op, choices.strategies[strategy]
-    counts = factor_counts(chosen, mesh)
+    counts = factors.factor_counts(chosen, mesh)
     for axis, index in enumerate(chosen):
         if index >= 0 and op.factors[index].special:
             others = math.prod(-(-op.factors[other].size // count) / op.factors[other].size

@@ -27,18 +27,9 @@ from weft.model.graph import F64, I64, Graph
 from weft.model.trace import TracedModel
 from weft.plan.memory import optimizer_bytes
 from weft.plan.plan import Optimizer
+from weft.search.shard import op_choices
 from weft.search.shard.mesh import Resharding
-from weft.search.shard.op_choices import (
-    BACKWARD,
-    FORWARD,
-    Bools,
-    OpChoices,
-    inside_sums,
-    op_choices,
-    op_seconds,
-    wanted_blocks,
-    whole_seconds,
-)
+from weft.search.shard.op_choices import BACKWARD, FORWARD, OpChoices
 from weft.sharding.factor_rules import factors_of, has_rule
 from weft.sharding.factors import OpFactors
 from weft.sharding.layout_steps import ALL_REDUCE
@@ -175,7 +166,8 @@ class PartBuilder:
         for placeholder, path in (*program.parameters.items(), *program.buffers.items()):
             if path in graph.tensor_index:
                 self.tensor_of.setdefault(placeholder, graph.tensor_index[path])
-        self.needs_gradient, self._parameters = self._trained(), frozenset(graph.parameters.tolist())
+        self.needs_gradient = graph.needs_gradient & graph.has_backward
+        self._parameters = frozenset(graph.parameters.tolist())
         self.columns = sorted({self.costs.column_of_device[device] for device in self.devices})
         readings: dict[int, list[_Reading]] = {}
         givers: dict[int, tuple[int, int]] = {}
@@ -196,20 +188,6 @@ class PartBuilder:
             self.parts[result.giver] = replace(giver, seconds=giver.seconds + extra)
         return replace(found, parts=tuple(self.parts))
 
-    def _trained(self) -> Bools:
-        """Return which tensors need a gradient: those that depend on a parameter that is trained, not frozen."""
-        graph, program = self.graph, self.traced.program
-        if not graph.has_backward:
-            return np.zeros(graph.num_tensors, dtype=np.bool_)
-        needs = graph.needs_gradient.copy()
-        for placeholder in program.parameters:
-            if placeholder in self.tensor_of and not program.nodes[placeholder].meta["val"].requires_grad:
-                needs[self.tensor_of[placeholder]] = False
-        for op in range(graph.num_ops):
-            if not needs[graph.op_inputs(op)].any():
-                needs[graph.op_outputs(op)] = False
-        return needs
-
     # ---- operators --------------------------------------------------------------------------------------------------
 
     def _add_op(self, op: int, name: str, readings: dict[int, list[_Reading]],
@@ -221,7 +199,7 @@ class PartBuilder:
         factors, blocks = self._factors[op]
         key = (factors, shapes, results, blocks)
         if key not in self._choices:
-            self._choices[key] = op_choices(factors, shapes, results, self.resharding, blocks)
+            self._choices[key] = op_choices.op_choices(factors, shapes, results, self.resharding, blocks)
         choices = self._choices[key]
         part = len(self.parts)
         held = np.full(len(choices.strategies), 0.0)
@@ -257,7 +235,7 @@ class PartBuilder:
                 outputs = {0: node} if not items else {int(item.args[1]): item for item in items}
                 results = [wanted.get(outputs[position].name, set()) if position in outputs else set()
                            for position in range(len(factors.outputs))]
-                blocks, needs = wanted_blocks(factors, results)
+                blocks, needs = op_choices.wanted_blocks(factors, results)
                 for source, need in zip(node.all_input_nodes, needs, strict=True):
                     wanted.setdefault(source.name, set()).update(need)
             self._factors[op] = factors, tuple(blocks)
@@ -268,14 +246,14 @@ class PartBuilder:
         inside = self._inside_seconds(choices)
         slowest = np.zeros(len(choices.strategies))
         for column in self.columns:
-            whole = whole_seconds(costs, op, column)
+            whole = op_choices.whole_seconds(costs, op, column)
             terms = costs.terms[column]
             key = (id(choices), column, *whole.values(), *(() if terms is None else (
                 float(values[op]) for part in PARTS for values in (
                     terms[part].compute_s, terms[part].fixed_s, terms[part].moved_s, terms[part].overhead_s,
                     terms[part].sum_s))))
             if key not in self._seconds:
-                self._seconds[key] = op_seconds(choices, whole, terms, op)
+                self._seconds[key] = op_choices.op_seconds(choices, whole, terms, op)
             slowest = np.maximum(slowest, self._seconds[key])
         return slowest + inside
 
@@ -287,7 +265,7 @@ class PartBuilder:
             return seconds
         passes = (FORWARD, BACKWARD) if self.graph.has_backward else (FORWARD,)
         for place in range(len(choices.strategies)):
-            for axis, which, sizes in inside_sums(choices, place, mesh.shape):
+            for axis, which, sizes in op_choices.inside_sums(choices, place, mesh.shape):
                 if which in passes:
                     seconds[place] += mesh.seconds(axis, ALL_REDUCE, sizes).sum()
         return seconds

@@ -58,19 +58,16 @@ def solve_integer(original: Core, messages: F64, *, best: float, seconds: float)
     of large sums: its tolerances are relative to these. A part above what separates bound and best is never chosen, so
     it need not be told how far above it is.
     """
-    from scipy.optimize import Bounds, LinearConstraint, milp
+    from scipy.optimize import Bounds, milp
 
     core, constant = moved(original, messages)
     if np.isfinite(best):
         most = 1.01 * max(best - constant, 0.0) + 1e-9 * abs(best)
         core = core._replace(cost=np.minimum(core.cost, most), matrices=np.minimum(core.matrices, most))
     scale = max(float(core.cost.max(initial=0.0)), float(core.matrices.max(initial=0.0)), 1e-300)
-    pairs = _pairs(core)
-    num_x, num_z = len(core.cost), len(pairs.cost)
-    matrix, lower, upper = _rows(core, pairs)
-    kind = np.concatenate([np.ones(num_x), np.zeros(num_z)])
-    found = milp(np.concatenate([core.cost, pairs.cost]) / scale, integrality=kind, bounds=Bounds(0.0, 1.0),
-                 constraints=LinearConstraint(matrix, lower, upper),
+    pair_costs, constraints = _program(core)
+    num_x, costs = len(core.cost), np.concatenate([core.cost, pair_costs]) / scale
+    found = milp(costs, integrality=np.arange(len(costs)) < num_x, bounds=Bounds(0.0, 1.0), constraints=constraints,
                  options={"time_limit": max(seconds, 0.01), "mip_rel_gap": 0.0})
     bound = -np.inf if found.mip_dual_bound is None else float(found.mip_dual_bound) * scale + constant
     if found.status == 2:
@@ -104,55 +101,34 @@ def moved(core: Core, messages: F64) -> tuple[Core, float]:
     return core._replace(cost=cost, matrices=matrices), constant
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Pairs:
-    cost: F64
-    row: I64
-    """Of every pair, its row in the equations: one per edge and strategy of the first unit, ..."""
-    column: I64
-    """... then one per edge and strategy of the second."""
-    strategy: I64
-    """Of every such equation, the strategy it is about."""
-
-
-def _pairs(core: Core) -> _Pairs:
-    costs, rows, columns, strategies = [np.zeros(0)], [], [], []
-    count = 0
-    for unit in range(len(core.first) - 1):
-        for arc in range(core.arc[unit], core.arc[unit + 1]):
-            other = core.head[arc]
-            if other < unit:
-                continue
-            height, width = core.first[unit + 1] - core.first[unit], core.first[other + 1] - core.first[other]
-            costs.append(core.matrices[core.matrix[arc] : core.matrix[arc] + height * width])
-            rows.append(count + np.repeat(np.arange(height), width))
-            columns.append(count + height + np.tile(np.arange(width), height))
-            strategies += [np.arange(core.first[unit], core.first[unit + 1]),
-                           np.arange(core.first[other], core.first[other + 1])]
-            count += height + width
-    empty = [np.zeros(0, dtype=np.int64)]
-    return _Pairs(cost=np.concatenate(costs), row=np.concatenate(empty + rows), column=np.concatenate(empty + columns),
-                  strategy=np.concatenate(empty + strategies))
-
-
-def _rows(core: Core, pairs: _Pairs) -> tuple[Any, F64, F64]:
-    """Return the constraints as a sparse matrix with lower and upper limits."""
+def _program(core: Core) -> tuple[F64, Any]:
+    """Return the costs of all pairs of strategies, and the constraints."""
+    from scipy.optimize import LinearConstraint
     from scipy.sparse import csr_matrix, vstack
 
-    num_x, num_z = len(core.cost), len(pairs.cost)
-    units = np.repeat(np.arange(len(core.first) - 1), np.diff(core.first))
-    one = csr_matrix((np.ones(num_x), (units, np.arange(num_x))), shape=(len(core.first) - 1, num_x + num_z))
-    equations, place = len(pairs.strategy), num_x + np.arange(num_z)
-    follow = csr_matrix(
-        (np.concatenate([np.ones(2 * num_z), -np.ones(equations)]),
-         (np.concatenate([pairs.row, pairs.column, np.arange(equations)]),
-          np.concatenate([place, place, pairs.strategy]))),
-        shape=(equations, num_x + num_z))
+    owner, sizes = np.repeat(np.arange(len(core.first) - 1), np.diff(core.arc)), np.diff(core.first)
+    costs, equations, strategies, count = [np.zeros(0)], [np.zeros((2, 0), dtype=np.int64)], list[I64](), 0
+    for arc in np.flatnonzero(core.head > owner).tolist():
+        unit, other = owner[arc], core.head[arc]
+        height, width = sizes[unit], sizes[other]
+        costs.append(core.matrices[core.matrix[arc] : core.matrix[arc] + height * width])
+        # A pair counts in the equation of the first unit's strategy, and in that of the second's.
+        rows, columns = np.indices((height, width)).reshape(2, -1)
+        equations.append(count + np.stack([rows, height + columns]))
+        strategies += [np.arange(core.first[unit], core.first[unit + 1]),
+                       np.arange(core.first[other], core.first[other + 1])]
+        count += height + width
+    of_pair, pair_costs = np.concatenate(equations, axis=1), np.concatenate(costs)
+    num_x, num_z = len(core.cost), len(pair_costs)
+    one = csr_matrix((np.ones(num_x), (np.repeat(np.arange(len(sizes)), sizes), np.arange(num_x))),
+                     shape=(len(sizes), num_x + num_z))
+    variables = np.concatenate([np.tile(num_x + np.arange(num_z), 2), *strategies])
+    follow = csr_matrix((np.concatenate([np.ones(2 * num_z), -np.ones(count)]),
+                         (np.concatenate([*of_pair, np.arange(count)]), variables)), shape=(count, num_x + num_z))
     usage = _usage(core, num_x + num_z)
-    rows = [one, follow, usage]
-    lower = [np.ones(one.shape[0]), np.zeros(equations), np.full(usage.shape[0], -np.inf)]
-    upper = [np.ones(one.shape[0]), np.zeros(equations), 1.0 - core.base / core.limit]
-    return vstack(rows).tocsr(), np.concatenate(lower), np.concatenate(upper)
+    lower = np.concatenate([np.ones(len(sizes)), np.zeros(count), np.full(len(core.base), -np.inf)])
+    upper = np.concatenate([np.ones(len(sizes)), np.zeros(count), 1.0 - core.base / core.limit])
+    return pair_costs, LinearConstraint(vstack([one, follow, usage]).tocsr(), lower, upper)
 
 
 def _usage(core: Core, width: int) -> Any:

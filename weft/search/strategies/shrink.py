@@ -18,8 +18,7 @@ import numpy as np
 from weft.base.compiled import compiled
 from weft.model.graph import F64, I64
 from weft.search.strategies.tuning import TUNING
-from weft.search.strategies.units import NO_SPANS, Bools, Eliminated, Units, remove
-from weft.search.strategies.usage import settle
+from weft.search.strategies.units import NO_SPANS, Bools, Eliminated, Units, remove, settle
 
 
 def shrink(units: Units, is_late: Callable[[], bool] = lambda: False) -> None:

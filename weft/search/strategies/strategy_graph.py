@@ -115,35 +115,15 @@ def _peak(graph: StrategyGraph, choice: Sequence[int]) -> tuple[int | float, int
 
 def check_graph(graph: StrategyGraph) -> None:
     """Raise ``InputError`` that lists what is wrong with a strategy graph built in memory."""
-    problems = [*_shape_problems(graph), *_value_problems(graph)]
-    _raise_all(problems, graph.name)
+    problems: list[str] = []
+    _count_problems(graph.intervals, graph.costs, graph.usages, graph.edges, graph.edge_costs, problems)
+    _raise_all(problems or _value_problems(graph), graph.name)
 
 
 def _raise_all(problems: list[str], where: str) -> None:
     if problems:
         more = [f"... and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
         raise InputError(f"{where}: " + "; ".join([*problems[:MAX_PROBLEMS], *more]))
-
-
-def _shape_problems(graph: StrategyGraph) -> list[str]:
-    count = graph.num_nodes
-    if len(graph.usages) != count or graph.intervals.shape != (count, 2):
-        return [f"intervals, costs and usages must be as many: {len(graph.intervals)}, {count}, {len(graph.usages)}"]
-    if graph.edges.shape != (len(graph.edge_costs), 2):
-        return [f"edges must be pairs, as many as edge costs: {graph.edges.shape}, {len(graph.edge_costs)}"]
-    problems = []
-    for node, (cost, usage) in enumerate(zip(graph.costs, graph.usages, strict=True)):
-        if cost.shape != usage.shape or cost.ndim != 1 or not len(cost):
-            problems.append(f"node {node} must have as many costs as usages, at least one: {len(cost)}, {len(usage)}")
-    if problems:
-        return problems
-    for index, ((a, b), matrix) in enumerate(zip(graph.edges.tolist(), graph.edge_costs, strict=True)):
-        if not (0 <= a < count and 0 <= b < count and a != b):
-            problems.append(f"edge {index} must join two different nodes of 0 to {count - 1}, not {a} and {b}")
-        elif matrix.shape != (len(graph.costs[a]), len(graph.costs[b])):
-            problems.append(f"the costs of edge {index} must be {len(graph.costs[a])} x {len(graph.costs[b])}, "
-                            f"not {matrix.shape}")
-    return problems
 
 
 def _value_problems(graph: StrategyGraph) -> list[str]:
@@ -256,8 +236,8 @@ def _one_type(arrays: list[Numbers]) -> tuple[Numbers, ...]:
     return tuple(array.astype(np.float64) for array in arrays)
 
 
-def _count_problems(intervals: I64, costs: list[Numbers], usages: list[Numbers], joined: I64, edge_costs: list[Numbers],
-                    problems: list[str]) -> None:
+def _count_problems(intervals: I64, costs: Sequence[Numbers], usages: Sequence[Numbers], joined: I64,
+                    edge_costs: Sequence[Numbers], problems: list[str]) -> None:
     if not len(costs) == len(usages) == len(intervals):
         problems.append(f"problem.nodes: intervals, costs and usages must be as many, not {len(intervals)}, "
                         f"{len(costs)}, {len(usages)}")
@@ -270,7 +250,7 @@ def _count_problems(intervals: I64, costs: list[Numbers], usages: list[Numbers],
     for node, (cost, usage) in enumerate(zip(costs, usages, strict=True)):
         if len(cost) != len(usage):
             problems.append(f"problem.nodes.usages[{node}] has {len(usage)} items, but there are {len(cost)} costs")
-        if max(usage) >= FORBIDDEN:
+        elif max(usage) >= FORBIDDEN:
             problems.append(f"problem.nodes.usages[{node}] has a usage of 10^18 or more")
     for index, ((a, b), row) in enumerate(zip(joined.tolist(), edge_costs, strict=True)):
         where = f"problem.edges.nodes[{index}]"
@@ -278,6 +258,6 @@ def _count_problems(intervals: I64, costs: list[Numbers], usages: list[Numbers],
             problems.append(f"{where} names a node that is not there: [{a}, {b}], nodes are 0 to {len(costs) - 1}")
         elif a == b:
             problems.append(f"{where} joins node {a} with itself")
-        elif len(row) != len(costs[a]) * len(costs[b]):
-            problems.append(f"problem.edges.costs[{index}] has {len(row)} items, not {len(costs[a])} x {len(costs[b])} "
+        elif row.size != len(costs[a]) * len(costs[b]):
+            problems.append(f"problem.edges.costs[{index}] has {row.size} items, not {len(costs[a])} x {len(costs[b])} "
                             f"for the strategies of nodes {a} and {b}")

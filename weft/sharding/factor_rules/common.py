@@ -10,9 +10,11 @@ A rule gets the call and reads like the einsum it stands for:
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from importlib.resources import files
+from typing import Any, TypeVar
 
 from weft.sharding.factors import Dims, Factor, OpFactors
 
@@ -148,14 +150,26 @@ Rule = Callable[[Call], OpFactors | None]
 """From a call to its factors; None where this call (its arguments) cannot be split."""
 
 RULES: dict[str, Rule] = {}
+Entered = TypeVar("Entered", bound=Callable[..., Any])
 
 
-def rule(*targets: str) -> Callable[[Rule], Rule]:
-    """Return a decorator that enters a rule for calls of these operators (``aten.linear.default``)."""
-    def enter(function: Rule) -> Rule:
-        for target in targets:
-            assert target not in RULES, f"two rules for {target}"
-            RULES[target] = function
+@cache
+def _operators() -> Mapping[str, Mapping[str, str]]:
+    return tomllib.loads((files("weft.sharding") / "operators.toml").read_text(encoding="utf-8"))
+
+
+def entered_in(table: dict[str, Entered]) -> Callable[[Entered], Entered]:
+    """Return a decorator that enters a function in the table for the operators that ``operators.toml`` gives it."""
+    def enter(function: Entered) -> Entered:
+        for text in _operators()[function.__module__.rpartition(".")[2]][function.__name__.lstrip("_")].split():
+            name, _, overloads = text.partition(":")
+            for overload in (overloads or "default").split(","):
+                target = f"{name if '.' in name else f'aten.{name}'}.{overload}"
+                assert target not in table, f"{target} is entered twice"
+                table[target] = function
         return function
 
     return enter
+
+
+rule = entered_in(RULES)

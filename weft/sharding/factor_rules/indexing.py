@@ -53,7 +53,7 @@ class _Indexed:
         self.indices = [(index, aligned(shape_of(index), rows)) for index in given.values()]
 
 
-@rule("aten.index.Tensor")
+@rule
 def _index(call: Call) -> OpFactors | None:
     source, indices = call.args["self"], call.args["indices"]
     if not _is_by_number(indices):
@@ -62,7 +62,7 @@ def _index(call: Call) -> OpFactors | None:
     return call.done([(source, found.source), *found.indices], [found.result], linear=[(source,)])
 
 
-@rule("aten.index_put.default")
+@rule
 def _index_put(call: Call) -> OpFactors | None:
     source, values = call.args["self"], call.args["values"]
     if not _is_by_number(call.args["indices"]):
@@ -72,7 +72,7 @@ def _index_put(call: Call) -> OpFactors | None:
     return call.done([(source, found.source), (values, written)], [found.source], linear=[(source, values)])
 
 
-@rule("aten.index_select.default")
+@rule
 def _index_select(call: Call) -> OpFactors | None:
     source, index, shape, at = call.args["self"], call.args["index"], call.shape, call.dim()
     before = call.plain(shape, but=[at])
@@ -83,7 +83,7 @@ def _index_select(call: Call) -> OpFactors | None:
     return call.done([(source, before), (index, [rows] * len(shape_of(index)))], [after], linear=[(source,)])
 
 
-@rule("aten.gather.default", "aten.take_along_dim.default")
+@rule
 def _gather(call: Call) -> OpFactors | None:
     source, shape = call.args["self"], call.shape
     index = call.args["index"] if "index" in call.args else call.args["indices"]
@@ -96,8 +96,7 @@ def _gather(call: Call) -> OpFactors | None:
     return call.done([(source, before), (index, after)], [after], linear=[(source,)])
 
 
-@rule("aten.scatter.src", "aten.scatter.value", "aten.scatter_add.default", "aten.scatter_reduce.two",
-      "aten.scatter.reduce", "aten.scatter.value_reduce")
+@rule
 def _scatter(call: Call) -> OpFactors | None:
     source, index, values = call.args["self"], call.args["index"], call.args.get("src", call.args.get("value"))
     others = [index, values] if values in call.tensors else [index]
@@ -109,7 +108,7 @@ def _scatter(call: Call) -> OpFactors | None:
                      linear=[(source, values)] if is_linear else [])
 
 
-@rule("aten.index_add.default", "aten.index_copy.default", "aten.slice_scatter.default", "aten.select_scatter.default")
+@rule
 def _write_along(call: Call) -> OpFactors | None:
     """Return the factors where a tensor is written, or added, at places of one dimension of another."""
     own, source = call.args["self"], call.args["source"] if "source" in call.args else call.args["src"]
@@ -121,14 +120,14 @@ def _write_along(call: Call) -> OpFactors | None:
     return call.done([(own, dims), (source, written)], [dims], linear=[(own, source)])
 
 
-@rule("aten.index_fill.int_Scalar")
+@rule
 def _index_fill(call: Call) -> OpFactors | None:
     own = call.args["self"]
     dims = call.plain(call.output, but=dims_in(call.args["dim"], len(call.output)))
     return call.done([(own, dims)], [dims], linear=[(own,)] if call.args["value"] == 0 else [])
 
 
-@rule("aten.one_hot.default")
+@rule
 def _one_hot(call: Call) -> OpFactors | None:
     if call.args["num_classes"] < 0:
         return None  # their number depends on the values

@@ -28,33 +28,32 @@ def _moved(call: Call, inside: Sequence[tuple[int, ...]], *outside: Sequence[tup
 # ---- reshapes -------------------------------------------------------------------------------------------------------
 
 
-@rule("aten.view.default", "aten.reshape.default", "aten._unsafe_view.default", "aten._reshape_copy.default",
-      "aten.view_copy.default")
+@rule
 def _reshape(call: Call) -> OpFactors | None:
     source, (before, after) = call.args["self"], _reshape_dims(call)
     shape = "shape" if "shape" in call.args else "size"
     return call.done([(source, before)], [after], linear=[(source,)], shape_args=call.shape_arg(shape))
 
 
-@rule("aten.view_as.default", "aten.reshape_as.default")
+@rule
 def _reshape_as(call: Call) -> OpFactors | None:
     source, (before, after) = call.args["self"], _reshape_dims(call)
     return call.done([(source, before), (call.args["other"], after)], [after], linear=[(source,)])
 
 
-@rule("aten.flatten.using_ints", "aten.unsqueeze.default", "aten.ravel.default")
+@rule
 def _flatten(call: Call) -> OpFactors | None:
     return _moved(call, *_reshape_dims(call))
 
 
-@rule("aten.unflatten.int")
+@rule
 def _unflatten(call: Call) -> OpFactors | None:
     dim = call.dim()
     made = range(dim, dim + len(call.output) - len(call.shape) + 1)  # their sizes are arguments
     return _moved(call, *_reshape_dims(call, special=made))
 
 
-@rule("aten.squeeze.default", "aten.squeeze.dim", "aten.squeeze.dims")
+@rule
 def _squeeze(call: Call) -> OpFactors | None:
     asked = dims_in(call.args.get("dim"), len(call.shape))
     kept = [dim for dim, size in enumerate(call.shape) if dim not in asked or size != 1]
@@ -62,9 +61,7 @@ def _squeeze(call: Call) -> OpFactors | None:
     return _moved(call, *_reshape_dims(call, special=in_danger))
 
 
-@rule("aten.transpose.int", "aten.t.default", "aten.permute.default", "aten.swapaxes.default", "aten.swapdims.default",
-      "aten.movedim.int", "aten.movedim.intlist", "aten.moveaxis.int", "aten.moveaxis.intlist", "aten.numpy_T.default",
-      "aten.mT.default")
+@rule
 def _permute(call: Call) -> OpFactors | None:
     import torch
 
@@ -158,7 +155,7 @@ def _matched(left: dict[int, int], right: dict[int, int], left_order: list[int],
 # ---- copies ---------------------------------------------------------------------------------------------------------
 
 
-@rule("aten.expand.default", "aten.broadcast_to.default", "aten.expand_as.default")
+@rule
 def _expand(call: Call) -> OpFactors | None:
     source = call.args["self"]
     after = call.plain(call.output)
@@ -168,7 +165,7 @@ def _expand(call: Call) -> OpFactors | None:
     return call.done([(source, before)], [after], linear=[(source,)], shape_args=call.shape_arg("size"))
 
 
-@rule("aten.repeat.default", "aten.tile.default")
+@rule
 def _repeat(call: Call) -> OpFactors | None:
     before, rank = call.plain(call.shape), len(call.output) - len(call.shape)
     padded, sizes = [()] * rank + before, (1,) * rank + call.shape
@@ -177,7 +174,7 @@ def _repeat(call: Call) -> OpFactors | None:
     return _moved(call, before, after)
 
 
-@rule("aten.repeat_interleave.self_int")
+@rule
 def _repeat_interleave(call: Call) -> OpFactors | None:
     if call.args.get("output_size") is not None:  # the size is written down: that dimension stays whole
         return None if call.args["dim"] is None else _along(call)
@@ -192,9 +189,7 @@ def _repeat_interleave(call: Call) -> OpFactors | None:
 # ---- dimensions that are cut, shifted or padded ---------------------------------------------------------------------
 
 
-@rule("aten.slice.Tensor", "aten.narrow.default", "aten.pad.default", "aten.constant_pad_nd.default",
-      "aten.reflection_pad1d.default", "aten.reflection_pad2d.default", "aten.replication_pad1d.default",
-      "aten.replication_pad2d.default")
+@rule
 def _resize(call: Call) -> OpFactors | None:
     source, shape = call.args["self"], call.shape
     touched = {dim for dim, (size, kept) in enumerate(zip(shape, call.output, strict=True)) if size != kept}
@@ -208,14 +203,14 @@ def _resize(call: Call) -> OpFactors | None:
     return call.done([(source, dims)], [dims], linear=linear)
 
 
-@rule("aten.select.int", "aten.unbind.int")
+@rule
 def _select(call: Call) -> OpFactors | None:
     at = call.dim()
     dims = call.plain(call.shape, but=[at])
     return _moved(call, dims, *[[dim for place, dim in enumerate(dims) if place != at]] * len(call.outputs))
 
 
-@rule("aten.roll.default", "aten.flip.default", "aten.cumsum.default", "aten.tril.default", "aten.triu.default")
+@rule
 def _along(call: Call) -> OpFactors | None:
     """Return the factors where some dimensions (the last two, if none are named) are needed whole."""
     named = call.args["dims"] if "dims" in call.args else call.args.get("dim", [-2, -1])
@@ -223,20 +218,20 @@ def _along(call: Call) -> OpFactors | None:
     return _moved(call, dims, dims)
 
 
-@rule("aten.diagonal.default")
+@rule
 def _diagonal(call: Call) -> OpFactors | None:
     pair = dims_in([call.args["dim1"], call.args["dim2"]], len(call.shape))
     dims = call.plain(call.shape, but=pair)
     return _moved(call, dims, [*(dim for place, dim in enumerate(dims) if place not in pair), ()])
 
 
-@rule("aten.unfold.default")
+@rule
 def _unfold(call: Call) -> OpFactors | None:
     dims = call.plain(call.shape, but=dims_in(call.args["dimension"], len(call.shape)))
     return _moved(call, dims, [*dims, ()])
 
 
-@rule("aten.pixel_shuffle.default", "aten.pixel_unshuffle.default")
+@rule
 def _pixel_shuffle(call: Call) -> OpFactors | None:
     """Return ``(channels rows columns, height, width) <-> (channels, height rows, width columns)``."""
     is_apart = "unshuffle" in call.operator
@@ -253,25 +248,30 @@ def _pixel_shuffle(call: Call) -> OpFactors | None:
 
 # ---- pieces and joins -----------------------------------------------------------------------------------------------
 
-_BY_SIZE = ("aten.split.Tensor", "aten.unsafe_split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default",
-            "aten.unsafe_split_with_sizes.default")
-"""Operators that name the sizes of the pieces, so that a device with a part must name others."""
-
-
-@rule(*_BY_SIZE, "aten.chunk.default", "aten.unsafe_chunk.default", "aten.tensor_split.sections")
-def _split(call: Call) -> OpFactors | None:
+def _in_pieces(call: Call, *, names_sizes: bool) -> OpFactors | None:
+    """Return the factors of a dimension in pieces; where their sizes are named, a device with a part names others."""
     at = call.dim()
     dims = call.plain(call.shape, but=[at])
     pieces = {output[at] for output in call.outputs}
     if len(pieces) > 1:
         return _moved(call, dims, *[dims] * len(call.outputs))
     outer = call.factor("pieces", len(call.outputs), fixed=True)
-    inner = call.factor(f"d{at}", pieces.pop(), special=call.operator in _BY_SIZE)
+    inner = call.factor(f"d{at}", pieces.pop(), special=names_sizes)
     before, after = ([*dims[:at], dim, *dims[at + 1:]] for dim in (outer + inner, inner))
     return _moved(call, before, *[after] * len(call.outputs))
 
 
-@rule("aten.cat.default", "aten.concat.default", "aten.concatenate.default")
+@rule
+def _split(call: Call) -> OpFactors | None:
+    return _in_pieces(call, names_sizes=True)
+
+
+@rule
+def _chunk(call: Call) -> OpFactors | None:
+    return _in_pieces(call, names_sizes=False)
+
+
+@rule
 def _cat(call: Call) -> OpFactors | None:
     tensors = call.args["tensors"]
     if any(len(shape_of(tensor)) != len(call.output) for tensor in tensors):
@@ -286,7 +286,7 @@ def _cat(call: Call) -> OpFactors | None:
     return call.done([(tensor, before) for tensor in tensors], [after], linear=[tensors])
 
 
-@rule("aten.stack.default")
+@rule
 def _stack(call: Call) -> OpFactors | None:
     tensors = call.args["tensors"]
     at = call.dim(len(call.output))

@@ -121,6 +121,6 @@ def test_tensors_that_are_alive_fit_beside_the_weights(contiguous):
     assert result.value == 3
     assert result.status == "feasible"
     assert result.bound == pytest.approx(2)
-    with pytest.raises(NoFeasiblePlan, match=r"bytes are missing on '.' in the last one tried") as caught:
+    with pytest.raises(NoFeasiblePlan, match=r"bytes are missing on '.' in the nearest") as caught:
         place(replace(problem, capacity=np.array([30.0, 30.0])), objective="throughput", time_limit=5.0)
     assert caught.value.missing_bytes

@@ -21,15 +21,13 @@ from ortools.sat.python import cp_model
 from weft.model.graph import I64
 from weft.search.common.budget import Budget
 from weft.search.common.cpsat import solve, whole
-from weft.search.place.fit import add_hints, add_parted, chosen, unit_choices
+from weft.search.place.fit import add_hints, add_numbering, add_parted, chosen, numbered, unit_choices
 from weft.search.place.partition.kernel import Graph, longest_path
 
 RESOLUTION = float(1 << 27)
 """The known latency in whole numbers."""
 SECONDS_PER_UNIT = (4.8, 7.5)
 """CPU seconds of a unit of deterministic time for these models, by linearization."""
-MAX_ORDERED = 80
-"""Units that sets are ordered by; all of them would be too many literals."""
 MAX_TERMS = 300_000
 """Larger models are not built."""
 SECONDS_PER_TERM = 1.5e-5
@@ -59,7 +57,8 @@ class _Builder:
         self.top = int(RESOLUTION)
         allowed = (g.can_set[:, None] == 1) | (np.arange(g.num_sets + 1) == 0)
         self.x = unit_choices(self.model, allowed)
-        add_hints(self.model, self.x, _canonical(g, where))
+        order, alike = list(dict.fromkeys(g.unit.tolist())), [list(range(1, g.num_sets + 1))] * (g.num_sets > 0)
+        add_hints(self.model, self.x, numbered(where, order, alike))
         self.cpu, self.fpga, self.cost = ([whole(item, self.scale, RESOLUTION) for item in times]
                                           for times in (g.cpu_s, g.fpga_s, g.cost_s))
         self.latency = self.model.new_int_var(0, self.top, "latency")
@@ -72,7 +71,7 @@ class _Builder:
         for index in range(1, g.num_sets + 1):
             self._set(index)
         self._paths()
-        self._symmetry()
+        add_numbering(self.model, self.x, order, alike)
         self.model.minimize(self.latency)
 
     def _node(self, node: int) -> None:
@@ -147,22 +146,3 @@ class _Builder:
                 add_parted(self.model, parted, self.x[one].get(index), self.x[two].get(index))
             terms.append(parted * self.cost[node])
         return terms
-
-    def _symmetry(self) -> None:
-        """Sets in the order of their first units."""
-        order = list(dict.fromkeys(self.g.unit.tolist()))[:MAX_ORDERED]
-        for index in range(2, self.g.num_sets + 1):
-            earlier: list[cp_model.IntVar] = []
-            for unit in order:
-                if index in self.x[unit]:
-                    self.model.add_bool_or([self.x[unit][index].negated(), *earlier])
-                    earlier.append(self.x[unit][index - 1])
-
-
-def _canonical(g: Graph, where: I64) -> I64:
-    """Return the sets numbered in the order of their first units."""
-    new = {0: 0}
-    for unit in dict.fromkeys(g.unit.tolist()):
-        if int(where[unit]) not in new:
-            new[int(where[unit])] = len(new)
-    return np.array([new[int(item)] for item in where], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""Compiled code for the latency of dnn-partitioning problems: evaluation, annealing, small changes, and paths.
+"""Compiled code for the latency of dnn-partitioning problems: evaluation, annealing, and paths.
 
 A placement gives each unit a set from 1 to K (an accelerator's) or 0 (CPUs). Each set is one task, and so is each
 node on a CPU; a task starts when all it reads from other tasks has ended. A circle of tasks has no latency.
@@ -15,10 +15,6 @@ The path takes at least the CPU times of its nodes outside sets and, for each in
 
 Each interval within the memory, and no more intervals than sets: ``best_cover`` finds the least sum by a dynamic
 program. Nothing is counted twice: what a neighbour reads, or what reads it, only where no other way leads to it.
-
-``best_intervals`` is a dynamic program over intervals of a whole order of blocks instead of a path, for sets to start
-from. ``best[i, k]`` is the least sum for the first ``i`` blocks with ``k`` sets: the last block is on CPUs, or it ends
-an interval that is one set. An interval pays for what it reads from before it and for what is read after it.
 """
 
 from __future__ import annotations
@@ -326,77 +322,6 @@ def anneal(g: Graph, where: I64, s: Scratch, steps: int, hot: float, cold: float
     return best, best_value
 
 
-@compiled
-def _worth(g: Graph, where: I64, s: Scratch) -> float:
-    """Return the latency and a little for the loads; infinite where it is not allowed."""
-    value = latency(g, where, s)
-    return float(np.inf if excess(g, s) > 0 else value + TIE * s.load.sum())
-
-
-@compiled
-def _try(g: Graph, where: I64, s: Scratch, cluster: I64, num: int, there: int, least: float) -> float:
-    """Move the units to the set if that is worth it; return what the sets are worth then."""
-    here = where[cluster[0]]
-    for slot in range(num):
-        if there > 0 and g.can_set[cluster[slot]] == 0:
-            return least
-    for slot in range(num):
-        where[cluster[slot]] = there
-    new = _worth(g, where, s)
-    if new < least * (1 - 1e-12):
-        return new
-    for slot in range(num):
-        where[cluster[slot]] = here
-    return least
-
-
-@compiled
-def _gather(g: Graph, where: I64, cluster: I64, is_in: I64, unit: int, kind: int) -> int:
-    """List the units that move: one alone, with all of its set before it or after it, or with one near it."""
-    cluster[0] = unit
-    if kind == 0:
-        return 1
-    if kind <= 2:
-        return int(close(g, where, cluster, 1, is_in, kind == 1))
-    slot = g.near_start[unit] + kind - 3
-    if slot >= g.near_start[unit + 1] or where[g.near[slot]] != where[unit]:
-        return 0
-    cluster[1] = g.near[slot]
-    return 2
-
-
-@compiled
-def polish(g: Graph, where: I64, s: Scratch, limit: int) -> int:
-    """Improve the sets in place until nothing small helps or ``limit`` evaluations are spent; return how many were.
-
-    Tried for each unit: to move to CPUs or to the set of a neighbour, alone, with all of its own set that it depends
-    on or that depends on it, and with each of its neighbours.
-    """
-    cluster, is_in = np.zeros(len(g.cpu_s), dtype=np.int64), np.zeros(len(where), dtype=np.int64)
-    least = _worth(g, where, s)
-    count, is_better = 1, True
-    while is_better and count < limit:
-        is_better = False
-        for unit in range(len(where)):
-            if count >= limit:
-                break
-            num_near = g.near_start[unit + 1] - g.near_start[unit]
-            for kind in range(3 + num_near):
-                num = _gather(g, where, cluster, is_in, unit, kind)
-                tried = where[unit]
-                for at in range(-1, num_near if num else -1):
-                    there = 0 if at < 0 else where[g.near[g.near_start[unit] + at]]
-                    if there == where[unit] or there == tried:
-                        continue
-                    tried = there
-                    new = _try(g, where, s, cluster, num, there, least)
-                    count += 1
-                    if new < least:
-                        least, is_better = new, True
-                        break
-    return count
-
-
 # ---- paths ----------------------------------------------------------------------------------------------------------
 
 
@@ -609,56 +534,3 @@ def _chosen(ends: I64) -> I64:
             cover[at] = ends[at, k]
             at, k = ends[at, k] + 1, k - 1
     return cover
-
-
-@compiled
-def best_intervals(cpu_s: F64, fpga_s: F64, size: F64, can_set: I64, read_start: I64, reads: I64, node_start: I64,
-                   nodes: I64, cost_s: F64, last: I64, num_sets: int, capacity: float, longest: int) -> I64:
-    """Return the set of every block, 0 for CPUs.
-
-    ``reads`` lists what blocks read from others, ``nodes`` what is in them; ``last`` is the last block that reads a
-    node.
-    """
-    count = len(cpu_s)
-    best = np.full((count + 1, num_sets + 1), np.inf)
-    came = np.full((count + 1, num_sets + 1), -1, dtype=np.int64)
-    best[0, :] = 0.0
-    seen = np.full(len(cost_s), -1, dtype=np.int64)
-    for end in range(1, count + 1):
-        for k in range(num_sets + 1):
-            best[end, k] = best[end - 1, k] + cpu_s[end - 1]
-            came[end, k] = -1
-        time_s, taken, outside, leaving = 0.0, 0.0, 0.0, 0.0
-        for begin in range(end - 1, max(-1, end - 1 - longest), -1):
-            if can_set[begin] == 0:
-                break
-            time_s += fpga_s[begin]
-            taken += size[begin]
-            if taken > capacity * (1 + 1e-12):
-                break
-            for slot in range(read_start[begin], read_start[begin + 1]):
-                node = reads[slot]
-                if seen[node] != end:
-                    seen[node] = end
-                    outside += cost_s[node]
-            for slot in range(node_start[begin], node_start[begin + 1]):
-                node = nodes[slot]
-                if seen[node] == end:  # it is inside from now on
-                    outside -= cost_s[node]
-                if last[node] >= end:
-                    leaving += cost_s[node]
-            load = time_s + outside + leaving
-            for k in range(1, num_sets + 1):
-                if best[begin, k - 1] + load < best[end, k]:
-                    best[end, k] = best[begin, k - 1] + load
-                    came[end, k] = begin
-    where = np.zeros(count, dtype=np.int64)
-    end, k = count, num_sets
-    while end > 0:
-        if came[end, k] < 0:
-            end -= 1
-        else:
-            where[came[end, k] : end] = k
-            end = came[end, k]
-            k -= 1
-    return where

@@ -19,15 +19,14 @@
                              sum of size[v] in a set <= capacity                             (``kernel.excess``)
                              no circle of sets that wait for each other           (``kernel.latency``: infinite)
 
-Starts come from a dynamic program over intervals of topological orders (``interval_sets``) and from paths, which also
-give bounds (``cover``); annealing with exact evaluation improves them (``_Search.anneal_for``); CP-SAT improves further
-or proves (``weft.search.place.partition.exact``).
+Starts come from paths, which also give bounds (``cover``); annealing with exact evaluation improves them
+(``_Search.anneal_for``); CP-SAT improves further or proves (``weft.search.place.partition.exact``).
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
@@ -35,7 +34,7 @@ import numpy as np
 
 from weft.base.errors import InputError, NoFeasiblePlan
 from weft.base.units import format_bytes
-from weft.model.graph import F64, I64, topological
+from weft.model.graph import F64, I64
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
 from weft.search.common.incumbent import Incumbent
 from weft.search.place.kernel import pieces
@@ -50,8 +49,8 @@ from weft.search.place.partition.problem import (
     load_partition,
     parse_partition,
 )
-from weft.search.place.problem import Objective, csr, inverse, starts_of
-from weft.search.place.throughput.model import LoadProblem, blocks_of, make_loads
+from weft.search.place.problem import Objective, csr, inverse
+from weft.search.place.throughput.model import LoadProblem, make_loads
 from weft.search.place.throughput.search import minimise, warm_up
 
 __all__ = ["load_partition", "solve_partition"]
@@ -73,14 +72,10 @@ class Tuning:
     """Effort between looks at the clock, so that Ctrl-C is answered in about half a second."""
     first_s: float = 0.01
     """Effort of the first runs at most, for each unit: small problems are proven sooner than annealed."""
-    polish_share: float = 0.02
-    """Small changes take no more of the effort that is left than this."""
     random_paths: int = 20
     """Paths near the longest that are followed in each turn."""
     path_share: float = 0.1
     """A path, or all random ones of a turn, take no more of the effort that is left than this."""
-    max_interval: int = 400
-    """Blocks in one interval at most, where there are many: the dynamic program takes time for each."""
 
 
 TUNING: Final = Tuning()
@@ -97,7 +92,7 @@ def loads_of(problem: PartitionProblem, *, contiguous: bool = False) -> LoadProb
     for source, target in problem.edges.tolist():
         targets[source].add(int(unit[target]))
     kept = [node for node in range(problem.num_nodes) if targets[node] - {int(unit[node])} and problem.cost_s[node] > 0]
-    order, source_lists = _forward(problem, contiguous=contiguous)
+    order, source_lists = _in_order(problem, contiguous=contiguous)
     none = np.zeros(0, dtype=np.int64)
     return LoadProblem(class_of_device=is_cpu.astype(np.int64), contiguous=contiguous, arrays=make_loads(
         time_s=time_s, core=np.arange(count, dtype=np.int64), owner=unit[kept],
@@ -110,17 +105,18 @@ def loads_of(problem: PartitionProblem, *, contiguous: bool = False) -> LoadProb
         resource_start=np.zeros(count * count + 1, dtype=np.int64), num_resources=0))
 
 
-def _forward(problem: PartitionProblem, *, contiguous: bool) -> tuple[I64, list[list[int]]]:
-    """Return the forward nodes in topological order, and the places of each one's sources.
+def _in_order(problem: PartitionProblem, *, contiguous: bool) -> tuple[I64, list[list[int]]]:
+    """Return the nodes (for contiguity the forward ones) in topological order, and the places of each one's sources.
 
     Edges in a circle are an error only where contiguity is asked for; else the file's order does.
     """
     try:
-        order = problem.order[~problem.is_backward[problem.order]]
+        order = problem.order
     except InputError:
         if contiguous:
             raise
         return np.arange(problem.num_nodes, dtype=np.int64), [[] for _ in range(problem.num_nodes)]
+    order = order[~(problem.is_backward[order] & contiguous)]
     place = {node: index for index, node in enumerate(order.tolist())}
     sources: list[list[int]] = [[] for _ in place]
     for source, target in problem.edges.tolist():
@@ -157,64 +153,6 @@ def latency_graph(problem: PartitionProblem) -> Graph:
                  source_start=source_start, sources=sources, member_start=member_start, members=members,
                  near_start=near_start, near=near_items, can_set=can_set, num_sets=problem.num_accelerators,
                  capacity=problem.capacity)
-
-
-def block_orders(g: Graph) -> list[list[I64]]:
-    """Return orders of blocks of units of which any interval is contiguous: by index, and depth first."""
-    source = np.repeat(np.arange(len(g.cpu_s)), np.diff(g.target_start))
-    blocks, follow = blocks_of(g.unit[source], g.unit[g.targets], len(g.can_set))
-    first = np.full(len(g.can_set), len(g.cpu_s))
-    np.minimum.at(first, g.unit, np.arange(len(g.cpu_s)))
-    position = [int(first[block].min()) for block in blocks]
-    return [[blocks[index] for index in order]
-            for order in (topological(follow, position), _depth_first(follow, position))]
-
-
-def _depth_first(follow: Sequence[set[int]], position: Sequence[int]) -> list[int]:
-    """Return a topological order, the latest made ready first.
-
-    Sources wait until something that reads them is next: they go right before it.
-    """
-    count = len(follow)
-    before: list[list[int]] = [[] for _ in range(count)]
-    for block, items in enumerate(follow):
-        for target in items:
-            before[target].append(block)
-    inner = [sum(bool(before[item]) for item in before[block]) for block in range(count)]
-    stack = [block for block in sorted(range(count), key=lambda item: -position[item])
-             if before[block] and inner[block] == 0]
-    order: dict[int, None] = {}
-    while stack:
-        block = stack.pop()
-        order.update(dict.fromkeys(item for item in before[block] if not before[item]))
-        order[block] = None
-        for target in sorted(follow[block], key=lambda item: -position[item]):
-            inner[target] -= 1
-            if inner[target] == 0:
-                stack.append(target)
-    return [*order, *(block for block in range(count) if block not in order)]
-
-
-def interval_sets(g: Graph, blocks: Sequence[I64]) -> I64:
-    """Return the sets by intervals of blocks with the least sum of loads and of CPU times in between."""
-    count = len(blocks)
-    block_of_unit = np.zeros(len(g.can_set), dtype=np.int64)
-    for index, units in enumerate(blocks):
-        block_of_unit[units] = index
-    block = block_of_unit[g.unit]
-    cpu_s, fpga_s, size = (np.bincount(block, weights=items, minlength=count).astype(np.float64)
-                           for items in (g.cpu_s, g.fpga_s, g.size))
-    can_set = np.ones(count, dtype=np.int64)
-    np.minimum.at(can_set, block_of_unit, g.can_set)
-    source = np.repeat(np.arange(len(g.cpu_s)), np.diff(g.target_start))
-    last = block.copy()
-    np.maximum.at(last, source, block[g.targets])
-    is_outer = block[source] != block[g.targets]
-    reads = np.unique(np.stack([block[g.targets], source], axis=1)[is_outer], axis=0)
-    starts = kernel.best_intervals(cpu_s, fpga_s, size, can_set, starts_of(reads[:, 0], count), reads[:, 1].copy(),
-                                   starts_of(block, count), np.argsort(block, kind="stable"), g.cost_s, last,
-                                   g.num_sets, g.capacity, TUNING.max_interval)
-    return np.asarray(starts[block_of_unit], dtype=np.int64)
 
 
 def cover(g: Graph, path: I64) -> tuple[float, I64]:
@@ -267,7 +205,7 @@ class _Search:
     def __init__(self, g: Graph, budget: Budget, seed: int) -> None:
         self.g, self.budget, self.seed = g, budget, seed
         self.scratch = Scratch.of(g)
-        self.seconds = 4e-7 + 8e-9 * (len(g.cpu_s) + len(g.targets)) + 1e-8 * g.num_sets
+        self.seconds = 1e-6 + 2e-9 * (len(g.cpu_s) + len(g.targets)) + 4e-8 * g.num_sets
         on_cpus = np.zeros(len(g.can_set), dtype=np.int64)
         self.best = Incumbent[I64](budget=budget, what="latency", proof=TUNING.proven, bound=path_bound(g),
                                    value=kernel.latency(g, on_cpus, self.scratch), answer=on_cpus, by="CPUs")
@@ -286,26 +224,18 @@ class _Search:
         return self.budget.is_spent or self.best.is_proven
 
     def offer(self, where: I64) -> None:
-        """Take the sets if they are allowed and, after small changes, better."""
-        where = where.copy()
-        kernel.latency(self.g, where, self.scratch)
-        if kernel.excess(self.g, self.scratch) > 0:
-            return
-        limit = int(TUNING.polish_share * self.budget.effort / self.seconds)
-        self.budget.effort -= kernel.polish(self.g, where, self.scratch, limit) * self.seconds
-        self.best.offer(kernel.latency(self.g, where, self.scratch), where)
+        """Take the sets if they are allowed and better."""
+        value = kernel.latency(self.g, where, self.scratch)
+        if kernel.excess(self.g, self.scratch) == 0:
+            self.best.offer(value, where)
 
     def start(self) -> None:
-        """Take the best of the intervals of a few orders."""
-        if self.g.num_sets == 0:
-            self.best.raise_bound(self.best.value)
-            return
-        for blocks in block_orders(self.g):
-            self.starts.append(interval_sets(self.g, blocks))
-            self.offer(self.starts[-1])
+        """Follow the longest paths by a few weights: each may tell much."""
         g = self.g
+        if g.num_sets == 0:
+            self.best.raise_bound(self.best.value)
         for weights in (np.minimum(g.cpu_s, g.fpga_s), g.cpu_s, g.cost_s, g.size, np.ones(len(g.cpu_s))):
-            self.follow(weights)  # the path may tell much
+            self.follow(weights)
         self.follow_paths(0)
 
     def follow_paths(self, num_random: int) -> None:
@@ -417,9 +347,8 @@ def compile_searches(objective: Objective) -> None:
         return
     minimise_latency(tiny, budget=Budget(effort=0.001), seed=0)
     graph = latency_graph(tiny)
-    scratch = Scratch.of(graph)
-    kernel.anneal(graph, interval_sets(graph, block_orders(graph)[0]), scratch, 1, 1.0, 1.0, 0)
-    kernel.polish(graph, cover(graph, kernel.longest_path(graph, graph.cpu_s))[1], scratch, 10)
+    where = cover(graph, kernel.longest_path(graph, graph.cpu_s))[1]
+    kernel.anneal(graph, where, Scratch.of(graph), 1, 1.0, 1.0, 0)
 
 
 def _latency_devices(problem: PartitionProblem, where: I64) -> I64:

@@ -9,7 +9,7 @@ time; ``s[t, i, j]`` tensor t is sent from i to j where that occupies something;
     s[t, i, j] >= x[owner, i] + x[reader, j] - 1                             (_tensors)
     T >= loads of cores and resources                                        (_loads)
     no path leaves a device and comes back                                   (_contiguity)
-    of interchangeable devices, the first unit of each comes before that of the next  (_symmetry)
+    of interchangeable devices, the first unit of each comes before that of the next  (``fit.add_numbering``)
 
 Times are scaled to whole numbers and rounded down, so that the solver's bound is one for the real problem.
 
@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import pairwise
 from typing import Final
 
 import numpy as np
@@ -38,17 +37,17 @@ from ortools.sat.python import cp_model
 from weft.model.graph import F64, I64
 from weft.search.common.budget import Budget
 from weft.search.common.cpsat import solve, whole
-from weft.search.place.fit import add_hints, add_parted, chosen, held_on, unit_choices
+from weft.search.place.fit import add_hints, add_numbering, add_parted, chosen, held_on, numbered, unit_choices
 from weft.search.place.throughput.model import LoadProblem
 
 RESOLUTION: Final = float(1 << 27)
 """The known value in whole numbers."""
 _BEYOND: Final = float(1 << 53)
 """More than the work of any set of units."""
+SECONDS_PER_UNIT: Final = 1.1
+"""CPU seconds of a unit of deterministic time for these models: 0.85 to 1.2 on 13 random ones."""
 MAX_TERMS: Final = 400_000
 """Larger models are not built."""
-MAX_ORDERED: Final = 80
-"""Units that interchangeable devices are ordered by; all of them would be too many literals."""
 
 
 def average_bound(problem: LoadProblem) -> float:
@@ -179,7 +178,7 @@ class _OneDevice:
         model.add(taken + sum(paid) <= int(RESOLUTION))
         model.add(sum(x[unit] * amount for unit, amount in amounts) >= at_least)
         model.minimize(taken + sum(paid) if with_time else sum(paid))
-        found = solve(model, self.budget, effort=self.effort, seed=self.seed)
+        found = solve(model, self.budget, effort=self.effort, seed=self.seed, seconds_per_unit=SECONDS_PER_UNIT)
         if found.status == "infeasible":
             return self.limit
         return max(0.0, found.bound / self.scale) if found.bound is not None else 0.0
@@ -235,7 +234,7 @@ def improve_or_prove(problem: LoadProblem, device: I64 | None, *, budget: Budget
     if model_size(problem) > MAX_TERMS:
         return None, 0.0
     builder = _Builder(problem, device)
-    found = solve(builder.model, budget, effort=effort, seed=seed)
+    found = solve(builder.model, budget, effort=effort, seed=seed, seconds_per_unit=SECONDS_PER_UNIT)
     if found.status == "infeasible":
         return None, builder.value if device is not None else float("inf")
     if not found.has_values or found.bound is None:
@@ -248,7 +247,10 @@ class _Builder:
 
     def __init__(self, problem: LoadProblem, device: I64 | None) -> None:
         self.problem, self.a = problem, problem.arrays
-        self.device = None if device is None else _canonical(problem, device)
+        self.order = [int(unit) for unit in np.argsort(-problem.arrays.time_s.min(axis=1), kind="stable")]
+        self.alike = [np.flatnonzero(problem.class_of_device == label).tolist()
+                      for label in np.unique(problem.class_of_device)]
+        self.device = None if device is None else numbered(device, self.order, self.alike)
         self.value = _most(problem) if device is None else problem.value(device)
         self.scale = RESOLUTION / max(self.value, 1e-300)
         self.model = cp_model.CpModel()
@@ -261,7 +263,7 @@ class _Builder:
         self._loads()
         if problem.contiguous:
             self._contiguity()
-        self._symmetry()
+        add_numbering(self.model, self.x, self.order, self.alike)
         self.model.minimize(self.top)
 
     def _units(self) -> list[dict[int, cp_model.IntVar]]:
@@ -349,15 +351,6 @@ class _Builder:
                     model.add_implication(above[source], above[node])
                     model.add_implication(below[node], below[source])
 
-    def _symmetry(self) -> None:
-        order = _heaviest_first(self.problem)
-        for devices in _classes(self.problem):
-            for previous, device in pairwise(devices):
-                for rank, unit in enumerate(order[:MAX_ORDERED]):
-                    if device in self.x[unit]:
-                        earlier = [self.x[other][previous] for other in order[:rank] if previous in self.x[other]]
-                        self.model.add_bool_or([self.x[unit][device].negated(), *earlier])
-
 
 def _most(problem: LoadProblem) -> float:
     """Return a value that no placement exceeds."""
@@ -367,25 +360,3 @@ def _most(problem: LoadProblem) -> float:
     given_s = np.where(np.isfinite(a.given_s), a.given_s, 0.0).max(initial=0.0)
     sent_s = problem.num_devices * len(a.owner) * max(float(pair_s), float(given_s))
     return float(np.where(np.isfinite(a.time_s), a.time_s, 0.0).max(axis=1).sum() + a.touch_s.sum() + sent_s) + 1e-300
-
-
-def _classes(problem: LoadProblem) -> list[list[int]]:
-    """Return the devices of each class."""
-    return [np.flatnonzero(problem.class_of_device == label).tolist() for label in np.unique(problem.class_of_device)]
-
-
-def _heaviest_first(problem: LoadProblem) -> list[int]:
-    least = np.min(problem.arrays.time_s, axis=1)
-    return [int(unit) for unit in np.argsort(-least, kind="stable")]
-
-
-def _canonical(problem: LoadProblem, device: I64) -> I64:
-    """Return the placement with interchangeable devices in the order of their first units."""
-    new = np.arange(problem.num_devices)
-    order = _heaviest_first(problem)
-    for devices in _classes(problem):
-        used = list(dict.fromkeys(int(device[unit]) for unit in order if int(device[unit]) in devices))
-        rest = [index for index in devices if index not in used]
-        for old, position in zip([*used, *rest], devices, strict=True):
-            new[old] = position
-    return np.asarray(new[device], dtype=np.int64)

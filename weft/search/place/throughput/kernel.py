@@ -311,7 +311,7 @@ def _propose(a: Loads, device: I64, random: I64, cluster: I64) -> tuple[int, int
         size += 1
     middle = _grow(a, device, random, cluster, 0, first, size)
     target = device[_near(a, random, cluster[draw(random, middle)])]
-    if target == source or draw(random, 4) == 0:
+    if draw(random, 4) == 0 and (target != source or draw(random, 4) == 0):
         target = draw(random, num_devices)
     if target == source or not _may_go(a, cluster, 0, middle, target):
         return 0, 0, 0

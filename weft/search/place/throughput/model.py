@@ -80,6 +80,14 @@ class LoadProblem:
             return float("inf")
         return float(state.load[:-1].max(initial=0.0))
 
+    def fullest_first(self, device: I64) -> list[int]:
+        """Return the devices by the largest load of each, of its core or of what transfers to or from it occupy."""
+        a, count, loads = self.arrays, self.num_devices, self.loads(device)
+        pair = np.repeat(np.arange(count * count), np.diff(a.resource_start))
+        for there in (pair // count, pair % count):
+            np.maximum.at(loads, there, loads[count + a.resources])
+        return [int(index) for index in np.argsort(-loads[:count], kind="stable")]
+
     @cached_property
     def tensor_weights(self) -> F64:
         """Return [t] about how many seconds it takes to part the units of a tensor."""
@@ -251,6 +259,19 @@ class Reduced:
     def expand(self, device: I64) -> I64:
         """Return the placement of the given problem that a placement of the smaller one means."""
         return np.asarray(device[self.group])
+
+
+def part_of(problem: LoadProblem, device: I64, chosen: Sequence[int]) -> tuple[Reduced, I64]:
+    """Return the problem in which only what is on the chosen devices may move, among these, and where all is in it."""
+    every = np.arange(problem.num_devices)
+    is_chosen, is_free = np.isin(every, chosen), np.isin(device, chosen)
+    _, first, group = np.unique(np.where(is_free, len(every) + np.arange(problem.num_units), device),
+                                return_index=True, return_inverse=True)
+    small, home = merge(problem, group), device[first]
+    may_run = np.where(is_free[first][:, None], is_chosen, every == home[:, None])
+    arrays = small.arrays._replace(time_s=np.where(may_run, small.arrays.time_s, np.inf))
+    labels = np.where(is_chosen, problem.class_of_device, len(every) + every)
+    return Reduced(problem=replace(small, arrays=arrays, class_of_device=labels), group=group), home
 
 
 def reduce_problem(problem: LoadProblem, limit: float) -> Reduced:

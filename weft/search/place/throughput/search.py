@@ -12,11 +12,12 @@
                              seconds[t, i, j] finite for all that is sent                     (``kernel.excess``)
                              no path leaves a device and comes back, if that is asked         (``kernel.are_convex``)
 
-Starts are intervals of an order of the units, one for each device, balanced by time and memory (``seeds``), what named
-methods choose, and the best intervals of many random orders that keep together what shares tensors (``Orders``). Short
-annealing runs from a few of them give a first value (``_Search.start``). It makes the problem smaller
-(``reduce_problem``), and often CP-SAT then ends the matter (``exact``). What effort is left goes into longer annealing
-of the smaller problem, and into a last attempt at a proof.
+Starts are what named methods choose, and the best intervals, one for each device, of the nodes' own order and of many
+random ones that keep together what shares tensors (``Orders``). Short annealing runs from a few of them give a first
+value (``_Search.start``). It makes the problem smaller (``reduce_problem``), and often CP-SAT then ends the matter
+(``exact``). What effort is left goes into rounds: short annealing runs from new orders or from the best
+(``_Search.anneal_for``); then CP-SAT divides anew what the fullest device has together with one or two others, all else
+staying where it is, as long as that helps (``_Search.divide_for``, ``part_of``). Last comes another attempt at a proof.
 
 ``place_stream`` is the way from a placement problem to its result: loads know only what is resident, so it searches
 again with less room for weights until the tensors of one request fit beside them.
@@ -33,23 +34,38 @@ from typing import Final
 import numpy as np
 
 from weft.base.errors import NoFeasiblePlan
-from weft.base.units import format_bytes
 from weft.model.graph import F64, I64, topological
 from weft.search.common.budget import Budget, OutOfTime, cut_short
 from weft.search.common.incumbent import Incumbent
 from weft.search.place.fit import fitting_devices
 from weft.search.place.kernel import pieces
 from weft.search.place.methods import METHODS
-from weft.search.place.problem import PlaceProblem, csr
+from weft.search.place.problem import PlaceProblem, starts_of
 from weft.search.place.throughput.exact import average_bound, improve_or_prove, shared_bound
 from weft.search.place.throughput.kernel import State, anneal, cut_order, grow_order
-from weft.search.place.throughput.model import LoadProblem, Reduced, blocks_of, load_problem, merge, reduce_problem
-from weft.search.place.timetable import TOLERANCE, Assignment, PlaceResult, Timetable, make_timetable
+from weft.search.place.throughput.model import (
+    LoadProblem,
+    Reduced,
+    blocks_of,
+    load_problem,
+    merge,
+    part_of,
+    reduce_problem,
+)
+from weft.search.place.timetable import (
+    TOLERANCE,
+    Assignment,
+    PlaceResult,
+    Timetable,
+    make_timetable,
+    no_room_for_tensors,
+    with_room_for_tensors,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What was chosen for the search, and why. None was tuned on a recorded set: take them for guesses that work."""
+    """What was chosen for the search, and why. Where no measurement is named, it is a guess that works."""
 
     proven: float = 1e-6
     """Relative: a bound so close to the value is a proof; CP-SAT's whole numbers are no finer."""
@@ -74,9 +90,21 @@ class Tuning:
     124.349, where annealing alone had ended at 128.07."""
     max_orders: int = 4_000
     """So many at most: no recorded problem gained from more."""
-    restarts_part: float = 0.35
-    """Part of the effort in which short runs begin from new orders. On o-bert_l-6_training they end at 71.642, once in
-    ten runs about; one long run ended at 73.35."""
+    anneal_part: float = 0.025
+    """Part of the effort in which runs are annealed, in turn with dividing anew what they come to. On
+    o-bert_l-6_training rounds of 3 and 5.7 seconds ended at 75.0, of 2.3 and 7.6 at 74.9; of 1 and 2.3 at 71.64, since
+    it is the third or fourth start that leads there."""
+    divide_part: float = 0.06
+    """Part of the effort in which what a few devices have is divided anew, at most, each time."""
+    divided: tuple[int, ...] = (1, 2)
+    """Devices whose units are divided anew with those of the fullest: with one other, most such problems are solved in
+    hundredths of a second; on o-bert_l-6_training it is two others that help."""
+    divide_s: float = 0.5
+    """Effort of one such division at most: those that helped in the runs looked at took less, but for one of 0.8 s."""
+    part_s: float = 5e-6
+    """Effort of making such a problem, for each unit and reader: its plain Python was measured."""
+    proof_part: float = 0.15
+    """Part of the effort that is left for a proof in the end."""
     fresh_orders: tuple[int, ...] = (10, 100)
     """Orders of which the best is such a beginning, in turn; only the best of very many, and any, were both worse."""
     fresh_heat: tuple[float, ...] = (0.03, 0.06)
@@ -85,12 +113,10 @@ class Tuning:
     """The last temperature of these runs."""
     fresh_steps: int = 200_000
     """Steps of such a run: enough for the 250 units of the largest recorded problem, by its loads."""
-    bisections: int = 40
-    """Of the largest time of intervals: to a part in 10^12."""
+    max_blocks: int = 600
+    """Of an order that is cut: so many units or more become blocks of neighbours, since the cut takes their square."""
     starts_part: float = 0.3
     """Part of a time limit in which the named methods are tried as starts."""
-    max_rounds: int = 6
-    """Searches at most, each with less room for weights, until tensors fit beside them."""
 
 
 TUNING: Final = Tuning()
@@ -98,139 +124,76 @@ TUNING: Final = Tuning()
 # ---- starts -------------------------------------------------------------------------------------------------------
 
 
-def blocks_in_order(problem: LoadProblem, *, contiguous: bool) -> list[I64]:
-    """Return the units in blocks, so that any interval of blocks is contiguous; single units where that is not asked.
-
-    Blocks follow the order of the nodes. Units whose nodes depend on each other both ways are one block.
-    """
-    a, position = problem.arrays, _positions(problem)
-    if not contiguous:
-        return list(np.argsort(position, kind="stable")[:, None])
-    reader = np.repeat(a.node_unit, np.diff(a.source_start))
-    blocks, follow = blocks_of(a.node_unit[a.sources], reader, problem.num_units)
-    return [blocks[index] for index in topological(follow, [float(position[block].min()) for block in blocks])]
-
-
-def _positions(problem: LoadProblem) -> F64:
-    """Return where each unit stands in the order of the nodes; units without nodes stand beside those they feed."""
-    a = problem.arrays
-    position = np.full(problem.num_units, np.inf)
-    np.minimum.at(position, a.node_unit, np.arange(len(a.node_unit), dtype=np.float64))
-    owner = np.repeat(a.owner, np.diff(a.reader_start))
-    for _ in range(3):
-        near = np.full(problem.num_units, np.inf)
-        np.minimum.at(near, a.readers, position[owner])
-        np.minimum.at(near, owner, position[a.readers])
-        position = np.where(np.isinf(position), near + 0.5, position)
-    return position
-
-
-class Intervals:
-    """Blocks in order, of which each device gets an interval."""
-
-    def __init__(self, problem: LoadProblem, *, contiguous: bool) -> None:
-        self.problem, self.blocks = problem, blocks_in_order(problem, contiguous=contiguous)
-        self.times = np.array([problem.arrays.time_s[block].sum(axis=0) for block in self.blocks])
-        self.sizes = np.array([problem.unit_bytes[block].sum() for block in self.blocks])
-        self.highest = float(np.where(np.isfinite(self.times), self.times, 0.0).max(axis=1).sum())
-
-    def best(self, sequence: list[int]) -> I64 | None:
-        """Return the placement over the devices in this sequence with the least largest time, if any fits."""
-        low, high = 0.0, self.highest + 1e-300
-        best = self.packed(sequence, self.sizes, high)
-        for _ in range(TUNING.bisections if best is not None else 0):
-            middle = (low + high) / 2
-            found = self.packed(sequence, self.sizes, middle)
-            low, high = (middle, high) if found is None else (low, middle)
-            best = found if found is not None else best
-        return best
-
-    def packed(self, sequence: list[int], sizes: F64, limit: float) -> I64 | None:
-        """Return the devices of units with no device's time above the limit, filling one after the other."""
-        device, capacity = np.zeros(self.problem.num_units, dtype=np.int64), self.problem.arrays.capacity
-        turn, time_s, size = 0, 0.0, 0.0
-        for block, times, more in zip(self.blocks, self.times, sizes, strict=True):
-            while turn < len(sequence) and (time_s + times[sequence[turn]] > limit
-                                            or size + more > capacity[sequence[turn]]):
-                turn, time_s, size = turn + 1, 0.0, 0.0
-            if turn == len(sequence):
-                return None
-            device[block] = sequence[turn]
-            time_s += times[sequence[turn]]
-            size += more
-        return device
-
-
-def _fastest_first(problem: LoadProblem) -> list[int]:
-    """Return the devices by the time that they would take for everything that they may run."""
-    times = problem.arrays.time_s
-    order = np.argsort(np.where(np.isfinite(times), times, 0.0).sum(axis=0), kind="stable")
-    return [int(device) for device in order]
-
-
-def seeds(problem: LoadProblem) -> list[I64]:
-    """Return placements by intervals for a few sequences of the devices, and those on one device; allowed ones only."""
-    fast = _fastest_first(problem)
-    orders = [Intervals(problem, contiguous=contiguous) for contiguous in ((True,) if problem.contiguous else
-                                                                            (True, False))]
-    found = [intervals.best(sequence) for intervals in orders for sequence in
-             (fast, fast[::-1], list(range(problem.num_devices)), fast[1:] + fast[:1])]
-    found += [np.full(problem.num_units, device, dtype=np.int64) for device in range(problem.num_devices)]
-    kept: list[I64] = []
-    for device in found:
-        if device is not None and not any((device == other).all() for other in kept) and np.isfinite(
-                problem.value(device)):
-            kept.append(device)
-    return sorted(kept, key=problem.value)
-
-
-def hopeful(problem: LoadProblem) -> list[I64]:
-    """Return placements that may hold too much, for a search to repair: the largest units first, and intervals."""
-    a = problem.arrays
-    device = np.argmin(a.time_s, axis=1).astype(np.int64)
-    free = a.capacity.copy()
-    for unit in np.argsort(-problem.unit_bytes, kind="stable").tolist():
-        room = np.where(np.isfinite(a.time_s[unit]), free, -np.inf)
-        device[unit] = int(np.argmax(room))
-        free[device[unit]] -= problem.unit_bytes[unit]
-    intervals = Intervals(problem, contiguous=problem.contiguous)
-    limit = intervals.highest / max(1, problem.num_devices - 1) + 1e-300
-    packed = intervals.packed(_fastest_first(problem), np.zeros(len(intervals.blocks)), limit)
-    return [*([] if problem.contiguous else [device]), *([] if packed is None else [packed])]
-
-
 class Orders:
-    """Random linear orders of the units, each cut into one interval for every device where that is best.
+    """Linear orders of the units, each cut into one interval for every device where that is best.
 
-    An order keeps together what shares heavy tensors (``kernel.grow_order``), so few tensors lead out of any interval;
-    ``kernel.cut_order`` finds the best intervals of an order exactly, but for what transfers occupy. With contiguity
-    orders are topological, and blocks of units that depend on each other both ways stay whole.
+    The first orders are the nodes' own, for a few sequences of the devices. The others are random and keep together
+    what shares heavy tensors (``kernel.grow_order``), so few tensors lead out of any interval. ``kernel.cut_order``
+    finds the best intervals of an order exactly, but for what transfers occupy. With contiguity orders are topological,
+    and blocks of units that depend on each other both ways stay whole; of very many units neighbours are one block.
     """
 
     def __init__(self, problem: LoadProblem, seed: int) -> None:
         a, count = problem.arrays, problem.num_units
-        self.group, follow = np.arange(count, dtype=np.int64), [set[int]() for _ in range(count)]
+        position = np.full(count, len(a.node_unit))
+        np.minimum.at(position, a.node_unit, np.arange(len(a.node_unit)))
+        reader = np.repeat(a.node_unit, np.diff(a.source_start))
         if problem.contiguous:
-            blocks, follow = blocks_of(a.node_unit[a.sources], np.repeat(a.node_unit, np.diff(a.source_start)), count)
-            for index, block in enumerate(blocks):
-                self.group[block] = index
-        self.problem, self.blocks = problem, merge(problem, self.group) if problem.contiguous else problem
-        """The problem, and its blocks."""
-        self.follow_start, self.follow = csr([sorted(items) for items in follow])
+            blocks, follow = blocks_of(a.node_unit[a.sources], reader, count)
+            order = topological(follow, [int(position[block].min()) for block in blocks])
+            in_order = [blocks[index] for index in order]
+        else:
+            in_order = list(np.argsort(position, kind="stable")[:, None])
+        self.group = np.zeros(count, dtype=np.int64)
+        for index, block in enumerate(in_order):
+            self.group[block] = index * min(len(in_order), TUNING.max_blocks) // len(in_order)
+        self.problem, self.blocks = problem, merge(problem, self.group)
+        """The problem, and its blocks, in the order of the nodes."""
+        size, steps = self.blocks.num_units, self.group[np.stack([a.node_unit[a.sources], reader], axis=1)]
+        steps = np.unique(steps[(steps[:, 0] != steps[:, 1]) & problem.contiguous], axis=0)
+        self.follow_start, self.follow = starts_of(steps[:, 0], size), steps[:, 1].copy()
         self.weight = self.blocks.tensor_weights
         self.rng, self.random = np.random.default_rng(seed), np.array([seed * 7919 + 12345], dtype=np.int64)
-        size, num_pins = self.blocks.num_units, len(self.blocks.arrays.owner) + len(self.blocks.arrays.readers)
+        num_pins = len(self.blocks.arrays.owner) + len(self.blocks.arrays.readers)
         self.seconds = 1e-5 + 1e-9 * size * (size + num_pins) * (problem.num_devices + 1)
         """CPU seconds that one order takes, about."""
 
     def placement(self, turn: int) -> I64:
-        """Return the devices of the units by another order."""
-        a, mean = self.blocks.arrays, float(self.weight.sum()) / max(1, len(self.weight))
-        order = grow_order(a, self.weight, self.follow_start, self.follow,
+        """Return the devices of the units by another random order."""
+        mean = float(self.weight.sum()) / max(1, len(self.weight))
+        order = grow_order(self.blocks.arrays, self.weight, self.follow_start, self.follow,
                            mean * TUNING.noise[turn % len(TUNING.noise)], self.random)
-        sequence = self.rng.permutation(self.problem.num_devices)
-        return np.asarray(cut_order(a, order, sequence, self.blocks.unit_bytes)[self.group], dtype=np.int64)
+        return self.cut(order, self.rng.permutation(self.problem.num_devices))
 
+    def cut(self, order: I64, sequence: I64, *, has_room: bool = False) -> I64:
+        """Return the devices of the units by the best intervals of an order, for the devices in this sequence.
+
+        With ``has_room`` memory is left out.
+        """
+        sizes = self.blocks.unit_bytes * (not has_room)
+        return np.asarray(cut_order(self.blocks.arrays, order, sequence, sizes)[self.group], dtype=np.int64)
+
+    def first(self) -> list[I64]:
+        """Return the placements by the nodes' order, for a few sequences of the devices, and those on one device."""
+        count, fast = self.problem.num_devices, self.fastest_first()
+        order = np.arange(self.blocks.num_units)
+        return [*(self.cut(order, items) for items in (fast, fast[::-1].copy(), np.arange(count), np.roll(fast, -1))),
+                *(np.full(self.problem.num_units, device) for device in range(count))]
+
+    def hopeful(self) -> list[I64]:
+        """Return placements that may hold too much, for a search to repair: intervals, and the largest units first."""
+        a, sizes = self.problem.arrays, self.problem.unit_bytes
+        packed = self.cut(np.arange(self.blocks.num_units), self.fastest_first(), has_room=True)
+        device, free = packed.copy(), a.capacity.copy()
+        for unit in np.argsort(-sizes, kind="stable").tolist():
+            device[unit] = int(np.argmax(np.where(np.isfinite(a.time_s[unit]), free, -np.inf)))
+            free[device[unit]] -= sizes[unit]
+        return [packed] if self.problem.contiguous else [device, packed]
+
+    def fastest_first(self) -> I64:
+        """Return the devices by the time that they would take for everything that they may run."""
+        times = self.problem.arrays.time_s
+        return np.argsort(np.where(np.isfinite(times), times, 0.0).sum(axis=0), kind="stable")
 
 # ---- the search ---------------------------------------------------------------------------------------------------
 
@@ -241,21 +204,25 @@ def minimise(problem: LoadProblem, *, budget: Budget, seed: int, starts: Sequenc
     search = _Search(problem, budget, seed)
     best = search.best
     try:
-        search.start([*starts, *seeds(problem)])
+        search.start(starts)
         if best.answer is None:
             search.find_any(0.5 * budget.effort)
         if best.answer is None:
             return best
         effort = budget.effort
-        search.bound_shared(0.05 * effort)
-        search.prove(0.15 * effort)
-        search.restart_for(TUNING.restarts_part * effort)
+        search.bound_shared(0.05 * effort)  # it is harder the smaller the value
+        search.divide_for(TUNING.divide_part * effort, search.answer)
         search.prove(0.1 * effort)
-        search.anneal_for(0.75 * budget.effort)
-        search.bound_shared(0.15 * effort)
-        if search.proof_bound >= best.bound:  # the solver knew more than the other bounds
-            search.prove(0.7 * budget.effort)
-        search.anneal_for(budget.effort)
+        left = float("inf")
+        for turn in itertools.count():
+            if search.is_done or budget.effort < TUNING.proof_part * effort or budget.effort >= left:
+                break  # a round of so little effort that nothing begins takes none
+            left = budget.effort
+            start = search.anneal_for(TUNING.anneal_part * effort, is_fresh=turn % 3 < 2)
+            search.divide_for(TUNING.divide_part * effort, start)
+        search.bound_shared(0.5 * budget.effort)
+        search.prove(budget.effort)
+        search.anneal_for(budget.effort, is_fresh=False)
     except (KeyboardInterrupt, OutOfTime) as ended:
         budget.is_interrupted |= isinstance(ended, KeyboardInterrupt)
         if best.answer is None:
@@ -275,12 +242,18 @@ class _Search:
         self.num_runs = 0
         self.proof_value = float("inf")
         self.proof_bound = 0.0
-        self.last: tuple[float, Reduced, I64] | None = None
-        self.orders: Orders | None = None
+        self.last: tuple[float, Reduced] | None = None
+        self.orders = Orders(problem, seed)
 
     @property
     def is_done(self) -> bool:
         return self.budget.is_spent or self.best.is_proven
+
+    @property
+    def answer(self) -> I64:
+        """Return the best placement."""
+        assert self.best.answer is not None, "only asked where there is one"
+        return self.best.answer
 
     def offer(self, device: I64) -> None:
         """Take the placement if it is better."""
@@ -288,23 +261,24 @@ class _Search:
 
     def start(self, starts: Sequence[I64]) -> None:
         """Take the best start, and improve the best few shortly; where none is allowed, look for one."""
-        allowed = [device for device in starts if np.isfinite(self.problem.value(device))]
+        found = {device.tobytes(): device.astype(np.int64) for device in (*starts, *self.orders.first())}
+        allowed = [device for device in found.values() if np.isfinite(self.problem.value(device))]
         for device in allowed:
             self.offer(device)
-        chosen = sorted(allowed, key=self.problem.value)[:2] or hopeful(self.problem)
+        chosen = sorted(allowed, key=self.problem.value)[:2] or self.orders.hopeful()
+        most = TUNING.first_s * self.problem.num_units
+        effort = min(0.02 * self.budget.effort, most)
         for device, heat in itertools.product(chosen, TUNING.first_heat):
-            effort = min(0.02 * self.budget.effort, TUNING.first_s * self.problem.num_units)
-            self._run(self.problem, device, effort=effort, heat=heat)
-        found = self.cut_orders(TUNING.max_orders, TUNING.orders_part * self.budget.effort)
-        if found is not None:
-            reduced, device = found
+            self._run(_whole(self.problem), device, effort=effort, heat=heat)
+        best_cut = self.cut_orders(TUNING.max_orders, min(TUNING.orders_part * self.budget.effort, most))
+        if best_cut is not None:
             for heat in TUNING.first_heat:
-                self._run(reduced.problem, device, effort=0.02 * self.budget.effort, heat=heat, expand=reduced)
+                self._run(*best_cut, effort=effort, heat=heat)
 
     def cut_orders(self, count: int, effort: float) -> tuple[Reduced, I64] | None:
         """Return the best placement of random orders of what the value known leaves, if any is allowed; offer it."""
-        reduced = self.reduced()[0] if self.best.answer is not None else _whole(self.problem)
-        if self.orders is None or self.orders.problem is not reduced.problem:
+        reduced = self.reduced(self.answer)[0] if self.best.answer is not None else _whole(self.problem)
+        if self.orders.problem is not reduced.problem:
             self.orders = Orders(reduced.problem, self.seed + self.num_runs)
         found, least = None, float("inf")
         for turn in range(min(count, int(effort / self.orders.seconds))):
@@ -319,34 +293,63 @@ class _Search:
             self.offer(reduced.expand(found[1]))
         return found
 
-    def restart_for(self, effort: float) -> None:
-        """Anneal shortly from the best of a few random orders, again and again: many basins rather than one."""
-        least = self.budget.effort - effort
+    def anneal_for(self, effort: float, *, is_fresh: bool) -> I64:
+        """Return the best of some annealing runs: short ones from the best of a few random orders, else from the best.
+        """
+        least, found, value = self.budget.effort - effort, self.answer, float("inf")
         while not self.is_done and self.budget.effort > max(least, 0.0) + 0.01:
-            count = TUNING.fresh_orders[self.num_runs % len(TUNING.fresh_orders)]
-            found = self.cut_orders(count, self.budget.effort - least)
-            if found is None:
-                return
-            reduced, device = found
-            heat = TUNING.fresh_heat[self.num_runs // len(TUNING.fresh_orders) % len(TUNING.fresh_heat)]
-            self._run(reduced.problem, device, effort=TUNING.fresh_steps * seconds_per_step(reduced.problem), heat=heat,
-                      cold=TUNING.fresh_cold, expand=reduced)
+            turn, kinds = self.num_runs, len(TUNING.fresh_orders)
+            cut = self.cut_orders(TUNING.fresh_orders[turn % kinds], self.budget.effort - least) if is_fresh else None
+            heats, cold = (TUNING.heat, TUNING.cold) if cut is None else (TUNING.fresh_heat, TUNING.fresh_cold)
+            steps = TUNING.run_steps if cut is None else TUNING.fresh_steps
+            device = self._run(*(cut or self.reduced(self.answer)), effort=self.budget.effort - least, steps=steps,
+                               heat=heats[turn // kinds % len(heats)], cold=cold)
+            if self.problem.value(device) < value:
+                found, value = device, self.problem.value(device)
+        return found
 
-    def _run(self, problem: LoadProblem, device: I64, *, effort: float, heat: float, cold: float = TUNING.cold,
-             expand: Reduced | None = None) -> None:
-        """Anneal once, in pieces, between which the clock and Ctrl-C are looked at."""
+    def divide_for(self, effort: float, device: I64) -> None:
+        """Let CP-SAT divide anew what a few devices have, the fullest among them, again and again, while that helps."""
+        least, tried = self.budget.effort - effort, set[tuple[int, ...]]()
         if self.is_done:
             return
+        reduced, device = self.reduced(device)
+        problem, value = reduced.problem, reduced.problem.value(device)
+        while not self.is_done and self.budget.effort > max(least, 0.0) + 0.01:
+            fullest, *others = problem.fullest_first(device)
+            chosen = next((items for size in TUNING.divided for more in itertools.combinations(others[::-1], size)
+                           if (items := (fullest, *more)) not in tried), None)
+            if chosen is None:
+                return
+            tried.add(chosen)
+            part, home = part_of(problem, device, chosen)
+            self.budget.effort -= TUNING.part_s * (problem.num_units + len(problem.arrays.readers))
+            found, _ = improve_or_prove(part.problem, home, budget=self.budget, seed=self.seed,
+                                        effort=min(TUNING.divide_s, self.budget.effort - least))
+            if found is not None and problem.value(part.expand(found)) < value * (1 - TUNING.equal):
+                device, value = part.expand(found), problem.value(part.expand(found))
+                self.offer(reduced.expand(device))
+                tried.clear()
+
+    def _run(self, reduced: Reduced, device: I64, *, effort: float, heat: float, cold: float = TUNING.cold,
+             steps: int = TUNING.run_steps) -> I64:
+        """Return the best of one run of annealing, in pieces, between which the clock and Ctrl-C are looked at."""
+        best, least = device, float("inf")
+        if self.is_done:
+            return reduced.expand(best)
+        problem = reduced.problem
         seconds, state = seconds_per_step(problem), State.empty(problem.arrays, device)
         scale = min(max(float(problem.loads(device).max(initial=0.0)), 1e-300), self.best.value)
         self.num_runs += 1
-        for piece in pieces(min(TUNING.run_steps, max(1000, int(effort / seconds))), size=TUNING.piece_s / seconds,
+        for piece in pieces(min(steps, max(1000, int(effort / seconds))), size=TUNING.piece_s / seconds,
                             hot=heat * scale, fall=cold / heat, is_done=lambda: self.is_done):
             found, value = anneal(problem.arrays, state, piece.steps, piece.hot, piece.cold,
                                   (1000 * self.seed + self.num_runs) * 1000 + piece.number, problem.contiguous)
             self.budget.effort -= piece.steps * seconds
-            if np.isfinite(value):
-                self.offer(found if expand is None else expand.expand(found))
+            if value < least:
+                best, least = found, value
+                self.offer(reduced.expand(found))
+        return reduced.expand(best)
 
     def find_any(self, effort: float) -> None:
         """Let CP-SAT look for any placement; the bound is infinite if there is none."""
@@ -357,31 +360,26 @@ class _Search:
             elif np.isinf(bound):
                 self.best.raise_bound(bound)
 
-    def reduced(self) -> tuple[Reduced, I64]:
-        """Return the problem made smaller by the value known, and the best placement in it."""
-        if self.last is None or self.last[0] != self.best.value:
-            self.last = (self.best.value, *self._reduced())
-        return self.last[1], self.last[2]
-
-    def _reduced(self) -> tuple[Reduced, I64]:
-        value, best = self.best.value, self.best.answer
-        assert best is not None, "it is the value of the best that makes the problem smaller"
-        reduced = reduce_problem(self.problem, value)
+    def reduced(self, device: I64) -> tuple[Reduced, I64]:
+        """Return the problem made smaller by the value of a placement, and the placement in it."""
+        value = self.problem.value(device)
+        if self.last is None or self.last[0] != value:
+            self.last = (value, reduce_problem(self.problem, value))
+        reduced = self.last[1]
         first = np.full(reduced.problem.num_units, -1, dtype=np.int64)
         for unit in reversed(range(self.problem.num_units)):
             if self.problem.arrays.time_s[unit].max() > 0 or first[reduced.group[unit]] < 0:
                 first[reduced.group[unit]] = unit
-        device = best[first]
-        if not reduced.problem.value(device) <= value * (1 + TUNING.equal):
-            return _whole(self.problem), best
-        return reduced, device
+        if not reduced.problem.value(device[first]) <= value * (1 + TUNING.equal):
+            return _whole(self.problem), device
+        return reduced, device[first]
 
     def prove(self, effort: float) -> None:
         """Let CP-SAT improve the best placement or raise the bound, if the value is new to it."""
         if self.is_done or self.best.value >= self.proof_value:
             return
         self.proof_value = self.best.value
-        reduced, device = self.reduced()
+        reduced, device = self.reduced(self.answer)
         found, bound = improve_or_prove(reduced.problem, device, budget=self.budget, effort=effort, seed=self.seed)
         self.proof_bound = min(bound, self.best.value)
         self.best.raise_bound(bound)
@@ -391,18 +389,9 @@ class _Search:
     def bound_shared(self, effort: float) -> None:
         """Raise the bound by what one of several equal devices must take."""
         if not self.is_done:
-            reduced, _ = self.reduced()
+            reduced, _ = self.reduced(self.answer)
             self.best.raise_bound(shared_bound(reduced.problem, self.best.value, budget=self.budget, effort=effort,
                                                seed=self.seed))
-
-    def anneal_for(self, effort: float) -> None:
-        """Anneal the reduced problem from the best placement, from hot to less hot, again and again."""
-        least = self.budget.effort - effort
-        while not self.is_done and self.budget.effort > max(least, 0.0) + 0.01:
-            reduced, device = self.reduced()
-            share = min(self.budget.effort - least, 0.25 * effort)
-            heat = TUNING.heat[self.num_runs % len(TUNING.heat)]
-            self._run(reduced.problem, device, effort=share, heat=heat, expand=reduced)
 
 
 def _whole(problem: LoadProblem) -> Reduced:
@@ -415,7 +404,7 @@ def seconds_per_step(problem: LoadProblem) -> float:
     a = problem.arrays
     degree = (len(a.owner) + len(a.readers)) / max(1, problem.num_units)
     contiguity = 2e-9 * (len(a.node_unit) + len(a.sources)) if problem.contiguous else 0.0
-    return 8e-7 + 3e-8 * (a.num_cores + a.num_resources) + 5.5e-8 * degree * problem.num_devices + contiguity
+    return 1.4e-6 + 2e-8 * (a.num_cores + a.num_resources) + 4e-9 * degree * problem.num_devices + contiguity
 
 
 def warm_up(problem: LoadProblem) -> None:
@@ -474,78 +463,54 @@ class _Stream:
 
     def __init__(self, problem: PlaceProblem, starts: Sequence[Assignment], budget: Budget, *, contiguous: bool,
                  seed: int) -> None:
-        self.problem, self.starts, self.budget, self.seed = problem, starts, budget, seed
+        self.problem, self.budget, self.seed = problem, budget, seed
         self.asked = load_problem(problem, contiguous=contiguous)
-        self.found: list[Assignment] = []
+        self.found = list(starts)
         self.bound = problem.work_bound()
         """Once there is a search: that of the first, in which weights had all the room."""
+        self.searched: list[tuple[F64, bool]] = []
+        """The memory for weights in each search, and whether its best is proven."""
 
-    def search(self, capacity: F64, share: float, more: Sequence[Assignment] = ()) -> Incumbent[I64]:
+    def search(self, capacity: F64, share: float) -> Assignment:
         """Search with so much memory for weights and so much of the effort."""
         with self.budget.without((1 - share) * self.budget.effort):
             best = solve_throughput(replace(self.problem, capacity=capacity), contiguous=self.asked.contiguous,
-                                    budget=self.budget, seed=self.seed,
-                                    starts=[start.device for start in (*self.starts, *more)])
+                                    budget=self.budget, seed=self.seed, starts=[start.device for start in self.found])
         assert best.answer is not None, "else it raises"
-        if not self.found:
+        if not self.searched:
             self.bound = best.bound
+        self.searched.append((capacity, best.is_proven))
         self.found.append(Assignment(device=best.answer, order=np.arange(self.problem.num_ops)))
-        return best
+        return self.found[-1]
 
     def run(self) -> tuple[float, Timetable]:
-        """Return what the search finds; where the deadline cuts it, the best of what it had and of the starts."""
+        """Return the best of what the searches find and of the starts, also where the deadline cuts a search."""
+        problem, missed = self.problem, None
+        counts_tensors = problem.has_lifetimes and bool(np.isfinite(problem.capacity).any())
         try:
             with cut_short(self.budget.deadline):
-                return self.search_with_tensors()
+                share = 0.5 if counts_tensors else 1.0
+                with_room_for_tensors(problem, lambda limited: self.search(limited.capacity, share))
+                capacity, is_proven = self.searched[-1]
+                if counts_tensors and not is_proven:
+                    self.search(capacity, 1.0)
         except OutOfTime:
-            fitting = self.fitting([*self.found, *self.starts])
+            missed = NoFeasiblePlan(f"no placement of {problem.name!r} was found within the time limit, though there "
+                                    "may be one: give it more time")
+        except NoFeasiblePlan as miss:
+            if not self.searched:
+                raise
+            missed = no_room_for_tensors(problem, miss)
+        fitting = self.fitting()
         if not fitting:
-            raise NoFeasiblePlan(f"no placement of {self.problem.name!r} was found within the time limit, though there "
-                                 "may be one: give it more time")
+            assert missed is not None, "what was found last has room for its tensors"
+            raise missed
         return min(fitting, key=lambda item: item[0])
 
-    def search_with_tensors(self) -> tuple[float, Timetable]:
-        """Return the best placement found in which the tensors of one request fit beside the weights.
-
-        Loads know only what is resident. If tensors that are alive for a while do not fit beside it, weights get less
-        room where they do not, and so on.
-        """
-        problem, limit = self.problem, self.problem.capacity
-        if not problem.has_lifetimes or not np.isfinite(limit).any():
-            return self.search(limit, 1.0).value, self.last_table()
-        best = self.search(limit, 0.5)
-        table = self.last_table()
-        for _ in range(TUNING.max_rounds):
-            over = self.lacking(table)
-            if not over.any():
-                break
-            limit = np.where(over > 0, np.minimum(limit - over, problem.resident_bytes(table.device) - 1), limit)
-            try:
-                best = self.search(limit, 0.5)
-            except NoFeasiblePlan:
-                break
-            table = self.last_table()
-        over = self.lacking(table)
-        fitting = self.fitting([*self.starts, self.found[-1]])
-        if not fitting:
-            raise _no_room_for_tensors(problem, table, over)
-        if not over.any() and not best.is_proven:
-            self.search(limit, 1.0, self.found[-1:])
-            fitting += self.fitting(self.found[-1:])
-        return min(fitting, key=lambda item: item[0])
-
-    def last_table(self) -> Timetable:
-        """Return the timetable of one request with operators in the graph's order, as the last search places them."""
-        return make_timetable(self.problem, self.found[-1].device, self.found[-1].order)
-
-    def lacking(self, table: Timetable) -> F64:
-        """Return [m] the bytes that do not fit."""
-        return np.maximum(table.peak_bytes() - self.problem.capacity * (1 + TOLERANCE), 0.0)
-
-    def fitting(self, found: Iterable[Assignment]) -> list[tuple[float, Timetable]]:
-        """Return those that can be used as they are."""
+    def fitting(self) -> list[tuple[float, Timetable]]:
+        """Return what was found that can be used as it is."""
         kept = []
-        for item in found:
+        for item in self.found:
             value = self.asked.value(item.device[self.problem.first_op])
             if np.isfinite(value):
                 table = make_timetable(self.problem, item.device, item.order)
@@ -562,16 +527,6 @@ class _Stream:
                                  "them: use the method auto, or add links to the cluster file")
         self.bound = average_bound(self.asked)
         return value, make_timetable(self.problem, found.device, found.order)
-
-
-def _no_room_for_tensors(problem: PlaceProblem, table: Timetable, over: F64) -> NoFeasiblePlan:
-    worst = int(np.argmax(over))
-    name, missing = problem.device_names[worst], int(np.ceil(over[worst]))
-    return NoFeasiblePlan(
-        f"no placement of {problem.name!r} was found that fits: its weights do, but not with the tensors that are "
-        f"alive at the same time ({missing} bytes are missing on {name!r} in the last one tried, which would hold "
-        f"{format_bytes(table.peak_bytes()[worst])}). Try a smaller batch or a device with more memory.",
-        missing_bytes=missing, device=name)
 
 
 def _starts(problem: PlaceProblem, names: Iterable[str], deadline: float | None) -> list[Assignment]:

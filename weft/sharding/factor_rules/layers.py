@@ -1,4 +1,4 @@
-"""Factors of matrix products, the lookup of embeddings, attention, convolutions and pools.
+"""Factors of the operators of layers: products, embeddings, attention, convolutions, pools, normalisations, losses.
 
     linear  (b... k, n k, n) -> (b... n)        addmm  (m n, m k, k n) -> (m n)
     matmul  (b... m k, b... k n) -> (b... m n)  embedding  (vocab d, t...) -> (t... d)
@@ -18,14 +18,31 @@ the queries of each. The rows are special in causal attention: a device's first 
 
 What lies in space is never split. Groups are special, because the number of groups is an argument; the input channels
 are where there is a bias.
+
+Normalisations and recurrent layers: everything but what is normalised over is a factor.
+The images of a batch normalisation in training are special: its statistics are taken over the whole batch, by
+all-reduces inside; all devices then have the same statistics, so these results are whole. The groups of a group
+normalisation are special, because their number is an argument.
+
+Losses have rows (all dimensions but the classes) and classes:
+
+    cross entropy, likelihood  (rows... classes, rows..., classes) -> () or (rows...)
+    squared error              (d..., d...) -> () or (d...)
+
+Rows of a mean are special: it is the sum over a device's rows divided by the number (or weight) of all rows that count,
+so that the devices' results add up to the mean however many rows each has. Classes are special: the sum of exponentials
+is taken over all devices, and the loss of a row comes from the device that has its true class.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
+from enum import IntEnum
 from typing import Any
 
-from weft.sharding.factor_rules.common import Call, Items, Shape, aligned, rule, shape_of
+from weft.sharding.factor_rules.common import Call, Items, Shape, aligned, is_float, rule, shape_of
 from weft.sharding.factors import OpFactors
 
 
@@ -36,7 +53,7 @@ def linear_in(*groups: Sequence[Any]) -> list[list[Any]]:
     return given if len(set(firsts)) == len(firsts) else []
 
 
-@rule("aten.linear.default")
+@rule
 def linear(call: Call) -> OpFactors | None:
     """Return the factors of ``x @ weight.T + bias``."""
     x, weight, bias = (call.args[name] for name in ("input", "weight", "bias"))
@@ -48,7 +65,7 @@ def linear(call: Call) -> OpFactors | None:
     return call.done(inputs, [[*rows, n]], linear=linear_in((x, bias), (weight, bias)))
 
 
-@rule("aten.addmm.default", "aten.baddbmm.default")
+@rule
 def addmm(call: Call) -> OpFactors | None:
     """Return the factors of ``beta * self + alpha * left @ right``."""
     names = ("self", "mat1", "mat2") if "mat1" in call.args else ("self", "batch1", "batch2")
@@ -61,7 +78,7 @@ def addmm(call: Call) -> OpFactors | None:
                      [output], linear=linear_in((left, added), (right, added)))
 
 
-@rule("aten.mm.default", "aten.bmm.default", "aten.matmul.default", "aten.mv.default", "aten.dot.default")
+@rule
 def matmul(call: Call) -> OpFactors | None:
     """Return the factors of a product of vectors, matrices or batches of matrices, with broadcasting."""
     left, right = call.tensors if len(call.tensors) == 2 else call.tensors * 2
@@ -75,7 +92,7 @@ def matmul(call: Call) -> OpFactors | None:
     return call.done(inputs, [batch + m + n], linear=linear_in((left,), (right,)))
 
 
-@rule("aten._grouped_mm.default", "transformers.grouped_mm_fallback.default")
+@rule
 def grouped(call: Call) -> OpFactors | None:
     """Return the factors of rows, sorted by expert, times one matrix for each expert."""
     left, right = call.node.args[:2]
@@ -85,7 +102,7 @@ def grouped(call: Call) -> OpFactors | None:
     return call.done([(left, [(), k]), (right, [(), k, n])], [[(), n]], linear=linear_in((left,), (right,)))
 
 
-@rule("aten.embedding.default")
+@rule
 def embedding(call: Call) -> OpFactors | None:
     """Return the factors of a lookup of rows of a table."""
     if call.args["scale_grad_by_freq"] or call.args["sparse"]:
@@ -105,7 +122,7 @@ def _batch(call: Call, shape: Shape, name: str = "b") -> Items:
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-@rule("aten.scaled_dot_product_attention.default")
+@rule
 def attention(call: Call) -> OpFactors | None:
     """Return the factors of attention; None where it draws random numbers."""
     query, key, value, mask = (call.args[name] for name in ("query", "key", "value", "attn_mask"))
@@ -127,8 +144,8 @@ def _batch_and_heads(call: Call, key_shape: tuple[int, ...]) -> tuple[Items, Ite
     """Return the factors of the leading dimensions, of the query's heads and of the key's heads."""
     leading = call.output[:-2]
     if len(leading) < 2:
-        return [call.factor(f"b{dim}", size) for dim, size in enumerate(leading)], [], []
-    batch = [call.factor(f"b{dim}", size) for dim, size in enumerate(leading[:-1])]
+        return _batch(call, leading), [], []
+    batch = _batch(call, leading[:-1])
     if not call.args["enable_gqa"] or leading[-1] == key_shape[-3]:
         heads = call.factor("heads", leading[-1])
         return batch, [heads], [heads]
@@ -140,9 +157,7 @@ def _batch_and_heads(call: Call, key_shape: tuple[int, ...]) -> tuple[Items, Ite
 # ---- convolutions and pools -----------------------------------------------------------------------------------------
 
 
-@rule("aten.conv1d.default", "aten.conv1d.padding", "aten.conv2d.default", "aten.conv2d.padding",
-      "aten.conv3d.default", "aten.conv3d.padding", "aten.conv_transpose1d.default", "aten.conv_transpose2d.input",
-      "aten.conv_transpose3d.input", "aten.convolution.default")
+@rule
 def convolution(call: Call) -> OpFactors | None:
     """Return the factors of a convolution, transposed or not."""
     x, weight, bias, num_groups = (call.args[name] for name in ("input", "weight", "bias", "groups"))
@@ -161,21 +176,121 @@ def convolution(call: Call) -> OpFactors | None:
     return call.done(inputs, [[*images, groups + outer, *space]], linear=linear_in((x, bias), (weight, bias)))
 
 
-_LINEAR_POOLS = ("avg_pool1d.default", "avg_pool2d.default", "avg_pool3d.default", "adaptive_avg_pool1d.default",
-                 "adaptive_avg_pool2d.default", "adaptive_avg_pool3d.default", "_adaptive_avg_pool2d.default",
-                 "upsample_nearest2d.default", "upsample_bilinear2d.default", "upsample_nearest2d.vec",
-                 "upsample_bilinear2d.vec")
-_OTHER_POOLS = ("max_pool1d.default", "max_pool2d.default", "max_pool3d.default", "max_pool2d_with_indices.default",
-                "max_pool3d_with_indices.default", "adaptive_max_pool1d.default", "adaptive_max_pool2d.default",
-                "adaptive_max_pool3d.default")
+def _over_space(call: Call, linear: Sequence[Sequence[Any]]) -> OpFactors | None:
+    num_space = next(count for count in (1, 2, 3) if f"{count}d" in call.operator)
+    dims = call.plain(call.shape, but=range(len(call.shape) - num_space, len(call.shape)))
+    return call.done([(call.tensors[0], dims)], [dims for _ in call.outputs], linear=linear)
 
 
-@rule(*(f"aten.{name}" for name in _LINEAR_POOLS + _OTHER_POOLS))
+@rule
 def pool(call: Call) -> OpFactors | None:
     """Return the factors of a pool: all leading dimensions, images and channels or channels only."""
-    x = call.tensors[0]
-    num_space = next(count for count in (1, 2, 3) if f"{count}d" in call.operator)
-    shape = shape_of(x)
-    dims = call.plain(shape, but=range(len(shape) - num_space, len(shape)))
-    is_linear = call.operator.removeprefix("aten.") in _LINEAR_POOLS
-    return call.done([(x, dims)], [dims for _ in call.outputs], linear=[[x]] if is_linear else [])
+    return _over_space(call, [])
+
+
+@rule
+def linear_pool(call: Call) -> OpFactors | None:
+    """Return the factors of a pool that takes means, or of an enlargement."""
+    return _over_space(call, [call.tensors])
+
+
+# ---- normalisations and recurrent layers ----------------------------------------------------------------------------
+
+@rule
+def layer_norm(call: Call) -> OpFactors | None:
+    """Return the factors of a normalisation over the last dimensions."""
+    num_rows = len(call.shape) - len(call.args["normalized_shape"])
+    dims = call.plain(call.shape, but=range(num_rows, len(call.shape)))
+    return call.done([(call.args["input"], dims)], [dims for _ in call.outputs])
+
+
+@rule
+def group_norm(call: Call) -> OpFactors | None:
+    """Return the factors of a normalisation of groups of channels."""
+    x, num_groups, shape = call.args["input"], call.args["num_groups"], call.shape
+    images, groups = call.factor("images", shape[0]), call.factor("groups", num_groups, special=True)
+    within = call.factor("within", shape[1] // num_groups, fixed=True)
+    dims = [images, groups + within, *[()] * (len(shape) - 2)]
+    channels = [(call.args[name], [groups + within]) for name in ("weight", "bias") if call.args[name] is not None]
+    return call.done([(x, dims), *channels], [dims])
+
+
+@rule
+def batch_norm(call: Call) -> OpFactors | None:
+    """Return the factors of a normalisation of channels over the batch."""
+    x, shape = call.args["input"], call.shape
+    in_training = call.args.get("training", False)
+    if in_training and "functional" not in call.operator:
+        return None  # it changes its statistics in place
+    vector = float(shape[1] * max(x.meta["val"].dtype.itemsize, 4))
+    images = call.factor("images", shape[0], special=in_training,  # mean, then variance; back both at once
+                         forward_sums=(vector, vector) if in_training else (),
+                         backward_sums=(2 * vector,) if in_training else ())
+    channels = call.factor("channels", shape[1])
+    dims = [images, channels, *[()] * (len(shape) - 2)]
+    names = ("weight", "bias", "running_mean", "running_var")
+    vectors = [(call.args[name], [channels]) for name in names if call.args[name] is not None]
+    statistics = [[channels] if result == (shape[1],) else [()] for result in call.outputs[1:]]
+    found = call.done([(x, dims), *vectors], [dims, *statistics])
+    return None if found is None else replace(found, whole_outputs=tuple(range(1, len(call.outputs))))
+
+
+@rule
+def recurrent(call: Call) -> OpFactors | None:
+    """Return the factors of a recurrent layer: the sequences of the batch."""
+    x, shape = call.args["input"], call.shape
+    if len(shape) != 3 or (call.args["dropout"] and call.args["train"]):
+        return None
+    batch_dim = 0 if call.args["batch_first"] else 1
+    batch = call.factor("batch", shape[batch_dim])
+    dims = [batch if dim == batch_dim else () for dim in range(3)]
+    states = call.args["hx"] if isinstance(call.args["hx"], list | tuple) else [call.args["hx"]]
+    state_dims = [(), batch, ()]
+    return call.done([(x, dims), *((state, state_dims) for state in states)],
+                     [dims, *[state_dims] * (len(call.outputs) - 1)])
+
+
+# ---- losses ----------------------------------------------------------------------------------------------------------
+
+
+class Reduction(IntEnum):
+    """How ATen numbers what a loss does with its rows."""
+
+    NONE = 0
+    MEAN = 1
+    SUM = 2
+
+
+@rule
+def cross_entropy(call: Call) -> OpFactors | None:
+    """Return the factors of a cross entropy or of a likelihood of given classes."""
+    scores, target, weight = (call.args[name] for name in ("self", "target", "weight"))
+    shape = shape_of(scores)
+    class_dim = 0 if len(shape) == 1 else 1
+    has_indices = not is_float(target)
+    is_mean = call.args["reduction"] == Reduction.MEAN
+    is_linear = "nll" in call.operator
+    number = float(max(scores.meta["val"].dtype.itemsize, 4))
+    by_row = number * math.prod(shape) / shape[class_dim]
+    rows = [() if dim == class_dim else call.factor(f"rows{dim}", size, special=is_mean, forward_sums=(
+        (number,) if is_mean and has_indices else ())) for dim, size in enumerate(shape)]  # how much all rows count
+    classes = call.factor("classes", shape[class_dim], special=True,  # the maximum, and the sum of exponentials
+                          forward_sums=() if is_linear else (by_row, by_row)) if has_indices else ()
+    dims = [classes if dim == class_dim else rows[dim] for dim in range(len(shape))]
+    row_dims = [row for dim, row in enumerate(rows) if dim != class_dim]
+    inputs = [(scores, dims), (target, row_dims if has_indices else dims)]
+    if weight is not None:
+        inputs.append((weight, [classes]))
+    return call.done(inputs, [row_dims if call.args["reduction"] == Reduction.NONE else []],
+                     linear=[[scores]] if is_linear else [])
+
+
+@rule
+def distance(call: Call) -> OpFactors | None:
+    """Return the factors of a squared or absolute error."""
+    left, right = call.args["self"], call.args["target"]
+    if shape_of(left) != shape_of(right):
+        return None
+    is_mean = call.args["reduction"] == Reduction.MEAN
+    dims = [call.factor(f"d{dim}", size, special=is_mean) for dim, size in enumerate(shape_of(left))]
+    return call.done([(left, dims), (right, dims)], [dims if call.args["reduction"] == Reduction.NONE else []])
