@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -20,6 +19,7 @@ from weft.plan.lower import lower
 from weft.plan.plan import Plan
 from weft.plan.program import inside_backward
 from weft.run.cells import Transfer
+from weft.run.clock import Clock
 from weft.run.exchange import Early, EarlyExchanges
 from weft.run.failures import PeerLost
 from weft.search.common.problem import cut_gradients
@@ -154,11 +154,12 @@ class Recorded:
 
     def __init__(self, *groups: list[torch.Tensor]) -> None:
         self.log: list[int] = []
-        self.starts, self.ends = array("q", [0] * len(groups)), array("q", [0] * len(groups))
+        clock = Clock(torch.device("cpu"))
+        self.starts, self.ends = [0] * len(groups), [0] * len(groups)
         self.early = EarlyExchanges(
             [Early(position=number, parameters=tensors, issue=lambda number=number: self.log.append(number),
-                   transfer=Transfer(number, self.ends, None)) for number, tensors in enumerate(groups)],
-            starts=self.starts, device=torch.device("cpu"))
+                   transfer=Transfer(number, self.ends, clock)) for number, tensors in enumerate(groups)],
+            starts=self.starts, clock=clock)
 
     def backward(self, loss: torch.Tensor) -> list[int]:
         """Return what was issued inside the backward."""

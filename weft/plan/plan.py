@@ -178,6 +178,8 @@ class Plan:
     order: Mapping[str, tuple[str, ...]]
     gradients: tuple[GradientExchange, ...] = ()
     optimizer: Optimizer = field(default_factory=Optimizer)
+    compiled: bool = False
+    """Stages run as compiled graphs; else operator by operator."""
     search: SearchInfo = field(default_factory=lambda: SearchInfo(by="hand"))
 
     @property

@@ -5,8 +5,6 @@ The closures of a rank, called in order, are a step. ``weft.run.wiring`` finds w
 
 from __future__ import annotations
 
-import time
-from array import array
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -21,6 +19,7 @@ from weft.base.errors import RunError
 from weft.plan.memory import SEND_WINDOW
 from weft.plan.program import Channel, Instruction, Op, Phase, Program, inside_backward
 from weft.run.cells import Cell, Transfer, occupy, vacate
+from weft.run.clock import Clock, Moment
 from weft.run.exchange import Early, EarlyExchanges, Lane, make_exchange, summed_in
 from weft.run.parameters import StateShares
 from weft.run.prepare import Prepared
@@ -36,10 +35,12 @@ class Binder:
     """The closures of one rank: called in order, they are a step."""
 
     def __init__(self, prepared: Prepared, transport: Transport, *, optimizer: torch.optim.Optimizer | None,
-                 shares: StateShares, starts: array[int], ends: array[int]) -> None:
+                 shares: StateShares, clock: Clock, starts: list[Moment], ends: list[Moment]) -> None:
         program = prepared.program
         self.program, self.stages, self.parameters = program, prepared.stages, prepared.parameters
+        self.compiler = prepared.compiler
         self.optimizer, self.shares, self.transport, self.starts, self.ends = optimizer, shares, transport, starts, ends
+        self.clock = clock
         self.factors, self.lane = prepared.factors, Lane(transport.device)
         self.products: list[Action] = []
         """What makes gradients of gathered factors, before the optimizer step."""
@@ -154,13 +155,13 @@ class Binder:
 
     def _begin(self, position: int, arrivals: Sequence[Transfer]) -> Action:
         """Return what a compute does first: wait for what must have arrived, and note the time."""
-        starts = self.starts
+        starts, now = self.starts, self.clock.now
 
         def begin() -> None:
             for arrival in arrivals:
                 arrival.wait()
             if arrivals:
-                starts[position] = time.perf_counter_ns()
+                starts[position] = now()
 
         return begin
 
@@ -232,7 +233,9 @@ class Binder:
             rows = self.factors[bucket].filled_by(ops) if bucket in self.factors else []
             items.append(Early(position=place, parameters=[*(item for item in tensors if item.requires_grad), *rows],
                                issue=self._exchange(place, bucket), transfer=self.collectives[-1]))
-        early = self.early[position] = EarlyExchanges(items, starts=self.starts, device=self.transport.device)
+        early = self.early[position] = EarlyExchanges(items, starts=self.starts, clock=self.clock,
+                                                      compiler=self.compiler,
+                                                      num_uses=self.stages[instance].num_uses)
         self.issued_early.update({place: early.instruction(number) for number, place in enumerate(places)})
         return early
 
@@ -314,7 +317,7 @@ class Binder:
         return ((key[0] * self.program.plan.microbatches + key[1]) * self.widest + number) % _MAX_TAG
 
     def _transfer(self, position: int) -> Transfer:
-        return Transfer(position, self.ends, self.transport.synchronize, self.transport.status)
+        return Transfer(position, self.ends, self.clock, self.transport.status)
 
     def _exchange(self, position: int, index: int) -> Action:
         transfer = self._transfer(position)
@@ -328,12 +331,13 @@ class Binder:
         return action
 
     def _step(self, position: int) -> Action:
-        optimizer, finish, starts, products = self.optimizer, self.finish, self.starts, self.products
+        optimizer, finish, starts, now = self.optimizer, self.finish, self.starts, self.clock.now
+        products = self.products
         shares, updates = self.shares, self.program.plan.optimizer.kind != "none"
 
         def action() -> None:
             finish()  # an output may be a view of a parameter, so messages end before parameters change
-            starts[position] = time.perf_counter_ns()
+            starts[position] = now()
             for multiply in products:
                 multiply()
             shares.take_gradients()

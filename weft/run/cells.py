@@ -8,14 +8,13 @@ alive by its ``Transfer`` until it is done.
 
 from __future__ import annotations
 
-import time
-from array import array
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft.run.clock import Clock, Moment
 from weft.run.failures import failure
 from weft.run.split_backward import Deferred
 from weft.run.status import StatusLine
@@ -40,15 +39,14 @@ class Cell:
 class Transfer:
     """A message under way: its works, what must stay alive, and when it was seen to be done."""
 
-    __slots__ = ("done_ns", "ends", "position", "status", "synchronize", "tensors", "works")
+    __slots__ = ("clock", "done", "ends", "position", "status", "tensors", "works")
 
-    def __init__(self, position: int, ends: array[int], synchronize: Callable[[], None] | None,
-                 status: StatusLine | None = None) -> None:
+    def __init__(self, position: int, ends: list[Moment], clock: Clock, status: StatusLine | None = None) -> None:
         """Those who wait for it say so on the line ``status``."""
         self.works: Sequence[Work] = ()
         self.tensors: Sequence[Tensor] = ()
-        self.position, self.ends, self.synchronize, self.status = position, ends, synchronize, status
-        self.done_ns = 0
+        self.position, self.ends, self.clock, self.status = position, ends, clock, status
+        self.done: Moment = None
 
     def wait(self) -> None:
         """Return when the message is done; at once if it was waited for before."""
@@ -58,8 +56,6 @@ class Transfer:
             try:
                 for work in self.works:
                     work.wait()
-                if self.synchronize is not None:
-                    self.synchronize()
             except RuntimeError as problem:
                 raise failure(problem, lost="a message or collective failed",
                               doing="a message or collective") from problem
@@ -67,14 +63,14 @@ class Transfer:
                 self.status.end_wait()
             self.works = ()
             self.tensors = ()
-            self.done_ns = time.perf_counter_ns()
-        if self.done_ns:
-            self.ends[self.position] = self.done_ns
+            self.done = self.clock.now()
+        if self.done is not None:
+            self.ends[self.position] = self.done
 
     def is_seen_done(self) -> bool:
         """Return whether a collective of the backend is done, and note the time if so; on a CPU only."""
         works: Any = self.works
-        if self.synchronize is not None or not all(work.is_completed() for work in works):
+        if self.clock.is_gpu or not all(work.is_completed() for work in works):
             return False
         self.wait()
         return True

@@ -28,8 +28,6 @@ of a step), I and O columns of an operator's input and output.
 
 from __future__ import annotations
 
-import time
-from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -47,6 +45,8 @@ from weft.model.graph import I64, Graph
 from weft.plan.factors import Factors, LinearUse, block_size, bucket_rows, factor_widths
 from weft.plan.program import Bucket, Program
 from weft.run.cells import Transfer
+from weft.run.clock import Clock, Moment
+from weft.run.compiled import Compiler
 from weft.run.parameters import Parameters
 from weft.run.split_backward import MatmulGradient, attributes_of, linear_call, split_matmul
 from weft.run.stage import StageModule
@@ -185,25 +185,27 @@ class Early:
 class EarlyExchanges:
     """The exchanges of one backward, in the order of the list; a context that encloses the backward."""
 
-    def __init__(self, items: Sequence[Early], *, starts: array[int], device: torch.device) -> None:
+    def __init__(self, items: Sequence[Early], *, starts: list[Moment], clock: Clock,
+                 compiler: Compiler | None = None, num_uses: Mapping[int, int] | None = None) -> None:
+        """Compiled pieces tell the ``compiler`` of gradients; ``num_uses`` says how often one is added to."""
         self.items = list(items)
-        self._starts, self._device = starts, device
+        self._starts, self._clock, self._compiler, self._num_uses = starts, clock, compiler, num_uses or {}
         self._missing: list[int] = []
-        self._issued: list[Any] = []
+        self._issued: list[Moment] = []
         """When each exchange was issued, so far."""
         self._handles: list[Any] = []
-        self._origin: tuple[int, Any] = (0, None)
         self._seen = 0
         """So many exchanges were seen to be done."""
 
     def __enter__(self) -> None:
         """Watch the parameters, and issue what waits for none of them."""
-        self._missing = [len(item.parameters) for item in self.items]
+        self._missing = [sum(self._num_uses.get(id(parameter), 1) for parameter in item.parameters)
+                         for item in self.items]
         self._issued, self._seen = [], 0
-        if self._device.type == "cuda":
-            self._origin = (time.perf_counter_ns(), self._mark())
         self._handles = [parameter.register_post_accumulate_grad_hook(self._counter(number))
                          for number, item in enumerate(self.items) for parameter in item.parameters]
+        if self._compiler is not None:
+            self._compiler.added = self._added
         self._issue()
 
     def __exit__(self, *_: object) -> None:
@@ -211,6 +213,15 @@ class EarlyExchanges:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        if self._compiler is not None:
+            self._compiler.added = None
+
+    def _added(self, parameters: Sequence[Tensor]) -> None:
+        changed = {id(parameter) for parameter in parameters}
+        for number, item in enumerate(self.items):
+            for parameter in item.parameters:
+                if id(parameter) in changed:
+                    self._counter(number)(parameter)
 
     def instruction(self, number: int) -> Callable[[], None]:
         """Return what the instruction of an exchange does, after the backward: issue it, unless that was done."""
@@ -218,7 +229,7 @@ class EarlyExchanges:
 
         def action() -> None:
             if number < len(self._issued):
-                self._starts[item.position] = self._time_ns(self._issued[number])
+                self._starts[item.position] = self._issued[number]
             else:
                 item.issue()
 
@@ -236,23 +247,8 @@ class EarlyExchanges:
 
     def _issue(self) -> None:
         while (number := len(self._issued)) < len(self.items) and self._missing[number] == 0:
-            self._issued.append(self._mark())
+            self._issued.append(self._clock.now())
             self.items[number].issue()
-
-    # On a GPU the host runs ahead of the device: there an event marks the time, which is read when all is done.
-
-    def _mark(self) -> Any:
-        if self._device.type != "cuda":
-            return time.perf_counter_ns()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _time_ns(self, mark: Any) -> int:
-        if self._device.type != "cuda":
-            return int(mark)
-        host_ns, event = self._origin
-        return host_ns + int(event.elapsed_time(mark) * 1e6)
 
 
 class _Rows:

@@ -3,16 +3,14 @@
 A step is the rank's list of closures (``weft.run.bind``), called in order; before each one the rank notes where it is,
 so that a failure can be named. Times are taken around every instruction: computes begin when what they need has
 arrived; a message or collective ends when the rank sees that it has ended, which may be late, so ``measured_timeline``
-takes the earliest that any side saw. On a GPU the rank waits for its own stream after every instruction, so that times
-are those of the device; messages still move beside the computes.
+takes the earliest that any side saw. On a GPU the rank queues its instructions and goes on; times are those of the
+device (``weft.run.clock``). It waits where a value is read, and where a message comes by way of the host's memory.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import time
-from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +24,7 @@ from weft.model.graph import F64
 from weft.model.source import ModelSource
 from weft.plan.program import Op, Program
 from weft.run.bind import Binder
+from weft.run.clock import Clock
 from weft.run.optimizers import make_optimizer
 from weft.run.parameters import StateShares
 from weft.run.prepare import Prepared
@@ -56,15 +55,16 @@ class Executor:
         self.program, self.transport, self.parameters = program, transport, prepared.parameters
         ranges = list(itertools.pairwise(program.rank_start.tolist()))
         num_own = ranges[transport.rank][1] - ranges[transport.rank][0]
-        self._starts, self._ends = array("q", [0]) * num_own, array("q", [0]) * num_own
+        self.clock = Clock(transport.device)
+        self._starts, self._ends = self.clock.moments(num_own), self.clock.moments(num_own)
         self.shares = StateShares(program, prepared.parameters, transport)
         graph = program.graph  # without gradients from the loss, parameters never change, as on one device
         reached = {graph.tensor_names[item] for item in graph.inputs[graph.on_path_to_loss[graph.consumer_op]].tolist()}
         self.trained = [item for name, item in self.shares.tensors.items() if item.requires_grad and name in reached]
         """What an optimizer changes on this rank."""
         self.optimizer = make_optimizer(self.trained, program.plan.optimizer)
-        self.binder = Binder(prepared, transport, optimizer=self.optimizer, shares=self.shares, starts=self._starts,
-                             ends=self._ends)
+        self.binder = Binder(prepared, transport, optimizer=self.optimizer, shares=self.shares, clock=self.clock,
+                             starts=self._starts, ends=self._ends)
         self._training = program.plan.model.mode == "training"
         self._names: Labels = lambda rank: [program.label(index) for index in range(*ranges[rank])]
         transport.status.name_instructions(self._names)
@@ -90,14 +90,13 @@ class Executor:
         cell[0] = Milestone.WAITING
 
     def _run(self, cell: memoryview[int]) -> None:
-        starts, ends, clock, synchronize = self._starts, self._ends, time.perf_counter_ns, self.transport.synchronize
+        starts, ends, now = self._starts, self._ends, self.clock.now
+        self.clock.begin()
         for position, action in enumerate(self.binder.actions):
             cell[0] = position
-            starts[position] = clock()
+            starts[position] = now()
             action()
-            if synchronize is not None:
-                synchronize()
-            ends[position] = clock()
+            ends[position] = now()
         self.binder.finish()
 
     def take_loss(self) -> float:
@@ -115,8 +114,8 @@ class Executor:
 
     def step_times(self, clock_offset_s: float) -> StepTimes:
         """Return when the instructions of the last step ran."""
-        return StepTimes(start_s=np.asarray(self._starts) * 1e-9 + clock_offset_s,
-                         end_s=np.asarray(self._ends) * 1e-9 + clock_offset_s)
+        start_ns, end_ns = self.clock.read(self._starts, self._ends)
+        return StepTimes(start_s=start_ns * 1e-9 + clock_offset_s, end_s=end_ns * 1e-9 + clock_offset_s)
 
 
 def loaded_executor(prepared: Prepared, source: ModelSource, transport: Transport, *, seed: int = 0,

@@ -85,15 +85,19 @@ class MasterWeights(torch.optim.Optimizer):
         options = options_of(self.param_groups[0])
         for chunk, optimizer in self._chunks:
             optimizer.param_groups[0].update(options)
-            rounded = [pair for pair in chunk if pair[0] is not pair[1]]
+            rounded = [pair for pair in chunk if pair[0] is not pair[1] and pair[0].grad is not None]
             with torch.no_grad():
-                for item, master in rounded:
-                    master.grad = None if item.grad is None else item.grad.float()
+                for _, master in rounded:
+                    master.grad = torch.empty_like(master)
+                if rounded:
+                    torch._foreach_copy_([master.grad for _, master in rounded], [item.grad for item, _ in rounded])
                 optimizer.step()
-                for item, master in rounded:
+                for _, master in rounded:
                     master.grad = None
-                    item.copy_(master)
-        self._show_state()
+                if rounded:
+                    torch._foreach_copy_([item for item, _ in rounded], [master for _, master in rounded])
+        if len(self.state) < len(self._pairs):  # an optimizer makes it in its first step, and changes it in place
+            self._show_state()
 
     def refresh(self) -> None:
         """Take the masters from the parameters, which somebody else has changed."""

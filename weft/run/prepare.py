@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.base.errors import ModelError, PlanError
-from weft.model.graph import Graph
+from weft.model.graph import Graph, TensorRole
 from weft.model.source import ModelSource
 from weft.model.trace import TracedModel, trace
 from weft.model.weights import initial_value
@@ -24,12 +24,13 @@ from weft.plan.plan import Plan, split_samples
 from weft.plan.program import Op, Phase, Program
 from weft.plan.sharding import Region, axis_sizes
 from weft.run import parameters
+from weft.run.compiled import Compiler
 from weft.run.exchange import FactorBlock, check_rows, collect_factors, lane_groups, make_blocks
 from weft.run.mesh import ReplicaMesh, axis_weights, mesh_groups
 from weft.run.parameters import BufferShares, Parameters
 from weft.run.random_state import RankRandom
 from weft.run.shard_stage import shard_stage
-from weft.run.stage import Stage, build_stage, model_graph
+from weft.run.stage import Compilation, Stage, build_stage, model_graph
 from weft.run.transport import Transport
 from weft.run.wiring import Routes
 
@@ -69,6 +70,8 @@ class Prepared:
     """The forward changes buffers: what it gives for a batch is not what it gives for its parts (batch norm)."""
     buffer_shares: BufferShares
     random: RankRandom
+    compiler: Compiler | None = None
+    """What the stages are compiled with; None where operators run one by one."""
 
 
 def lower_to_run(plan: Plan, tracer: Tracer) -> Program:
@@ -108,6 +111,7 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
     routes, factors = Routes(program, rank), make_blocks(program, rank, device)
     random = RankRandom(device, seed=seed if random_seed is None else random_seed, rank=rank,
                         num_ranks=transport.num_ranks)
+    compiler = Compiler() if program.plan.compiled else None
     stages = {}
     for index in own:
         item = program.instances[index]
@@ -122,7 +126,8 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
             module = shard_stage(module, stage.sharding, mesh, random=random,
                                  parameters=parameters.parameter_layouts(program, index, rank))
         module = collect_factors(module, factors, num_microbatches=len(item.microbatches))
-        stages[index] = Stage(module, split=index in split, mesh=mesh, random=random)
+        stages[index] = Stage(module, split=index in split, mesh=mesh, random=random,
+                              compilation=_compilation(program, index, compiler, device))
     check_rows(factors)
     names, updates = program.graph.tensor_names, first.program.buffer_updates
     buckets = [tuple(names[tensor] for tensor in bucket.parameters) if rank in bucket.ranks else ()
@@ -130,7 +135,20 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
     return Prepared(program=program, stages=stages, parameters=Parameters(values.parameters, buckets),
                     buffers=values.buffers, factors=factors, input_names=first.program.inputs,
                     takes_statistics=bool(updates), random=random,
-                    buffer_shares=BufferShares(program, updates, values.buffers, transport))
+                    buffer_shares=BufferShares(program, updates, values.buffers, transport), compiler=compiler)
+
+
+def _compilation(program: Program, index: int, compiler: Compiler | None, device: torch.device) -> Compilation | None:
+    """Return how the stage of an instance is compiled; None if it is not."""
+    if compiler is None:
+        return None
+    graph, stage = program.graph, program.plan.stages[program.instances[index].stage]
+    is_training = program.plan.model.mode == "training"
+    return Compilation(
+        compiler=compiler, name=f"stage {stage.name}", device=device, writes_updates=not stage.recompute,
+        differentiable=frozenset(name for name, needed, role in zip(
+            graph.tensor_names, graph.needs_gradient, graph.tensor_role, strict=True)
+            if is_training and needed and role == TensorRole.ACTIVATION))
 
 
 def value_of(name: str, tensor: Tensor, seed: int) -> Tensor:

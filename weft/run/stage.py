@@ -32,6 +32,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from weft.base.errors import ModelError
 from weft.model.probe import is_random
 from weft.model.trace import TracedModel, retarget
+from weft.run.compiled import CompiledStage, Compiler, Request, compile_stage
 from weft.run.mesh import ReplicaMesh
 from weft.run.random_state import RankRandom
 from weft.run.split_backward import WeightGradients, attributes_of, split_weight_gradients
@@ -269,17 +270,31 @@ Forward = Callable[..., tuple[Tensor, ...]]
 class Stage:
     """The callables of one stage: ``forward`` for ``B``, ``split_forward`` for ``I`` and ``W``."""
 
-    def __init__(self, module: StageModule, *, split: bool, random: RankRandom,
-                 mesh: ReplicaMesh | None = None) -> None:
+    def __init__(self, module: StageModule, *, split: bool, random: RankRandom, mesh: ReplicaMesh | None = None,
+                 compilation: Compilation | None = None) -> None:
+        """``compilation`` says how the stage is compiled; without it, operators run one by one."""
         self.module, self.mesh, self.random = module, mesh, random
         """The mesh is that of a stage on several devices, with the number of its collectives."""
         self.updates = [(len(module.outputs) + number, self.buffer(name))
                         for number, name in enumerate(module.updated_buffers)]
-        self.forward = self._with_stream(_direct_call(module.module))
+        self.num_uses: Mapping[int, int] = {}
+        """How many events there are until a parameter's gradient is complete, by its identity; 1 where not named."""
         self.queue = WeightGradients()
         self.split_forward: Forward | None = None
+        if compilation is None:
+            self.forward = self._with_stream(_direct_call(module.module))
+            if split:
+                self.split_forward = self._with_stream(
+                    _direct_call(split_weight_gradients(module.module, self.queue)))
+            return
+        updates = dict(self.updates) if compilation.writes_updates else {}
+        compiled = compilation.compile(module, updates, None)
+        self.num_uses = compiled.num_uses
+        self.forward = self._with_stream(_direct_call(compiled.module))
         if split:
-            self.split_forward = self._with_stream(_direct_call(split_weight_gradients(module.module, self.queue)))
+            cut = compilation.compile(module, {place: updates[place] for place in compiled.written}, self.queue)
+            self.split_forward = self._with_stream(_direct_call(split_weight_gradients(cut.module, self.queue)))
+        self.updates = [item for item in self.updates if item[0] not in compiled.written]
 
     def _with_stream(self, forward: Forward) -> Forward:
         """Return the forward with random numbers of the rank's own; on several devices its operators see to that."""
@@ -291,6 +306,27 @@ class Stage:
         """Return a buffer by its name in the model."""
         tensor: Tensor = getattr(self.module.module, attribute_name(name))
         return tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compilation:
+    """How one stage is compiled."""
+
+    compiler: Compiler
+    name: str
+    device: torch.device
+    differentiable: frozenset[str]
+    """The tensors among its inputs that have gradients."""
+    writes_updates: bool
+    """Its forward runs once for each micro-batch, so it may write buffers itself."""
+
+    def compile(self, module: StageModule, updates: Mapping[int, Tensor],
+                queue: WeightGradients | None) -> CompiledStage:
+        """Return the compiled stage; ``queue`` takes what is left for ``W`` if its backward is split."""
+        arguments = [node.name for node in module.module.graph.nodes if node.op == "placeholder"]
+        request = Request(name=self.name, device=self.device, updates=updates, queue=queue, differentiable=frozenset(
+            argument for argument, name in zip(arguments, module.inputs, strict=True) if name in self.differentiable))
+        return compile_stage(module.module, request, self.compiler)
 
 
 def _direct_call(module: GraphModule) -> Forward:

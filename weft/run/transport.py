@@ -59,10 +59,6 @@ class Transport:
         except (RuntimeError, ValueError) as problem:
             raise PeerLost(f"rank {rank} cannot connect to the other {num_ranks - 1} ranks at "
                            f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}: {problem}") from problem
-        self.synchronize: Callable[[], None] | None = None
-        """On a GPU: returns when the device has done what was issued; None on a CPU, where calls return when done."""
-        if device.type == "cuda":
-            self.synchronize = torch.cuda.current_stream(device).synchronize
         self._store, self._timeout_s = store, timeout_s
         self._world = dist.group.WORLD
         try:
