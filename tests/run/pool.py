@@ -227,7 +227,7 @@ def _serve_rank(rank: int, num_ranks: int, listen_fd: int, jobs: Any, answers: A
             with _damage(job["damage"], rank, counts) as adjust:
                 result = execute(plan, tracer, options, transport=transport, adjust=adjust)
             answer = {} if result is None else {
-                "losses": result.losses, "verification": encode(result.verification),
+                "losses": result.losses, "notes": result.notes, "verification": encode(result.verification),
                 "gradients": {name: value.tolist() for name, value in (result.gradients or {}).items()},
                 "spread": result.gradient_spread,
                 "memory": [(item.account_bytes, item.measured_bytes) for item in result.memory or ()],

@@ -28,6 +28,8 @@ def run(
     device: Annotated[str, typer.Option(
         help="cpu (gloo) or cuda (nccl) for all, or one for each process with gloo: cuda,cpu; cuda:0@25% is part of a "
              "GPU, by the multi-process service.")] = "cpu",
+    compiled: Annotated[bool | None, typer.Option(
+        "--compile/--eager", help="Run stages as compiled graphs, or by operator; default: as planned.")] = None,
     gpu_memory: Annotated[str | None, typer.Option(
         help="The most that a process may take of its GPU's memory, such as 4GiB.")] = None,
     threads: Annotated[int, typer.Option(help="CPU threads of each process.")] = 1,
@@ -56,7 +58,7 @@ def run(
     common.check_outputs({}, folders={"--out": out, "--checkpoint": checkpoint})
     item = load_plan(plan)
     options = late.RunOptions(steps=steps, warmup=warmup, seed=seed, dtype=dtype, verify=verify, memory=memory,
-                              timeout_s=timeout, device=device,
+                              timeout_s=timeout, device=device, compiled=compiled,
                               gpu_memory_bytes=None if gpu_memory is None else parse_bytes(gpu_memory),
                               gradients=out is not None, checkpoint=None if checkpoint is None else str(checkpoint),
                               checkpoint_every=checkpoint_every, resume=resume)
@@ -77,7 +79,8 @@ def run(
         return _compare_gradients(item, model, options, threads, out, profile, as_json=as_json)
     if replan:
         return late.report_run(_run_on_what_is_left(item, model, options, threads, out, tell), as_json=as_json)
-    return late.report_run(late.run_plan(item, model, options=options, threads=threads, keep=out), as_json=as_json)
+    return late.report_run(late.run_plan(item, model, options=options, threads=threads, keep=out, tell=tell),
+                           as_json=as_json)
 
 
 def _run_on_what_is_left(plan: Plan, model: str, options: late.RunOptions, threads: int, keep: Path | None,
@@ -85,7 +88,7 @@ def _run_on_what_is_left(plan: Plan, model: str, options: late.RunOptions, threa
     """Return the result of the run that came to its end; each time a process is lost, its device is left out."""
     while True:
         try:
-            return late.run_plan(plan, model, options=options, threads=threads, keep=keep)
+            return late.run_plan(plan, model, options=options, threads=threads, keep=keep, tell=tell)
         except late.RankLost as lost:
             left = [name for name in plan.cluster.devices if name != lost.device]
             if not left:

@@ -54,6 +54,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", help="run in this dtype, for instance float64")
     parser.add_argument("--device", default="cpu", help="cpu (gloo) or cuda (nccl), or with gloo one for each rank: "
                         "cuda,cpu")
+    parser.add_argument("--compile", dest="compiled", action="store_true", default=None,
+                        help="run stages as compiled graphs (default: as planned)")
+    parser.add_argument("--eager", dest="compiled", action="store_false", help="run stages operator by operator")
     parser.add_argument("--gpu-memory", help="the most that a rank may take of its GPU's memory, for instance 4GiB")
     parser.add_argument("--threads", type=int, default=1, help="threads of each started process (default 1)")
     parser.add_argument("--timeout", type=float, default=300.0, help="longest wait for a message, in seconds")

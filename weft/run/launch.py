@@ -15,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -38,6 +38,8 @@ from weft.run.result import (
 )
 from weft.run.status import (
     BEAT_S,
+    Line,
+    Milestone,
     Observer,
     create_status_file,
     describer,
@@ -66,12 +68,12 @@ class RankLost(RunError):  # noqa: N818 - it says what happened
 
 
 def run_plan(plan: Plan | str | PathLike[str], model: str, *, options: RunOptions | None = None, threads: int = 1,
-             keep: str | PathLike[str] | None = None) -> RunResult:
+             keep: str | PathLike[str] | None = None, tell: Callable[[str], None] = lambda text: None) -> RunResult:
     """Return the result of running ``plan`` on ``model`` with one local process for each of its devices.
 
     ``model`` is what the command line takes: a name from the zoo or ``file.py:function``. ``threads`` is for each
-    process. ``keep`` names a folder for the result's files. Raise ``RunError`` if a rank fails (``RankLost`` if it was
-    killed), ``PlanError`` or ``ModelError`` if the plan or model is wrong.
+    process. ``keep`` names a folder for the result's files. ``tell`` is told what takes long. Raise ``RunError`` if a
+    rank fails (``RankLost`` if it was killed), ``PlanError`` or ``ModelError`` if the plan or model is wrong.
     """
     options = options or RunOptions()
     _check_options(options, threads)
@@ -81,7 +83,7 @@ def run_plan(plan: Plan | str | PathLike[str], model: str, *, options: RunOption
         _prepare(folder, given, options)
         file, colon, function = model.partition(".py:")  # messages name the file of a model fully
         named = f"{Path(file).resolve()}.py:{function}" if colon else model
-        with _Ranks(given, named, options, threads, folder) as ranks:
+        with _Ranks(given, named, options, threads, folder, tell) as ranks:
             ranks.wait()
         result = load_result(folder)
         if keep is not None:
@@ -125,8 +127,9 @@ class _Process:
 class _Ranks:
     """The processes of a run; leaving the context ends all of them."""
 
-    def __init__(self, plan: Plan, model: str, options: RunOptions, threads: int, folder: Path) -> None:
-        self.plan, self.folder = plan, folder
+    def __init__(self, plan: Plan, model: str, options: RunOptions, threads: int, folder: Path,
+                 tell: Callable[[str], None]) -> None:
+        self.plan, self.folder, self._tell, self._told = plan, folder, tell, ""
         self._devices = rank_devices(options.device, len(plan.cluster.devices))
         self._command = [sys.executable, "-m", "weft.run", str(folder / "plan.json"), model,
                          "--launched-in", str(folder)]
@@ -185,6 +188,7 @@ class _Ranks:
         self._looked += elapsed_s
         lines = read_lines(self.folder / STATUS_FILE, len(self._processes))
         everybody = f"all {len(self._processes)} ranks were ended"
+        self._tell_compiling(lines)
         describe = describer(lambda rank: read_labels(self.folder / STATUS_FILE, rank))
         for process in running:
             line = lines[process.rank]._replace(process=process.child.pid)
@@ -196,6 +200,16 @@ class _Ranks:
         if hang is not None:
             raise RunError(hang.message) if hang.rank is None else self._lost(
                 hang.rank, f"{hang.message}; {everybody}")
+
+    def _tell_compiling(self, lines: Sequence[Line]) -> None:
+        """Tell which graphs the ranks compile, when that has changed."""
+        busy = [f"rank {rank} graph {line.step}" for rank, line in enumerate(lines)
+                if line.place == Milestone.COMPILING]
+        text = f"compiling: {', '.join(busy[:8])}{', ...' if len(busy) > 8 else ''}" if busy else ""
+        if text != self._told:
+            self._told = text
+            if text:
+                self._tell(text)
 
     def _lost(self, rank: int, message: str) -> RankLost:
         return RankLost(message, device=self.plan.cluster.devices[rank])

@@ -7,6 +7,7 @@ program. Each rank makes values for its own parameters only, and of those that i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -31,8 +32,11 @@ from weft.run.parameters import BufferShares, Parameters
 from weft.run.random_state import RankRandom
 from weft.run.shard_stage import shard_stage
 from weft.run.stage import Compilation, Stage, build_stage, model_graph
+from weft.run.status import Milestone, StatusLine
 from weft.run.transport import Transport
 from weft.run.wiring import Routes
+
+log = logging.getLogger(__name__)
 
 
 class Tracer:
@@ -111,7 +115,7 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
     routes, factors = Routes(program, rank), make_blocks(program, rank, device)
     random = RankRandom(device, seed=seed if random_seed is None else random_seed, rank=rank,
                         num_ranks=transport.num_ranks)
-    compiler = Compiler() if program.plan.compiled else None
+    compiler = _compiler(transport.status) if program.plan.compiled else None
     stages = {}
     for index in own:
         item = program.instances[index]
@@ -128,6 +132,8 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
         module = collect_factors(module, factors, num_microbatches=len(item.microbatches))
         stages[index] = Stage(module, split=index in split, mesh=mesh, random=random,
                               compilation=_compilation(program, index, compiler, device))
+    if compiler is not None:
+        transport.status.set(Milestone.LOADING)
     check_rows(factors)
     names, updates = program.graph.tensor_names, first.program.buffer_updates
     buckets = [tuple(names[tensor] for tensor in bucket.parameters) if rank in bucket.ranks else ()
@@ -136,6 +142,27 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
                     buffers=values.buffers, factors=factors, input_names=first.program.inputs,
                     takes_statistics=bool(updates), random=random,
                     buffer_shares=BufferShares(program, updates, values.buffers, transport), compiler=compiler)
+
+
+def _compiler(status: StatusLine) -> Compiler:
+    """Return what compiles a rank's stages; its line says so meanwhile, and counts the graphs."""
+    def say(text: str) -> None:
+        status.cell[1] += 1
+        log.info("%s", text)
+
+    status.cell[1] = 0
+    status.set(Milestone.COMPILING)
+    return Compiler(say=say)
+
+
+def compile_notes(prepared: Prepared, transport: Transport) -> tuple[str, ...]:
+    """Return why pieces of the ranks' stages are not compiled, the same on all ranks."""
+    own = [] if prepared.compiler is None else prepared.compiler.fallbacks
+    if not prepared.program.plan.compiled:
+        return ()
+    transport.meet()  # some ranks compile for longer than a message may take
+    found = transport.gather_records(own) or []
+    return tuple(transport.share_record(list(dict.fromkeys(text for texts in found for text in texts))))
 
 
 def _compilation(program: Program, index: int, compiler: Compiler | None, device: torch.device) -> Compilation | None:

@@ -100,6 +100,8 @@ class RunOptions:
     """``cpu`` (gloo) or ``cuda`` (nccl) for all ranks, or one for each, such as ``cuda,cpu`` or ``cuda:0,cuda:0``
     (gloo; what is on a GPU passes through the host's memory). ``cuda:0@25%`` is a quarter of a GPU that several ranks
     share by the multi-process service, which must be running."""
+    compiled: bool | None = None
+    """Run stages as compiled graphs, or operator by operator; None for what the plan says."""
     gpu_memory_bytes: int | None = None
     """No rank may take more of its GPU's memory than this; None for no limit."""
     verify: bool = False

@@ -77,6 +77,7 @@ class Line(NamedTuple):
     place: int
     """Position of the instruction, or a milestone."""
     step: int
+    """While the rank compiles, the number of the graph."""
     process: int
     steps: int
     """Steps begun: with the place, a counter of instructions."""
@@ -222,6 +223,8 @@ def read_line(data: bytes) -> Line:
 
 def describe_line(line: Line, labels: Sequence[str]) -> str:
     """Return what a rank does: ``at instruction 7 (F s1 mb 0) of step 0`` or a milestone's text."""
+    if line.place == Milestone.COMPILING:
+        return f"compiling graph {line.step}"
     if line.place < 0:
         return _BY_PLACE[line.place].text
     what = f" ({labels[line.place]})" if line.place < len(labels) else ""

@@ -71,6 +71,7 @@ class Transport:
         self._exchange_groups: dict[tuple[int, ...], Any] = {}
         self._lane_groups: dict[tuple[int, ...], Any] = {}
         self._record_tag = 1 << 28
+        self._num_meetings = 0
 
     def connect_groups(self, groups: Iterable[tuple[int, ...]], *, exchanges: Iterable[tuple[int, ...]] = (),
                        lanes: Iterable[tuple[int, ...]] = ()) -> None:
@@ -200,6 +201,21 @@ class Transport:
     def barrier(self) -> None:
         """Return when all ranks have come here."""
         self._finish(self._cpu.allreduce([torch.zeros(1)]))
+
+    def meet(self) -> None:
+        """Return when all ranks have come here, however long they take: no message is under way meanwhile."""
+        if self.num_ranks == 1:
+            return
+        store = self._store if self._store is not None else dist.distributed_c10d._get_default_store()
+        self._num_meetings += 1
+        self.status.begin_wait()
+        try:
+            store.add(f"weft-meeting-{self._num_meetings}", 1)
+            while store.add(f"weft-meeting-{self._num_meetings}", 0) < self.num_ranks:
+                time.sleep(0.02)
+        except RuntimeError as problem:
+            raise PeerLost(f"rank {self.rank} lost the store: {problem}") from problem
+        self.status.end_wait()
 
     def gather_records(self, record: Any) -> list[Any] | None:
         """Return the JSON records of all ranks on rank 0, None elsewhere."""

@@ -26,7 +26,7 @@ from weft.run.checkpoint import Checkpoints, model_state
 from weft.run.executor import Executor, StepTimes, loaded_executor, measured_timeline
 from weft.run.failures import end_process
 from weft.run.memory_meter import add_memory, measure_step
-from weft.run.prepare import Prepared, Tracer, connect_ranks, lower_to_run, prepare_rank
+from weft.run.prepare import Prepared, Tracer, compile_notes, connect_ranks, lower_to_run, prepare_rank
 from weft.run.result import RunOptions, RunResult, Verification, check_folders, rank_devices, save_result
 from weft.run.status import Milestone, StatusLine
 from weft.run.transport import Transport, meeting_store, open_store
@@ -142,11 +142,14 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
     ``adjust`` may change the executor before the first step; it is there for tests.
     """
     status = transport.status
+    if options.compiled is not None:
+        plan = replace(plan, compiled=options.compiled)
     status.set(Milestone.TRACING)
     program = lower_to_run(plan, tracer)
     status.set(Milestone.LOADING)
     connect_ranks(program, tracer, transport)
     prepared = prepare_rank(program, tracer, transport, seed=options.seed)
+    fallbacks = compile_notes(prepared, transport)
     executor = loaded_executor(prepared, tracer.source, transport, seed=options.seed, adjust=adjust)
     checkpoints = None
     if options.checkpoint is not None:
@@ -178,7 +181,7 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
             result = replace(result, verification=check, gradients=inspected.gradients,
                              gradient_spread=inspected.gradient_spread)
     status.set(Milestone.DONE)
-    notes = (*program.graph.warnings, *recompute_notes(program.graph, plan))
+    notes = (*program.graph.warnings, *recompute_notes(program.graph, plan), *fallbacks)
     return None if result is None else replace(result, notes=notes)
 
 

@@ -40,7 +40,7 @@ from weft.plan.program import Program
 from weft.planning.make import SearchOptions, search_plans
 from weft.run.checkpoint import model_state
 from weft.run.failures import together
-from weft.run.prepare import Tracer, connect_ranks, lower_to_run, prepare_rank
+from weft.run.prepare import Tracer, compile_notes, connect_ranks, lower_to_run, prepare_rank
 from weft.run.transport import Transport, meeting_store
 from weft.run.watch import expect_steps, watch_script
 from weft.run.worker import check_world, own_device
@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: Plan | Cluster | str | PathLike[str], *,
                 optimizer: MakeOptimizer | None = None, batch: int | None = None, microbatches: int | None = None,
                 devices: Sequence[str] | None = None, max_grad_norm: float | None = None, device: str | None = None,
-                seed: int = 0, timeout_s: float = 300.0) -> Trainer:
+                seed: int = 0, timeout_s: float = 300.0, compile: bool | None = None) -> Trainer:  # noqa: A002
     """Return this rank's part of ``model``, ready to train under a plan.
 
     The model's forward takes ``example_inputs`` (a tensor, or several) and returns the loss, a mean over samples, or a
@@ -66,7 +66,8 @@ def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: 
     planning. ``devices`` names those of the cluster that are left: then it is planned again for these. With
     ``max_grad_norm`` gradients are scaled so that their norm over the whole model is at most that. ``device`` is
     ``cpu``, ``cuda`` or one for each rank (see ``weft run``); default: GPUs if there is one for each local rank.
-    ``timeout_s`` is the longest wait for another rank.
+    ``timeout_s`` is the longest wait for another rank. ``compile`` runs stages as compiled graphs, or operator by
+    operator; default: as planned.
 
     The trainer keeps nothing of ``model``: its memory is free once the script has let go of it.
     """
@@ -88,6 +89,8 @@ def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: 
         plan = _shared_plan(transport, lambda: _find_plan(
             source, cluster_or_plan, batch=batch, microbatches=microbatches, devices=devices, seed=seed,
             num_ranks=num_ranks, optimizer=wanted.kind, whole=wanted.is_whole))
+        if compile is not None:
+            plan = replace(plan, compiled=compile)
         check_world(plan, num_ranks)
         expect_steps(plan.search.step_time)
         _check_same(model, transport)
@@ -117,6 +120,8 @@ def _make_trainer(model: torch.nn.Module, source: ModelSource, plan: Plan, trans
     random_seed = transport.share_record(torch.initial_seed())
     with together(transport, "preparing its part of the model"):
         prepared = prepare_rank(program, tracer, transport, seed=seed, random_seed=random_seed)
+    notes += _announced(transport, compile_notes(prepared, transport))
+    with together(transport, "preparing its part of the model"):
         return Trainer(plan, prepared, transport, optimizer=optimizer, max_grad_norm=max_grad_norm, notes=notes,
                        state=model_state(model, program, rank=transport.rank, seed=seed), examples=examples,
                        autocast=autocast, targets=targets)
