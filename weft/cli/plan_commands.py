@@ -52,7 +52,9 @@ def plan(
     objective: ObjectiveOption = "throughput",
     target: TargetOption = None,
     headroom: Annotated[str | None, typer.Option(help="Memory that every device keeps free: 10% or 4GiB.")] = None,
-    dtype: Annotated[str, typer.Option(help="float64, float32, bfloat16 or float16.")] = "float32",
+    dtype: Annotated[str, typer.Option(
+        "--precision", "--dtype", help="fp64, fp32, bf16, fp16, or bf16-mixed: fp32 parameters, autocast.",
+    )] = "float32",
     optimizer: Annotated[str, typer.Option(help="none, sgd, adam or adamw.")] = "adamw",
     recompute: Annotated[bool, typer.Option(help="Keep only stage inputs between forward and backward.")] = False,
     profile: common.ProfileOption = None,

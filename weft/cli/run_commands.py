@@ -24,7 +24,8 @@ def run(
     verify: Annotated[bool, typer.Option(help="Compare loss and every gradient with one process.")] = False,
     memory: Annotated[bool, typer.Option(
         "--memory", help="Measure the memory of every process in one more step, beside the account.")] = False,
-    dtype: Annotated[str | None, typer.Option(help="Run in this dtype instead of the plan's.")] = None,
+    dtype: Annotated[str | None, typer.Option(
+        "--precision", "--dtype", help="Run in this precision instead of the plan's.")] = None,
     device: Annotated[str, typer.Option(
         help="cpu (gloo) or cuda (nccl) for all, or one for each process with gloo: cuda,cpu; cuda:0@25% is part of a "
              "GPU, by the multi-process service.")] = "cpu",

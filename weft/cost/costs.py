@@ -35,6 +35,7 @@ from weft.cost.profile import CommFit, ProfileStore
 from weft.cost.roofline import Part, Terms, describe_work, dtype_name, is_float, peak_notes
 from weft.model.graph import F64, Bool, Graph
 from weft.model.weight_gradients import ops_that_can_wait
+from weft.model.zoo import is_mixed
 
 Phase = Literal["F", "B", "I", "W"]
 """Forward; backward, which is I and W together; its first part, with the gradients of the inputs; its second part, with
@@ -201,9 +202,11 @@ def estimate_costs(graph: Graph, cluster: Cluster, *, profile: ProfileStore | No
     """Return the costs of ``graph`` on ``cluster``.
 
     ``dtype`` (``bf16``, ``float16``, ...) replaces the floating-point type that the graph was traced with: rates and
-    bytes follow. Raise ``ModelError`` where a graph file gives no time for a kind, and ``ClusterError`` where a kind
-    gives no rates and they are needed.
+    bytes follow; a mixed one is written in the graph. Raise ``ModelError`` where a graph file gives no time for a kind,
+    and ``ClusterError`` where a kind gives no rates and they are needed.
     """
+    if dtype is not None and is_mixed(dtype):
+        dtype = None  # the graph has the casts, so every tensor has its own
     if dtype is not None and not is_float(dtype_name(dtype)):
         raise InputError(f"dtype {dtype!r} is not a floating-point type: try 'bf16', 'float16' or 'float32'")
     work = describe_work(graph, dtype)

@@ -21,7 +21,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -29,7 +29,7 @@ from weft.base.errors import ModelError
 from weft.model.graph import Graph
 from weft.model.graph_file import load_graph
 from weft.model.onnx import load_onnx
-from weft.model.zoo import DTYPES, Mode, find_model
+from weft.model.zoo import DTYPES, Mode, find_model, is_mixed
 
 if TYPE_CHECKING:
     import torch
@@ -67,7 +67,7 @@ class ModelSource:
         if self.dtype is not None:  # unlike module.to this leaves complex numbers complex
             dtype = self._torch_dtype()
             module._apply(lambda tensor: _as_dtype(tensor, dtype))
-        return module
+        return under_autocast(module, self.autocast) if self.autocast is not None else module
 
     def inputs(self, batch: int | None = None, seed: int = 0) -> tuple[Tensor, ...]:
         """Return inputs of ``batch`` samples (default: the source's own), the same for the same seed."""
@@ -87,15 +87,36 @@ class ModelSource:
     def with_dtype(self, dtype: str | None) -> ModelSource:
         """Return this source with another floating-point dtype (``"float64"``, ``"bf16"``, ...)."""
         if dtype is not None and dtype not in DTYPES:
-            raise ModelError(f"unknown dtype {dtype!r}: write float32, float64, bfloat16 or float16")
+            raise ModelError(f"unknown dtype {dtype!r}: write float32, float64, bfloat16, bfloat16-mixed or float16")
         return replace(self, dtype=None if dtype is None else DTYPES[dtype])
+
+    @property
+    def autocast(self) -> str | None:
+        """Return the dtype that a mixed model's forward computes in under ``torch.autocast``."""
+        return None if self.dtype is None or not is_mixed(self.dtype) else self.dtype.partition("-")[0]
 
     def _torch_dtype(self) -> torch.dtype:
         import torch
 
-        dtype = getattr(torch, str(self.dtype))
+        dtype = torch.float32 if self.autocast is not None else getattr(torch, str(self.dtype))
         assert isinstance(dtype, torch.dtype)
         return dtype
+
+
+def under_autocast(module: torch.nn.Module, dtype: str) -> torch.nn.Module:
+    """Return the module, its forward under autocast on whatever device its parameters are."""
+    import torch
+
+    plain = module.forward
+
+    @wraps(plain)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        kind = next((item.device.type for item in module.parameters() if item.device.type != "meta"), "cpu")
+        with torch.autocast(kind, dtype=getattr(torch, dtype), cache_enabled=False):
+            return plain(*args, **kwargs)
+
+    module.forward = forward
+    return module
 
 
 def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -22,8 +22,16 @@ from weft.base.errors import ModelError
 Mode: TypeAlias = Literal["training", "inference"]
 
 DTYPES: Final = {"float64": "float64", "fp64": "float64", "float32": "float32", "fp32": "float32",
-                 "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16"}
-"""How dtypes may be written."""
+                 "bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp16": "float16",
+                 "bfloat16-mixed": "bfloat16-mixed", "bf16-mixed": "bfloat16-mixed"}
+"""How dtypes may be written. A mixed one has float32 parameters, and a forward under ``torch.autocast``."""
+
+
+def is_mixed(dtype: str) -> bool:
+    """Return whether parameters have another dtype than what is computed with."""
+    return dtype.endswith("-mixed")
+
+
 MAX_OPTION: Final = 1 << 24
 """No size may be larger."""
 

@@ -34,6 +34,7 @@ from weft.model.graph import F64, Graph
 from weft.model.parts import least_divisor, precise, relative_error
 from weft.model.source import ModelSource
 from weft.model.weights import materialize
+from weft.model.zoo import is_mixed
 from weft.plan.cut import loss_parts
 from weft.plan.holders import parameter_holdings
 from weft.plan.plan import Plan
@@ -233,6 +234,8 @@ def _difference(one: Tensor, other: Tensor) -> float:
 def run_dtype(program: Program) -> torch.dtype:
     """Return the least precise dtype among the parameters and the outputs: the one that bounds the accuracy."""
     graph = program.graph
+    if is_mixed(program.plan.model.dtype):
+        return torch.bfloat16
     names = {graph.tensor_dtypes[tensor] for tensor in (*graph.parameters.tolist(), *graph.outputs)}
     return _least_precise(names, ("bfloat16", "float16", "float32"))
 
