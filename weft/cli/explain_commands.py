@@ -104,11 +104,12 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
     # It seems to be for the time of one request: then others are to have one micro-batch too.
     is_of_latency = item.model.mode == "inference" and item.microbatches == 1
     options = late.PlanOptions(batch=item.model.batch, mode=item.model.mode, dtype=item.model.dtype,
-                               own_dtypes=item.model.own_dtypes, optimizer=item.optimizer,
+                               own_dtypes=item.model.own_dtypes, optimizer=item.optimizer, compiled=item.compiled,
                                recompute=any(stage.recompute for stage in item.stages), seed=item.search.seed,
                                microbatches=1 if is_of_latency else None)
     request = late.Request(model=spec, graph=graph, options=options,
-                           costs_of=lambda graph, on: late.load_costs(graph, on, profile, options.dtype))
+                           costs_of=lambda graph, on: late.planned_costs(graph, on, profile, options.dtype,
+                                                                         compiled=options.compiled))
     program = late.check_plan(item, graph, target)
     timeline = late.simulate(program, request.costs_of(graph, target), target)
     _show(late.explain_plan(program.plan, request, target, timeline, replans=replans, budget=budget),

@@ -4,6 +4,7 @@ from weft.cluster.nvidia_topo import parse_topo as parse_topo
 from weft.cluster.probe import probe as probe_machine
 from weft.coarsen.coarsen import Coarse as Coarse
 from weft.coarsen.coarsen import coarsen as coarsen
+from weft.coarsen.compiled import planned_costs as planned_costs
 from weft.cost.costs import Costs as Costs
 from weft.cost.costs import estimate_costs as estimate_costs
 from weft.cost.costs import load_costs as load_costs

@@ -56,6 +56,8 @@ def plan(
         "--precision", "--dtype", help="fp64, fp32, bf16, fp16, or bf16-mixed: fp32 parameters, autocast.",
     )] = "float32",
     optimizer: Annotated[str, typer.Option(help="none, sgd, adam or adamw.")] = "adamw",
+    compiled: Annotated[bool, typer.Option(
+        "--compile/--eager", help="Stages run as compiled graphs, or operator by operator.")] = False,
     recompute: Annotated[bool, typer.Option(help="Keep only stage inputs between forward and backward.")] = False,
     profile: common.ProfileOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the best plan here.")] = None,
@@ -75,7 +77,7 @@ def plan(
                              microbatches=microbatches,
                              mode=None if mode is None else common.choice("--mode", mode, get_args(Mode)))
     options = late.PlanOptions(batch=asked.batch, microbatches=asked.microbatches, mode=asked.mode,
-                               dtype=common.dtype_choice(dtype), recompute=recompute, seed=seed,
+                               dtype=common.dtype_choice(dtype), recompute=recompute, seed=seed, compiled=compiled,
                                optimizer=common.optimizer_choice(optimizer))
     search = late.SearchOptions(strategies=strategy or None, placements=tuple(placement or ()), deploy=deploy,
                                 joint=joint, time_limit_s=time_limit, target=target, headroom=headroom, profile=profile)
@@ -229,7 +231,8 @@ def _checked(plan: Plan, graph: late.Graph, cluster: str | None,
              profile: Path | None) -> tuple[late.Program, late.Costs, Cluster]:
     """Return what the simulator needs of a plan that passes all checks."""
     target = common.cluster_of_plan(plan, cluster)
-    return late.check_plan(plan, graph, target), late.load_costs(graph, target, profile, plan.model.dtype), target
+    costs = late.planned_costs(graph, target, profile, plan.model.dtype, compiled=plan.compiled)
+    return late.check_plan(plan, graph, target), costs, target
 
 
 def _write_pictures(timelines: list[late.Timeline], comparison: late.Comparison | None, *, html: Path | None = None,

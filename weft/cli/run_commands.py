@@ -158,5 +158,5 @@ def _predicted(plan: Plan, model: str, profile: Path | None) -> float | None:
     if plan.cluster.description is None:
         return None
     graph, cluster = common.graph_of_plan(plan, model), common.cluster_of_plan(plan, None)
-    costs = late.load_costs(graph, cluster, profile, plan.model.dtype)
+    costs = late.planned_costs(graph, cluster, profile, plan.model.dtype, compiled=plan.compiled)
     return late.simulate(late.lower(plan, graph), costs, cluster).step_time_s

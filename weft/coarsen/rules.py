@@ -123,11 +123,11 @@ def role_of(kind: str) -> Role:
     return _ROLE_OF_NAME.get(base_name(kind)) or _ROLE_OF_CLASS.get(op_class(kind), Role.OTHER)
 
 
-def fuse_by_rules(graph: Graph) -> Groups:
-    """Return the groups that the table gives."""
+def fuse_by_rules(graph: Graph, steps: Sequence[Sequence[Rule]] = STEPS) -> Groups:
+    """Return the groups that the table, or a part of it, gives."""
     fusion = _Fusion(graph)
     fusion.views_to_producers()
-    while any([*[fusion.apply(rules) for rules in STEPS], fusion.views_to_readers()]):
+    while any([*[fusion.apply(rules) for rules in steps], fusion.views_to_readers()]):
         pass
     return number_groups(graph, [fusion.find(op) for op in range(graph.num_ops)], how="rules")
 

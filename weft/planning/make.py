@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 from weft.base.errors import ModelError
 from weft.cluster.cluster import Cluster
 from weft.cluster.cluster_file import read_cluster
-from weft.cost.costs import Costs, load_costs
+from weft.coarsen.compiled import planned_costs
+from weft.cost.costs import Costs
 from weft.model.graph import Graph
 from weft.model.load import has_module, load_graph_for, trace_model
 from weft.plan.notes import NOTE, recompute_notes
@@ -113,7 +114,7 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
         report(f"{NOTE}{note}")
 
     def costs_of(graph: Graph, cluster: Cluster) -> Costs:
-        return load_costs(graph, cluster, search.profile, options.dtype)
+        return planned_costs(graph, cluster, search.profile, options.dtype, compiled=options.compiled)
 
     whole = Problem(graph=graph, cluster=cluster, costs=costs_of(graph, cluster), options=options, ops=ops)
     problem = whole if narrow is cluster else replace(whole, cluster=narrow, costs=costs_of(graph, narrow))

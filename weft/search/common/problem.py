@@ -63,6 +63,8 @@ class PlanOptions:
     recompute: bool = False
     """Keep only stage inputs between forward and backward."""
     seed: int = 0
+    compiled: bool = False
+    """Stages run as compiled graphs."""
     whole_parameters: bool = False
     """Who changes a parameter has all of it, as some optimizers need: neither operators nor states are divided."""
 
@@ -169,7 +171,7 @@ def make_plan(problem: Problem, specs: Sequence[StageSpec], order: Order, *, mic
                                  devices=tuple(device.name for device in problem.cluster.devices)),
         microbatches=microbatches, stages=stages,
         order={problem.cluster.devices[device].name: actions for device, actions in zip(devices, tokens, strict=True)},
-        optimizer=options.optimizer, search=plans.SearchInfo(by=by, seed=options.seed))
+        optimizer=options.optimizer, compiled=options.compiled, search=plans.SearchInfo(by=by, seed=options.seed))
     return cut_gradients(add_gradients(plan, problem.graph), problem.graph, problem.costs)
 
 
