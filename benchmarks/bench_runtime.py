@@ -4,7 +4,8 @@
 
 Four gloo ranks on this machine run both, in turn, in the same processes: the same stage modules (from Weft's
 partitioner, loss included), micro-batches and samples. CPU time is that of all threads of a process, summed over the
-ranks; the figure is the median over the repetitions, and ``ratio`` the median of the ratios of neighbours. Both sides
+ranks; the figure is the median over the repetitions, and ``ratio`` the median of the ratios of neighbours; ``upper`` is the
+upper 95 % limit of their geometric mean. Both sides
 must give the same gradients before anything is timed. In favour of PyTorch, its losses are not collected, its outputs
 not returned, and its gradients not scaled by the number of micro-batches.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import socket
 import statistics
@@ -38,6 +40,8 @@ from weft.run.prepare import Tracer, lower_to_run, prepare_rank  # noqa: E402
 from weft.run.transport import Transport, open_store  # noqa: E402
 
 NUM_RANKS = 4
+T_95 = 1.73
+"""One-sided, of Student's distribution for twenty pairs."""
 WORDS, LENGTH = 128, 16
 
 
@@ -184,14 +188,17 @@ def run_rank(args: argparse.Namespace) -> int:
 def report(args: argparse.Namespace, samples: dict[str, list[list[float]]], num_instructions: int) -> None:
     cpu = {name: [row[0] * 1e3 for row in rows] for name, rows in samples.items()}
     wall = {name: [row[1] * 1e3 for row in rows] for name, rows in samples.items()}
-    ratio = statistics.median(a / b for a, b in zip(cpu["weft"], cpu["torch"], strict=True))
+    ratios = [a / b for a, b in zip(cpu["weft"], cpu["torch"], strict=True)]
+    ratio = statistics.median(ratios)
+    logs = [math.log(item) for item in ratios]
+    upper = math.exp(statistics.mean(logs) + T_95 * statistics.stdev(logs) / math.sqrt(len(logs)))
     facts = {
         "layers": args.layers, "width": args.width, "microbatches": args.microbatches, "samples": args.samples,
         "repetitions": args.repetitions, "steps": args.steps, "instructions": num_instructions,
         **{f"{name}_cpu_ms": statistics.median(values) for name, values in cpu.items()},
         **{f"{name}_cpu_ms_min": min(values) for name, values in cpu.items()},
         **{f"{name}_wall_ms": statistics.median(values) for name, values in wall.items()},
-        "ratio": ratio, "torch": torch.__version__}
+        "ratio": ratio, "upper": upper, "torch": torch.__version__}
     if args.json:
         print(json.dumps(facts))
         return
@@ -200,7 +207,7 @@ def report(args: argparse.Namespace, samples: dict[str, list[list[float]]], num_
     for name in cpu:
         print(f"  {name:6s} {facts[f'{name}_cpu_ms']:8.2f} ({facts[f'{name}_cpu_ms_min']:.2f})   "
               f"{facts[f'{name}_wall_ms']:8.2f}")
-    print(f"  weft / torch: {ratio:.3f}")
+    print(f"  weft / torch: {ratio:.3f}; geometric mean at most {upper:.3f} (95 %)")
 
 
 def parse() -> argparse.Namespace:
@@ -210,7 +217,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--width", type=int, default=32)
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("--samples", type=int, default=2, help="per micro-batch")
-    parser.add_argument("--repetitions", type=int, default=15)
+    parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--steps", type=int, default=4, help="per repetition")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--fd", type=int, help=argparse.SUPPRESS)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from tests.run.plans import cut, greedy_order, pipeline_plan, replicated_plan, traced
 from tests.run.pool import Pool
 from tests.run.sharded_plans import sharded_plan, sharding_of
-from tests.run.test_overlap import in_buckets
+from tests.run.test_overlap import in_buckets, spans
 from tests.run.test_sharded import GPT, GPT_TENSOR
 from weft.base.errors import RunError
 from weft.model.source import ModelSource
@@ -210,6 +210,15 @@ PLANS = {"1F1B": ("tiny_gpt", two_stages, "swapped_channel"),
          "recompute": ("tiny_gpt", lambda: two_stages(recompute=True), "changed_weight"),
          "replicas, buckets inside the backward": ("tiny_gpt", replicas, "no_all_reduce"),
          "tensor parallel": (GPT, divided, "lost all_reduce 1")}
+
+
+def test_exchanges_begin_inside_a_compiled_backward(pool):
+    """A piece ends where the gradients of a bucket are final, as the simulator takes it."""
+    answer = pool.run(replace(replicas(), compiled=True), "tiny_gpt")
+    assert answer["verification"]["passed"]
+    begun, backwards = spans(answer, 0, "all_reduce"), spans(answer, 0, "B")
+    assert len(begun) == 3
+    assert begun[0][0] < backwards[-1][1]
 
 
 @pytest.mark.parametrize("case", PLANS)

@@ -6,7 +6,8 @@ them becomes a *piece*. A stage without such operators is one piece. Equal piece
 inductor's cache outlives it.
 
 A piece is one node for autograd, so whatever the runtime does around it (edges, recomputation, hooks of exchanges)
-stays as it is. Its parameters are no arguments of that node: the backward adds their gradients itself, all in few
+stays as it is. Where the exchange of a bucket may begin inside the backward, a piece ends where its last gradient
+is made (``Request.borders``). Its parameters are no arguments of that node: the backward adds their gradients itself, all in few
 kernels, or leaves them to ``W``. Results that are views stay outside, made again from what they are views of.
 """
 
@@ -57,6 +58,8 @@ class Request:
     """The nodes of its arguments that have gradients."""
     queue: WeightGradients | None = None
     """Takes what is left for ``W`` if the backward is split."""
+    borders: frozenset[str] = frozenset()
+    """Nodes that begin a new piece."""
     updates: Mapping[int, Tensor] = field(default_factory=dict)
     """Results that are new values of these buffers: where one piece makes such a value and alone reads the buffer, it
     writes it there itself."""
@@ -108,6 +111,8 @@ class _Cut:
                 if node.args[0] in self.piece_of:
                     self._join(node, self.piece_of[node.args[0]])
             elif _is_compilable(node):
+                if node.name in request.borders:
+                    self.pieces.append([])
                 self._join(node, len(self.pieces) - 1)
             elif node.op == "call_function":
                 self.pieces.append([])

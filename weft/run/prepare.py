@@ -11,6 +11,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -131,7 +132,7 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
                                  parameters=parameters.parameter_layouts(program, index, rank))
         module = collect_factors(module, factors, num_microbatches=len(item.microbatches))
         stages[index] = Stage(module, split=index in split, mesh=mesh, random=random,
-                              compilation=_compilation(program, index, compiler, device))
+                              compilation=_compilation(program, index, compiler, transport))
     if compiler is not None:
         transport.status.set(Milestone.LOADING)
     check_rows(factors)
@@ -165,17 +166,30 @@ def compile_notes(prepared: Prepared, transport: Transport) -> tuple[str, ...]:
     return tuple(transport.share_record(list(dict.fromkeys(text for texts in found for text in texts))))
 
 
-def _compilation(program: Program, index: int, compiler: Compiler | None, device: torch.device) -> Compilation | None:
+def _compilation(program: Program, index: int, compiler: Compiler | None,
+                 transport: Transport) -> Compilation | None:
     """Return how the stage of an instance is compiled; None if it is not."""
     if compiler is None:
         return None
     graph, stage = program.graph, program.plan.stages[program.instances[index].stage]
     is_training = program.plan.model.mode == "training"
     return Compilation(
-        compiler=compiler, name=f"stage {stage.name}", device=device, writes_updates=not stage.recompute,
+        compiler=compiler, name=f"stage {stage.name}", device=transport.device, writes_updates=not stage.recompute,
+        borders=_borders(program, index, transport.rank) if is_training else frozenset(),
         differentiable=frozenset(name for name, needed, role in zip(
             graph.tensor_names, graph.needs_gradient, graph.tensor_role, strict=True)
             if is_training and needed and role == TensorRole.ACTIVATION))
+
+
+def _borders(program: Program, index: int, rank: int) -> frozenset[str]:
+    """Return the operators of a stage before whose backward the gradients of a bucket are final."""
+    graph, ops = program.graph, program.stage_ops[program.instances[index].stage]
+    is_own = np.isin(graph.consumer_op, ops)
+    tensors, readers = graph.inputs[is_own], graph.consumer_op[is_own]
+    firsts = [int(readers[np.isin(tensors, bucket.parameters)].min(initial=graph.num_ops))
+              for bucket in program.buckets if rank in bucket.ranks]
+    found = sorted(op for op in firsts if op < graph.num_ops)
+    return frozenset(graph.op_names[op] for op in found[1:])
 
 
 def value_of(name: str, tensor: Tensor, seed: int) -> Tensor:

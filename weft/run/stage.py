@@ -317,6 +317,8 @@ class Compilation:
     device: torch.device
     differentiable: frozenset[str]
     """The tensors among its inputs that have gradients."""
+    borders: frozenset[str] = frozenset()
+    """Operators that begin a new piece."""
     writes_updates: bool
     """Its forward runs once for each micro-batch, so it may write buffers itself."""
 
@@ -324,8 +326,10 @@ class Compilation:
                 queue: WeightGradients | None) -> CompiledStage:
         """Return the compiled stage; ``queue`` takes what is left for ``W`` if its backward is split."""
         arguments = [node.name for node in module.module.graph.nodes if node.op == "placeholder"]
-        request = Request(name=self.name, device=self.device, updates=updates, queue=queue, differentiable=frozenset(
-            argument for argument, name in zip(arguments, module.inputs, strict=True) if name in self.differentiable))
+        borders = frozenset(node.name for node, op in module.op_names.items() if op in self.borders)
+        request = Request(name=self.name, device=self.device, updates=updates, queue=queue, borders=borders,
+                          differentiable=frozenset(argument for argument, name in zip(
+                              arguments, module.inputs, strict=True) if name in self.differentiable))
         return compile_stage(module.module, request, self.compiler)
 
 
