@@ -23,7 +23,7 @@ from weft.plan.memory import CATEGORIES, account_memory, optimizer_bytes, static
 from weft.plan.orders import gpipe
 from weft.plan.plan import Optimizer
 from weft.plan.program import Op, Phase, Program
-from weft.plan.stage_memory import StageMemory, stage_memory
+from weft.plan.stage_memory import StageMemory, StageView, stage_memory
 
 
 class Recount:
@@ -669,6 +669,7 @@ class Walked:
     written: list[int]
     can_wait: bool = False
     is_view: bool = False
+    copies_gradient: bool = False
     backward_room: float = 0.0
 
 
@@ -696,6 +697,15 @@ def test_an_addition_hands_its_gradient_on_and_it_is_added_to_in_place_when_it_i
     held = gradients_live([Walked(kind="aten.mul", read=[0], written=[1])], sizes=np.asarray([100.0, 4.0]), inputs=[],
                           wanted=np.asarray([True, True]), begins={0: 100.0, 1: 4.0}, elsewhere={}, defers=False)
     assert held.joining.tolist() == [4 + 300], "what the caller holds is not added to in place: the sum is a third"
+
+
+def test_a_view_whose_gradient_lies_in_another_order_gives_a_copy():
+    """Was: the gradient of a view's operand was always in the memory of the view's own."""
+    graph = kinds_of(dag_graph([[-1], [0], [1]], sizes=[100, 100, 4], weights=[0, None, None]), {1: "aten.reshape"})
+    copying = replace(graph, backward_room_bytes=np.asarray([0.0, 100.0, 0.0]))
+    during = [StageView(item, np.arange(3), 1, {}).gradients_live({graph.tensor_index["y2"]: 4.0}).during.tolist()
+              for item in (graph, copying)]
+    assert during == [[4 + 100, 4 + 100, 4 + 100], [4 + 100, 4 + 200, 4 + 100]]
 
 
 def test_what_a_backward_begins_with_stays_and_an_input_gets_a_gradient_of_its_own():

@@ -49,6 +49,10 @@ class BackwardStep(Protocol):
         """Return whether it gives nothing but views."""
 
     @property
+    def copies_gradient(self) -> bool:
+        """Return whether it gives a copy where others of its kind hand on: the gradient lies in another order."""
+
+    @property
     def can_wait(self) -> bool:
         """Return whether gradients of its parameters can be computed later."""
 
@@ -94,7 +98,8 @@ def gives_on(step: BackwardStep, tensor: int, sizes: F64) -> bool:
     if step.kind in _JOINING:
         return True
     handing = step.is_view or step.kind in HANDING_ON or (step.kind in _FIRST_ONLY and tensor == step.read[0])
-    return handing and len(step.written) == 1 and bool(sizes[tensor] == sizes[step.written[0]])
+    is_handed = handing and not step.copies_gradient
+    return is_handed and len(step.written) == 1 and bool(sizes[tensor] == sizes[step.written[0]])
 
 
 def gradients_live(steps: Sequence[BackwardStep], *, sizes: F64, wanted: Bool, inputs: Sequence[int],

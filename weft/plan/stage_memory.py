@@ -161,6 +161,8 @@ class _Step:
     forward_room: float = 0.0
     """Bytes needed besides tensors while it runs."""
     backward_room: float = 0.0
+    copies_gradient: bool = False
+    """Its backward gives a copy, where others of its kind hand on what they are given."""
 
 
 class StageView:
@@ -211,14 +213,16 @@ class StageView:
         kind = graph.op_kinds[op]
         room = scale * part
         written = graph.op_outputs(op).tolist()
-        return _Step(kind=kind, read=read, written=written, weights=weights,
-                     is_view=bool(written) and all(graph.tensor_base[tensor] >= 0 for tensor in written),
+        is_view = bool(written) and all(graph.tensor_base[tensor] >= 0 for tensor in written)
+        copied = float(graph.tensor_bytes[written].sum()) if len(written) == 1 else 0.0
+        copies = (is_view or kind in HANDING_ON) and 0 < copied <= graph.backward_room_bytes[op]
+        return _Step(kind=kind, read=read, written=written, weights=weights, is_view=is_view, copies_gradient=copies,
                      can_wait=can_wait(kind) and (bool(weights) or self._has_turned_weight(op)),
                      made_first=kind in MADE_FIRST,
                      keeps_result=kind in KEEPS_RESULT or not kind.startswith("aten."),
                      inside=float(graph.saved_inside_bytes[op]) * room,
                      forward_room=float(graph.forward_room_bytes[op]) * room,
-                     backward_room=float(graph.backward_room_bytes[op]) * room)
+                     backward_room=(float(graph.backward_room_bytes[op]) - copied * copies) * room)
 
     def _has_turned_weight(self, op: int) -> bool:
         """Return whether an operator reads a matrix that is a trained parameter the other way round."""
