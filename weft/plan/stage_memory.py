@@ -29,6 +29,8 @@ KEEPS_RESULT: Final = frozenset(f"aten.{name}" for name in (
     "reciprocal", "tan", "elu", "celu", "selu", "cumprod", "logsumexp", "std", "norm", "linalg_vector_norm", "amax",
     "amin", "scaled_dot_product_attention"))
 """Operators whose backward needs what they gave, and not only what they and others read."""
+_PRODUCTS: Final = frozenset(("aten.linear", "aten.matmul", "aten.einsum"))
+"""Of tensors of more than two dimensions they are products of matrices between views."""
 TRANSPOSES: Final = frozenset(("aten.t", "aten.transpose", "aten.permute"))
 """A product with a parameter behind one of these is split as one with the parameter itself."""
 
@@ -163,6 +165,8 @@ class _Step:
     backward_room: float = 0.0
     copies_gradient: bool = False
     """Its backward gives a copy, where others of its kind hand on what they are given."""
+    gives_views: bool = False
+    """The gradients that it gives are views of what it has made for them."""
 
 
 class StageView:
@@ -206,7 +210,7 @@ class StageView:
         graph, whole = self.graph, 2 * self.graph.num_tensors
         read = [whole + tensor if tensor in local and op in local[tensor].takers else int(self.as_read[tensor])
                 for tensor in graph.op_inputs(op).tolist()]
-        part = min((local[tensor].read if tensor in local else 1.0 for tensor in graph.op_inputs(op).tolist()
+        part = min((local[tensor].part_for(op) if tensor in local else 1.0 for tensor in graph.op_inputs(op).tolist()
                     if graph.tensor_role[graph.memory_root[tensor]] == TensorRole.ACTIVATION), default=1.0)
         weights = tuple(int(tensor) for tensor in graph.op_inputs(op)
                         if graph.tensor_role[tensor] == TensorRole.PARAMETER and graph.needs_gradient[tensor])
@@ -217,6 +221,8 @@ class StageView:
         copied = float(graph.tensor_bytes[written].sum()) if len(written) == 1 else 0.0
         copies = (is_view or kind in HANDING_ON) and 0 < copied <= graph.backward_room_bytes[op]
         return _Step(kind=kind, read=read, written=written, weights=weights, is_view=is_view, copies_gradient=copies,
+                     gives_views=kind in _PRODUCTS and any(len(graph.tensor_shapes[item]) > 2
+                                                           for item in graph.op_inputs(op).tolist()),
                      can_wait=can_wait(kind) and (bool(weights) or self._has_turned_weight(op)),
                      made_first=kind in MADE_FIRST,
                      keeps_result=kind in KEEPS_RESULT or not kind.startswith("aten."),
