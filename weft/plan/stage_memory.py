@@ -300,7 +300,8 @@ class StageView:
         """Return what a backward in two parts takes; ``saved`` are storages of its own.
 
         What came from outside stays in its buffer until the second part has run. So does a gradient that another rank
-        sent, which is counted there; not so one that another stage on the rank has ``handed`` over.
+        sent, which is counted there; not so one that another stage on the rank has ``handed`` over. An operand of a
+        product that lies in another order is copied again.
         """
         waiting = [step for step in self.steps if step.can_wait]
         operands = self._saved_storages(self.mask([tensor for step in waiting for tensor in step.read])
@@ -310,8 +311,8 @@ class StageView:
         rise = live.above(self._released(np.setdiff1d(saved, operands), inside)) + self.weights_room(waiting=False)
         kept = float(self.size[operands].sum()) + sum(step.inside for step in waiting) + live.deferred
         return _Split(kept=kept, rise=float(rise.max()),
-                      room=float(max((self.sizes[list(step.weights)].sum() for step in waiting if step.made_first),
-                                     default=0.0)))
+                      room=float(max((self.sizes[list(step.weights)].sum() * step.made_first + step.inside
+                                      for step in waiting), default=0.0)))
 
     def _saved_storages(self, chosen: Bool) -> I64:
         storages = np.unique(self.root[chosen])
