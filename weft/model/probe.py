@@ -135,9 +135,9 @@ class Probe:
         cost = self._known[self._keys[node]]
         if node.target is _ATTENTION or not any(orders) or not cost.given.orders:
             return cost.given
-        key = self._keys[node], orders
+        key, (*_, specs, grads) = (self._keys[node], orders), self._keys[node]
         if key not in self._given:
-            self._given[key] = _given(node, *self._keys[node][2:], orders, cost.given)
+            self._given[key] = _given(node, specs, grads, orders, cost.given)
         return self._given[key]
 
 
