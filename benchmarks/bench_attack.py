@@ -7,7 +7,8 @@ of ONNX, cells of CSV (``attack_mutators``); some stay sound as files and lie in
 mutant is read and, if it is a sound file after all, used: checked, simulated, drawn, searched for a moment
 (``attack_targets``; by whole commands ``attack_commands``). Workers are processes of their own; each mutant's CPU time
 and the peak of its memory are taken. Before, the numerical code is compiled as ``make`` does it: else the first mutant
-that needs a function would wait for its compiler, up to 15 s. ``--part 1/2`` and ``--part 2/2``, in two processes, are
+that needs a function would wait for its compiler, up to 15 s. A command that a mutant tells to search for longer than
+4 s does so until Ctrl-C comes, after 1 s, and must end then. ``--part 1/2`` and ``--part 2/2``, in two processes, are
 all mutants together. Defects, of which there must be none:
 
 ``untyped``  any exception but Weft's own errors, or the end of the process

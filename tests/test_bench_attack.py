@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 
@@ -10,6 +11,7 @@ import pytest
 from benchmarks import bench_attack
 from benchmarks.attack_targets import TARGETS, make_clean
 from benchmarks.bench_attack import Verdict, attack, list_jobs, mutant_of, summary
+from weft.base.errors import InputError
 
 
 @pytest.fixture(scope="module")
@@ -39,6 +41,14 @@ def test_mutants_are_the_same_for_the_same_seed(clean):
 
 def test_parts_are_all_mutants_together():
     assert sorted([*list_jobs(500, None, "1/2"), *list_jobs(500, None, "2/2")]) == sorted(list_jobs(500, None))
+
+
+def test_a_command_that_is_told_to_search_for_ever_ends_by_ctrl_c(clean):
+    path = clean.parent / "told" / "texts.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(["schedule", "@problem.json", "-n", "3", "--time-limit", str(2**63), "-q"]))
+    with pytest.raises(InputError, match="exit code 130"):
+        TARGETS["texts on the command line"].read(path, True)
 
 
 def _crash(_path, _use):

@@ -105,6 +105,11 @@ def test_a_plan_without_micro_batches_is_refused(capsys, plan_file, tmp_path, co
     assert "microbatches (0) and model.batch (8) must be 1 or more" in fails(capsys, 2, command, other)
 
 
+def test_a_chart_is_no_wider_than_anybody_can_use(capsys, plan_file):
+    assert main(["show", str(plan_file), "--width", str(2**31)]) == 2
+    assert "--width must be at least 1 and at most 100000" in capsys.readouterr().err
+
+
 def test_half_a_character_in_a_name_is_written_as_what_it_is(capsys, plan_file, tmp_path):
     value = json.loads(plan_file.read_text())
     other, page = tmp_path / "half.json", tmp_path / "half.html"

@@ -132,7 +132,8 @@ def test_an_output_that_cannot_be_written_is_found_before_the_search(capsys, pro
     (["-n", "x"], "Invalid value for '--microbatches'"), ([], "Missing option"),
     (["-n", "2", "--time-limit", "0"], "--time-limit must be a number of seconds above 0"),
     (["-n", "2", "--time-limit", "nan"], "--time-limit must be a number of seconds above 0"),
-    (["-n", "2", "--width", "0"], "--width must be at least 1"), (["-n", "2", "--colour"], "No such option")])
+    (["-n", "2", "--width", "0"], "--width must be at least 1"), (["-n", "2", "--width", "1000000"], "at most 100000"),
+    (["-n", "2", "--colour"], "No such option")])
 def test_bad_options_are_refused(capsys, problem, calls, options, message):
     text = " ".join(fails(capsys, problem, *options).replace("\u2502", " ").split())
     assert message in text

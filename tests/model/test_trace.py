@@ -29,6 +29,39 @@ def flops_of(graph, *kinds):
 # ---- costs --------------------------------------------------------------------------------------------------------
 
 
+class GroupNorm(nn.Module):
+    """Normalizes channels, which lie behind places."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.start = nn.GroupNorm(2, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.norm(self.start(x).transpose(1, 2)).transpose(1, 2).tanh().square().mean()
+
+
+class Heads(nn.Module):
+    """Attention of two heads with products for all that is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.start = nn.Linear(8, 24)
+
+    def forward(self, x):
+        q, k, v = self.start(x).reshape(2, 4, 3, 2, 4).permute(2, 0, 3, 1, 4).unbind(0)
+        return nn.functional.scaled_dot_product_attention(q, k, v).square().mean()
+
+
+@pytest.mark.parametrize(("model", "copied"), [
+    (GroupNorm, {"norm.group_norm": 2 * 4 * 8 * 8, "start.linear": 2 * 4 * 8 * 8}),
+    (Heads, {"reshape": 2 * 4 * 24 * 8, "start.linear": 0})])
+def test_a_gradient_that_lies_in_another_order_is_copied_where_its_reader_wants_it_so(model, copied):
+    """Was: every backward was taken to be given its gradient as its own result lies."""
+    graph = trace(source_of(model, (4, 8)), backward="joint").graph
+    rooms = dict(zip(graph.op_names, graph.backward_room_bytes.tolist(), strict=True))
+    assert {name: rooms[name] for name in copied} == copied
+
+
 def test_flops_of_gpt2_equal_the_closed_form(gpt2):
     graph, rows = gpt2.graph, BATCH * SEQ
     per_layer = 2 * rows * (3 * HIDDEN * HIDDEN + HIDDEN * HIDDEN + 2 * 4 * HIDDEN * HIDDEN)

@@ -121,3 +121,9 @@ def test_what_a_backward_takes_while_it_runs_counts_beside_what_is_there() -> No
     roomy = memory(replace(graph_of(), backward_room_bytes=np.asarray([0.0, 0.0, 128.0])))
     assert roomy.backward_work >= plain.backward_work
     assert roomy.backward_work == 128 + 4 + 128 + 16  # and what is new for its parameter
+
+
+def test_an_operator_that_takes_more_of_a_tensor_than_others_has_the_room_for_that() -> None:
+    """Was: the room inside a Fourier transform of a whole tensor was that of the half which the others read."""
+    tensor = LocalTensor(made=0.5, read=0.5, takers=frozenset((3,)), taken=1.0)
+    assert [tensor.part_for(op) for op in (2, 3)] == [0.5, 1.0]

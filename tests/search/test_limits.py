@@ -15,6 +15,7 @@ import pytest
 
 from benchmarks.limit_cases import place_cluster, place_graph, schedule_problem, strategy_graph
 from tests.search.joint.worlds import equal_problem
+from weft.base.compiled import compiled
 from weft.base.errors import NoFeasiblePlan
 from weft.cli.main import main
 from weft.cluster.cluster_file import parse_cluster
@@ -164,6 +165,21 @@ def test_records_that_numpy_compares_do_not_make_a_type_error_of_the_end():
         with pytest.raises(OutOfTime), cut_short(time.monotonic() + 1e-3):  # noqa: PT012
             while True:
                 _ = records[1:] != records[:-1]  # numpy asks Python for the dtype of both
+
+
+def test_time_that_runs_out_inside_compiled_code_counts_when_it_returns(monkeypatch):
+    """Was: a list schedule of 6,000 operators went on for 16 s, since what came back was always being unpacked."""
+    @compiled
+    def busy():
+        end = time.monotonic() + 3 * budgets.AGAIN_S
+        while time.monotonic() < end:
+            pass
+
+    busy.dispatcher = busy.function
+    monkeypatch.setattr(budgets, "NOT_IN_FUNCTION", frozenset(("busy",)))
+    with pytest.raises(OutOfTime), cut_short(time.monotonic() + budgets.AGAIN_S):  # noqa: PT012
+        for _ in range(3):
+            busy()
 
 
 def test_a_pause_inside_moves_the_end_and_nothing_is_raised_in_it():

@@ -9,6 +9,10 @@ from collections.abc import Callable
 from functools import cached_property, update_wrapper
 from typing import Any, TypeVar, cast
 
+afterwards: list[Callable[[], None]] = []
+"""What is to be done when a compiled function has returned, because a signal inside it could do nothing: what comes
+back is often made by Python code of numba's, which is then the first that a signal finds, again and again."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -30,7 +34,10 @@ class _Compiled:
         return numba.njit(cache=True, nogil=True, error_model="numpy")(self.function)
 
     def __call__(self, *args: Any) -> Any:
-        return self.dispatcher(*args)
+        result = self.dispatcher(*args)
+        if afterwards:
+            afterwards[0]()
+        return result
 
 
 def compiled(function: Function) -> Function:

@@ -24,6 +24,8 @@ from weft.plan.plan import OPTIMIZERS, Optimizer, Plan, save_plan
 
 INTERRUPTED: Final = 130
 """Exit code after Ctrl-C."""
+MAX_WIDTH: Final = 100_000
+"""No chart of text is wider: every column takes memory and time, and no screen has so many."""
 ModelArgument = Annotated[str, typer.Argument(
     metavar="MODEL", help="A name from `weft models` (options after a colon: gpt2:layers=4,seq=128), "
     "path/to/file.py:function (:in_eval_mode after it: trained in eval mode), an .onnx file or a graph file.")]
@@ -138,8 +140,8 @@ def check_time_limit(time_limit: float | None) -> None:
 
 def check_width(width: int | None) -> None:
     """Raise ``InputError`` unless a chart can be so wide."""
-    if width is not None and width < 1:
-        raise InputError(f"--width must be at least 1, not {width}")
+    if width is not None and not 1 <= width <= MAX_WIDTH:
+        raise InputError(f"--width must be at least 1 and at most {MAX_WIDTH}, not {width}")
 
 
 def check_outputs(outputs: Mapping[str, Path | None], inputs: Sequence[str | Path | None] = (), *,

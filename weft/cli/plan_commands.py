@@ -140,6 +140,7 @@ def show(
     as_json: common.JsonOption = False,
 ) -> None:
     """Print a plan as tables and a Gantt chart, or write it as a page or a trace."""
+    common.check_width(width)
     common.check_outputs({"--html": html, "--svg": svg, "--trace": trace}, (plan, cluster, profile, *(timeline or ())))
     if as_json:
         common.print_json(plan_to_json(load_plan(plan)))

@@ -25,7 +25,7 @@ from weft.base.errors import ModelError
 from weft.model.capture import Capture
 from weft.model.functional import source_line
 from weft.model.graph import OP_NUMBERS, Graph, OpRow, TensorRole, TensorRow, make_graph
-from weft.model.probe import GradClass, OpCost, Probe, backward_like_forward, is_random, operator_name
+from weft.model.probe import GradClass, OpCost, Order, Probe, backward_like_forward, is_random, operator_name
 
 Backward = Literal["joint", "rule", "none"]
 
@@ -267,6 +267,20 @@ class _Builder:
             for tensor in [*(op.inputs[position] for position in op.cost.saved_inputs),
                            *(op.outputs[position] for position in op.cost.saved_outputs if position in op.outputs)]:
                 self._note_saved(tensor)
+        if self.backward == "joint":
+            self._note_orders(needed)
+
+    def _note_orders(self, needed: set[int]) -> None:
+        """Follow the order in which gradients lie from the loss back, and note what backwards take for other orders."""
+        nodes, orders = {node.name: node for node in self.capture.graph.nodes}, dict[int, Order]()
+        for index in sorted(needed, reverse=True):
+            op = self.ops[index]
+            if any(self.tensors[tensor].grad for tensor in op.outputs.values()):
+                found = self.probe.given(nodes[op.nodes[0]], tuple(
+                    orders.get(op.outputs.get(position, -1)) for position in range(max(op.outputs) + 1)))
+                op.cost = replace(op.cost, backward_room_bytes=found.room)
+                for tensor, order in zip(op.inputs, found.orders, strict=False):
+                    orders.setdefault(tensor, order)  # later ones are added to the first
 
     def _needed_for(self, loss: int) -> set[int]:
         needed: set[int] = set()

@@ -55,6 +55,22 @@ class GradClass(enum.IntEnum):
     """A parameter, or something made of parameters and constants only."""
 
 
+Order: TypeAlias = tuple[int, ...] | None
+"""The strides of a gradient; None for the usual ones, those of its tensor in one piece."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenGradients:
+    """What the backward of one operator makes of gradients that lie in some order."""
+
+    room: float = 0.0
+    """Bytes that it takes beyond the gradients it is given and gives; copies of those that it would else hand on."""
+    orders: tuple[Order, ...] = ()
+    """Of the gradient of each distinct tensor argument; empty where a formula does not say."""
+    handed_on: tuple[int, ...] = ()
+    """Bytes of each of these gradients that lie in the memory of a given one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCost:
     """The costs of one operator; tensor positions refer to its distinct tensor arguments, in order."""
@@ -80,6 +96,8 @@ class OpCost:
     """Bytes that it takes while it runs, beyond what it reads, gives and keeps."""
     backward_room_bytes: float = 0.0
     """The same for its backward: beyond what was kept, and the gradients it is given and gives."""
+    given: GivenGradients = GivenGradients()
+    """What its backward makes of gradients in the usual order."""
     problem: str = ""
     """Why the operator could not be run, where it could not."""
 
@@ -95,6 +113,8 @@ class Probe:
     backward: bool
     """Also cost the backward pass."""
     _known: dict[Any, OpCost] = field(default_factory=dict)
+    _keys: dict[fx.Node, Any] = field(default_factory=dict)
+    _given: dict[Any, GivenGradients] = field(default_factory=dict)
 
     def cost(self, node: fx.Node, grads: Sequence[GradClass]) -> OpCost:
         """Return the cost of ``node``, whose distinct tensor arguments want gradients as ``grads`` says."""
@@ -104,10 +124,21 @@ class Probe:
         specs = tuple((tuple(value.shape), tuple(value.stride()), value.dtype) for value in values)
         wanted = tuple(grads) if self.backward else (GradClass.NONE,) * len(specs)
         settings = fx.node.map_arg((node.args, node.kwargs), lambda argument: f"<{position[argument]}>")
-        key = (node.target, repr(settings), specs, wanted)
+        key = self._keys[node] = (node.target, repr(settings), specs, wanted)
         if key not in self._known:
             self._known[key] = _measure(node, specs, wanted, position)
         return self._known[key]
+
+    def given(self, node: fx.Node, orders: tuple[Order, ...]) -> GivenGradients:
+        """Return what the backward of ``node``, whose cost is known, makes of gradients of its results in these orders.
+        """
+        cost = self._known[self._keys[node]]
+        if node.target is _ATTENTION or not any(orders) or not cost.given.orders:
+            return cost.given
+        key, (*_, specs, grads) = (self._keys[node], orders), self._keys[node]
+        if key not in self._given:
+            self._given[key] = _given(node, specs, grads, orders, cost.given)
+        return self._given[key]
 
 
 def _measure(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradClass, ...],
@@ -116,16 +147,38 @@ def _measure(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradClass, ...
         return _attention_cost(node, specs, grads, position)
     if str(getattr(node.target, "overloadpacket", "")) in _GROUPED and [len(spec[0]) for spec in specs[:2]] == [2, 3]:
         return _grouped_cost(specs, grads)
+    try:
+        call, tensors = _on_meta(node, specs, grads, position)
+        return _run(call, tensors, grads)
+    except Exception as problem:  # any operator may lack a meta kernel, each in its own way
+        return _by_rule(node, specs, grads, f"{type(problem).__name__}: {str(problem).splitlines()[0][:120]}")
+
+
+def _on_meta(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradClass, ...],
+             position: dict[fx.Node, int]) -> tuple[Callable[[], Any], list[torch.Tensor]]:
+    """Return a call of an operator on tensors without memory, and these."""
     tensors = [torch.empty_strided(shape, stride, dtype=dtype, device="meta", requires_grad=grad is not GradClass.NONE
                                    and (dtype.is_floating_point or dtype.is_complex))
                for (shape, stride, dtype), grad in zip(specs, grads, strict=True)]
     args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), lambda item: (
         tensors[position[item]] if isinstance(item, fx.Node) else
         torch.device("meta") if isinstance(item, torch.device) else item))
+    target: Any = node.target
+    return lambda: target(*args, **kwargs), tensors
+
+
+def _given(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradClass, ...], orders: tuple[Order, ...],
+           usual: GivenGradients) -> GivenGradients:
+    """Return what the backward makes of gradients in these orders; what it is no longer handed on is copied."""
+    call, tensors = _on_meta(node, specs, grads, {item: index for index, item in enumerate(node.all_input_nodes)})
     try:
-        return _run(lambda: node.target(*args, **kwargs), tensors, grads)
-    except Exception as problem:  # any operator may lack a meta kernel, each in its own way
-        return _by_rule(node, specs, grads, f"{type(problem).__name__}: {str(problem).splitlines()[0][:120]}")
+        with torch.enable_grad():
+            outputs = _flat(call())
+        both, inputs_only = _backward(outputs, tensors, grads, orders)
+    except Exception:  # kernels on meta may refuse an order that others take
+        return usual
+    copied = sum(max(0, before - now) for before, now in zip(usual.handed_on, both.given.handed_on, strict=True))
+    return replace(both.given, room=float(max(both.room, inputs_only.room)) + copied)
 
 
 # ---- running on meta ----------------------------------------------------------------------------------------------
@@ -140,6 +193,8 @@ class _Meter(TorchDispatchMode):
         self.live = LiveStorages(device="meta")
         self.room = 0
         """Bytes that a backward takes beyond the gradients that it gives."""
+        self.given = GivenGradients()
+        """Of the gradients that a backward gives, but for its room."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -151,6 +206,23 @@ class _Meter(TorchDispatchMode):
             self.bytes_read += sum(touched_bytes(tensor) for tensor in _distinct(inputs))
             self.bytes_written += sum(touched_bytes(tensor) for tensor in _distinct(outputs))
         return result
+
+    def note_given(self, tensors: list[torch.Tensor], wanted: list[torch.Tensor],
+                   given: Sequence[torch.Tensor | None], gradients: list[torch.Tensor]) -> None:
+        """Note in which order the gradients of ``wanted`` ones among the tensors lie, and whose memory it is."""
+        found, owners = dict(zip(map(id, wanted), given, strict=True)), {_storage(tensor) for tensor in gradients}
+        of_all = [found.get(id(tensor)) for tensor in tensors]
+        self.given = GivenGradients(
+            orders=tuple(map(_order, of_all, tensors)),
+            handed_on=tuple(0 if item is None or _storage(item) not in owners else item.nbytes for item in of_all))
+
+
+def _order(gradient: torch.Tensor | None, tensor: torch.Tensor) -> Order:
+    if gradient is None:
+        return None
+    order, usual = gradient.stride(), torch.empty_like(tensor).stride()
+    is_usual = all(one == other or size == 1 for one, other, size in zip(order, usual, tensor.shape, strict=True))
+    return None if is_usual else tuple(order)
 
 
 def _run(call: Callable[[], Any], tensors: list[torch.Tensor], grads: tuple[GradClass, ...]) -> OpCost:
@@ -172,7 +244,8 @@ def _run(call: Callable[[], Any], tensors: list[torch.Tensor], grads: tuple[Grad
                               - inputs_only.bytes_read - inputs_only.bytes_written),
         view_of=view_of, needs_grad=tuple(tensor.requires_grad for tensor in outputs),
         saved_inputs=saved_inputs, saved_outputs=saved_outputs, saved_inside_bytes=inside,
-        forward_room_bytes=float(room), backward_room_bytes=float(max(both.room, inputs_only.room)))
+        forward_room_bytes=float(room), backward_room_bytes=float(max(both.room, inputs_only.room)),
+        given=replace(both.given, room=float(max(both.room, inputs_only.room))))
 
 
 def _keeper(kept: list[torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -193,11 +266,14 @@ def _sort_kept(kept: list[torch.Tensor], tensors: list[torch.Tensor],
             tuple(sorted(index for kind, index in found if kind == "out")))
 
 
-def _backward(outputs: list[torch.Tensor], tensors: list[torch.Tensor],
-              grads: tuple[GradClass, ...]) -> tuple[_Meter, _Meter]:
-    """Return the costs of all gradients, and of those of activations alone."""
+def _backward(outputs: list[torch.Tensor], tensors: list[torch.Tensor], grads: tuple[GradClass, ...],
+              orders: tuple[Order, ...] = ()) -> tuple[_Meter, _Meter]:
+    """Return the costs of all gradients, and of those of activations alone; results' gradients lie in ``orders``."""
+    known = dict(zip(map(id, outputs), orders, strict=False))
     sources = [tensor for tensor in outputs if tensor.requires_grad]
-    gradients = [torch.empty_like(tensor) for tensor in sources]
+    gradients = [torch.empty_like(tensor) if order is None else
+                 torch.empty_strided(tensor.shape, order, dtype=tensor.dtype, device="meta")
+                 for tensor in sources for order in (known.get(id(tensor)),)]
     meters = []
     for unwanted in (GradClass.NONE, GradClass.WEIGHT):
         wanted = [tensor for tensor, grad in zip(tensors, grads, strict=True)
@@ -207,7 +283,9 @@ def _backward(outputs: list[torch.Tensor], tensors: list[torch.Tensor],
                 given = torch.autograd.grad(sources, wanted, gradients, retain_graph=True, allow_unused=True)
                 unused = _unused_bytes([item for item in given if item is not None], gradients)
                 meter.room = meter.live.peak() - meter.live.now() + unused
-                del given
+        if sources and wanted:
+            meter.note_given(tensors, wanted, given, gradients)
+            del given
         meters.append(meter)
     return meters[0], meters[1]
 
@@ -257,7 +335,14 @@ def _attention_cost(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradCla
         input_grad_bytes=read + 2 * written + sum(sizes[index] for index in named) if has_grad else 0.0,
         needs_grad=(has_grad,), saved_inputs=tuple(sorted(set(position.values()))) if has_grad else (),
         saved_outputs=(0,) if has_grad else (),
-        saved_inside_bytes=4.0 * math.prod(query[:-1]) if has_grad else 0.0)  # log-sum-exp of each row, float32
+        saved_inside_bytes=4.0 * math.prod(query[:-1]) if has_grad else 0.0,  # log-sum-exp of each row, float32
+        given=GivenGradients(orders=tuple(_heads_inside(shape) if len(shape) == 4 else None for shape, *_ in specs)))
+
+
+def _heads_inside(shape: tuple[int, ...]) -> Order:
+    """Return how the gradients of fused attention lie: [batch, place, head, channel]."""
+    _, heads, length, width = shape
+    return length * heads * width, width, heads * width, 1
 
 
 def _grouped_cost(specs: tuple[Spec, ...], grads: tuple[GradClass, ...]) -> OpCost:

@@ -3,8 +3,8 @@
 The backward of an operator is given the gradients of its results and makes one for each of its operands, in new memory
 or in that of what it was given (additions and views hand it on). While it runs both are there. Then what it was given
 goes, and each new gradient is joined to what earlier readers of the same tensor have left: in place where nobody else
-has that memory, else in a third tensor. The gradient of a tensor that came from outside gets memory of its own at the
-end, because it is handed on.
+has that memory and it is no view, which holds on to what it is a view of; else in a third tensor. The gradient of a
+tensor that came from outside gets memory of its own at the end, because it is handed on.
 
 What the backward begins with stays until it ends: in the buffer it came in, with the stage on the rank that made it, or
 as a sum or an assembly of pieces. Only the last is counted here.
@@ -23,6 +23,8 @@ from weft.model.graph import F64, Bool
 HANDING_ON: Final = frozenset({"aten.add", "aten.add_", "prims.add", "aten.reshape", "aten.flatten", "aten.clone",
                                 "aten.contiguous", "aten.alias", "aten.dropout"})
 """Operators whose backward gives what it is given to operands of the same size."""
+_AS_IT_IS: Final = HANDING_ON - {"aten.reshape", "aten.flatten"} | {"aten.sub", "aten.rsub"}
+"""Of those the ones that give the very tensor, and not a view of it."""
 _FIRST_ONLY: Final = frozenset({"aten.sub", "aten.rsub"})
 """The same, to their first operand only."""
 _JOINING: Final = frozenset({"aten.cat", "aten.stack"})
@@ -47,6 +49,14 @@ class BackwardStep(Protocol):
     @property
     def is_view(self) -> bool:
         """Return whether it gives nothing but views."""
+
+    @property
+    def copies_gradient(self) -> bool:
+        """Return whether it gives a copy where others of its kind hand on: the gradient lies in another order."""
+
+    @property
+    def gives_views(self) -> bool:
+        """Return whether the gradients that it gives are views of what it has made for them."""
 
     @property
     def can_wait(self) -> bool:
@@ -94,7 +104,8 @@ def gives_on(step: BackwardStep, tensor: int, sizes: F64) -> bool:
     if step.kind in _JOINING:
         return True
     handing = step.is_view or step.kind in HANDING_ON or (step.kind in _FIRST_ONLY and tensor == step.read[0])
-    return handing and len(step.written) == 1 and bool(sizes[tensor] == sizes[step.written[0]])
+    is_handed = handing and not step.copies_gradient
+    return is_handed and len(step.written) == 1 and bool(sizes[tensor] == sizes[step.written[0]])
 
 
 def gradients_live(steps: Sequence[BackwardStep], *, sizes: F64, wanted: Bool, inputs: Sequence[int],
@@ -132,7 +143,10 @@ class _Walk:
     sizes: F64
     live: float
     gradients: dict[int, _Memory] = field(default_factory=dict)
-    made: list[tuple[int, _Memory]] = field(default_factory=list)
+    views: set[int] = field(default_factory=set)
+    """Tensors whose gradients are views of something that only they still hold."""
+    made: list[tuple[int, _Memory, bool]] = field(default_factory=list)
+    """Gradients that are not joined to others yet, and whether they are views."""
 
     def new(self, tensor: int) -> _Memory:
         memory = _Memory(float(self.sizes[tensor]))
@@ -154,17 +168,19 @@ class _Walk:
             if wanted[tensor]:
                 handed_on = gives_on(step, tensor, self.sizes)
                 given[0].users += handed_on
-                self.made.append((tensor, given[0] if handed_on else self.new(tensor)))
+                is_view = handed_on and step.kind not in _AS_IT_IS
+                self.made.append((tensor, given[0] if handed_on else self.new(tensor), is_view or step.gives_views))
         return self.live + step.backward_room, given
 
     def join(self, finished: Sequence[int]) -> float:
         """Join what was made to what is there, and give ``finished`` tensors a gradient of their own."""
         most = self.live
-        for tensor, memory in self.made:
+        for tensor, memory, is_view in self.made:
             there = self.gradients.get(tensor)
             if there is None:
                 self.gradients[tensor] = memory
-            elif there.users == 1:
+                (self.views.add if is_view else self.views.discard)(tensor)
+            elif there.users == 1 and tensor not in self.views:
                 self.drop(memory)
             else:
                 most = max(most, self._replace(tensor, there, memory))
@@ -177,6 +193,7 @@ class _Walk:
 
     def _replace(self, tensor: int, *old: _Memory) -> float:
         self.gradients[tensor] = self.new(tensor)
+        self.views.discard(tensor)
         most = self.live
         for memory in old:
             self.drop(memory)

@@ -52,6 +52,10 @@ class LocalTensor:
     returned_room: float = 0.0
     """The same for its gradient, on the way back."""
 
+    def part_for(self, op: int) -> float:
+        """Return the part that an operator finds."""
+        return self.taken if op in self.takers else self.read
+
 
 def local_tensors(graph: Graph, stage: Stage, replica: Replica, ops: I64, crossing: I64) -> dict[int, LocalTensor]:
     """Return what a device of the replica has of the stage's tensors; those that are not named are whole.

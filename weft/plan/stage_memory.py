@@ -29,6 +29,8 @@ KEEPS_RESULT: Final = frozenset(f"aten.{name}" for name in (
     "reciprocal", "tan", "elu", "celu", "selu", "cumprod", "logsumexp", "std", "norm", "linalg_vector_norm", "amax",
     "amin", "scaled_dot_product_attention"))
 """Operators whose backward needs what they gave, and not only what they and others read."""
+_PRODUCTS: Final = frozenset(("aten.linear", "aten.matmul", "aten.einsum"))
+"""Of tensors of more than two dimensions they are products of matrices between views."""
 TRANSPOSES: Final = frozenset(("aten.t", "aten.transpose", "aten.permute"))
 """A product with a parameter behind one of these is split as one with the parameter itself."""
 
@@ -161,6 +163,10 @@ class _Step:
     forward_room: float = 0.0
     """Bytes needed besides tensors while it runs."""
     backward_room: float = 0.0
+    copies_gradient: bool = False
+    """Its backward gives a copy, where others of its kind hand on what they are given."""
+    gives_views: bool = False
+    """The gradients that it gives are views of what it has made for them."""
 
 
 class StageView:
@@ -204,21 +210,25 @@ class StageView:
         graph, whole = self.graph, 2 * self.graph.num_tensors
         read = [whole + tensor if tensor in local and op in local[tensor].takers else int(self.as_read[tensor])
                 for tensor in graph.op_inputs(op).tolist()]
-        part = min((local[tensor].read if tensor in local else 1.0 for tensor in graph.op_inputs(op).tolist()
+        part = min((local[tensor].part_for(op) if tensor in local else 1.0 for tensor in graph.op_inputs(op).tolist()
                     if graph.tensor_role[graph.memory_root[tensor]] == TensorRole.ACTIVATION), default=1.0)
         weights = tuple(int(tensor) for tensor in graph.op_inputs(op)
                         if graph.tensor_role[tensor] == TensorRole.PARAMETER and graph.needs_gradient[tensor])
         kind = graph.op_kinds[op]
         room = scale * part
         written = graph.op_outputs(op).tolist()
-        return _Step(kind=kind, read=read, written=written, weights=weights,
-                     is_view=bool(written) and all(graph.tensor_base[tensor] >= 0 for tensor in written),
+        is_view = bool(written) and all(graph.tensor_base[tensor] >= 0 for tensor in written)
+        copied = float(graph.tensor_bytes[written].sum()) if len(written) == 1 else 0.0
+        copies = (is_view or kind in HANDING_ON) and 0 < copied <= graph.backward_room_bytes[op]
+        return _Step(kind=kind, read=read, written=written, weights=weights, is_view=is_view, copies_gradient=copies,
+                     gives_views=kind in _PRODUCTS and any(len(graph.tensor_shapes[item]) > 2
+                                                           for item in graph.op_inputs(op).tolist()),
                      can_wait=can_wait(kind) and (bool(weights) or self._has_turned_weight(op)),
                      made_first=kind in MADE_FIRST,
                      keeps_result=kind in KEEPS_RESULT or not kind.startswith("aten."),
                      inside=float(graph.saved_inside_bytes[op]) * room,
                      forward_room=float(graph.forward_room_bytes[op]) * room,
-                     backward_room=float(graph.backward_room_bytes[op]) * room)
+                     backward_room=(float(graph.backward_room_bytes[op]) - copied * copies) * room)
 
     def _has_turned_weight(self, op: int) -> bool:
         """Return whether an operator reads a matrix that is a trained parameter the other way round."""
@@ -290,7 +300,8 @@ class StageView:
         """Return what a backward in two parts takes; ``saved`` are storages of its own.
 
         What came from outside stays in its buffer until the second part has run. So does a gradient that another rank
-        sent, which is counted there; not so one that another stage on the rank has ``handed`` over.
+        sent, which is counted there; not so one that another stage on the rank has ``handed`` over. An operand of a
+        product that lies in another order is copied again.
         """
         waiting = [step for step in self.steps if step.can_wait]
         operands = self._saved_storages(self.mask([tensor for step in waiting for tensor in step.read])
@@ -300,8 +311,8 @@ class StageView:
         rise = live.above(self._released(np.setdiff1d(saved, operands), inside)) + self.weights_room(waiting=False)
         kept = float(self.size[operands].sum()) + sum(step.inside for step in waiting) + live.deferred
         return _Split(kept=kept, rise=float(rise.max()),
-                      room=float(max((self.sizes[list(step.weights)].sum() for step in waiting if step.made_first),
-                                     default=0.0)))
+                      room=float(max((self.sizes[list(step.weights)].sum() * step.made_first + step.inside
+                                      for step in waiting), default=0.0)))
 
     def _saved_storages(self, chosen: Bool) -> I64:
         storages = np.unique(self.root[chosen])

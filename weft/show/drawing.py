@@ -95,7 +95,9 @@ def _lines(chart: Chart, width: int, max_rows: int) -> Iterator[_Line]:
 
 def _row_line(chart: Chart, row: Row, name: str, num_cells: int) -> _Line:
     """Return a row of cells between its name and the part of the time in which it is busy."""
-    looks = [chart.look(item) if item >= 0 else None for item in row_cells(row, chart.span, num_cells)]
+    cells = row_cells(row, chart.span, num_cells)
+    known = {item: chart.look(item) if item >= 0 else None for item in dict.fromkeys(cells)}
+    looks = [known[item] for item in cells]
     marks, styles = [look.mark if look else IDLE for look in looks], [look.style if look else "dim" for look in looks]
     if chart.gap is not None:
         cell = min(num_cells - 1, round(chart.gap * num_cells / chart.span))

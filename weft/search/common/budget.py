@@ -7,6 +7,7 @@ deadline is past, as Ctrl-C raises ``KeyboardInterrupt``: whoever keeps the best
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Final
+
+from weft.base.compiled import afterwards
 
 AGAIN_S: Final = 0.05
 """So often ``OutOfTime`` is tried again, where it could not be raised or something has swallowed it."""
@@ -143,6 +146,13 @@ def cut_short(end: float | Budget | None) -> Iterator[None]:
             _ring_in(budget.seconds_left or 0.0)  # it has moved
         elif _may_raise(frame):
             raise OutOfTime
+        else:
+            afterwards[:] = [try_again]
+
+    def try_again() -> None:
+        if threading.current_thread() is threading.main_thread():
+            afterwards.clear()
+            ring(signal.SIGALRM, sys._getframe())
 
     handler = signal.signal(signal.SIGALRM, ring)
     begin, (outer_s, outer_again_s) = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -152,6 +162,7 @@ def cut_short(end: float | Budget | None) -> Iterator[None]:
         yield
     finally:
         is_on = False
+        afterwards.clear()
         signal.setitimer(signal.ITIMER_REAL, 0.0)
         signal.signal(signal.SIGALRM, handler)
         if outer_s > 0:

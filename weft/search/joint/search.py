@@ -241,11 +241,14 @@ def rank_settings(estimator: Estimator, *, budget: Budget,
     found: list[Estimate] = []
     failed: list[Tried] = []
     best = float("inf")
-    begin = time.monotonic()
+    begin, slowest_s = time.monotonic(), 0.0
     candidates = sorted(((estimator.bound(setting), number, setting)
                          for number, setting in enumerate(_candidates(estimator.chain))), key=lambda item: item[:2])
+    last = time.monotonic()
     for number, (bound, _, setting) in enumerate(candidates):
-        if found and budget.is_spent:
+        now = time.monotonic()
+        slowest_s, last = max(slowest_s, now - last), now
+        if found and not budget.has_s(slowest_s):
             progress(f"joint: out of time after {number} settings")
             break
         if bound > TUNING.worse * best:
