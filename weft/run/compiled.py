@@ -6,9 +6,9 @@ them becomes a *piece*. A stage without such operators is one piece. Equal piece
 inductor's cache outlives it.
 
 A piece is one node for autograd, so whatever the runtime does around it (edges, recomputation, hooks of exchanges)
-stays as it is. Where the exchange of a bucket may begin inside the backward, a piece ends where its last gradient
-is made (``Request.borders``). Its parameters are no arguments of that node: the backward adds their gradients itself, all in few
-kernels, or leaves them to ``W``. Results that are views stay outside, made again from what they are views of.
+stays as it is. Where the exchange of a bucket may begin inside the backward, a piece ends where its last gradient is
+made (``Request.borders``). Its parameters are no arguments of that node: the backward adds their gradients itself, in
+few kernels, or leaves them to ``W``. Results that are views stay outside, made again from what they are views of.
 """
 
 from __future__ import annotations
