@@ -59,13 +59,13 @@ def compile_graphs(function: Callable[..., Sequence[Tensor]], primals: Sequence[
                 graph = aot_export_joint_simple(apart, tuple(fakes), trace_joint=False,
                                                 decompositions=select_decomp_table())
             _without_copies(graph, len(made))
-            joint_graph_passes(graph)
+            graph = joint_graph_passes(graph, primals[0].device)
             _write_updates(graph, updates)
             return Graphs(forward=_compile(graph, num_kept=num_outputs, is_inference=True), num_outputs=num_outputs)
         joint = aot_export_joint_simple(apart, tuple(fakes), trace_joint=True,
                                         decompositions=select_decomp_table())
         _without_copies(joint, len(made))
-        joint_graph_passes(joint)
+        joint = joint_graph_passes(joint, primals[0].device)
         forward, backward = min_cut_rematerialization_partition(
             joint, [node.meta["val"] for node in _placeholders(joint)], num_fwd_outputs=len(made))
         _write_updates(forward, updates)
