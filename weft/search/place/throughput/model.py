@@ -66,6 +66,15 @@ class LoadProblem:
         return np.bincount(owner, weights=a.item_bytes[a.items], minlength=self.num_units).astype(np.float64)
 
     @cached_property
+    def users(self) -> list[list[int]]:
+        """Return the units that keep each item."""
+        users: list[list[int]] = [[] for _ in self.arrays.item_bytes]
+        for unit in range(self.num_units):
+            for item in self.arrays.items_of(unit):
+                users[item].append(unit)
+        return users
+
+    @cached_property
     def is_memory_free(self) -> bool:
         """Return whether any placement fits, since one device could hold everything."""
         return bool(self.arrays.item_bytes.sum() <= self.arrays.capacity.min(initial=np.inf))

@@ -29,7 +29,7 @@ import itertools
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
@@ -64,8 +64,7 @@ from weft.search.place.timetable import (
     with_room_for_tensors,
 )
 
-
-Kind = Literal["orders", "levels", "best"]
+Kind: TypeAlias = Literal["orders", "levels", "best"]
 """Where annealing begins: at random orders cut into intervals, at groups of units, or at the best placement."""
 
 
@@ -244,7 +243,7 @@ def minimise(problem: LoadProblem, *, budget: Budget, seed: int, starts: Sequenc
             left, kind = budget.effort, search.kinds[turn % len(search.kinds)]
             start = search.anneal_for(TUNING.anneal_parts[kind] * effort, by=kind)
             has_helped = search.divide_for(part * effort, start)
-            part = min(TUNING.divide_part, 2 * part) if has_helped else max(TUNING.least_divide_part, part / 2)
+            part = TUNING.divide_part if has_helped else max(TUNING.least_divide_part, part / 2)
         search.bound_shared(0.5 * budget.effort)
         search.prove(budget.effort)
         search.anneal_for(budget.effort, by="best")
@@ -402,7 +401,8 @@ class _Search:
         for piece in pieces(min(steps, max(1000, int(effort / seconds))), size=TUNING.piece_s / seconds,
                             hot=heat * scale, fall=cold / heat, is_done=lambda: self.is_done):
             found, value = anneal(problem.arrays, state, piece.steps, piece.hot, piece.cold,
-                                  (1000 * self.seed + self.num_runs) * 1000 + piece.number, problem.contiguous, squarings)
+                                  (1000 * self.seed + self.num_runs) * 1000 + piece.number, problem.contiguous,
+                                  squarings)
             self.budget.effort -= piece.steps * seconds
             if value < least:
                 best, least = found, value
