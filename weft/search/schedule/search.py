@@ -10,8 +10,8 @@
 so the search goes in steps:
 
     some schedule within memory      one micro-batch after the other, or NoFeasiblePlan      first
+    without pairs and copies         the whole search, its schedules with pairs and copies   pairing, offload
     named schedules, greedy rules    what everybody would try, made to fit where it does not  named, first
-    without pairs and copies         the same, then with pairs, and with copies for memory   pairing, offload
     steady state                     smallest period, for K = 1, 2, 3, ... micro-batches     steady, anneal
     completion                       warm-up, steady middle and cool-down found together     unrolled (Completion)
     all of it at once                where N is small                                        unrolled
@@ -117,8 +117,10 @@ class _Search:
                     phase()
                 if self.best.is_proven and self.steady is not None:
                     break
-                if self.rival is not None and self.rival.best.value <= self.best.bound and self.steady is not None:
-                    break
+                if self.rival is not None and self.steady is not None and self.best.answer is not None:
+                    self.rival.offer_order(self.best.answer)
+                    if self.rival.best.value <= self.best.bound:
+                        break
         except OutOfTime:
             self.best.tell("time limit")
         except KeyboardInterrupt:
@@ -129,11 +131,11 @@ class _Search:
     def _phases(self) -> Iterator[Callable[[], None]]:
         """Yield what to do next; cheap things first."""
         yield self.start
+        if self.effort > TUNING.rules_effort and (self.problem.overlaps or self.problem.copies):
+            yield self.try_simpler  # first: whatever else there is to try, time may be up before
         yield self.try_rules
         if self.effort <= TUNING.rules_effort:
             return
-        if self.problem.overlaps or self.problem.copies:
-            yield self.try_simpler
         yield self.find_steady
         if self.best.is_done:
             return
@@ -156,7 +158,7 @@ class _Search:
         if self.best.is_better(candidate.makespan) and not find_problems(candidate):
             self.best.offer(candidate.makespan, candidate, by)
             if self.rival is not None:
-                self.rival.offer_order(candidate)
+                self.rival.offer(replace(candidate, problem=self.rival.problem))
 
     def offer_order(self, candidate: Schedule, by: str = "search") -> None:
         """Offer the schedule, perhaps of a loosened problem: where that can be, also with pairs and with copies."""
