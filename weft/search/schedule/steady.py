@@ -211,8 +211,9 @@ class _Search:
             steady = make_steady(self.whole.problem, alone.starts, alone.makespan, self.best.bound)
         self.offer(steady, "one micro-batch after the other")
         length = max(TUNING.example_length, TUNING.example_per_device * alone.problem.num_devices)
-        if self.whole.num_tasks * length <= TUNING.max_greedy:
-            for example in named_schedules(alone.problem, length).values():
+        most = TUNING.max_greedy // self.whole.num_tasks
+        if length <= most:
+            for example in named_schedules(alone.problem, min(2 * length, most)).values():
                 self.offer_repeated(example, "named")
         for example in self.examples:
             self.offer_repeated(example, "with pairs and copies")
@@ -362,7 +363,7 @@ def about_pattern(schedule: Schedule, rate: float, bound: float, most: int) -> S
     """
     total, best, starts = schedule.num_microbatches, None, schedule.starts
     for number in range(1, min(most, total // 6) + 1):
-        for begin in np.unique(np.linspace(total // 3, 2 * total // 3, max(1, TUNING.windows // number), dtype=int)):
+        for begin in np.unique(np.linspace(total // 4, 2 * total // 3, max(1, TUNING.windows // number), dtype=int)):
             with suppress(NoPeriod):
                 period = float(np.mean(starts[:, begin + number] - starts[:, begin]))
                 found = make_steady(schedule.problem, starts[:, begin: begin + number], period, bound,

@@ -110,7 +110,8 @@ class Tuning:
     example_length: int = 40
     """Micro-batches, at least, of the named schedules in whose middle a pattern is looked for."""
     example_per_device: int = 6
-    """And so many for each device: the first third is there to fill ZBV's pipeline, which takes two for each."""
+    """And so many for each device: the first third is there to fill ZBV's pipeline, which takes two for each. Up to
+    twice as many where that is no more than ``max_greedy``: with 14 devices and links, V-Half settles only then."""
     max_laps: int = 500
     """So many periods of a steady state are checked at most; a GPipe of 128 micro-batches holds 40 to 130."""
     windows: int = 24
