@@ -7,11 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.search.schedule.pipelines import chain
 from weft.base.errors import InputError, NoFeasiblePlan, PlanError
 from weft.search.schedule.bounds import period_bound
 from weft.search.schedule.moves import earliest
 from weft.search.schedule.pairs import least_work
-from weft.search.schedule.problem import load_problem, parse_problem, problem_to_json, save_problem
+from weft.search.schedule.problem import Overlap, load_problem, parse_problem, problem_to_json, save_problem
 from weft.search.schedule.schedule import Schedule, check_schedule, find_problems, replay
 from weft.search.schedule.search import schedule
 
@@ -197,3 +198,13 @@ def test_what_can_be_earlier_is_earlier():
     assert played.makespan < 15.5
     assert played.pairs == late.pairs
     assert len(played.offloads) == 2
+
+
+def test_with_little_effort_pairs_are_no_worse_than_none():
+    """They once were: the search without them had a part of the effort, and its period of 5 was 6 with them."""
+    plain = chain(range(8), backward=2.0, memory=5)
+    pairs = tuple(Overlap(blocks=(stage, 15 - stage), time=2.94) for stage in (1, 5))
+    alone, together = (schedule(item, microbatches=16, effort=1.0) for item in (plain, replace(plain, overlaps=pairs)))
+    assert together.schedule.makespan <= alone.schedule.makespan * (1 + 1e-9)
+    rates = [item.period / item.period_microbatches for item in (alone, together)]
+    assert rates[1] <= rates[0] * (1 + 1e-9)

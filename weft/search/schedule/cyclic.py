@@ -29,7 +29,8 @@ ROUNDING: Final = 1e-13
 
 
 class NoPeriod(ArithmeticError):  # noqa: N818 - it says what was found
-    """Starts whose laps were lost in rounding, as with times of 1e-9 beside 1e9: no period satisfies their order."""
+    """Starts whose laps were lost in rounding, as with times of 1e-9 beside 1e9: no period satisfies their order, or
+    none so short as was asked."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,16 +41,18 @@ class Tight:
     period: float
 
 
-def tighten(clock: Clock, starts: F64, period: float, *, whole: bool = False) -> Tight:
+def tighten(clock: Clock, starts: F64, period: float, *, whole: bool = False, most: float = math.inf) -> Tight:
     """Return the smallest period of the cyclic order that ``starts`` [tasks, K] have at ``period``, and its starts.
 
     ``starts`` may be in other units than the clock's times: only their order and laps count. ``whole`` rounds the
-    period up to a whole number. Raise ``NoPeriod`` where rounding has lost the order.
+    period up to a whole number. Raise ``NoPeriod`` where rounding has lost the order, or the period is above ``most``.
     """
     times: Sequence[float] = clock.task_times if isinstance(clock, ScheduleProblem) else clock.times
     system = _build_system(clock, times, starts, period)
     work: Sequence[float] = least_work(clock) if isinstance(clock, ScheduleProblem) else clock.work
     trial = max(work, default=0.0) * starts.shape[1]
+    if trial > most or (most < math.inf and _longest_paths(system, starts.size, most)[1] is not None):
+        raise NoPeriod("the smallest period is longer than asked")
     while True:
         potential, cycle = _longest_paths(system, starts.size, trial)
         if cycle is None and whole and trial != math.ceil(trial - 1e-9):

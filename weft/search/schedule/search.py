@@ -10,8 +10,8 @@
 so the search goes in steps:
 
     some schedule within memory      one micro-batch after the other, or NoFeasiblePlan      first
+    without pairs and copies         the whole search, its schedules with pairs and copies   pairing, offload
     named schedules, greedy rules    what everybody would try, made to fit where it does not  named, first
-    without pairs and copies         the same, then with pairs, and with copies for memory   pairing, offload
     steady state                     smallest period, for K = 1, 2, 3, ... micro-batches     steady, anneal
     completion                       warm-up, steady middle and cool-down found together     unrolled (Completion)
     all of it at once                where N is small                                        unrolled
@@ -94,7 +94,9 @@ class _Search:
         self.examples: list[Schedule] = []
         """Schedules in whose middle a steady state may be found."""
         self.simple: SteadyState | None = None
-        """One without pairs and copies, where there could be some and time is up before any is found."""
+        """The one of smallest period without pairs and copies, where there could be some."""
+        self.rival: _Search | None = None
+        """The search with pairs and copies, of which this is a part: it gets all that is found here at once."""
 
     def _to_whole(self, rounding: Rounding) -> WholeProblem:
         if self.problem.num_tasks * self.num_microbatches <= TUNING.max_tiny:
@@ -115,6 +117,10 @@ class _Search:
                     phase()
                 if self.best.is_proven and self.steady is not None:
                     break
+                if self.rival is not None and self.steady is not None and self.best.answer is not None:
+                    self.rival.offer_order(self.best.answer)
+                    if self.rival.best.value <= self.best.bound:
+                        break
         except OutOfTime:
             self.best.tell("time limit")
         except KeyboardInterrupt:
@@ -125,11 +131,11 @@ class _Search:
     def _phases(self) -> Iterator[Callable[[], None]]:
         """Yield what to do next; cheap things first."""
         yield self.start
+        if self.effort > TUNING.rules_effort and (self.problem.overlaps or self.problem.copies):
+            yield self.try_simpler  # first: whatever else there is to try, time may be up before
         yield self.try_rules
         if self.effort <= TUNING.rules_effort:
             return
-        if self.problem.overlaps or self.problem.copies:
-            yield self.try_simpler
         yield self.find_steady
         if self.best.is_done:
             return
@@ -151,6 +157,8 @@ class _Search:
         """Keep the schedule if it is allowed and shorter than the best."""
         if self.best.is_better(candidate.makespan) and not find_problems(candidate):
             self.best.offer(candidate.makespan, candidate, by)
+            if self.rival is not None:
+                self.rival.offer(replace(candidate, problem=self.rival.problem))
 
     def offer_order(self, candidate: Schedule, by: str = "search") -> None:
         """Offer the schedule, perhaps of a loosened problem: where that can be, also with pairs and with copies."""
@@ -202,6 +210,8 @@ class _Search:
         if not found:
             return
         self.steady = found[0]
+        if self.rival is not None and (bound := period_bound(self.rival.problem)) is not None:
+            self.rival.simple = replace(self.steady, problem=self.rival.problem, bound=bound, proven=())
         self.middle = min(found, key=self._offer_unrolled)
         with self.budget.lend(TUNING.variants_share * self.effort) as share:
             others = variants(self.middle, budget=share, seed=self.seed)
@@ -213,20 +223,25 @@ class _Search:
                 self._offer_unrolled(other)
 
     def try_simpler(self) -> None:
-        """Search without pairs and copies; then with more memory where memory can leave, until copies make it fit."""
+        """Search without pairs and copies; then with more memory where memory can leave, until copies make it fit.
+
+        The first has all the effort that it would have alone, until no schedule without them can be better than what
+        is known by then: who allows pairs ends no worse than who does not. The rest has most of the effort again.
+        """
         for factor in (1.0, *(TUNING.loose_factors if self.problem.copies else ())):
             if self.best.is_done:
                 break
-            before, part = self.best.value, TUNING.simple_share if factor == 1.0 else TUNING.loose_share
+            before, part = self.best.value, 1.0 if factor == 1.0 else TUNING.loose_share
             with self.budget.lend(part * self.effort) as share, suppress(NoFeasiblePlan):
                 search = _Search(simplified(self.problem, factor), self.num_microbatches, share, self.seed)
+                search.rival = self if factor == 1.0 else None
                 search.run()
                 self._take_over(search)
-                if factor == 1.0 and search.steady is not None and (bound := period_bound(self.problem)) is not None:
-                    self.simple = replace(search.steady, problem=self.problem, bound=bound, proven=())
                 if factor is None and not self.problem.overlaps:
                     self.raise_bound(search.best.bound)
-            if factor != 1.0 and self.best.value < before:
+            if factor == 1.0:
+                self.budget.effort = max(self.budget.effort, (1 - TUNING.simple_share) * self.effort)
+            elif self.best.value < before:
                 break
 
     def _take_over(self, simpler: _Search) -> None:
@@ -338,7 +353,8 @@ class _Search:
         """Return the best, checked once more."""
         assert self.best.answer is not None, "start() leaves a schedule or raises"
         check_schedule(self.best.answer)
-        steady = self.steady or self.simple
+        steady = min((item for item in (self.steady, self.simple) if item is not None), default=None,
+                     key=lambda item: item.rate)
         if steady is not None:
             with suppress(NoPeriod):
                 steady = find_pattern(self.best.answer, steady.rate, steady.bound) or steady

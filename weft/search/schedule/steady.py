@@ -211,8 +211,9 @@ class _Search:
             steady = make_steady(self.whole.problem, alone.starts, alone.makespan, self.best.bound)
         self.offer(steady, "one micro-batch after the other")
         length = max(TUNING.example_length, TUNING.example_per_device * alone.problem.num_devices)
-        if self.whole.num_tasks * length <= TUNING.max_greedy:
-            for example in named_schedules(alone.problem, length).values():
+        most = TUNING.max_greedy // self.whole.num_tasks
+        if length <= most:
+            for example in named_schedules(alone.problem, min(2 * length, most)).values():
                 self.offer_repeated(example, "named")
         for example in self.examples:
             self.offer_repeated(example, "with pairs and copies")
@@ -322,9 +323,13 @@ def steady_from_ticks(whole: WholeProblem, rows: F64, period: float, bound: floa
     return _from_rows(whole.problem, rows / ticks, period / ticks, bound)
 
 
-def make_steady(problem: ScheduleProblem, starts: F64, period: float, bound: float) -> SteadyState:
-    """Return the steady state with the cyclic order of these starts (in any units), tightened in real time."""
-    tight = tighten(problem, starts, period)
+def make_steady(problem: ScheduleProblem, starts: F64, period: float, bound: float,
+                most: float = math.inf) -> SteadyState:
+    """Return the steady state with the cyclic order of these starts (in any units), tightened in real time.
+
+    Raise ``NoPeriod`` where its period is longer than ``most``.
+    """
+    tight = tighten(problem, starts, period, most=most)
     exact = tight.starts - tight.starts.min()
     for task in problem.topological:  # no rounding may turn the order of what takes no time and what depends on it
         for edge in problem.predecessors[task]:
@@ -352,15 +357,19 @@ def find_pattern(schedule: Schedule, rate: float, bound: float,
 
 
 def about_pattern(schedule: Schedule, rate: float, bound: float, most: int) -> SteadyState | None:
-    """Return the best that becomes of the order in a schedule's middle, where that repeats itself only about."""
-    begin, best = schedule.num_microbatches // 2, None
-    for number in (item for item in TUNING.about_microbatches if item <= most):
-        places = schedule.starts[:, begin: begin + number]
-        period = float(np.mean(schedule.starts[:, begin + number] - schedule.starts[:, begin]))
-        with suppress(NoPeriod):
-            found = make_steady(schedule.problem, places, period, bound)
-            if found.rate < rate * (1 - 1e-9) and _fits(found):
-                best, rate = found, found.rate
+    """Return the best that becomes of the order in a schedule's middle, where that repeats itself only about.
+
+    What one window of it comes to is chance, so there are several, fewer of the longer ones, which take more time.
+    """
+    total, best, starts = schedule.num_microbatches, None, schedule.starts
+    for number in range(1, min(most, total // 6) + 1):
+        for begin in np.unique(np.linspace(total // 4, 2 * total // 3, max(1, TUNING.windows // number), dtype=int)):
+            with suppress(NoPeriod):
+                period = float(np.mean(starts[:, begin + number] - starts[:, begin]))
+                found = make_steady(schedule.problem, starts[:, begin: begin + number], period, bound,
+                                    most=rate * number * (1 - 1e-9))
+                if _fits(found):
+                    best, rate = found, found.rate
     return best
 
 

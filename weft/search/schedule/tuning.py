@@ -59,7 +59,7 @@ class Tuning:
     loose_share: float = 0.1
     """For one of these searches."""
     simple_share: float = 0.25
-    """For a search without pairs and copies."""
+    """Without pairs and copies there is a search first; it has all the effort, and what follows all but this again."""
     completion_share: float = 0.06
     """For one size of warm-up and cool-down."""
     window_share: float = 0.1
@@ -110,11 +110,13 @@ class Tuning:
     example_length: int = 40
     """Micro-batches, at least, of the named schedules in whose middle a pattern is looked for."""
     example_per_device: int = 6
-    """And so many for each device: the first third is there to fill ZBV's pipeline, which takes two for each."""
+    """And so many for each device: the first third is there to fill ZBV's pipeline, which takes two for each. Up to
+    twice as many where that is no more than ``max_greedy``: with 14 devices and links, V-Half settles only then."""
     max_laps: int = 500
     """So many periods of a steady state are checked at most; a GPipe of 128 micro-batches holds 40 to 130."""
-    about_microbatches: tuple[int, ...] = (1, 2, 4, 8)
-    """Micro-batches in a row from the middle of a schedule that repeats itself only about. A guess."""
+    windows: int = 24
+    """Windows of one micro-batch in the middle of a schedule that repeats itself only about; of more, fewer by so much.
+    A guess."""
     max_pairs: int = 20_000
     """Models with more pairs of tasks that share a resource are not built; one micro-batch after the other has to do. A
     guess: pairs are a Python loop and two constraints each."""

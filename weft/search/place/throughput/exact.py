@@ -176,6 +176,7 @@ class _OneDevice:
         time_s = np.where(np.isinf(a.time_s[:, self.device]), 0.0, a.time_s[:, self.device])
         taken = sum(item * whole(seconds, self.scale, RESOLUTION) for item, seconds in zip(x, time_s, strict=True))
         model.add(taken + sum(paid) <= int(RESOLUTION))
+        _add_room(model, self.problem, [{self.device: item} for item in x], self.device)
         model.add(sum(x[unit] * amount for unit, amount in amounts) >= at_least)
         model.minimize(taken + sum(paid) if with_time else sum(paid))
         found = solve(model, self.budget, effort=self.effort, seed=self.seed, seconds_per_unit=SECONDS_PER_UNIT)
@@ -258,7 +259,8 @@ class _Builder:
         self.terms: list[list[tuple[cp_model.IntVar, int]]] = [
             [] for _ in range(self.a.num_cores + self.a.num_resources)]
         self.x = self._units()
-        self._memory()
+        for index in range(problem.num_devices):
+            _add_room(self.model, problem, self.x, index)
         self._tensors()
         self._loads()
         if problem.contiguous:
@@ -274,20 +276,6 @@ class _Builder:
             for index, item in row.items():
                 self.terms[self.a.core[index]].append((item, whole(self.a.time_s[unit, index], self.scale, RESOLUTION)))
         return x
-
-    def _memory(self) -> None:
-        if self.problem.is_memory_free:
-            return
-        users: list[list[int]] = [[] for _ in self.a.item_bytes]
-        for unit in range(self.problem.num_units):
-            for item in self.a.items_of(unit):
-                users[item].append(unit)
-        for device, capacity in enumerate(self.a.capacity.tolist()):
-            if np.isfinite(capacity) and capacity < self.a.item_bytes.sum():
-                scale = min(1.0, RESOLUTION / max(capacity, 1.0))
-                sizes = [whole(size, scale, RESOLUTION) for size in self.a.item_bytes]
-                held = held_on(self.model, self.x, users, sizes, device)
-                self.model.add(sum(kept * sizes[item] for kept, item in held) <= int(capacity * scale))
 
     def _tensors(self) -> None:
         a, count = self.a, self.problem.num_devices
@@ -350,6 +338,16 @@ class _Builder:
                 for source in a.sources_of(node):
                     model.add_implication(above[source], above[node])
                     model.add_implication(below[node], below[source])
+
+
+def _add_room(model: cp_model.CpModel, problem: LoadProblem, x: list[dict[int, cp_model.IntVar]], device: int) -> None:
+    """Let what the device holds be within its memory."""
+    a, users, capacity = problem.arrays, problem.users, float(problem.arrays.capacity[device])
+    if not problem.is_memory_free and np.isfinite(capacity) and capacity < a.item_bytes.sum():
+        scale = min(1.0, RESOLUTION / max(capacity, 1.0))
+        sizes = [whole(size, scale, RESOLUTION) for size in a.item_bytes]
+        held = held_on(model, x, users, sizes, device)
+        model.add(sum(kept * sizes[item] for kept, item in held) <= int(capacity * scale))
 
 
 def _most(problem: LoadProblem) -> float:

@@ -15,8 +15,6 @@ from weft.base.compiled import compiled
 from weft.model.graph import F64, I64
 from weft.search.place.kernel import accepts, draw, transfer_s
 
-SQUARINGS = 5
-"""The norm's p is 2 to this power."""
 MAX_CLUSTER = 12
 VIOLATION = 4.0
 """Weight of a device's memory taken twice, in loads."""
@@ -191,15 +189,15 @@ def excess(a: Loads, s: State) -> float:
 
 
 @compiled
-def energy(a: Loads, s: State, unit_load: float) -> float:
-    """Return the norm of the loads, with what is not allowed on top."""
+def energy(a: Loads, s: State, unit_load: float, squarings: int) -> float:
+    """Return the norm of the loads, with what is not allowed on top; the norm's p is 2 to the power ``squarings``."""
     total = 0.0
     for index in range(len(s.load) - 1):
         power = s.load[index] / unit_load
-        for _ in range(SQUARINGS):
+        for _ in range(squarings):
             power *= power
         total += power
-    return float(unit_load * (total ** (0.5**SQUARINGS) + VIOLATION * excess(a, s)))
+    return float(unit_load * (total ** (0.5**squarings) + VIOLATION * excess(a, s)))
 
 
 @compiled
@@ -342,7 +340,8 @@ def _shift(a: Loads, s: State, cluster: I64, middle: int, end: int, target: int,
 
 
 @compiled
-def anneal(a: Loads, s: State, steps: int, hot: float, cold: float, seed: int, contiguous: bool) -> tuple[I64, float]:
+def anneal(a: Loads, s: State, steps: int, hot: float, cold: float, seed: int, contiguous: bool,
+           squarings: int) -> tuple[I64, float]:
     """Return the best allowed placement on the way and its largest load (infinite if there was none).
 
     ``s`` has the devices where it starts and, afterwards, where it ended: another run can go on from there. The
@@ -350,7 +349,7 @@ def anneal(a: Loads, s: State, steps: int, hot: float, cold: float, seed: int, c
     """
     fill(a, s)
     unit_load = max(s.load[:-1].max(), 1e-300)
-    now = energy(a, s, unit_load)
+    now = energy(a, s, unit_load, squarings)
     best, best_value = s.device.copy(), np.inf
     if excess(a, s) == 0 and (not contiguous or are_convex(a, s.device)):
         best_value = s.load[:-1].max()
@@ -367,7 +366,7 @@ def anneal(a: Loads, s: State, steps: int, hot: float, cold: float, seed: int, c
             temperature *= cooling
         if step % 100000 == 99999:
             fill(a, s)  # rounding
-            now = energy(a, s, unit_load)
+            now = energy(a, s, unit_load, squarings)
         middle, end, target = _propose(a, s.device, random, cluster)
         if middle == 0:
             continue
@@ -376,7 +375,7 @@ def anneal(a: Loads, s: State, steps: int, hot: float, cold: float, seed: int, c
         old_used[:] = s.used
         num = _touched(a, cluster, end, stamp, step, tensors)
         _shift(a, s, cluster, middle, end, target, tensors[:num])
-        new = energy(a, s, unit_load)
+        new = energy(a, s, unit_load, squarings)
         accept = accepts(random, now, new, temperature)
         if accept and contiguous:
             accept = is_convex(a, s.device, source, left) and is_convex(a, s.device, target, left)

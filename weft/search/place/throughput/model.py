@@ -21,6 +21,7 @@ contiguous if no path between two nodes of a device leaves the device.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -34,6 +35,8 @@ from weft.search.place.throughput.kernel import Loads, State, are_convex, excess
 
 MARGIN: Final = 1e-9
 """Relative: times so close to the limit of a reduction count as within it."""
+MOST_PINS: Final = 8
+"""Tensors of more units say little about which of these belong together."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,6 +64,15 @@ class LoadProblem:
         a = self.arrays
         owner = np.repeat(np.arange(self.num_units), np.diff(a.item_start))
         return np.bincount(owner, weights=a.item_bytes[a.items], minlength=self.num_units).astype(np.float64)
+
+    @cached_property
+    def users(self) -> list[list[int]]:
+        """Return the units that keep each item."""
+        users: list[list[int]] = [[] for _ in self.arrays.item_bytes]
+        for unit in range(self.num_units):
+            for item in self.arrays.items_of(unit):
+                users[item].append(unit)
+        return users
 
     @cached_property
     def is_memory_free(self) -> bool:
@@ -189,6 +201,29 @@ def _merged_tensors(a: Loads, group: I64) -> tuple[list[list[int]], list[int], l
             readers.append(others)
         kept[position].append(tensor)
     return kept, owners, readers
+
+
+def paired(problem: LoadProblem, rng: np.random.Generator, most: float) -> I64:
+    """Return a group for each unit: random pairs that share heavy tensors, none with more than this part of a device.
+
+    The part is of a device's share of all work, and of its memory.
+    """
+    a, count, weight = problem.arrays, problem.num_units, problem.tensor_weights
+    near: list[dict[int, float]] = [{} for _ in range(count)]
+    for tensor, owner in enumerate(a.owner.tolist()):
+        pins = [owner, *a.readers_of(tensor)]
+        for one, other in itertools.permutations(pins if len(pins) <= MOST_PINS else (), 2):
+            near[one][other] = near[one].get(other, 0.0) + weight[tensor] / (len(pins) - 1)
+    time_s, can_run = a.time_s.min(axis=1), np.isfinite(a.time_s)
+    sizes = np.stack([time_s / (time_s.sum() / a.num_cores + 1e-300), problem.unit_bytes / a.capacity.max()], axis=1)
+    group = np.full(count, -1)
+    for unit in rng.permutation(count).tolist():
+        if group[unit] < 0:
+            free = [other for other in near[unit] if group[other] < 0 and (can_run[unit] == can_run[other]).all()
+                    and (sizes[unit] + sizes[other] <= most).all()]
+            liked = np.array([near[unit][other] for other in free]) * rng.uniform(0.5, 1.5, len(free))
+            group[[unit, *([free[int(np.argmax(liked))]] if free else [])]] = unit
+    return np.unique(group, return_inverse=True)[1].astype(np.int64)
 
 
 def load_problem(problem: PlaceProblem, *, contiguous: bool) -> LoadProblem:

@@ -28,20 +28,21 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal, TypeAlias
 
 import numpy as np
 
 from weft.base.errors import NoFeasiblePlan
 from weft.model.graph import F64, I64, topological
 from weft.search.common.budget import Budget, OutOfTime, cut_short
+from weft.search.common.cpsat import SECONDS_PER_CONSTRAINT
 from weft.search.common.incumbent import Incumbent
 from weft.search.place.fit import fitting_devices
 from weft.search.place.kernel import pieces
 from weft.search.place.methods import METHODS
 from weft.search.place.problem import PlaceProblem, starts_of
-from weft.search.place.throughput.exact import average_bound, improve_or_prove, shared_bound
+from weft.search.place.throughput.exact import average_bound, improve_or_prove, model_size, shared_bound
 from weft.search.place.throughput.kernel import State, anneal, cut_order, grow_order
 from weft.search.place.throughput.model import (
     LoadProblem,
@@ -49,6 +50,7 @@ from weft.search.place.throughput.model import (
     blocks_of,
     load_problem,
     merge,
+    paired,
     part_of,
     reduce_problem,
 )
@@ -61,6 +63,9 @@ from weft.search.place.timetable import (
     no_room_for_tensors,
     with_room_for_tensors,
 )
+
+Kind: TypeAlias = Literal["orders", "levels", "best"]
+"""Where annealing begins: at random orders cut into intervals, at groups of units, or at the best placement."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +82,9 @@ class Tuning:
     """Those of the first runs from each start."""
     cold: float = 1e-5
     """The last temperature, in the same parts."""
+    squarings: tuple[int, ...] = (5, 7)
+    """Of loads, for the norms that annealing makes small: p is 32 or 128. On 5 random graphs of 690 to 1,220 operators
+    either was the better one on some, by 0.5 to 1.1 %."""
     piece_s: float = 0.4
     """Effort between looks at the clock, so that Ctrl-C is answered in about half a second."""
     first_s: float = 0.01
@@ -90,12 +98,15 @@ class Tuning:
     124.349, where annealing alone had ended at 128.07."""
     max_orders: int = 4_000
     """So many at most: no recorded problem gained from more."""
-    anneal_part: float = 0.025
-    """Part of the effort in which runs are annealed, in turn with dividing anew what they come to. On
+    anneal_parts: dict[Kind, float] = field(default_factory=lambda: {"orders": 0.025, "levels": 0.025, "best": 0.1})
+    """Parts of the effort in which runs are annealed, in turn, each with dividing anew what it comes to. On
     o-bert_l-6_training rounds of 3 and 5.7 seconds ended at 75.0, of 2.3 and 7.6 at 74.9; of 1 and 2.3 at 71.64, since
-    it is the third or fourth start that leads there."""
+    it is the third or fourth start that leads there. On random graphs of 1,000 operators and more, with 16 devices,
+    long runs from the best find what many short ones do not."""
     divide_part: float = 0.06
     """Part of the effort in which what a few devices have is divided anew, at most, each time."""
+    least_divide_part: float = 0.02
+    """That part is halved each time that it has not helped, down to this."""
     divided: tuple[int, ...] = (1, 2)
     """Devices whose units are divided anew with those of the fullest: with one other, most such problems are solved in
     hundredths of a second; on o-bert_l-6_training it is two others that help."""
@@ -111,8 +122,20 @@ class Tuning:
     """Starting temperatures of these runs in turn; with 0.01 none of 20 left where it began for long."""
     fresh_cold: float = 1e-4
     """The last temperature of these runs."""
-    fresh_steps: int = 200_000
-    """Steps of such a run: enough for the 250 units of the largest recorded problem, by its loads."""
+    unit_steps: int = 800
+    """Steps of such a run for each unit."""
+    least_steps: int = 20_000
+    """So many at least."""
+    grain: int = 8
+    """Groups of units for each device, about, with which runs by levels begin. This and the next three are guesses."""
+    part: int = 4
+    """A group has at most this part of what one device has."""
+    least_fall: float = 0.93
+    """More than so many times as many groups as there were units are no further level."""
+    levels_heat: tuple[float, ...] = (0.05, 0.1)
+    """Starting temperatures of the largest groups in turn."""
+    finer_heat: float = 0.002
+    """That of smaller ones: of 0.002, 0.005 and 0.01 it left what was found best as it was."""
     max_blocks: int = 600
     """Of an order that is cut: so many units or more become blocks of neighbours, since the cut takes their square."""
     starts_part: float = 0.3
@@ -213,16 +236,17 @@ def minimise(problem: LoadProblem, *, budget: Budget, seed: int, starts: Sequenc
         search.bound_shared(0.05 * effort)  # it is harder the smaller the value
         search.divide_for(TUNING.divide_part * effort, search.answer)
         search.prove(0.1 * effort)
-        left = float("inf")
+        left, part = float("inf"), TUNING.divide_part
         for turn in itertools.count():
             if search.is_done or budget.effort < TUNING.proof_part * effort or budget.effort >= left:
                 break  # a round of so little effort that nothing begins takes none
-            left = budget.effort
-            start = search.anneal_for(TUNING.anneal_part * effort, is_fresh=turn % 3 < 2)
-            search.divide_for(TUNING.divide_part * effort, start)
+            left, kind = budget.effort, search.kinds[turn % len(search.kinds)]
+            start = search.anneal_for(TUNING.anneal_parts[kind] * effort, by=kind)
+            has_helped = search.divide_for(part * effort, start)
+            part = TUNING.divide_part if has_helped else max(TUNING.least_divide_part, part / 2)
         search.bound_shared(0.5 * budget.effort)
         search.prove(budget.effort)
-        search.anneal_for(budget.effort, is_fresh=False)
+        search.anneal_for(budget.effort, by="best")
     except (KeyboardInterrupt, OutOfTime) as ended:
         budget.is_interrupted |= isinstance(ended, KeyboardInterrupt)
         if best.answer is None:
@@ -243,7 +267,8 @@ class _Search:
         self.proof_value = float("inf")
         self.proof_bound = 0.0
         self.last: tuple[float, Reduced] | None = None
-        self.orders = Orders(problem, seed)
+        self.orders, self.rng = Orders(problem, seed), np.random.default_rng(seed)
+        self.kinds: tuple[Kind, ...] = ("orders", "best") if problem.contiguous else ("orders", "levels", "best")
 
     @property
     def is_done(self) -> bool:
@@ -293,26 +318,55 @@ class _Search:
             self.offer(reduced.expand(found[1]))
         return found
 
-    def anneal_for(self, effort: float, *, is_fresh: bool) -> I64:
-        """Return the best of some annealing runs: short ones from the best of a few random orders, else from the best.
-        """
+    def anneal_for(self, effort: float, *, by: Kind) -> I64:
+        """Return the best of some annealing runs from the best placement, or from new ones of this kind."""
         least, found, value = self.budget.effort - effort, self.answer, float("inf")
         while not self.is_done and self.budget.effort > max(least, 0.0) + 0.01:
-            turn, kinds = self.num_runs, len(TUNING.fresh_orders)
-            cut = self.cut_orders(TUNING.fresh_orders[turn % kinds], self.budget.effort - least) if is_fresh else None
-            heats, cold = (TUNING.heat, TUNING.cold) if cut is None else (TUNING.fresh_heat, TUNING.fresh_cold)
-            steps = TUNING.run_steps if cut is None else TUNING.fresh_steps
-            device = self._run(*(cut or self.reduced(self.answer)), effort=self.budget.effort - least, steps=steps,
-                               heat=heats[turn // kinds % len(heats)], cold=cold)
+            if by == "levels":
+                device = self.by_levels()
+            else:
+                turn, kinds = self.num_runs, len(TUNING.fresh_orders)
+                is_fresh, left = by == "orders", self.budget.effort - least
+                cut = self.cut_orders(TUNING.fresh_orders[turn % kinds], left) if is_fresh else None
+                heats, cold = (TUNING.heat, TUNING.cold) if cut is None else (TUNING.fresh_heat, TUNING.fresh_cold)
+                reduced, device = cut or self.reduced(self.answer)
+                device = self._run(reduced, device, effort=self.budget.effort - least, cold=cold,
+                                   heat=heats[turn // kinds % len(heats)],
+                                   steps=TUNING.run_steps if cut is None else self.fresh_steps(reduced))
             if self.problem.value(device) < value:
                 found, value = device, self.problem.value(device)
         return found
 
-    def divide_for(self, effort: float, device: I64) -> None:
-        """Let CP-SAT divide anew what a few devices have, the fullest among them, again and again, while that helps."""
-        least, tried = self.budget.effort - effort, set[tuple[int, ...]]()
+    def fresh_steps(self, reduced: Reduced) -> int:
+        """Return the steps of a run from a new placement."""
+        return max(TUNING.least_steps, TUNING.unit_steps * reduced.problem.num_units)
+
+    def by_levels(self) -> I64:
+        """Return the placement found with random groups of units, of groups of these and so on, the largest first."""
+        levels = [self.reduced(self.answer)[0]]
+        while levels[-1].problem.num_units > TUNING.grain * self.problem.num_devices:
+            group = paired(levels[-1].problem, self.rng, 1 / TUNING.part)
+            if group.max() + 1 > TUNING.least_fall * len(group):
+                break
+            levels.append(Reduced(problem=merge(levels[-1].problem, group), group=group[levels[-1].group]))
+        turn, orders = self.num_runs, Orders(levels[-1].problem, self.seed + self.num_runs)
+        device = min((orders.placement(item) for item in range(TUNING.fresh_orders[0])), key=levels[-1].problem.value)
+        device = levels[-1].expand(device)
+        for index, reduced in enumerate(reversed(levels)):
+            first = np.unique(reduced.group, return_index=True)[1]
+            heat = TUNING.finer_heat if index else TUNING.levels_heat[turn % len(TUNING.levels_heat)]
+            device = self._run(reduced, device[first], effort=self.budget.effort, heat=heat, cold=TUNING.fresh_cold,
+                               steps=self.fresh_steps(reduced))
+        return device
+
+    def divide_for(self, effort: float, device: I64) -> bool:
+        """Let CP-SAT divide anew what a few devices have, the fullest among them, again and again, while that helps.
+
+        Return whether it did.
+        """
+        least, tried, has_helped = self.budget.effort - effort, set[tuple[int, ...]](), False
         if self.is_done:
-            return
+            return False
         reduced, device = self.reduced(device)
         problem, value = reduced.problem, reduced.problem.value(device)
         while not self.is_done and self.budget.effort > max(least, 0.0) + 0.01:
@@ -320,7 +374,7 @@ class _Search:
             chosen = next((items for size in TUNING.divided for more in itertools.combinations(others[::-1], size)
                            if (items := (fullest, *more)) not in tried), None)
             if chosen is None:
-                return
+                break
             tried.add(chosen)
             part, home = part_of(problem, device, chosen)
             self.budget.effort -= TUNING.part_s * (problem.num_units + len(problem.arrays.readers))
@@ -330,6 +384,8 @@ class _Search:
                 device, value = part.expand(found), problem.value(part.expand(found))
                 self.offer(reduced.expand(device))
                 tried.clear()
+                has_helped = True
+        return has_helped
 
     def _run(self, reduced: Reduced, device: I64, *, effort: float, heat: float, cold: float = TUNING.cold,
              steps: int = TUNING.run_steps) -> I64:
@@ -341,15 +397,17 @@ class _Search:
         seconds, state = seconds_per_step(problem), State.empty(problem.arrays, device)
         scale = min(max(float(problem.loads(device).max(initial=0.0)), 1e-300), self.best.value)
         self.num_runs += 1
+        squarings = int(self.rng.choice(TUNING.squarings))
         for piece in pieces(min(steps, max(1000, int(effort / seconds))), size=TUNING.piece_s / seconds,
                             hot=heat * scale, fall=cold / heat, is_done=lambda: self.is_done):
             found, value = anneal(problem.arrays, state, piece.steps, piece.hot, piece.cold,
-                                  (1000 * self.seed + self.num_runs) * 1000 + piece.number, problem.contiguous)
+                                  (1000 * self.seed + self.num_runs) * 1000 + piece.number, problem.contiguous,
+                                  squarings)
             self.budget.effort -= piece.steps * seconds
             if value < least:
                 best, least = found, value
                 self.offer(reduced.expand(found))
-        return reduced.expand(best)
+        return reduced.expand(best if np.isfinite(least) else state.device)
 
     def find_any(self, effort: float) -> None:
         """Let CP-SAT look for any placement; the bound is infinite if there is none."""
@@ -380,6 +438,8 @@ class _Search:
             return
         self.proof_value = self.best.value
         reduced, device = self.reduced(self.answer)
+        if SECONDS_PER_CONSTRAINT * model_size(reduced.problem) > effort / 2:
+            return  # to read the model in takes it all
         found, bound = improve_or_prove(reduced.problem, device, budget=self.budget, effort=effort, seed=self.seed)
         self.proof_bound = min(bound, self.best.value)
         self.best.raise_bound(bound)
@@ -412,7 +472,7 @@ def warm_up(problem: LoadProblem) -> None:
     where = np.zeros(problem.num_units, dtype=np.int64)
     problem.value(where)
     average_bound(problem)
-    anneal(problem.arrays, State.empty(problem.arrays, where), 1, 1.0, 1.0, 0, False)
+    anneal(problem.arrays, State.empty(problem.arrays, where), 1, 1.0, 1.0, 0, False, 0)
     Orders(problem, 0).placement(0)
 
 
