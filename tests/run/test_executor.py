@@ -18,6 +18,7 @@ from weft.model.source import ModelSource
 from weft.model.trace import trace
 from weft.plan.plan import Plan
 from weft.run.executor import Executor, loaded_executor, samples_of
+from weft.run.failures import exit_code_and_text
 from weft.run.prepare import Tracer, lower_to_run, prepare_rank
 from weft.run.transport import Transport
 from weft.run.wiring import Given
@@ -175,3 +176,11 @@ def test_samples_of_an_input():
     assert torch.equal(samples_of(whole, given((8, 3)), batch=8), whole)
     with pytest.raises(RunError, match="no dimension is the batch"):
         samples_of(whole, given((3, 3)), batch=8)
+
+
+def test_a_late_error_of_a_gpu_says_how_to_find_its_cause():
+    code, text = exit_code_and_text(RuntimeError("CUDA error: an illegal memory access was encountered\n"))
+    assert code == RunError.exit_code
+    assert text.startswith("RuntimeError: CUDA error: an illegal memory access was encountered. A GPU tells")
+    assert "CUDA_LAUNCH_BLOCKING=1" in text
+    assert exit_code_and_text(ValueError("no")) == (RunError.exit_code, "ValueError: no")

@@ -41,6 +41,11 @@ _CONNECTION: Final = re.compile(
 """How gloo, nccl and the store report a connection that is gone."""
 
 
+_LATE: Final = re.compile(r"CUDA error|device-side assert", re.IGNORECASE)
+_LATE_HINT: Final = (". A GPU tells of an error when the host next waits for it, so an earlier instruction may be the "
+                     "cause: set CUDA_LAUNCH_BLOCKING=1 to have the right one named")
+
+
 class PeerLost(RunError):  # noqa: N818 - it says what happened
     """A message or collective failed because another rank is gone or silent: the fault lies there."""
 
@@ -74,9 +79,10 @@ def make_room(folder: Path, rank: int) -> None:
 
 def exit_code_and_text(problem: Exception) -> tuple[int, str]:
     """Return the exit code of a rank that fails, and why it does."""
+    code, text = RunError.exit_code, f"{type(problem).__name__}: {problem}"
     if isinstance(problem, WeftError):
-        return problem.exit_code, str(problem)
-    return RunError.exit_code, f"{type(problem).__name__}: {problem}"
+        code, text = problem.exit_code, str(problem)
+    return code, f"{text.rstrip()}{_LATE_HINT}" if _LATE.search(text) else text
 
 
 def end_process(code: int) -> NoReturn:
