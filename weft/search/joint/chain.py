@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -56,26 +56,14 @@ class Load:
 
     def total(self, static: F64, kept: F64, forward: F64, backward: F64, inputs: F64, output_gradients: F64,
               input_gradients: F64) -> F64:
-        """Return what stages take, of which these are the parts: see ``_Tables``."""
+        """Return what stages take, of these parts: what they keep is for each micro-batch in flight.
+
+        What a forward or a backward takes while it runs includes inputs and gradients of outputs.
+        """
         early = inputs if self.microbatches > self.in_flight else 0.0 * inputs  # those of the next micro-batch
         work = np.maximum(np.maximum(forward, backward + early), kept + output_gradients + early)
         work = work + min(SEND_WINDOW, self.microbatches - 1) * input_gradients
         return np.asarray(static + max(0.0, self.in_flight - 1 / self.chunks) * kept + work / self.chunks)
-
-
-class _Tables(NamedTuple):
-    """[begin, end] bytes of a stage from place to place."""
-
-    static: F64
-    kept: F64
-    """For the backward, by each micro-batch in flight."""
-    forward: F64
-    """While it runs, inputs included."""
-    backward: F64
-    """While it runs, inputs and gradients of outputs included."""
-    inputs: F64
-    output_gradients: F64
-    input_gradients: F64
 
 
 class Chain(TpGroupTimes):
@@ -161,16 +149,11 @@ class Chain(TpGroupTimes):
         """
         return load.total(*(table[begin, begin:] for table in self._tables(tp_group, load)))
 
-    def stages_bytes(self, tp_group: TpGroup, begins: I64, ends: I64, load: Load) -> F64:
-        """Return the same for stages from each of these places to another."""
-        return load.total(*(table[begins, ends] for table in self._tables(tp_group, load)))
-
     def segmented_bytes(self, tp_group: TpGroup, ends: Sequence[int], load: Load) -> float:
         """Return the same for one stage that recomputes in segments, from each of the ends to the next."""
-        tables = self._tables(tp_group, load)
-        here, there, last = np.array(ends[:-1]), np.array(ends[1:]), ends[-1]
+        tables, here, there, last = self._tables(tp_group, load), np.array(ends[:-1]), np.array(ends[1:]), ends[-1]
         static, kept, _, _, inputs, *gradients = (table[ends[0], last] for table in tables)
-        each, forward, backward = (table[here, there] for table in (tables.inputs, tables.forward, tables.backward))
+        forward, backward, each = (table[here, there] for table in tables[2:5])
         needed = np.cumsum(each)
         before = needed - each
         if load.is_only:  # the gradients of later segments are there by then
@@ -178,10 +161,11 @@ class Chain(TpGroupTimes):
         return float(load.total(static, kept - inputs + needed[-1], (before + forward).max(), (before + backward).max(),
                                 inputs, *gradients))
 
-    def _tables(self, tp_group: TpGroup, load: Load) -> _Tables:
+    def _tables(self, tp_group: TpGroup, load: Load) -> tuple[F64, ...]:
+        """Return [begin, end] the parts of ``Load.total``."""
         pieces = self.pieces(tp_group)
-        return _Tables(self._static(pieces, load.states_part, load.is_only),
-                       *self._passing(pieces, load.num_samples, load.recompute, load.is_only))
+        return (self._static(pieces, load.states_part, load.is_only),
+                *self._passing(pieces, load.num_samples, load.recompute, load.is_only))
 
     def _find_static(self, pieces: PieceMemory, states_part: float, is_only: bool) -> F64:
         parameters, gradients, states, buffers = pieces.lasting

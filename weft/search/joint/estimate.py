@@ -176,19 +176,18 @@ class Estimator:
         They keep activations of different numbers of micro-batches, the first stages those of more, and one with more
         to do than the others needs all its room while it is at work.
         """
-        training, places = self.problem.is_training, np.array(cuts)
+        training = self.problem.is_training
         for number, mesh in enumerate(setting.layout) if setting.chunks > 1 and training else ():
-            stages = np.flatnonzero(np.array(setting.mesh_of) == number)
-            begins, ends = places[stages], places[stages + 1]
+            pieces = [cuts[stage:stage + 2] for stage, other in enumerate(setting.mesh_of) if other == number]
+            if setting.recompute:
+                pieces = [self.segments(setting, number, first, last) for first, last in pieces]
             held = np.full((1, 2), turned_in_flight(setting)) if setting.is_v else held_by_mesh(
                 len(setting.layout), setting.chunks, setting.microbatches)[number]
             for tp_group, count in self.members(mesh, size):
                 loads = (replace(self.load(setting, number, count), in_flight=in_flight, chunks=chunks)
                          for in_flight, chunks in ((0.0, math.inf), (1.0, math.inf), (1.0, 1.0)))
-                none, one, working = (self.chain.stages_bytes(tp_group, begins, ends, load) if not load.recompute else
-                                      np.array([self.chain.segmented_bytes(tp_group, self.segments(
-                                          setting, number, int(begin), int(end)), load)
-                                          for begin, end in zip(begins, ends, strict=True)]) for load in loads)
+                none, one, working = (np.array([self.chain.segmented_bytes(tp_group, ends, load) for ends in pieces])
+                                      for load in loads)
                 if none.sum() + (held @ (one - none)).max() + (working - one).max() > self.chain.capacity(tp_group):
                     return False
         return True
