@@ -196,13 +196,13 @@ def tensor_parallel(world: World) -> Plan:
     graph, count = world.graph, world.num_devices if world.num_devices != 3 else 2
     ops, shapes = named_ops(world.tracer.trace(SIZE)), {
         graph.tensor_names[tensor]: graph.tensor_shapes[tensor] for tensor in graph.parameters}
-    team = tuple(f"d{index}" for index in range(count))
+    tp_group = tuple(f"d{index}" for index in range(count))
     microbatches = world.rng.randint(1, 2)
     parts = world.cuts(2) if world.num_devices > count else [list(graph.op_names)]
     leaving = {tensor for name in [name for part in parts[1:] for name in part] for tensor in ops[name].inputs}
     sharding = spread({name: ops[name] for name in parts[0]}, shapes, count,
                       leaving=leaving | {graph.tensor_names[tensor] for tensor in graph.outputs})
-    stages = [Stage(name="s0", ops=tuple(parts[0]), replicas=(Replica(devices=team, mesh={"tensor": count}),),
+    stages = [Stage(name="s0", ops=tuple(parts[0]), replicas=(Replica(devices=tp_group, mesh={"tensor": count}),),
                     sharding=sharding)]
     stages += [Stage(name="s1", ops=tuple(part), replicas=(Replica(devices=("d2",)),)) for part in parts[1:]]
     order = {f"d{device}": tuple(f"s{number}:{phase}:{mb}" for phase in ("FB" if world.mode == "training" else "F")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Final
 
 from weft.model.graph import I64, Graph
@@ -146,7 +147,8 @@ def _made_and_read(stage: Stage, name: str, words: Sequence[str], num_axes: int,
     return made, read.value, read.gradient
 
 
-def _local(shape: Sequence[int], made: Layout, read: Layout, gradient: Layout, sizes: Sequence[int], *,
+@lru_cache(maxsize=1 << 12)  # equal layers have equal ones
+def _local(shape: tuple[int, ...], made: Layout, read: Layout, gradient: Layout, sizes: tuple[int, ...], *,
            is_kept: bool) -> LocalTensor:
     parts = {layout: largest_part(shape, layout, sizes) for layout in (made, read)}
     is_copied = any(before != after and not (before == SUM and after == WHOLE)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.model.graph import F64, I64, Bool, Graph, TensorRole
+from weft.model.graph import F64, I64, Graph, TensorRole
 from weft.plan.memory import optimizer_bytes
 from weft.plan.plan import Optimizer
 
@@ -58,15 +58,9 @@ def crossing_tensors(graph: Graph, ops: I64) -> tuple[I64, I64, I64]:
     return tensors, made[tensors], last[tensors]
 
 
-def crossing_bytes(graph: Graph, ops: I64, chosen: Bool | None = None) -> F64:
-    """Return, for a cut before each of the operators and after the last, the bytes made before and read behind it.
-
-    With ``chosen`` only of these tensors.
-    """
+def crossing_bytes(graph: Graph, ops: I64) -> F64:
+    """Return, for a cut before each of the operators and after the last, the bytes made before and read behind it."""
     tensors, made, last = crossing_tensors(graph, ops)
-    if chosen is not None:
-        wanted = chosen[tensors]
-        tensors, made, last = tensors[wanted], made[wanted], last[wanted]
     crossing = np.zeros(len(ops) + 1)
     np.add.at(crossing, made + 1, graph.tensor_bytes[tensors])
     np.add.at(crossing, last + 1, -graph.tensor_bytes[tensors])

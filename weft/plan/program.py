@@ -149,24 +149,12 @@ class Instruction:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Program:
-    """The instructions of all ranks in columns, and the tables they refer to; see the module's docstring."""
+class ByRank:
+    """Columns over the instructions of all ranks, rank after rank."""
 
-    plan: Plan
-    graph: Graph
-    stage_ops: tuple[I64, ...]
-    """Operator ids of each stage."""
-    instances: tuple[Instance, ...]
-    channels: tuple[Channel, ...]
-    buckets: tuple[Bucket, ...]
     rank_start: I64
     """Rank ``r`` has the instructions ``rank_start[r]`` up to ``rank_start[r + 1]``."""
     op: U8
-    instance: I32
-    microbatch: I32
-    phase: U8
-    channel: I32
-    bucket: I32
 
     @property
     def num_ranks(self) -> int:
@@ -178,14 +166,32 @@ class Program:
         """Return the number of instructions over all ranks."""
         return len(self.op)
 
+    def rank_of(self) -> I64:
+        """Return each instruction's rank."""
+        return np.repeat(np.arange(self.num_ranks, dtype=np.int64), np.diff(self.rank_start))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Program(ByRank):
+    """The instructions of all ranks in columns, and the tables they refer to; see the module's docstring."""
+
+    plan: Plan
+    graph: Graph
+    stage_ops: tuple[I64, ...]
+    """Operator ids of each stage."""
+    instances: tuple[Instance, ...]
+    channels: tuple[Channel, ...]
+    buckets: tuple[Bucket, ...]
+    instance: I32
+    microbatch: I32
+    phase: U8
+    channel: I32
+    bucket: I32
+
     @property
     def rank_names(self) -> tuple[str, ...]:
         """Return the device name of each rank."""
         return self.plan.cluster.devices
-
-    def rank_of(self) -> I64:
-        """Return each instruction's rank."""
-        return np.repeat(np.arange(self.num_ranks, dtype=np.int64), np.diff(self.rank_start))
 
     def instruction(self, index: int) -> Instruction:
         """Return one instruction as an object."""

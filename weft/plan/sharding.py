@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Final
 
 from weft.base.errors import InputError, PlanError
@@ -61,6 +62,7 @@ def format_layout(layout: TensorLayout) -> tuple[str, ...]:
     return tuple(str(value) if gradient == usual else f"{value}:{gradient}" for value, gradient, usual in items)
 
 
+@lru_cache(maxsize=1 << 10)
 def _parse_word(word: str) -> tuple[Placement, Placement]:
     first, colon, second = word.partition(":")
     value = parse_placement(first)

@@ -12,7 +12,7 @@ the list of operators before the first that reads what they bring.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -169,6 +169,13 @@ class _Step:
     """The gradients that it gives are views of what it has made for them."""
 
 
+class _Uses(NamedTuple):
+    """The tensors that a step needs."""
+
+    read: list[int]
+    written: list[int]
+
+
 class StageView:
     """The graph as one device of a stage sees it."""
 
@@ -188,6 +195,8 @@ class StageView:
         self.sizes[[2 * count + tensor for tensor in taken]] = [whole[tensor] * local[tensor].taken for tensor in taken]
         self.root: I64 = graph.memory_root
         self.is_saved: Bool = graph.is_saved
+        self._is_activation = graph.tensor_role[graph.memory_root] == TensorRole.ACTIVATION
+        self._trained = frozenset(graph.parameters[graph.needs_gradient[graph.parameters]].tolist())
         self.steps = [self._step(op, local, scale) for op in ops.tolist()]
         if copied or taken:
             forgotten = [int(self.as_read[tensor]) for tensor in copied if not local[tensor].is_kept]
@@ -208,12 +217,12 @@ class StageView:
     def _step(self, op: int, local: Mapping[int, LocalTensor], scale: float) -> _Step:
         """Return an operator; it keeps inside the part of what it reads besides parameters."""
         graph, whole = self.graph, 2 * self.graph.num_tensors
+        inputs = graph.op_inputs(op).tolist()
         read = [whole + tensor if tensor in local and op in local[tensor].takers else int(self.as_read[tensor])
-                for tensor in graph.op_inputs(op).tolist()]
-        part = min((local[tensor].part_for(op) if tensor in local else 1.0 for tensor in graph.op_inputs(op).tolist()
-                    if graph.tensor_role[graph.memory_root[tensor]] == TensorRole.ACTIVATION), default=1.0)
-        weights = tuple(int(tensor) for tensor in graph.op_inputs(op)
-                        if graph.tensor_role[tensor] == TensorRole.PARAMETER and graph.needs_gradient[tensor])
+                for tensor in inputs]
+        part = min((local[tensor].part_for(op) if tensor in local else 1.0 for tensor in inputs
+                    if self._is_activation[tensor]), default=1.0)
+        weights = tuple(tensor for tensor in inputs if tensor in self._trained)
         kind = graph.op_kinds[op]
         room = scale * part
         written = graph.op_outputs(op).tolist()
@@ -372,7 +381,7 @@ class StageView:
 
     def needed_until(self, saved: I64) -> tuple[I64, I64]:
         """Return the last backward that needs each of these storages: of a reader, or of what wrote and needs it."""
-        steps = [replace(step, written=step.written if step.keeps_result else []) for step in self.steps[::-1]]
+        steps = [_Uses(step.read, step.written if step.keeps_result else []) for step in self.steps[::-1]]
         _, last, storages = self.spans(steps, self.mask(saved))
         found = dict(zip(storages.tolist(), last.tolist(), strict=True))
         made = self.spans(self.steps[::-1], self.mask(saved))  # what nobody reads, at the latest where it was made
@@ -418,7 +427,7 @@ class StageView:
         np.add.at(change, last + 1, -self.size[storages])
         return np.cumsum(change)[:-1]
 
-    def spans(self, steps: Sequence[_Step], counted: Bool) -> tuple[I64, I64, I64]:
+    def spans(self, steps: Sequence[_Step | _Uses], counted: Bool) -> tuple[I64, I64, I64]:
         """Return the first and the last step that has each of the storages, and the storages."""
         counts = [len(step.read) + len(step.written) for step in steps]
         storage = self.root[[tensor for step in steps for tensor in (*step.read, *step.written)]]

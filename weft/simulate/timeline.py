@@ -21,7 +21,7 @@ from weft.cost.figure import Source
 from weft.model.graph import F64, I64, Bool
 from weft.plan.memory import CATEGORIES, MemoryAccount, account_memory
 from weft.plan.plan import ClusterRef, ModelRef
-from weft.plan.program import U8, Op, Program
+from weft.plan.program import U8, ByRank, Op, Program
 from weft.simulate.wiring import Wiring, wire
 
 Kind = Literal["predicted", "measured"]
@@ -55,15 +55,12 @@ class MemoryCurve:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Timeline:
+class Timeline(ByRank):
     """Start and end of every instruction; instructions are in columns, rank after rank, as in ``Program``."""
 
     kind: Kind
     model: ModelRef
     cluster: ClusterRef
-    rank_start: I64
-    """Rank ``r`` has the instructions ``rank_start[r]`` up to ``rank_start[r + 1]``."""
-    op: U8
     start_s: F64
     """Seconds since the step began."""
     end_s: F64
@@ -83,16 +80,6 @@ class Timeline:
     """Memory from a file, or as a run has measured it; see ``memory``."""
     memory_source: MemorySource = "account"
     """Whether ``memory`` is what the account says or what was measured."""
-
-    @property
-    def num_ranks(self) -> int:
-        """Return the number of ranks."""
-        return len(self.rank_start) - 1
-
-    @property
-    def num_instructions(self) -> int:
-        """Return the number of instructions over all ranks."""
-        return len(self.op)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -118,8 +105,7 @@ class Timeline:
     @cached_property
     def rank(self) -> I64:
         """Return the rank of each instruction."""
-        counts = self.rank_start[1:] - self.rank_start[:-1]
-        return np.repeat(np.arange(self.num_ranks, dtype=np.int64), counts)
+        return self.rank_of()
 
     @cached_property
     def runs(self) -> Bool:

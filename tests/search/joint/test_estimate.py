@@ -95,6 +95,22 @@ def test_what_is_estimated_to_fit_fits(setting):
     assert num_fitting
 
 
+def test_segments_are_those_of_the_setting_whatever_was_asked_before():
+    """Divided states leave more room than whole ones, so fewer segments will do."""
+    differs = 0
+    for memory in range(8_000_000, 80_000_000, 2_000_000):
+        problem = with_optimizer(with_memory(equal_problem(
+            num_ops=40, activation_bytes=80_000, parameter_bytes=100_000, batch=64), memory), "adamw")
+        estimator, alone = Estimator(Chain(problem)), Estimator(Chain(problem))
+        whole = replace(replicated(problem), recompute=True)
+        divided = replace(whole, sharded_states=True)
+        last = estimator.chain.num_places - 1
+        before = estimator.segments(whole, 0, 0, last)
+        assert estimator.segments(divided, 0, 0, last) == alone.segments(divided, 0, 0, last)
+        differs += before != alone.segments(divided, 0, 0, last)
+    assert differs
+
+
 def test_more_memory_never_makes_an_estimate_worse():
     times = []
     for memory in (120_000, 200_000, 260_000, 320_000, 10**9):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -54,6 +54,17 @@ class Load:
         """Return whether gradients of parameters are not there before the only backward."""
         return self.is_alone and self.microbatches == 1
 
+    def total(self, static: F64, kept: F64, forward: F64, backward: F64, inputs: F64, output_gradients: F64,
+              input_gradients: F64) -> F64:
+        """Return what stages take, of these parts: what they keep is for each micro-batch in flight.
+
+        What a forward or a backward takes while it runs includes inputs and gradients of outputs.
+        """
+        early = inputs if self.microbatches > self.in_flight else 0.0 * inputs  # those of the next micro-batch
+        work = np.maximum(np.maximum(forward, backward + early), kept + output_gradients + early)
+        work = work + min(SEND_WINDOW, self.microbatches - 1) * input_gradients
+        return np.asarray(static + max(0.0, self.in_flight - 1 / self.chunks) * kept + work / self.chunks)
+
 
 class Chain(TpGroupTimes):
     """Figures of a model's pieces, computed when asked for."""
@@ -66,6 +77,7 @@ class Chain(TpGroupTimes):
         self.places: I64 = self._places(max(TUNING.max_places, 2 * num_stages))
         self._passes: dict[tuple[int, int, float], tuple[F64, F64]] = {}
         self._pieces: dict[tuple[int, int], PieceMemory] = {}
+        self._static, self._passing = cache(self._find_static), cache(self._find_passing)
 
     def _places(self, wanted: int) -> I64:
         """Return where stages may begin: before all operators, or of many those with least to send among neighbours."""
@@ -135,46 +147,44 @@ class Chain(TpGroupTimes):
 
         A stage that recomputes does so as a whole; see ``segmented_bytes``.
         """
-        ends = np.arange(begin, self.num_places)
-        return self.stages_bytes(tp_group, np.full(len(ends), begin), ends, load)
-
-    def stages_bytes(self, tp_group: TpGroup, begins: I64, ends: I64, load: Load) -> F64:
-        """Return the same for stages from each of these places to another."""
-        return self._stage_bytes(tp_group, begins[:, None], ends[:, None], load)
+        return load.total(*(table[begin, begin:] for table in self._tables(tp_group, load)))
 
     def segmented_bytes(self, tp_group: TpGroup, ends: Sequence[int], load: Load) -> float:
         """Return the same for one stage that recomputes in segments, from each of the ends to the next."""
-        return float(self._stage_bytes(tp_group, np.array([ends[:-1]]), np.array([ends[1:]]), load)[0])
+        tables, here, there, last = self._tables(tp_group, load), np.array(ends[:-1]), np.array(ends[1:]), ends[-1]
+        static, kept, _, _, inputs, *gradients = (table[ends[0], last] for table in tables)
+        forward, backward, each = (table[here, there] for table in tables[2:5])
+        needed = np.cumsum(each)
+        before = needed - each
+        if load.is_only:  # the gradients of later segments are there by then
+            backward = backward + self.pieces(tp_group).lasting.gradients[there, last]
+        return float(load.total(static, kept - inputs + needed[-1], (before + forward).max(), (before + backward).max(),
+                                inputs, *gradients))
 
-    def _stage_bytes(self, tp_group: TpGroup, begins: I64, ends: I64, load: Load) -> F64:
-        """Return what stages take; they are rows of segments from ``begins`` to ``ends``."""
-        pieces, training = self.pieces(tp_group), self.problem.is_training
-        first, last = begins[:, 0], ends[:, -1]
-        lasting, now = pieces.lasting, pieces.passing(load.num_samples)
-        parameters, gradients, states, buffers = (table[first, last] for table in lasting)
-        static = parameters + load.states_part * states + buffers
-        inputs, outputs, forward = now.inputs[first, last], now.outputs[last], now.forward[begins, ends]
-        if not training:
-            return np.asarray(static + (forward[:, 0] + inputs + SEND_WINDOW * outputs) / load.chunks)
-        own = now.saved[begins, ends] - now.saved_inputs[begins, ends]
-        backward = (now.first_backward if load.is_only else now.backward)[begins, ends]
-        if load.recompute:
-            each = now.inputs[begins, ends]
-            kept, needed = each.sum(axis=1) + outputs, np.cumsum(each, axis=1)
-            backward = np.maximum(backward, forward)
-            if load.is_only:  # the gradients of later segments are there by then
-                backward = backward + lasting.gradients[ends, last[:, None]]
+    def _tables(self, tp_group: TpGroup, load: Load) -> tuple[F64, ...]:
+        """Return [begin, end] the parts of ``Load.total``."""
+        pieces = self.pieces(tp_group)
+        return (self._static(pieces, load.states_part, load.is_only),
+                *self._passing(pieces, load.num_samples, load.recompute, load.is_only))
+
+    def _find_static(self, pieces: PieceMemory, states_part: float, is_only: bool) -> F64:
+        parameters, gradients, states, buffers = pieces.lasting
+        return parameters + states_part * states + buffers + (0.0 if is_only else 1.0) * gradients
+
+    def _find_passing(self, pieces: PieceMemory, num_samples: float, recompute: bool,
+                      is_only: bool) -> tuple[F64, ...]:
+        """Return all tables but the first, of stages that recompute as a whole."""
+        now = pieces.passing(num_samples)
+        if not self.problem.is_training:
+            none = np.broadcast_to(0.0, now.inputs.shape)
+            return none, now.inputs + now.forward + SEND_WINDOW * now.outputs, none, none, none, none
+        backward = now.first_backward if is_only else now.backward
+        if recompute:
+            kept, backward = now.inputs + now.outputs, np.maximum(backward, now.forward)
         else:
-            kept = own[:, 0] + inputs + outputs - now.kept_outputs[last]
-            needed = inputs[:, None]
-        kept = kept + now.copied_outputs[last]
-        next_inputs = inputs if load.microbatches > load.in_flight else 0.0 * inputs  # they come early
-        work = np.maximum.reduce((
-            (needed + forward).max(axis=1), (needed + backward + now.output_gradients[ends]).max(axis=1) + next_inputs,
-            kept + now.output_gradients[last] + next_inputs))
-        work += min(SEND_WINDOW, load.microbatches - 1) * now.input_gradients[first, last]
-        static += 0 if load.is_only else gradients
-        return np.asarray(static + max(0.0, load.in_flight - 1 / load.chunks) * kept + work / load.chunks)
+            kept = now.saved - now.saved_inputs + now.inputs + now.outputs - now.kept_outputs
+        return (kept + now.copied_outputs, now.inputs + now.forward, now.inputs + backward + now.output_gradients,
+                now.inputs, np.broadcast_to(now.output_gradients, kept.shape), now.input_gradients)
 
     @cached_property
     def _crossing(self) -> F64:

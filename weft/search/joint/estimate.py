@@ -64,7 +64,7 @@ class Estimator:
     def __init__(self, chain: Chain) -> None:
         self.chain, self.problem = chain, chain.problem
         self._exchanges: dict[tuple[frozenset[tuple[int, int, float]], int, int], Line] = {}
-        self._segments: dict[tuple[StageMesh, int, int, float, int, int], list[int]] = {}
+        self._segments: dict[tuple[tuple[int, int], float, Load, int, int], tuple[list[int], float]] = {}
         self.members, self._sorts = cache(self._find_members), cache(self._find_sorts)
         self._at_once, self._ways_out = cache(self._find_at_once), cache(self._find_ways_out)
 
@@ -176,19 +176,18 @@ class Estimator:
         They keep activations of different numbers of micro-batches, the first stages those of more, and one with more
         to do than the others needs all its room while it is at work.
         """
-        training, places = self.problem.is_training, np.array(cuts)
+        training = self.problem.is_training
         for number, mesh in enumerate(setting.layout) if setting.chunks > 1 and training else ():
-            stages = np.flatnonzero(np.array(setting.mesh_of) == number)
-            begins, ends = places[stages], places[stages + 1]
+            pieces = [cuts[stage:stage + 2] for stage, other in enumerate(setting.mesh_of) if other == number]
+            if setting.recompute:
+                pieces = [self.segments(setting, number, first, last) for first, last in pieces]
             held = np.full((1, 2), turned_in_flight(setting)) if setting.is_v else held_by_mesh(
                 len(setting.layout), setting.chunks, setting.microbatches)[number]
             for tp_group, count in self.members(mesh, size):
                 loads = (replace(self.load(setting, number, count), in_flight=in_flight, chunks=chunks)
                          for in_flight, chunks in ((0.0, math.inf), (1.0, math.inf), (1.0, 1.0)))
-                none, one, working = (self.chain.stages_bytes(tp_group, begins, ends, load) if not load.recompute else
-                                      np.array([self.chain.segmented_bytes(tp_group, self.segments(
-                                          setting, number, int(begin), int(end)), load)
-                                          for begin, end in zip(begins, ends, strict=True)]) for load in loads)
+                none, one, working = (np.array([self.chain.segmented_bytes(tp_group, ends, load) for ends in pieces])
+                                      for load in loads)
                 if none.sum() + (held @ (one - none)).max() + (working - one).max() > self.chain.capacity(tp_group):
                     return False
         return True
@@ -219,9 +218,10 @@ class Estimator:
     def _fitting(self, setting: Setting, stage: int, tp_group: TpGroup, count: int) -> Callable[[int, int], bool]:
         """Return what says whether a stage from place to place fits on a device of the tp group."""
         capacity = self.chain.capacity(tp_group) * self._part(setting, stage)
-        if setting.recompute:
-            return lambda begin, end: self.stage_bytes(setting, stage, tp_group, count, begin, end) <= capacity
         load = self.load(setting, stage, count)
+        if setting.recompute:
+            ruling = self._ruling(setting, stage)
+            return lambda begin, end: self._segmented_bytes(tp_group, load, ruling, begin, end) <= capacity
         rows = cache(lambda begin: self.chain.stage_bytes(tp_group, begin, load))
         return lambda begin, end: bool(rows(begin)[end - begin] <= capacity)
 
@@ -253,20 +253,34 @@ class Estimator:
     def stage_bytes(self, setting: Setting, stage: int, tp_group: TpGroup, count: int, begin: int, end: int) -> float:
         """Return what a stage from place to place takes on a device of the tp group."""
         load = self.load(setting, stage, count)
-        ends = self.segments(setting, stage, begin, end) if load.recompute else [begin, end]
-        return self.chain.segmented_bytes(tp_group, ends, load)
+        if load.recompute:
+            return self._segmented_bytes(tp_group, load, self._ruling(setting, stage), begin, end)
+        return self.chain.segmented_bytes(tp_group, [begin, end], load)
 
     def segments(self, setting: Setting, stage: int, first: int, last: int) -> list[int]:
-        """Return where a stage that recomputes is cut into segments of about equal time.
+        """Return where a stage that recomputes is cut into segments."""
+        return self._find_segments(*self._ruling(setting, stage), first, last)[0]
+
+    def _ruling(self, setting: Setting, stage: int) -> tuple[TpGroup, Load]:
+        """Return the tp group by which a stage is cut into segments, and what goes through it."""
+        mesh = setting.layout[setting.mesh_of[stage]]
+        tp_group, count = self.members(mesh, self.problem.options.batch // setting.microbatches)[0]
+        return tp_group, self.load(setting, stage, count)
+
+    def _segmented_bytes(self, tp_group: TpGroup, load: Load, ruling: tuple[TpGroup, Load], first: int,
+                         last: int) -> float:
+        """Return what a stage takes on a tp group, in the segments that suit the ``ruling`` one."""
+        ends, need = self._find_segments(*ruling, first, last)
+        return need if (tp_group, load) == ruling else self.chain.segmented_bytes(tp_group, ends, load)
+
+    def _find_segments(self, tp_group: TpGroup, load: Load, first: int, last: int) -> tuple[list[int], float]:
+        """Return where segments of about equal time end, and what a stage of them takes.
 
         The fewest that leave room, since each costs a little time; else those that need least memory.
         """
-        mesh = setting.layout[setting.mesh_of[stage]]
-        tp_group, count = self.members(mesh, self.problem.options.batch // setting.microbatches)[0]
-        key = mesh, setting.chunks, count, self.in_flight(setting, stage), first, last
+        key = self.chain.figures_key(tp_group), self.chain.capacity(tp_group), load, first, last
         if key not in self._segments:
-            load = self.load(setting, stage, count)
-            room = TUNING.room * self.chain.capacity(tp_group) / setting.chunks
+            room = TUNING.room * self.chain.capacity(tp_group) / load.chunks
             best: tuple[float, list[int]] | None = None
             for number in (number for number in TUNING.segment_counts if number <= last - first):
                 ends = self._ends(tp_group, first, last, number)
@@ -276,7 +290,7 @@ class Estimator:
                 if need <= room:
                     break
             assert best is not None, "a stage has one piece at least"
-            self._segments[key] = best[1]
+            self._segments[key] = best[1], best[0]
         return self._segments[key]
 
     def _ends(self, tp_group: TpGroup, first: int, last: int, count: int) -> list[int]:
