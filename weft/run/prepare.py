@@ -25,7 +25,7 @@ from weft.plan.program import Op, Phase, Program
 from weft.plan.sharding import Region, axis_sizes
 from weft.run import parameters
 from weft.run.compiled import Compiler
-from weft.run.exchange import FactorBlock, check_rows, collect_factors, lane_groups, make_blocks
+from weft.run.exchange import FactorBlock, check_rows, collect_factors, lane_groups, lane_pairs, make_blocks
 from weft.run.mesh import ReplicaMesh, axis_weights, mesh_groups
 from weft.run.parameters import BufferShares, Parameters
 from weft.run.random_state import RankRandom
@@ -89,7 +89,9 @@ def connect_ranks(program: Program, tracer: Tracer, transport: Transport) -> Non
     updates = tracer.trace(program.graph.batch).program.buffer_updates
     transport.connect_groups(mesh_groups(program.plan), exchanges=(bucket.ranks for bucket in program.buckets),
                              lanes=(*lane_groups(program), *(ranks for _, ranks in parameters.divided_states(program)),
-                                    *parameters.buffer_holders(program, updates).values()))
+                                    *parameters.buffer_holders(program, updates).values()),
+                             pairs=((channel.source, channel.target) for channel in program.channels),
+                             lane_pairs=lane_pairs(program))
 
 
 def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed: int,
