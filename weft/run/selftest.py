@@ -28,7 +28,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import torch
 
@@ -41,7 +41,7 @@ from weft.plan.program import Op
 from weft.run.executor import Executor
 from weft.run.optimizers import make_optimizer
 from weft.run.prepare import Tracer
-from weft.run.result import RunOptions
+from weft.run.result import RunOptions, finite
 from weft.run.selftest_plans import ADAM, KINDS, World, model_of
 from weft.run.transport import Transport, open_store
 from weft.run.worker import execute, own_device
@@ -57,7 +57,7 @@ CONTROL: Final = "control"
 # ---- one rank -------------------------------------------------------------------------------------------------------
 
 
-def serve_rank(rank: int, num_ranks: int, device: str, listen_fd: int | None) -> None:
+def serve_rank(rank: int, num_ranks: int, device: str, *, listen_fd: int | None, limit_s: float) -> NoReturn:
     """Run the kinds that come on standard input, one a line, and answer each with a line."""
     jobs, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what compilers print is no answer
@@ -74,7 +74,7 @@ def serve_rank(rank: int, num_ranks: int, device: str, listen_fd: int | None) ->
     source = model_of(num_ranks)
     tracers = {"training": Tracer(source), "inference": Tracer(source.with_mode("inference"))}
     transport = Transport(rank=rank, num_ranks=num_ranks, device=own_device(device, rank=rank, num_ranks=num_ranks),
-                          timeout_s=LIMIT_S, store=open_store(listen_fd=listen_fd, timeout_s=LIMIT_S), in_pairs=True)
+                          timeout_s=limit_s, store=open_store(listen_fd=listen_fd, timeout_s=limit_s), in_pairs=True)
     answer: dict[str, Any] = {"ready": True}
     while True:
         answers.write(json.dumps(answer) + "\n")
@@ -140,16 +140,16 @@ def _without_exchanges(executor: Executor) -> None:
 class Ranks:
     """The processes; leaving the context ends them."""
 
-    def __init__(self, num_ranks: int, device: str, folder: Path) -> None:
+    def __init__(self, num_ranks: int, device: str, folder: Path, *, limit_s: float = LIMIT_S) -> None:
         self._folder, self._children = folder, list[subprocess.Popen[str]]()
         with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-            environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ,
-                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]),
-                           "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TMPDIR": str(folder),
-                           "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+            environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHINDUCTOR_COMPILE_THREADS": "1",
+                           "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **os.environ, "TMPDIR": str(folder),
+                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
             for rank in range(num_ranks):
                 command = [sys.executable, "-m", "weft.run.selftest", "--device", device, "--ranks", str(num_ranks),
-                           "--rank", str(rank), *(["--listen-fd", str(listener.fileno())] if rank == 0 else [])]
+                           "--limit", str(limit_s), "--rank", str(rank)]
+                command += ["--listen-fd", str(listener.fileno())] if rank == 0 else []
                 with open(folder / f"stderr-{rank}", "w") as errors:
                     self._children.append(subprocess.Popen(
                         command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
@@ -198,7 +198,7 @@ def run_all(jobs: Sequence[Mapping[str, Any]], *, num_ranks: int, device: str, l
     """Return a row for each job; ``report`` is told each at once."""
     rows: list[dict[str, Any]] = []
     while len(rows) < len(jobs):
-        with scratch_folder("weft-selftest-") as folder, Ranks(num_ranks, device, folder) as ranks:
+        with scratch_folder("weft-selftest-") as folder, Ranks(num_ranks, device, folder, limit_s=limit_s) as ranks:
             ranks.ask(None, limit_s=limit_s)
             for job in jobs[len(rows):]:
                 begin, row = time.monotonic(), dict(job)
@@ -248,17 +248,19 @@ def main(arguments: list[str] | None = None) -> int:
     num_gpus = torch.cuda.device_count()
     num_ranks = args.ranks or (4 if args.device == "cpu" else min(num_gpus, 8))
     if args.rank is not None:
-        serve_rank(args.rank, num_ranks, args.device, args.listen_fd)
+        serve_rank(args.rank, num_ranks, args.device, listen_fd=args.listen_fd, limit_s=args.limit)
     if num_ranks < 2 or (args.device == "cuda" and num_ranks > num_gpus):
         raise InputError(f"{num_ranks} ranks on {num_gpus} GPUs: at least 2 are needed, and a GPU for each")
     ways = [False, True] if not args.eager and _has_compiler(args.device) else [False]
     jobs = [{"kind": kind, "compiled": way} for kind in args.only or KINDS for way in ways]
+    by = "nccl" if args.device == "cuda" else "gloo"
+    print(f"{num_ranks} ranks, {args.device} ({by}), PyTorch {torch.__version__}", file=sys.stderr)
     rows = run_all([*jobs, {"kind": CONTROL, "compiled": False}], num_ranks=num_ranks, device=args.device,
                    limit_s=args.limit, report=(lambda row: None) if args.json else (
                        lambda row: print(_line(row), flush=True)))
     if args.json:
-        print(json.dumps({"ranks": num_ranks, "device": args.device, "torch": torch.__version__, "rows": rows,
-                          "passed": all(map(is_right, rows))}))
+        print(json.dumps(finite({"ranks": num_ranks, "device": args.device, "torch": torch.__version__, "rows": rows,
+                                 "passed": all(map(is_right, rows))})))
     return 0 if all(map(is_right, rows)) else RunError.exit_code
 
 

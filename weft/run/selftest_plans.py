@@ -219,6 +219,16 @@ def _tensor_parallel(world: World) -> Plan:
                       microbatches=2)
 
 
+def _tensor_and_data(world: World) -> Plan:
+    """Two replicas that each split the layers; of an odd number of ranks the last has nothing to do."""
+    half = world.num_ranks // 2
+    stage = world.split(*world.devices[:half], ops=world.graph.op_names)
+    second = replace(stage.replicas[0], devices=world.devices[half : 2 * half], share=0.5)
+    order = tuple(f"s0:{phase}:{number}" for number in range(2) for phase in "FB")
+    return world.plan([replace(stage, replicas=(replace(stage.replicas[0], share=0.5), second))],
+                      dict.fromkeys(world.devices[: 2 * half], order), microbatches=2)
+
+
 def _wide_stage(world: World) -> Plan:
     """The first rank computes the first half, the others (all, if there are two) split the second."""
     first, second = world.parts(2)
@@ -239,4 +249,5 @@ KINDS: Final[Mapping[str, Callable[[World], Plan]]] = {
     "data-parallel": _data_parallel, "uneven-shares": _uneven, "divided-states": _divided_states,
     "sufficient-factors": _sufficient_factors, "parameter-server": _parameter_server, "hierarchical": _hierarchical,
     "1f1b": _one_f_one_b, "interleaved": _interleaved, "zero-bubble": _zero_bubble, "opposite": _opposite,
-    "recompute": _recompute, "tensor-parallel": _tensor_parallel, "wide-stage": _wide_stage, "inference": _inference}
+    "recompute": _recompute, "tensor-parallel": _tensor_parallel, "tensor-and-data": _tensor_and_data,
+    "wide-stage": _wide_stage, "inference": _inference}
