@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from weft.run.failures import failure
 from weft.run.wire import Promise
 
 
@@ -36,7 +37,10 @@ class Lane:
         if self._pool is not None:
             return Promise(self._pool.submit(self._run, run, ready), then)
         assert self._stream is not None, "nccl is for GPUs"
-        self._queue(run, ready)
+        try:
+            self._queue(run, ready)
+        except RuntimeError as problem:
+            raise failure(problem, lost="an exchange failed", doing="an exchange of gradients") from problem
         return Promise(self._stream.record_event(), then)
 
     def _run(self, run: Callable[[], None], ready: torch.cuda.Event | None) -> None:

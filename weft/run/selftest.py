@@ -143,17 +143,22 @@ class Ranks:
     def __init__(self, num_ranks: int, device: str, folder: Path, *, limit_s: float = LIMIT_S) -> None:
         self._folder, self._children = folder, list[subprocess.Popen[str]]()
         with socket.create_server(("127.0.0.1", 0), backlog=64) as listener:
-            environment = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "TORCHINDUCTOR_COMPILE_THREADS": "1",
+            package = str(Path(__file__).resolve().parents[2])
+            environment = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1",
                            "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), **os.environ, "TMPDIR": str(folder),
-                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1])}
+                           "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(listener.getsockname()[1]),
+                           "PYTHONPATH": os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])}
+            if sys.platform == "linux":
+                environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
             for rank in range(num_ranks):
                 command = [sys.executable, "-m", "weft.run.selftest", "--device", device, "--ranks", str(num_ranks),
                            "--limit", str(limit_s), "--rank", str(rank)]
                 command += ["--listen-fd", str(listener.fileno())] if rank == 0 else []
                 with open(folder / f"stderr-{rank}", "w") as errors:
                     self._children.append(subprocess.Popen(
-                        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors,
-                        text=True, start_new_session=True, pass_fds=[listener.fileno()] if rank == 0 else []))
+                        command, env={**environment, "LOCAL_RANK": str(rank)}, stdin=subprocess.PIPE,
+                        stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True,
+                        pass_fds=[listener.fileno()] if rank == 0 else []))
 
     def __enter__(self) -> Ranks:
         return self
