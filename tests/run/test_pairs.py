@@ -120,6 +120,12 @@ class Group:
         self.uses.append((self.ranks, what))
         return self
 
+    def _get_backend(self, device: torch.device) -> Group:
+        return self
+
+    def abort(self) -> None:
+        self.uses.append("broken off")
+
     def allreduce(self, tensors: list[Tensor]) -> Group:
         return self._use("sum")
 
@@ -165,19 +171,20 @@ def test_all_ranks_make_and_use_communicators_in_one_order(monkeypatch):
 
 def test_what_failed_is_broken_off_and_not_waited_for(monkeypatch):
     aborted: list[Any] = []
-    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", aborted.append)
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: aborted.append("all"))
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     gpu, cpu = bare(0, 2, "meta"), bare(0, 2, "cpu")
-    gpu._groups = {(0, 1): "own", (1, 2): dist.GroupMember.NON_GROUP_MEMBER}
+    gpu._groups = {(0, 1): Group((0, 1), aborted), (1, 2): dist.GroupMember.NON_GROUP_MEMBER}
+    gpu._pairs = {(0, 1): Group((0, 1), aborted), (1, 2): None}
     cpu.abort()
     assert aborted == []
     gpu.abort()
-    assert aborted == [None]
+    assert aborted == ["all"]
     gpu._is_adopted = True
     gpu.abort()
-    assert aborted == [None, "own"]
+    assert aborted == ["all", "broken off", "broken off"]
     monkeypatch.setattr(transport_module, "ABORT_S", 0.1)
-    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda group: time.sleep(5))
+    monkeypatch.setattr(Group, "abort", lambda self: time.sleep(5))
     begin = time.monotonic()
     gpu.abort()
     assert time.monotonic() - begin < 3

@@ -87,7 +87,8 @@ def lower_to_run(plan: Plan, tracer: Tracer) -> Program:
 def connect_ranks(program: Program, tracer: Tracer, transport: Transport) -> None:
     """Make the groups of ranks that the program needs; all ranks call this together."""
     updates = tracer.trace(program.graph.batch).program.buffer_updates
-    transport.connect_groups(mesh_groups(program.plan), exchanges=(bucket.ranks for bucket in program.buckets),
+    transport.connect_groups(mesh_groups(program.plan),
+                             exchanges=(item.ranks for item in program.buckets if item.method == "all_reduce"),
                              lanes=(*lane_groups(program), *(ranks for _, ranks in parameters.divided_states(program)),
                                     *parameters.buffer_holders(program, updates).values()),
                              pairs=((channel.source, channel.target) for channel in program.channels),

@@ -112,7 +112,9 @@ class Transport:
                     made[ranks] = self._new_group(ranks, _first_sum)
         for ends, queues in ((pairs, self._pairs), (lane_pairs, self._lane_pairs)):
             for pair in sorted({*ends} - queues.keys(), key=_turn) if self.in_pairs else ():
-                queues[pair] = self._new_group(sorted(pair), partial(self._first_message, pair))
+                group = self._new_group(sorted(pair), partial(self._first_message, pair))
+                where = torch.device("cpu") if self.is_gloo else self.device
+                queues[pair] = group._get_backend(where) if self.rank in pair else None
         if not self.is_gloo:
             torch.cuda.synchronize(self.device)
 
@@ -400,8 +402,9 @@ class Transport:
         if self.is_gloo or not dist.is_initialized():
             return
         tables = (self._groups, self._exchange_groups, self._lane_groups, self._pairs, self._lane_pairs)
-        own = [group for made in tables for group in made.values() if group is not dist.GroupMember.NON_GROUP_MEMBER]
-        thread = threading.Thread(target=_abort, args=(own if self._is_adopted else [None],), daemon=True)
+        own = [group for made in tables for group in made.values()
+               if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER]
+        thread = threading.Thread(target=_abort, args=(own if self._is_adopted else None,), daemon=True)
         thread.start()  # a driver may be stuck
         thread.join(ABORT_S)
 
@@ -411,11 +414,13 @@ def _first_sum(group: Any, number: Tensor) -> Work:
     return work
 
 
-def _abort(groups: Iterable[Any]) -> None:
-    """Break off what some groups have under way; None means all that the process has."""
-    for group in groups:
-        with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # a private function of PyTorch
-            dist.distributed_c10d._abort_process_group(group)
+def _abort(groups: Sequence[Any] | None) -> None:
+    """Break off what some groups have under way, or all that the process has."""
+    with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # the first is a private function of PyTorch
+        if groups is None:
+            dist.distributed_c10d._abort_process_group()
+        for group in groups or ():
+            group.abort()
 
 
 def _turn(pair: Pair) -> tuple[int, ...]:
