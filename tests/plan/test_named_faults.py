@@ -41,8 +41,8 @@ def refusal(program: Program) -> PlanError:
     return caught.value
 
 
-def test_crossed_sends_between_two_ranks():
-    """Both ranks send first and receive later: each waits for the other (pytorch#172668)."""
+def crossed_program() -> Program:
+    """Return a program in which both of two ranks send first and receive later."""
     graph = chain_graph(2)
     on_d0, on_d1 = ((("d0",), 1.0),), ((("d1",), 1.0),)
     plan = custom_plan(graph, [[0], [1], [0], [1]], [on_d0, on_d1, on_d1, on_d0], microbatches=2, size=1, num_devices=2,
@@ -51,8 +51,12 @@ def test_crossed_sends_between_two_ranks():
                                 "d1": ("s2:F:1", "s1:F:0", "s1:B:0", "s2:B:1")})
     program = lower(plan, graph)
     check_program(program)
-    crossed = moved(program, 1, "recv s0>s1 mb 0", before="F s1 mb 0")
-    error = refusal(crossed)
+    return moved(program, 1, "recv s0>s1 mb 0", before="F s1 mb 0")
+
+
+def test_crossed_sends_between_two_ranks():
+    """Each waits for the other (pytorch#172668)."""
+    error = refusal(crossed_program())
     assert "rank 0 (d0), instruction 1: send s0>s1 mb 0: waits for ever for rank 1 (d1), which is at 'send s2>s3 mb 1'" \
         in error.problems
     assert "rank 1 (d1), instruction 1: send s2>s3 mb 1: waits for ever for rank 0 (d0), which is at 'send s0>s1 mb 0'" \

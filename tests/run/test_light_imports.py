@@ -13,10 +13,12 @@ def loaded_by(module: str) -> set[str]:
     return set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=100).stdout.split())
 
 
-def test_a_rank_imports_no_planner_libraries():
-    loaded = loaded_by("weft.run.worker")
+@pytest.mark.parametrize("module", ["weft.run.worker", "weft.run.selftest"])
+def test_a_rank_imports_no_planner_libraries(module):
+    loaded = loaded_by(module)
     assert "torch" in loaded
-    assert not loaded & {"ortools", "typer", "rich", "yaml", "rustworkx", "transformers", "onnx", "msgspec", "safetensors"}
+    assert not loaded & {"ortools", "typer", "rich", "yaml", "rustworkx", "transformers", "onnx", "msgspec", "pydantic",
+                         "safetensors"}
 
 
 @pytest.mark.parametrize("module", ["weft.run.launch", "weft.run.__main__"])

@@ -50,7 +50,7 @@ def transports(request) -> list[Transport]:
         transport.staging = Staging(torch.device("cpu")) if request.param else None
         transport._groups, transport._exchange_groups = {BOTH: groups[0][0]}, {BOTH: groups[1][0]}
         transport._lane_groups, transport._backend, transport._cpu = {BOTH: groups[1][0]}, groups[0][1], groups[0][1]
-        transport._record_tag, transport.status = 1 << 28, StatusLine()
+        transport._record_tag, transport._lane_pairs, transport.status = 1 << 28, {}, StatusLine()
 
     on_both(connect)
     return made

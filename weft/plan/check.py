@@ -6,6 +6,19 @@ computed, sends and receives between two ranks in the same order on both sides, 
 exchange, and progress under rendezvous: even if every send, receive and collective blocks its rank until the other side
 is at the same point, all ranks come to the end. Every problem is reported with its place. The tables of a program
 (instances, channels, buckets) are taken as ``weft.plan.layout`` builds them.
+
+**nccl.** Its communicators are queues without tags or buffers: one for the messages of each source and target, one for
+the collectives of each group and use (``weft.run.transport``). Nothing more has to be checked for it:
+
+- *Order.* Sends and receives of a pair are the same list on both sides, and two members of a group that come to
+  different collectives wait for ever under rendezvous, which is reported with both instructions. So what meets in a
+  queue belongs together.
+- *Progress.* Rendezvous gives one global sequence, of which all lists are cuts and in which a send and its receive are
+  one event. In a queue, a stream or a whole GPU that does one thing at a time, an instruction waits for earlier ones of
+  its rank and for its partner, so the earliest in that sequence that is not done can always go on. A program may be
+  refused here that would pass on queues for each direction (two sends head-on); none is accepted that would not.
+
+``tests/plan/queues.py`` plays programs so, with exchanges inside backwards where the runtime issues them.
 """
 
 from __future__ import annotations

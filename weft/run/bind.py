@@ -20,7 +20,8 @@ from weft.plan.memory import SEND_WINDOW
 from weft.plan.program import Channel, Instruction, Op, Phase, Program, inside_backward
 from weft.run.cells import Cell, Transfer, occupy, vacate
 from weft.run.clock import Clock, Moment
-from weft.run.exchange import Early, EarlyExchanges, Lane, make_exchange, summed_in
+from weft.run.exchange import Early, EarlyExchanges, make_exchange, summed_in
+from weft.run.lane import Lane
 from weft.run.parameters import StateShares
 from weft.run.prepare import Prepared
 from weft.run.transport import Transport
@@ -41,7 +42,7 @@ class Binder:
         self.compiler = prepared.compiler
         self.optimizer, self.shares, self.transport, self.starts, self.ends = optimizer, shares, transport, starts, ends
         self.clock = clock
-        self.factors, self.lane = prepared.factors, Lane(transport.device)
+        self.factors, self.lane = prepared.factors, Lane(transport.device, is_gloo=transport.is_gloo)
         self.products: list[Action] = []
         """What makes gradients of gathered factors, before the optimizer step."""
         self.training = program.plan.model.mode == "training"

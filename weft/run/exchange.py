@@ -30,8 +30,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,45 +45,14 @@ from weft.plan.program import Bucket, Program
 from weft.run.cells import Transfer
 from weft.run.clock import Clock, Moment
 from weft.run.compiled import Compiler
+from weft.run.lane import Lane
 from weft.run.parameters import Parameters
 from weft.run.split_backward import MatmulGradient, attributes_of, linear_call, split_matmul
 from weft.run.stage import StageModule
 from weft.run.transport import Transport
-from weft.run.wire import Promise, Work
+from weft.run.wire import Work
 
 Start = Callable[[], Sequence[Work]]
-
-
-class Lane:
-    """The thread on which a rank's exchanges run one after the other, and on a GPU their stream.
-
-    They run in the order in which the program issues them. Their groups are not those of the main thread: on one group
-    all ranks must issue collectives in the same order, which two threads would not keep.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weft-exchange")
-        self.around: Callable[[], AbstractContextManager[Any]] | None = None
-        """Gives a context for exchanges to run in, where somebody watches them."""
-
-    def submit(self, run: Callable[[], None], *, then: Callable[[], None] | None = None) -> Promise:
-        """Start an exchange behind those that were started before, and behind what the GPU was told to do until now.
-
-        Whoever waits for it does ``then``.
-        """
-        ready = None if self._stream is None else torch.cuda.current_stream(self._stream.device).record_event()
-        return Promise(self._pool.submit(self._run, run, ready), then)
-
-    def _run(self, run: Callable[[], None], ready: torch.cuda.Event | None) -> None:
-        with torch.no_grad(), nullcontext() if self.around is None else self.around():
-            if self._stream is None:
-                run()
-                return
-            with torch.cuda.stream(self._stream):
-                self._stream.wait_event(ready)
-                run()
-            self._stream.synchronize()
 
 
 def lane_groups(program: Program) -> Iterator[tuple[int, ...]]:
@@ -96,6 +63,15 @@ def lane_groups(program: Program) -> Iterator[tuple[int, ...]]:
             yield _leaders(bucket)
         elif bucket.method != "all_reduce":
             yield bucket.ranks
+
+
+def lane_pairs(program: Program) -> Iterator[tuple[int, int]]:
+    """Yield (source, target) of the messages that exchanges on lanes send."""
+    for bucket in program.buckets:
+        if bucket.method == "parameter_server" and bucket.server is not None:
+            for rank in bucket.ranks:
+                if rank != bucket.server:
+                    yield from ((rank, bucket.server), (bucket.server, rank))
 
 
 def make_exchange(program: Program, index: int, *, parameters: Parameters, factors: Mapping[int, FactorBlock],
@@ -459,6 +435,8 @@ class FactorExchange:
         if self._gathered is None:
             return
         gathered, self._gathered = self._gathered.to(self._block.flat.device), None
+        if gathered.is_cuda:  # its memory is the lane's, and must not be used again while this stream reads it
+            gathered.record_stream(torch.cuda.current_stream(gathered.device))
         uses = self._bucket.factors.uses
         views = [_views(self._program.graph, self._bucket.factors, self._block.counts[rank], gathered[place])
                  for place, rank in enumerate(self._bucket.ranks)]

@@ -27,7 +27,7 @@ from weft.plan.program import Op, Phase, Program
 from weft.plan.sharding import Region, axis_sizes
 from weft.run import parameters
 from weft.run.compiled import Compiler
-from weft.run.exchange import FactorBlock, check_rows, collect_factors, lane_groups, make_blocks
+from weft.run.exchange import FactorBlock, check_rows, collect_factors, lane_groups, lane_pairs, make_blocks
 from weft.run.mesh import ReplicaMesh, axis_weights, mesh_groups
 from weft.run.parameters import BufferShares, Parameters
 from weft.run.random_state import RankRandom
@@ -92,9 +92,12 @@ def lower_to_run(plan: Plan, tracer: Tracer) -> Program:
 def connect_ranks(program: Program, tracer: Tracer, transport: Transport) -> None:
     """Make the groups of ranks that the program needs; all ranks call this together."""
     updates = tracer.trace(program.graph.batch).program.buffer_updates
-    transport.connect_groups(mesh_groups(program.plan), exchanges=(bucket.ranks for bucket in program.buckets),
+    transport.connect_groups(mesh_groups(program.plan),
+                             exchanges=(item.ranks for item in program.buckets if item.method == "all_reduce"),
                              lanes=(*lane_groups(program), *(ranks for _, ranks in parameters.divided_states(program)),
-                                    *parameters.buffer_holders(program, updates).values()))
+                                    *parameters.buffer_holders(program, updates).values()),
+                             pairs=((channel.source, channel.target) for channel in program.channels),
+                             lane_pairs=lane_pairs(program))
 
 
 def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed: int,

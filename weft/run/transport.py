@@ -1,23 +1,35 @@
 """The runtime's only way to other ranks: tensors between two ranks, sums over a group, and small records to rank 0.
 
 One class over ``torch.distributed``. Sends and receives go straight to the backend, without the per-call checks of
-the public functions, because the program was checked before; tags keep messages apart on gloo, and on nccl, which has
-none, the order of the program does. Where ranks are on unlike devices, or share one GPU, nccl cannot connect them:
-then all use gloo, and what is on a GPU passes through the host's memory. Records travel as JSON, never as pickles.
+the public functions, because the program was checked before. Where ranks are on unlike devices, or share one GPU, nccl
+cannot connect them: then all use gloo, and what is on a GPU passes through the host's memory. Records travel as JSON,
+never as pickles.
+
+gloo keeps messages apart by tags. nccl has none: a communicator is one queue on each of its ranks, where an operation
+waits for its partner and all later ones for it. So that no program which ``weft.plan.check`` accepts can hang there:
+
+- Messages from one rank to another have a communicator of their own, made for that direction: a queue of sends on one
+  side, of receives on the other, in one order. What goes the other way is never behind it: nothing has to be batched.
+- Groups have a communicator for each use: inside stages, exchanges, lanes.
+- All of them are made, and used once, in one order on all ranks, before the first step.
+- A rank issues everything from the thread that runs its program (or the backward in it), lanes included. So what the
+  ranks issue are cuts of one sequence, and even a GPU that runs one operation at a time comes to the end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -28,20 +40,30 @@ from weft.run.failures import PeerLost, failure
 from weft.run.status import StatusLine
 from weft.run.wire import ExchangeGroup, Promise, Staging, Work, gathering, moved_per_entry, settled, to_add, to_move
 
+Pair = tuple[int, int]
+"""The source and the target of messages."""
+
+ABORT_S: Final = 10.0
+"""How long a rank that has failed waits for its GPU to break off."""
+
 
 class Transport:
     """The connections of one rank; ``close`` gives them up."""
 
     is_metered = False
     """While memory is measured: a collective ends when the backend's thread has let go of its tensors."""
+    in_pairs = False
+    """Messages have a queue for each pair of ranks."""
 
     def __init__(self, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float = 300.0,
-                 store: Any = None, by_host: bool = False, status: StatusLine | None = None) -> None:
+                 store: Any = None, by_host: bool = False, in_pairs: bool | None = None,
+                 status: StatusLine | None = None) -> None:
         """Connect to the ranks that meet at ``store``, or else at ``MASTER_ADDR:MASTER_PORT``.
 
-        ``by_host``, the same on all ranks: messages between GPUs pass through the hosts' memory. Where the process has
-        connected to the other ranks before, those connections are used. While the rank waits for another, its line
-        ``status`` says so.
+        ``by_host``, the same on all ranks: messages between GPUs pass through the hosts' memory. ``in_pairs``,
+        likewise: messages have a queue for each pair of ranks and no tags, as nccl needs it (the default there). Where
+        the process has connected to the other ranks before, those connections are used. While the rank waits for
+        another, its line ``status`` says so.
         """
         self.status = status or StatusLine(rank=rank)
         self.status.is_cpu = device.type == "cpu"
@@ -67,36 +89,75 @@ class Transport:
         except RuntimeError as problem:
             raise RunError(f"the process group that is there has no backend for cpu or {device.type}: initialize it "
                            f"with 'cpu:gloo,cuda:nccl', or leave that to Weft") from problem
-        self._groups: dict[tuple[int, ...], Any] = {tuple(range(num_ranks)): self._world}
+        self.in_pairs = not self.is_gloo if in_pairs is None else in_pairs
+        self._groups: dict[tuple[int, ...], Any] = {tuple(range(num_ranks)): self._world} if self.is_gloo else {}
         self._exchange_groups: dict[tuple[int, ...], Any] = {}
         self._lane_groups: dict[tuple[int, ...], Any] = {}
+        self._pairs: dict[Pair, Any] = {}
+        self._lane_pairs: dict[Pair, Any] = {}
         self._record_tag = 1 << 28
         self._num_meetings = 0
 
     def connect_groups(self, groups: Iterable[tuple[int, ...]], *, exchanges: Iterable[tuple[int, ...]] = (),
-                       lanes: Iterable[tuple[int, ...]] = ()) -> None:
-        """Make the groups of ranks that stages compute in, and those that exchange gradients.
+                       lanes: Iterable[tuple[int, ...]] = (), pairs: Iterable[Pair] = (),
+                       lane_pairs: Iterable[Pair] = ()) -> None:
+        """Make the groups of ranks that stages compute in, those that exchange gradients, and queues of messages.
 
         All ranks must name the same groups in the same order. Exchanges have groups of their own: they are issued
         beside the collectives inside stages, and those of one group must have one order on all ranks. So have those
-        exchanges that run on ``lanes``, beside both.
+        exchanges that run on ``lanes``, beside both. ``pairs`` send messages of the program, ``lane_pairs`` of lanes.
         """
         for wanted, made in ((groups, self._groups), (exchanges, self._exchange_groups), (lanes, self._lane_groups)):
             for ranks in wanted:
                 if ranks not in made and len(ranks) > 1:
-                    made[ranks] = dist.new_group(ranks)
+                    made[ranks] = self._new_group(ranks, _first_sum)
+        for ends, queues in ((pairs, self._pairs), (lane_pairs, self._lane_pairs)):
+            for pair in sorted({*ends} - queues.keys(), key=_turn) if self.in_pairs else ():
+                group = self._new_group(sorted(pair), partial(self._first_message, pair))
+                where = torch.device("cpu") if self.is_gloo else self.device
+                queues[pair] = group._get_backend(where) if self.rank in pair else None
+        if not self.is_gloo:
+            torch.cuda.synchronize(self.device)
+
+    def _new_group(self, ranks: Sequence[int], first_use: Callable[[Any, Tensor], Work]) -> Any:
+        """Return a new group of the backend; on nccl, which connects a group when it is used, after its first use."""
+        if self.is_gloo:
+            return dist.new_group(ranks)
+        group = dist.new_group(ranks, backend="nccl", timeout=timedelta(seconds=self._timeout_s))
+        if self.rank in ranks:
+            try:
+                first_use(group, torch.zeros(1, device=self.device)).wait()
+            except RuntimeError as problem:
+                raise self._failure(problem, "connecting", tuple(ranks)) from problem
+        return group
+
+    def _first_message(self, pair: Pair, group: Any, number: Tensor) -> Work:
+        way = group.send if pair[0] == self.rank else group.recv
+        work: Work = way([number], _place_of_other(pair, self.rank), 0)
+        return work
 
     def lane_group(self, ranks: tuple[int, ...]) -> ExchangeGroup | None:
         """Return the group of some ranks for exchanges on lanes; None if this rank is not in it, or alone."""
         if self.rank not in ranks or len(ranks) == 1:
             return None
-        return ExchangeGroup(self._lane_groups[ranks], ranks, ranks.index(self.rank), is_gloo=self._is_gloo)
+        pairs = {pair: (group, _place_of_other(pair, self.rank)) for pair, group in self._lane_pairs.items()
+                 if self.rank in pair}
+        return ExchangeGroup(self._lane_groups[ranks], ranks, ranks.index(self.rank), is_gloo=self.is_gloo, pairs=pairs)
+
+    def _queue(self, source: int, target: int, tag: int) -> tuple[Any, int, int]:
+        """Return what carries messages from one rank to another: the backend, the other's place in it, and the tag."""
+        other = target if source == self.rank else source
+        if not self.in_pairs:
+            return self._backend, other, tag
+        return self._pairs[source, target], _place_of_other((source, target), self.rank), 0
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Work:
         """Start sending a contiguous tensor; it must stay as it is until the work is done."""
+        queue, place, number = self._queue(self.rank, target, tag)
+
         def start(sent: Tensor) -> Work:
             try:
-                work: Work = self._backend.send([to_move(settled(sent))], target, tag)
+                work: Work = queue.send([to_move(settled(sent))], place, number)
             except RuntimeError as problem:
                 raise failure(problem, lost=f"rank {self.rank} lost rank {target}",
                               doing=f"sending {_what(sent)} from rank {self.rank} to rank {target}") from problem
@@ -107,8 +168,9 @@ class Transport:
     def receive(self, tensor: Tensor, source: int, tag: int) -> Work:
         """Start receiving into a contiguous tensor."""
         received = tensor if self.staging is None else self.staging.room(tensor.shape, tensor.dtype)
+        queue, place, number = self._queue(source, self.rank, tag)
         try:
-            work: Work = self._backend.recv([to_move(received)], source, tag)
+            work: Work = queue.recv([to_move(received)], place, number)
         except RuntimeError as problem:
             raise failure(problem, lost=f"rank {self.rank} lost rank {source}",
                           doing=f"receiving {_what(tensor)} on rank {self.rank} from rank {source}") from problem
@@ -139,13 +201,13 @@ class Transport:
         """Return the tensors of ``ranks``, which have one shape, one after the other along a new first dimension."""
         sent = self.on_wire(settled(tensor))
         result = self._room((len(ranks), *sent.shape), sent.dtype)
-        start = partial(gathering, result, sent, ranks.index(self.rank), by_messages=self._is_gloo)
+        start = partial(gathering, result, sent, ranks.index(self.rank), by_messages=self.is_gloo)
         return self._collect(start, result, ranks, "gathering")
 
     def sum_scattered(self, tensor: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """Return this rank's entry, along the first dimension, of the sum of the tensor, which may become that sum."""
         sent = self.on_wire(settled(tensor))
-        if self._is_gloo:  # it would add up a copy of all entries
+        if self.is_gloo:  # it would add up a copy of all entries
             return self._collect(lambda group: group.allreduce([to_add(sent.detach())]), sent, ranks,
                                  "adding up and scattering")[ranks.index(self.rank)].clone()
         result = self._room(sent.shape[1:], sent.dtype)
@@ -161,7 +223,8 @@ class Transport:
             [scale * size for size in sent]), result, ranks, "exchanging")
 
     @property
-    def _is_gloo(self) -> bool:
+    def is_gloo(self) -> bool:
+        """Return whether gloo carries what the ranks compute with; else nccl does."""
         return self.staging is not None or self.device.type == "cpu"
 
     def on_wire(self, tensor: Tensor) -> Tensor:
@@ -346,6 +409,49 @@ class Transport:
         """Give up the connections, unless they were there before."""
         if dist.is_initialized() and not self._is_adopted:
             dist.destroy_process_group()
+
+    def abort(self) -> None:
+        """Break off what nccl has under way on this rank, which has failed; waiting for it could take for ever.
+
+        Groups that were there before are left to who made them. gloo needs nothing: its calls fail with their peers.
+        """
+        if self.is_gloo or not dist.is_initialized():
+            return
+        tables = (self._groups, self._exchange_groups, self._lane_groups, self._pairs, self._lane_pairs)
+        own = [group for made in tables for group in made.values()
+               if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER]
+        thread = threading.Thread(target=_abort, args=(own if self._is_adopted else None,), daemon=True)
+        thread.start()  # a driver may be stuck
+        thread.join(ABORT_S)
+
+
+def _first_sum(group: Any, number: Tensor) -> Work:
+    work: Work = group.allreduce([number])
+    return work
+
+
+def _abort(groups: Sequence[Any] | None) -> None:
+    """Break off what some groups have under way, or all that the process has."""
+    with contextlib.suppress(RuntimeError, ValueError, AttributeError):  # the first is a private function of PyTorch
+        if groups is None:
+            dist.distributed_c10d._abort_process_group()
+        for group in groups or ():
+            group.abort()
+
+
+def _turn(pair: Pair) -> tuple[int, ...]:
+    """Return a key that sorts pairs of ranks so that those which meet at the same time are far from each other.
+
+    Each pair connects when both its ranks have come to it. In plain order those of a pipeline would wait for each other
+    in a row; so all pairs at one distance have two turns, in each of which no rank is in two of them.
+    """
+    first, distance = min(pair), abs(pair[0] - pair[1])
+    return distance, first // distance % 2, int(pair[0] > pair[1]), first
+
+
+def _place_of_other(pair: Pair, rank: int) -> int:
+    """Return the place of a rank's partner in the group of both, which is sorted."""
+    return int(rank < max(pair))
 
 
 def _storage_users(tensor: Tensor) -> int:

@@ -11,7 +11,7 @@ waits for it, in the stream that will read it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, Final, Protocol
@@ -188,9 +188,15 @@ class ExchangeGroup:
     Tensors are contiguous and on the device that the group's backend serves. A lost rank raises ``RuntimeError``.
     """
 
-    def __init__(self, group: Any, ranks: Sequence[int], place: int, *, is_gloo: bool) -> None:
-        """``place`` is that of this rank among the ranks."""
+    def __init__(self, group: Any, ranks: Sequence[int], place: int, *, is_gloo: bool,
+                 pairs: Mapping[tuple[int, int], tuple[Any, int]] | None = None) -> None:
+        """``place`` is that of this rank among the ranks.
+
+        ``pairs``: what carries messages from one rank to another, with the place of this rank's partner in it, where
+        that is not the group.
+        """
         self._group, self._ranks, self._place, self._is_gloo = group, tuple(ranks), place, is_gloo
+        self._pairs = pairs or {}
 
     def sum_all(self, tensor: Tensor) -> None:
         """Replace the tensor by its sum over the ranks."""
@@ -216,10 +222,14 @@ class ExchangeGroup:
 
     def send(self, tensor: Tensor, *targets: int) -> None:
         """Send the tensor to these ranks at once."""
-        for work in [self._group.send([to_move(tensor)], self._ranks.index(target), 0) for target in targets]:
+        queues = [self._pairs.get((self._ranks[self._place], target), (self._group, self._ranks.index(target)))
+                  for target in targets]
+        for work in [queue.send([to_move(tensor)], place, 0) for queue, place in queues]:
             work.wait()
 
     def receive(self, *parts: tuple[Tensor, int]) -> None:
         """Receive into tensors, each from a rank, at once."""
-        for work in [self._group.recv([to_move(tensor)], self._ranks.index(source), 0) for tensor, source in parts]:
+        queues = [(tensor, *self._pairs.get((source, self._ranks[self._place]),
+                                            (self._group, self._ranks.index(source)))) for tensor, source in parts]
+        for work in [queue.recv([to_move(tensor)], place, 0) for tensor, queue, place in queues]:
             work.wait()

@@ -107,6 +107,7 @@ def run_rank(plan_file: str, model: str, options: RunOptions, *, status: StatusL
             watch.is_leaving = True
         transport.leave()
     except Exception as problem:
+        transport.abort()
         if watch is None:
             raise
         end_process(watch.fail(problem))

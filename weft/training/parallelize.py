@@ -97,6 +97,7 @@ def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: 
         return _make_trainer(model, source, plan, transport, optimizer=optimizer, max_grad_norm=max_grad_norm,
                              seed=seed)
     except BaseException:
+        transport.abort()
         transport.close()
         raise
 

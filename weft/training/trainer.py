@@ -272,6 +272,8 @@ class Trainer(torch.nn.Module):
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
             self.close()
+        else:
+            self.transport.abort()
 
 
 def _norm(gradient: Tensor) -> Tensor:
