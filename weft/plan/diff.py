@@ -180,6 +180,7 @@ def _settings(a: Plan, b: Plan) -> Iterator[Change]:
         ("batch", str(a.model.batch), str(b.model.batch)),
         ("cluster", *_cluster_texts(a, b)),
         ("micro-batches", str(a.microbatches), str(b.microbatches)),
+        ("stages", *("compiled" if item.compiled else "operator by operator" for item in (a, b))),
         ("optimizer", _optimizer_text(a), _optimizer_text(b))) if left != right)
 
 

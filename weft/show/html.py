@@ -24,7 +24,7 @@ from weft.show import plan_drawings as drawings
 from weft.show.chart import Steady, counted
 from weft.show.facts import LayerFacts, layer_facts
 from weft.show.names import grouped, short_list
-from weft.show.plan_tables import batch_text, bound_text, peak_text, stages_table
+from weft.show.plan_tables import batch_text, bound_text, how_text, peak_text, stages_table
 from weft.show.tables import UNKNOWN, per_second, percent, seconds
 from weft.show.timeline_chart import find_period, report_data
 from weft.simulate.timeline import Timeline
@@ -80,7 +80,7 @@ def render_report(timelines: Sequence[Timeline], *, plan: Plan | None = None,
     return page.render_page({
         "title": f"{plan.model.name}: Weft plan report", "mark": "plan report", "last_column": "Bytes",
         "heading": f"{plan.model.name} on {counted(item.num_devices, 'device')}",
-        "subtitle": f"{plan.model.mode.capitalize()} in {plan.model.dtype}, batch {batch_text(plan)}, "
+        "subtitle": f"{plan.model.mode.capitalize()} in {how_text(plan)}, batch {batch_text(plan)}, "
                     f"{counted(len(plan.stages), 'stage')}, planned by {plan.search.by}",
         "tiles": _tiles(item, devices),
         "before": _settings(plan, item, period, cluster.name if cluster else None)

@@ -68,7 +68,12 @@ def plan_table(item: facts.PlanFacts) -> TextTable:
 
 def model_text(plan: Plan) -> str:
     """Return the model in words."""
-    return f"{plan.model.name} ({plan.model.mode}, {plan.model.dtype})"
+    return f"{plan.model.name} ({plan.model.mode}, {how_text(plan)})"
+
+
+def how_text(plan: Plan) -> str:
+    """Return the precision, and whether stages are compiled, in words."""
+    return f"{plan.model.dtype}, compiled" if plan.compiled else plan.model.dtype
 
 
 def batch_text(plan: Plan) -> str:

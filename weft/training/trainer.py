@@ -145,14 +145,13 @@ class Trainer(torch.nn.Module):
 
     def _clip(self, limit: float) -> None:
         """Scale the gradients of all ranks so that their norm together is at most ``limit``."""
-        squares = [_norm(tensor.grad).square() for tensor in self._owned
-                   if tensor.grad is not None and tensor.requires_grad]
-        self.gradient_norm = math.sqrt(self.transport.total(float(torch.stack(squares).sum()) if squares else 0.0))
+        norms = _norms([tensor.grad for tensor in self._owned if tensor.grad is not None and tensor.requires_grad])
+        square = float(torch.stack(norms).square().sum()) if norms else 0.0  # one wait for all of them
+        self.gradient_norm = math.sqrt(self.transport.total(square))
         factor = limit / (self.gradient_norm + 1e-6)
-        if not factor >= 1.0:
-            for tensor in self._tensors.values():
-                if tensor.grad is not None:
-                    tensor.grad.mul_(factor)
+        found = [tensor.grad for tensor in self._tensors.values() if tensor.grad is not None]
+        if not factor >= 1.0 and found:
+            torch._foreach_mul_(found, factor)
 
     @_in_step
     def eval_loss(self, batch: Batch) -> float:
@@ -276,11 +275,11 @@ class Trainer(torch.nn.Module):
             self.transport.abort()
 
 
-def _norm(gradient: Tensor) -> Tensor:
-    """Return the norm of a gradient in double precision."""
-    dtype = torch.complex128 if gradient.is_complex() else torch.float64
-    norm: Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)
-    return norm
+def _norms(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the norms of gradients in double precision."""
+    real = [item for item in gradients if not item.is_complex()]
+    found = list(torch._foreach_norm(real, 2.0, torch.float64)) if real else []
+    return found + [torch.linalg.vector_norm(item, dtype=torch.complex128) for item in gradients if item.is_complex()]
 
 
 def without_optimizer(plan: Plan) -> Plan:
