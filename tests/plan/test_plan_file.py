@@ -145,7 +145,7 @@ def good() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("path", "value", "sentence"), [
-    (("surprise",), 1, "surprise is not a known field (known: cluster, gradients, microbatches, model, optimizer, "
+    (("surprise",), 1, "surprise is not a known field (known: cluster, compiled, gradients, microbatches, model, optimizer, "
                        "order, search, stages)"),
     (("stages", 1, "replicas", 0, "device"), ["d0"], "stages[1].replicas[0].device is not a known field"),
     (("stages", 0, "sharding", "y0"), ["S0"], "stages[0].sharding.y0 is not a known field"),
