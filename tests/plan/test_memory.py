@@ -19,7 +19,7 @@ from weft.plan.check import check_memory, check_plan
 from weft.plan.gradient_memory import gradients_live
 from weft.plan.layout import stage_inputs
 from weft.plan.lower import lower
-from weft.plan.memory import CATEGORIES, account_memory, optimizer_bytes, static_bytes
+from weft.plan.memory import CATEGORIES, MOST_BYTES, account_memory, optimizer_bytes, static_bytes
 from weft.plan.orders import gpipe
 from weft.plan.plan import Optimizer
 from weft.plan.program import Op, Phase, Program
@@ -768,3 +768,14 @@ def test_what_is_sent_as_a_copy_is_left_when_it_is_sent():
     plain, copied = (account_memory(lower(plan, item)).buffers.tolist()[:4] for item in (unsaved, scattered))
     assert plain == [0, 8, 8, 16], "the messages wait for the backward"
     assert copied == [0, 16, 8, 24], "so do the copies, but not what was copied"
+
+
+def test_more_bytes_than_64_bits_hold_are_told_as_very_many():
+    """It was an OverflowError: a graph file may say so of what an operator keeps, and of its room."""
+    graph, plan = pipeline("gpipe", 2, 1)
+    size = graph.num_ops
+    graph = replace(graph, saved_inside_bytes=np.full(size, 1e25), forward_room_bytes=np.full(size, 1e28),
+                    backward_room_bytes=np.full(size, 1e28))
+    account = account_memory(lower(plan, graph))
+    assert account.activations.max() == MOST_BYTES
+    assert 0 < account.peak_bytes(0) < 2**63

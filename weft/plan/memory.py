@@ -39,6 +39,8 @@ from weft.plan.stage_memory import StageMemory, stage_memory
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "buffers")
 """``buffers`` are tensors that wait between stages: received, or to be read or sent on their own rank."""
 
+MOST_BYTES: Final = 1 << 60
+"""No account says more: a file may, and sums of its numbers are beyond 64 bits."""
 SEND_WINDOW: Final = 2
 """Of a channel's messages that no compute waits for, so many may be under way: the next one waits for the oldest."""
 
@@ -223,8 +225,8 @@ def _single_gradients(program: Program, index: int,
 def _activation_bytes(program: Program, memories: list[StageMemory], fresh: _FreshGradients) -> I64:
     """Return per instruction what forwards have left for their backwards, and what is live inside it."""
     training = program.plan.model.mode == "training"
-    change = np.zeros((max(1, len(memories)), len(Phase)), dtype=np.int64)
-    extra, first = np.zeros((2, *change.shape), dtype=np.int64)
+    change = np.zeros((max(1, len(memories)), len(Phase)))  # a file may say more bytes than an integer of 64 bits holds
+    extra, first = np.zeros((2, *change.shape))
     for index, (instance, memory) in enumerate(zip(program.instances, memories, strict=True)):
         recompute = program.plan.stages[instance.stage].recompute
         if training:
@@ -238,13 +240,14 @@ def _activation_bytes(program: Program, memories: list[StageMemory], fresh: _Fre
         first[index, Phase.B] = rises.first - rises.backward
     is_compute = program.op == Op.COMPUTE
     chosen = program.instance[is_compute], program.phase[is_compute]
-    lasting, during = np.zeros((2, program.num_instructions), dtype=np.int64)
+    lasting, during = np.zeros((2, program.num_instructions))
     lasting[is_compute], during[is_compute] = change[chosen], extra[chosen]
     begins = np.flatnonzero(fresh.appear)  # the first backwards of a step
     during[begins] += first[program.instance[begins], program.phase[begins]]
     whole = begins[program.phase[begins] == Phase.B]
     during[whole] -= fresh.appear[whole]
-    return np.asarray(np.maximum(np.cumsum(lasting) - lasting + during, 0), dtype=np.int64)  # parts are rounded
+    held = np.cumsum(lasting) - lasting + during
+    return np.asarray(np.clip(held, 0, MOST_BYTES), dtype=np.int64)  # parts are rounded
 
 
 def _received_bytes(program: Program, places: _Places) -> I64:
