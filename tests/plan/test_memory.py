@@ -779,3 +779,14 @@ def test_more_bytes_than_64_bits_hold_are_told_as_very_many():
     account = account_memory(lower(plan, graph))
     assert account.activations.max() == MOST_BYTES
     assert 0 < account.peak_bytes(0) < 2**63
+
+
+def test_a_compiled_backward_makes_all_gradients_of_its_stage_before_it_adds_them():
+    graph, plan = pipeline("gpipe", 2, 3)
+    program, compiled = (lower(replace(plan, compiled=flag), graph) for flag in (False, True))
+    one_by_one, at_once = account_memory(program), account_memory(compiled)
+    more = {program.place(row).split(": ", 1)[1]: int(at_once.gradients[row] - one_by_one.gradients[row])
+            for row in range(program.num_instructions)}
+    assert all(name.startswith("B ") for name, value in more.items() if value)
+    assert sorted(value for name, value in more.items() if name.startswith("B s1")) == [0, 4, 4]  # the first become sums
+    assert np.array_equal(one_by_one.activations, at_once.activations)

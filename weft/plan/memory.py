@@ -98,7 +98,7 @@ def account_memory(program: Program) -> MemoryAccount:
     static[:, CATEGORIES.index("gradients")] -= fresh.by_rank
     static[:, CATEGORIES.index("buffers")] -= always
     return MemoryAccount(
-        static=static, gradients=fresh.held, activations=_activation_bytes(program, memories, fresh),
+        static=static, gradients=fresh.held + _made_at_once(program, fresh), activations=_activation_bytes(program, memories, fresh),
         buffers=_received_bytes(program, places) + _handed_over_bytes(program, places, memories) + gathered,
         rank_start=program.rank_start)
 
@@ -154,6 +154,27 @@ class _FreshGradients:
                     self.appear[first] += num_bytes
 
 
+def _made_at_once(program: Program, fresh: _FreshGradients) -> I64:
+    """Return per instruction the gradients that a compiled backward makes before it adds any of them to what is there.
+
+    Operator by operator one parameter's gradient is added before the next is made; a compiled graph gives them all.
+    """
+    made = np.zeros(program.num_instructions, dtype=np.int64)
+    if not program.plan.compiled or program.plan.model.mode != "training":
+        return made
+    graph, held = program.graph, _Fresh(program).held
+    parts = parameter_parts(program.plan, graph)
+    rows = np.flatnonzero((program.op == Op.COMPUTE) & np.isin(program.phase, (Phase.B, Phase.W)))
+    known: dict[tuple[int, int], int] = {}
+    for row, rank in zip(rows.tolist(), program.rank_of()[rows].tolist(), strict=True):
+        key, device = (int(program.instance[row]), rank), program.plan.cluster.devices[rank]
+        if key not in known:
+            known[key] = sum(math.ceil(parts[tensor].get(device, 0.0) * int(graph.tensor_bytes[tensor]))
+                             for tensor in held[program.instances[key[0]].stage])
+        made[row] = max(0, known[key] - int(fresh.appear[row]))
+    return made
+
+
 class _Fresh:
     """The parameters of instances whose gradients are not exchanged, and so absent when a step begins."""
 
@@ -163,8 +184,9 @@ class _Fresh:
             for rank in bucket.ranks:
                 buckets[rank].append(index)
         self._program, self._buckets = program, [tuple(items) for items in buckets]
-        self._held = [frozenset(tensor for tensor in _stage_tensors(program.graph, ops, TensorRole.PARAMETER)
-                                if program.graph.needs_gradient[tensor]) for ops in program.stage_ops]
+        self.held = [frozenset(tensor for tensor in _stage_tensors(program.graph, ops, TensorRole.PARAMETER)
+                               if program.graph.needs_gradient[tensor]) for ops in program.stage_ops]
+        """The trained parameters of each stage."""
         self._known: dict[tuple[int, tuple[int, ...]], frozenset[int]] = {}
 
     def on_rank(self, instance: int, rank: int) -> frozenset[int]:
@@ -172,7 +194,7 @@ class _Fresh:
         key = self._program.instances[instance].stage, self._buckets[rank]
         if key not in self._known:
             exchanged = (self._program.buckets[index].parameters for index in key[1])
-            self._known[key] = self._held[key[0]].difference(*exchanged)
+            self._known[key] = self.held[key[0]].difference(*exchanged)
         return self._known[key]
 
     def anywhere(self, instance: int) -> frozenset[int]:
