@@ -98,7 +98,8 @@ def account_memory(program: Program) -> MemoryAccount:
     static[:, CATEGORIES.index("gradients")] -= fresh.by_rank
     static[:, CATEGORIES.index("buffers")] -= always
     return MemoryAccount(
-        static=static, gradients=fresh.held + _made_at_once(program, fresh), activations=_activation_bytes(program, memories, fresh),
+        static=static, gradients=fresh.held + _made_at_once(program, fresh),
+        activations=_activation_bytes(program, memories, fresh),
         buffers=_received_bytes(program, places) + _handed_over_bytes(program, places, memories) + gathered,
         rank_start=program.rank_start)
 
