@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 
@@ -151,3 +152,21 @@ def test_status_lines_are_readable_from_outside(tmp_path):
     assert read_status_file(path, 2) == "at instruction 1 (send s0>s1 mb 0) of step 5"
     assert lines[0].describe(1) == "tracing the model"
     assert not lines[0].has_died(1)
+
+
+@pytest.mark.timeout(60)
+def test_a_script_that_nobody_keeps_from_ctrl_c_ends_by_it_after_its_exit_functions():
+    """It could abort instead, while libraries were torn down, and torchrun told that."""
+    script = ("import atexit, os, signal, threading\n"
+              "from weft.run.watch import end_by_ctrl_c_at_once\n"
+              "end_by_ctrl_c_at_once()\n"
+              "atexit.register(print, 'put away')\n"
+              "class Torn:\n"
+              "    def __del__(self):\n"
+              "        os.abort()\n"
+              "kept = Torn()\n"
+              "signal.raise_signal(signal.SIGINT)\n")
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=50)
+    assert done.returncode == -signal.SIGINT
+    assert done.stdout == "put away\n"
+    assert "KeyboardInterrupt" in done.stderr

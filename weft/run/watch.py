@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
+from types import TracebackType
 from typing import Any, Final
 
 import torch.distributed as dist
@@ -286,6 +287,26 @@ def watch_script(transport: Transport) -> None:
     _watches.append(watch)
     process = os.getpid()
     atexit.register(lambda: watch.stop() if os.getpid() == process else None)
+    end_by_ctrl_c_at_once()
+
+
+def end_by_ctrl_c_at_once() -> None:
+    """Let a Ctrl-C that nothing catches end the process by its signal once it is told and what is to be done is done.
+
+    Else threads of the backend may abort the process while Python shuts down, and that is what a launcher tells.
+    """
+    before = sys.excepthook
+
+    def tell(kind: type[BaseException], problem: BaseException, trace: TracebackType | None) -> None:
+        before(kind, problem, trace)
+        if issubclass(kind, KeyboardInterrupt):
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    sys.excepthook = tell
 
 
 def expect_steps(predicted_s: float | None) -> None:
