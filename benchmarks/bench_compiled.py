@@ -1,6 +1,7 @@
 """One GPU, one rank: a step of Weft's runtime beside the plain module, both compiled or both operator by operator.
 
     python -m benchmarks.bench_compiled [--rows gpt2,vit-base] [--microbatches 1,4] [--eager] [--together 4] [--json]
+    python -m benchmarks.bench_compiled --predict       what is predicted without a profile, beside steps measured once
 
 Models in bfloat16 with float32 masters and fused AdamW. Each row is a process of its own: it makes both sides, takes
 their warm-up steps (which compile), and waits; when all rows of a group are that far, one after the other measures:
@@ -23,11 +24,17 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from weft.cluster import read_cluster
+from weft.coarsen.compiled import compiled_costs
+from weft.cost.costs import estimate_costs
 from weft.model.source import ModelSource, resolve_model
+from weft.model.trace import trace
+from weft.plan.lower import lower
 from weft.plan.plan import ClusterRef, ModelRef, Optimizer, Plan, Replica, Stage
 from weft.run.executor import Executor, loaded_executor
 from weft.run.prepare import Tracer, connect_ranks, lower_to_run, prepare_rank
 from weft.run.transport import Transport
+from weft.simulate.timing import simulate
 
 ROWS: Final = {
     "gpt2": ("gpt2:seq=1024", 16), "gpt2-xl": ("gpt2-xl:layers=16,seq=1024", 8),
@@ -35,16 +42,37 @@ ROWS: Final = {
     "vit-base": ("vit-base", 128), "resnet-50": ("resnet-50", 128), "t5-base": ("t5-base:seq=512", 32),
     "tiny": ("gpt2-tiny:layers=2", 4)}
 ROUNDS, STEPS, WARMUP = 4, 8, 3
+MEASURED_MS: Final = {"gpt2": (81.7, 34.9), "gpt2-xl": (115.1, 67.5), "llama-3-8b": (312.1, 260.5),
+                      "bert-large": (99.7, 84.4), "vit-base": (41.5, 37.2), "resnet-50": (56.1, 26.7)}
+"""Steps of the plain modules on one H200, torch 2.11, one micro-batch: eager, and under ``torch.compile``."""
 
 
-def one_stage(source: ModelSource, graph: Any, *, batch: int, microbatches: int, compiled: bool) -> Plan:
+def one_stage(source: ModelSource, graph: Any, *, batch: int, microbatches: int, compiled: bool,
+              device: str = "d0") -> Plan:
     """Return the plan of one device that does it all."""
     order = tuple(f"s0:{phase}:{number}" for number in range(microbatches) for phase in "FB")
     return Plan(
         model=ModelRef(name=source.spec, digest=graph.digest, batch=batch, dtype=source.dtype or "bfloat16"),
-        cluster=ClusterRef(digest="", devices=("d0",)), microbatches=microbatches, order={"d0": order},
-        stages=(Stage(name="s0", ops=tuple(graph.op_names), replicas=(Replica(devices=("d0",)),)),),
+        cluster=ClusterRef(digest="", devices=(device,)), microbatches=microbatches, order={device: order},
+        stages=(Stage(name="s0", ops=tuple(graph.op_names), replicas=(Replica(devices=(device,)),)),),
         optimizer=Optimizer(kind="adamw", lr=1e-4), compiled=compiled)
+
+
+def predict() -> None:
+    """Print the predicted steps of one H200, operator by operator and compiled, beside the measured ones."""
+    cluster, errors = read_cluster("1 x H200"), list[float]()
+    for row, measured in MEASURED_MS.items():
+        spec, batch = ROWS[row]
+        source = resolve_model(spec, batch=batch, mode="training", dtype="bfloat16")
+        graph = trace(source, batch=batch).graph
+        costs = estimate_costs(graph, cluster, dtype="bfloat16")
+        plan = one_stage(source, graph, batch=batch, microbatches=1, compiled=True, device=cluster.devices[0].name)
+        steps = [simulate(lower(plan, graph), item, cluster).step_time_s * 1e3
+                 for item in (costs, compiled_costs(graph, costs))]
+        errors.append(abs(steps[1] / measured[1] - 1))
+        print(f"{row:<12} eager {steps[0]:6.1f} ms (measured {measured[0]:6.1f}), "
+              f"compiled {steps[1]:6.1f} ms (measured {measured[1]:6.1f})")
+    print(f"mean error of compiled {statistics.mean(errors):.1%}")
 
 
 def weft_side(spec: str, batch: int, microbatches: int, *, compiled: bool, transport: Transport) -> Executor:
@@ -177,8 +205,12 @@ def main() -> int:
     parser.add_argument("--together", type=int, default=4, help="rows that are prepared at the same time")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--predict", action="store_true", help="needs no GPU")
     parser.add_argument("--worker", nargs=2, metavar=("ROW", "MICROBATCHES"), help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.predict:
+        predict()
+        return 0
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     if args.worker:
         spec, batch = ROWS[args.worker[0]]

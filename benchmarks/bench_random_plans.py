@@ -21,13 +21,13 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from benchmarks.random_compare import differences
 from benchmarks.random_memory import FullTracer, compare_peaks
 from benchmarks.random_models import DrawnModel, draw_model
 from benchmarks.random_plans import KINDS, World, draw_plan
-from benchmarks.random_ranks import FAULTS, Ranks
+from benchmarks.random_ranks import COMPILING_S, FAULTS, LIMIT_S, Ranks
 from weft.base.errors import WeftError
 from weft.cli.common import has_unaligned_replicas
 from weft.plan.plan import Plan
@@ -59,8 +59,8 @@ class Case:
     """The fault that was tried, and whether it was seen."""
 
 
-def run_cases(num_plans: int, seed: int, *, only: str | None = None, per_model: int = 5,
-              scale: int = 1) -> Iterator[Case]:
+def run_cases(num_plans: int, seed: int, *, only: str | None = None, per_model: int = 5, scale: int = 1,
+              compiled: bool = False) -> Iterator[Case]:
     """Yield so many cases; every plan of a model runs on the same processes."""
     rng, made, controlled = random.Random(seed), 0, set[str]()
     while made < num_plans:
@@ -71,16 +71,17 @@ def run_cases(num_plans: int, seed: int, *, only: str | None = None, per_model: 
         if names:
             kinds = rng.sample(names, k=min(per_model, len(names), num_plans - made))
             made += len(kinds)
-            yield from _run_model(draw_model(model_seed, mode, scale), num_devices, kinds, controlled)
+            yield from _run_model(draw_model(model_seed, mode, scale), num_devices, kinds, controlled, compiled)
 
 
-def _run_model(model: DrawnModel, num_devices: int, kinds: Sequence[str], controlled: set[str]) -> Iterator[Case]:
+def _run_model(model: DrawnModel, num_devices: int, kinds: Sequence[str], controlled: set[str],
+               compiled: bool) -> Iterator[Case]:
     tracer = FullTracer(model.source)
     world = World(model=model, tracer=tracer, num_devices=num_devices, rng=random.Random(model.seed))
     cases = [Case(model=model.seed, features=model.features, kind=kind, num_devices=num_devices) for kind in kinds]
-    ready = [(case, *made) for case in cases if (made := _make(world, case)) is not None]
+    ready = [(case, *made) for case in cases if (made := _make(world, case, compiled)) is not None]
     if ready:
-        with Ranks(tracer, num_devices) as ranks:
+        with Ranks(tracer, num_devices, limit_s=COMPILING_S if compiled else LIMIT_S) as ranks:
             alive = True
             for case, plan, program in ready:
                 if alive:
@@ -93,10 +94,10 @@ def _run_model(model: DrawnModel, num_devices: int, kinds: Sequence[str], contro
     yield from cases
 
 
-def _make(world: World, case: Case) -> tuple[Plan, Program] | None:
+def _make(world: World, case: Case, compiled: bool) -> tuple[Plan, Program] | None:
     """Return the plan and its program, with all that ranks need traced; None where Weft refuses, which is noted."""
     try:
-        plan = draw_plan(world, case.kind)
+        plan = replace(draw_plan(world, case.kind), compiled=compiled)
         program = lower_to_run(plan, world.tracer)
         for number in {item.num_samples for item in program.instances}:
             world.tracer.trace(number)
@@ -179,11 +180,13 @@ def main() -> int:
     parser.add_argument("--only", choices=tuple(KINDS), help="plans of this kind alone")
     parser.add_argument("--per-model", type=int, default=5, help="plans of each model (default 5)")
     parser.add_argument("--scale", type=int, default=1, help="how many times as large the models are (default 1)")
+    parser.add_argument("--compiled", action="store_true", help="stages run as compiled graphs (a minute a model)")
     parser.add_argument("--json", action="store_true", help="print the cases as JSON")
     args = parser.parse_args()
     before = time.process_time()
     cases = []
-    for case in run_cases(args.plans, args.seed, only=args.only, per_model=args.per_model, scale=args.scale):
+    for case in run_cases(args.plans, args.seed, only=args.only, per_model=args.per_model, scale=args.scale,
+                          compiled=args.compiled):
         cases.append(case)
         print(f"{len(cases):>4} {case.kind:<26} {case.result}", file=sys.stderr, flush=True)
     if args.json:

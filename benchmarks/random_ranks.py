@@ -28,6 +28,8 @@ from weft.run.transport import Transport, open_store
 
 LIMIT_S = 60.0
 """A plan that takes longer hangs."""
+COMPILING_S = 500.0
+"""The same for one that is compiled before it runs."""
 _CHANGES: Final[dict[str, Callable[[Tensor, Tensor], Tensor]]] = {
     "doubled gradient": lambda before, after: 2 * after - before,
     "skipped micro-batch": lambda before, after: before}
@@ -64,8 +66,8 @@ class Ranks:
     touched it before.
     """
 
-    def __init__(self, tracer: Tracer, num_ranks: int, device: str = "cpu") -> None:
-        self._tracer, self._num_ranks, self._device = tracer, num_ranks, device
+    def __init__(self, tracer: Tracer, num_ranks: int, device: str = "cpu", *, limit_s: float = LIMIT_S) -> None:
+        self._tracer, self._num_ranks, self._device, self._limit_s = tracer, num_ranks, device, limit_s
         self._pids: list[int] = []
         self._pipes: list[Connection] = []
 
@@ -103,14 +105,14 @@ class Ranks:
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.send_bytes(pickle.dumps((plan, fault)))
-        deadline = time.monotonic() + LIMIT_S
+        deadline = time.monotonic() + self._limit_s
         return [_answer(pipe, deadline) for pipe in self._pipes]
 
 
 def _answer(pipe: Connection, deadline: float) -> RankOutcome:
     try:
         if not pipe.poll(max(0.0, deadline - time.monotonic())):
-            return RankOutcome(error=f"no answer after {LIMIT_S:.0f} s")
+            return RankOutcome(error="no answer in time")
         outcome: RankOutcome = pickle.loads(pipe.recv_bytes())
     except (OSError, EOFError):
         return RankOutcome(error="the process has ended")

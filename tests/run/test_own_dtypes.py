@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,9 @@ def test_a_sharded_plan_was_refused_for_a_buffer_of_another_dtype(kind, tmp_path
     assert graph_of_plan(plan, spec_of(kind)).digest == plan.model.digest
     again = plan_again(plan, resolve_source(plan, spec_of(kind), RunOptions()), ["a0"])
     assert again.model.own_dtypes
+    assert not again.compiled
+    compiled = plan_again(replace(plan, compiled=True), resolve_source(plan, spec_of(kind), RunOptions()), ["a0"])
+    assert compiled.compiled  # it was lost where a plan was made again for what is left
     assert lowered(again, spec_of(kind)).dtype is None
 
 

@@ -88,7 +88,7 @@ def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: 
             _check_limit(max_grad_norm)
         plan = _shared_plan(transport, lambda: _find_plan(
             source, cluster_or_plan, batch=batch, microbatches=microbatches, devices=devices, seed=seed,
-            num_ranks=num_ranks, optimizer=wanted.kind, whole=wanted.is_whole))
+            num_ranks=num_ranks, optimizer=wanted.kind, whole=wanted.is_whole, compiled=bool(compile)))
         if compile is not None:
             plan = replace(plan, compiled=compile)
         check_world(plan, num_ranks)
@@ -241,7 +241,7 @@ def _shared_plan(transport: Transport, find: Callable[[], Plan]) -> Plan:
 
 def _find_plan(source: ModelSource, given: Plan | Cluster | str | PathLike[str], *, batch: int | None,
                microbatches: int | None, devices: Sequence[str] | None, seed: int, num_ranks: int,
-               optimizer: OptimizerKind | None, whole: bool) -> Plan:
+               optimizer: OptimizerKind | None, whole: bool, compiled: bool) -> Plan:
     """Return the plan that was given, or one for the cluster, or for what is left of it."""
     item = _read(given) if isinstance(given, str | PathLike) else given
     if not isinstance(item, Plan | Cluster):
@@ -262,7 +262,8 @@ def _find_plan(source: ModelSource, given: Plan | Cluster | str | PathLike[str],
         raise InputError(f"the cluster has {cluster.num_devices} devices but there are {num_ranks} processes: start as "
                          "many, with torchrun, or name the devices that are left (devices=...)")
     options = PlanOptions(batch=source.batch, microbatches=microbatches, seed=seed, dtype=_dtype_of(source),
-                          own_dtypes=True, optimizer=Optimizer(kind=optimizer or "adamw"), whole_parameters=whole)
+                          own_dtypes=True, optimizer=Optimizer(kind=optimizer or "adamw"), compiled=compiled,
+                          whole_parameters=whole)
     return plan_for(source, cluster, options)
 
 
@@ -336,7 +337,7 @@ def plan_again(plan: Plan, source: ModelSource, devices: Sequence[str], *, whole
     """
     options = PlanOptions(batch=plan.model.batch, mode=plan.model.mode, dtype=plan.model.dtype, seed=plan.search.seed,
                           own_dtypes=source.dtype is None, optimizer=replace(plan.optimizer, sharded=False),
-                          whole_parameters=whole_parameters)
+                          compiled=plan.compiled, whole_parameters=whole_parameters)
     return plan_for(source, devices_left(cluster_of(plan), devices), options)
 
 
