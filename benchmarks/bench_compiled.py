@@ -1,6 +1,6 @@
 """One GPU, one rank: a step of Weft's runtime beside the plain module, both compiled or both operator by operator.
 
-    python -m benchmarks.bench_compiled [--rows gpt2,vit-base] [--microbatches 1,4] [--eager] [--together 4] [--json]
+    python -m benchmarks.bench_compiled [--rows gpt2,vit-base] [--microbatches 1,4] [--eager] [--together 4] [--kernels FOLDER] [--json]
     python -m benchmarks.bench_compiled --predict       what is predicted without a profile, beside steps measured once
 
 Models in bfloat16 with float32 masters and fused AdamW. Each row is a process of its own: it makes both sides, takes
@@ -129,8 +129,12 @@ def plain_side(spec: str, batch: int, microbatches: int, *, compiled: bool, devi
     return step
 
 
-def measure(spec: str, batch: int, microbatches: int, *, compiled: bool, device: torch.device) -> dict[str, Any]:
-    """Return the figures of one row; on standard input comes when to measure."""
+def measure(spec: str, batch: int, microbatches: int, *, compiled: bool, device: torch.device,
+            kernels: str = "") -> dict[str, Any]:
+    """Return the figures of one row; on standard input comes when to measure.
+
+    ``kernels`` is a file that gets the kernels of one more step of either side, by time.
+    """
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0", RANK="0", WORLD_SIZE="1")
     from torch.distributed import HashStore
     transport = Transport(rank=0, num_ranks=1, device=device, store=HashStore(), by_host=True)
@@ -166,6 +170,10 @@ def measure(spec: str, batch: int, microbatches: int, *, compiled: bool, device:
                 if number:
                     times[name].append(time.perf_counter() - start)
                     peaks[name] = max(peaks[name], torch.cuda.max_memory_allocated() if device.type == "cuda" else 0)
+    if kernels:
+        with open(kernels, "w") as file:
+            for name, step in (("weft", own), ("plain", plain)):
+                file.write(f"{name}\n{kernel_table(step)}\n")
     ms = {name: statistics.median(found) * 1e3 for name, found in times.items()}
     if device.type == "cuda":  # what the other side holds between its steps does not count
         both = torch.cuda.memory_allocated()
@@ -176,6 +184,28 @@ def measure(spec: str, batch: int, microbatches: int, *, compiled: bool, device:
             "weft_peak": peaks["weft"], "plain_peak": peaks["plain"], "ready_s": ready_s,
             "plain_ready_s": plain_ready_s,
             "memory_ratio": peaks["weft"] / peaks["plain"] if peaks["plain"] else None}
+
+
+def kernel_table(step: Callable[[], float]) -> str:
+    """Return what one step spends its time on, on the device and on the host."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    with torch.profiler.profile(activities=activities) as found:
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+    rows: dict[str, tuple[float, int]] = {}
+    for item in found.events():
+        if item.device_type == torch.autograd.DeviceType.CUDA:
+            time_us, count = rows.get(item.name, (0.0, 0))
+            rows[item.name] = time_us + item.time_range.elapsed_us(), count + 1
+    lines = [f"{time_us / 1e3:9.3f} ms {count:6d}  {name[:150]}"
+             for name, (time_us, count) in sorted(rows.items(), key=lambda item: -item[1][0])]
+    total = sum(time_us for time_us, _ in rows.values()) / 1e3
+    host = found.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=60)
+    return "\n".join([f"{total:9.3f} ms on the device in {sum(count for _, count in rows.values())} pieces",
+                      *lines[:45], host])
 
 
 def _state(executor: Executor) -> list[Tensor]:
@@ -205,6 +235,7 @@ def main() -> int:
     parser.add_argument("--together", type=int, default=4, help="rows that are prepared at the same time")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--kernels", default="", metavar="FOLDER", help="write what steps spend their time on there")
     parser.add_argument("--predict", action="store_true", help="needs no GPU")
     parser.add_argument("--worker", nargs=2, metavar=("ROW", "MICROBATCHES"), help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -214,7 +245,8 @@ def main() -> int:
     device = torch.device(args.device, 0) if args.device == "cuda" else torch.device("cpu")
     if args.worker:
         spec, batch = ROWS[args.worker[0]]
-        print(json.dumps(measure(spec, batch, int(args.worker[1]), compiled=not args.eager, device=device)))
+        print(json.dumps(measure(spec, batch, int(args.worker[1]), compiled=not args.eager, device=device,
+                                 kernels=args.kernels and f"{args.kernels}/{'.'.join(args.worker)}.txt")))
         return 0
     wanted = [(row, count) for row in args.rows.split(",") for count in args.microbatches.split(",")]
     results = []
@@ -232,7 +264,7 @@ def main() -> int:
 def run_group(rows: list[tuple[str, str]], args: argparse.Namespace) -> list[dict[str, Any]]:
     """Prepare some rows together, measure one after the other, and return their figures."""
     command = [sys.executable, "-m", "benchmarks.bench_compiled", "--device", args.device,
-               *(["--eager"] if args.eager else [])]
+               *(["--eager"] if args.eager else []), "--kernels", args.kernels]
     running = [subprocess.Popen([*command, "--worker", *row], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
                for row in rows]
     for process in running:

@@ -306,10 +306,14 @@ class _Piece:
         given = [laid_out(value.detach(), wanted) for value, wanted in zip(activations, self.arguments, strict=True)]
         return self.graphs.forward([*self.values, *given])
 
-    def backward(self, saved: list[Any], tangents: Sequence[Tensor]) -> list[Tensor | None]:
-        """Return the gradients of the activations; add those of the parameters, or leave them to ``W``."""
+    def backward(self, given: list[Any]) -> list[Tensor | None]:
+        """Return the gradients of the activations; add those of the parameters, or leave them to ``W``.
+
+        ``given`` is what the forward saved and the gradients of its outputs. It is emptied, and must be the only list
+        that holds them: so each is freed after its last use, not at the end of the backward.
+        """
         assert self.graphs.backward is not None, "it has a gradient"
-        results = self.graphs.backward([*saved, *tangents])
+        results = self.graphs.backward(given)
         gradients = self.graphs.gradients
         if self.graphs.weights is not None and self.queue is not None:
             self.queue.pending.append(_Later(self, list(results[len(gradients.places):])))
@@ -342,7 +346,7 @@ class _Later:
         """Compute and add them."""
         graphs = self.piece.graphs
         assert graphs.weights is not None, "it is only made where some are left"
-        self.piece.add(graphs.weights(self.kept), graphs.weight_gradients)
+        self.piece.add(graphs.weights(self.kept), graphs.weight_gradients)  # which empties the list
 
 
 class _Run(torch.autograd.Function):
@@ -363,17 +367,16 @@ class _Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        piece, saved = ctx.piece, ctx.saved
+        piece, taken = ctx.piece, ctx.saved
         ctx.saved = None
-        tangents = []
         for place, stride, (shape, dtype, device) in zip(piece.graphs.with_tangent, piece.graphs.tangent_strides,
                                                          ctx.like, strict=True):
             given = gradients[place]
             if given is None:
-                tangents.append(torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_())
+                taken.append(torch.empty_strided(shape, stride, dtype=dtype, device=device).zero_())
             else:
-                tangents.append(given if given.stride() == stride else _copied(given, stride))
-        return (None, None, *piece.backward(saved, tangents))
+                taken.append(given if given.stride() == stride else _copied(given, stride))
+        return (None, None, *piece.backward(taken))
 
 
 def laid_out(value: Tensor, wanted: Primal) -> Tensor:
