@@ -44,6 +44,7 @@ from weft.search.place.methods import METHODS
 from weft.search.place.problem import PlaceProblem, starts_of
 from weft.search.place.throughput.exact import average_bound, improve_or_prove, model_size, shared_bound
 from weft.search.place.throughput.kernel import State, anneal, cut_order, grow_order
+from weft.search.place.throughput.prices import priced_bound
 from weft.search.place.throughput.model import (
     LoadProblem,
     Reduced,
@@ -233,7 +234,7 @@ def minimise(problem: LoadProblem, *, budget: Budget, seed: int, starts: Sequenc
         if best.answer is None:
             return best
         effort = budget.effort
-        search.bound_shared(0.05 * effort)  # it is harder the smaller the value
+        search.bound_priced(0.05 * effort)  # it is harder the smaller the value
         search.divide_for(TUNING.divide_part * effort, search.answer)
         search.prove(0.1 * effort)
         left, part = float("inf"), TUNING.divide_part
@@ -244,7 +245,7 @@ def minimise(problem: LoadProblem, *, budget: Budget, seed: int, starts: Sequenc
             start = search.anneal_for(TUNING.anneal_parts[kind] * effort, by=kind)
             has_helped = search.divide_for(part * effort, start)
             part = TUNING.divide_part if has_helped else max(TUNING.least_divide_part, part / 2)
-        search.bound_shared(0.5 * budget.effort)
+        search.bound_priced(0.5 * budget.effort)
         search.prove(budget.effort)
         search.anneal_for(budget.effort, by="best")
     except (KeyboardInterrupt, OutOfTime) as ended:
@@ -266,6 +267,9 @@ class _Search:
         self.num_runs = 0
         self.proof_value = float("inf")
         self.proof_bound = 0.0
+        self.priced_value = float("inf")
+        self.price: F64 | None = None
+        self.work_s = problem.arrays.time_s.min(axis=1) + 1e-300
         self.last: tuple[float, Reduced] | None = None
         self.orders, self.rng = Orders(problem, seed), np.random.default_rng(seed)
         self.kinds: tuple[Kind, ...] = ("orders", "best") if problem.contiguous else ("orders", "levels", "best")
@@ -446,10 +450,21 @@ class _Search:
         if found is not None:
             self.offer(reduced.expand(found))
 
-    def bound_shared(self, effort: float) -> None:
-        """Raise the bound by what one of several equal devices must take."""
-        if not self.is_done:
-            reduced, _ = self.reduced(self.answer)
+    def bound_priced(self, effort: float) -> None:
+        """Raise the bound by what a device must take of the prices of units; where tensors were forgotten, by its share of work, too.
+        """
+        if self.is_done or self.best.value >= self.priced_value:
+            return
+        reduced, _ = self.reduced(self.answer)
+        price = None if self.price is None else np.bincount(reduced.group, weights=self.price)
+        found = priced_bound(reduced.problem, self.best.value, low=self.best.bound, budget=self.budget, effort=effort,
+                             price=price)
+        if found is not None:
+            self.best.raise_bound(found.bound)
+            time_s = np.bincount(reduced.group, weights=self.work_s)
+            self.price = (found.price / time_s)[reduced.group] * self.work_s
+            self.priced_value = self.best.value if found.is_done else self.priced_value
+        if (found is None or not found.is_exact) and not self.is_done:
             self.best.raise_bound(shared_bound(reduced.problem, self.best.value, budget=self.budget, effort=effort,
                                                seed=self.seed))
 
