@@ -358,8 +358,9 @@ def simplified(problem: ScheduleProblem, factor: float | None = 1.0) -> Schedule
 
 
 def without_instants(problem: ScheduleProblem) -> ScheduleProblem:
-    """Return the problem in which no memory is back for an instant only: such copies take a small part of any other time."""
-    times = [*problem.task_times, *(item.time for item in (*problem.overlaps, *problem.copies, *problem.transfers))]
+    """Return the problem in which no memory is back for an instant only: such copies take a little time."""
+    times = [*problem.task_times, *(item.time for item in problem.overlaps), *(item.time for item in problem.copies),
+             *(item.time for item in problem.transfers)]
     least = min((time for time in times if time), default=1.0) / INSTANT_PARTS
     return replace(problem, copies=tuple(replace(item, time=least) if copy in problem.instants else item
                                          for copy, item in enumerate(problem.copies)))

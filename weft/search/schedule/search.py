@@ -247,7 +247,7 @@ class _Search:
                 break
 
     def try_instants(self) -> None:
-        """Search with copies that take a little where they take none: models of intervals leave out what is back for an instant."""
+        """Search with copies that take a little where they take none: no interval says what is back for an instant."""
         with self.budget.lend(TUNING.instants_share * self.effort) as share, suppress(NoFeasiblePlan, NoOrder):
             search = _Search(without_instants(self.problem), self.num_microbatches, share, self.seed)
             search.run()

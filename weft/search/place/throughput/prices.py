@@ -19,14 +19,13 @@ Each trial gives a bound of its own, and sets that were missing. The radius r gr
 shrinks where not; where it is small, prices get finer whole numbers, and then T, which lies between the bound and what
 may still be hoped for, becomes smaller.
 
-*Memory*: where it is short, a set that fits and costs at most T also has  cost + z bytes <= T + z capacity  for any z >= 0;
-with such costs the same holds (``_with_memory``).
+Memory is left out: sets may hold more than a device has room for.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -78,7 +77,7 @@ class Trial:
     """Of prices in whole numbers."""
 
     def excess(self, value: float) -> float:
-        """Return how much more than all prices fits within the value, as a part; infinite where it was not looked at."""
+        """Return how much more than all prices fits within the value, as a part; infinite if unknown."""
         worth = [_worth_within(cost_s, value) for cost_s, _ in self.reached]
         return sum(item * count for item, (_, count) in zip(worth, self.reached, strict=True)) / self.total - 1
 
@@ -98,7 +97,7 @@ class Priced:
 
 def priced_bound(problem: LoadProblem, limit: float, *, low: float, budget: Budget, effort: float,
                  price: F64 | None = None) -> Priced | None:
-    """Return the best bound found; it holds for all placements if it is at most the limit. None where there can be none.
+    """Return the best bound found, true of all placements within the limit; None if there can be none.
 
     ``low`` is a bound that is known; ``price`` is where to begin.
     """
@@ -130,7 +129,7 @@ class _Prices:
 
     def __init__(self, problem: LoadProblem, limit: float, low: float) -> None:
         self.problem, self.limit, self.low = problem, limit, low
-        labels, first, counts = np.unique(problem.class_of_device, return_index=True, return_counts=True)
+        _, first, counts = np.unique(problem.class_of_device, return_index=True, return_counts=True)
         self.counts = counts.tolist()
         self.solvers = [SetSolver(problem, device) for device in first.tolist()]
         times = problem.arrays.time_s[:, first]
@@ -222,10 +221,11 @@ class _Prices:
         matrix = csr_matrix(np.concatenate(rows))
         cost = np.concatenate([np.zeros(count), self.counts])
         lower, upper = (1 - self.radius) * center, (1 + self.radius) * center + self.radius * AT_ONCE / count
-        bounds = np.stack([np.concatenate([lower, np.zeros(classes)]), np.concatenate([upper, np.full(classes, np.inf)])], axis=1)
+        bounds = np.stack([np.concatenate([lower, np.zeros(classes)]),
+                           np.concatenate([upper, np.full(classes, np.inf)])], axis=1)
         sums = csr_matrix(np.concatenate([np.ones(count), np.zeros(classes)])[None, :])
-        found = linprog(cost, A_ub=matrix if matrix.shape[0] else None, b_ub=np.zeros(matrix.shape[0]) if matrix.shape[0] else None,
-                        A_eq=sums, b_eq=[1.0], bounds=bounds, method="highs")
+        found = linprog(cost, A_ub=matrix, b_ub=np.zeros(matrix.shape[0]), A_eq=sums, b_eq=[1.0], bounds=bounds,
+                        method="highs")
         self.spent_s = 0.005 + SECONDS_PER_PIVOT * int(found.nit) * sum(matrix.shape)
         if found.status != 0:
             return center

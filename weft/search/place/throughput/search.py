@@ -44,7 +44,6 @@ from weft.search.place.methods import METHODS
 from weft.search.place.problem import PlaceProblem, starts_of
 from weft.search.place.throughput.exact import average_bound, improve_or_prove, model_size, shared_bound
 from weft.search.place.throughput.kernel import State, anneal, cut_order, grow_order
-from weft.search.place.throughput.prices import priced_bound
 from weft.search.place.throughput.model import (
     LoadProblem,
     Reduced,
@@ -55,6 +54,7 @@ from weft.search.place.throughput.model import (
     part_of,
     reduce_problem,
 )
+from weft.search.place.throughput.prices import priced_bound
 from weft.search.place.timetable import (
     TOLERANCE,
     Assignment,
@@ -115,6 +115,11 @@ class Tuning:
     """Effort of one such division at most: those that helped in the runs looked at took less, but for one of 0.8 s."""
     part_s: float = 5e-6
     """Effort of making such a problem, for each unit and reader: its plain Python was measured."""
+    bound_part: float = 0.08
+    """Part of the effort for a bound by prices, first. Of the public problems six are proven by a twentieth of that,
+    once the best placement is found; those of l-resnet50 gain until five seconds."""
+    last_bound_part: float = 0.8
+    """Of what is left in the end; the rest is for CP-SAT."""
     proof_part: float = 0.15
     """Part of the effort that is left for a proof in the end."""
     fresh_orders: tuple[int, ...] = (10, 100)
@@ -234,7 +239,7 @@ def minimise(problem: LoadProblem, *, budget: Budget, seed: int, starts: Sequenc
         if best.answer is None:
             return best
         effort = budget.effort
-        search.bound_priced(0.05 * effort)  # it is harder the smaller the value
+        search.bound_priced(TUNING.bound_part * effort)
         search.divide_for(TUNING.divide_part * effort, search.answer)
         search.prove(0.1 * effort)
         left, part = float("inf"), TUNING.divide_part
@@ -245,7 +250,7 @@ def minimise(problem: LoadProblem, *, budget: Budget, seed: int, starts: Sequenc
             start = search.anneal_for(TUNING.anneal_parts[kind] * effort, by=kind)
             has_helped = search.divide_for(part * effort, start)
             part = TUNING.divide_part if has_helped else max(TUNING.least_divide_part, part / 2)
-        search.bound_priced(0.5 * budget.effort)
+        search.bound_priced(TUNING.last_bound_part * budget.effort)
         search.prove(budget.effort)
         search.anneal_for(budget.effort, by="best")
     except (KeyboardInterrupt, OutOfTime) as ended:
@@ -451,12 +456,11 @@ class _Search:
             self.offer(reduced.expand(found))
 
     def bound_priced(self, effort: float) -> None:
-        """Raise the bound by what a device must take of the prices of units; where tensors were forgotten, by its share of work, too.
-        """
+        """Raise the bound by a device's share of the prices of units; where the graph is wide, by that of work, too."""
         if self.is_done or self.best.value >= self.priced_value:
             return
         reduced, _ = self.reduced(self.answer)
-        price = None if self.price is None else np.bincount(reduced.group, weights=self.price)
+        price = None if self.price is None else np.bincount(reduced.group, weights=self.price).astype(np.float64)
         found = priced_bound(reduced.problem, self.best.value, low=self.best.bound, budget=self.budget, effort=effort,
                              price=price)
         if found is not None:

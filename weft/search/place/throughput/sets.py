@@ -193,7 +193,8 @@ class _Frontier:
         steps = [self._step(state, len(tensors), own) for state in self.states]
         while True:
             states: dict[tuple[int, ...], int] = {}
-            then = [[states.setdefault(tuple(side[index] for index in kept), len(states)) for side, _ in both] for both in steps]
+            then = [[states.setdefault(tuple(side[index] for index in kept), len(states)) for side, _ in both]
+                    for both in steps]
             if len(states) <= most or not kept:
                 break
             forgotten = min(kept, key=lambda index: self.costs[tensors[index]])
@@ -222,7 +223,7 @@ class _Frontier:
 
 @compiled
 def _sweep(steps: Steps, worth: I64, most: int, limit: float, width: int, is_taken: Bools) -> tuple[F64, I64, F64]:
-    """Return the least cost for every worth; for every unit the most worth within the limit of sets that begin there, and its cost.
+    """Return the least cost for every worth; by first unit the most worth of sets within the limit, and its cost.
 
     ``is_taken`` [states, worth] becomes whether the unit is inside in the cheapest set from there on.
     """
