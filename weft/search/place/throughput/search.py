@@ -14,7 +14,8 @@
 
 Starts are what named methods choose, and the best intervals, one for each device, of the nodes' own order and of many
 random ones that keep together what shares tensors (``Orders``). Short annealing runs from a few of them give a first
-value (``_Search.start``). It makes the problem smaller (``reduce_problem``), and often CP-SAT then ends the matter
+value (``_Search.start``). It makes the problem smaller (``reduce_problem``). A bound by prices of units follows
+(``prices``), which is often the optimum before the placement is found; where it is not, CP-SAT may end the matter
 (``exact``). What effort is left goes into rounds: short annealing runs from new orders or from the best
 (``_Search.anneal_for``); then CP-SAT divides anew what the fullest device has together with one or two others, all else
 staying where it is, as long as that helps (``_Search.divide_for``, ``part_of``). Last comes another attempt at a proof.
