@@ -33,6 +33,8 @@ from weft.base.files import MAX_PROBLEMS, check_header, decode, load_json, write
 
 FreeAt = Literal["start", "end"]
 
+INSTANT_PARTS: Final = 64
+"""What takes no time, and must not be an instant, takes this part of the least time there is."""
 MAX_BLOCKS: Final = 100_000
 """More blocks in one micro-batch are refused."""
 
@@ -260,6 +262,12 @@ class ScheduleProblem:
         """Return whether memory that a block gives back is taken by nothing else before that block ends."""
         return self.free_at == "end" or not (self.overlaps or self.copies)
 
+    @cached_property
+    def instants(self) -> frozenset[int]:
+        """Return the copies whose memory may be back for an instant: they take no time, nor need what gives it back."""
+        return frozenset(copy for copy, tasks in enumerate(self.returns) if not self.copies[copy].time and not (
+            self.releases_late and all(self.task_times[task] for task in tasks)))
+
     def host_amount(self, copy: int) -> float:
         """Return what the host keeps while that copy's memory is away: the block's, from all its devices."""
         block = self.blocks[self.copies[copy].block]
@@ -347,6 +355,15 @@ def simplified(problem: ScheduleProblem, factor: float | None = 1.0) -> Schedule
     limits = tuple(limit if limit is None or device not in problem.copied else
                    None if factor is None else factor * limit for device, limit in enumerate(problem.device_memory))
     return replace(problem, device_memory=limits, overlaps=(), copies=(), host_memory=None)
+
+
+def without_instants(problem: ScheduleProblem) -> ScheduleProblem:
+    """Return the problem in which no memory is back for an instant only: such copies take a little time."""
+    times = [*problem.task_times, *(item.time for item in problem.overlaps), *(item.time for item in problem.copies),
+             *(item.time for item in problem.transfers)]
+    least = min((time for time in times if time), default=1.0) / INSTANT_PARTS
+    return replace(problem, copies=tuple(replace(item, time=least) if copy in problem.instants else item
+                                         for copy, item in enumerate(problem.copies)))
 
 
 def turned_round(problem: ScheduleProblem) -> ScheduleProblem:

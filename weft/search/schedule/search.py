@@ -41,7 +41,7 @@ from weft.search.schedule.moves import NoOrder, earliest
 from weft.search.schedule.named import named_rows
 from weft.search.schedule.offload import with_copies
 from weft.search.schedule.pairing import with_pairs
-from weft.search.schedule.problem import ScheduleProblem, simplified
+from weft.search.schedule.problem import ScheduleProblem, simplified, without_instants
 from weft.search.schedule.schedule import Schedule, ScheduleResult, check_schedule, find_problems
 from weft.search.schedule.steady import SteadyState, find_pattern, find_steady_states, variants
 from weft.search.schedule.tuning import TUNING
@@ -136,6 +136,8 @@ class _Search:
         yield self.try_rules
         if self.effort <= TUNING.rules_effort:
             return
+        if self.problem.instants:
+            yield self.try_instants
         yield self.find_steady
         if self.best.is_done:
             return
@@ -243,6 +245,16 @@ class _Search:
                 self.budget.effort = max(self.budget.effort, (1 - TUNING.simple_share) * self.effort)
             elif self.best.value < before:
                 break
+
+    def try_instants(self) -> None:
+        """Search with copies that take a little where they take none: no interval says what is back for an instant."""
+        with self.budget.lend(TUNING.instants_share * self.effort) as share, suppress(NoFeasiblePlan, NoOrder):
+            search = _Search(without_instants(self.problem), self.num_microbatches, share, self.seed)
+            search.run()
+            if search.best.answer is not None:
+                found = replace(search.best.answer, problem=self.problem)
+                self.offer(found)
+                self.offer(earliest(found))
 
     def _take_over(self, simpler: _Search) -> None:
         """Offer what was found for a simpler problem, with pairs and copies where they help."""

@@ -60,6 +60,8 @@ class Tuning:
     """For one of these searches."""
     simple_share: float = 0.25
     """Without pairs and copies there is a search first; it has all the effort, and what follows all but this again."""
+    instants_share: float = 0.25
+    """With copies that take a little where they take no time. A guess."""
     completion_share: float = 0.06
     """For one size of warm-up and cool-down."""
     window_share: float = 0.1
