@@ -1,8 +1,8 @@
 """What every operator of a model takes where equal devices divide it among them: tensor parallelism, as searched.
 
-``split_operators`` finds the best way in which no gradient of a parameter is a sum over the devices and no samples are
-divided (that is what replicas are for, and a step may have fewer samples than devices), and says for each operator of
-the full model:
+``split_operators`` finds the best way in which no gradient of a matrix is a sum over the devices (each would have all of
+it; the few numbers of norms and biases are added up once in a step) and no samples are divided (that is what replicas
+are for, and a step may have fewer samples than devices), and says for each operator of the full model:
 
     seconds for n samples = seconds of the whole operator for n samples * part + latency_s + n * s_per_sample
 
@@ -100,7 +100,7 @@ def _batch_dims(folded: Graph, graph: Graph) -> dict[int, int]:
 
 
 def _allowed(parts: ModelParts, index: int, dims: Mapping[int, int], batch: int | None) -> Bools | None:
-    """Allow the strategies that divide no samples and add up no gradients of parameters.
+    """Allow the strategies that divide no samples and add up no gradients of matrices.
 
     ``dims`` are batch dimensions by tensor; with a ``batch`` what is inside each sample may be divided.
     """
@@ -122,7 +122,7 @@ def _allowed(parts: ModelParts, index: int, dims: Mapping[int, int], batch: int 
         if edge.reader != index:
             continue
         keep_whole(edge.tensor, edge.reads)
-        if part.kind == "op" and edge.is_parameter and edge.returns is not None:
+        if part.kind == "op" and edge.is_parameter and edge.returns is not None and len(parts.shape_of(edge)) > 1:
             allowed &= np.array([SUM not in layouts[number] for number in edge.returns.tolist()])
     for result in parts.results:
         if result.giver == index:
