@@ -207,6 +207,7 @@ class _Parts:
     blocks: int
     sizes: tuple[int, ...]
     """Entries of each coordinate's part of a block."""
+    zigzag: bool = False
 
     @staticmethod
     def of(placement: Placement, mesh: ReplicaMesh, shape: tuple[int, ...], step: Step) -> _Parts | None:
@@ -218,13 +219,18 @@ class _Parts:
             if step.before[axis].dim == placement.dim:
                 length = part_sizes(length, mesh.sizes[axis], unit=placement.unit)[mesh.coordinates[axis]]
         return _Parts(placement.dim, placement.blocks,
-                      part_sizes(length, mesh.sizes[step.axis], unit=placement.unit))
+                      part_sizes(length, mesh.sizes[step.axis], unit=placement.unit), placement.zigzag)
 
     def cut(self, tensor: Tensor, rank: int) -> Tensor:
         """Return a device's part, a view where it can be one."""
         start, size = sum(self.sizes[:rank]), self.sizes[rank]
         if self.blocks == 1:
             return tensor.narrow(self.dim, start, size)
+        if self.zigzag:
+            pairs = tensor.unflatten(self.dim, (self.blocks // 2, 2 * sum(self.sizes)))
+            ends = start, 2 * sum(self.sizes) - start - size
+            return torch.cat([pairs.narrow(self.dim + 1, end, size) for end in ends],
+                             dim=self.dim + 1).flatten(self.dim, self.dim + 1)
         blocks = tensor.unflatten(self.dim, (self.blocks, sum(self.sizes)))
         return blocks.narrow(self.dim + 1, start, size).flatten(self.dim, self.dim + 1)
 
@@ -232,6 +238,12 @@ class _Parts:
         """Return what the parts of all devices are together."""
         if self.blocks == 1:
             return torch.cat(list(pieces), dim=self.dim)
+        if self.zigzag:
+            pairs = [piece.unflatten(self.dim, (self.blocks // 2, 2, size))
+                     for piece, size in zip(pieces, self.sizes, strict=True)]
+            halves = [*(pair.select(self.dim + 1, 0) for pair in pairs),
+                      *(pair.select(self.dim + 1, 1) for pair in reversed(pairs))]
+            return torch.cat(halves, dim=self.dim + 1).flatten(self.dim, self.dim + 1)
         blocks = [piece.unflatten(self.dim, (self.blocks, size))
                   for piece, size in zip(pieces, self.sizes, strict=True)]
         return torch.cat(blocks, dim=self.dim + 1).flatten(self.dim, self.dim + 1)
