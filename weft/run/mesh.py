@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from weft.base.errors import ClusterError
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.mesh import Mesh
 from weft.plan.plan import Plan, Replica
-from weft.plan.sharding import axis_sizes, coordinates_of
+from weft.plan.sharding import axis_sizes, coordinates_of, factor_name
 from weft.run.transport import Transport
 from weft.sharding.layout_steps import Step, find_steps
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, part_sizes
@@ -79,6 +79,15 @@ class AxisGroup:
             place.view(part.shape).copy_(part)
         pieces = self._transport.all_to_all(room, self._ranks, sent=given, received=wanted).split(wanted)
         return [pieces[place].view(shape) for place, shape in zip(self._order, shapes, strict=True)]
+
+    def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start sending to the next device; return what waits for the tensor, of the same shape, of the one before."""
+        self._counts["pass_on"] += 1
+        after, before = ((self.rank + step) % self.size for step in (1, -1))
+        sizes = [[tensor.numel() if place == other else 0 for place in range(self.size)] for other in (after, before)]
+        done = self._transport.exchanged(tensor.reshape(-1), self._ranks, sent=self._sorted(sizes[0]),
+                                         received=self._sorted(sizes[1]))
+        return lambda: done().view(tensor.shape)
 
     def _sorted(self, items: Sequence[T]) -> list[T]:
         return [item for _, item in sorted(zip(self._order, items, strict=True), key=lambda pair: pair[0])]
@@ -141,7 +150,7 @@ def mesh_groups(plan: Plan) -> Iterator[tuple[int, ...]]:
 
 def _axes_used(ops: Mapping[str, tuple[str, ...]]) -> list[tuple[int, ...]]:
     """Return the sets of several axes that split one factor of some operator."""
-    found = {tuple(axis for axis, other in enumerate(words) if other == word)
+    found = {tuple(axis for axis, other in enumerate(words) if factor_name(other) == factor_name(word))
              for words in ops.values() for word in words if word and not word.startswith("+")}
     return sorted(axes for axes in found if len(axes) > 1)
 

@@ -130,7 +130,12 @@ def in_blocks(op: OpFactors, index: int, count: int, *, zigzag: bool = False) ->
 
 
 ROWS: Final = "rows"
-"""What attention's factor of queries is called."""
+"""What attention's factor of queries is called; those of a loss begin so."""
+
+
+def by_parts(factor: Factor) -> bool:
+    """Return whether a device with any entries of a special factor can do its part: not only with some in a row."""
+    return factor.name.startswith(ROWS) or factor.name[:1] == "d"
 
 
 def passed_round(op: OpFactors) -> OpFactors | None:
