@@ -6,11 +6,9 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from tests.run.plans import traced
 from tests.run.pool import Pool
 from tests.run.sharded_plans import ops_of, parameter_shapes, sharded_plan, sharding_of
 from tests.run.test_sharded import CONTROL, LLAMA_TENSOR, LLAMA_VOCABULARY, TOLERANCE
-from weft.base.errors import InputError, PlanError
 from weft.plan.plan import Plan, Sharding
 from weft.search.joint.placements import with_stored_parameters
 from weft.sharding.sequence import Passing, find_sequence

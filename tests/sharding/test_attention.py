@@ -31,7 +31,8 @@ def _form(args: tuple[object, ...], options: dict[str, object], *, is_round: boo
     if zigzag:
         op = in_blocks(op, [factor.name for factor in op.factors].index(ROWS), 2, zigzag=True)
     found = passed_round(op) if is_round else op
-    assert found is not None and is_passed_round(found) == is_round
+    assert found is not None
+    assert is_passed_round(found) == is_round
     return found
 
 

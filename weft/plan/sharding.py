@@ -255,6 +255,6 @@ def _in_blocks(op: OpFactors, index: int, count: str, name: str) -> OpFactors:
 def _passed_round(op: OpFactors, words: Sequence[str], name: str) -> OpFactors:
     found = passed_round(op)
     if found is None or any(word.endswith(RING) and factor_name(word) != ROWS for word in words):
-        raise PlanError(f"sharding.ops.{name}: {RING!r} stands behind the {ROWS!r} of attention without a mask that has "
-                        "as many keys as rows, which this operator is not: leave it out")
+        raise PlanError(f"sharding.ops.{name}: {RING!r} stands behind the {ROWS!r} of attention without a mask that "
+                        "has as many keys as rows, which this operator is not: leave it out")
     return found

@@ -1,17 +1,19 @@
-"""Attention on one device whose rows are a part of the sequence: part by part, put together by their log-sum-exp.
+"""Attention on a device whose rows are a part of the sequence: part by part, put together by their log-sum-exp.
 
-A device has some ranges of rows (one, or two in zig-zag) and meets keys and values in *rounds*. Where these are gathered
-there is one round; where they are passed round there is one for each device: it computes with what it holds while that
-goes on to the next device. Each round is cut into *parts*, rows that see all of some keys, or the causal square of both:
+A device has some ranges of rows (one, or two in zig-zag) and meets keys and values in *rounds*. Where these are
+gathered there is one round; where they are passed round there is one for each device: it computes with what it holds
+while that goes on to the next device. Each round is cut into *parts*, rows that see all of some keys, or the causal
+square of both:
 
     rows 0 1 | 6 7 of 8, keys gathered:   0 1 with 0 1, causal;   6 7 with 0..5;   6 7 with 6 7, causal
 
-A part is a call of a fused kernel that returns the log of each row's sum of exponentials ``l`` beside its result ``o``:
+A part is a call of a fused kernel, which returns the log of each row's sum of exponentials ``l`` beside its result
+``o``. Of the parts i of a row:
 
     l = log(sum of exp(l_i))        o = sum of exp(l_i - l) o_i
 
-Backward, each kernel gets ``o`` and ``l`` of all parts, and so gives its part of the gradients. Those of keys and values
-travel with them, and come home after as many messages as there are devices.
+Backward, each kernel gets ``o`` and ``l`` of all parts, and so gives its part of the gradients. Those of keys and
+values travel with them, and come home after as many messages as there are devices.
 """
 
 from __future__ import annotations
@@ -115,7 +117,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, meeting: Meeting) -> Tenso
 
 def can_attend(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether the tensors are as ``attend`` wants them."""
-    return query.dim() == key.dim() == value.dim() == 4 and query.shape[0] == key.shape[0] == value.shape[0]
+    return all(item.dim() == 4 and item.shape[0] == query.shape[0] for item in (query, key, value))
 
 
 class _Attention(torch.autograd.Function):
@@ -147,9 +149,10 @@ class _Attention(torch.autograd.Function):
             coming = _pass_on(meeting, held.flat()) if number + 1 < len(meeting.rounds) else None
             of_held = _Pair.zeros(key, value)
             for part in parts:
-                rows = [_cut(item, part.rows) for item in (gradients[0], query, result)]
-                found = _backward(*rows, sums.narrow(-1, part.rows[0], part.rows[1] - part.rows[0]),
-                                  *held.cut(part.keys), part.is_causal, meeting.scale)
+                gradient, queries, results = (_cut(item, part.rows) for item in (gradients[0], query, result))
+                own_sums = sums.narrow(-1, part.rows[0], part.rows[1] - part.rows[0])
+                found = _backward(gradient, queries, results, own_sums, *held.cut(part.keys), part.is_causal,
+                                  meeting.scale)
                 _cut(of_query, part.rows).add_(found[0])
                 for own, more in zip(of_held.cut(part.keys), found[1:], strict=True):
                     own.add_(more)

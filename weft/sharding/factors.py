@@ -11,8 +11,8 @@ A dimension may be several factors, the outermost first: a view that merges head
 there ``(h, d)``. Where the factor is not the outermost of its dimension, the dimension is split in blocks
 (``tensor_layout.Placement``). ``in_blocks`` takes a factor so, in zig-zag too.
 
-Attention's rows meet all keys and values: split, each device gathers these. In the form that ``passed_round`` gives they
-are split like the rows, and the devices pass them round.
+Attention's rows meet all keys and values: split, each device gathers these. In the form that ``passed_round`` gives
+they are split like the rows, and the devices pass them round.
 
 Rules (``weft.sharding.factor_rules``) give the factors of an fx node; ``factors_of`` there looks them up. Operators
 without a rule are not split.
@@ -82,7 +82,7 @@ class OpFactors:
     keys: tuple[tuple[int, int], ...] = ()
     """(input, dimension) of attention's keys and values, where these are as many as its ``rows``."""
     passed: tuple[float, float] = (0.0, 0.0)
-    """In the form that passes them round: bytes of all keys and values in the forward, with gradients in the backward."""
+    """Where these are passed round: bytes of all of them in the forward, with their gradients in the backward."""
 
 
 Strategy = tuple[int, ...]

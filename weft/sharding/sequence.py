@@ -5,8 +5,8 @@ operators that make or read these, and so on: a dimension of a tensor is one fac
 samples and places are one dimension (rows of a product), the factor is taken in as many blocks as there are samples.
 Operators that need the whole sequence (a shift of labels, a convolution over places) are where it ends.
 
-With a context axis every operator that is found splits this factor; ``words`` says so for a plan. In zig-zag each device
-has a part from the front and one from the back, so that all have the same work where attention is causal.
+With a context axis every operator that is found splits this factor; ``words`` says so for a plan. In zig-zag each
+device has a part from the front and one from the back, so that all have the same work where attention is causal.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Fact(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sequence:
+class ModelSequence:
     """A model's sequence; without places where it has no attention."""
 
     places: Mapping[str, Place] = field(default_factory=dict)
@@ -82,7 +82,7 @@ def blocks_word(blocks: int, is_zigzag: bool) -> str:
     return f"/{2 * blocks}z" if is_zigzag else f"/{blocks}" if blocks > 1 else ""
 
 
-def find_sequence(ops: Mapping[str, NamedOp]) -> Sequence:
+def find_sequence(ops: Mapping[str, NamedOp]) -> ModelSequence:
     """Return where the sequence of these operators is."""
     users: dict[str, list[str]] = {}
     for name, op in ops.items():
@@ -110,7 +110,7 @@ def find_sequence(ops: Mapping[str, NamedOp]) -> Sequence:
                 waiting += [(user, found) for user in users[tensor]
                             if user not in places and (found := _place(ops[user], tensor, fact)) is not None]
     order = {name: places[name] for name in ops if name in places}
-    return Sequence(places=order, lengths=tuple(lengths), is_causal=is_causal)
+    return ModelSequence(places=order, lengths=tuple(lengths), is_causal=is_causal)
 
 
 def _is_attention(op: OpFactors, rows: int) -> bool:

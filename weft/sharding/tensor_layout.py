@@ -8,8 +8,8 @@ placement:
     S1       split: dimension 1 is cut into as many parts as the axis has coordinates
     S2/3     the same in each of 3 equal blocks of dimension 2, so that a part holds a piece of every block
              (queries, keys and values in one matrix, split by heads)
-    S2/2z    in zig-zag: of every second block the parts are given out from the last coordinate to the first. Of 8 entries
-             over 2 coordinates these hold 0, 1, 6, 7 and 2, 3, 4, 5: in causal attention as much work for each
+    S2/2z    in zig-zag: of every second block the parts are given out from the last coordinate to the first. Of 8
+             entries over 2 coordinates these hold 0, 1, 6, 7 and 2, 3, 4, 5: in causal attention as much work for each
     S1x64    parts have whole multiples of 64 entries (heads of 64 that do not divide evenly)
 
 Where several axes split one dimension, earlier axes cut first. Parts may be uneven: of 7 entries over 3 coordinates the

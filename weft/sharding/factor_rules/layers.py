@@ -9,9 +9,9 @@ all has it once. The vocabulary is special too: a device looks up the tokens tha
 
     attention   (b... kv.group rows e, b... kv keys e, b... kv keys width, mask) -> (b... kv.group rows width)
 
-Its keys are split in the form only in which devices pass them round (``factors.passed_round``). Where queries have more
-heads than keys and values, ``kv`` are the heads of keys and ``group`` the queries of each. The rows are special in causal
-attention: a device's first row is not the first of all.
+Its keys are split in the form only in which devices pass them round (``factors.passed_round``). Where queries have
+more heads than keys and values, ``kv`` are the heads of keys and ``group`` the queries of each. The rows are special in
+causal attention: a device's first row is not the first of all.
 
     convolution             (images g.in, g.out in, g.out) -> (images g.out)
     transposed convolution  (images g.in, g.in out, g.out) -> (images g.out)
@@ -141,8 +141,7 @@ def attention(call: Call) -> OpFactors | None:
         inputs.append((mask, aligned(shape_of(mask), [*batch, *heads, rows, ()])))
     found = call.done(inputs, [[*batch, *heads, rows, width]], linear=[[value]] if value not in (query, key) else [])
     if (found is None or mask is not None or len({query, key, value}) < 3 or len(shape) != 4
-            or {shape_of(node)[place] for node in (query, key, value) for place in (0,)} != {shape[0]}
-            or shape_of(key)[-2] != shape[-2]):
+            or {shape_of(key)[0], shape_of(value)[0]} != {shape[0]} or shape_of(key)[-2] != shape[-2]):
         return found
     places = tuple((call.tensors.index(node), len(shape_of(node)) - 2) for node in (key, value))
     item = key.meta["val"].dtype.itemsize
