@@ -68,6 +68,7 @@ class Estimator:
         self._exchanges: dict[tuple[frozenset[tuple[int, int, float]], int, int], Line] = {}
         self._segments: dict[tuple[tuple[int, int], float, Load, int, int], tuple[list[int], float]] = {}
         self.members, self._sorts = cache(self._find_members), cache(self._find_sorts)
+        self._inside = cache(self._find_inside)
         self._at_once, self._ways_out = cache(self._find_at_once), cache(self._find_ways_out)
 
     def of(self, setting: Setting) -> Estimator:
@@ -394,9 +395,21 @@ class Estimator:
                              for table in self.chain.pieces(mesh.tp_groups[0]).lasting[1:3])
         states /= setting.copies(mesh) if setting.sharded_states else 1
         exchange_s = self._all_reduce(mesh, gradients, setting.cp) * self._crowd(setting.layout, mesh)
+        exchange_s += self._inside(mesh.tp_groups[0])
         spread_s = exchange_s / 2 if setting.sharded_states else 0.0  # what each has updated is gathered by all
         hidden_s = min(TUNING.hidden * exchange_s, load_s / 2)
         return spread_s + exchange_s - hidden_s + self._update(mesh, 3 * gradients + 2 * states)
+
+    def _find_inside(self, tp_group: TpGroup) -> float:
+        """Return the seconds in which devices that divide operators add up the few gradients that they have parts of.
+
+        They have few bytes, so those of all stages count for each.
+        """
+        split = self.chain.split_of(tp_group)
+        if split is None or not split.summed:
+            return 0.0
+        num_bytes = float(self.problem.graph.tensor_bytes[list(split.summed)].sum())
+        return large_reduce_line(self.problem.costs, tp_group).at(num_bytes)
 
     def _all_reduce(self, mesh: StageMesh, num_bytes: float, cp: int) -> float:
         count = len(mesh.tp_groups) * cp

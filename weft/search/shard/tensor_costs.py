@@ -63,6 +63,8 @@ class TensorCosts:
     """[operators] part of what an operator keeps for its backward that one device keeps."""
     sharding: Sharding
     """The same in the words of a plan, for all operators."""
+    summed: frozenset[int] = frozenset()
+    """Parameters of the full model of whose gradients each device that divides operators has a part of the sum."""
     cp: int = 1
     """So many of the devices divide the sequence, on an axis of its own; the rest operators."""
 
@@ -188,6 +190,7 @@ class _Table:
         sharding = plan_words(self.found, self.folded)
         return TensorCosts(part=self.part, latency_s=self.latency,
                            s_per_sample=self.rate, held_part=self._held(sharding), saved_part=self.saved,
+                           summed=self._summed(sharding),
                            sharding=sharding, cp=self.found.mesh.shape[0] if self.parts.has_context else 1)
 
     def _add_op(self, node: int, name: str, choices: OpChoices, strategy: int) -> None:
@@ -259,6 +262,11 @@ class _Table:
             ends = edge.returns[other], part.gradients[edge.output][own]
         source, target = (np.array([end], dtype=np.int64) for end in ends)
         return float(self.parts.resharding.matrix(source, target, num_bytes, shape)[0, 0])
+
+    def _summed(self, sharding: Sharding) -> frozenset[int]:
+        first = 1 if self.parts.has_context else 0
+        return frozenset(int(tensor) for tensor in self.graph.parameters if SUM in parse_layout(
+            sharding.tensors.get(self.graph.tensor_names[tensor], ())).gradient[first:])
 
     def _held(self, sharding: Sharding) -> F64:
         held = np.ones(self.graph.num_tensors)
