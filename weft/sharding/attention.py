@@ -126,13 +126,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, meeting: Meeting) -> Tensor:
         found = _Sum(query, value)
-        held = _Pair(key, value)
+        held, last = _Pair(key, value), len(meeting.rounds) - 1
         for number, parts in enumerate(meeting.rounds):
-            coming = _pass_on(meeting, held.flat()) if number + 1 < len(meeting.rounds) else None
+            coming = _pass_on(meeting, held) if number < last else None
             for part in parts:
                 found.add(part, *_forward(_cut(query, part.rows), *held.cut(part.keys), part.is_causal, meeting.scale))
             if coming is not None:
-                held = held.like(coming())
+                held = coming()
         result, sums = found.done(query.dtype)
         ctx.save_for_backward(query, key, value, result, sums)
         ctx.meeting = meeting
@@ -142,11 +142,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, Tensor, None]:
         query, key, value, result, sums = ctx.saved_tensors
         meeting: Meeting = ctx.meeting
+        held, last, home = _Pair(key, value), len(meeting.rounds) - 1, None
         of_query = torch.zeros_like(query, dtype=_wide(query.dtype))
-        held, home = _Pair(key, value), None
-        of_held = _Pair.zeros(key, value)
         for number, parts in enumerate(meeting.rounds):
-            coming = _pass_on(meeting, held.flat()) if number + 1 < len(meeting.rounds) else None
+            coming = _pass_on(meeting, held) if number < last else None
             of_held = _Pair.zeros(key, value)
             for part in parts:
                 gradient, queries, results = (_cut(item, part.rows) for item in (gradients[0], query, result))
@@ -156,20 +155,23 @@ class _Attention(torch.autograd.Function):
                 _cut(of_query, part.rows).add_(found[0])
                 for own, more in zip(of_held.cut(part.keys), found[1:], strict=True):
                     own.add_(more)
+                del found, more
             if home is not None:
-                of_held.add(of_held.like(home()))
-            if meeting.ring is not None:
-                home = _pass_on(meeting, of_held.flat())
+                of_held.add(home())
+            home = None if meeting.ring is None else _pass_on(meeting, of_held)
             if coming is not None:
-                held = held.like(coming())
+                held = coming()
         if home is not None:
-            of_held = of_held.like(home())
+            of_held = home()
         return of_query.to(query.dtype), of_held.key.to(key.dtype), of_held.value.to(value.dtype), None
 
 
-def _pass_on(meeting: Meeting, tensor: Tensor) -> Callable[[], Tensor]:
+def _pass_on(meeting: Meeting, pair: _Pair) -> Callable[[], _Pair]:
+    """Start sending keys and values to the next device; return what waits for those of the one before."""
     assert meeting.ring is not None, "several rounds need it"
-    return meeting.ring.pass_on(tensor)
+    arriving = meeting.ring.pass_on(pair.in_one_piece())
+    shapes = pair.key.shape, pair.value.shape
+    return lambda: _Pair.cut_from(arriving(), *shapes)
 
 
 def _cut(tensor: Tensor, places: Range) -> Tensor:
@@ -185,10 +187,21 @@ class _Pair(NamedTuple):
 
     key: Tensor
     value: Tensor
+    whole: Tensor | None = None
+    """Both one after the other, where they lie so."""
+
+    @staticmethod
+    def cut_from(whole: Tensor, key: torch.Size, value: torch.Size) -> _Pair:
+        first, second = whole.split([key.numel(), value.numel()])
+        return _Pair(first.view(key), second.view(value), whole)
 
     @staticmethod
     def zeros(key: Tensor, value: Tensor) -> _Pair:
-        return _Pair(*(torch.zeros(item.shape, dtype=_wide(item.dtype), device=item.device) for item in (key, value)))
+        room = torch.zeros(key.numel() + value.numel(), dtype=_wide(key.dtype), device=key.device)
+        return _Pair.cut_from(room, key.shape, value.shape)
+
+    def in_one_piece(self) -> Tensor:
+        return torch.cat([self.key.reshape(-1), self.value.reshape(-1)]) if self.whole is None else self.whole
 
     def cut(self, places: Range) -> tuple[Tensor, Tensor]:
         return _cut(self.key, places), _cut(self.value, places)
@@ -197,30 +210,31 @@ class _Pair(NamedTuple):
         self.key.add_(other.key)
         self.value.add_(other.value)
 
-    def flat(self) -> Tensor:
-        return torch.cat([self.key.reshape(-1), self.value.reshape(-1)])
-
-    def like(self, flat: Tensor) -> _Pair:
-        """Return what another device made ``flat``; its tensors have the shapes of these."""
-        key, value = flat.split([self.key.numel(), self.value.numel()])
-        return _Pair(key.view(self.key.shape), value.view(self.value.shape))
-
 
 class _Sum:
     """The result of the parts so far."""
 
     def __init__(self, query: Tensor, value: Tensor) -> None:
-        dtype = _wide(query.dtype)
-        self.result = torch.zeros((*query.shape[:-1], value.shape[-1]), dtype=dtype, device=query.device)
-        self.sums = torch.full(query.shape[:-1], -torch.inf, dtype=dtype, device=query.device)
+        self.query, self.shape = query, (*query.shape[:-1], value.shape[-1])
+        self.result: Tensor | None = None
 
     def add(self, part: Part, found: Tensor, sums: Tensor) -> None:
+        dtype = _wide(self.query.dtype)
+        if self.result is None and found.shape == self.shape:
+            self.result, self.sums = found, sums  # as a rule the only part, or the first of a few
+            return
+        if self.result is None:
+            self.result = torch.zeros(self.shape, dtype=dtype, device=found.device)
+            self.sums = torch.full(self.shape[:-1], -torch.inf, dtype=dtype, device=found.device)
+        self.result = self.result.to(dtype)
         result, before = _cut(self.result, part.rows), self.sums.narrow(-1, part.rows[0], part.rows[1] - part.rows[0])
         total = torch.logaddexp(before, sums.to(before.dtype))
-        result.mul_(torch.exp(before - total).unsqueeze(-1)).add_(found * torch.exp(sums - total).unsqueeze(-1))
+        result.mul_(torch.exp(before - total).unsqueeze(-1))
+        result.add_(found.to(dtype).mul_(torch.exp(sums - total).unsqueeze(-1)))
         before.copy_(total)
 
     def done(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        assert self.result is not None, "every row sees a key"
         return self.result.to(dtype), self.sums
 
 
@@ -240,7 +254,7 @@ def _forward(query: Tensor, key: Tensor, value: Tensor, is_causal: bool, scale: 
             found = _GPU(query, key, value, 0.0, is_causal, scale=scale)
             return found[0], found[1]
         case "cpu":
-            result, sums = _CPU(query, *_for_heads(query, key, value), 0.0, is_causal, scale=scale)
+            result, sums = _CPU(query, key, value, 0.0, is_causal, scale=scale)
             return result, sums
         case _:
             key, value = _for_heads(query, key, value)
@@ -257,19 +271,18 @@ def _backward(gradient: Tensor, query: Tensor, result: Tensor, sums: Tensor, key
         found = _GPU_BACK(gradient, query, key, value, result, sums.contiguous(), None, None, query.shape[-2],
                           key.shape[-2], 0.0, is_causal, none, none, scale=scale)
         return found[0], found[1], found[2]
-    num_heads, wide = key.shape[-3], _for_heads(query, key, value)
     if kernel == "cpu":
-        of_query, of_key, of_value = _CPU_BACK(gradient, query, *wide, result, sums.contiguous(), 0.0, is_causal,
-                                               scale=scale)
-    else:
-        shares = torch.exp(_scores(query, wide[0], is_causal, scale) - sums.unsqueeze(-1))
-        gradient, keys, values = (item.to(shares.dtype) for item in (gradient, *wide))
-        of_value = shares.transpose(-1, -2) @ gradient
-        own = (gradient * result).sum(-1, keepdim=True)
-        of_scores = shares * (gradient @ values.transpose(-1, -2) - own) * scale
-        of_query, of_key = of_scores @ keys, of_scores.transpose(-1, -2) @ query.to(shares.dtype)
-    if query.shape[-3] != num_heads:
-        of_key, of_value = (item.unflatten(-3, (num_heads, -1)).sum(-3) for item in (of_key, of_value))
+        found = _CPU_BACK(gradient, query, key, value, result, sums.contiguous(), 0.0, is_causal, scale=scale)
+        return found[0], found[1], found[2]
+    keys, values = _for_heads(query, key, value)
+    shares = torch.exp(_scores(query, keys, is_causal, scale) - sums.unsqueeze(-1))
+    gradient, keys, values = (item.to(shares.dtype) for item in (gradient, keys, values))
+    of_value = shares.transpose(-1, -2) @ gradient
+    own = (gradient * result).sum(-1, keepdim=True)
+    of_scores = shares * (gradient @ values.transpose(-1, -2) - own) * scale
+    of_query, of_key = of_scores @ keys, of_scores.transpose(-1, -2) @ query.to(shares.dtype)
+    if query.shape[-3] != key.shape[-3]:
+        of_key, of_value = (item.unflatten(-3, (key.shape[-3], -1)).sum(-3) for item in (of_key, of_value))
     return of_query, of_key, of_value
 
 
