@@ -279,7 +279,7 @@ class StageView:
                 elif graph.is_saved[tensor] and graph.op_kinds[op] in KEEPS_RESULT:
                     kept[tensor] = True
             if any(graph.tensor_base[tensor] < 0 for tensor in step.written) and step.kind not in HANDING_ON:
-                kept[[root for source, root in sources.items() if graph.is_saved[source]]] = True
+                kept[[int(self.root[tensor]) for tensor in step.read if graph.is_saved[family[tensor % count]]]] = True
         kept[forgotten] = False
         self.is_saved = kept
 

@@ -86,7 +86,7 @@ def split_operators(folded: FoldedModel, graph: Graph, costs: Costs, groups: Seq
     """Return how the devices of each group divide the operators of ``graph``, the full model of ``folded``.
 
     The groups have the same size and divide the model in the same way, the best for the first of them. ``costs`` are
-    those of the folded model. ``is_size_known``: steps have just as many samples as the graph, so that what is inside
+    those of the folded model. ``is_size_known``: steps have just as many samples as that, so that what is inside
     each of them may be divided where samples and positions are one dimension. ``cp`` devices divide the sequence, and
     the rest of a group operators.
     """
@@ -97,7 +97,7 @@ def split_operators(folded: FoldedModel, graph: Graph, costs: Costs, groups: Seq
     dims = _batch_dims(folded.traced.graph, graph)
 
     def allowed(parts: ModelParts, index: int) -> Bools | None:
-        return _allowed(parts, index, dims, graph.batch if is_size_known else None)
+        return _allowed(parts, index, dims, folded.traced.graph.batch if is_size_known else None)
 
     best = searches[0].run(allowed)
     return [_Table(replace(best, parts=search.parts), folded, graph, costs, search.assembler).make()
