@@ -13,6 +13,7 @@ from weft.model.folded import FoldedModel, trace_folded
 from weft.model.graph import Graph
 from weft.model.load import has_module
 from weft.model.source import ModelSource, resolve_model
+from weft.plan.local_tensors import ATTENTION
 from weft.plan.notes import NOTE, rule_notes
 from weft.plan.plan import Mode
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
@@ -50,8 +51,7 @@ def load_splits(model: str | ModelSource | None, problem: Problem, costs_of: Cal
         for note in rule_notes(folded.traced):
             progress(f"{NOTE}{note}")
         found = find_splits(problem, folded, costs_of, degree=degree, budget=budget.part(SPLITS_PART))
-        lengths = find_sequence(named_ops(folded.traced)).lengths
-        if max(lengths, default=0) < CONTEXT_LENGTH or not found:
+        if _longest(folded.traced.graph) < CONTEXT_LENGTH or not found:
             return found
         progress("searching how they divide the sequence of a sample")
         with budget.paused():
@@ -96,6 +96,12 @@ def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph
         known = dict(zip(dict.fromkeys(firsts), tables, strict=True))
         found |= {(group, count): known[tp_group] for group, tp_group in zip(members, firsts, strict=True)}
     return found
+
+
+def _longest(graph: Graph) -> int:
+    """Return the most rows that any attention has."""
+    return max((graph.tensor_shapes[tensor][-2] for op, kind in enumerate(graph.op_kinds) if kind == ATTENTION
+                for tensor in graph.op_outputs(op).tolist()), default=0)
 
 
 def find_contexts(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph], Costs], *,
