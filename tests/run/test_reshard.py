@@ -90,6 +90,14 @@ def test_changes_on_two_axes(chunk, monkeypatch):
         check_change(shape, mesh, layout(*source), layout(*target))
 
 
+@pytest.mark.parametrize(("source", "target"), itertools.permutations(("R", "P", "S0/2z", "S0", "S1/4z", "S1"), 2))
+def test_changes_in_zigzag(source, target):
+    check_change((8, 24), (2,), layout(source), layout(target))
+    check_change((12, 24), (3,), layout(source), layout(target))
+    if source in ("R", "P") or target in ("R", "P"):
+        check_change((8, 32), (2, 2), layout(source, source), layout(target, target))
+
+
 @pytest.mark.parametrize("small", [0, 1000])
 def test_three_axes(small, monkeypatch):
     monkeypatch.setattr("weft.sharding.layout_steps.SMALL_ENTRIES", small)

@@ -23,7 +23,7 @@ from weft.sharding.tensor_layout import (
 )
 
 TEXTS = {"R": WHOLE, "P": SUM, "S0": Placement(0), "S2/3": Placement(2, 3), "S1x64": Placement(1, 1, 64),
-         "S10/3x8": Placement(10, 3, 8)}
+         "S10/3x8": Placement(10, 3, 8), "S1/2z": Placement(1, 2, zigzag=True), "S0/8z": Placement(0, 8, zigzag=True)}
 
 
 @pytest.mark.parametrize(("text", "placement"), TEXTS.items())
@@ -33,7 +33,7 @@ def test_a_placement_is_written_and_read(text, placement):
     assert placement.is_split == text.startswith("S")
 
 
-@pytest.mark.parametrize("text", ["", "S", "s0", "S-1", "R0", "S1/", "S1x", "S1x2/3", "S0 ", "Q", "S0\n"])
+@pytest.mark.parametrize("text", ["", "S", "s0", "S-1", "R0", "S1/", "S1z", "S1/3z", "S1x", "S1x2/3", "S0 ", "Q", "S0\n"])
 def test_what_is_no_placement_is_refused(text):
     with pytest.raises(InputError, match="is not a placement: use R, P, S0"):
         parse_placement(text)
@@ -53,6 +53,15 @@ def test_parts_make_the_whole_and_differ_by_one_unit_at_most(units, count, unit)
     assert sum(parts) == units * unit
     assert max(parts) - min(parts) in (0, unit)
     assert list(parts) == sorted(parts, reverse=True)
+
+
+def test_in_zigzag_every_second_block_is_given_out_from_the_last_to_the_first():
+    assert [local_ranges(8, [(rank, 2)], blocks=2, zigzag=True) for rank in (0, 1)] == [
+        ((0, 2), (6, 8)), ((2, 4), (4, 6))]
+    parts = [local_ranges(16, [(one, 2), (two, 2)], blocks=2, zigzag=True) for one in (0, 1) for two in (0, 1)]
+    assert parts == [local_ranges(16, [(rank, 4)], blocks=2, zigzag=True) for rank in range(4)]
+    held = [place for ranges in parts for start, stop in ranges for place in range(start, stop)]
+    assert sorted(held) == list(range(16))
 
 
 def test_a_dimension_in_blocks_gives_a_piece_of_each():

@@ -8,6 +8,7 @@ whole. Tensors between stages are whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -15,7 +16,8 @@ from typing import Final
 
 from weft.model.graph import I64, Graph
 from weft.plan.plan import Replica, Stage
-from weft.plan.sharding import SUMS, TensorLayout, axis_sizes, parse_layout, whole_layout
+from weft.plan.sharding import RING, SUMS, TensorLayout, axis_sizes, factor_name, parse_layout, whole_layout
+from weft.sharding.factors import ROWS
 from weft.sharding.layout_steps import find_steps
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, largest_part
 
@@ -23,6 +25,9 @@ LOSSES: Final = frozenset({"aten.nll_loss", "aten.nll_loss_nd"})
 """Where classes are split, they take the true class out of what they read, and keep nothing of it."""
 CROSS_ENTROPY: Final = frozenset({"aten.cross_entropy_loss"})
 """Where classes are split, it has differences from the maximum, and their exponentials, before it has the loss."""
+
+ATTENTION: Final = "aten.scaled_dot_product_attention"
+_DTYPE_BYTES: Final = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 
 PRODUCTS: Final = {"aten.linear": 0, "aten.mm": 0, "aten.matmul": 0, "aten.bmm": 0, "aten.addmm": 1}
 """Of which operand a product reads rows: where its columns ``n`` are split, the gradient of that comes as a sum."""
@@ -52,6 +57,10 @@ class LocalTensor:
     """What bringing it there takes besides."""
     returned_room: float = 0.0
     """The same for its gradient, on the way back."""
+    forward_inside: float = 0.0
+    """What its operator takes besides, where it makes it in parts."""
+    backward_inside: float = 0.0
+    """The same for gradients of what it reads."""
 
     def part_for(self, op: int) -> float:
         """Return the part that an operator finds."""
@@ -90,8 +99,37 @@ def local_tensors(graph: Graph, stage: Stage, replica: Replica, ops: I64, crossi
                 item = _local(graph.tensor_shapes[tensor], *found, sizes, is_kept=tensor not in forgotten)
                 room = 2 * item.read if tensor in scores else 0.0
                 item = replace(item, forward_room=max(item.forward_room, room))
+                if graph.op_kinds[op] == ATTENTION:
+                    item = _with_inside(graph, op, words, sizes, item, result)
                 result[tensor] = _with_takers(graph, stage, tensor, readers.get(tensor, ()), item, found[1], sizes)
     return result
+
+
+def _with_inside(graph: Graph, op: int, words: Sequence[str], sizes: Sequence[int], item: LocalTensor,
+                 known: Mapping[int, LocalTensor]) -> LocalTensor:
+    """Return attention's result with what is inside it (``weft.sharding.attention``) where rows are in zig-zag or
+    keys and values passed round: the result of a part, and in the backward gradients of a part, messages both ways.
+    """
+    count = math.prod(size for word, size in zip(words, sizes, strict=True) if factor_name(word) == ROWS)
+    is_zigzag, is_round = any(word.partition("@")[0].endswith("z") for word in words), any(
+        word.endswith(RING) for word in words)
+    if count == 1 or not (is_zigzag or is_round):
+        return item
+    (out,), (query, *pair) = graph.op_outputs(op).tolist(), graph.op_inputs(op).tolist()[:3]
+    held = {tensor: float(graph.tensor_bytes[tensor]) * (
+        known[tensor].part_for(op) if tensor in known else 1.0) for tensor in (query, *pair)}
+    rows, keys = held[query], sum(held[tensor] for tensor in pair)
+    more = max(1.0, 4 / int(_DTYPE_BYTES.get(graph.tensor_dtypes[out], 4)))  # sums are taken in single precision
+    wide = more if more > 1 else 0.0
+    if is_round:
+        forward = (1 + 2 * wide) * rows + 2 * keys
+        part = max(rows + keys / 2, rows / 2 + keys) if is_zigzag else rows + keys
+        backward = part + wide * (rows + keys) + ((1 if count == 2 else 2) + 2 * more) * keys
+    else:
+        forward = (0.5 + 1.5 * wide) * rows
+        backward = rows / 2 + (1 - 0.5 / count) * keys + wide * (rows + keys)
+    whole = float(graph.tensor_bytes[out])
+    return replace(item, forward_inside=forward / whole, backward_inside=backward / whole)
 
 
 def _with_takers(graph: Graph, stage: Stage, tensor: int, readers: Sequence[int], item: LocalTensor, read: Layout,

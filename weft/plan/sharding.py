@@ -9,6 +9,8 @@ An operator:
 
     ("heads", "")     the first axis splits the factor ``heads``, on the second all do the same
     ("n/3",)          the axis splits each of three equal blocks of the factor ``n`` (queries, keys and values)
+    ("d1/2z",)        the same in two blocks, the second from the last device to the first: zig-zag
+    ("rows@ring",)    attention whose keys and values are split like its rows, and passed round (``rows/2z@ring``)
     ("+0",)           the operands in the first of ``OpFactors.linear`` are sums over the axis
     (":P",)           on the axis all do the same, but the gradients of results are sums, and so are those of operands
                       (a backward is linear in them, whatever the operator is)
@@ -26,7 +28,17 @@ from weft.base.errors import InputError, PlanError
 from weft.model.graph import Graph
 from weft.plan.plan import Replica, Stage
 from weft.sharding import factors
-from weft.sharding.factors import NOT_SPLIT, OpFactors, Strategy, in_blocks, is_valid, linear_choice
+from weft.sharding.factors import (
+    NOT_SPLIT,
+    ROWS,
+    OpFactors,
+    Strategy,
+    by_parts,
+    in_blocks,
+    is_valid,
+    linear_choice,
+    passed_round,
+)
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, dim_ranges, largest_part, parse_placement
 
 LayoutOf = Callable[[OpFactors, Strategy, Sequence[int], int], Layout]
@@ -34,6 +46,8 @@ Region = tuple[tuple[tuple[int, int], ...], ...]
 """For each dimension the (start, stop) ranges that a device holds; empty for a whole tensor."""
 SUMS: Final = ":P"
 """The word for: not split, and gradients are sums."""
+RING: Final = "@ring"
+"""Behind attention's rows: keys and values are passed round."""
 _NO_FACTORS: Final = OpFactors(factors=(), inputs=(), outputs=())
 
 
@@ -186,9 +200,11 @@ def parse_strategy(op: OpFactors | None, words: Sequence[str], mesh: Sequence[in
                         "out, so that all devices do the same")
     op = op or _NO_FACTORS
     for word in words:
-        factor, slash, blocks = word.partition("/")
+        factor, slash, blocks = word.removesuffix(RING).partition("/")
         if slash:
             op = _in_blocks(op, _factor(op, factor, name), blocks, name)
+    if any(word.endswith(RING) for word in words):
+        op = _passed_round(op, words, name)
     strategy = tuple(_choice(op, word, name) for word in words)
     if not is_valid(op, strategy, mesh):
         sizes = ", ".join(f"{item.name} {item.size}" for item in op.factors)
@@ -202,10 +218,15 @@ def _choice(op: OpFactors, word: str, name: str) -> int:
     if not word:
         return NOT_SPLIT
     if not word.startswith("+"):
-        return _factor(op, word.partition("/")[0], name)
+        return _factor(op, factor_name(word), name)
     if word[1:].isdecimal() and int(word[1:]) < len(op.linear):
         return linear_choice(int(word[1:]))
     raise PlanError(f"sharding.ops.{name}: {word!r} is none of its {len(op.linear)} sets of operands that may be sums")
+
+
+def factor_name(word: str) -> str:
+    """Return the name of the factor that a word splits."""
+    return word.removesuffix(RING).partition("/")[0]
 
 
 def _factor(op: OpFactors, word: str, name: str) -> int:
@@ -218,10 +239,22 @@ def _factor(op: OpFactors, word: str, name: str) -> int:
 
 def _in_blocks(op: OpFactors, index: int, count: str, name: str) -> OpFactors:
     """Return the operator with a factor taken as so many blocks, of which a part is to be taken from each."""
-    factor = op.factors[index]
+    factor, number = op.factors[index], count.removesuffix("z")
+    is_zigzag = number != count
     if any(item.name == f"{factor.name}/" for item in op.factors):
         return op  # along another axis it was taken so already
-    if factor.special or not count.isdecimal() or int(count) < 1 or factor.size % int(count):
-        why = "it is looked up or summed by its order" if factor.special else f"its size is {factor.size}"
+    by_order = factor.special and not by_parts(factor)
+    if by_order or not number.isdecimal() or int(number) < 1 or factor.size % int(number) or (
+            is_zigzag and int(number) % 2):
+        why = ("it is looked up or summed by its order" if by_order else f"its size is {factor.size}"
+               + ", and zig-zag needs an even number" * is_zigzag)
         raise PlanError(f"sharding.ops.{name}: {factor.name!r} cannot be split in {count!r} equal blocks: {why}")
-    return in_blocks(op, index, int(count))
+    return in_blocks(op, index, int(number), zigzag=is_zigzag)
+
+
+def _passed_round(op: OpFactors, words: Sequence[str], name: str) -> OpFactors:
+    found = passed_round(op)
+    if found is None or any(word.endswith(RING) and factor_name(word) != ROWS for word in words):
+        raise PlanError(f"sharding.ops.{name}: {RING!r} stands behind the {ROWS!r} of attention without a mask that "
+                        "has as many keys as rows, which this operator is not: leave it out")
+    return found

@@ -225,6 +225,8 @@ class StageView:
         weights = tuple(tensor for tensor in inputs if tensor in self._trained)
         kind = graph.op_kinds[op]
         room = scale * part
+        made = [(local[tensor], float(graph.tensor_bytes[tensor]) * scale) for tensor in graph.op_outputs(op).tolist()
+                if tensor in local]
         written = graph.op_outputs(op).tolist()
         is_view = bool(written) and all(graph.tensor_base[tensor] >= 0 for tensor in written)
         copied = float(graph.tensor_bytes[written].sum()) if len(written) == 1 else 0.0
@@ -236,8 +238,10 @@ class StageView:
                      made_first=kind in MADE_FIRST,
                      keeps_result=kind in KEEPS_RESULT or not kind.startswith("aten."),
                      inside=float(graph.saved_inside_bytes[op]) * room,
-                     forward_room=float(graph.forward_room_bytes[op]) * room,
-                     backward_room=(float(graph.backward_room_bytes[op]) - copied * copies) * room)
+                     forward_room=float(graph.forward_room_bytes[op]) * room
+                     + sum(item.forward_inside * size for item, size in made),
+                     backward_room=(float(graph.backward_room_bytes[op]) - copied * copies) * room
+                     + sum(item.backward_inside * size for item, size in made))
 
     def _has_turned_weight(self, op: int) -> bool:
         """Return whether an operator reads a matrix that is a trained parameter the other way round."""
@@ -275,7 +279,7 @@ class StageView:
                 elif graph.is_saved[tensor] and graph.op_kinds[op] in KEEPS_RESULT:
                     kept[tensor] = True
             if any(graph.tensor_base[tensor] < 0 for tensor in step.written) and step.kind not in HANDING_ON:
-                kept[[root for source, root in sources.items() if graph.is_saved[source]]] = True
+                kept[[int(self.root[tensor]) for tensor in step.read if graph.is_saved[family[tensor % count]]]] = True
         kept[forgotten] = False
         self.is_saved = kept
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ from weft.base.errors import ClusterError
 from weft.cluster.cluster_file import parse_cluster
 from weft.cost.mesh import Mesh
 from weft.plan.plan import Plan, Replica
-from weft.plan.sharding import axis_sizes, coordinates_of
+from weft.plan.sharding import axis_sizes, coordinates_of, factor_name
 from weft.run.transport import Transport
 from weft.sharding.layout_steps import Step, find_steps
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, part_sizes
@@ -79,6 +79,15 @@ class AxisGroup:
             place.view(part.shape).copy_(part)
         pieces = self._transport.all_to_all(room, self._ranks, sent=given, received=wanted).split(wanted)
         return [pieces[place].view(shape) for place, shape in zip(self._order, shapes, strict=True)]
+
+    def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start sending to the next device; return what waits for the tensor, of the same shape, of the one before."""
+        self._counts["pass_on"] += 1
+        after, before = ((self.rank + step) % self.size for step in (1, -1))
+        sizes = [[tensor.numel() if place == other else 0 for place in range(self.size)] for other in (after, before)]
+        done = self._transport.exchanged(tensor.reshape(-1), self._ranks, sent=self._sorted(sizes[0]),
+                                         received=self._sorted(sizes[1]))
+        return lambda: done().view(tensor.shape)
 
     def _sorted(self, items: Sequence[T]) -> list[T]:
         return [item for _, item in sorted(zip(self._order, items, strict=True), key=lambda pair: pair[0])]
@@ -141,7 +150,7 @@ def mesh_groups(plan: Plan) -> Iterator[tuple[int, ...]]:
 
 def _axes_used(ops: Mapping[str, tuple[str, ...]]) -> list[tuple[int, ...]]:
     """Return the sets of several axes that split one factor of some operator."""
-    found = {tuple(axis for axis, other in enumerate(words) if other == word)
+    found = {tuple(axis for axis, other in enumerate(words) if factor_name(other) == factor_name(word))
              for words in ops.values() for word in words if word and not word.startswith("+")}
     return sorted(axes for axes in found if len(axes) > 1)
 
@@ -207,6 +216,7 @@ class _Parts:
     blocks: int
     sizes: tuple[int, ...]
     """Entries of each coordinate's part of a block."""
+    zigzag: bool = False
 
     @staticmethod
     def of(placement: Placement, mesh: ReplicaMesh, shape: tuple[int, ...], step: Step) -> _Parts | None:
@@ -218,13 +228,18 @@ class _Parts:
             if step.before[axis].dim == placement.dim:
                 length = part_sizes(length, mesh.sizes[axis], unit=placement.unit)[mesh.coordinates[axis]]
         return _Parts(placement.dim, placement.blocks,
-                      part_sizes(length, mesh.sizes[step.axis], unit=placement.unit))
+                      part_sizes(length, mesh.sizes[step.axis], unit=placement.unit), placement.zigzag)
 
     def cut(self, tensor: Tensor, rank: int) -> Tensor:
         """Return a device's part, a view where it can be one."""
         start, size = sum(self.sizes[:rank]), self.sizes[rank]
         if self.blocks == 1:
             return tensor.narrow(self.dim, start, size)
+        if self.zigzag:
+            pairs = tensor.unflatten(self.dim, (self.blocks // 2, 2 * sum(self.sizes)))
+            ends = start, 2 * sum(self.sizes) - start - size
+            return torch.cat([pairs.narrow(self.dim + 1, end, size) for end in ends],
+                             dim=self.dim + 1).flatten(self.dim, self.dim + 1)
         blocks = tensor.unflatten(self.dim, (self.blocks, sum(self.sizes)))
         return blocks.narrow(self.dim + 1, start, size).flatten(self.dim, self.dim + 1)
 
@@ -232,6 +247,12 @@ class _Parts:
         """Return what the parts of all devices are together."""
         if self.blocks == 1:
             return torch.cat(list(pieces), dim=self.dim)
+        if self.zigzag:
+            pairs = [piece.unflatten(self.dim, (self.blocks // 2, 2, size))
+                     for piece, size in zip(pieces, self.sizes, strict=True)]
+            halves = [*(pair.select(self.dim + 1, 0) for pair in pairs),
+                      *(pair.select(self.dim + 1, 1) for pair in reversed(pairs))]
+            return torch.cat(halves, dim=self.dim + 1).flatten(self.dim, self.dim + 1)
         blocks = [piece.unflatten(self.dim, (self.blocks, size))
                   for piece, size in zip(pieces, self.sizes, strict=True)]
         return torch.cat(blocks, dim=self.dim + 1).flatten(self.dim, self.dim + 1)

@@ -216,9 +216,14 @@ class Transport:
 
     def all_to_all(self, flat: Tensor, ranks: tuple[int, ...], *, sent: list[int], received: list[int]) -> Tensor:
         """Return what ``ranks`` have for this one; ``flat`` is what this one has for them, in pieces of these sizes."""
+        return self.exchanged(flat, ranks, sent=sent, received=received)()
+
+    def exchanged(self, flat: Tensor, ranks: tuple[int, ...], *, sent: list[int],
+                  received: list[int]) -> Callable[[], Tensor]:
+        """Start the same, and return what waits for it; ``flat`` must stay as it is until then."""
         given = self.on_wire(settled(flat))
         result, scale = self._room((sum(received),), given.dtype), moved_per_entry(given.dtype)
-        return self._collect(lambda group: group.alltoall_base(
+        return self._begin(lambda group: group.alltoall_base(
             to_move(result.detach()), to_move(given), [scale * size for size in received],
             [scale * size for size in sent]), result, ranks, "exchanging")
 
@@ -240,16 +245,29 @@ class Transport:
 
     def _collect(self, start: Callable[[Any], Work], result: Tensor, ranks: tuple[int, ...], verb: str) -> Tensor:
         """Return the result of a collective, on the rank's device, when it is done."""
-        self.status.begin_wait()
+        return self._begin(start, result, ranks, verb)()
+
+    def _begin(self, start: Callable[[Any], Work], result: Tensor, ranks: tuple[int, ...],
+               verb: str) -> Callable[[], Tensor]:
+        """Start a collective, and return what waits for its result and gives it on the rank's device."""
         users = _storage_users(result) if self.is_metered else 0
         try:
-            start(self._groups[ranks]).wait()
-            while self.is_metered and _storage_users(result) > users:
-                time.sleep(1e-5)
+            started = [start(self._groups[ranks])]
         except RuntimeError as problem:
             raise self._failure(problem, f"{verb} {_what(result)}", ranks) from problem
-        self.status.end_wait()
-        return result if self.staging is None else result.to(self.device)
+
+        def wait() -> Tensor:
+            self.status.begin_wait()
+            try:
+                started.pop().wait()  # it holds its tensors until it is let go of
+                while self.is_metered and _storage_users(result) > users:
+                    time.sleep(1e-5)
+            except RuntimeError as problem:
+                raise self._failure(problem, f"{verb} {_what(result)}", ranks) from problem
+            self.status.end_wait()
+            return result if self.staging is None else result.to(self.device)
+
+        return wait
 
     def _failure(self, problem: RuntimeError, doing: str, ranks: tuple[int, ...]) -> RunError:
         return failure(problem, lost=f"rank {self.rank} lost one of the ranks {ranks}",

@@ -9,7 +9,10 @@ them a part of one factor:
 
 A dimension may be several factors, the outermost first: a view that merges heads and head size into one dimension has
 there ``(h, d)``. Where the factor is not the outermost of its dimension, the dimension is split in blocks
-(``tensor_layout.Placement``).
+(``tensor_layout.Placement``). ``in_blocks`` takes a factor so, in zig-zag too.
+
+Attention's rows meet all keys and values: split, each device gathers these. In the form that ``passed_round`` gives
+they are split like the rows, and the devices pass them round.
 
 Rules (``weft.sharding.factor_rules``) give the factors of an fx node; ``factors_of`` there looks them up. Operators
 without a rule are not split.
@@ -51,6 +54,10 @@ class Factor:
     """The part of the operator's work that is divided with it: half for the width of attention's values."""
     fixed: bool = False
     """Never split: it only says of what blocks a dimension is made (three matrices that are joined in one)."""
+    zigzag: bool = False
+    """Of a fixed one: every second of its blocks is given out from the last coordinate to the first."""
+    grows: bool = False
+    """Work grows with it from nothing, as that of rows does in causal attention: the last part has most of it."""
     forward_sums: tuple[float, ...] = ()
     """Bytes of each all-reduce inside the operator where this factor, and no other, is split (if it is special)."""
     backward_sums: tuple[float, ...] = ()
@@ -72,6 +79,10 @@ class OpFactors:
     """Positions of arguments that are the result's shape, or the shape of result ``i`` for the ``i``-th of them."""
     whole_outputs: tuple[int, ...] = ()
     """Results that are whole, not sums, on axes that split a factor they lack: its special form makes them equal."""
+    keys: tuple[tuple[int, int], ...] = ()
+    """(input, dimension) of attention's keys and values, where these are as many as its ``rows``."""
+    passed: tuple[float, float] = (0.0, 0.0)
+    """Where these are passed round: bytes of all of them in the forward, with their gradients in the backward."""
 
 
 Strategy = tuple[int, ...]
@@ -103,7 +114,7 @@ def factor_counts(strategy: Strategy, mesh: Sequence[int]) -> dict[int, int]:
     return counts
 
 
-def in_blocks(op: OpFactors, index: int, count: int) -> OpFactors:
+def in_blocks(op: OpFactors, index: int, count: int, *, zigzag: bool = False) -> OpFactors:
     """Return the operator with a factor taken as ``count`` equal blocks: to split it takes a part of each of them."""
     outer = len(op.factors)
 
@@ -112,10 +123,38 @@ def in_blocks(op: OpFactors, index: int, count: int) -> OpFactors:
                      for dim in dims)
 
     factor = op.factors[index]
-    inner = replace(factor, size=factor.size // count)
-    block = Factor(name=f"{factor.name}/", size=count, fixed=True)
+    inner = replace(factor, size=factor.size // count, even=factor.even or zigzag, grows=factor.grows and not zigzag)
+    block = Factor(name=f"{factor.name}/", size=count, fixed=True, zigzag=zigzag)
     return replace(op, factors=(*op.factors[:index], inner, *op.factors[index + 1:], block),
                    inputs=tuple(map(divided, op.inputs)), outputs=tuple(map(divided, op.outputs)))
+
+
+ROWS: Final = "rows"
+"""What attention's factor of queries is called; those of a loss begin so."""
+
+
+def by_parts(factor: Factor) -> bool:
+    """Return whether a device with any entries of a special factor can do its part: not only with some in a row."""
+    return factor.name.startswith(ROWS) or factor.name[:1] == "d"
+
+
+def passed_round(op: OpFactors) -> OpFactors | None:
+    """Return attention with keys and values split like its rows; None if they are not as many, or it is none."""
+    if not op.keys:
+        return None
+    rows = next(index for index, factor in enumerate(op.factors) if factor.name == ROWS)
+    block = [index for index, factor in enumerate(op.factors) if factor.name == f"{ROWS}/"]
+    places = set(op.keys)
+    inputs = tuple(tuple((*block, rows) if (position, dim) in places else own for dim, own in enumerate(dims))
+                   for position, dims in enumerate(op.inputs))
+    factors = tuple(replace(factor, special=True, even=True) if index == rows else factor
+                    for index, factor in enumerate(op.factors))
+    return replace(op, factors=factors, inputs=inputs)
+
+
+def is_passed_round(op: OpFactors) -> bool:
+    """Return whether this is the form of attention in which devices pass keys and values round."""
+    return bool(op.keys) and bool(op.inputs[op.keys[0][0]][op.keys[0][1]])
 
 
 def input_layout(op: OpFactors, strategy: Strategy, mesh: Sequence[int], position: int) -> Layout:
@@ -146,7 +185,8 @@ def work_part(op: OpFactors, strategy: Strategy, mesh: Sequence[int]) -> float:
     part = 1.0
     for index, count in factor_counts(strategy, mesh).items():
         factor = op.factors[index]
-        part *= 1 - factor.divides + factor.divides * -(-factor.size // count) / factor.size
+        largest = -(-factor.size // count) / factor.size
+        part *= 1 - factor.divides + factor.divides * (largest * (2 - largest) if factor.grows else largest)
     return part
 
 
@@ -165,5 +205,6 @@ def _placement(op: OpFactors, dims: Dims, factor: int, counts: Mapping[int, int]
             place = items.index(factor)
             blocks = math.prod(op.factors[item].size for item in items[:place])
             inner = math.prod(op.factors[item].size for item in items[place + 1:])
-            return Placement(dim, blocks, inner if op.factors[factor].size % counts[factor] else 1)
+            return Placement(dim, blocks, inner if op.factors[factor].size % counts[factor] else 1,
+                             place > 0 and op.factors[items[place - 1]].zigzag)
     return otherwise

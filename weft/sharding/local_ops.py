@@ -17,12 +17,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from weft.sharding.attention import Meeting, attend, can_attend, parts_of
 from weft.sharding.factor_rules.common import arguments, dims_in, entered_in
 from weft.sharding.factor_rules.layers import Reduction
-from weft.sharding.factors import NOT_SPLIT, OpFactors, Strategy, output_layout
+from weft.sharding.factors import NOT_SPLIT, ROWS, OpFactors, Strategy, is_passed_round, output_layout
 from weft.sharding.tensor_layout import local_ranges, local_shape
 
 
@@ -34,6 +36,10 @@ class Group(Protocol):
 
     def all_reduce(self, tensor: Tensor, how: str = "sum") -> Tensor:
         """Return the sum (or ``max``) of the tensor over the group, a new tensor, on every device."""
+        ...
+
+    def pass_on(self, tensor: Tensor) -> Callable[[], Tensor]:
+        """Start sending to the next device; return what waits for the tensor, of the same shape, of the one before."""
         ...
 
 
@@ -60,6 +66,20 @@ class LocalCall:
         """Return the (start, stop) of the device's part of a factor."""
         cuts = [(self.coordinates[axis], self.mesh[axis]) for axis in self.axes(factor)]
         return local_ranges(self.op.factors[factor].size, cuts)[0]
+
+    def ranges_of(self, name: str, *, at: int | None = None) -> tuple[tuple[int, int], ...]:
+        """Return the ranges of the device's part of a factor, by name, one for each block in which it is taken.
+
+        ``at`` is the place of another device in the group along the axes that split the factor.
+        """
+        index, block = self.factor(name), self.factor(f"{name}/")
+        cuts = [(self.coordinates[axis], self.mesh[axis]) for axis in self.axes(index)]
+        if at is not None:
+            places = np.unravel_index(at, [count for _, count in cuts])
+            cuts = [(int(place), count) for place, (_, count) in zip(places, cuts, strict=True)]
+        num_blocks = 1 if block < 0 else self.op.factors[block].size
+        return local_ranges(self.op.factors[index].size * num_blocks, cuts, blocks=num_blocks,
+                            zigzag=block >= 0 and self.op.factors[block].zigzag)
 
     def factor(self, name: str) -> int:
         """Return the index of a factor by name, -1 if there is none."""
@@ -231,20 +251,30 @@ def _by_channel(vector: Tensor, like: Tensor) -> Tensor:
 
 
 @_local
-def _causal_attention(call: LocalCall) -> Tensor:
-    """Attend from the device's rows, to the keys up to its last row."""
+def _attention(call: LocalCall) -> Tensor:
+    """Attend from the device's rows to the keys that it has, or that are passed round."""
     args = call.arguments()
-    start, stop = call.range_of(call.factor("rows"))
-    num_keys = min(stop, args["key"].shape[-2])
-    options: dict[str, Any] = {"scale": args["scale"], "enable_gqa": args["enable_gqa"]}
-    if start == 0:
-        options["is_causal"] = True
-    else:
-        device = args["query"].device
-        rows = torch.arange(start, stop, device=device)
-        options["attn_mask"] = rows.unsqueeze(-1) >= torch.arange(num_keys, device=device)
-    return torch.ops.aten.scaled_dot_product_attention(args["query"], args["key"].narrow(-2, 0, num_keys),
-                                             args["value"].narrow(-2, 0, num_keys), **options)
+    query, key, value = (args[name] for name in ("query", "key", "value"))
+    rows, is_causal = call.ranges_of(ROWS), bool(args["is_causal"])
+    if not can_attend(query, key, value):
+        return _masked_attention(call, args)
+    scale = query.shape[-1] ** -0.5 if args["scale"] is None else args["scale"]
+    if not is_passed_round(call.op):
+        parts = parts_of(rows, ((0, key.shape[-2]),), is_causal=is_causal)
+        return attend(query, key, value, Meeting(rounds=(parts,), scale=scale))
+    ring = call.group(call.axes(call.factor(ROWS)))
+    sources = [(ring.rank - number) % ring.size for number in range(ring.size)]
+    return attend(query, key, value, Meeting(scale=scale, ring=ring, rounds=tuple(
+        parts_of(rows, call.ranges_of(ROWS, at=source), is_causal=is_causal) for source in sources)))
+
+
+def _masked_attention(call: LocalCall, args: Mapping[str, Any]) -> Tensor:
+    """Attend to all keys with a mask of what the device's rows see."""
+    device = args["query"].device
+    rows = torch.cat([torch.arange(start, stop, device=device) for start, stop in call.ranges_of(ROWS)])
+    mask = rows.unsqueeze(-1) >= torch.arange(args["key"].shape[-2], device=device)
+    return torch.ops.aten.scaled_dot_product_attention(
+        args["query"], args["key"], args["value"], mask, scale=args["scale"], enable_gqa=args["enable_gqa"])
 
 
 # ---- views, reductions and look-ups ---------------------------------------------------------------------------------

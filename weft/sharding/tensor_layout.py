@@ -8,6 +8,8 @@ placement:
     S1       split: dimension 1 is cut into as many parts as the axis has coordinates
     S2/3     the same in each of 3 equal blocks of dimension 2, so that a part holds a piece of every block
              (queries, keys and values in one matrix, split by heads)
+    S2/2z    in zig-zag: of every second block the parts are given out from the last coordinate to the first. Of 8
+             entries over 2 coordinates these hold 0, 1, 6, 7 and 2, 3, 4, 5: in causal attention as much work for each
     S1x64    parts have whole multiples of 64 entries (heads of 64 that do not divide evenly)
 
 Where several axes split one dimension, earlier axes cut first. Parts may be uneven: of 7 entries over 3 coordinates the
@@ -33,6 +35,8 @@ class Placement:
     """The dimension that is split; ``-1`` for whole, ``-2`` for a sum."""
     blocks: int = 1
     unit: int = 1
+    zigzag: bool = False
+    """Every second block is given out from the last coordinate to the first."""
 
     @property
     def is_split(self) -> bool:
@@ -42,7 +46,7 @@ class Placement:
     def __str__(self) -> str:
         if not self.is_split:
             return "R" if self.dim == -1 else "P"
-        blocks = f"/{self.blocks}" if self.blocks > 1 else ""
+        blocks = f"/{self.blocks}{'z' * self.zigzag}" if self.blocks > 1 else ""
         return f"S{self.dim}{blocks}" + (f"x{self.unit}" if self.unit > 1 else "")
 
 
@@ -55,12 +59,12 @@ Layout = tuple[Placement, ...]
 
 def parse_placement(text: str) -> Placement:
     """Return the placement that ``str`` wrote."""
-    found = re.fullmatch(r"R|P|S(\d+)(?:/(\d+))?(?:x(\d+))?", text)
-    if found is None:
-        raise InputError(f"{text!r} is not a placement: use R, P, S0, S2/3 or S1x64")
+    found = re.fullmatch(r"R|P|S(\d+)(?:/(\d+)(z?))?(?:x(\d+))?", text)
+    if found is None or (found[3] and int(found[2]) % 2):
+        raise InputError(f"{text!r} is not a placement: use R, P, S0, S2/3, S1/2z or S1x64")
     if found[1] is None:
         return WHOLE if text == "R" else SUM
-    return Placement(int(found[1]), int(found[2] or 1), int(found[3] or 1))
+    return Placement(int(found[1]), int(found[2] or 1), int(found[4] or 1), bool(found[3]))
 
 
 def part_sizes(size: int, count: int, *, unit: int = 1) -> tuple[int, ...]:
@@ -70,18 +74,20 @@ def part_sizes(size: int, count: int, *, unit: int = 1) -> tuple[int, ...]:
 
 
 def local_ranges(size: int, cuts: Sequence[tuple[int, int]], *, blocks: int = 1,
-                 unit: int = 1) -> tuple[tuple[int, int], ...]:
+                 unit: int = 1, zigzag: bool = False) -> tuple[tuple[int, int], ...]:
     """Return the (start, stop) ranges of a dimension that a device holds, one for each block.
 
     ``cuts`` are (coordinate, axis size) of the axes that split the dimension, in the order of the mesh.
     """
     block = size // blocks
-    start, length = 0, block
+    starts, length = [0, 0], block
     for coordinate, count in cuts:
         sizes = part_sizes(length, count, unit=unit)
-        start += sum(sizes[:coordinate])
+        starts[0] += sum(sizes[:coordinate])
+        starts[1] += sum(sizes[coordinate + 1:])
         length = sizes[coordinate]
-    return tuple((index * block + start, index * block + start + length) for index in range(blocks))
+    begins = [index * block + starts[index % 2 if zigzag else 0] for index in range(blocks)]
+    return tuple((begin, begin + length) for begin in begins)
 
 
 def dim_ranges(shape: Sequence[int], layout: Layout, mesh: Sequence[int],
@@ -95,7 +101,7 @@ def dim_ranges(shape: Sequence[int], layout: Layout, mesh: Sequence[int],
             continue
         first = layout[axes[0]]
         result.append(local_ranges(size, [(coordinates[axis], mesh[axis]) for axis in axes], blocks=first.blocks,
-                                   unit=first.unit))
+                                   unit=first.unit, zigzag=first.zigzag))
     return tuple(result)
 
 

@@ -41,7 +41,8 @@ def test_operators_add_up_to_what_the_sharding_search_says_or_less(model):
     search = MeshSearch(folded, costs, Mesh(cluster, (0, 1), (2,)), optimizer=Optimizer(), limit_bytes=None,
                         budget=Budget(effort=float("inf")), splits_states=False)
     megatron = search.run(named("megatron", find_roles(search.parts, folded), 1))
-    assert 0.999 * search.run().seconds <= total <= 1.001 * megatron.seconds
+    # what adds up the gradients of norms, once a step, is in the search's seconds but in no operator's
+    assert 0.995 * search.run().seconds <= total <= 1.001 * megatron.seconds
     held = graph.tensor_bytes[graph.parameters] @ split.held_part[graph.parameters]
     assert 0.5 * graph.tensor_bytes[graph.parameters].sum() <= held < 0.6 * graph.tensor_bytes[graph.parameters].sum()
 

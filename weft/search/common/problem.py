@@ -45,6 +45,8 @@ from weft.simulate.timing import final_times, simulate, stage_figure
 
 TENSOR_AXIS: Final = "tensor"
 """The axis of a replica that has several devices."""
+CONTEXT_AXIS: Final = "context"
+"""The axis of those devices of a replica that divide the sequence of its samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +150,18 @@ class Problem:
         return float(np.where(idle, 0.0, 1.0 / rates).sum())
 
 
+def mesh_axes(num_devices: int, cp: int) -> dict[str, int]:
+    """Return the axes of a replica of so many devices of which ``cp`` divide the sequence.
+
+    >>> mesh_axes(8, 2)
+    {'context': 2, 'tensor': 4}
+    """
+    if num_devices == 1:
+        return {}
+    tensor = {TENSOR_AXIS: num_devices // cp} if num_devices > cp else {}
+    return {CONTEXT_AXIS: cp, **tensor} if cp > 1 else tensor
+
+
 def divisors(number: int) -> list[int]:
     """Return all divisors in ascending order."""
     small = [value for value in range(1, int(number**0.5) + 1) if number % value == 0]
@@ -225,7 +239,7 @@ def _make_stage(problem: Problem, name: str, spec: StageSpec, microbatch_size: i
                                 recompute=recompute, sharded=bool(spec.sharding), times=known).seconds
             for phase in phases}
         replicas.append(Replica(devices=tuple(problem.cluster.devices[device].name for device in devices),
-                                mesh=spec.mesh or ({TENSOR_AXIS: len(devices)} if len(devices) > 1 else {}),
+                                mesh=spec.mesh or mesh_axes(len(devices), 1),
                                 share=share, times=times))
     flops, written = stage_work(graph, spec.ops)
     return Stage(name=name, ops=tuple(graph.op_names[op] for op in spec.ops), replicas=tuple(replicas),

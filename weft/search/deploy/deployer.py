@@ -82,7 +82,8 @@ class Deployer(TpGroupTimes):
         actions = list_actions(self.device_groups, self.speeds, tp_groups=splits)
         self.actions = tuple(action for action in actions if use_shares or not action.by_speed)
         self.world = world or make_world(problem, groups)
-        self.exchanges = Exchanges(problem, groups, use_factors=use_factors, held_part=self._held_part)
+        self.exchanges = Exchanges(problem, groups, use_factors=use_factors, held_part=self._held_part,
+                                    summed=self._summed)
         self.layouts: list[Layout] = []
         """All that were used so far, by id."""
         self._ids: dict[Layout, int] = {}
@@ -281,6 +282,10 @@ class Deployer(TpGroupTimes):
     def by_group(self, values: F64) -> F64:
         """Return the sum over each group's operators."""
         return np.asarray(np.add.reduceat(values, self.groups.start[:-1]))
+
+    def _summed(self, tp_group: Sequence[DeviceId]) -> frozenset[int]:
+        split = self.split_of(tp_group)
+        return frozenset() if split is None else split.summed
 
     def _held_part(self, tp_group: Sequence[DeviceId]) -> F64 | None:
         split = self.split_of(tp_group)

@@ -366,9 +366,14 @@ class Exchanges:
     """Finds the exchanges of deployments of one model."""
 
     def __init__(self, problem: Problem, groups: OpGroups, *, use_factors: bool = True,
-                 held_part: Callable[[Sequence[DeviceId]], F64 | None] = lambda tp_group: None) -> None:
-        """``held_part`` says which part of each tensor a device holds, of several that divide operators."""
+                 held_part: Callable[[Sequence[DeviceId]], F64 | None] = lambda tp_group: None,
+                 summed: Callable[[Sequence[DeviceId]], frozenset[int]] = lambda tp_group: frozenset()) -> None:
+        """``held_part`` says which part of each tensor a device holds, of several that divide operators.
+
+        ``summed`` are those of whose gradients each of these devices has a part of the sum.
+        """
         self.problem, self.groups, self.use_factors, self.held_part = problem, groups, use_factors, held_part
+        self.summed = summed
         graph, homes = problem.graph, groups.home_of_parameter
         trained = [tensor for tensor in homes if graph.needs_gradient[tensor] and problem.is_training]
         self.tied = tuple(tensor for tensor in trained if len(homes[tensor]) > 1)
@@ -435,12 +440,23 @@ class Exchanges:
 
     def _of_block(self, number: int, layout: Layout, first: int, last: int) -> tuple[Bucket, ...]:
         """Return the exchanges of the groups from ``first`` up to ``last``, which have one layout, last ones first."""
-        if len(layout.replicas) < 2:
+        if len(layout.replicas) < 2 and not self.summed(layout.replicas[0][0]):
             return ()
         known = self._blocks.get((number, first, last))
         if known is None:
-            known = self._blocks[number, first, last] = tuple(self._make_block(layout, first, last))
+            known = self._blocks[number, first, last] = (
+                *(self._make_block(layout, first, last) if len(layout.replicas) > 1 else ()),
+                *self._inside_block(layout, first, last))
         return known
+
+    def _inside_block(self, layout: Layout, first: int, last: int) -> Iterator[Bucket]:
+        """Yield the exchange of those gradients that devices which divide operators have parts of."""
+        summed = self.summed(layout.replicas[0][0])
+        found = [(group, tensor) for group in range(first, last) for tensor in self.of_group[group] if tensor in summed]
+        if found:
+            groups, tensors = zip(*found, strict=True)
+            yield self._bucket(tensors, tuple(dict.fromkeys(groups)), layout.devices,
+                               float(sum(self.sizes[tensor] for tensor in tensors)), is_divided=True)
 
     def _make_block(self, layout: Layout, first: int, last: int) -> Iterator[Bucket]:
         devices, first_ones = layout.devices, tuple(tp_group[0] for tp_group, _ in layout.replicas)
@@ -469,7 +485,9 @@ class Exchanges:
     def _find_parts(self, layout: Layout) -> list[_Part | None]:
         """Return what devices with this layout exchange for each group; None where there is nothing."""
         factors, held = self._factors(layout), self.held_part(layout.replicas[0][0])
-        return [self._part(tensors, factors, held) for tensors in self.of_group]
+        summed = self.summed(layout.replicas[0][0])
+        return [self._part([tensor for tensor in tensors if tensor not in summed], factors, held)
+                for tensors in self.of_group]
 
     def _part(self, tensors: Sequence[int], factors: Mapping[int, _Factors], held: F64 | None) -> _Part | None:
         reduced = tuple(tensor for tensor in tensors if tensor not in factors)

@@ -6,22 +6,28 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Final
 
-from weft.base.errors import ModelError, NoFeasiblePlan
+from weft.base.errors import InputError, ModelError, NoFeasiblePlan
 from weft.cluster.cluster import Cluster, DeviceId
 from weft.cost.costs import Costs
 from weft.model.folded import FoldedModel, trace_folded
 from weft.model.graph import Graph
 from weft.model.load import has_module
 from weft.model.source import ModelSource, resolve_model
+from weft.plan.local_tensors import ATTENTION
 from weft.plan.notes import NOTE, rule_notes
 from weft.plan.plan import Mode
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
-from weft.search.common.problem import Problem
-from weft.search.deploy.splits import NO_SPLITS, Splits, tp_groups_by_degree
+from weft.search.common.problem import Problem, divisors
+from weft.search.deploy.splits import NO_SPLITS, Splits, SplitsWithContexts, tp_groups_by_degree
 from weft.search.shard.tensor_costs import TensorCosts, split_operators
+from weft.sharding.named_ops import named_ops
+from weft.sharding.sequence import find_sequence
 
 SPLITS_PART: Final = 0.25
 """Part of a time limit that finding out how devices divide operators may take; a guess."""
+CONTEXT_LENGTH: Final = 16384
+"""Samples of so many places are worth a search for how devices divide them; of shorter ones there are many in a step,
+so that each replica has some. A guess."""
 
 
 def load_splits(model: str | ModelSource | None, problem: Problem, costs_of: Callable[[Graph], Costs], *,
@@ -44,7 +50,15 @@ def load_splits(model: str | ModelSource | None, problem: Problem, costs_of: Cal
                 model, options.mode, batch, options.dtype)
         for note in rule_notes(folded.traced):
             progress(f"{NOTE}{note}")
-        return find_splits(problem, folded, costs_of, degree=degree, budget=budget.part(SPLITS_PART))
+        found = find_splits(problem, folded, costs_of, degree=degree, budget=budget.part(SPLITS_PART))
+        if _longest(folded.traced.graph) < CONTEXT_LENGTH or not found:
+            return found
+        progress("searching how they divide the sequence of a sample")
+        with budget.paused():
+            alone = folded if batch == 1 else trace_folded(model, batch=1) if isinstance(
+                model, ModelSource) else _folded(model, options.mode, 1, options.dtype)
+        return SplitsWithContexts(found, find_contexts(problem, alone, costs_of, degree=degree,
+                                                       budget=budget.part(SPLITS_PART)))
     except ModelError as miss:
         report(f"note: operators are not divided: {miss}")
         return NO_SPLITS
@@ -82,6 +96,41 @@ def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph
         known = dict(zip(dict.fromkeys(firsts), tables, strict=True))
         found |= {(group, count): known[tp_group] for group, tp_group in zip(members, firsts, strict=True)}
     return found
+
+
+def _longest(graph: Graph) -> int:
+    """Return the most rows that any attention has."""
+    return max((graph.tensor_shapes[tensor][-2] for op, kind in enumerate(graph.op_kinds) if kind == ATTENTION
+                for tensor in graph.op_outputs(op).tolist()), default=0)
+
+
+def find_contexts(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph], Costs], *,
+                  degree: int | None = None, budget: Budget | None = None) -> dict[int, Splits]:
+    """Return the same where 2, 4, 8, ... of the devices divide the sequence, by how many do.
+
+    ``folded`` has one sample, as each replica is to have at a time: its words fit no other number.
+    """
+    if any(name not in problem.graph.op_index for name in folded.traced.graph.op_names):
+        return {}  # with one sample it has other operators
+    groups = problem.cluster.groups_by_host_and_kind()
+    costs, sequence = costs_of(folded.traced.graph), find_sequence(named_ops(folded.traced))
+    found: dict[int, dict[tuple[int, int], TensorCosts]] = {}
+    for count, members in tp_groups_by_degree(groups):
+        for cp in (number for number in divisors(count) if number > 1 and degree in (None, count)):
+            try:
+                sequence.check(cp)
+                with cut_short(None if budget is None else budget.deadline):
+                    firsts = _distinct(problem.cluster, [groups[group][:count] for group in members])
+                    tables = split_operators(folded, problem.graph, costs, list(dict.fromkeys(firsts)), budget=budget,
+                                             optimizer=problem.options.optimizer, is_size_known=True, cp=cp)
+            except InputError:
+                continue  # it does not divide the sequence
+            except (NoFeasiblePlan, OutOfTime):
+                return dict(found)
+            known = dict(zip(dict.fromkeys(firsts), tables, strict=True))
+            found.setdefault(cp, {}).update({(group, count): known[tp_group]
+                                             for group, tp_group in zip(members, firsts, strict=True)})
+    return dict(found)
 
 
 def is_size_known(problem: Problem) -> bool:

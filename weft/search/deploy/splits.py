@@ -10,7 +10,7 @@ import numpy as np
 
 from weft.cluster.cluster import DeviceId
 from weft.model.graph import F64, I64
-from weft.search.common.problem import Problem, StageSpec
+from weft.search.common.problem import Problem, StageSpec, mesh_axes
 
 if TYPE_CHECKING:
     from weft.search.shard.tensor_costs import TensorCosts
@@ -20,6 +20,21 @@ TpGroup = tuple[DeviceId, ...]
 Splits = Mapping[tuple[int, int], "TensorCosts"]
 """How devices divide operators, by device group and number of devices."""
 NO_SPLITS: Final[Splits] = MappingProxyType({})
+
+
+class SplitsWithContexts(dict[tuple[int, int], "TensorCosts"]):
+    """Splits, and those in which devices divide the sequence of a sample as well: by how many do."""
+
+    def __init__(self, splits: Splits, contexts: Mapping[int, Splits]) -> None:
+        super().__init__(splits)
+        self.contexts = contexts
+
+
+def contexts_of(splits: Splits) -> Mapping[int, Splits]:
+    """Return the splits by how many devices divide the sequence; one for those that do not."""
+    return {1: splits, **(splits.contexts if isinstance(splits, SplitsWithContexts) else {})}
+
+
 MAX_DEGREE: Final = 16
 """No more devices divide operators together: hosts rarely have more."""
 
@@ -70,7 +85,8 @@ class TpGroupTimes:
             forward, backward = (float(seconds[ops].sum()) for seconds in self.op_passes(tp_group, count))
             again = forward if recompute else 0.0
             times[key] = {"F": forward, "B": backward + again} if self.problem.is_training else {"F": forward}
-        return StageSpec(ops=ops, replicas=replicas, sharding=words, times=tuple(times[key] for key in keys))
+        return StageSpec(ops=ops, replicas=replicas, sharding=words, mesh=mesh_axes(len(counts[0][0]), split.cp),
+                         times=tuple(times[key] for key in keys))
 
 
 def tp_groups_by_degree(groups: Sequence[Sequence[DeviceId]]) -> Iterator[tuple[int, list[int]]]:

@@ -22,7 +22,7 @@ from weft.plan.memory import SEND_WINDOW
 from weft.plan.op_bytes import crossing_bytes, prefix_sums
 from weft.plan.piece_memory import PieceMemory
 from weft.plan.plan import Replica, Stage
-from weft.search.common.problem import TENSOR_AXIS, Problem
+from weft.search.common.problem import Problem, mesh_axes
 from weft.search.deploy.splits import NO_SPLITS, Splits, TpGroup, TpGroupTimes
 from weft.search.joint.tuning import TUNING
 
@@ -209,5 +209,5 @@ class Chain(TpGroupTimes):
 
 
 def _one_stage(op_names: Sequence[str], split: TensorCosts, degree: int) -> tuple[Stage, Replica]:
-    replica = Replica(devices=tuple(map(str, range(degree))), mesh={TENSOR_AXIS: degree})
+    replica = Replica(devices=tuple(map(str, range(degree))), mesh=mesh_axes(degree, split.cp))
     return Stage(name="all", ops=tuple(op_names), sharding=split.sharding, replicas=(replica,)), replica

@@ -23,9 +23,10 @@ import itertools
 import math
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from types import MappingProxyType
 
 import numpy as np
 
@@ -61,12 +62,18 @@ class Estimate:
 class Estimator:
     """Estimates settings for one model and cluster."""
 
-    def __init__(self, chain: Chain) -> None:
-        self.chain, self.problem = chain, chain.problem
+    def __init__(self, chain: Chain, contexts: Mapping[int, Estimator] = MappingProxyType({})) -> None:
+        """``contexts`` estimate the settings in which so many devices divide the sequence."""
+        self.chain, self.problem, self.contexts = chain, chain.problem, contexts
         self._exchanges: dict[tuple[frozenset[tuple[int, int, float]], int, int], Line] = {}
         self._segments: dict[tuple[tuple[int, int], float, Load, int, int], tuple[list[int], float]] = {}
         self.members, self._sorts = cache(self._find_members), cache(self._find_sorts)
+        self._inside = cache(self._find_inside)
         self._at_once, self._ways_out = cache(self._find_at_once), cache(self._find_ways_out)
+
+    def of(self, setting: Setting) -> Estimator:
+        """Return what estimates the setting."""
+        return self.contexts.get(setting.cp, self)
 
     def for_batch(self, batch: int) -> Estimator:
         """Return an estimator for another batch; what is known of the model is shared."""
@@ -245,10 +252,10 @@ class Estimator:
 
     def load(self, setting: Setting, stage: int, count: int) -> Load:
         """Return what goes through a stage whose tp group takes so many samples of a micro-batch."""
-        num_tp_groups = len(setting.layout[setting.mesh_of[stage]].tp_groups)
+        num_copies = setting.copies(setting.layout[setting.mesh_of[stage]])
         return Load(num_samples=count, in_flight=self.in_flight(setting, stage), recompute=setting.recompute,
-                    states_part=1 / num_tp_groups if setting.sharded_states else 1.0, chunks=setting.chunks,
-                    microbatches=setting.microbatches, is_alone=num_tp_groups == 1)
+                    states_part=1 / num_copies if setting.sharded_states else 1.0, chunks=setting.chunks,
+                    microbatches=setting.microbatches, is_alone=num_copies == 1)
 
     def stage_bytes(self, setting: Setting, stage: int, tp_group: TpGroup, count: int, begin: int, end: int) -> float:
         """Return what a stage from place to place takes on a device of the tp group."""
@@ -315,7 +322,7 @@ class Estimator:
             pieces = self.chain.pieces(tp_group)
             parameters, gradients, states, _ = (float(table[0, -1]) for table in pieces.lasting)
             whole = parameters + gradients + states / (
-                len(mesh.tp_groups) if setting.sharded_states else 1)
+                setting.copies(mesh) if setting.sharded_states else 1)
             if not setting.recompute:
                 whole += self.in_flight(setting, stage) * float(pieces.passing(count).saved[0, -1])
             need += whole / len(setting.layout)
@@ -386,20 +393,33 @@ class Estimator:
         stages = [stage for stage, number in enumerate(setting.mesh_of) if number == index]
         gradients, states = (float(sum(table[cuts[stage], cuts[stage + 1]] for stage in stages))
                              for table in self.chain.pieces(mesh.tp_groups[0]).lasting[1:3])
-        states /= len(mesh.tp_groups) if setting.sharded_states else 1
-        exchange_s = self._all_reduce(mesh, gradients) * self._crowd(setting.layout, mesh)
+        states /= setting.copies(mesh) if setting.sharded_states else 1
+        exchange_s = self._all_reduce(mesh, gradients, setting.cp) * self._crowd(setting.layout, mesh)
+        exchange_s += self._inside(mesh.tp_groups[0])
         spread_s = exchange_s / 2 if setting.sharded_states else 0.0  # what each has updated is gathered by all
         hidden_s = min(TUNING.hidden * exchange_s, load_s / 2)
         return spread_s + exchange_s - hidden_s + self._update(mesh, 3 * gradients + 2 * states)
 
-    def _all_reduce(self, mesh: StageMesh, num_bytes: float) -> float:
-        count = len(mesh.tp_groups)
+    def _find_inside(self, tp_group: TpGroup) -> float:
+        """Return the seconds in which devices that divide operators add up the few gradients that they have parts of.
+
+        They have few bytes, so those of all stages count for each.
+        """
+        split = self.chain.split_of(tp_group)
+        if split is None or not split.summed:
+            return 0.0
+        num_bytes = float(self.problem.graph.tensor_bytes[list(split.summed)].sum())
+        return large_reduce_line(self.problem.costs, tp_group).at(num_bytes)
+
+    def _all_reduce(self, mesh: StageMesh, num_bytes: float, cp: int) -> float:
+        count = len(mesh.tp_groups) * cp
         if count < 2 or num_bytes <= 0:
             return 0.0
         key = self._sorts(mesh), count, len({self.problem.cluster.devices[tp_group[0]].host
                                              for tp_group in mesh.tp_groups[:MAX_EXCHANGE]})
         if key not in self._exchanges:
-            self._exchanges[key] = large_reduce_line(self.problem.costs, [tp_group[0] for tp_group in mesh.tp_groups])
+            self._exchanges[key] = large_reduce_line(self.problem.costs, [
+                device for tp_group in mesh.tp_groups for device in tp_group[:: len(tp_group) // cp]])
         return self._exchanges[key].at(num_bytes)
 
     def _crowd(self, layout: Sequence[StageMesh], mesh: StageMesh) -> int:

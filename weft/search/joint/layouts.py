@@ -56,6 +56,8 @@ class Setting:
     """Of every segment of a stage only the inputs are kept; its forward runs again before its backward."""
     sharded_states: bool = False
     """TP groups of a stage divide the optimizer's state among them."""
+    cp: int = 1
+    """So many of the devices of each tp group divide the sequence of its samples; the rest operators."""
     searched_order: bool = False
     """What each device does in which order was searched for this placement; else it is 1F1B, interleaved for chunks."""
 
@@ -70,13 +72,18 @@ class Setting:
         """Return how many devices are used."""
         return sum(len(mesh.devices) for mesh in self.layout)
 
+    def copies(self, mesh: StageMesh) -> int:
+        """Return how many devices of a mesh hold the same part of a parameter, and add up its gradients."""
+        return len(mesh.tp_groups) * self.cp
+
     def describe(self) -> str:
         """Return it in a few words: replicas x tensor degree of each stage, and what else is set."""
-        widths = [f"{len(mesh.tp_groups)}x{len(mesh.tp_groups[0])}" for mesh in self.layout]
+        context = f"x{self.cp}" if self.cp > 1 else ""
+        widths = [f"{len(mesh.tp_groups)}{context}x{len(mesh.tp_groups[0]) // self.cp}" for mesh in self.layout]
         same = f"{len(widths)} of {widths[0]}" if len(widths) > 1 and len(set(widths)) == 1 else " | ".join(widths)
         chunks = ", over and back" if self.is_v else f", {self.chunks} chunks" if self.chunks > 1 else ""
         return "".join((
-            f"stages {same} (replicas x tensor)", chunks,
+            f"stages {same} (replicas x {'context x ' * (self.cp > 1)}tensor)", chunks,
             f", {self.microbatches} micro-batches", ", recompute" if self.recompute else "",
             ", sharded states" if self.sharded_states else "", ", in tight memory" if self.is_tight else "",
             ", searched order" if self.searched_order else ""))

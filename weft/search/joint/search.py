@@ -50,7 +50,7 @@ from weft.plan.plan import Plan
 from weft.plan.structure import require_structure
 from weft.search.common.budget import Budget, OutOfTime
 from weft.search.common.problem import Problem, StageSpec, divisors, evaluate_plan, make_plan, pipeline_order
-from weft.search.deploy.splits import NO_SPLITS, Splits
+from weft.search.deploy.splits import NO_SPLITS, Splits, contexts_of
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.layouts import Layout, Setting, StageMesh, layouts
@@ -124,7 +124,7 @@ def _one_replica(estimator: Estimator, estimate: Estimate, num_replicas: int) ->
     account = account_memory(program)
     if setting.sharded_states:  # alone, the replica has all of them
         static = account.static.copy()
-        static[:, CATEGORIES.index("optimizer")] //= num_replicas
+        static[:, CATEGORIES.index("optimizer")] //= num_replicas  # a context axis is inside it
         account = replace(account, static=static)
     check_memory(program, problem.cluster, account)
     return simulate(program, problem.costs, problem.cluster)
@@ -166,7 +166,7 @@ def _with_divided_states(found: JointResult, problem: Problem) -> JointResult | 
     Each updates less then, which may save more than gathering what was updated takes. None where that is not possible.
     """
     setting, optimizer = found.setting, found.plan.optimizer
-    replicated = any(len(mesh.tp_groups) > 1 for mesh in setting.layout)
+    replicated = any(setting.copies(mesh) > 1 for mesh in setting.layout)
     if setting.sharded_states or not replicated or not problem.is_training or problem.options.whole_parameters:
         return None
     plan = replace(found.plan, optimizer=replace(optimizer, sharded=True))
@@ -230,7 +230,8 @@ def joint_search(problem: Problem, splits: Splits = NO_SPLITS, *, budget: Budget
                  progress: Callable[[str], None] = lambda text: None) -> JointResult:
     """Return the best plan over data, tensor and pipeline parallelism; raise ``NoFeasiblePlan`` if none fits."""
     budget = budget or Budget(effort=float("inf"))
-    estimator = Estimator(Chain(problem, splits))
+    estimator = Estimator(Chain(problem, splits), {cp: Estimator(Chain(problem, found))
+                                                   for cp, found in contexts_of(splits).items() if cp > 1})
     ranked, tried = rank_settings(estimator, budget=budget, progress=progress)
     return _simulate_best(estimator, ranked, tried, budget, progress)
 
@@ -242,8 +243,8 @@ def rank_settings(estimator: Estimator, *, budget: Budget,
     failed: list[Tried] = []
     best = float("inf")
     begin, slowest_s = time.monotonic(), 0.0
-    candidates = sorted(((estimator.bound(setting), number, setting)
-                         for number, setting in enumerate(_candidates(estimator.chain))), key=lambda item: item[:2])
+    candidates = sorted(((estimator.of(setting).bound(setting), number, setting)
+                         for number, setting in enumerate(_candidates(estimator))), key=lambda item: item[:2])
     last = time.monotonic()
     for number, (bound, _, setting) in enumerate(candidates):
         now = time.monotonic()
@@ -255,7 +256,7 @@ def rank_settings(estimator: Estimator, *, budget: Budget,
             failed += [Tried(setting=item, reason=f"cannot be faster than {least:.6g} s")
                        for least, _, item in candidates[number:] if least < float("inf")]
             break
-        for estimate in _estimates(estimator, setting, best, failed):
+        for estimate in _estimates(estimator.of(setting), setting, best, failed):
             found.append(estimate)
             if estimate.step_time_s < best:
                 best = estimate.step_time_s
@@ -268,27 +269,36 @@ def _tightest(estimator: Estimator, budget: Budget) -> Iterator[Estimate]:
     """Yield estimates of pipelines in which no more than one micro-batch has to fit."""
     asked, training = estimator.problem.options, estimator.problem.is_training
     is_large = estimator.problem.cluster.num_devices > TUNING.large
-    for plain in _candidates(estimator.chain) if training and not is_large else ():
+    for plain in _candidates(estimator) if training and not is_large else ():
         if plain.chunks > 1 or len(plain.layout) < 2 or len(plain.layout) * plain.microbatches > TUNING.max_blocks:
             continue
         for recompute in (False, True) if not asked.recompute else (True,):
             if budget.is_spent:
                 return
             with suppress(NoFeasiblePlan):
-                yield estimator(replace(plain, recompute=recompute, is_tight=True, sharded_states=(
-                    not asked.whole_parameters and any(len(mesh.tp_groups) > 1 for mesh in plain.layout))))
+                yield estimator.of(plain)(replace(plain, recompute=recompute, is_tight=True, sharded_states=(
+                    not asked.whole_parameters and any(plain.copies(mesh) > 1 for mesh in plain.layout))))
                 break
 
 
-def _candidates(chain: Chain) -> Iterator[Setting]:
+def _candidates(estimator: Estimator) -> Iterator[Setting]:
     """Yield the settings to estimate, without what only saves memory."""
+    yield from _candidates_of(estimator.chain, 1)
+    for cp, other in estimator.contexts.items():
+        yield from _candidates_of(other.chain, cp)
+
+
+def _candidates_of(chain: Chain, cp: int) -> Iterator[Setting]:
+    """Yield those in which so many devices divide the sequence; its words are for one sample at a time."""
     problem = chain.problem
     max_stages = min(TUNING.max_stages, chain.num_places - 1)
-    for degree in sorted({1, *(degree for _, degree in chain.splits)}):
+    for degree in sorted({*((1,) if cp == 1 else ()), *(degree for _, degree in chain.splits)}):
         for layout in layouts(problem.cluster, degree, chain.speed, batch=problem.options.batch, max_stages=max_stages,
                               tp_groups=chain.splits):
             for microbatches, chunks in _microbatches(problem, layout):
-                yield Setting(layout=layout, microbatches=microbatches, chunks=chunks)
+                size = problem.options.batch // microbatches
+                if cp == 1 or all(len(mesh.tp_groups) == size for mesh in layout):
+                    yield Setting(layout=layout, microbatches=microbatches, chunks=chunks, cp=cp)
 
 
 def _microbatches(problem: Problem, layout: Layout) -> Iterator[tuple[int, int]]:
@@ -312,7 +322,7 @@ def _estimates(estimator: Estimator, plain: Setting, best: float, failed: list[T
     Where it does not fit, or only with uneven stages, the pipeline is also laid over its meshes and back: that needs
     fewer micro-batches in flight for the same period, and as many on every device.
     """
-    replicated = any(len(mesh.tp_groups) > 1 for mesh in plain.layout)
+    replicated = any(plain.copies(mesh) > 1 for mesh in plain.layout)
     training, asked = estimator.problem.is_training, estimator.problem.options
     may_divide = training and replicated and not asked.whole_parameters
     reason, setting = "", plain
@@ -392,7 +402,7 @@ def _simulate(estimator: Estimator, ranked: list[Estimate], budget: Budget, prog
             break
         actions += setting.num_devices * setting.microbatches * setting.chunks
         try:
-            found = evaluate(estimator, estimate)
+            found = evaluate(estimator.of(setting), estimate)
         except (NoFeasiblePlan, PlanError) as problem:
             miss = problem if isinstance(problem, NoFeasiblePlan) else NoFeasiblePlan(str(problem))
             misses.append(miss)
@@ -412,6 +422,6 @@ def _finalists(estimator: Estimator, ranked: list[Estimate], budget: Budget) -> 
     first = [item for item in ranked if not item.setting.is_v or item in turned][: 2 * TUNING.attempts]
     if estimator.problem.cluster.num_devices <= TUNING.large:
         return first
-    timed = [estimator.by_path(item) for number, item in enumerate(first[:TUNING.attempts])
+    timed = [estimator.of(item.setting).by_path(item) for number, item in enumerate(first[:TUNING.attempts])
              if number == 0 or not budget.is_spent]
     return sorted(timed, key=lambda item: item.step_time_s)

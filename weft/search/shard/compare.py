@@ -157,8 +157,11 @@ def _better(old: NamedResult, new: NamedResult) -> NamedResult:
 
 
 def search_plan(folded: FoldedModel, cluster: Cluster, *, shape: Sequence[int], limit_bytes: float | None = None,
-                optimizer: Optimizer | None = None, name: str | None = None, budget: Budget | None = None) -> Plan:
+                optimizer: Optimizer | None = None, name: str | None = None, budget: Budget | None = None,
+                has_context: bool = False) -> Plan:
     """Return the best sharding on a mesh of this shape as a checked plan (of those with ``name``, if given).
+
+    With ``has_context`` the first axis divides the sequence.
 
     Optimizer states and parameters are in no smaller pieces than they are used in: the runtime has no others yet.
     """
@@ -167,7 +170,7 @@ def search_plan(folded: FoldedModel, cluster: Cluster, *, shape: Sequence[int], 
     costs = estimate_costs(folded.traced.graph, cluster)
     mesh = Mesh(cluster, range(cluster.num_devices), shape, comm_fits=costs.comm_fits)
     search = MeshSearch(folded, costs, mesh, optimizer=optimizer, limit_bytes=limit_bytes,
-                        budget=budget or Budget(effort=float("inf")), splits_states=False)
+                        budget=budget or Budget(effort=float("inf")), splits_states=False, has_context=has_context)
     restriction = None if name is None else named(name, find_roles(search.parts, folded), len(shape))
     found = search.run(restriction)
     full = trace(source, batch_dims=True).graph

@@ -91,11 +91,16 @@ class MeshSearch:
     """The search on one mesh."""
 
     def __init__(self, folded: FoldedModel, costs: Costs, mesh: Mesh, *, optimizer: Optimizer,
-                 limit_bytes: float | None, budget: Budget, splits_states: bool = True) -> None:
-        """List all choices and what they cost; raise ``NoFeasiblePlan`` if the budget ends meanwhile."""
+                 limit_bytes: float | None, budget: Budget, splits_states: bool = True,
+                 has_context: bool = False) -> None:
+        """List all choices and what they cost; raise ``NoFeasiblePlan`` if the budget ends meanwhile.
+
+        With ``has_context`` the first axis of the mesh splits the sequence; ``InputError`` if it cannot.
+        """
         self.folded, self.budget, self.limit, self._mesh = folded, budget, limit_bytes, mesh
         builder = PartBuilder(traced=folded.traced, costs=costs, devices=mesh.devices, resharding=Resharding(mesh),
-                              optimizer=optimizer, splits_states=splits_states, pause=self._pause)
+                              optimizer=optimizer, splits_states=splits_states, pause=self._pause,
+                              has_context=has_context)
         self.parts = builder.build()
         self.assembler = Assembler(self.parts, folded, pause=self._pause)
         problem = self.assembler.assemble().problem

@@ -6,19 +6,25 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import Final
 
 import numpy as np
 
 from weft.cost.costs import Costs
+from weft.cost.mesh import Mesh
 from weft.cost.roofline import PARTS, Part, Terms
 from weft.model.graph import F64, I64
 from weft.search.shard.mesh import Resharding
 from weft.sharding import factors
 from weft.sharding.factors import NOT_SPLIT, OpFactors, Strategy
+from weft.sharding.layout_steps import ALL_GATHER, ALL_REDUCE
+from weft.sharding.sequence import Place, blocks_word
 from weft.sharding.tensor_layout import Layout, largest_part
 
 FORWARD, BACKWARD = 0, 1
 """The two passes of a step."""
+PASSES: Final[tuple[tuple[Part, ...], ...]] = (("forward",), ("input_grad", "weight_grad"))
+"""What each of them has of an operator."""
 Shapes = Sequence[tuple[int, ...]]
 Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
@@ -44,8 +50,17 @@ class OpChoices:
     """[inputs][s] part of an input that it holds."""
 
 
+@dataclass(frozen=True, slots=True)
+class InContext:
+    """What an operator does on a mesh whose first axis is a context axis: it splits its place in the sequence."""
+
+    place: Place | None
+    """None: it has none, and does not split there."""
+    zigzag: bool
+
+
 def op_choices(op: OpFactors | None, input_shapes: Shapes, output_shapes: Shapes, resharding: Resharding,
-               blocks: Sequence[tuple[int, int]] = ()) -> OpChoices:
+               blocks: Sequence[tuple[int, int]] = (), context: InContext | None = None) -> OpChoices:
     """Return the strategies of an operator; only that of doing it everywhere where it has no factors.
 
     ``blocks`` are (factor, count): it may also be split in so many blocks, because a reader wants it so.
@@ -54,7 +69,7 @@ def op_choices(op: OpFactors | None, input_shapes: Shapes, output_shapes: Shapes
     if op is None:
         op = OpFactors(factors=(), inputs=tuple(((),) * len(shape) for shape in input_shapes),
                        outputs=tuple(((),) * len(shape) for shape in output_shapes))
-    ways = _ways(op, mesh, blocks)
+    ways = _ways(op, mesh, blocks) if context is None else _context_ways(op, mesh, blocks, context)
     number = resharding.number
 
     def numbers(function: Callable[[OpFactors, Strategy, Sequence[int], int], Layout], count: int) -> tuple[I64, ...]:
@@ -91,6 +106,25 @@ def _ways(op: OpFactors, mesh: Sequence[int], blocks: Sequence[tuple[int, int]]
             if (factor < 0 or factor in choice) and factors.is_valid(form, choice, mesh):
                 ways.append((form, choice, tuple(_word(op, item, count if item == factor else 1) for item in choice)))
     return ways
+
+
+def _context_ways(op: OpFactors, mesh: Sequence[int], blocks: Sequence[tuple[int, int]], context: InContext
+                  ) -> list[tuple[OpFactors, Strategy, tuple[str, ...]]]:
+    """Return the same where the first axis splits the sequence, and nothing else; attention in two forms."""
+    place = context.place
+    if place is None:
+        return [way for way in _ways(op, mesh, blocks) if way[1][0] <= NOT_SPLIT]
+    count = place.blocks * (2 if context.zigzag else 1)
+    split = op if count == 1 else factors.in_blocks(op, place.factor, count, zigzag=context.zigzag)
+    said = op.factors[place.factor].name + blocks_word(place.blocks, context.zigzag)
+    round_form = factors.passed_round(split)
+    found = []
+    for form, ending in ((split, ""), *([] if round_form is None else [(round_form, "@ring")])):
+        for way, choice, words in _ways(form, mesh, [item for item in blocks if item[0] != place.factor]):
+            others = [words[axis + 1] if own != place.factor else said for axis, own in enumerate(choice[1:])]
+            if choice[0] == place.factor and (not ending or place.factor not in choice[1:]):
+                found.append((way, choice, (said + ending, *others)))
+    return found
 
 
 def _word(op: OpFactors, choice: int, count: int) -> str:
@@ -156,6 +190,13 @@ def op_seconds(choices: OpChoices, whole_s: Mapping[Part, float], terms: Mapping
     return total
 
 
+def pass_seconds(costs: Costs, op: int, column: int, choices: OpChoices, which: int) -> F64:
+    """Return [s] the seconds of an operator's work in one pass."""
+    whole: dict[Part, float] = {part: seconds if part in PASSES[which] else 0.0
+                                for part, seconds in whole_seconds(costs, op, column).items()}
+    return op_seconds(choices, whole, costs.terms[column], op)
+
+
 def inside_sums(choices: OpChoices, strategy: int, mesh: Sequence[int]) -> Iterator[tuple[int, int, F64]]:
     """Yield (axis, pass, bytes) of what devices add up inside an operator where a factor is split that needs it."""
     op, chosen = choices.op, choices.strategies[strategy]
@@ -167,6 +208,25 @@ def inside_sums(choices: OpChoices, strategy: int, mesh: Sequence[int]) -> Itera
             for which, sums in ((FORWARD, op.factors[index].forward_sums), (BACKWARD, op.factors[index].backward_sums)):
                 if sums:
                     yield axis, which, np.array(sums, dtype=np.float64) * others
+
+
+def inside_seconds(choices: OpChoices, strategy: int, mesh: Mesh, work_s: Sequence[float],
+                   num_bytes: float = 1.0) -> tuple[float, float]:
+    """Return the seconds in forward and backward of what devices exchange inside an operator.
+
+    ``work_s`` are those of its work on a device: keys and values go round beside it, but for the last part of it, which
+    nothing follows. With ``num_bytes`` next to nothing it is what so many times the bytes would take.
+    """
+    found = [0.0, 0.0]
+    for axis, which, sizes in inside_sums(choices, strategy, mesh.shape):
+        found[which] += float(mesh.seconds(axis, ALL_REDUCE, sizes * num_bytes).sum())
+    if choices.words[strategy][0].endswith("@ring"):
+        count, place = mesh.shape[0], choices.op.keys[0][0]
+        part = float(choices.input_part[place][strategy]) * count
+        for which, whole in enumerate(choices.op.passed):
+            sent = float(mesh.seconds(0, ALL_GATHER, np.array([whole * part * num_bytes]))[0])
+            found[which] += max(0.0, sent - work_s[which] * num_bytes * (count - 1) / count)
+    return found[0], found[1]
 
 
 def describe(choices: OpChoices, index: int, axes: Sequence[str]) -> str:

@@ -29,10 +29,11 @@ from weft.plan.memory import optimizer_bytes
 from weft.plan.plan import Optimizer
 from weft.search.shard import op_choices
 from weft.search.shard.mesh import Resharding
-from weft.search.shard.op_choices import BACKWARD, FORWARD, OpChoices
+from weft.search.shard.op_choices import BACKWARD, FORWARD, InContext, OpChoices
 from weft.sharding.factor_rules import factors_of, has_rule
 from weft.sharding.factors import OpFactors
-from weft.sharding.layout_steps import ALL_REDUCE
+from weft.sharding.named_ops import named_ops
+from weft.sharding.sequence import ModelSequence, find_sequence
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, largest_part
 
 
@@ -107,6 +108,7 @@ class ModelParts:
     """Operators that no rule describes, by kind: where one of them is in the source."""
     results: tuple[Result, ...] = ()
     """What the model gives, which all devices are to have whole."""
+    has_context: bool = False
 
     def result_seconds(self, result: Result, num_bytes: float) -> F64:
         """Return by strategy of its giver the time to bring a result of so many bytes whole to all devices."""
@@ -151,6 +153,8 @@ class PartBuilder:
     """Optimizer states and stored parameters may be in more pieces than are used."""
     pause: Callable[[], None] = lambda: None
     """Called between parts; may raise to end."""
+    has_context: bool = False
+    """The first axis of the mesh splits the sequence, and nothing else."""
     parts: list[ModelPart] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     part_of_op: dict[str, int] = field(default_factory=dict)
@@ -173,6 +177,7 @@ class PartBuilder:
         givers: dict[int, tuple[int, int]] = {}
         ops = [(op, name) for op, name in enumerate(graph.op_names) if not graph.is_constant[op]]
         self._find_factors(ops)
+        self._sequence = self._find_sequence() if self.has_context else None
         for op, name in ops:
             self.pause()
             self._add_op(op, name, readings, givers)
@@ -181,7 +186,8 @@ class PartBuilder:
             self._connect(tensor, items, givers)
         results = tuple(Result(tensor, *givers[tensor]) for tensor in graph.outputs if tensor in givers)
         found = ModelParts(traced=self.traced, resharding=self.resharding, parts=tuple(self.parts), results=results,
-                           edges=tuple(self.edges), part_of_op=self.part_of_op, without_rule=self.without_rule)
+                           has_context=self.has_context, edges=tuple(self.edges), part_of_op=self.part_of_op,
+                           without_rule=self.without_rule)
         for result in results:
             extra = found.result_seconds(result, float(graph.tensor_bytes[result.tensor]))
             giver = self.parts[result.giver]
@@ -197,9 +203,11 @@ class PartBuilder:
         shapes = tuple(_shape(item) for item in inputs)
         results = _results(node)
         factors, blocks = self._factors[op]
-        key = (factors, shapes, results, blocks)
+        context = None if self._sequence is None else InContext(self._sequence.places.get(name),
+                                                                self._sequence.is_causal)
+        key = (factors, shapes, results, blocks, context)
         if key not in self._choices:
-            self._choices[key] = op_choices.op_choices(factors, shapes, results, self.resharding, blocks)
+            self._choices[key] = op_choices.op_choices(factors, shapes, results, self.resharding, blocks, context)
         choices = self._choices[key]
         part = len(self.parts)
         held = np.full(len(choices.strategies), 0.0)
@@ -240,10 +248,16 @@ class PartBuilder:
                     wanted.setdefault(source.name, set()).update(need)
             self._factors[op] = factors, tuple(blocks)
 
+    def _find_sequence(self) -> ModelSequence:
+        """Return where the sequence is, which the first axis splits; raise ``InputError`` if it cannot."""
+        found = find_sequence(named_ops(self.traced))
+        found.check(self.resharding.mesh.shape[0], what=self.graph.name)
+        return found
+
     def _op_seconds(self, op: int, choices: OpChoices) -> F64:
         """Return the seconds of all strategies on the slowest device."""
         costs = self.costs
-        inside = self._inside_seconds(choices)
+        inside = self._inside_seconds(op, choices)
         slowest = np.zeros(len(choices.strategies))
         for column in self.columns:
             whole = op_choices.whole_seconds(costs, op, column)
@@ -257,17 +271,17 @@ class PartBuilder:
             slowest = np.maximum(slowest, self._seconds[key])
         return slowest + inside
 
-    def _inside_seconds(self, choices: OpChoices) -> F64:
+    def _inside_seconds(self, op: int, choices: OpChoices) -> F64:
         """Return the time of what devices exchange inside an operator where a factor is split that needs it."""
-        mesh, op = self.resharding.mesh, choices.op
+        mesh, factors = self.resharding.mesh, choices.op.factors
         seconds = np.zeros(len(choices.strategies))
-        if not any(factor.forward_sums or factor.backward_sums for factor in op.factors):
+        if not choices.op.keys and not any(factor.forward_sums or factor.backward_sums for factor in factors):
             return seconds
-        passes = (FORWARD, BACKWARD) if self.graph.has_backward else (FORWARD,)
+        work = [op_choices.pass_seconds(self.costs, op, self.columns[0], choices, which)
+                for which in (FORWARD, BACKWARD)]
         for place in range(len(choices.strategies)):
-            for axis, which, sizes in op_choices.inside_sums(choices, place, mesh.shape):
-                if which in passes:
-                    seconds[place] += mesh.seconds(axis, ALL_REDUCE, sizes).sum()
+            found = op_choices.inside_seconds(choices, place, mesh, [float(item[place]) for item in work])
+            seconds[place] = sum(found[: 2 if self.graph.has_backward else 1])
         return seconds
 
     # ---- tensors ----------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """What every operator of a model takes where equal devices divide it among them: tensor parallelism, as searched.
 
-``split_operators`` finds the best way in which no gradient of a parameter is a sum over the devices and no samples are
-divided (that is what replicas are for, and a step may have fewer samples than devices), and says for each operator of
-the full model:
+``split_operators`` finds the best way in which no gradient of a matrix is a sum over the devices (each would have all
+of it; the few numbers of norms and biases are added up once in a step) and no samples are divided (that is what
+replicas are for, and a step may have fewer samples than devices), and says for each operator of the full model:
 
     seconds for n samples = seconds of the whole operator for n samples * part + latency_s + n * s_per_sample
 
@@ -27,18 +27,27 @@ from weft.model.graph import F64, I64, Graph
 from weft.plan.plan import Optimizer, Sharding
 from weft.plan.sharding import parse_layout
 from weft.search.common.budget import Budget
+from weft.search.common.problem import mesh_axes
 from weft.search.shard.folded_graph import Assembler
 from weft.search.shard.model_search import MeshSearch, ShardedModel
-from weft.search.shard.op_choices import BACKWARD, FORWARD, Bools, OpChoices, inside_sums, op_seconds, whole_seconds
+from weft.search.shard.op_choices import (
+    BACKWARD,
+    FORWARD,
+    PASSES,
+    Bools,
+    OpChoices,
+    inside_seconds,
+    op_seconds,
+    pass_seconds,
+    whole_seconds,
+)
 from weft.search.shard.parts import Edge, ModelParts
 from weft.search.shard.to_plan import full_names, plan_words
-from weft.sharding.layout_steps import ALL_REDUCE
 from weft.sharding.tensor_layout import SUM, largest_part
 
 HARDLY: Final = 1e-9
 """Bytes that take the latency only; none at all are not sent."""
 _PHASES: Final[tuple[Phase, Phase]] = ("F", "B")
-_OF_PASS: Final[tuple[tuple[Part, ...], ...]] = (("forward",), ("input_grad", "weight_grad"))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -54,6 +63,10 @@ class TensorCosts:
     """[operators] part of what an operator keeps for its backward that one device keeps."""
     sharding: Sharding
     """The same in the words of a plan, for all operators."""
+    summed: frozenset[int] = frozenset()
+    """Parameters of the full model of whose gradients each device that divides operators has a part of the sum."""
+    cp: int = 1
+    """So many of the devices divide the sequence, on an axis of its own; the rest operators."""
 
     def seconds(self, which: int, whole_s: F64, num_samples: float) -> F64:
         """Return each operator's seconds in a pass, from those of the whole operators for so many samples."""
@@ -69,20 +82,22 @@ class TensorCosts:
 
 def split_operators(folded: FoldedModel, graph: Graph, costs: Costs, groups: Sequence[Sequence[int]], *,
                     optimizer: Optimizer | None = None, budget: Budget | None = None,
-                    is_size_known: bool = False) -> list[TensorCosts]:
+                    is_size_known: bool = False, cp: int = 1) -> list[TensorCosts]:
     """Return how the devices of each group divide the operators of ``graph``, the full model of ``folded``.
 
     The groups have the same size and divide the model in the same way, the best for the first of them. ``costs`` are
-    those of the folded model. ``is_size_known``: steps have just as many samples as the graph, so that what is inside
-    each of them may be divided where samples and positions are one dimension.
+    those of the folded model. ``is_size_known``: steps have just as many samples as that, so that what is inside
+    each of them may be divided where samples and positions are one dimension. ``cp`` devices divide the sequence, and
+    the rest of a group operators.
     """
-    searches = [MeshSearch(folded, costs, Mesh(costs.cluster, group, (len(group),), comm_fits=costs.comm_fits),
+    shape = tuple(mesh_axes(len(groups[0]), cp).values())
+    searches = [MeshSearch(folded, costs, Mesh(costs.cluster, group, shape, comm_fits=costs.comm_fits),
                            optimizer=optimizer or Optimizer(), limit_bytes=None, splits_states=False,
-                           budget=budget or Budget(effort=float("inf"))) for group in groups]
+                           budget=budget or Budget(effort=float("inf")), has_context=cp > 1) for group in groups]
     dims = _batch_dims(folded.traced.graph, graph)
 
     def allowed(parts: ModelParts, index: int) -> Bools | None:
-        return _allowed(parts, index, dims, graph.batch if is_size_known else None)
+        return _allowed(parts, index, dims, folded.traced.graph.batch if is_size_known else None)
 
     best = searches[0].run(allowed)
     return [_Table(replace(best, parts=search.parts), folded, graph, costs, search.assembler).make()
@@ -100,7 +115,7 @@ def _batch_dims(folded: Graph, graph: Graph) -> dict[int, int]:
 
 
 def _allowed(parts: ModelParts, index: int, dims: Mapping[int, int], batch: int | None) -> Bools | None:
-    """Allow the strategies that divide no samples and add up no gradients of parameters.
+    """Allow the strategies that divide no samples and add up no gradients of matrices.
 
     ``dims`` are batch dimensions by tensor; with a ``batch`` what is inside each sample may be divided.
     """
@@ -122,8 +137,9 @@ def _allowed(parts: ModelParts, index: int, dims: Mapping[int, int], batch: int 
         if edge.reader != index:
             continue
         keep_whole(edge.tensor, edge.reads)
-        if part.kind == "op" and edge.is_parameter and edge.returns is not None:
-            allowed &= np.array([SUM not in layouts[number] for number in edge.returns.tolist()])
+        if part.kind == "op" and edge.is_parameter and edge.returns is not None and len(parts.shape_of(edge)) > 1:
+            first = 1 if parts.has_context else 0  # what a context axis adds up is exchanged once a step
+            allowed &= np.array([SUM not in layouts[number][first:] for number in edge.returns.tolist()])
     for result in parts.results:
         if result.giver == index:
             keep_whole(result.tensor, part.values[result.output])
@@ -174,14 +190,15 @@ class _Table:
         sharding = plan_words(self.found, self.folded)
         return TensorCosts(part=self.part, latency_s=self.latency,
                            s_per_sample=self.rate, held_part=self._held(sharding), saved_part=self.saved,
-                           sharding=sharding)
+                           summed=self._summed(sharding),
+                           sharding=sharding, cp=self.found.mesh.shape[0] if self.parts.has_context else 1)
 
     def _add_op(self, node: int, name: str, choices: OpChoices, strategy: int) -> None:
         op = self.folded.traced.graph.op_index[name]
         ops = self.ops_of[node]
         column = self.costs.column_of_device[self.found.mesh.devices[0]]
         whole, terms = whole_seconds(self.costs, op, column), self.costs.terms[column]
-        for which, own in enumerate(_OF_PASS):
+        for which, own in enumerate(PASSES):
             wanted: dict[Part, float] = {part: whole[part] if part in own else 0.0 for part in PARTS}
             total = sum(wanted.values())
             if total > 0:
@@ -192,14 +209,16 @@ class _Table:
                 self.part[which, ops] = part
                 self.latency[which, ops] += fixed_s * (1 - part)
         self.saved[ops] = choices.work[strategy]
-        self._add_inside(ops, choices, strategy)
+        self._add_inside(op, ops, choices, strategy)
 
-    def _add_inside(self, ops: list[int], choices: OpChoices, strategy: int) -> None:
+    def _add_inside(self, op: int, ops: list[int], choices: OpChoices, strategy: int) -> None:
         """Add what devices exchange inside an operator where a factor is split that needs it."""
-        for axis, which, sizes in inside_sums(choices, strategy, self.found.mesh.shape):
-            seconds, latency_s = (float(self.found.mesh.seconds(axis, ALL_REDUCE, items).sum())
-                                  for items in (sizes, HARDLY + 0 * sizes))
-            self._add(which, ops, seconds, latency_s)
+        mesh, column = self.found.mesh, self.costs.column_of_device[self.found.mesh.devices[0]]
+        work = [float(pass_seconds(self.costs, op, column, choices, which)[strategy]) for which in (FORWARD, BACKWARD)]
+        found, least = (inside_seconds(choices, strategy, mesh, work, size) for size in (1.0, HARDLY))
+        for which in (FORWARD, BACKWARD):
+            if found[which]:
+                self._add(which, ops, found[which], min(least[which], found[which]))
 
     def _add(self, which: int, ops: Sequence[int], seconds: float, latency_s: float) -> None:
         self.latency[which, ops] += latency_s
@@ -243,6 +262,11 @@ class _Table:
             ends = edge.returns[other], part.gradients[edge.output][own]
         source, target = (np.array([end], dtype=np.int64) for end in ends)
         return float(self.parts.resharding.matrix(source, target, num_bytes, shape)[0, 0])
+
+    def _summed(self, sharding: Sharding) -> frozenset[int]:
+        first = 1 if self.parts.has_context else 0
+        return frozenset(int(tensor) for tensor in self.graph.parameters if SUM in parse_layout(
+            sharding.tensors.get(self.graph.tensor_names[tensor], ())).gradient[first:])
 
     def _held(self, sharding: Sharding) -> F64:
         held = np.ones(self.graph.num_tensors)

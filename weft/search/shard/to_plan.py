@@ -13,7 +13,7 @@ from weft.model.folded import FoldedModel
 from weft.model.graph import Graph
 from weft.plan.plan import Plan, Sharding, with_search
 from weft.plan.sharding import TensorLayout, format_layout, usual_gradient
-from weft.search.common.problem import Problem, StageSpec, one_stage
+from weft.search.common.problem import CONTEXT_AXIS, TENSOR_AXIS, Problem, StageSpec, one_stage
 from weft.search.shard.folded_graph import MIDDLE, Assembler, FoldedGraph, Place
 from weft.search.shard.model_search import ShardedModel
 from weft.search.shard.parts import ModelParts
@@ -129,7 +129,9 @@ def sharded_plan(problem: Problem, found: ShardedModel, folded: FoldedModel,
     if missing:
         raise PlanError(f"the model has no operator {missing[0]!r}, which its folded form has")
     devices = tuple(DeviceId(device) for device in found.mesh.devices)
-    mesh = dict(zip(AXES[len(found.mesh.shape)], found.mesh.shape, strict=True))
+    names = (CONTEXT_AXIS, TENSOR_AXIS)[: len(found.mesh.shape)] if found.parts.has_context else AXES[len(
+        found.mesh.shape)]
+    mesh = dict(zip(names, found.mesh.shape, strict=True))
     spec = StageSpec(ops=np.arange(graph.num_ops), replicas=((devices, 1.0),), sharding=words, mesh=mesh,
                      times=() if times is None else (times,))
     plan = one_stage(problem, spec, 1, by="shard")

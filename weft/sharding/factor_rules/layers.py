@@ -9,8 +9,9 @@ all has it once. The vocabulary is special too: a device looks up the tokens tha
 
     attention   (b... kv.group rows e, b... kv keys e, b... kv keys width, mask) -> (b... kv.group rows width)
 
-Its keys are never split. Where queries have more heads than keys and values, ``kv`` are the heads of keys and ``group``
-the queries of each. The rows are special in causal attention: a device's first row is not the first of all.
+Its keys are split in the form only in which devices pass them round (``factors.passed_round``). Where queries have
+more heads than keys and values, ``kv`` are the heads of keys and ``group`` the queries of each. The rows are special in
+causal attention: a device's first row is not the first of all.
 
     convolution             (images g.in, g.out in, g.out) -> (images g.out)
     transposed convolution  (images g.in, g.in out, g.out) -> (images g.out)
@@ -43,7 +44,7 @@ from enum import IntEnum
 from typing import Any
 
 from weft.sharding.factor_rules.common import Call, Items, Shape, aligned, is_float, rule, shape_of
-from weft.sharding.factors import OpFactors
+from weft.sharding.factors import ROWS, OpFactors
 
 
 def linear_in(*groups: Sequence[Any]) -> list[list[Any]]:
@@ -130,14 +131,22 @@ def attention(call: Call) -> OpFactors | None:
         return None
     shape = shape_of(query)
     batch, heads, key_heads = _batch_and_heads(call, shape_of(key))
-    rows = call.factor("rows", shape[-2], special=bool(call.args["is_causal"]))
+    is_causal = bool(call.args["is_causal"])
+    rows = call.factor(ROWS, shape[-2], special=is_causal, grows=is_causal)
     width = call.factor("width", shape_of(value)[-1], divides=0.5)
     inputs = [(query, [*aligned(shape[:-2], batch + heads), rows, ()]),
               (key, [*aligned(shape_of(key)[:-2], batch + key_heads), (), ()]),
               (value, [*aligned(shape_of(value)[:-2], batch + key_heads), (), width])]
     if mask is not None:
         inputs.append((mask, aligned(shape_of(mask), [*batch, *heads, rows, ()])))
-    return call.done(inputs, [[*batch, *heads, rows, width]], linear=[[value]] if value not in (query, key) else [])
+    found = call.done(inputs, [[*batch, *heads, rows, width]], linear=[[value]] if value not in (query, key) else [])
+    if (found is None or mask is not None or len({query, key, value}) < 3 or len(shape) != 4
+            or {shape_of(key)[0], shape_of(value)[0]} != {shape[0]} or shape_of(key)[-2] != shape[-2]):
+        return found
+    places = tuple((call.tensors.index(node), len(shape_of(node)) - 2) for node in (key, value))
+    item = key.meta["val"].dtype.itemsize
+    numbers = float(math.prod(shape_of(key)) + math.prod(shape_of(value)))
+    return replace(found, keys=places, passed=(numbers * item, numbers * (item + max(item, 4))))
 
 
 def _batch_and_heads(call: Call, key_shape: tuple[int, ...]) -> tuple[Items, Items, Items]:
