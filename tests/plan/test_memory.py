@@ -347,7 +347,8 @@ def _begins(program: Program, meaning: Meaning, stage: Recount, instance: int) -
         ways = {rank: [] for rank in item.ranks}
         for channel in program.channels:
             if channel.kind == "gradient" and instance in channel.consumers and tensor in channel.tensors:
-                ways[channel.target].append("message" if channel.whole else "piece")
+                is_lent = graph.depends_on_inputs[tensor]  # else it may become a parameter's gradient: it is copied
+                ways[channel.target].append("message" if channel.whole and is_lent else "piece")
         for other in meaning.members():
             if tensor in meaning.reads[other[0]] and instance_reads(meaning, other, member_of(program, instance)):
                 same = meaning.samples[other] == meaning.samples[member_of(program, instance)]
