@@ -2,71 +2,57 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
 
-from benchmarks.random_models import Attention, BatchNorm, InPlace, Rotary, Views, size_of
+from benchmarks.random_models import draw_model
 from tests.run.plans import greedy_order, pipeline_plan
-from tests.run.pretended import measured
-from weft.model.source import ModelSource
+from tests.run.pretended import prepared
 from weft.model.trace import trace
 from weft.plan.lower import lower
 from weft.plan.memory import account_memory
 from weft.plan.program import Program
+from weft.run.memory_meter import measure_step
 from weft.run.prepare import Tracer
 from weft.run.stage import _as_it_lies
 from weft.run.wire import memory_order
 
-SIZE, MICROBATCHES = size_of(8), 3
-Piece = Callable[[], nn.Module]
+MICROBATCHES = 3
+CASES = [
+    (758089, ("pieces.2.transpose_1",), False),  # rows that are changed in place, and a sum behind a linear layer
+    (758089, ("pieces.3.select_1",), True),
+    (580019, ("pieces.0.norm._native_batch_norm_legit_functional", "pieces.1.linear.linear"), False),
+    (1046029, ("pieces.2.squeeze", "reshape"), False),  # a tensor whose gradient lies in another order than it
+    (109051, ("pieces.0.t", "pieces.0.expand_1"), True), (301686, ("pieces.1.reshape", "head.linear"), False),
+    (205394, ("pieces.1.scaled_dot_product_attention", "pieces.2.matmul"), False)]
+"""Seed of the model, the first operators of the second stage and the third, and whether backwards are split."""
 
 
-class Between(nn.Module):
-    """A piece between two linear layers, and the sum of its squares."""
-
-    def __init__(self, piece: Piece) -> None:
-        super().__init__()
-        self.start, self.piece, self.end = nn.Linear(SIZE.width, SIZE.width), piece(), nn.Linear(SIZE.width, SIZE.width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.end(self.piece(self.start(x))).square().mean()
-
-
-def source_of(piece: Piece) -> ModelSource:
-    def sample(mode: str, batch: int, seed: int) -> tuple[Tensor, ...]:
-        return (torch.randn(batch, SIZE.length, SIZE.width, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)),)
-
-    return ModelSource(name="between", spec="", batch=2, mode="training", builder=lambda mode: Between(piece).double(), sampler=sample)
-
-
-def programs(piece: Piece, cut: str, *, split: bool) -> tuple[Tracer, Program]:
-    """Return a pipeline of two stages, the second of which begins with this operator."""
-    source = source_of(piece)
+def program_of(seed: int, cuts: tuple[str, ...], *, split: bool) -> tuple[Tracer, Program]:
+    """Return a pipeline of a random model whose later stages begin with these operators, each on a rank of its own."""
+    source = draw_model(seed, "training", scale=8).source
     graph = trace(source, batch=2, batch_dims=True).graph
-    at = graph.op_names.index(cut)
-    ops = [list(graph.op_names[:at]), list(graph.op_names[at:])]
-    plan = pipeline_plan(graph, [0, 1], greedy_order([0, 1], MICROBATCHES, split=split), microbatches=MICROBATCHES,
+    at = [0, *(graph.op_names.index(cut) for cut in cuts), graph.num_ops]
+    ops, devices = [list(graph.op_names[first:last]) for first, last in pairwise(at)], list(range(len(at) - 1))
+    plan = pipeline_plan(graph, devices, greedy_order(devices, MICROBATCHES, split=split), microbatches=MICROBATCHES,
                          batch=2 * MICROBATCHES, ops=ops)
     return Tracer(source), lower(plan, graph)
 
 
-@pytest.mark.parametrize(("piece", "cut", "split"), [
-    (InPlace, "piece.select_1", False), (InPlace, "piece.linear.linear", True), (BatchNorm, "piece.transpose_1", False),
-    (BatchNorm, "end.linear", False), (Views, "piece.squeeze", False), (Views, "piece.mul", False),
-    (Views, "piece.permute", True), (Views, "piece.matmul", True), (partial(Attention, fused=True), "piece.transpose", False),
-    (partial(Attention, fused=True), "piece.scaled_dot_product_attention", False),
-    (partial(Rotary, trained=False), "piece.view_as_real", False)])
-def test_what_lies_in_another_order_is_copied_as_the_account_says(piece: Callable[..., nn.Module], cut: str, split: bool) -> None:
-    """Was: up to 13 % too little, each of them found in a random plan."""
-    tracer, program = programs(lambda: piece(SIZE), cut, split=split)
-    account = account_memory(program)
-    for rank in (0, 1):
-        assert measured(tracer, program.plan, rank) <= 1.02 * account.peak_bytes(rank)
+@pytest.mark.parametrize(("seed", "cuts", "split"), CASES)
+def test_what_lies_in_another_order_is_copied_as_the_account_says(seed: int, cuts: tuple[str, ...], split: bool) -> None:
+    """Was: 3 to 13 % too little, each of them found in a random plan."""
+    tracer, program = program_of(seed, cuts, split=split)
+    account, rank = account_memory(program), 1
+    ready, executor = prepared(tracer, program.plan, rank)
+    executor.step()
+    record = measure_step(executor, buffers=ready.buffers.values())
+    at = int(np.argmax(record.peak))  # of which the workspace of a kernel, as in a batch norm's backward
+    assert record.peak[at] - record.inside[at] <= 1.02 * account.peak_bytes(rank)
 
 
 @pytest.mark.parametrize("shape", [(2, 5, 6), (2, 5, 6, 7), (4, 6)])

@@ -45,7 +45,7 @@ class LocalTensor:
     is_kept: bool = True
     """The backward of its readers may need it."""
     keeps_made: bool = False
-    """It is brought together only to be sent: readers of its own stage have the part that is made, and may keep that."""
+    """It is brought together only to be sent: readers of its own stage find, and may keep, the part that is made."""
     takers: frozenset[int] = frozenset()
     """Operators that find more of it than others, each device having it brought there once more."""
     taken: float = 1.0

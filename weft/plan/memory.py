@@ -242,8 +242,9 @@ def _single_gradients(program: Program, index: int,
                          for tensor in inputs[reader.stage].tolist()})
     total = messages + near
     single = {tensor for _, tensor in total} - {tensor for (_, tensor), count in total.items() if count > 1}
-    return (frozenset(tensor for tensor in single & {tensor for _, tensor in messages} if graph.depends_on_inputs[tensor]),
-            frozenset(single & {tensor for _, tensor in near} - {tensor for _, tensor in messages}))
+    arriving = single & {tensor for _, tensor in messages}
+    return (frozenset(tensor for tensor in arriving if graph.depends_on_inputs[tensor]),
+            frozenset(single & {tensor for _, tensor in near} - arriving))
 
 
 def _activation_bytes(program: Program, memories: list[StageMemory], fresh: _FreshGradients) -> I64:

@@ -238,7 +238,8 @@ def _copy_shared_outputs(graph: FxGraph) -> None:
     """
     end = next(iter(reversed(graph.nodes)))
     results = list(end.args[0])
-    shared = set[int]().union(*(_shared_outputs(graph, lay) for lay in (Tensor.detach, torch.empty_like, Tensor.contiguous)))
+    lays: tuple[Callable[[Tensor], Tensor], ...] = (Tensor.detach, torch.empty_like, Tensor.contiguous)
+    shared = set[int]().union(*(_shared_outputs(graph, lay) for lay in lays))
     with graph.inserting_before(end):
         for position in sorted(shared):
             results[position] = graph.call_function(torch.ops.aten.clone.default, (results[position],))
@@ -284,7 +285,7 @@ def _lay_norms_as_traced(module: GraphModule) -> None:
 def _as_it_lies(norm: Callable[..., Any], x: Tensor, *rest: Any, **named: Any) -> Any:
     """Return a batch norm of ``x`` whose first result lies in memory as ``x``.
 
-    A batch norm takes all dimensions but the channels alike, so those that lie before them and those behind are one each.
+    It takes all dimensions but the channels alike, so those that lie before them are taken as one, and those behind.
     """
     order = memory_order(x)
     lying, at = x.permute(order), order.index(1)
