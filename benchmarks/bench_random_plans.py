@@ -80,14 +80,12 @@ def _run_model(model: DrawnModel, num_devices: int, kinds: Sequence[str], contro
     world = World(model=model, tracer=tracer, num_devices=num_devices, rng=random.Random(model.seed))
     cases = [Case(model=model.seed, features=model.features, kind=kind, num_devices=num_devices) for kind in kinds]
     ready = [(case, *made) for case in cases if (made := _make(world, case, compiled)) is not None]
-    if ready:
+    while ready:  # again with other ranks, where some were lost
         with Ranks(tracer, num_devices, limit_s=COMPILING_S if compiled else LIMIT_S) as ranks:
             alive = True
-            for case, plan, program in ready:
-                if alive:
-                    alive = _judge(case, model, plan, program, ranks, tracer)
-                else:
-                    case.result, case.words = "broken", ["not run: the ranks were lost before"]
+            while alive and ready:
+                case, plan, program = ready.pop(0)
+                alive = _judge(case, model, plan, program, ranks, tracer)
                 if alive and case.result == "equal" and case.kind not in controlled:
                     alive = _control(case, model, plan, program, ranks, tracer)
                     controlled.add(case.kind)

@@ -23,6 +23,7 @@ import math
 import os
 import re
 import shutil
+import stat
 import tempfile
 import types
 import typing
@@ -113,11 +114,16 @@ LEAST_ROOM_BYTES: Final = 1 << 16
 
 def read_bytes(path: str | os.PathLike[str], *, error: type[InputError] = InputError,
                limit: int | None = None) -> bytes:
-    """Return the content of ``path``, unpacked if its name ends in ``.gz``; at most ``limit`` bytes are unpacked."""
+    """Return the content of ``path``, unpacked if its name ends in ``.gz``; at most ``limit`` bytes are unpacked.
+
+    Devices are refused: ``/dev/zero`` has no end.
+    """
     file = Path(path)
     limit = MAX_FILE_BYTES if limit is None else min(limit, MAX_FILE_BYTES)
     try:
         with gzip.open(file, "rb") if file.suffix == ".gz" else open(file, "rb") as stream:
+            if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode) and not os.isatty(stream.fileno()):
+                raise error(f"{str(path)!r} is a device, not a file: name a file")
             data = stream.read(limit + 1)
     except FileNotFoundError as problem:
         raise error(f"no file {str(path)!r}: check the path") from problem

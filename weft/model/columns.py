@@ -69,6 +69,7 @@ class _Tensor:
     num_readers: int = 0
     is_saved: bool = False
     is_frozen: bool = False
+    has_turned_gradient: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -271,16 +272,26 @@ class _Builder:
             self._note_orders(needed)
 
     def _note_orders(self, needed: set[int]) -> None:
-        """Follow the order in which gradients lie from the loss back, and note what backwards take for other orders."""
-        nodes, orders = {node.name: node for node in self.capture.graph.nodes}, dict[int, Order]()
+        """Follow the orders in which gradients may lie from the loss back, and note what backwards take for them.
+
+        Every tensor's gradient may also lie as the tensor: a stage that begins there is given one that does. What
+        several readers give is added to what the first of them gave, and any of them may be the first of its stage.
+        """
+        nodes, orders = {node.name: node for node in self.capture.graph.nodes}, dict[int, list[Order]]()
         for index in sorted(needed, reverse=True):
             op = self.ops[index]
             if any(self.tensors[tensor].grad for tensor in op.outputs.values()):
-                found = self.probe.given(nodes[op.nodes[0]], tuple(
-                    orders.get(op.outputs.get(position, -1)) for position in range(max(op.outputs) + 1)))
-                op.cost = replace(op.cost, backward_room_bytes=found.room)
-                for tensor, order in zip(op.inputs, found.orders, strict=False):
-                    orders.setdefault(tensor, order)  # later ones are added to the first
+                usual: list[Order] = [None] * (max(op.outputs) + 1)
+                given = [usual, *([*usual[:place], order, *usual[place + 1:]] for place, tensor in op.outputs.items()
+                                  for order in orders.get(tensor, ()))]
+                found = [self.probe.given(nodes[op.nodes[0]], tuple(item)) for item in given]
+                op.cost = replace(op.cost, backward_room_bytes=max(item.room for item in found))
+                for item in found:
+                    for tensor, order in zip(op.inputs, item.orders, strict=False):
+                        known = orders.setdefault(tensor, [])
+                        if order is not None and order not in known:
+                            known.append(order)
+                            self.tensors[tensor].has_turned_gradient = True
 
     def _needed_for(self, loss: int) -> set[int]:
         needed: set[int] = set()
@@ -354,7 +365,7 @@ def _tensor_row(tensor: _Tensor) -> TensorRow:
         name=tensor.name, shape=tuple(int(size) for size in value.shape), role=tensor.role, producer=tensor.producer,
         dtype=str(value.dtype).removeprefix("torch."), num_bytes=value.numel() * value.element_size(),
         base=tensor.base, is_saved=tensor.is_saved, is_frozen=tensor.is_frozen,
-        is_scattered=_is_scattered(value))
+        has_turned_gradient=tensor.has_turned_gradient, is_scattered=_is_scattered(value))
 
 
 def _is_scattered(value: torch.Tensor) -> bool:

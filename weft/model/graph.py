@@ -43,7 +43,7 @@ NO_BATCH_DIM = -1
 """In ``Graph.tensor_batch_dim``: the tensor's shape does not depend on the batch size."""
 DETACH = "aten.detach"
 """The operator that hands a tensor on and its gradient not back."""
-OPTIONAL_MARKS = ("is_scattered", "is_frozen")
+OPTIONAL_MARKS = ("is_scattered", "is_frozen", "has_turned_gradient")
 """Columns of tensors that are empty where no tensor is marked."""
 _OPTIONAL_COLUMNS = ("saved_inside_bytes", "forward_room_bytes", "backward_room_bytes")
 """Columns of operators that are zero where an importer does not know them."""
@@ -155,6 +155,9 @@ class Graph:
     """By tensor: it does not lie in one piece and in order; empty where nobody has looked."""
     is_frozen: Bool = field(default_factory=lambda: np.zeros(0, dtype=bool), repr=False)
     """By tensor: a parameter that is not trained (``requires_grad`` is off); empty where all are."""
+    has_turned_gradient: Bool = field(default_factory=lambda: np.zeros(0, dtype=bool), repr=False)
+    """By tensor: its gradient may lie in another order than it, and is copied to be handed on; empty where nobody has
+    looked."""
 
     def __post_init__(self) -> None:
         for column in _OPTIONAL_COLUMNS:
@@ -361,6 +364,7 @@ class TensorRow:
     is_saved: bool = False
     is_scattered: bool = False
     is_frozen: bool = False
+    has_turned_gradient: bool = False
     batch_dim: int = UNKNOWN_BATCH_DIM
 
 

@@ -122,6 +122,7 @@ class TensorRecord:
     saved: bool = False
     scattered: bool = False
     frozen: bool = False
+    turned: bool = False
     batch_dim: int = UNKNOWN_BATCH_DIM
 
 
@@ -390,7 +391,8 @@ def _full_graph(record: GraphRecord, where: str, name: str) -> Graph:
     rows = [TensorRow(
         name=tensor.name, shape=tensor.shape, dtype=tensor.dtype, role=ROLES[tensor.role], producer=source,
         num_bytes=tensor.bytes, base=-1 if tensor.view_of is None else ids[tensor.view_of], is_saved=tensor.saved,
-        is_scattered=tensor.scattered, is_frozen=tensor.frozen, batch_dim=tensor.batch_dim)
+        is_scattered=tensor.scattered, is_frozen=tensor.frozen, has_turned_gradient=tensor.turned,
+        batch_dim=tensor.batch_dim)
         for tensor, source in zip(tensors, producer, strict=True)]
     return make_graph(
         [_op_row(op, items) for op, items in zip(record.ops, reads, strict=True)], rows, name=name, batch=record.batch,
@@ -499,4 +501,5 @@ def _tensor_record(graph: Graph, tensor: int) -> TensorRecord:
         view_of=graph.tensor_names[base] if base >= 0 else None, saved=bool(graph.is_saved[tensor]),
         scattered=bool(len(graph.is_scattered) and graph.is_scattered[tensor]),
         frozen=bool(len(graph.is_frozen) and graph.is_frozen[tensor]),
+        turned=bool(len(graph.has_turned_gradient) and graph.has_turned_gradient[tensor]),
         batch_dim=int(graph.tensor_batch_dim[tensor]))

@@ -4,7 +4,8 @@ The backward of an operator is given the gradients of its results and makes one 
 or in that of what it was given (additions and views hand it on). While it runs both are there. Then what it was given
 goes, and each new gradient is joined to what earlier readers of the same tensor have left: in place where nobody else
 has that memory and it is no view, which holds on to what it is a view of; else in a third tensor. The gradient of a
-tensor that came from outside gets memory of its own at the end, because it is handed on.
+tensor that came from outside gets memory of its own at the end, because it is handed on, and is copied if it does not
+lie as the tensor.
 
 What the backward begins with stays until it ends: in the buffer it came in, with the stage on the rank that made it, or
 as a sum or an assembly of pieces. Only the last is counted here.
@@ -29,6 +30,8 @@ _FIRST_ONLY: Final = frozenset({"aten.sub", "aten.rsub"})
 """The same, to their first operand only."""
 _JOINING: Final = frozenset({"aten.cat", "aten.stack"})
 """Operators whose backward gives views of what it is given."""
+_SCATTERING: Final = frozenset({"aten.select_scatter", "aten.slice_scatter", "aten.diagonal_scatter"})
+"""The same, to their second operand only: the part that they put into the first."""
 
 
 class BackwardStep(Protocol):
@@ -101,7 +104,7 @@ class GradientsLive:
 
 def gives_on(step: BackwardStep, tensor: int, sizes: F64) -> bool:
     """Return whether the gradient of an operand is in the memory of that of the step's result."""
-    if step.kind in _JOINING:
+    if step.kind in _JOINING or (step.kind in _SCATTERING and tensor == step.read[1]):
         return True
     handing = step.is_view or step.kind in HANDING_ON or (step.kind in _FIRST_ONLY and tensor == step.read[0])
     is_handed = handing and not step.copies_gradient
@@ -109,14 +112,16 @@ def gives_on(step: BackwardStep, tensor: int, sizes: F64) -> bool:
 
 
 def gradients_live(steps: Sequence[BackwardStep], *, sizes: F64, wanted: Bool, inputs: Sequence[int],
-                   begins: Mapping[int, float], elsewhere: Mapping[int, float], defers: bool) -> GradientsLive:
+                   begins: Mapping[int, float], elsewhere: Mapping[int, float], defers: bool,
+                   turned: frozenset[int] = frozenset()) -> GradientsLive:
     """Return what gradients take; ``steps`` are in the order of the forward.
 
     ``wanted`` are the tensors with a gradient, ``inputs`` those that came from outside. The backward ``begins`` with
     the gradients of these tensors and takes so many bytes for them. ``elsewhere``: what of these is not counted while
-    the backward runs, but is if gradients of weights that are computed later, ``defers``, still need it.
+    the backward runs, but is if gradients of weights that are computed later, ``defers``, still need it. Gradients of
+    ``turned`` tensors may not lie as these.
     """
-    walk = _Walk(sizes=sizes, live=sum(begins.values()))
+    walk = _Walk(sizes=sizes, live=sum(begins.values()), turned=turned)
     walk.gradients = {tensor: _Memory(size, users=2, later=elsewhere.get(tensor, 0.0))  # the caller has it, too
                       for tensor, size in begins.items()}
     first_reader = {tensor: place for place in range(len(steps) - 1, -1, -1) for tensor in steps[place].read}
@@ -142,6 +147,7 @@ class _Walk:
 
     sizes: F64
     live: float
+    turned: frozenset[int] = frozenset()
     gradients: dict[int, _Memory] = field(default_factory=dict)
     views: set[int] = field(default_factory=set)
     """Tensors whose gradients are views of something that only they still hold."""
@@ -161,6 +167,7 @@ class _Walk:
     def run(self, step: BackwardStep, wanted: Bool) -> tuple[float, list[_Memory]]:
         """Make the gradients of a step's operands; return what is there while it runs, and what it was given."""
         given = [self.gradients.pop(tensor) for tensor in step.written if tensor in self.gradients]
+        was_view = any(tensor in self.views for tensor in step.written)
         if not given:
             moves = not step.written and any(tensor in self.gradients for tensor in step.read)
             return self.live + (step.backward_room if moves else 0.0), given
@@ -168,7 +175,7 @@ class _Walk:
             if wanted[tensor]:
                 handed_on = gives_on(step, tensor, self.sizes)
                 given[0].users += handed_on
-                is_view = handed_on and step.kind not in _AS_IT_IS
+                is_view = handed_on and (was_view or step.kind not in _AS_IT_IS)
                 self.made.append((tensor, given[0] if handed_on else self.new(tensor), is_view or step.gives_views))
         return self.live + step.backward_room, given
 
@@ -187,7 +194,7 @@ class _Walk:
         self.made.clear()
         for tensor in finished:
             own = self.gradients.get(tensor)
-            if own is not None and own.users > 1:
+            if own is not None and (own.users > 1 or tensor in self.turned):
                 most = max(most, self._replace(tensor, own))
         return most
 

@@ -49,6 +49,8 @@ class LocalTensor:
     """The same for its gradient, on the way back."""
     is_kept: bool = True
     """The backward of its readers may need it."""
+    keeps_made: bool = False
+    """It is brought together only to be sent: readers of its own stage find, and may keep, the part that is made."""
     takers: frozenset[int] = frozenset()
     """Operators that find more of it than others, each device having it brought there once more."""
     taken: float = 1.0
@@ -98,7 +100,8 @@ def local_tensors(graph: Graph, stage: Stage, replica: Replica, ops: I64, crossi
             if found is not None:
                 item = _local(graph.tensor_shapes[tensor], *found, sizes, is_kept=tensor not in forgotten)
                 room = 2 * item.read if tensor in scores else 0.0
-                item = replace(item, forward_room=max(item.forward_room, room))
+                item = replace(item, forward_room=max(item.forward_room, room),
+                               keeps_made=tensor in between and _is_read_in_parts(stage, tensor, graph, readers))
                 if graph.op_kinds[op] == ATTENTION:
                     item = _with_inside(graph, op, words, sizes, item, result)
                 result[tensor] = _with_takers(graph, stage, tensor, readers.get(tensor, ()), item, found[1], sizes)
@@ -155,6 +158,12 @@ def _with_takers(graph: Graph, stage: Stage, tensor: int, readers: Sequence[int]
                    taken_room=_room(shape, read, value, sizes), returned_room=_room(shape, gradient, read, sizes))
 
 
+def _is_read_in_parts(stage: Stage, tensor: int, graph: Graph, readers: Mapping[int, Sequence[int]]) -> bool:
+    """Return whether operators of the stage itself read a tensor in parts."""
+    words = stage.sharding.tensors.get(graph.tensor_names[tensor]) if tensor in readers else None
+    return words is not None and any(item.is_split for item in parse_layout(words).value)
+
+
 def _scores(graph: Graph, stage: Stage, ops: I64, kinds: frozenset[str]) -> set[int]:
     """Return what losses of these kinds read whose classes are split."""
     return {int(graph.op_inputs(op)[0]) for op in ops.tolist() if graph.op_kinds[op] in kinds
@@ -169,7 +178,8 @@ def _made_and_read(stage: Stage, name: str, words: Sequence[str], num_axes: int,
     """
     tensors: Mapping[str, Sequence[str]] = stage.sharding.tensors
     whole = whole_layout(num_axes)
-    read = whole if is_between or name not in tensors else parse_layout(tensors[name])
+    own_readers = parse_layout(tensors[name]) if name in tensors else whole
+    read = whole if is_between else own_readers
     read = TensorLayout(read.value, tuple(SUM if axis in summed and read.value[axis] == WHOLE else own
                                           for axis, own in enumerate(read.gradient)))
     if name in stage.sharding.made:
@@ -179,7 +189,7 @@ def _made_and_read(stage: Stage, name: str, words: Sequence[str], num_axes: int,
     else:
         split = [bool(word) and word != SUMS for word in words] if words else [False] * num_axes
         made = tuple((own if own.is_split else SUM) if is_split else WHOLE
-                     for own, is_split in zip(read.value, split, strict=True))
+                     for own, is_split in zip(own_readers.value, split, strict=True))
     if made == read.value == whole.value and read == whole:
         return None
     return made, read.value, read.gradient

@@ -228,9 +228,10 @@ def _single_gradients(program: Program, index: int,
                       inputs: Sequence[I64]) -> tuple[frozenset[int], frozenset[int]]:
     """Return the tensors of an instance whose gradient is what one message brings, or one stage on its rank has made.
 
-    Those of others are sums, or put together of pieces.
+    Those of others are sums, or put together of pieces; and what comes for a tensor that is made of nothing but
+    parameters is copied, because it may become a parameter's gradient as it is.
     """
-    item = program.instances[index]
+    item, graph = program.instances[index], program.graph
     messages, near = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
     for channel in (program.channels[channel] for channel in item.gradient_channels):
         messages.update({(channel.target, tensor): 1 if channel.whole else 2 for tensor in channel.tensors})
@@ -241,8 +242,9 @@ def _single_gradients(program: Program, index: int,
                          for tensor in inputs[reader.stage].tolist()})
     total = messages + near
     single = {tensor for _, tensor in total} - {tensor for (_, tensor), count in total.items() if count > 1}
-    return (frozenset(single & {tensor for _, tensor in messages}),
-            frozenset(single & {tensor for _, tensor in near} - {tensor for _, tensor in messages}))
+    arriving = single & {tensor for _, tensor in messages}
+    return (frozenset(tensor for tensor in arriving if graph.depends_on_inputs[tensor]),
+            frozenset(single & {tensor for _, tensor in near} - arriving))
 
 
 def _activation_bytes(program: Program, memories: list[StageMemory], fresh: _FreshGradients) -> I64:

@@ -196,11 +196,13 @@ class StageView:
         self.root: I64 = graph.memory_root
         self.is_saved: Bool = graph.is_saved
         self._is_activation = graph.tensor_role[graph.memory_root] == TensorRole.ACTIVATION
+        self._turned = frozenset(np.flatnonzero(graph.has_turned_gradient).tolist())
         self._trained = frozenset(graph.parameters[graph.needs_gradient[graph.parameters]].tolist())
         self.steps = [self._step(op, local, scale) for op in ops.tolist()]
         if copied or taken:
             forgotten = [int(self.as_read[tensor]) for tensor in copied if not local[tensor].is_kept]
             self._divide_storages(ops, copied + taken, forgotten)
+            self.is_saved[[tensor for tensor in copied if local[tensor].keeps_made and graph.is_saved[tensor]]] = True
         if local:
             self._insert_moves(local, whole)
         self.is_made = self.mask([tensor for step in self.steps for tensor in step.written])
@@ -314,7 +316,7 @@ class StageView:
 
         What came from outside stays in its buffer until the second part has run. So does a gradient that another rank
         sent, which is counted there; not so one that another stage on the rank has ``handed`` over. An operand of a
-        product that lies in another order is copied again.
+        product, or a gradient, that lies in another order is copied again.
         """
         waiting = [step for step in self.steps if step.can_wait]
         operands = self._saved_storages(self.mask([tensor for step in waiting for tensor in step.read])
@@ -325,7 +327,7 @@ class StageView:
         kept = float(self.size[operands].sum()) + sum(step.inside for step in waiting) + live.deferred
         return _Split(kept=kept, rise=float(rise.max()),
                       room=float(max((self.sizes[list(step.weights)].sum() * step.made_first + step.inside
-                                      for step in waiting), default=0.0)))
+                                      + step.backward_room for step in waiting), default=0.0)))
 
     def _saved_storages(self, chosen: Bool) -> I64:
         storages = np.unique(self.root[chosen])
@@ -367,7 +369,7 @@ class StageView:
         elsewhere = {number: float(self.sizes[number]) for number in begins
                      if number % self.graph.num_tensors in handed}
         return gradients_live(self.steps, sizes=self.sizes, wanted=wanted, inputs=self.inputs.tolist(), begins=begins,
-                              elsewhere=elsewhere, defers=defers)
+                              elsewhere=elsewhere, defers=defers, turned=self._turned)
 
     def released(self, saved: I64) -> F64:
         """Return what of these storages, and of what operators keep inside, is free when each backward begins.

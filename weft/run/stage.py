@@ -17,12 +17,13 @@ Tensors have the names of ``Graph.tensor_names``, so that stages, channels and b
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -36,6 +37,7 @@ from weft.run.compiled import CompiledStage, Compiler, Request, compile_stage
 from weft.run.mesh import ReplicaMesh
 from weft.run.random_state import RankRandom
 from weft.run.split_backward import WeightGradients, attributes_of, split_weight_gradients
+from weft.run.wire import memory_order
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -230,22 +232,22 @@ def _makes_tensor(node: Node) -> bool:
 def _copy_shared_outputs(graph: FxGraph) -> None:
     """Clone the outputs that share memory with an argument, as runs on meta tensors show.
 
-    Arguments are laid out as traced if the same rank has made them, and in one piece if they came in a message: then
-    ``contiguous`` and its like make no copy.
+    Arguments are laid out as traced if the same rank has made them, and in one piece if they came in a message, in the
+    order of what was sent or, put together of several, as they are counted: then ``contiguous`` and its like may make
+    no copy.
     """
     end = next(iter(reversed(graph.nodes)))
     results = list(end.args[0])
-    shared = _shared_outputs(graph, in_one_piece=False) | _shared_outputs(graph, in_one_piece=True)
+    lays: tuple[Callable[[Tensor], Tensor], ...] = (Tensor.detach, torch.empty_like, Tensor.contiguous)
+    shared = set[int]().union(*(_shared_outputs(graph, lay) for lay in lays))
     with graph.inserting_before(end):
         for position in sorted(shared):
             results[position] = graph.call_function(torch.ops.aten.clone.default, (results[position],))
     end.args = (tuple(results),)
 
 
-def _shared_outputs(graph: FxGraph, *, in_one_piece: bool) -> set[int]:
-    arguments = [_meta_like(node) for node in graph.nodes if node.op == "placeholder"]
-    if in_one_piece:
-        arguments = [item.contiguous() for item in arguments]
+def _shared_outputs(graph: FxGraph, lay: Callable[[Tensor], Tensor]) -> set[int]:
+    arguments = [lay(_meta_like(node)) for node in graph.nodes if node.op == "placeholder"]
     with torch.no_grad():
         outputs = _MetaRun(torch.nn.Module(), graph=graph).run(*arguments, enable_io_processing=False)
     storages = {item.untyped_storage()._cdata for item in arguments}
@@ -262,6 +264,37 @@ class _MetaRun(Interpreter):
 def _meta_like(node: Node) -> Tensor:
     value = node.meta["val"]
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+_NORMS: Final = frozenset(getattr(torch.ops.aten, name).default for name in (
+    "batch_norm", "_native_batch_norm_legit_functional", "_native_batch_norm_legit_no_training"))
+
+
+def _lay_norms_as_traced(module: GraphModule) -> None:
+    """Let batch norms give results that lie as their input does, which is how they were traced, in place.
+
+    On CPUs PyTorch's own lie in one piece, so that all that reads them lies otherwise, too, and is copied: to be sent,
+    and for gradients.
+    """
+    for node in module.graph.nodes:
+        if node.op == "call_function" and node.target in _NORMS:
+            node.args, node.target = (node.target, *node.args), _as_it_lies
+    module.recompile()
+
+
+def _as_it_lies(norm: Callable[..., Any], x: Tensor, *rest: Any, **named: Any) -> Any:
+    """Return a batch norm of ``x`` whose first result lies in memory as ``x``.
+
+    It takes all dimensions but the channels alike, so those that lie before them are taken as one, and those behind.
+    """
+    order = memory_order(x)
+    lying, at = x.permute(order), order.index(1)
+    if x.device.type != "cpu" or order == tuple(range(x.dim())) or not lying.is_contiguous():
+        return norm(x, *rest, **named)
+    found = norm(lying.reshape(math.prod(lying.shape[:at]), x.shape[1], -1), *rest, **named)
+    first, *others = found if isinstance(found, tuple) else (found,)
+    first = first.reshape(lying.shape).permute([order.index(dim) for dim in range(x.dim())])
+    return (first, *others) if others else first
 
 
 Forward = Callable[..., tuple[Tensor, ...]]
@@ -282,6 +315,7 @@ class Stage:
         self.queue = WeightGradients()
         self.split_forward: Forward | None = None
         if compilation is None:
+            _lay_norms_as_traced(module.module)
             self.forward = self._with_stream(_direct_call(module.module))
             if split:
                 self.split_forward = self._with_stream(

@@ -40,11 +40,12 @@ def settled(tensor: Tensor) -> Tensor:
 def memory_order(value: Tensor) -> tuple[int, ...]:
     """Return the dimensions of a tensor from the slowest to the fastest, as they lie in memory.
 
-    In the order in which they are counted where the tensor is not in one piece in any order. Messages between ranks
-    keep this order: what arrives lies as what was made, so that its readers view and copy what they were traced to.
+    Where the tensor is a part of another, or is expanded, as PyTorch lays a new tensor that is to be like it. Messages
+    between ranks keep this order: what arrives lies as what was made, so that its readers view and copy what they were
+    traced to, and give results that lie as traced.
     """
-    order = tuple(sorted(range(value.dim()), key=lambda dim: -value.stride(dim)))
-    return order if value.permute(order).is_contiguous() else tuple(range(value.dim()))
+    like = torch.empty_like(value, device="meta")
+    return tuple(sorted(range(value.dim()), key=lambda dim: -like.stride(dim)))
 
 
 def strides_in(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
