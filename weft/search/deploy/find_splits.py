@@ -32,8 +32,8 @@ def load_splits(model: str | ModelSource | None, problem: Problem, costs_of: Cal
     ``budget`` is for the whole search, of which this takes a part; tracing does not count. ``report`` is told why
     operators are not divided, ``progress`` what is done besides.
     """
-    if (model is None or next(tp_groups_by_degree(problem.cluster.groups_by_host_and_kind()), None) is None
-            or not has_module(model)):
+    groups = problem.cluster.groups_by_host_and_kind()
+    if (model is None or degree == 1 or next(tp_groups_by_degree(groups), None) is None or not has_module(model)):
         return NO_SPLITS
     budget = budget or time_budget(None)
     progress("searching how the devices of a host divide operators")
@@ -44,7 +44,8 @@ def load_splits(model: str | ModelSource | None, problem: Problem, costs_of: Cal
                 model, options.mode, batch, options.dtype)
         for note in rule_notes(folded.traced):
             progress(f"{NOTE}{note}")
-        return find_splits(problem, folded, costs_of, degree=degree, budget=budget.part(SPLITS_PART))
+        part = SPLITS_PART if options.degrees.tp is None else 1.0  # without it there is no plan at all
+        return find_splits(problem, folded, costs_of, degree=degree, budget=budget.part(part))
     except ModelError as miss:
         report(f"note: operators are not divided: {miss}")
         return NO_SPLITS
@@ -85,9 +86,10 @@ def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph
 
 
 def is_size_known(problem: Problem) -> bool:
-    """Return whether micro-batches have just as many samples as the graph."""
-    number = problem.options.microbatches
-    return number is not None and problem.options.batch == number * problem.graph.batch
+    """Return whether micro-batches have just as many samples on a replica as the graph, as far as replicas are known.
+    """
+    number, dp = problem.options.microbatches, problem.options.degrees.dp or 1
+    return number is not None and problem.options.batch == number * dp * problem.graph.batch
 
 
 def _distinct(cluster: Cluster, tp_groups: Sequence[Sequence[DeviceId]]) -> list[tuple[DeviceId, ...]]:
