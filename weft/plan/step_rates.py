@@ -24,6 +24,7 @@ from weft.cluster.cluster import Cluster, DeviceId
 from weft.cost.op_classes import EMBEDDING, op_class, op_classes
 from weft.cost.roofline import peak_rate
 from weft.model.graph import Graph, TensorRole
+from weft.model.zoo import DTYPES
 from weft.plan.plan import Plan
 
 MIXED = "-mixed"
@@ -49,7 +50,7 @@ def step_rates(plan: Plan, graph: Graph, cluster: Cluster, *, step_time_s: float
     tokens = tokens_per_sample(graph)
     tokens_per_s = None if tokens is None else batch * tokens / step_time_s
     try:
-        dtype = plan.model.dtype.removesuffix(MIXED)
+        dtype = DTYPES.get(plan.model.dtype, plan.model.dtype).removesuffix(MIXED)
         peak = math.fsum(peak_rate(cluster.kind_of(device), dtype).flop_per_s for device in used)
     except ClusterError:
         peak = 0.0
