@@ -127,7 +127,7 @@ def _one_replica(estimator: Estimator, estimate: Estimate, num_replicas: int) ->
         static[:, CATEGORIES.index("optimizer")] //= num_replicas
         account = replace(account, static=static)
     check_memory(program, problem.cluster, account)
-    return simulate(program, problem.costs, problem.cluster)
+    return replace(simulate(program, problem.costs, problem.cluster), stored_memory=account)
 
 
 def refine(problem: Problem, simulated: Sequence[JointResult], budget: Budget,
