@@ -106,7 +106,7 @@ def test_routes_of_1024_devices_are_searched_once_per_host():
                                    network="infiniband-ndr"))
     routes = [cluster.route(i, (i + 511) % 1024) for i in range(1024)]
     assert {len(route.links) for route in routes} == {4}
-    assert len(cluster._route_table._trees) == 128
+    assert len(cluster._route_table._near) == 128
 
 
 def test_link_resources_are_links_and_shared_media_once():

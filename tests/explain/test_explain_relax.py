@@ -111,7 +111,7 @@ def test_recomputation_where_activations_are_kept(without_joint):
                          microbatches=2)
     tight = replace(problem, cluster=plain_cluster(2, memory_bytes=int(least_needed(problem, recompute=True)) + 1000))
     found = {item.kind: item for item in smallest_relaxation(tight)}
-    assert found["recompute"].options == "--recompute"
+    assert found["recompute"].options == "--recompute full"
 
 
 def test_states_in_pieces_where_they_are_what_is_too_much(without_joint):
@@ -151,7 +151,7 @@ def test_settings_that_help_only_together(without_joint):
     assert most[True] < most[False]
     tight = replace(problem, cluster=plain_cluster(2, memory_bytes=int(most[True]) + 1000))
     found = {item.kind: item for item in smallest_relaxation(tight)}
-    assert found["together"].options == "--microbatches 8 --recompute"
+    assert found["together"].options == "--microbatches 8 --recompute full"
 
 
 def test_what_the_planner_refuses_is_not_reported(monkeypatch):

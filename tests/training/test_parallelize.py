@@ -251,6 +251,8 @@ def test_what_does_not_fit_is_refused(tmp_path, caplog):
     ({"cluster_or_plan": "2 x cpu"}, InputError, "the cluster has 2 devices but there are 1 processes"),
     ({"cluster_or_plan": "2 x cpu", "devices": ["b7"]}, ClusterError, "has no device 'b7': it has a0, a1"),
     ({"cluster_or_plan": "none.json"}, ClusterError, "none.json"),
+    ({"tp": 2}, InputError, "--tp 2 devices of one host cannot divide operators"),
+    ({"pp": 0}, InputError, "--pp must be a whole number, 1 or more, not 0"),
     ({"example_inputs": ()}, ModelError, "example_inputs must be a tensor or a tuple of tensors"),
     ({"optimizer": torch.optim.LBFGS}, InputError, "LBFGS evaluates the loss several times"),
     ({"optimizer": lambda ps: None}, InputError, "must be a function that returns a torch.optim.Optimizer"),

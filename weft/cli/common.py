@@ -116,8 +116,8 @@ def choice(option: str, text: str, allowed: tuple[str, ...]) -> Any:
 
 
 def dtype_choice(text: str | None) -> Any:
-    """Return the dtype, if it is known; None if it is not given."""
-    return None if text is None else choice("--dtype", text, tuple(DTYPES))
+    """Return the dtype by its whole name (``bf16`` is bfloat16), if it is known; None if it is not given."""
+    return None if text is None else DTYPES[choice("--dtype", text, tuple(DTYPES))]
 
 
 def optimizer_choice(kind: str) -> Optimizer:

@@ -13,16 +13,20 @@ import typer
 
 from weft.base.errors import NoFeasiblePlan
 from weft.cli import common, late
+from weft.cli.degree_options import with_degrees
 from weft.cluster import read_cluster
+from weft.cluster.cluster import Cluster
 from weft.plan.plan import Mode, load_plan
 from weft.search.common.budget import Budget, time_budget
+from weft.search.common.degrees import Degrees, option
 
 TIME_LIMIT_S: Final = 60.0
 _DEFAULTS: Final = {"mode": "training", "dtype": "float32", "optimizer": "adamw"}
 BatchOption = Annotated[int | None, typer.Option(help="Samples in one step; 32 if absent.")]
 MicrobatchesOption = Annotated[int | None, typer.Option(help="Parts of the batch; chosen if absent.")]
 ModeOption = Annotated[str | None, typer.Option(help="training (default) or inference.")]
-DtypeOption = Annotated[str | None, typer.Option(help="float64, float32 (default), bfloat16 or float16.")]
+DtypeOption = Annotated[str | None, typer.Option(
+    "--precision", "--dtype", help="float64, float32 (default), bfloat16 or float16.")]
 OptimizerOption = Annotated[str | None, typer.Option(help="none, sgd, adam or adamw (default).")]
 
 
@@ -35,13 +39,13 @@ class _Asked:
     mode: str | None
     dtype: str | None
     optimizer: str | None
-    recompute: bool = False
+    degrees: Degrees
 
     def options(self) -> late.PlanOptions:
         """Return the options, with defaults where none are given."""
         return late.PlanOptions(batch=32 if self.batch is None else self.batch, microbatches=self.microbatches,
                                 mode=common.choice("--mode", self.mode or _DEFAULTS["mode"], get_args(Mode)),
-                                dtype=common.dtype_choice(self.dtype or _DEFAULTS["dtype"]), recompute=self.recompute,
+                                dtype=common.dtype_choice(self.dtype or _DEFAULTS["dtype"]), degrees=self.degrees,
                                 optimizer=common.optimizer_choice(self.optimizer or _DEFAULTS["optimizer"]))
 
     def flags(self) -> list[str]:
@@ -50,13 +54,16 @@ class _Asked:
         for name, default in _DEFAULTS.items():
             value = getattr(self, name)
             result += [f"--{name} {value}"] if value is not None and value != default else []
-        return result
+        return result + self.degrees.flags()
 
 
+@with_degrees
 def explain(
     plan: Annotated[str, typer.Argument(metavar="PLAN", help="A plan file; or a model, with CLUSTER after it.")],
     on: Annotated[str | None, typer.Argument(
         metavar="CLUSTER", help="With a model: a cluster file, or a text such as '4 x A100-80GB'.")] = None,
+    *,
+    degrees: Degrees,
     model: common.ModelOption = None,
     cluster: common.ClusterOption = None,
     batch: BatchOption = None,
@@ -64,7 +71,6 @@ def explain(
     mode: ModeOption = None,
     dtype: DtypeOption = None,
     optimizer: OptimizerOption = None,
-    recompute: Annotated[bool, typer.Option(help="Keep only stage inputs between forward and backward.")] = False,
     profile: common.ProfileOption = None,
     replan: Annotated[bool, typer.Option(help="Plan again: the second best, and what would help.")] = True,
     time_limit: Annotated[float, typer.Option(
@@ -78,11 +84,11 @@ def explain(
     """
     common.check_time_limit(time_limit)
     asked = _Asked(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, optimizer=optimizer,
-                   recompute=recompute)
+                   degrees=degrees)
     report = common.reporter(quiet)
     if on is None:
         common.refuse_given({"--batch": batch, "--microbatches": microbatches, "--mode": mode, "--dtype": dtype,
-                             "--optimizer": optimizer, "--recompute": recompute or None},
+                             "--optimizer": optimizer, **{option(name): size for name, size in degrees.given.items()}},
                             "{} is for a model with a CLUSTER after it", joined=" and ")
         common.refuse_model(plan)
         _explain_plan(Path(plan), model, cluster, profile, replans=replan, time_limit=time_limit, as_json=as_json,
@@ -130,7 +136,7 @@ def _explain_request(model: str, on: str, asked: _Asked, profile: Path | None, *
     budget = time_budget(time_limit, report)
     target = read_cluster(on)
     with budget.paused():
-        request = _request(model, asked, profile, report)
+        request = _request(model, asked, profile, report, target)
     problem = request.problem(target)
     try:
         comparison = late.replan(problem, request, budget=budget.part(1 / 3))
@@ -161,24 +167,29 @@ def _relax(miss: NoFeasiblePlan, problem: late.Problem, request: late.Request, b
     common.end_if_interrupted(budget.is_interrupted)
 
 
-def _request(model: str, asked: _Asked, profile: Path | None, report: Callable[[str], None]) -> late.Request:
-    options = asked.options()
-    batch = options.batch // options.microbatches if options.microbatches else None
+def _request(model: str, asked: _Asked, profile: Path | None, report: Callable[[str], None],
+             cluster: Cluster) -> late.Request:
+    options = late.settle_degrees(asked.options(), cluster)
+    batch = late.samples_on_replica(options)
 
     def load(dtype: str) -> late.Graph:
         return late.load_graph_for(model, mode=options.mode, batch=batch, dtype=dtype, batch_dims=True)
 
     report(f"tracing {model}")
     graph = load(options.dtype)
+    late.check_model_degrees(options, graph)
     for warning in graph.warnings:
         report(f"note: {warning}")
     return late.Request(model=model, graph=graph, options=options, load=load if late.has_module(model) else None,
                         costs_of=lambda graph, on: late.load_costs(graph, on, profile, None))
 
 
+@with_degrees
 def fit(
     model: common.ModelArgument,
     cluster: common.ClusterArgument,
+    *,
+    degrees: Degrees,
     batch: BatchOption = None,
     microbatches: MicrobatchesOption = None,
     mode: ModeOption = None,
@@ -194,14 +205,14 @@ def fit(
 
     Exit codes: 0 it fits, 3 it does not.
     """
-    asked = _Asked(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, optimizer=optimizer)
+    asked = _Asked(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, optimizer=optimizer, degrees=degrees)
     report, import_s = common.reporter(quiet), late.import_seconds("find_fit", "find_splits", "load_graph_for")
     common.check_time_limit(time_limit)
     common.check_outputs({"--out": out}, (model.partition(":")[0], cluster))
     budget = time_budget(time_limit, report)
     target = read_cluster(cluster)
     with budget.paused():
-        request = _request(model, asked, None, report)
+        request = _request(model, asked, None, report, target)
     problem = request.problem(target)
     split = cache(lambda degree: late.find_splits(problem, request, degree=degree, budget=budget))
     found = late.find_fit(problem, split=split, budget=budget)
@@ -227,7 +238,7 @@ def _command(model: str, cluster: str, asked: _Asked, setting: late.Setting) -> 
             words.append(f"--microbatches {asked.microbatches}")
         return " ".join(["weft fit", *words, "--out plan.json"])
     words += [f"--strategy {setting.strategy}", f"--microbatches {setting.microbatches}"]
-    return " ".join(["weft plan", *words, *["--recompute"] * setting.recompute, "--out plan.json"])
+    return " ".join(["weft plan", *words, *["--recompute full"] * setting.recompute, "--out plan.json"])
 
 
 def _write(out: Path, problem: late.Problem, found: late.Fit, split: late.Split, report: Callable[[str], None]) -> None:

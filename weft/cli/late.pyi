@@ -40,6 +40,9 @@ from weft.plan.lower import lower as lower
 from weft.plan.notes import recompute_notes as recompute_notes
 from weft.plan.program import Program as Program
 from weft.planning.compare import Comparison as Comparison
+from weft.planning.degrees import check_model_degrees as check_model_degrees
+from weft.planning.degrees import samples_on_replica as samples_on_replica
+from weft.planning.degrees import settle_degrees as settle_degrees
 from weft.planning.fit import Fit as Fit
 from weft.planning.fit import Setting as Setting
 from weft.planning.fit import Split as Split
@@ -118,6 +121,8 @@ from weft.show.plan_tables import print_comparison as print_comparison
 from weft.show.plan_tables import print_plan as print_plan
 from weft.show.plan_tables import print_timeline as print_timeline
 from weft.show.plan_tables import print_tried as print_tried
+from weft.show.plan_tables import rates_json as rates_json
+from weft.show.plan_tables import rates_text as rates_text
 from weft.show.schedule_tables import compare_facts as compare_facts
 from weft.show.schedule_tables import facts_json as facts_json
 from weft.show.schedule_tables import print_schedule as print_schedule

@@ -26,6 +26,7 @@ from weft.cli import (
     shard_commands,
 )
 from weft.cli.common import INTERRUPTED
+from weft.cli.degree_options import with_old_words
 
 app = typer.Typer(
     name="weft", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -46,7 +47,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     command = typer.main.get_command(app)
     try:
-        result = command.main(args=arguments, prog_name="weft", standalone_mode=False)
+        words = with_old_words(sys.argv[1:] if arguments is None else arguments)
+        result = command.main(args=words, prog_name="weft", standalone_mode=False)
     except WeftError as problem:
         print(f"weft: {problem}", file=sys.stderr)
         return problem.exit_code

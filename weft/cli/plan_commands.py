@@ -12,9 +12,11 @@ import typer
 
 from weft.base.files import encode, write_atomic
 from weft.cli import common, late
+from weft.cli.degree_options import with_degrees
 from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster
 from weft.plan.plan import Mode, Plan, load_plan, plan_to_json
+from weft.search.common.degrees import Degrees
 
 SAME: Final = 0
 DIFFERENT: Final = 1
@@ -34,9 +36,12 @@ TargetOption = Annotated[str | None, typer.Option(
 TriedOption = Annotated[bool, typer.Option("--tried", help="Also print what the joint search tried, and why it lost.")]
 
 
+@with_degrees
 def plan(
     model: common.ModelArgument,
     cluster: common.ClusterArgument,
+    *,
+    degrees: Degrees,
     batch: BatchOption = None,
     microbatches: Annotated[int | None, typer.Option(help="Parts of the batch; chosen if absent.")] = None,
     strategy: Annotated[list[str] | None, typer.Option(help="Try only this strategy (may be repeated).")] = None,
@@ -58,7 +63,6 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="none, sgd, adam or adamw.")] = "adamw",
     compiled: Annotated[bool, typer.Option(
         "--compile/--eager", help="Stages run as compiled graphs, or operator by operator.")] = False,
-    recompute: Annotated[bool, typer.Option(help="Keep only stage inputs between forward and backward.")] = False,
     profile: common.ProfileOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the best plan here.")] = None,
     tried: TriedOption = False,
@@ -77,7 +81,7 @@ def plan(
                              microbatches=microbatches,
                              mode=None if mode is None else common.choice("--mode", mode, get_args(Mode)))
     options = late.PlanOptions(batch=asked.batch, microbatches=asked.microbatches, mode=asked.mode,
-                               dtype=common.dtype_choice(dtype), recompute=recompute, seed=seed, compiled=compiled,
+                               dtype=common.dtype_choice(dtype), seed=seed, compiled=compiled, degrees=degrees,
                                optimizer=common.optimizer_choice(optimizer))
     search = late.SearchOptions(strategies=strategy or None, placements=tuple(placement or ()), deploy=deploy,
                                 joint=joint, time_limit_s=time_limit, target=target, headroom=headroom, profile=profile)
@@ -89,10 +93,13 @@ def plan(
     _write_pictures([best.timeline], comparison, html=html, trace=trace)
     if as_json:
         reached = {} if found.devices is None else {"target": target, "devices": list(found.devices)}
-        common.print_json({**comparison_json(comparison), "objective": objective, "notes": list(found.notes), **reached,
-                           "import_seconds": import_s, "tracing_seconds": found.tracing_s})
+        common.print_json({**comparison_json(comparison), **late.rates_json(found.rates), "objective": objective,
+                           "notes": list(found.notes), **reached, "import_seconds": import_s,
+                           "tracing_seconds": found.tracing_s})
     else:
         late.print_comparison(late.strategy_facts(comparison))
+        if words := late.rates_text(found.rates):
+            print(f"{best.strategy}: {words}\n")
         if found.devices is not None:
             print(f"{target} is reached with {len(found.devices)} of {found.num_devices} devices: "
                   f"{', '.join(found.devices)}\n")

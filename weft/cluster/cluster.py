@@ -32,7 +32,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NewType
+from typing import NamedTuple, NewType
 
 from weft.base.errors import ClusterError
 
@@ -370,6 +370,16 @@ def _reachable(start: str, links: tuple[Link, ...], *, backward: bool) -> set[st
 _NONE = -1
 
 
+class _Reached(NamedTuple):
+    """How a switch is reached from a root."""
+
+    depth: int
+    width: float
+    negative_latency: float
+    order: int
+    """How many were reached before it."""
+
+
 class RouteTable:
     """Answers ``path`` by searches that run when first needed and are kept."""
 
@@ -380,9 +390,13 @@ class RouteTable:
         self._ends = ends
         self._rates = rates
         self._out: list[list[int]] = [[] for _ in range(num_nodes)]
-        for link, (source, _target) in enumerate(ends):
+        self._into: list[list[int]] = [[] for _ in range(num_nodes)]
+        for link, (source, target) in enumerate(ends):
             self._out[source].append(link)
-        self._trees: dict[tuple[int, bool], list[int]] = {}
+            self._into[target].append(link)
+        self._to_switches = [[link for link in links if ends[link][1] >= num_devices] for links in self._out]
+        self._trees: dict[int, list[int]] = {}
+        self._near: dict[int, tuple[dict[int, int], dict[int, _Reached]]] = {}
 
     def path(self, source: int, target: int) -> tuple[int, ...] | None:
         """Return the links of the best route between two devices, or None where there is no way."""
@@ -396,15 +410,57 @@ class RouteTable:
                 return (self._out[source][0],)
             if neighbour >= self._num_devices:
                 first, root = (self._out[source][0],), neighbour
-        for relay in (False, True):
-            if (root, relay) not in self._trees:
-                self._trees[root, relay] = self._search(root, relay)
-            rest = self._walk_back(self._trees[root, relay], root, target)
-            if rest is not None:
-                return first + rest
-        return None
+        rest = self._through_switches(root, target)
+        if rest is None:
+            if root not in self._trees:
+                self._trees[root] = self._search(root, relay=True)
+            rest = self._walk_back(self._trees[root], root, target)
+        return None if rest is None else first + rest
 
-    def _walk_back(self, tree: list[int], root: int, target: int) -> tuple[int, ...] | None:
+    def _through_switches(self, root: int, target: int) -> tuple[int, ...] | None:
+        """Return the best of the shortest routes on which no device passes on what is sent, or None.
+
+        Clusters have many more devices than switches, so the search goes over these alone, and the last link is one of
+        the few that lead to the target.
+        """
+        if root not in self._near:
+            self._near[root] = self._search_switches(root)
+        tree, near = self._near[root]
+        last = [(found.depth, -min(found.width, self._rates[link][0]), self._rates[link][1] - found.negative_latency,
+                 found.order, link) for link in self._into[target]
+                if (found := near.get(self._ends[link][0])) is not None]
+        if not last:
+            return None
+        link = min(last)[-1]
+        before = self._walk_back(tree, root, self._ends[link][0])
+        assert before is not None, "it was reached"
+        return (*before, link)
+
+    def _search_switches(self, root: int) -> tuple[dict[int, int], dict[int, _Reached]]:
+        """Return, for each switch, the last link of the best route from ``root``, and what is known of those reached.
+        """
+        tree: dict[int, int] = {}
+        reached = {root: _Reached(depth=0, width=float("inf"), negative_latency=0.0, order=0)}
+        layer, depth = dict(reached), 0
+        while layer:
+            depth += 1
+            following: dict[int, _Reached] = {}
+            for node, known in layer.items():
+                for link in self._to_switches[node]:
+                    target, (bytes_per_s, latency_s) = self._ends[link][1], self._rates[link]
+                    if target in reached:
+                        continue
+                    old = following.get(target)
+                    new = _Reached(depth=depth, width=min(known.width, bytes_per_s), order=len(reached) + len(following)
+                                   if old is None else old.order, negative_latency=known.negative_latency - latency_s)
+                    if old is None or (new.width, new.negative_latency) > (old.width, old.negative_latency):
+                        following[target] = new
+                        tree[target] = link
+            reached.update(following)
+            layer = following
+        return tree, reached
+
+    def _walk_back(self, tree: Sequence[int] | Mapping[int, int], root: int, target: int) -> tuple[int, ...] | None:
         links = []
         node = target
         while node != root:

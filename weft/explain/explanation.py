@@ -11,6 +11,7 @@ from weft.cluster.cluster import Cluster
 from weft.explain.path import CriticalPath, DeviceWaits, Kind, critical_path, device_waits, link_times
 from weft.explain.whatif import Change, settled, what_would_help
 from weft.plan.plan import Plan
+from weft.plan.step_rates import StepRates, step_rates
 from weft.planning.compare import Candidate, Comparison
 from weft.planning.fit import Use
 from weft.planning.replan import Request, replan
@@ -36,6 +37,7 @@ class Explanation:
     memory: tuple[Use, ...]
     links: dict[str, float]
     """Seconds that each link is busy with the step's bytes, the busiest first."""
+    rates: StepRates
     comparison: Comparison | None = None
     """What planning again for the same cluster came to; None if it was not tried."""
     changes: tuple[Change, ...] = ()
@@ -103,9 +105,12 @@ def explain(plan: Plan, request: Request, cluster: Cluster, timeline: Timeline, 
     problem = problem or request.problem(cluster)
     assert timeline.program is not None
     times = link_times(timeline.program, problem.costs, cluster)
+    is_best = comparison is not None and comparison.best.plan is plan  # its timeline may show a part of it
+    step_time_s = comparison.best.step_time_s if comparison is not None and is_best else timeline.step_time_s
     result = Explanation(
         plan=plan, timeline=timeline, path=critical_path(timeline.program, problem.costs, cluster),
         waits=device_waits(timeline), memory=_memory(cluster, timeline), comparison=comparison,
+        rates=step_rates(plan, problem.graph, cluster, step_time_s=step_time_s),
         links=dict(sorted(times.items(), key=lambda item: (-item[1], item[0]))))
     return _plan_again(result, problem, request, budget or time_budget(None)) if replans else result
 

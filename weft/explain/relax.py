@@ -23,6 +23,7 @@ from weft.explain.whatif import with_memory, with_more_devices
 from weft.planning.compare import Candidate, microbatch_choices
 from weft.planning.replan import THRIFTY, Request, best_joint, find_splits, least_missing, replan
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
+from weft.search.common.degrees import option
 from weft.search.common.problem import Problem, divisors
 from weft.search.deploy.splits import NO_SPLITS, Splits
 
@@ -44,7 +45,8 @@ class _Found:
     """A change that is enough by the account of memory, before it is planned."""
 
     kind: str
-    """``microbatches``, ``recompute``, ``dtype``, ``sharded``, ``together``, ``batch``, ``memory`` or ``devices``."""
+    """``degrees``, ``microbatches``, ``recompute``, ``dtype``, ``sharded``, ``together``, ``batch``, ``memory`` or
+    ``devices``."""
     change: str
     """In words."""
     options: str = ""
@@ -136,7 +138,7 @@ def _plan(found: _Found, budget: Budget, share: float, result: list[Relaxation])
 def _settings(problem: Problem, request: Request, enough: _Enough) -> Iterator[_Found]:
     """Yield the mildest value of each setting that is enough by itself; if none is, several together."""
     several = [next((item for item in values(problem, request) if enough(item.problem)), None)
-               for values in (_microbatches, _recompute, _sharded, _precisions)]
+               for values in (_free, _microbatches, _recompute, _sharded, _precisions)]
     found = [item for item in several if item is not None]
     yield from found or _together(problem, request, enough)
 
@@ -147,8 +149,26 @@ def _with(problem: Problem, request: Request, kind: str, change: str, flags: str
                   request=replace(request, options=changed))
 
 
+def _free(problem: Problem, request: Request) -> Iterator[_Found]:
+    """Yield what was fixed by hand left to the search: options by themselves, the axes together, then all."""
+    degrees = problem.options.degrees
+    axes = [name for name in degrees.given if name in ("tp", "pp", "dp", "cp", "ep")]
+    parts = [[name] for name in degrees.given if name not in axes] + [axes] * bool(axes)
+    for names in [*parts, [*degrees.given]][: None if len(parts) > 1 else len(parts)]:
+        words = " ".join(f"{option(name)} {degrees.given[name]}" for name in names)
+        changes: dict[str, object] = {"recompute": False} if "recompute" in names else {}
+        if "zero" in names:
+            changes["optimizer"] = replace(problem.options.optimizer, sharded=False)
+        if "microbatch_size" in names:
+            changes["microbatches"] = None
+        yield _with(problem, request, "degrees", f"{words} left to the search", "",
+                    degrees=replace(degrees, **dict.fromkeys(names)), **changes)
+
+
 def _microbatches(problem: Problem, request: Request) -> Iterator[_Found]:
     """Yield more micro-batches than any strategy tries by itself."""
+    if problem.options.degrees.microbatch_size is not None:
+        return
     tried = max(max(microbatch_choices(problem, name), default=1) for name in ("1f1b", "single"))
     for number in divisors(problem.options.batch):
         if number > tried:
@@ -157,13 +177,14 @@ def _microbatches(problem: Problem, request: Request) -> Iterator[_Found]:
 
 
 def _recompute(problem: Problem, request: Request) -> Iterator[_Found]:
-    if problem.is_training and not problem.options.recompute:
-        yield _with(problem, request, "recompute", "recomputation", "--recompute", recompute=True)
+    if problem.is_training and not problem.options.recompute and problem.options.degrees.recompute is None:
+        yield _with(problem, request, "recompute", "recomputation", "--recompute full", recompute=True)
 
 
 def _sharded(problem: Problem, request: Request) -> Iterator[_Found]:
     optimizer = problem.options.optimizer
-    if problem.is_training and not optimizer.sharded and optimizer.kind in ("adam", "adamw"):
+    if (problem.options.degrees.zero is None and problem.is_training and not optimizer.sharded
+            and optimizer.kind in ("adam", "adamw")):
         yield _with(problem, request, "sharded", "the optimizer's state divided among devices", "",
                     optimizer=replace(optimizer, sharded=True))
 
@@ -181,10 +202,10 @@ def _together(problem: Problem, request: Request, enough: _Enough) -> Iterator[_
     bases = [_with(problem, request, "together", "", ""), *_precisions(problem, request)]
     for base in bases:
         words, flags = [base.change] * bool(base.change), [base.options] * bool(base.options)
-        for again in ((False, True) if problem.is_training else (False,)):
+        for again in ((False, True) if problem.is_training and problem.options.degrees.recompute is None else (False,)):
             found = _with(base.problem, base.request, "together",
                           ", ".join([*words, f"{batch} micro-batches", *["recomputation"] * again]),
-                          " ".join([*flags, f"--microbatches {batch}", *["--recompute"] * again]),
+                          " ".join([*flags, f"--microbatches {batch}", *["--recompute full"] * again]),
                           microbatches=batch, recompute=again)
             if enough(found.problem):
                 yield found

@@ -9,7 +9,7 @@ between replicas, and between stages that share the parameter, each has a part o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -46,38 +46,37 @@ class _Holders:
         self.stages, self.devices, self.graph = plan.stages, plan.cluster.devices, graph
 
     @cached_property
-    def holdings(self) -> dict[int, dict[str, tuple[Holding, ...]]]:
-        graph, found = self.graph, dict[int, dict[str, tuple[Holding, ...]]]()
+    def holdings(self) -> dict[int, Held]:
+        """Parameters that lie alike on the same stage share one table: a large cluster has thousands of devices."""
+        graph, found = self.graph, dict[int, list[Held]]()
         is_parameter = np.zeros(graph.num_tensors, dtype=bool)
         is_parameter[graph.parameters] = True
-        rank = {device: index for index, device in enumerate(self.devices)}
         for stage in self.stages:
             read = np.unique(np.concatenate([graph.op_inputs(graph.op_index[name]) for name in stage.ops]))
+            alike: dict[object, Held] = {}
             for tensor in read[is_parameter[read]].tolist():
-                held = found.setdefault(tensor, {})
-                for replica in stage.replicas:
-                    for device, holding in _replica_holdings(stage, replica, graph, tensor):
-                        before = held.get(device, ())
-                        if holding not in before:
-                            held[device] = (*before, holding)
-        return {tensor: dict(sorted(held.items(), key=lambda item: rank[item[0]]))
-                for tensor, held in sorted(found.items())}
+                key = stage.sharding.tensors.get(graph.tensor_names[tensor]), graph.tensor_shapes[tensor]
+                if key not in alike:
+                    alike[key] = _stage_holdings(stage, graph, tensor)
+                found.setdefault(tensor, []).append(alike[key])
+        rank = {device: index for index, device in enumerate(self.devices)}
+        joined: dict[tuple[int, ...], Held] = {}
+        for tables in found.values():
+            if (key := tuple(map(id, tables))) not in joined:
+                joined[key] = dict(sorted(_joined(tables).items(), key=lambda item: rank[item[0]]))
+        return {tensor: joined[tuple(map(id, tables))] for tensor, tables in sorted(found.items())}
 
     @cached_property
     def parts(self) -> dict[int, dict[str, float]]:
-        return {tensor: {device: max(item.part for item in items) for device, items in held.items()}
-                for tensor, held in self.holdings.items()}
+        known = {id(held): {device: max(item.part for item in items) for device, items in held.items()}
+                 for held in {id(held): held for held in self.holdings.values()}.values()}
+        return {tensor: known[id(held)] for tensor, held in self.holdings.items()}
 
     @cached_property
     def copies(self) -> dict[int, tuple[Copies, ...]]:
-        known: dict[tuple[tuple[str, tuple[Holding, ...]], ...], tuple[Copies, ...]] = {}
-        result = {}
-        for tensor, held in self.holdings.items():
-            key = tuple(held.items())
-            if key not in known:
-                known[key] = tuple(_copies(held))
-            result[tensor] = known[key]
-        return result
+        known = {number: tuple(_copies(held))
+                 for number, held in {id(held): held for held in self.holdings.values()}.items()}
+        return {tensor: known[id(held)] for tensor, held in self.holdings.items()}
 
 
 _recent: deque[_Holders] = deque(maxlen=2)
@@ -93,21 +92,55 @@ def _holders(plan: Plan, graph: Graph) -> _Holders:
 
 
 _ALL = Holding((), 1.0, ())
+Held = dict[str, tuple[Holding, ...]]
+"""What each device holds of one parameter."""
 
 
-def _replica_holdings(stage: Stage, replica: Replica, graph: Graph, tensor: int) -> Iterator[tuple[str, Holding]]:
+def _stage_holdings(stage: Stage, graph: Graph, tensor: int) -> Held:
+    """Return what the stage's devices hold of a parameter; replicas with equal meshes hold the same."""
+    by_mesh: dict[object, list[Holding]] = {}
+    result: Held = {}
+    for replica in stage.replicas:
+        mesh = (len(replica.devices), *replica.mesh.items())
+        if mesh not in by_mesh:
+            by_mesh[mesh] = list(_replica_holdings(stage, replica, graph, tensor))
+        for device, holding in zip(replica.devices, by_mesh[mesh], strict=True):
+            _add(result, device, holding)
+    return result
+
+
+def _joined(tables: Sequence[Held]) -> Held:
+    """Return what devices hold for several stages."""
+    if len(tables) == 1:
+        return tables[0]
+    result: Held = {}
+    for table in tables:
+        for device, items in table.items():
+            for item in items:
+                _add(result, device, item)
+    return result
+
+
+def _add(held: Held, device: str, holding: Holding) -> None:
+    before = held.get(device, ())
+    if holding not in before:
+        held[device] = (*before, holding)
+
+
+def _replica_holdings(stage: Stage, replica: Replica, graph: Graph, tensor: int) -> Iterator[Holding]:
+    """Yield what each device of a replica holds."""
     if len(replica.devices) == 1:
-        yield replica.devices[0], _ALL
+        yield _ALL
         return
     name, shape = graph.tensor_names[tensor], graph.tensor_shapes[tensor]
     sizes, axes = axis_sizes(replica), tuple(replica.mesh)
     layout = parse_layout(stage.sharding.tensors.get(name, ("R",) * len(sizes)))
     part = part_held(stage, replica, name, shape)
     whole = [index for index, item in enumerate(layout.gradient) if item == WHOLE]
-    for position, device in enumerate(replica.devices):
+    for position in range(len(replica.devices)):
         coordinates = coordinates_of(position, sizes)
         equal = tuple((axes[index], sizes[index], coordinates[index]) for index in whole)
-        yield device, Holding(region_held(shape, layout.value, sizes, coordinates), part, equal)
+        yield Holding(region_held(shape, layout.value, sizes, coordinates), part, equal)
 
 
 def parameter_parts(plan: Plan, graph: Graph) -> dict[int, dict[str, float]]:

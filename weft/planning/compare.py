@@ -20,7 +20,7 @@ from weft.search.common.problem import Problem, divisors, evaluate_plan, with_pl
 from weft.search.deploy.policy import load_policy
 from weft.search.deploy.search import DeployOptions, deploy
 from weft.search.deploy.splits import NO_SPLITS, Splits
-from weft.search.joint.baselines import STRATEGIES, Strategy
+from weft.search.joint.baselines import STRATEGIES, Strategy, admits
 from weft.search.joint.placements import PLACEMENTS
 from weft.search.joint.scheduled import reschedule, schedule_search, scheduled_plan
 from weft.search.joint.search import Tried, joint_search
@@ -107,6 +107,7 @@ def compare_strategies(problem: Problem, strategies: Iterable[str] | None = None
     unknown = [name for name in names if name not in STRATEGIES]
     if unknown:
         raise InputError(f"there is no strategy {unknown[0]!r}; choose from {', '.join(STRATEGIES)}")
+    names = tuple(name for name in names if admits(problem.options.degrees, name, problem.cluster.num_devices))
     builders = {name: STRATEGIES[name] for name in names}
     builders |= _placement_builders(problem, placements, time_limit_s, progress)
     bound_s, budget = problem.work_bound(), time_budget(time_limit_s, progress)
@@ -135,7 +136,8 @@ def compare_all(problem: Problem, splits: Splits, budget: Budget, *, strategies:
     """
     several = problem.cluster.num_devices > 1
     may = several or bool(strategies)
-    deploys = may and (several and problem.is_training if deploy is None else deploy)
+    deploys = may and not problem.options.degrees.fixes_layout and (
+        several and problem.is_training if deploy is None else deploy)
     return compare_strategies(
         problem, strategies, placements=placements, splits=splits, time_limit_s=budget.seconds_left,
         joint=may and (several if joint is None else joint), progress=budget.report,

@@ -35,7 +35,7 @@ from weft.plan.lower import lower
 from weft.plan.memory import account_memory
 from weft.plan.op_bytes import state_by_op
 from weft.plan.plan import Plan, split_samples
-from weft.planning.replan import best_joint
+from weft.planning.replan import find_joint
 from weft.search.common.budget import Budget, OutOfTime, cut_short, time_budget
 from weft.search.common.problem import Problem, divisors, one_stage
 from weft.search.deploy.splits import NO_SPLITS, Splits, TpGroupTimes, tp_groups_by_degree
@@ -130,6 +130,8 @@ class Fit:
     """None if nothing fits."""
     is_complete: bool = True
     """No strategy was left out because of the time limit or Ctrl-C."""
+    problem: NoFeasiblePlan | None = None
+    """Why the joint search found nothing, where it was asked."""
 
     @property
     def nearest(self) -> FitCandidate:
@@ -138,6 +140,8 @@ class Fit:
 
     def miss(self) -> NoFeasiblePlan:
         """Return the error that says by how much the nearest candidate does not fit."""
+        if not self.candidates:
+            return self.problem or NoFeasiblePlan("there was no time to try anything: give more (--time-limit)")
         use, setting = self.nearest.fullest, self.nearest.setting
         assert use.capacity_bytes is not None, "it does not fit"
         missing = use.peak_bytes - use.capacity_bytes
@@ -168,7 +172,7 @@ def fit(problem: Problem, *, split: Split = lambda degree: NO_SPLITS, budget: Bu
     is_complete = _try_all(fitter, candidates, budget)
     fitting = [item for item in candidates if item.fits]
     if not fitting:
-        return Fit(candidates=tuple(candidates), recommended=None, is_complete=is_complete)
+        return Fit(candidates=tuple(candidates), recommended=None, is_complete=is_complete, problem=fitter.miss)
     # What runs comes first, then what is faster.
     best = recommended = min(fitting, key=lambda item: (item.setting.sharded, item.rough_s))
     try:
@@ -234,6 +238,8 @@ class _Fitter:
         self.choices = divisors(self.batch) if given is None else [given]
         self.splits: dict[tuple[int, int], TensorCosts] = {}
         self.judge = cache(self._judge)
+        self.miss: NoFeasiblePlan | None = None
+        """Why the joint search found nothing."""
 
     def candidates(self) -> Iterator[FitCandidate]:
         """Yield each strategy as it is, and what makes it fit if it does not: recomputation, or a divided state.
@@ -242,7 +248,11 @@ class _Fitter:
         are tried where copies of the whole model do not fit; where one of the two takes long, only if the other does
         not fit.
         """
-        yield self._largest(Setting(strategy="single", microbatches=1), self.choices)
+        degrees, count = self.problem.options.degrees, len(self.devices)
+        if degrees and count > 1:
+            return  # the joint search follows them
+        yield self._largest(Setting(strategy="single", microbatches=1, recompute=degrees.recompute == "full"),
+                            self.choices)
         if len(self.devices) < 2:
             return
         fits, has_many_ops = False, self.problem.graph.num_ops > MANY_OPS
@@ -259,10 +269,14 @@ class _Fitter:
     def joint(self, budget: Budget) -> Iterator[FitCandidate]:
         """Yield the best plan of the joint search, if it finds one."""
         for degree, _ in tp_groups_by_degree(self.problem.cluster.groups_by_host_and_kind()):
-            self.splits |= self.split(degree)
-        best = best_joint(self.problem, self.splits, budget)
-        if best is None or best.plan is None:
+            if self.problem.options.degrees.admit(tp=degree):
+                self.splits |= self.split(degree)
+        try:
+            best = find_joint(self.problem, self.splits, budget)
+        except NoFeasiblePlan as miss:
+            self.miss = miss
             return
+        assert best.plan is not None, "the search raises otherwise"
         setting = Setting(strategy="joint", microbatches=best.plan.microbatches, sharded=best.plan.optimizer.sharded,
                           recompute=any(stage.recompute for stage in best.plan.stages))
         yield FitCandidate(setting=setting, rough_s=best.step_time_s, plan=best.plan, uses=self._uses_of(best.plan))

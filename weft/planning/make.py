@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 from weft.base.errors import ModelError
 from weft.cluster.cluster import Cluster
@@ -23,9 +23,12 @@ from weft.model.graph import Graph
 from weft.model.load import has_module, load_graph_for, trace_model
 from weft.plan.notes import NOTE, recompute_notes
 from weft.plan.plan import Mode, Optimizer, OptimizerKind, Plan
+from weft.plan.step_rates import StepRates, step_rates
 from weft.planning.compare import Comparison, compare_all
+from weft.planning.degrees import check_model_degrees, check_searches, samples_on_replica, settle_degrees
 from weft.planning.objectives import bind_to_cluster, fewest_devices, parse_target, with_headroom
 from weft.search.common.budget import time_budget
+from weft.search.common.degrees import Degrees, DegreeWords
 from weft.search.common.problem import PlanOptions, Problem
 from weft.sharding.named_ops import named_ops
 
@@ -63,6 +66,8 @@ class Found:
     """What the search came to."""
 
     comparison: Comparison
+    rates: StepRates
+    """Of the best plan."""
     num_devices: int
     devices: tuple[str, ...] | None = None
     """The fewest that reach the target, where there is one."""
@@ -74,15 +79,17 @@ class Found:
 
 def make_plan(model: str | ModelSource, cluster: str | Cluster, *, batch: int = 32, microbatches: int | None = None,
               mode: Mode = "training", dtype: str = "float32", optimizer: OptimizerKind = "adamw", seed: int = 0,
-              time_limit_s: float | None = None, report: Report = lambda text: None) -> Comparison:
+              time_limit_s: float | None = None, report: Report = lambda text: None,
+              **degrees: Unpack[DegreeWords]) -> Comparison:
     """Return the best plan for a step of ``batch`` samples, and all others that were tried, as ``weft plan`` finds it.
 
-    ``model`` and ``cluster`` are what the command line takes, or a model's source and a cluster. Raise
-    ``NoFeasiblePlan`` if nothing fits.
+    ``model`` and ``cluster`` are what the command line takes, or a model's source and a cluster. ``degrees`` (``tp``,
+    ``pp``, ``dp``, ``zero``, ``recompute`` ...) fix what is known: see ``weft.search.common.degrees``. Raise
+    ``InputError`` where they cannot be, ``NoFeasiblePlan`` if nothing fits.
     """
     is_own = not isinstance(model, str) and model.dtype is None
     options = PlanOptions(batch=batch, microbatches=microbatches, mode=mode, dtype=dtype, seed=seed,
-                          own_dtypes=is_own, optimizer=Optimizer(kind=optimizer))
+                          own_dtypes=is_own, optimizer=Optimizer(kind=optimizer), degrees=Degrees(**degrees))
     target = read_cluster(cluster) if isinstance(cluster, str) else cluster
     return search_plans(model, target, options, SearchOptions(time_limit_s=time_limit_s), report=report).comparison
 
@@ -98,6 +105,8 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
     report = noted = _Noted(report)
     wanted = None if search.target is None else parse_target(search.target, batch=options.batch)
     narrow = cluster if search.headroom is None else with_headroom(cluster, search.headroom)
+    options = settle_degrees(options, cluster, on_all=search.target is None)
+    check_searches(options, cluster, strategies=search.strategies, placements=search.placements, deploy=search.deploy)
     search, budget = _settled(search, options, cluster.num_devices), time_budget(search.time_limit_s, report)
     report(f"tracing {model if isinstance(model, str) else model.name}")
     with budget.paused():
@@ -109,7 +118,9 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
             from weft.model.fidelity import check_trace
 
             _judge(check_trace(traced, traced.source.build(), traced.source.inputs()), report)
-    options = replace(options, recompute=options.recompute or graph.asks_recompute)
+    check_model_degrees(options, graph)
+    asks = graph.asks_recompute and options.degrees.recompute != "none"
+    options = replace(options, recompute=options.recompute or asks)
     for note in graph.warnings:
         report(f"{NOTE}{note}")
 
@@ -121,7 +132,8 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
     from weft.search.deploy.find_splits import load_splits
 
     splits = load_splits(model, problem, lambda graph: costs_of(graph, narrow), report=report, progress=report,
-                         budget=budget) if (search.deploy or search.joint) and not options.whole_parameters else {}
+                         degree=options.degrees.tp, budget=budget) if (
+                             search.deploy or search.joint) and not options.whole_parameters else {}
     compare = partial(compare_all, strategies=search.strategies, placements=search.placements, joint=search.joint,
                       deploy=search.deploy)
     devices: tuple[str, ...] | None = None
@@ -140,7 +152,8 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
         with budget.paused():
             _check_cut(model, comparison.best.plan, graph, options, report)
     return Found(comparison=comparison, num_devices=cluster.num_devices, devices=devices, notes=tuple(noted.notes),
-                 tracing_s=budget.paused_s)
+                 tracing_s=budget.paused_s, rates=step_rates(
+                     comparison.best.plan, graph, cluster, step_time_s=comparison.best.step_time_s))
 
 
 class _Noted:
@@ -185,13 +198,14 @@ def _judge(verdict: Verdict, report: Report) -> None:
 def _settled(search: SearchOptions, options: PlanOptions, num_devices: int) -> SearchOptions:
     """Return the options with what is left open decided."""
     several = not search.strategies and num_devices > 1
+    deploys = several and options.mode == "training" and not options.degrees.fixes_layout
     return replace(search, joint=several if search.joint is None else search.joint,
-                   deploy=several and options.mode == "training" if search.deploy is None else search.deploy)
+                   deploy=deploys if search.deploy is None else search.deploy)
 
 
 def _load(model: str | ModelSource, options: PlanOptions, *, batch_dims: bool) -> tuple[Graph, TracedModel | None]:
     """Return the model's graph and, where it has a module, what it was traced to."""
-    batch = options.batch // options.microbatches if options.microbatches else None
+    batch = samples_on_replica(options)
     if not has_module(model):
         return load_graph_for(model, mode=options.mode, batch=batch, dtype=options.dtype), None
     traced = trace_model(model, mode=options.mode, batch=batch, dtype=options.dtype, batch_dims=batch_dims)

@@ -17,7 +17,7 @@ from weft.planning.compare import Candidate, Comparison, compare_all, compare_st
 from weft.search.common.budget import Budget, time_budget
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.splits import Splits
-from weft.search.joint.baselines import STRATEGIES
+from weft.search.joint.baselines import STRATEGIES, admits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +61,9 @@ def find_splits(problem: Problem, request: Request, *, degree: int | None = None
     """Return how the devices of a host (so many, or any number) may divide the model's operators."""
     from weft.search.deploy.find_splits import load_splits
 
-    return load_splits(request.model, problem, lambda graph: request.costs_of(graph, problem.cluster), degree=degree,
-                       budget=budget, report=(lambda text: None) if budget is None else budget.report)
+    return load_splits(request.model, problem, lambda graph: request.costs_of(graph, problem.cluster),
+                       degree=problem.options.degrees.tp if degree is None else degree, budget=budget,
+                       report=(lambda text: None) if budget is None else budget.report)
 
 
 def best_joint(problem: Problem, splits: Splits, budget: Budget) -> Candidate | None:
@@ -70,14 +71,18 @@ def best_joint(problem: Problem, splits: Splits, budget: Budget) -> Candidate | 
 
     Ctrl-C marks the ``budget``.
     """
+    with contextlib.suppress(NoFeasiblePlan):
+        return find_joint(problem, splits, budget)
+    return None
+
+
+def find_joint(problem: Problem, splits: Splits, budget: Budget) -> Candidate:
+    """Return the same; raise ``NoFeasiblePlan`` if there is nothing."""
     if problem.cluster.num_devices < 2:
-        return None
+        raise NoFeasiblePlan("the cluster has one device, which has nothing to share")
     left = budget.seconds_left
-    try:
-        found = compare_strategies(problem, (), joint=True, splits=splits,
-                                   time_limit_s=JOINT_S if left is None else min(JOINT_S, left))
-    except NoFeasiblePlan:
-        return None
+    found = compare_strategies(problem, (), joint=True, splits=splits,
+                               time_limit_s=JOINT_S if left is None else min(JOINT_S, left))
     budget.is_interrupted |= found.is_interrupted
     return found.best
 
@@ -93,8 +98,8 @@ def least_missing(problem: Problem, strategies: Sequence[str] = THRIFTY, *, enou
 
     Nothing is simulated. Once a plan lacks no more than ``enough``, no further one is tried.
     """
-    least = float("inf")
-    for name in strategies:
+    least, options = float("inf"), problem.options
+    for name in (name for name in strategies if admits(options.degrees, name, problem.cluster.num_devices)):
         for microbatches in sorted(microbatch_choices(problem, name), reverse=True):
             with contextlib.suppress(NoFeasiblePlan):
                 account = account_memory(lower(STRATEGIES[name](problem, microbatches), problem.graph))

@@ -13,7 +13,7 @@ from weft.planning.compare import Candidate
 from weft.planning.fit import Fit, FitCandidate, Use, describe
 from weft.show.facts import mean_parts, strategy_facts
 from weft.show.names import printable
-from weft.show.plan_tables import print_comparison
+from weft.show.plan_tables import print_comparison, rates_json, rates_text
 from weft.show.tables import MAX_DEVICE_ROWS, UNKNOWN, TextTable, make_table, percent, print_tables, seconds
 
 KINDS: Final = {"compute": "computing", "optimizer": "optimizer", "transfer": "between stages", "exchange": "gradients",
@@ -28,6 +28,8 @@ def print_explanation(item: Explanation) -> None:
     busy = percent(item.busiest.busy_s / (item.path.step_time_s or 1.0))
     print(printable(f"{item.busiest.device} is busiest: it computes for {busy} of the step."))
     print(printable(memory_sentence(item)))
+    if words := rates_text(item.rates):
+        print(f"That is {words}.")
     if item.has_tp_groups:
         print("Devices divide operators: what they exchange for that counts as computing, and not for the links.")
     idle = sum(not row.busy_s for row in item.waits)
@@ -127,7 +129,7 @@ def explanation_json(item: Explanation) -> dict[str, Any]:
     """Return the explanation as plain JSON values."""
     return {
         "status": "explained", "summary": sentence(item), "step_time": item.path.step_time_s,
-        "strategy": item.plan.search.by, "binding": item.path.binding,
+        "strategy": item.plan.search.by, "binding": item.path.binding, **rates_json(item.rates),
         "path": [{"what": share.kind, "where": share.where, "seconds": share.seconds} for share in item.path.shares],
         "devices": [{"device": row.device, "busy": row.busy_s, "first_work": row.fill_s, "others": row.for_others_s,
                      "messages": row.exposed_s, "end": row.drain_s} for row in item.waits],

@@ -11,6 +11,7 @@ from typing import Final
 from weft.base.units import format_bytes
 from weft.plan.memory import CATEGORIES
 from weft.plan.plan import Plan
+from weft.plan.step_rates import StepRates
 from weft.show import facts
 from weft.show.chart import counted
 from weft.show.drawing import print_chart
@@ -184,6 +185,21 @@ def peak_text(row: StrategyFacts) -> str:
 def print_comparison(rows: Sequence[StrategyFacts], *, width: int | None = None) -> None:
     """Draw the comparison of strategies."""
     print_tables(strategies_table(rows, is_narrow=make_console(width).width < NARROW), width=width)
+
+
+def rates_text(rates: StepRates) -> str:
+    """Return tokens per second and MFU in words, as far as they are known; nothing where neither is."""
+    words = []
+    if rates.tokens_per_s is not None and rates.tokens_per_s_per_device is not None:
+        words += [f"{per_second(rates.tokens_per_s).removesuffix('/s')} tokens/s",
+                  f"{per_second(rates.tokens_per_s_per_device).removesuffix('/s')} tokens/s per device"]
+    return ", ".join([*words, *([] if rates.mfu is None else [f"MFU {percent(rates.mfu)}"])])
+
+
+def rates_json(rates: StepRates) -> dict[str, float | None]:
+    """Return what a step comes to as plain JSON values."""
+    return {"tokens_per_s": rates.tokens_per_s, "tokens_per_s_per_device": rates.tokens_per_s_per_device,
+            "mfu": rates.mfu}
 
 
 def print_timeline(timeline: Timeline, *, width: int | None = None) -> None:

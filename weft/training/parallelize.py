@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from os import PathLike
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,7 @@ from weft.run.prepare import Tracer, compile_notes, connect_ranks, lower_to_run,
 from weft.run.transport import Transport, meeting_store
 from weft.run.watch import expect_steps, watch_script
 from weft.run.worker import check_world, own_device
+from weft.search.common.degrees import NONE_FIXED, Degrees, DegreeWords
 from weft.search.common.problem import PlanOptions
 from weft.training.batches import Batch, counted_targets, digest
 from weft.training.trainer import NEEDS_WHOLE, MakeOptimizer, Trainer, without_optimizer
@@ -54,7 +55,8 @@ log = logging.getLogger(__name__)
 def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: Plan | Cluster | str | PathLike[str], *,
                 optimizer: MakeOptimizer | None = None, batch: int | None = None, microbatches: int | None = None,
                 devices: Sequence[str] | None = None, max_grad_norm: float | None = None, device: str | None = None,
-                seed: int = 0, timeout_s: float = 300.0, compile: bool | None = None) -> Trainer:  # noqa: A002
+                seed: int = 0, timeout_s: float = 300.0, compile: bool | None = None,  # noqa: A002
+                **degrees: Unpack[DegreeWords]) -> Trainer:
     """Return this rank's part of ``model``, ready to train under a plan.
 
     The model's forward takes ``example_inputs`` (a tensor, or several) and returns the loss, a mean over samples, or a
@@ -67,7 +69,8 @@ def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: 
     ``max_grad_norm`` gradients are scaled so that their norm over the whole model is at most that. ``device`` is
     ``cpu``, ``cuda`` or one for each rank (see ``weft run``); default: GPUs if there is one for each local rank.
     ``timeout_s`` is the longest wait for another rank. ``compile`` runs stages as compiled graphs, or operator by
-    operator; default: as planned.
+    operator; default: as planned. ``degrees`` (``tp``, ``pp``, ``dp``, ``zero``, ``recompute`` ...) fix what is known
+    of a plan that is to be made: see ``weft.search.common.degrees``.
 
     The trainer keeps nothing of ``model``: its memory is free once the script has let go of it.
     """
@@ -85,10 +88,11 @@ def parallelize(model: torch.nn.Module, example_inputs: Batch, cluster_or_plan: 
     try:
         with together(transport, "looking at the arguments"):
             source, wanted = source_of_module(model, example_inputs, batch), wanted_optimizer(optimizer, model)
+            fixed = Degrees(**degrees)
             _check_limit(max_grad_norm)
         plan = _shared_plan(transport, lambda: _find_plan(
             source, cluster_or_plan, batch=batch, microbatches=microbatches, devices=devices, seed=seed,
-            num_ranks=num_ranks, optimizer=wanted.kind, whole=wanted.is_whole, compiled=bool(compile)))
+            num_ranks=num_ranks, optimizer=wanted.kind, whole=wanted.is_whole, compiled=bool(compile), degrees=fixed))
         if compile is not None:
             plan = replace(plan, compiled=compile)
         check_world(plan, num_ranks)
@@ -241,13 +245,16 @@ def _shared_plan(transport: Transport, find: Callable[[], Plan]) -> Plan:
 
 def _find_plan(source: ModelSource, given: Plan | Cluster | str | PathLike[str], *, batch: int | None,
                microbatches: int | None, devices: Sequence[str] | None, seed: int, num_ranks: int,
-               optimizer: OptimizerKind | None, whole: bool, compiled: bool) -> Plan:
+               optimizer: OptimizerKind | None, whole: bool, compiled: bool, degrees: Degrees = NONE_FIXED) -> Plan:
     """Return the plan that was given, or one for the cluster, or for what is left of it."""
     item = _read(given) if isinstance(given, str | PathLike) else given
     if not isinstance(item, Plan | Cluster):
         raise InputError(f"cluster_or_plan is {type(given).__name__}: give a plan or its file, or a cluster, its file "
                          "or a text such as '2 x cpu'")
     if isinstance(item, Plan):
+        if degrees:
+            raise InputError(f"{degrees.describe()} is for planning, but a plan was given: leave it out, or give a "
+                             "cluster")
         if item.model.mode != "training":
             raise InputError("the plan is for inference: make one with --mode training")
         if batch is not None and batch != item.model.batch:
@@ -263,7 +270,7 @@ def _find_plan(source: ModelSource, given: Plan | Cluster | str | PathLike[str],
                          "many, with torchrun, or name the devices that are left (devices=...)")
     options = PlanOptions(batch=source.batch, microbatches=microbatches, seed=seed, dtype=_dtype_of(source),
                           own_dtypes=True, optimizer=Optimizer(kind=optimizer or "adamw"), compiled=compiled,
-                          whole_parameters=whole)
+                          whole_parameters=whole, degrees=degrees)
     return plan_for(source, cluster, options)
 
 

@@ -12,23 +12,39 @@ from tests.search.deploy.worlds import cluster_of, host
 from weft.cost.costs import estimate_costs
 from weft.model.folded import trace_folded
 from weft.plan.check import check_plan
-from weft.plan.plan import Optimizer
+from weft.plan.plan import Optimizer, Plan
+from weft.planning.degrees import settle_degrees
 from weft.search.common.budget import Budget
+from weft.search.common.degrees import Degrees
 from weft.search.common.problem import PlanOptions, Problem
 from weft.search.deploy.find_splits import find_splits
+from weft.search.deploy.splits import Splits
 from weft.search.joint import estimate
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimator
 from weft.search.joint.layouts import Setting, StageMesh
 from weft.search.joint.scheduled import reschedule
-from weft.search.joint.search import build_plan, evaluate
+from weft.search.joint.search import build_plan, evaluate, joint_search
 
 MODEL = "llama-tiny:layers=2"
 
 
+def plan_by_hand(problem: Problem, splits: Splits) -> Plan:
+    """Return the plan of a layout that is fixed in all: three stages of two chunks, each divided by two devices."""
+    degrees = Degrees(tp=2, pp=3, dp=1, interleave=2, microbatch_size=1, recompute="none")
+    options = settle_degrees(replace(problem.options, batch=6, degrees=degrees), problem.cluster)
+    plan = joint_search(replace(problem, options=options), splits).plan
+    assert plan.microbatches == 6
+    assert len(plan.stages) == 6
+    assert not any(stage.recompute for stage in plan.stages)
+    assert [len(stage.replicas[0].devices) for stage in plan.stages] == [2] * 6
+    assert len({stage.replicas[0].devices for stage in plan.stages}) == 3
+    return plan
+
+
 @pytest.mark.timeout(300)
 def test_tp_groups_that_share_samples_before_a_tp_group_that_takes_all(tmp_path, monkeypatch):
-    """Once recomputed in segments, once with a searched order of split backwards."""
+    """Once recomputed in segments, once with a searched order of split backwards; and degrees by hand."""
     monkeypatch.setattr(estimate, "TUNING", replace(estimate.TUNING, room=0.0, segment_counts=(1, 2)))
     graph = traced(MODEL, batch_dims=True).graph
     cluster = cluster_of(host("a", 4), host("b", 2), inside="10GB/s", network="1GB/s", latency="10us")
@@ -50,8 +66,9 @@ def test_tp_groups_that_share_samples_before_a_tp_group_that_takes_all(tmp_path,
     assert found is not None
     searched = found[0]
     assert any(":W:" in action for actions in searched.order.values() for action in actions), "backwards are split"
+    given = plan_by_hand(problem, splits)
     with Pool(6, tmp_path, models=()) as pool:
-        checks = [pool.run(item, MODEL, dtype="float64")["verification"] for item in (plan, searched)]
+        checks = [pool.run(item, MODEL, dtype="float64")["verification"] for item in (plan, searched, given)]
     for check in checks:
         assert check["passed"], check
         assert check["tolerance"] == 1e-10

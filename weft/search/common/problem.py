@@ -38,6 +38,7 @@ from weft.plan.holders import exchange_sets, parameter_parts
 from weft.plan.layout import stage_inputs
 from weft.plan.orders import Order, forward_only, interleaved, one_f_one_b, to_tokens
 from weft.plan.plan import GradientExchange, Mode, Optimizer, Plan, Replica, Sharding, Stage, split_samples
+from weft.search.common.degrees import NONE_FIXED, Degrees
 from weft.sharding.named_ops import NamedOp
 from weft.simulate.exchange_time import reduce_seconds
 from weft.simulate.timeline import Timeline
@@ -69,6 +70,8 @@ class PlanOptions:
     """Stages run as compiled graphs."""
     whole_parameters: bool = False
     """Who changes a parameter has all of it, as some optimizers need: neither operators nor states are divided."""
+    degrees: Degrees = NONE_FIXED
+    """What is fixed by hand."""
 
     def __post_init__(self) -> None:
         if self.batch < 1:

@@ -38,8 +38,10 @@ def load_splits(model: str | ModelSource | None, problem: Problem, costs_of: Cal
     ``budget`` is for the whole search, of which this takes a part; tracing does not count. ``report`` is told why
     operators are not divided, ``progress`` what is done besides.
     """
-    if (model is None or next(tp_groups_by_degree(problem.cluster.groups_by_host_and_kind()), None) is None
-            or not has_module(model)):
+    groups, cp = problem.cluster.groups_by_host_and_kind(), problem.options.degrees.cp
+    is_long = cp is None and _longest(problem.graph) >= CONTEXT_LENGTH
+    if (model is None or (degree == 1 and not is_long and (cp or 1) == 1)
+            or next(tp_groups_by_degree(groups), None) is None or not has_module(model)):
         return NO_SPLITS
     budget = budget or time_budget(None)
     progress("searching how the devices of a host divide operators")
@@ -50,8 +52,10 @@ def load_splits(model: str | ModelSource | None, problem: Problem, costs_of: Cal
                 model, options.mode, batch, options.dtype)
         for note in rule_notes(folded.traced):
             progress(f"{NOTE}{note}")
-        found = find_splits(problem, folded, costs_of, degree=degree, budget=budget.part(SPLITS_PART))
-        if _longest(folded.traced.graph) < CONTEXT_LENGTH or not found:
+        part = SPLITS_PART if options.degrees.tp is None else 1.0  # without it there is no plan at all
+        found = {} if (cp or 1) > 1 or degree == 1 else find_splits(problem, folded, costs_of, degree=degree,
+                                                                    budget=budget.part(part))
+        if not is_long and (cp or 1) == 1:
             return found
         progress("searching how they divide the sequence of a sample")
         with budget.paused():
@@ -108,7 +112,8 @@ def find_contexts(problem: Problem, folded: FoldedModel, costs_of: Callable[[Gra
                   degree: int | None = None, budget: Budget | None = None) -> dict[int, Splits]:
     """Return the same where 2, 4, 8, ... of the devices divide the sequence, by how many do.
 
-    ``folded`` has one sample, as each replica is to have at a time: its words fit no other number.
+    ``folded`` has one sample, as each replica is to have at a time: its words fit no other number. ``degree`` is the
+    only number of devices that divide operators beside, if given.
     """
     if any(name not in problem.graph.op_index for name in folded.traced.graph.op_names):
         return {}  # with one sample it has other operators
@@ -116,7 +121,8 @@ def find_contexts(problem: Problem, folded: FoldedModel, costs_of: Callable[[Gra
     costs, sequence = costs_of(folded.traced.graph), find_sequence(named_ops(folded.traced))
     found: dict[int, dict[tuple[int, int], TensorCosts]] = {}
     for count, members in tp_groups_by_degree(groups):
-        for cp in (number for number in divisors(count) if number > 1 and degree in (None, count)):
+        for cp in (number for number in divisors(count) if number > 1 and degree in (None, count // number)
+                   and problem.options.degrees.admit(cp=number)):
             try:
                 sequence.check(cp)
                 with cut_short(None if budget is None else budget.deadline):
@@ -124,6 +130,8 @@ def find_contexts(problem: Problem, folded: FoldedModel, costs_of: Callable[[Gra
                     tables = split_operators(folded, problem.graph, costs, list(dict.fromkeys(firsts)), budget=budget,
                                              optimizer=problem.options.optimizer, is_size_known=True, cp=cp)
             except InputError:
+                if problem.options.degrees.cp == cp:
+                    raise
                 continue  # it does not divide the sequence
             except (NoFeasiblePlan, OutOfTime):
                 return dict(found)
@@ -134,9 +142,10 @@ def find_contexts(problem: Problem, folded: FoldedModel, costs_of: Callable[[Gra
 
 
 def is_size_known(problem: Problem) -> bool:
-    """Return whether micro-batches have just as many samples as the graph."""
-    number = problem.options.microbatches
-    return number is not None and problem.options.batch == number * problem.graph.batch
+    """Return whether micro-batches have just as many samples on a replica as the graph, as far as replicas are known.
+    """
+    number, dp = problem.options.microbatches, problem.options.degrees.dp or 1
+    return number is not None and problem.options.batch == number * dp * problem.graph.batch
 
 
 def _distinct(cluster: Cluster, tp_groups: Sequence[Sequence[DeviceId]]) -> list[tuple[DeviceId, ...]]:

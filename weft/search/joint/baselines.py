@@ -21,6 +21,7 @@ from weft.plan.check import excess_bytes
 from weft.plan.op_bytes import state_by_op
 from weft.plan.orders import gpipe
 from weft.plan.plan import Plan, split_samples
+from weft.search.common.degrees import Degrees
 from weft.search.common.problem import (
     Problem,
     StageSpec,
@@ -197,6 +198,14 @@ class PipelineCutter:
             f"the model needs {format_bytes(need)} (parameters, gradients and optimizer state {format_bytes(state)},"
             f" the rest for one micro-batch), the {len(capacities)} devices have {format_bytes(total)} in all: "
             f"{missing}. Try more micro-batches{advice}, or more devices.", missing_bytes=max(0, int(need - total)))
+
+
+def admits(degrees: Degrees, name: str, num_devices: int) -> bool:
+    """Return whether the strategy's plans for so many devices have the degrees."""
+    dp = num_devices if name.startswith("data-parallel") else 1
+    pp = num_devices if name not in ("single", "data-parallel", "data-parallel-by-speed") else 1
+    is_size_known = degrees.microbatch_size is None or degrees.dp is not None
+    return is_size_known and degrees.admit(tp=1, pp=pp, dp=dp, interleave=1)
 
 
 STRATEGIES: Final[dict[str, Strategy]] = {

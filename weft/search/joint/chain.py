@@ -78,6 +78,7 @@ class Chain(TpGroupTimes):
         self._passes: dict[tuple[int, int, float], tuple[F64, F64]] = {}
         self._pieces: dict[tuple[int, int], PieceMemory] = {}
         self._static, self._passing = cache(self._find_static), cache(self._find_passing)
+        self.capacity = cache(self._find_capacity)
 
     def _places(self, wanted: int) -> I64:
         """Return where stages may begin: before all operators, or of many those with least to send among neighbours."""
@@ -202,7 +203,7 @@ class Chain(TpGroupTimes):
         inside = self.crossing[1:-1]
         return 1 + np.flatnonzero(inside <= TUNING.about_least * inside.min(initial=np.inf))
 
-    def capacity(self, tp_group: TpGroup) -> float:
+    def _find_capacity(self, tp_group: TpGroup) -> float:
         """Return the memory of the tp group's smallest device."""
         sizes = [self.problem.cluster.devices[device].memory_bytes for device in tp_group]
         return min((float(size) for size in sizes if size is not None), default=float("inf"))

@@ -70,6 +70,8 @@ class Estimator:
         self.members, self._sorts = cache(self._find_members), cache(self._find_sorts)
         self._inside = cache(self._find_inside)
         self._at_once, self._ways_out = cache(self._find_at_once), cache(self._find_ways_out)
+        self._listed = cache(self._find_listed)
+        self._ends, self._first_alike = cache(self._find_ends), dict[tuple[int, int], TpGroup]()
 
     def of(self, setting: Setting) -> Estimator:
         """Return what estimates the setting."""
@@ -288,9 +290,10 @@ class Estimator:
         key = self.chain.figures_key(tp_group), self.chain.capacity(tp_group), load, first, last
         if key not in self._segments:
             room = TUNING.room * self.chain.capacity(tp_group) / load.chunks
+            alike = self._first_alike.setdefault(key[0], tp_group)
             best: tuple[float, list[int]] | None = None
             for number in (number for number in TUNING.segment_counts if number <= last - first):
-                ends = self._ends(tp_group, first, last, number)
+                ends = self._ends(alike, first, last, number)
                 need = self.chain.segmented_bytes(tp_group, ends, load)
                 if best is None or need < best[0]:
                     best = need, ends
@@ -300,19 +303,23 @@ class Estimator:
             self._segments[key] = best[1], best[0]
         return self._segments[key]
 
-    def _ends(self, tp_group: TpGroup, first: int, last: int, count: int) -> list[int]:
+    def _find_ends(self, tp_group: TpGroup, first: int, last: int, count: int) -> list[int]:
         """Return where segments of about equal time end: up to half a segment away, where least is to be kept."""
-        forward, crossing = self.chain.passes(tp_group, 1.0)[0], self.chain.crossing
-        length = (forward[last] - forward[first]) / count
+        forward, crossing = self._listed(tp_group)
+        begin, length = forward[first], (forward[last] - forward[first]) / count
         ends = [first]
         for number in range(1, count):
-            target = forward[first] + number * length
-            low, high = np.searchsorted(forward, (target - length / 2, target + length / 2))
-            low, high = max(int(low), ends[-1] + 1), min(int(high), last - 1)
+            target = begin + number * length
+            low = max(bisect_left(forward, target - length / 2, first, last + 1), ends[-1] + 1)
+            high = min(bisect_left(forward, target + length / 2, first, last + 1), last - 1)
             if low <= high:
-                near = np.abs(forward[low : high + 1] - target)
-                ends.append(low + int(np.lexsort((near, crossing[low : high + 1]))[0]))
+                ends.append(min(range(low, high + 1), key=lambda at, target=target: (
+                    crossing[at], abs(forward[at] - target))))
         return [*ends, last]
+
+    def _find_listed(self, tp_group: TpGroup) -> tuple[list[float], list[float]]:
+        """Return the seconds of a sample's forward up to each place, and the bytes that cross it, as quick to read."""
+        return self.chain.passes(tp_group, 1.0)[0].tolist(), self.chain.crossing.tolist()
 
     def _least_bytes(self, setting: Setting, size: int) -> tuple[float, float]:
         """Return what all stages together hold at least, on a device of each, and what these devices have."""

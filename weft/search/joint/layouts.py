@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 from weft.cluster.cluster import Cluster, DeviceId
+from weft.search.common.degrees import NONE_FIXED, Degrees
 from weft.search.common.problem import divisors
 from weft.search.deploy.splits import TpGroup
 from weft.search.joint.tuning import TUNING
@@ -97,16 +98,19 @@ Speed = Callable[[TpGroup], float]
 
 
 def layouts(cluster: Cluster, degree: int, speed: Speed, *, batch: int, max_stages: int,
-            tp_groups: Collection[tuple[int, int]] | None = None) -> Iterator[Layout]:
-    """Yield layouts with tp groups of ``degree`` devices, each once.
+            tp_groups: Collection[tuple[int, int]] | None = None, wanted: Degrees = NONE_FIXED) -> Iterator[Layout]:
+    """Yield layouts with tp groups of ``degree`` devices, each once, if they have the stages and replicas wanted.
 
     ``tp_groups`` are (device group, degree) for all groups that may divide operators; None for all.
     """
+    max_stages = wanted.pp or max_stages
     groups = [tp_groups_of(group, degree) for index, group in enumerate(cluster.groups_by_host_and_kind())
               if len(group) >= degree and (degree == 1 or tp_groups is None or (index, degree) in tp_groups)]
     seen: set[tuple[frozenset[TpGroup], ...]] = set()
     for layout in itertools.chain(even(groups, max_stages), _fewer(groups, speed, batch, max_stages),
                                   _grouped(groups, speed, max_stages)):
+        if not all(wanted.admit(pp=len(layout), dp=len(mesh.tp_groups)) for mesh in layout):
+            continue
         key = tuple(frozenset(mesh.tp_groups) for mesh in layout)
         if key not in seen:
             seen.add(key)

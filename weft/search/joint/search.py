@@ -127,7 +127,7 @@ def _one_replica(estimator: Estimator, estimate: Estimate, num_replicas: int) ->
         static[:, CATEGORIES.index("optimizer")] //= num_replicas  # a context axis is inside it
         account = replace(account, static=static)
     check_memory(program, problem.cluster, account)
-    return simulate(program, problem.costs, problem.cluster)
+    return replace(simulate(program, problem.costs, problem.cluster), stored_memory=account)
 
 
 def refine(problem: Problem, simulated: Sequence[JointResult], budget: Budget,
@@ -166,8 +166,7 @@ def _with_divided_states(found: JointResult, problem: Problem) -> JointResult | 
     Each updates less then, which may save more than gathering what was updated takes. None where that is not possible.
     """
     setting, optimizer = found.setting, found.plan.optimizer
-    replicated = any(setting.copies(mesh) > 1 for mesh in setting.layout)
-    if setting.sharded_states or not replicated or not problem.is_training or problem.options.whole_parameters:
+    if setting.sharded_states or not any(sharded for _, sharded in _savings(problem, setting)):
         return None
     plan = replace(found.plan, optimizer=replace(optimizer, sharded=True))
     try:
@@ -267,17 +266,16 @@ def rank_settings(estimator: Estimator, *, budget: Budget,
 
 def _tightest(estimator: Estimator, budget: Budget) -> Iterator[Estimate]:
     """Yield estimates of pipelines in which no more than one micro-batch has to fit."""
-    asked, training = estimator.problem.options, estimator.problem.is_training
-    is_large = estimator.problem.cluster.num_devices > TUNING.large
+    training, is_large = estimator.problem.is_training, estimator.problem.cluster.num_devices > TUNING.large
     for plain in _candidates(estimator) if training and not is_large else ():
         if plain.chunks > 1 or len(plain.layout) < 2 or len(plain.layout) * plain.microbatches > TUNING.max_blocks:
             continue
-        for recompute in (False, True) if not asked.recompute else (True,):
+        most_divided = dict(_savings(estimator.problem, plain))
+        for recompute, sharded in most_divided.items():
             if budget.is_spent:
                 return
             with suppress(NoFeasiblePlan):
-                yield estimator.of(plain)(replace(plain, recompute=recompute, is_tight=True, sharded_states=(
-                    not asked.whole_parameters and any(plain.copies(mesh) > 1 for mesh in plain.layout))))
+                yield estimator.of(plain)(replace(plain, recompute=recompute, is_tight=True, sharded_states=sharded))
                 break
 
 
@@ -290,11 +288,11 @@ def _candidates(estimator: Estimator) -> Iterator[Setting]:
 
 def _candidates_of(chain: Chain, cp: int) -> Iterator[Setting]:
     """Yield those in which so many devices divide the sequence; its words are for one sample at a time."""
-    problem = chain.problem
+    problem, wanted = chain.problem, chain.problem.options.degrees
     max_stages = min(TUNING.max_stages, chain.num_places - 1)
     for degree in sorted({*((1,) if cp == 1 else ()), *(degree for _, degree in chain.splits)}):
         for layout in layouts(problem.cluster, degree, chain.speed, batch=problem.options.batch, max_stages=max_stages,
-                              tp_groups=chain.splits):
+                              tp_groups=chain.splits, wanted=wanted) if wanted.admit(tp=degree // cp, cp=cp) else ():
             for microbatches, chunks in _microbatches(problem, layout):
                 size = problem.options.batch // microbatches
                 if cp == 1 or all(len(mesh.tp_groups) == size for mesh in layout):
@@ -304,13 +302,17 @@ def _candidates_of(chain: Chain, cp: int) -> Iterator[Setting]:
 def _microbatches(problem: Problem, layout: Layout) -> Iterator[tuple[int, int]]:
     """Yield numbers of micro-batches and chunks that suit the layout."""
     num_stages, width = len(layout), max(len(mesh.tp_groups) for mesh in layout)
-    given = problem.options.microbatches
+    given, wanted = problem.options.microbatches, problem.options.degrees
+    if given is None and wanted.microbatch_size is not None:
+        given, rest = divmod(problem.options.batch, wanted.microbatch_size * width)
+        if rest:
+            return
     for count in [given] if given is not None else divisors(problem.options.batch):
-        if problem.options.batch // count < width:
+        if problem.options.batch // count < width * (wanted.microbatch_size or 1):
             break
         if count > TUNING.max_microbatches_per_stage * num_stages and given is None and num_stages > 1:
             break
-        for chunks in TUNING.chunks:
+        for chunks in TUNING.chunks if wanted.interleave is None else (wanted.interleave,):
             same = len({len(mesh.devices) for mesh in layout}) == 1
             if chunks == 1 or (problem.is_training and num_stages > 1 and same and count % num_stages == 0):
                 yield count, chunks
@@ -322,14 +324,8 @@ def _estimates(estimator: Estimator, plain: Setting, best: float, failed: list[T
     Where it does not fit, or only with uneven stages, the pipeline is also laid over its meshes and back: that needs
     fewer micro-batches in flight for the same period, and as many on every device.
     """
-    replicated = any(plain.copies(mesh) > 1 for mesh in plain.layout)
-    training, asked = estimator.problem.is_training, estimator.problem.options
-    may_divide = training and replicated and not asked.whole_parameters
     reason, setting = "", plain
-    for recompute, sharded in itertools.product((False, True) if training else (False,),
-                                                (False, True) if may_divide else (False,)):
-        if (asked.recompute and not recompute and training) or (asked.optimizer.sharded and replicated and not sharded):
-            continue
+    for recompute, sharded in _savings(estimator.problem, plain):
         setting = replace(plain, recompute=recompute, sharded_states=sharded)
         bound = estimator.bound(setting)
         if bound > TUNING.worse * best:
@@ -350,10 +346,27 @@ def _estimates(estimator: Estimator, plain: Setting, best: float, failed: list[T
     failed.append(Tried(setting=setting, reason=reason))
 
 
+def _savings(problem: Problem, setting: Setting) -> Iterator[tuple[bool, bool]]:
+    """Yield whether to recompute, and to divide states, as it was asked for: what does least to save memory first."""
+    asked, training = problem.options, problem.is_training
+    replicated = any(setting.copies(mesh) > 1 for mesh in setting.layout)
+    for recompute in (False, True) if training and asked.degrees.recompute != "none" else (False,):
+        for sharded in (False, True) if replicated and _may_divide(problem) else (False,):
+            if (recompute or not (asked.recompute and training)) and (
+                    sharded or not (asked.optimizer.sharded and replicated)):
+                yield recompute, sharded
+
+
+def _may_divide(problem: Problem) -> bool:
+    """Return whether replicas may divide the optimizer's states."""
+    return problem.is_training and not problem.options.whole_parameters and problem.options.degrees.zero != 0
+
+
 def _may_turn(estimator: Estimator, setting: Setting) -> bool:
     """Return whether the pipeline may go over its meshes and back, and holds less so."""
     num_meshes, problem = len(setting.layout), estimator.problem
-    return (problem.is_training and setting.chunks == 1 and problem.cluster.num_devices <= TUNING.large
+    return (problem.is_training and setting.chunks == 1 and problem.options.degrees.interleave is None
+            and problem.cluster.num_devices <= TUNING.large
             and HELD["v-min"](num_meshes) / 2 < min(num_meshes, setting.microbatches)
             and 2 * num_meshes * setting.microbatches <= TUNING.max_blocks)
 
@@ -383,10 +396,22 @@ def _simulate_best(estimator: Estimator, ranked: list[Estimate], tried: list[Tri
         best = min(simulated, key=lambda item: item.step_time_s)
     if not simulated:
         reasons = misses or [NoFeasiblePlan(item.reason) for item in tried[:1]] or [
-            NoFeasiblePlan("no layout suits this batch: use a larger one")]
+            _no_layout(estimator)]
         raise min(reasons, key=lambda miss: miss.missing_bytes or 0)
     rest = [results.get(item.setting) or Tried(setting=item.setting, estimate_s=item.step_time_s) for item in ranked]
     return replace(best, tried=(*refined, *rest, *tried))
+
+
+def _no_layout(estimator: Estimator) -> NoFeasiblePlan:
+    """Return why there is nothing to estimate."""
+    wanted = estimator.problem.options.degrees
+    if wanted.tp not in (None, 1, *(degree for _, degree in estimator.chain.splits)):
+        return NoFeasiblePlan(f"it is not known how {wanted.tp} devices divide the operators of "
+                              f"{estimator.problem.graph.name!r}: try more time (--time-limit), or --tp 1")
+    if wanted:
+        return NoFeasiblePlan(f"no layout of these devices has {wanted.describe()} for a batch of "
+                              f"{estimator.problem.options.batch}: leave out one of them")
+    return NoFeasiblePlan("no layout suits this batch: use a larger one")
 
 
 def _simulate(estimator: Estimator, ranked: list[Estimate], budget: Budget, progress: Callable[[str], None],

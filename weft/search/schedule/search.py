@@ -122,6 +122,8 @@ class _Search:
                     if self.rival.best.value <= self.best.bound:
                         break
         except OutOfTime:
+            if self.best.answer is None:  # it is a caller's time that is over
+                raise
             self.best.tell("time limit")
         except KeyboardInterrupt:
             if self.best.answer is None:
