@@ -231,6 +231,7 @@ def _serve_rank(rank: int, num_ranks: int, listen_fd: int, jobs: Any, answers: A
                 "gradients": {name: value.tolist() for name, value in (result.gradients or {}).items()},
                 "spread": result.gradient_spread,
                 "memory": [(item.account_bytes, item.measured_bytes) for item in result.memory or ()],
+                "detail": [encode(item) for item in result.memory or ()],
                 "timeline": _spans(result.timeline), "counts": counts}
         except Exception as problem:
             answer = {"error": f"rank {rank}: {type(problem).__name__}: {problem}"}
