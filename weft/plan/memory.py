@@ -12,8 +12,8 @@ a stage hands over, until the last instruction on the rank that reads them or th
 for what its forward has sent, a later send of the same channel for the rest (``SEND_WINDOW``).
 
 Of stages with storage (``weft.plan.units``) a rank has only its pieces all the time: of the optimizer's states, of
-gradients, of parameters, as far as they are in pieces. Gathered parameters, and room for what a scattering brings, are
-with the buffers, whole gradients with the gradients, while they are there (``weft.plan.unit_flow``).
+gradients, of parameters, as far as they are in pieces; and room for what others add to its largest piece. Gathered
+parameters are with the buffers, whole gradients with the gradients, while they are there (``weft.plan.unit_flow``).
 
 Sizes are the graph's, for an instance's samples. Not counted: the allocator's rounding, library workspaces, and the
 inputs and outputs of the model. A tensor that two stages on one rank both keep counts twice. A rank of a stage on
@@ -558,15 +558,13 @@ def _unit_parts(program: Program) -> dict[tuple[int, int], _Kept]:
 
 
 def _unit_bytes(program: Program) -> tuple[I64, I64]:
-    """Return by instruction whole gradients of units, and their gathered parameters and room for scattered ones."""
+    """Return by instruction whole gradients of units that come and go, and gathered parameters."""
     gradients, buffers = np.zeros((2, program.num_instructions), dtype=np.int64)
     for rank in range(program.num_ranks) if program.units else ():
         flow = unit_flow(program, rank)
         for spans, total in ((flow.gathered, buffers), (flow.gradients, gradients)):
             for span in spans:
                 total[span.first : span.last + 1] += program.units[span.unit].num_bytes
-        for span in flow.rooms:
-            buffers[span.first : span.last + 1] += program.units[span.unit].piece_bytes(rank)
     return gradients, buffers
 
 
@@ -580,7 +578,9 @@ def _exchange_bytes(program: Program) -> I64:
             room, ranks = _factor_bytes(program, bucket), list(bucket.ranks)
             kept[ranks] += room.block + room.gathered
             products[ranks] = np.maximum(products[ranks], room.product)
-    return kept + sums + products
+    rooms = [max((unit.piece_bytes(rank) for unit in program.units if rank in unit.ranks and unit.reduce >= 0),
+                 default=0) for rank in range(program.num_ranks)]
+    return kept + sums + products + np.asarray(rooms, dtype=np.int64)
 
 
 class _FactorBytes(NamedTuple):

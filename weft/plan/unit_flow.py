@@ -7,8 +7,7 @@ On a rank, in the order of its instructions:
   (forwards and backwards; the second part of a split backward does not);
 - where gradients are scattered after each backward, whole gradients are there from the first backward since the last
   scattering to when the next is done. That is known when the rank comes to its next scattering of any unit, to the next
-  backward of this unit, or to the end of its computes, because there it is waited for;
-- meanwhile there is also room for what a scattering brings, as large as the rank's piece.
+  backward of this unit, or to the end of its computes, because there it is waited for.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ class Span:
     unit: int
     first: int
     last: int
-    end: int = -1
-    """Of gradients and room: the scattering of which they are part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +34,6 @@ class RankFlow:
     gathered: tuple[Span, ...]
     gradients: tuple[Span, ...]
     """Whole gradients that come and go."""
-    rooms: tuple[Span, ...]
     waits: tuple[tuple[int, int], ...]
     """(instruction, collective that is waited for when it begins)."""
 
@@ -49,7 +45,7 @@ def unit_flow(program: Program, rank: int) -> RankFlow:
         for item in program.instructions(rank):
             walk.take(item)
         walk.finish()
-    return RankFlow(gathered=tuple(walk.gathered), gradients=tuple(walk.gradients), rooms=tuple(walk.rooms),
+    return RankFlow(gathered=tuple(walk.gathered), gradients=tuple(walk.gradients),
                     waits=tuple(walk.waits))
 
 
@@ -66,7 +62,6 @@ class _Walk:
                 self.of_stage.setdefault(stage, []).append((index, unit))
         self.gathered: list[Span] = []
         self.gradients: list[Span] = []
-        self.rooms: list[Span] = []
         self.waits: list[tuple[int, int]] = []
         self._gather: dict[int, int] = {}
         self._last_use: dict[int, int] = {}
@@ -121,6 +116,5 @@ class _Walk:
         if waits:
             self.waits.append((at, scattering))
         if not self.program.units[index].storage.scatters_once:
-            self.gradients.append(Span(index, begun, at - 1, scattering))
-        self.rooms.append(Span(index, scattering, at - 1, scattering))
+            self.gradients.append(Span(index, begun, at - 1))
         self._scattering = None

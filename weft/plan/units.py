@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -107,12 +107,16 @@ class _Key:
     is_trained: bool
 
 
-def piece_groups(stage: Stage) -> Iterator[tuple[str, ...]]:
-    """Yield the devices that have a whole of the stage's parameters, or of their parts of these, together."""
-    if not stage.storage:
-        return
+def piece_groups(stage: Stage, rank_of: Mapping[str, int]) -> Iterator[tuple[tuple[str, ...], tuple[float, ...]]]:
+    """Yield the devices that have a whole of the stage's parameters, or of their parts of these, together.
+
+    In the order of their ranks, each with its share.
+    """
     for group in stage.storage.groups or (tuple(range(len(stage.replicas))),):
-        yield from zip(*(stage.replicas[member].devices for member in group), strict=True)
+        shares = stage.storage.shares or (1.0,) * len(group)
+        for devices in zip(*(stage.replicas[member].devices for member in group), strict=True):
+            pairs = sorted(zip(devices, shares, strict=True), key=lambda pair: rank_of[pair[0]])
+            yield tuple(device for device, _ in pairs), tuple(share for _, share in pairs)
 
 
 def _units(plan: Plan, graph: Graph) -> Iterator[Unit]:
@@ -120,10 +124,12 @@ def _units(plan: Plan, graph: Graph) -> Iterator[Unit]:
     is_parameter = np.zeros(graph.num_tensors, dtype=bool)
     is_parameter[graph.parameters] = True
     readers: dict[tuple[int, tuple[str, ...]], list[int]] = {}
+    shares: dict[tuple[str, ...], tuple[float, ...]] = {}
     for index, stage in enumerate(plan.stages):
         if stage.storage:
             read = np.unique(np.concatenate([graph.op_inputs(graph.op_index[name]) for name in stage.ops]))
-            for devices in piece_groups(stage):
+            for devices, weights in piece_groups(stage, rank_of):
+                shares[devices] = weights
                 for tensor in read[is_parameter[read]].tolist():
                     readers.setdefault((tensor, devices), []).append(index)
     sets_of = {tensor: {device: members for item in copies for members in item.exchange_sets for device in members}
@@ -143,7 +149,7 @@ def _units(plan: Plan, graph: Graph) -> Iterator[Unit]:
         shapes = tuple(_local_shape(graph.tensor_shapes[tensor], holdings[tensor][key.devices[0]][0].region)
                        for tensor in tensors)
         width = int(graph.tensor_bytes[tensors[0]]) // max(1, math.prod(graph.tensor_shapes[tensors[0]]))
-        bounds = _bounds(shapes, storage.shares or (1.0,) * len(key.devices))
+        bounds = _bounds(shapes, shares[key.devices])
         yield Unit(
             parameters=tuple(tensors), shapes=shapes, stages=key.stages, storage=storage, bounds=bounds,
             ranks=tuple(rank_of[device] for device in key.devices), num_bytes=bounds[-1] * width,

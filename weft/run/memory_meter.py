@@ -258,7 +258,8 @@ class MemoryMeter:
         parameters = self._executor.parameters
         flat = storage_bytes([*(tensor for tensors in parameters.flat for tensor in tensors),
                               *parameters.units.lasting_gradients()])
-        room = storage_bytes(block.flat for block in self._executor.binder.factors.values())
+        room = storage_bytes([parameters.units.room,
+                              *(block.flat for block in self._executor.binder.factors.values())])
         done, gradients, buffers = (tuple(column) for column in zip(*self._rows, strict=True)) if self._rows \
             else ((), (), ())
         return MeterRecord(
@@ -297,7 +298,7 @@ class MemoryMeter:
         yield from (tensor for tensors in binder.wiring.arrived.values() for tensor in tensors)
         yield from binder.wiring.buffers.free()
         yield from (block.flat for block in binder.factors.values())
-        yield from binder.parameters.units.wholes()
+        yield from (*binder.parameters.units.wholes(), binder.parameters.units.room)
         for cell in binder.wiring.cells.values():
             yield from cell.outputs or ()
             yield from (item for item in cell.gradients if item is not None)

@@ -51,6 +51,8 @@ class UnitStore:
         """What the optimizer changes."""
         self.gradient: Tensor | None = None
         self.piece_gradient: Tensor | None = None
+        self.room = torch.empty(0, dtype=torch.uint8, device=device)
+        """Where what others add to the piece arrives; the stores of a rank have it together."""
         self._is_new = True
         """No gradients of this step are in the piece."""
         if unit.is_trained and program.plan.model.mode == "training":
@@ -144,9 +146,11 @@ class UnitStore:
         assert self.piece_gradient is not None, "it is trained"
         adds = not (self._is_new or self.unit.storage.scatters_once)
         self._is_new = False
-        wire = transport.on_wire(self.gradient)
-        transport.through_wire(self.piece_gradient,
-                               lambda into: group.scatter_pieces(wire, self.unit.bounds, into, adds=adds))
+        wire, own = transport.on_wire(self.gradient), self.piece_gradient
+        room = self.room[: own.numel() * own.element_size()].view(own.dtype)
+        room = room if wire is self.gradient else transport.on_wire(own)
+        transport.through_wire(self.piece_gradient, lambda into: group.scatter_pieces(
+            wire, self.unit.bounds, into, room=room, adds=adds))
 
     def sum_over_groups(self, transport: Transport, ranks: tuple[int, ...]) -> None:
         """Add up the piece of the gradients over ranks of several groups that have the same one."""
@@ -181,6 +185,11 @@ class Units:
             index: UnitStore(program, unit, rank, device) for index, unit in enumerate(program.units)
             if rank in unit.ranks}
         """By the unit's place in the program."""
+        trained = [store.piece_gradient for store in self.stores.values() if store.piece_gradient is not None]
+        self.room = torch.empty(max((item.numel() * item.element_size() for item in trained), default=0),
+                                dtype=torch.uint8, device=device)
+        for store in self.stores.values():
+            store.room = self.room
         self.of: Mapping[str, UnitStore] = {name: store for store in self.stores.values() for name in store.names}
         """By parameter."""
 

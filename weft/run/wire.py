@@ -240,15 +240,15 @@ class ExchangeGroup:
                       if index != self._place]
         _AllOf(works).wait()
 
-    def scatter_pieces(self, flat: Tensor, bounds: Sequence[int], into: Tensor, *, adds: bool) -> None:
+    def scatter_pieces(self, flat: Tensor, bounds: Sequence[int], into: Tensor, *, room: Tensor, adds: bool) -> None:
         """Set ``into`` to this rank's piece of the sum of the ranks' flat tensors, or add that to it.
 
-        It may be the rank's piece of its own tensor.
+        It may be the rank's piece of its own tensor. ``room`` is as large.
         """
         pieces = _pieces(flat, bounds)
         own = pieces[self._place]
         if not self._is_gloo:
-            room, parts = torch.empty_like(own), [to_add(piece).view(-1) for piece in pieces]
+            parts = [to_add(piece).view(-1) for piece in pieces]
             work = self._group._reduce_scatter_base(to_add(room).view(-1), to_add(flat).view(-1)) if _are_equal(
                 bounds) else self._group.reduce_scatter([to_add(room).view(-1)], [parts])
             work.wait()
@@ -262,7 +262,6 @@ class ExchangeGroup:
                 into.add_(own)
             elif into.data_ptr() != own.data_ptr():
                 into.copy_(own)
-            room = torch.empty_like(own)
             for index in others:
                 self._group.recv([to_move(room)], index, _SCATTERING).wait()
                 into.add_(room)
