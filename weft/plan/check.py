@@ -333,7 +333,7 @@ class _UnitRules:
         for index, unit in self.units:
             if stage not in unit.stages:
                 continue
-            if unit.gather >= 0 and item.phase != Phase.W and index not in self.gathered:
+            if unit.gather >= 0 and index not in self.gathered:
                 yield f"{self.program.place(item.index)}: comes before the all_gather of its parameters"
             if unit.reduce >= 0 and item.phase != Phase.F:
                 self.unscattered[index] = item

@@ -3,8 +3,8 @@ the runtime alike.
 
 On a rank, in the order of its instructions:
 
-- gathered parameters are there from their gather to the last compute before the unit's next gather that needs them
-  (forwards and backwards; the second part of a split backward does not);
+- gathered parameters are there from their gather to the last compute before the unit's next gather that needs them:
+  forwards, backwards, and both parts of split ones (gradients of a norm's weights need these);
 - where gradients are scattered after each backward, whole gradients are there from the first backward since the last
   scattering to when the next is done. That is known when the rank comes to its next scattering of any unit, to the next
   backward of this unit, or to the end of its computes, because there it is waited for.
@@ -95,7 +95,7 @@ class _Walk:
 
     def _compute(self, item: Instruction) -> None:
         for index, unit in self.of_stage.get(self.program.instances[item.instance].stage, ()):
-            if index in self._gather and item.phase != Phase.W:
+            if index in self._gather:
                 self.waits.append((item.index, self._gather[index]))
                 self._last_use[index] = item.index
             if unit.reduce >= 0 and item.phase != Phase.F and not unit.storage.scatters_once:

@@ -78,7 +78,7 @@ def _merged(queue: Sequence[Action], before: dict[int, list[tuple[int, Action]]]
 
 def _gathers(unit: Unit, line: Line) -> Iterable[int]:
     """Yield the places in the line of the computes for which the unit is gathered."""
-    uses = [place for place, (stage, phase, _) in enumerate(line) if stage in unit.stages and phase != Phase.W]
+    uses = [place for place, (stage, _, _) in enumerate(line) if stage in unit.stages]
     known, is_there = set(uses), False
     opened: set[tuple[int, int]] = set()
     for place in uses:
@@ -87,7 +87,7 @@ def _gathers(unit: Unit, line: Line) -> Iterable[int]:
             yield place
         if phase == Phase.F:
             opened.add((stage, microbatch))
-        else:
+        elif phase != Phase.I:
             opened.discard((stage, microbatch))
         is_there = place + 1 in known or (unit.storage.keeps and bool(opened))
 
