@@ -38,6 +38,7 @@ from weft.plan.memory import MemoryAccount, account_memory
 from weft.plan.plan import Plan
 from weft.plan.program import Instruction, Op, Phase, Program
 from weft.plan.structure import raise_problems, require_structure
+from weft.plan.units import Unit
 
 _Key = tuple[str, int, int, int]
 """What a rank has done: ("compute", instance, microbatch, phase) or ("receive", channel, microbatch, 0)."""
@@ -319,6 +320,10 @@ class _UnitRules:
     def __init__(self, program: Program, rank: int) -> None:
         self.program, self.rank = program, rank
         self.units = [(index, unit) for index, unit in enumerate(program.units) if rank in unit.ranks]
+        self.of_stage: dict[int, list[tuple[int, Unit]]] = {}
+        for index, unit in self.units:
+            for stage in unit.stages:
+                self.of_stage.setdefault(stage, []).append((index, unit))
         self.gathered: set[int] = set()
         self.unscattered: dict[int, Instruction] = {}
         """By unit a backward whose gradients are not scattered yet."""
@@ -327,12 +332,7 @@ class _UnitRules:
 
     def compute(self, item: Instruction) -> Iterator[str]:
         """Yield what is wrong with a compute."""
-        if not self.units:
-            return
-        stage = self.program.instances[item.instance].stage
-        for index, unit in self.units:
-            if stage not in unit.stages:
-                continue
+        for index, unit in self.of_stage.get(self.program.instances[item.instance].stage, ()):
             if unit.gather >= 0 and index not in self.gathered:
                 yield f"{self.program.place(item.index)}: comes before the all_gather of its parameters"
             if unit.reduce >= 0 and item.phase != Phase.F:
@@ -347,7 +347,7 @@ class _UnitRules:
             members = _rank_list(self.program, bucket.ranks)
             yield f"{self.program.place(item.index)}: is on the wrong rank; its members are {members}"
             return
-        own = next(index for index, unit in self.units if index in bucket.units)
+        own = next(index for index in bucket.units if self.rank in self.program.units[index].ranks)
         if bucket.method == "all_gather":
             self.gathered.add(own)
         elif bucket.method == "reduce_scatter":

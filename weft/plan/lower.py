@@ -60,6 +60,8 @@ class _Player:
         self.delays = _delays(plan, layout)
         self.done: dict[tuple[int, Phase, int], float] = {}
         self.started: set[tuple[int, Phase, int]] = set()
+        self.arrived: dict[tuple[int, Phase, int], set[int]] = {}
+        """The ranks that have come to an action of several."""
         self.waiting: dict[tuple[int, Phase, int], list[tuple[int, Phase, int]]] = {}
         self.heap: list[tuple[float, int, tuple[int, Phase, int]]] = []
         self.outgoing = _outgoing(layout)
@@ -96,8 +98,13 @@ class _Player:
             return
         action = self.queues[rank][self.head[rank]]
         ranks = self._ranks_of(action)
-        if action in self.started or any(self._head_of(other) != action for other in ranks):
+        if action in self.started:
             return
+        if len(ranks) > 1:
+            here = self.arrived.setdefault(action, set())
+            here.add(rank)
+            if len(here) < len(ranks):
+                return
         begin = now
         for needed in self._needs(action):
             if needed not in self.done:
@@ -106,16 +113,13 @@ class _Player:
             arrival = self.done[needed] + self.delays.get((needed[0], action[0], action[1] == Phase.F), 0.0)
             begin = max(begin, arrival)
         self.started.add(action)
+        self.arrived.pop(action, None)
         end = begin + (self.durations[action[0]][action[1]] if action[0] >= 0 else 0.0)
         heapq.heappush(self.heap, (end, len(self.started), action))
 
     def _ranks_of(self, action: tuple[int, Phase, int]) -> tuple[int, ...]:
         """Return who does an action together."""
         return self.layout.instances[action[0]].ranks if action[0] >= 0 else self.layout.buckets[collective_of(self.layout, action)[0]].ranks
-
-    def _head_of(self, rank: int) -> tuple[int, Phase, int] | None:
-        queue = self.queues[rank]
-        return queue[self.head[rank]] if self.head[rank] < len(queue) else None
 
     def _needs(self, action: tuple[int, Phase, int]) -> Iterator[tuple[int, Phase, int]]:
         """Yield the actions that must be done before this one."""

@@ -39,7 +39,7 @@ from weft.plan.local_tensors import local_tensors
 from weft.plan.plan import Optimizer
 from weft.plan.program import Bucket, Channel, Instance, Op, Phase, Program, inside_backward
 from weft.plan.stage_memory import StageMemory, stage_memory
-from weft.plan.unit_flow import unit_flow
+from weft.plan.unit_flow import unit_flows
 from weft.plan.units import row_length
 
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -560,8 +560,7 @@ def _unit_parts(program: Program) -> dict[tuple[int, int], _Kept]:
 def _unit_bytes(program: Program) -> tuple[I64, I64]:
     """Return by instruction whole gradients of units that come and go, and gathered parameters."""
     gradients, buffers = np.zeros((2, program.num_instructions), dtype=np.int64)
-    for rank in range(program.num_ranks) if program.units else ():
-        flow = unit_flow(program, rank)
+    for flow in unit_flows(program) if program.units else ():
         for spans, total in ((flow.gathered, buffers), (flow.gradients, gradients)):
             for span in spans:
                 total[span.first : span.last + 1] += program.units[span.unit].num_bytes

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from weft.plan.program import Instruction, Op, Phase, Program
 from weft.plan.units import Unit
 
@@ -36,6 +38,31 @@ class RankFlow:
     """Whole gradients that come and go."""
     waits: tuple[tuple[int, int], ...]
     """(instruction, collective that is waited for when it begins)."""
+
+
+def unit_flows(program: Program) -> list[RankFlow]:
+    """Return what each rank has of its units, and when; ranks with like lists have the same, at other places."""
+    known: dict[tuple[object, ...], tuple[int, RankFlow]] = {}
+    stage_of = np.asarray([item.stage for item in program.instances], dtype=np.int32)
+    result = []
+    for rank in range(program.num_ranks) if program.units else ():
+        part = slice(int(program.rank_start[rank]), int(program.rank_start[rank + 1]))
+        is_compute = program.op[part] == Op.COMPUTE
+        columns = (program.op[part], program.phase[part], np.where(is_compute, stage_of[program.instance[part]], -1),
+                   np.where(is_compute, 0, program.bucket[part]))
+        units = tuple(index for index, unit in enumerate(program.units) if rank in unit.ranks)
+        key = units, *(column.tobytes() for column in columns)
+        if key not in known:
+            known[key] = part.start, unit_flow(program, rank)
+        start, flow = known[key]
+        result.append(flow if start == part.start else _moved(flow, part.start - start))
+    return result or [RankFlow(gathered=(), gradients=(), waits=())] * program.num_ranks
+
+
+def _moved(flow: RankFlow, by: int) -> RankFlow:
+    gathered, gradients = (tuple(Span(item.unit, item.first + by, item.last + by) for item in spans)
+                           for spans in (flow.gathered, flow.gradients))
+    return RankFlow(gathered=gathered, gradients=gradients, waits=tuple((at + by, to + by) for at, to in flow.waits))
 
 
 def unit_flow(program: Program, rank: int) -> RankFlow:

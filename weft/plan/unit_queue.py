@@ -41,17 +41,23 @@ def with_unit_actions(plan: Plan, layout: Layout, queues: Sequence[Sequence[Acti
         groups.setdefault(unit.ranks, []).append(unit)
     for ranks, units in groups.items():
         stages = {stage for unit in units for stage in unit.stages}
-        for rank in ranks:
-            places = [place for place, action in enumerate(queues[rank])
-                      if layout.instances[action[0]].stage in stages]
-            line = [(layout.instances[queues[rank][place][0]].stage, *queues[rank][place][1:]) for place in places]
-            for unit in units:
-                for bucket, found, table, ahead in ((unit.gather, _gathers(unit, line), before[rank], 1),
-                                                    (unit.reduce, _scatterings(unit, line), behind[rank], 0)):
-                    for place in found if bucket >= 0 else ():
-                        stage, phase, microbatch = line[place]
-                        code = -1 - (bucket * len(layout.instances) + instance_of[stage, ranks[0]])
-                        table.setdefault(places[max(0, place - ahead)], []).append((place, (code, phase, microbatch)))
+        lines = [[place for place, action in enumerate(queues[rank]) if layout.instances[action[0]].stage in stages]
+                 for rank in ranks]
+        first = queues[ranks[0]]  # all ranks of a group have the same line
+        line = [(layout.instances[first[place][0]].stage, *first[place][1:]) for place in lines[0]]
+        of_stage: dict[int, list[int]] = {}
+        for place, (stage, _, _) in enumerate(line):
+            of_stage.setdefault(stage, []).append(place)
+        for unit in units:
+            uses = sorted(place for stage in unit.stages for place in of_stage.get(stage, ()))
+            for bucket, found, tables, ahead in ((unit.gather, _gathers(unit, line, uses), before, 1),
+                                                 (unit.reduce, _scatterings(unit, line, uses), behind, 0)):
+                for place in found if bucket >= 0 else ():
+                    stage, phase, microbatch = line[place]
+                    code = -1 - (bucket * len(layout.instances) + instance_of[stage, ranks[0]])
+                    for rank, places in zip(ranks, lines, strict=True):
+                        tables[rank].setdefault(places[max(0, place - ahead)], []).append(
+                            (place, (code, phase, microbatch)))
     return [_merged(queue, first, then) for queue, first, then in zip(queues, before, behind, strict=True)]
 
 
@@ -76,9 +82,8 @@ def _merged(queue: Sequence[Action], before: dict[int, list[tuple[int, Action]]]
     return result
 
 
-def _gathers(unit: Unit, line: Line) -> Iterable[int]:
-    """Yield the places in the line of the computes for which the unit is gathered."""
-    uses = [place for place, (stage, _, _) in enumerate(line) if stage in unit.stages]
+def _gathers(unit: Unit, line: Line, uses: Sequence[int]) -> Iterable[int]:
+    """Yield the places in the line of the computes for which the unit is gathered, of those that use it."""
     known, is_there = set(uses), False
     opened: set[tuple[int, int]] = set()
     for place in uses:
@@ -92,10 +97,11 @@ def _gathers(unit: Unit, line: Line) -> Iterable[int]:
         is_there = place + 1 in known or (unit.storage.keeps and bool(opened))
 
 
-def _scatterings(unit: Unit, line: Line) -> Iterable[int]:
+def _scatterings(unit: Unit, line: Line, uses: Sequence[int]) -> Iterable[int]:
     """Yield the places in the line of the computes behind which gradients of the unit are scattered."""
     last: dict[int, int] = {}
-    for place, (stage, phase, microbatch) in enumerate(line):
-        if stage in unit.stages and phase in (Phase.B, Phase.W):
+    for place in uses:
+        _, phase, microbatch = line[place]
+        if phase in (Phase.B, Phase.W):
             last[-1 if unit.storage.scatters_once else microbatch] = place
     yield from last.values()

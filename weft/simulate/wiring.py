@@ -21,7 +21,7 @@ import numpy as np
 from weft.base.errors import PlanError
 from weft.model.graph import I64, Bool
 from weft.plan.program import Op, Phase, Program, inside_backward, last_before
-from weft.plan.unit_flow import unit_flow
+from weft.plan.unit_flow import unit_flows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -192,15 +192,14 @@ def _channel_needs(program: Program) -> I64:
 def _unit_needs(program: Program, runs: Bool) -> I64:
     """Return rows (compute, collective of a unit that it waits for); what another collective waits for is waited for
     by the compute behind that."""
-    rows: list[tuple[int, int]] = []
-    for rank in range(program.num_ranks) if program.units else ():
-        begin, end = program.rank_start[rank], program.rank_start[rank + 1]
-        places = np.flatnonzero(runs[begin:end]) + begin
-        for at, collective in unit_flow(program, rank).waits:
-            place = int(np.searchsorted(places, at))
-            if place < len(places):
-                rows.append((int(places[place]), collective))
-    return np.asarray(sorted(set(rows)), dtype=np.int64).reshape(-1, 2)
+    rows: list[I64] = []
+    following = np.append(np.flatnonzero(runs), program.num_instructions)
+    for rank, flow in enumerate(unit_flows(program)) if program.units else ():
+        waits = np.asarray(flow.waits, dtype=np.int64).reshape(-1, 2)
+        place = following[np.searchsorted(following, waits[:, 0])]
+        is_own = place < program.rank_start[rank + 1]
+        rows.append(np.stack([place[is_own], waits[is_own, 1]], axis=1))
+    return np.unique(np.concatenate([np.empty((0, 2), dtype=np.int64), *rows]), axis=0)
 
 
 def _collective_needs(program: Program) -> I64:

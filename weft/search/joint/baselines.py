@@ -32,6 +32,7 @@ from weft.search.common.problem import (
 )
 from weft.search.joint.chain import Chain, Load
 from weft.search.joint.cut import emptiest_fullest, shortest_period
+from weft.search.joint.pieces import fsdp
 
 Strategy = Callable[[Problem, int], Plan]
 
@@ -203,6 +204,7 @@ STRATEGIES: Final[dict[str, Strategy]] = {
     "single": single_device,
     "data-parallel": data_parallel,
     "data-parallel-by-speed": data_parallel_by_speed,
+    "fsdp": fsdp,
     "gpipe": gpipe_equal,
     "1f1b": one_f_one_b_equal,
     "1f1b-balanced": one_f_one_b_balanced,
