@@ -26,10 +26,11 @@ from weft.plan.holders import parameter_copies, parameter_holdings
 from weft.plan.plan import Plan, format_plan
 from weft.plan.program import Program
 from weft.plan.sharding import Region
+from weft.plan.units import rows_of_region
 from weft.run import checkpoint_folder as files
 from weft.run.failures import together
 from weft.run.optimizers import Claim, OptimizerState, claim_of, mismatch
-from weft.run.parameters import StateShares, cut_region, held_regions, put_region, rows_of_region
+from weft.run.parameters import StateShares, cut_region, held_regions, put_region
 from weft.run.prepare import Prepared, value_of
 from weft.run.transport import Transport
 
