@@ -3,9 +3,10 @@
 ``check_program`` looks at the instructions alone, whoever wrote them: every action exactly once and on its own rank,
 everything that a compute needs received or computed before it on its rank, every message sent after what it carries was
 computed, sends and receives between two ranks in the same order on both sides, collectives after the gradients they
-exchange, parameters in pieces gathered before what needs them, and progress under rendezvous: even if every send, receive and collective blocks its rank until the other side
-is at the same point, all ranks come to the end. Every problem is reported with its place. The tables of a program
-(instances, channels, buckets) are taken as ``weft.plan.layout`` builds them.
+exchange, parameters in pieces gathered before what needs them, and progress under rendezvous: even if every send,
+receive and collective blocks its rank until the other side is at the same point, all ranks come to the end. Every
+problem is reported with its place. The tables of a program (instances, channels, buckets, units) are taken as
+``weft.plan.layout`` builds them.
 
 **nccl.** Its communicators are queues without tags or buffers: one for the messages of each source and target, one for
 the collectives of each group and use (``weft.run.transport``). Nothing more has to be checked for it:
@@ -210,8 +211,8 @@ def _rank_problems(program: Program, needs: _Needs, rank: int) -> Iterator[str]:
                 key = ("collective", item.bucket, -1, 0)
                 if program.buckets[item.bucket].is_of_unit:
                     yield from units.collective(item)
-                    key = ("collective of a unit", item.bucket, item.microbatch * len(program.instances) + item.instance,
-                           int(item.phase))
+                    occurrence = item.microbatch * len(program.instances) + item.instance
+                    key = ("collective of a unit", item.bucket, occurrence, int(item.phase))
                 else:
                     yield from _collective_problems(program, needs, rank, item, done)
             case Op.STEP:

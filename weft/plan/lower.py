@@ -119,7 +119,9 @@ class _Player:
 
     def _ranks_of(self, action: tuple[int, Phase, int]) -> tuple[int, ...]:
         """Return who does an action together."""
-        return self.layout.instances[action[0]].ranks if action[0] >= 0 else self.layout.buckets[collective_of(self.layout, action)[0]].ranks
+        if action[0] >= 0:
+            return self.layout.instances[action[0]].ranks
+        return self.layout.buckets[collective_of(self.layout, action)[0]].ranks
 
     def _needs(self, action: tuple[int, Phase, int]) -> Iterator[tuple[int, Phase, int]]:
         """Yield the actions that must be done before this one."""
@@ -280,6 +282,6 @@ def _pack(plan: Plan, graph: Graph, layout: Layout, lists: list[list[tuple[int, 
     rank_start = np.concatenate(([0], np.cumsum([len(items) for items in lists]))).astype(np.int64)
     return Program(
         plan=plan, graph=graph, stage_ops=layout.stage_ops, instances=layout.instances, channels=layout.channels,
-        buckets=layout.buckets, units=layout.units, rank_start=rank_start, op=rows[:, 0].astype(np.uint8), instance=rows[:, 1].copy(),
-        microbatch=rows[:, 2].copy(), phase=rows[:, 3].astype(np.uint8), channel=rows[:, 4].copy(),
+        buckets=layout.buckets, units=layout.units, rank_start=rank_start, op=rows[:, 0].astype(np.uint8),
+        instance=rows[:, 1].copy(), microbatch=rows[:, 2].copy(), phase=rows[:, 3].astype(np.uint8), channel=rows[:, 4].copy(),
         bucket=rows[:, 5].copy())

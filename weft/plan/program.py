@@ -17,10 +17,10 @@ The collectives of a unit come again and again, for some computes: a gather stan
 gathered is let go of after the last compute before the unit's next gather that needs it. Gradients of a unit add up
 whole until they are scattered; those who issue the next scattering wait for the one before (``weft.plan.unit_flow``).
 
-The exchanges of gradients that directly follow a whole backward (``B``) on a rank are issued inside that backward: each as soon as
-the gradients of its parameters are final there and those before it in the list are issued, so that gradients travel
-beside the rest of the backward (``inside_backward`` says which, and why the list stays as it is). Behind a weight
-gradient (``W``) or a message they are issued after it, as all others.
+The exchanges of gradients that directly follow a whole backward (``B``) on a rank are issued inside that backward:
+each as soon as the gradients of its parameters are final there and those before it in the list are issued, so that
+gradients travel beside the rest of the backward (``inside_backward`` says which, and why the list stays as it is).
+Behind a weight gradient (``W``) or a message they are issued after it, as all others.
 
 ``weft.plan.check`` demands more, so that a program is safe on any transport: it must make progress even if every send,
 receive and collective blocks its rank until the other side is there (rendezvous).

@@ -48,7 +48,7 @@ class Unit:
     across: tuple[tuple[int, ...], ...]
     """For each member the ranks that have the same piece, itself included."""
     is_first: bool
-    """Of the groups that keep the same, this is the first: it gives what is in all of them."""
+    """It has the first device that holds these parts of the parameters: it gives what several groups have."""
     gather: int = -1
     """The bucket of the collective that brings the parameters; -1 where all ranks keep them."""
     reduce: int = -1
@@ -153,9 +153,14 @@ def _units(plan: Plan, graph: Graph) -> Iterator[Unit]:
         yield Unit(
             parameters=tuple(tensors), shapes=shapes, stages=key.stages, storage=storage, bounds=bounds,
             ranks=tuple(rank_of[device] for device in key.devices), num_bytes=bounds[-1] * width,
-            is_trained=key.is_trained, is_first=groups[0] == key.devices,
+            is_trained=key.is_trained, is_first=_first_holder(plan, graph, tensors[0], key.devices) in key.devices,
             across=tuple(tuple(sorted(rank_of[group[place]] for group in groups))
                          for place in range(len(key.devices))))
+
+
+def _first_holder(plan: Plan, graph: Graph, tensor: int, devices: tuple[str, ...]) -> str:
+    """Return the first of the devices that hold the same part of a parameter as these do."""
+    return next(item.devices[0] for item in parameter_copies(plan, graph)[tensor] if devices[0] in item.devices)
 
 
 def _local_shape(shape: tuple[int, ...], region: Region) -> tuple[int, ...]:
@@ -194,6 +199,16 @@ def rows_of_region(region: Region, shape: tuple[int, ...], rows: tuple[int, int]
             ranges.append((begin + first, begin + last))
         place += end - begin
     return (tuple(ranges), *whole[1:])
+
+
+def storage_text(storage: Storage) -> str:
+    """Return what is kept in pieces in a few words; nothing for nothing."""
+    if not storage:
+        return ""
+    words = [{"states": "zero-1", "gradients": "zero-2", "parameters": "fsdp"}[storage.pieces]]
+    words += [f"{len(storage.groups)} groups of {len(storage.groups[0])}"] if storage.groups else []
+    words += ["pieces " + ":".join(f"{share:g}" for share in storage.shares)] if storage.shares else []
+    return ", ".join([*words, *["kept"] * storage.keeps, *["scattered once"] * storage.accumulates])
 
 
 # ---- what is wrong with them ----------------------------------------------------------------------------------------

@@ -129,7 +129,8 @@ class Binder:
         """
         instance, microbatch = key
         item, stage, wiring = self.program.instances[instance], self.stages[instance], self.wiring
-        cell, begin = wiring.cells[key], self._begin(position, self._arrivals(position, item.forward_channels, microbatch))
+        cell = wiring.cells[key]
+        begin = self._begin(position, self._arrivals(position, item.forward_channels, microbatch))
         keeps, report, training = key in wiring.readers.outputs, self._report(key), self.training
         arguments: list[Any] = [None] * len(stage.module.inputs)
         dynamic = wiring.fill(key, arguments)

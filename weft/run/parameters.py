@@ -161,7 +161,8 @@ def divided_states(program: Program) -> list[tuple[str, tuple[int, ...]]]:
     """Return the parameters whose state several ranks divide, with these ranks, in the same order on every rank."""
     if not program.plan.optimizer.sharded:
         return []
-    rank_of, others = {name: rank for rank, name in enumerate(program.rank_names)}, in_pieces(program.plan, program.graph)
+    rank_of = {name: rank for rank, name in enumerate(program.rank_names)}
+    others = in_pieces(program.plan, program.graph)
     return [(program.graph.tensor_names[tensor], tuple(sorted(rank_of[device] for device in item.devices)))
             for tensor, copies in parameter_copies(program.plan, program.graph).items()
             for item in copies if len(item.devices) > 1 and tensor not in others]

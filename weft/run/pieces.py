@@ -26,6 +26,7 @@ from weft.run.lane import Lane
 from weft.run.transport import Transport
 from weft.run.wire import Work
 
+
 class UnitStore:
     """One unit on one rank."""
 

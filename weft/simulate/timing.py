@@ -321,15 +321,17 @@ def first_readers(graph: Graph, ops: I64) -> dict[int, int]:
 # ---- bytes by link ---------------------------------------------------------------------------------------------------
 
 
-def link_bytes(program: Program, costs: Costs, cluster: Cluster) -> dict[str, int]:
+def link_bytes(program: Program, costs: Costs, cluster: Cluster, *, once: bool = False) -> dict[str, int]:
     """Return the bytes of one step over each link that carries some, by the link's name (``a0>h0/fabric``).
+
+    Or of each exchange ``once``, where a unit's collectives come again.
 
     Links are in the order of the cluster; a shared medium has its own name. Where the cluster has no links, each
     ordered pair of devices counts as one.
     """
     devices = rank_devices(program, cluster)
     by_pair: dict[tuple[DeviceId, DeviceId], float] = {}
-    for source, target, num_bytes in _transfers(program, costs, devices):
+    for source, target, num_bytes in _transfers(program, costs, devices, once=once):
         by_pair[source, target] = by_pair.get((source, target), 0.0) + num_bytes
     if not cluster.links:
         names = {pair: ">".join(cluster.devices[device].name for device in pair) for pair in sorted(by_pair)}
@@ -344,12 +346,13 @@ def link_bytes(program: Program, costs: Costs, cluster: Cluster) -> dict[str, in
     return {titles[resource]: round(amounts[resource]) for resource in titles if amounts.get(resource)}
 
 
-def _transfers(program: Program, costs: Costs,
-               devices: Sequence[DeviceId]) -> Iterator[tuple[DeviceId, DeviceId, float]]:
+def _transfers(program: Program, costs: Costs, devices: Sequence[DeviceId], *,
+               once: bool) -> Iterator[tuple[DeviceId, DeviceId, float]]:
     """Yield (sender, receiver, bytes) of everything that is sent in a step."""
     for channel in program.channels:
         yield devices[channel.source], devices[channel.target], channel.num_bytes * len(channel.microbatches)
-    times = np.bincount(program.bucket[program.op == Op.COLLECTIVE], minlength=len(program.buckets))
-    for bucket, count in zip(program.buckets, times.tolist(), strict=True):
+    times = np.bincount(program.bucket[program.op == Op.COLLECTIVE], minlength=len(program.buckets)).tolist()
+    for bucket, count in zip(program.buckets, times, strict=False):
+        number = 1 if once or not bucket.is_of_unit else count // len(bucket.ranks)
         for sender, receiver, num_bytes in exchange_time.exchange_transfers(program, costs, devices, bucket):
-            yield sender, receiver, num_bytes * (count // len(bucket.ranks))
+            yield sender, receiver, num_bytes * number
