@@ -210,7 +210,7 @@ def _rank_problems(program: Program, needs: _Needs, rank: int) -> Iterator[str]:
             case Op.COLLECTIVE:
                 key = ("collective", item.bucket, -1, 0)
                 if program.buckets[item.bucket].is_of_unit:
-                    yield from units.collective(item)
+                    yield from units.exchange(item)
                     occurrence = item.microbatch * len(program.instances) + item.instance
                     key = ("collective of a unit", item.bucket, occurrence, int(item.phase))
                 else:
@@ -341,7 +341,7 @@ class _UnitRules:
                 if index in self.summed:
                     yield f"{self.program.place(item.index)}: comes after the sum of its gradients over groups"
 
-    def collective(self, item: Instruction) -> Iterator[str]:
+    def exchange(self, item: Instruction) -> Iterator[str]:
         """Yield what is wrong with a collective of a unit."""
         bucket = self.program.buckets[item.bucket]
         if self.rank not in bucket.ranks:

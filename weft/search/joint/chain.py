@@ -86,6 +86,7 @@ class Chain(TpGroupTimes):
         self._passes: dict[tuple[int, int, float], tuple[F64, F64]] = {}
         self._pieces: dict[tuple[int, int], PieceMemory] = {}
         self._static, self._passing = cache(self._find_static), cache(self._find_passing)
+        self._between_units = cache(self._find_between_units)
 
     def _places(self, wanted: int) -> I64:
         """Return where stages may begin: before all operators, or of many those with least to send among neighbours."""
@@ -172,8 +173,11 @@ class Chain(TpGroupTimes):
     def _tables(self, tp_group: TpGroup, load: Load) -> tuple[F64, ...]:
         """Return [begin, end] the parts of ``Load.total``."""
         pieces = self.pieces(tp_group)
-        return (self._static(tp_group if load.in_units else None, pieces, load.zero, load.part, load.is_only),
-                *self._passing(pieces, load.num_samples, load.recompute, load.is_only))
+        static = self._static(tp_group if load.in_units else None, pieces, load.zero, load.part, load.is_only)
+        passing = self._passing(pieces, load.num_samples, load.recompute, load.is_only)
+        if not load.in_units or load.recompute:
+            return static, *passing
+        return static, passing[0] + self._between_units(pieces, load.num_samples), *passing[1:]
 
     def _find_static(self, tp_group: TpGroup | None, pieces: PieceMemory, zero: int, part: float,
                      is_only: bool) -> F64:
@@ -185,6 +189,14 @@ class Chain(TpGroupTimes):
             unit = self.largest_unit(tp_group)
             total = total + (2 + own[1]) * np.minimum(unit, gradients) + (zero >= 3) * 2 * np.minimum(unit, parameters)
         return np.asarray(total, dtype=np.float64)
+
+    def _find_between_units(self, pieces: PieceMemory, num_samples: float) -> F64:
+        """Return what units inside keep of what they read from each other, though no operator's backward needs it."""
+        now, before = pieces.passing(num_samples), np.zeros(self.num_places)
+        inside = self.unit_places[1:-1]
+        before[inside] = (now.outputs - now.kept_outputs)[inside]
+        total = np.cumsum(before)
+        return np.asarray(np.maximum(0.0, (total - before)[None, :] - total[:, None]), dtype=np.float64)
 
     # ---- units ------------------------------------------------------------------------------------------------------
 
