@@ -69,8 +69,8 @@ def device_grid(plan: Plan, *, tool: str) -> DeviceGrid:
     for stage in plan.stages:
         if stage.storage:
             raise InputError(f"stage {stage.name!r} keeps {stage.storage.pieces} in pieces "
-                             f"({storage_text(stage.storage)}): the export to {tool} cannot say that yet. Export a plan "
-                             f"without, and let {tool} divide them itself")
+                             f"({storage_text(stage.storage)}): the export to {tool} cannot say that yet. Export a "
+                             f"plan without, and let {tool} divide them itself")
         group = tuple(replica.devices for replica in stage.replicas)
         _check_replicas(stage, group, plan, tool)
         if group not in groups:

@@ -283,5 +283,5 @@ def _pack(plan: Plan, graph: Graph, layout: Layout, lists: list[list[tuple[int, 
     return Program(
         plan=plan, graph=graph, stage_ops=layout.stage_ops, instances=layout.instances, channels=layout.channels,
         buckets=layout.buckets, units=layout.units, rank_start=rank_start, op=rows[:, 0].astype(np.uint8),
-        instance=rows[:, 1].copy(), microbatch=rows[:, 2].copy(), phase=rows[:, 3].astype(np.uint8), channel=rows[:, 4].copy(),
-        bucket=rows[:, 5].copy())
+        instance=rows[:, 1].copy(), microbatch=rows[:, 2].copy(), phase=rows[:, 3].astype(np.uint8),
+        channel=rows[:, 4].copy(), bucket=rows[:, 5].copy())

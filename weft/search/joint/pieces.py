@@ -97,11 +97,10 @@ def fsdp(problem: Problem, microbatches: int) -> Plan:
         raise NoFeasiblePlan("the optimizer needs whole parameters, and fsdp divides them")
     counts = fair_samples(size, len(devices), problem.device_seconds)
     replicas = tuple(((device,), count / size) for device, count in zip(devices, counts, strict=True) if count)
-    few = min(microbatches, 2)  # more hold no more
     for recompute in (False, True) if problem.is_training and not problem.options.recompute else (None,):
         options = problem.options if recompute is None else replace(problem.options, recompute=recompute)
-        narrow = replace(options, batch=size * few, microbatches=None)
-        plan = _units(replace(problem, options=narrow), few, replicas)
+        narrow = replace(options, batch=size, microbatches=None)  # more of them hold hardly more
+        plan = _units(replace(problem, options=narrow), 1, replicas)
         over = excess_bytes(plan, problem.graph, problem.cluster)
         if not over:
             return _units(replace(problem, options=options), microbatches, replicas)
