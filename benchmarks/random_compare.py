@@ -93,11 +93,12 @@ def _tensors(what: str, outcomes: Sequence[RankOutcome], expected: dict[str, Ten
              noise: dict[str, Tensor] | None = None) -> list[str]:
     found, seen = [], set()
     for rank, outcome in enumerate(outcomes):
-        values = outcome.gradients if what == "gradient" else outcome.parameters
+        values, regions = (outcome.gradients, outcome.gradient_regions) if what == "gradient" else (
+            outcome.parameters, outcome.regions)
         for name, value in values.items():
-            whole = cut_region(expected[name], outcome.regions.get(name, ()))
+            whole = cut_region(expected[name], regions.get(name, ()))
             if noise is not None:
-                value = torch.where(cut_region(noise[name], outcome.regions.get(name, ())).reshape(value.shape),
+                value = torch.where(cut_region(noise[name], regions.get(name, ())).reshape(value.shape),
                                     whole.reshape(value.shape), value)
             found += _differing(f"{what} {name} (rank {rank})", value, whole.reshape(value.shape), floor)
             seen.add(name)

@@ -14,12 +14,13 @@ import numpy as np
 from benchmarks.random_models import DrawnModel
 from tests.run.plans import greedy_order, make_plan, opposite_plan, pipeline_plan, replicated_plan
 from tests.run.test_exchange import by_factors, by_hosts, by_servers
+from tests.run.unit_plans import unit_plan
 from tests.search.joint.test_baselines import mixed_cluster
 from weft.cluster.cluster import Cluster
 from weft.cost.costs import estimate_costs
 from weft.model.graph import Graph
 from weft.plan.orders import Order, forward_only, gpipe, interleaved, one_f_one_b
-from weft.plan.plan import Optimizer, Plan, Replica, Stage
+from weft.plan.plan import Optimizer, Plan, Replica, Stage, Storage
 from weft.run.prepare import Tracer
 from weft.search.common.budget import Budget
 from weft.search.common.problem import PlanOptions, Problem
@@ -96,6 +97,25 @@ def uneven(world: World) -> Plan:
 
 def divided_states(world: World) -> Plan:
     return replace(replicas(world), optimizer=Optimizer(kind="adamw", lr=0.1, sharded=True))
+
+
+def in_pieces(world: World) -> Plan:
+    """Return units, on all devices or on each half of a pipeline, that keep something in pieces in some way."""
+    rng, count = world.rng, world.num_devices
+    pieces = rng.choice(["states", "gradients", "parameters", "parameters"])
+    size = count // 2 if count == 4 and rng.random() < 0.5 else count
+    groups, shares = ((), ()) if size == count or rng.random() < 0.4 else (((0, 1), (2, 3)), ())
+    meshes = [range(count)] if groups or size == count else [range(2), range(2, 4)]
+    if rng.random() < 0.4:
+        shares = tuple(float(rng.randint(1, 3)) for _ in range(2 if groups else len(meshes[0])))
+    storage = Storage(pieces=pieces, groups=groups, shares=shares, keeps=pieces == "parameters" and rng.random() < 0.3,
+                      accumulates=pieces != "states" and rng.random() < 0.3)
+    num_units = rng.randint(1, 3)
+    microbatches = rng.randint(1, 3)
+    return unit_plan(world.graph, [[(device, 1 / len(mesh)) for device in mesh] for mesh in meshes], storage,
+                     num_units=num_units, microbatches=microbatches, batch=2 * len(meshes[0]) * microbatches,
+                     num_devices=count, recompute=rng.random() < 0.3, parts=world.cuts(num_units * len(meshes)),
+                     order=rng.choice([gpipe, one_f_one_b])(len(meshes), microbatches))
 
 
 def factors(world: World) -> Plan:
@@ -263,7 +283,7 @@ class Kind:
 
 KINDS: Final[dict[str, Kind]] = {
     "single device": Kind(single, least=1, most=1), "data parallel": Kind(replicas), "uneven shares": Kind(uneven),
-    "divided states": Kind(divided_states), "factors": Kind(factors), "servers": Kind(servers),
+    "divided states": Kind(divided_states), "in pieces": Kind(in_pieces), "factors": Kind(factors), "servers": Kind(servers),
     "hierarchical": Kind(hosts, least=3), "gpipe": Kind(gpipe_plan), "1f1b": Kind(one_f_one_b_plan),
     "recompute": Kind(recomputing), "interleaved": Kind(interleaved_plan), "over and back": Kind(over_and_back, most=3),
     "split backward": Kind(split_backward), "opposite": Kind(opposite), "named order": Kind(named_order),

@@ -22,7 +22,7 @@ from weft.plan.plan import Plan
 from weft.plan.program import Op, Phase
 from weft.run.executor import Executor, loaded_executor
 from weft.run.memory_meter import MeterRecord, measure_step
-from weft.run.parameters import held_regions
+from weft.run.parameters import gradient_regions, kept_regions
 from weft.run.prepare import Prepared, Tracer, connect_ranks, lower_to_run, prepare_rank
 from weft.run.transport import Transport, open_store
 
@@ -50,6 +50,8 @@ class RankOutcome:
     """After the optimizer's step."""
     regions: dict[str, Any] = field(default_factory=dict)
     """What of each parameter the rank holds."""
+    gradient_regions: dict[str, Any] = field(default_factory=dict)
+    """Of which part of each it has the gradient."""
     buffers: dict[str, Tensor] = field(default_factory=dict)
     outputs: list[tuple[int, int, dict[str, Tensor]]] = field(default_factory=list)
     """(instance, micro-batch, outputs by name) in inference."""
@@ -158,9 +160,11 @@ def _outcome(executor: Executor, ready: Prepared, was_damaged: bool) -> RankOutc
     tensors, rank = executor.parameters.tensors, executor.transport.rank
     is_training = executor.program.plan.model.mode == "training"
     return RankOutcome(
-        loss=executor.take_loss(), was_damaged=was_damaged, regions=held_regions(executor.program, rank),
+        loss=executor.take_loss(), was_damaged=was_damaged, regions=kept_regions(executor.program, rank),
+        gradient_regions=gradient_regions(executor.program, rank),
         gradients={name: executor.parameters.gradient(name).detach().clone().cpu()
-                   for name, item in tensors.items() if item.requires_grad and is_training},
+                   for name, item in tensors.items() if item.requires_grad and is_training and (
+                       name not in executor.parameters.units.of or name in executor.parameters.units.of[name].rows)},
         parameters={name: item.detach().clone().cpu() for name, item in tensors.items()},
         buffers={name: item.clone().cpu() for name, item in ready.buffers.items()},
         outputs=[(instance, microbatch, {name: item.cpu() for name, item in values.items()})

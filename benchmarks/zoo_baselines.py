@@ -123,6 +123,6 @@ def _estimates(estimator: Estimator, layout: Layout, *, recompute: bool, sharded
             return
         try:
             yield estimator(Setting(layout=layout, microbatches=microbatches, recompute=recompute,
-                                    sharded_states=sharded))
+                                    zero=int(sharded)))
         except NoFeasiblePlan:
             continue

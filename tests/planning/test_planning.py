@@ -39,7 +39,7 @@ def test_nothing_is_divided_where_parameters_must_be_whole():
     found = search_plans("gpt2-tiny", read_cluster(CLUSTER), options, SearchOptions()).comparison
     for item in found.candidates:
         for tried in item.tried:
-            assert not tried.setting.sharded_states
+            assert not tried.setting.zero
             assert {len(tp_group) for mesh in tried.setting.layout for tp_group in mesh.tp_groups} == {1}
         if item.plan is not None:
             assert not item.plan.optimizer.sharded

@@ -341,9 +341,10 @@ def _adjust(executor: Any, kind: str, rank: int) -> None:
             early.items.clear()
         elif kind == "too_early":
             early.items[:] = [replace(item, parameters=(), issue=_done_at_once(item)) for item in early.items]
+    _damage_units(executor, kind, rank)
     for position, item in enumerate(program.instructions(rank)):
         is_first = item.microbatch == 0 and rank == 0
-        if kind == "no_all_reduce" and item.op == Op.COLLECTIVE:
+        if kind == "no_all_reduce" and item.op == Op.COLLECTIVE and not program.buckets[item.bucket].is_of_unit:
             actions[position] = lambda: None
         elif kind == "lost_weight_gradient" and item.op == Op.COMPUTE and item.phase != Phase.F and is_first:
             actions[position] = _without_gradients(actions[position], executor.parameters)
@@ -359,6 +360,23 @@ def _adjust(executor: Any, kind: str, rank: int) -> None:
         if len(places) > 1:
             a, b = places[:2]
             a.arguments[a.place], b.arguments[b.place] = b.arguments[b.place], a.arguments[a.place]
+
+
+def _damage_units(executor: Any, kind: str, rank: int) -> None:
+    """Let the pieces of rank 1 go wrong in one way."""
+    for store in executor.parameters.units.stores.values() if rank == 1 else ():
+        if kind == "lost_piece":  # what the others have added is forgotten
+            original = store.scatter
+            store.scatter = lambda transport, store=store, original=original: (
+                original(transport), store.piece_gradient.copy_(store.piece_gradient * 0.5))
+        elif kind == "stale_piece":
+            original = store.gather
+            store.gather = lambda transport, store=store, original=original: (
+                original(transport), store.whole[: store.unit.bounds[1] // 2].zero_())
+        elif kind == "lost_group_sum":
+            original = store.sum_over_groups
+            store.sum_over_groups = lambda transport, ranks, store=store, original=original: (
+                kept := store.piece_gradient.clone(), original(transport, ranks), store.piece_gradient.copy_(kept))
 
 
 def _done_at_once(item: Any) -> Any:

@@ -17,10 +17,11 @@ from safetensors.torch import load_file, save_file
 from benchmarks.resume_ranks import Job, Ranks, reference_losses
 from tests.run.plans import MODELS, pipeline_plan, replicated_plan, source_of, traced
 from tests.run.sharded_plans import sharded_plan, sharding_of
+from tests.run.unit_plans import unit_plan
 from weft.base.errors import InputError
 from weft.base.tensor_file import Entry
 from weft.plan.orders import one_f_one_b
-from weft.plan.plan import Optimizer, save_plan
+from weft.plan.plan import Optimizer, Storage, save_plan
 from weft.run.checkpoint_folder import (
     RECORD_FILE,
     CheckpointRecord,
@@ -56,6 +57,9 @@ def plans(tmp_path_factory) -> dict[str, str]:
         "pipeline": pipeline_plan(graph, [0, 1], one_f_one_b(2, 4), microbatches=4),
         "uneven shares": replicated_plan(graph, [[(0, 0.5), (1, 0.25), (2, 0.25)]], microbatches=2, batch=BATCH, num_devices=3),
         "split tensors": sharded_plan(MODEL, {"tensor": 3}, sharding_of(MODEL, (3,), [SPLIT]), microbatches=4, num_devices=3)}
+    shares = [[(0, 0.5), (1, 0.25), (2, 0.25)]]
+    found["fsdp"] = unit_plan(graph, shares, num_units=3, batch=BATCH, num_devices=3)
+    found["zero-2"] = unit_plan(graph, shares, Storage(pieces="gradients"), num_units=2, batch=BATCH, num_devices=3)
     found["divided states"] = replace(found["uneven shares"], optimizer=Optimizer(sharded=True))
     for name, plan in found.items():
         save_plan(plan, folder / f"{name}.json")
@@ -64,24 +68,26 @@ def plans(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def expected() -> list[float]:
-    return reference_losses(f"{MODELS}:{MODEL}", BATCH, 7, max_grad_norm=NORM)
+    return reference_losses(f"{MODELS}:{MODEL}", BATCH, 10, max_grad_norm=NORM)
 
 
 def test_training_goes_on_under_other_plans(ranks, plans, expected, tmp_path):
     losses = {}
-    for steps, name in ((2, "pipeline"), (4, "uneven shares"), (5, "divided states"), (6, "split tensors")):
+    for steps, name in ((2, "pipeline"), (4, "uneven shares"), (5, "divided states"), (6, "split tensors"),
+                        (7, "fsdp"), (8, "zero-2"), (9, "pipeline")):
         outcome = ranks.train(Job(plan=plans[name], folder=str(tmp_path), steps=steps, max_grad_norm=NORM))
         assert not any(outcome.codes), outcome
         losses |= outcome.losses
-    assert list(losses) == list(range(6)), "every step was taken once"
-    assert list(losses.values()) == pytest.approx(expected[:6], rel=TOLERANCE)
-    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000005", "step-00000006"]
+    assert list(losses) == list(range(9)), "every step was taken once"
+    assert list(losses.values()) == pytest.approx(expected[:9], rel=TOLERANCE)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000008", "step-00000009"]
     module = source_of(MODEL).build()
-    module.load_state_dict(load_file(tmp_path / "step-00000006" / "model.safetensors"))
-    assert module(*source_of(MODEL).inputs(BATCH, 6)).item() == pytest.approx(expected[6], rel=TOLERANCE)
-    state = load_file(tmp_path / "step-00000006" / "optimizer.safetensors")
-    assert state["blocks.0.up.weight.exp_avg"].shape == module.blocks[0].up.weight.shape
-    assert state["words.weight.step"] == 6
+    for step in (8, 9):  # written under pieces and under wholes
+        module.load_state_dict(load_file(tmp_path / f"step-0000000{step}" / "model.safetensors"))
+        assert module(*source_of(MODEL).inputs(BATCH, step)).item() == pytest.approx(expected[step], rel=TOLERANCE)
+        state = load_file(tmp_path / f"step-0000000{step}" / "optimizer.safetensors")
+        assert state["blocks.0.up.weight.exp_avg"].shape == module.blocks[0].up.weight.shape
+        assert state["words.weight.step"] == step
 
 
 def test_a_rank_killed_while_it_writes_loses_no_checkpoint(ranks, plans, expected, tmp_path):

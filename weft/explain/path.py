@@ -159,19 +159,20 @@ class _Places:
         else:
             ranks = program.buckets[index].ranks
             alone = replace(program, channels=(), buckets=(program.buckets[index],))
-        times = link_times(alone, self.costs, self.cluster)
+        times = link_times(alone, self.costs, self.cluster, once=True)
         if not times:
             return ">".join(program.rank_names[rank] for rank in ranks), float("inf")
         where = max(times, key=lambda name: times[name])
         return where, times[where]
 
 
-def link_times(program: Program, costs: Costs, cluster: Cluster) -> dict[str, float]:
-    """Return how long each link is busy with the bytes of a step, where its rate is known."""
+def link_times(program: Program, costs: Costs, cluster: Cluster, *, once: bool = False) -> dict[str, float]:
+    """Return how long each link is busy with the bytes of a step, where its rate is known; see ``link_bytes``."""
     rates: dict[str, float] = {}
     for link in cluster.links:
         rates.setdefault(link.shared if link.shared is not None else link.name, link.bytes_per_s)
-    return {name: amount / rates[name] for name, amount in link_bytes(program, costs, cluster).items() if name in rates}
+    amounts = link_bytes(program, costs, cluster, once=once)
+    return {name: amount / rates[name] for name, amount in amounts.items() if name in rates}
 
 
 GRADIENTS = "gradients"

@@ -31,6 +31,7 @@ from weft.cluster.cluster import Cluster
 from weft.model.graph import Graph
 from weft.plan.plan import Plan, Stage
 from weft.plan.sharding import parse_layout
+from weft.plan.units import storage_text
 
 Group = tuple[tuple[str, ...], ...]
 """The devices of each replica of a stage."""
@@ -66,6 +67,10 @@ def device_grid(plan: Plan, *, tool: str) -> DeviceGrid:
     groups: list[Group] = []
     ranks = []
     for stage in plan.stages:
+        if stage.storage:
+            raise InputError(f"stage {stage.name!r} keeps {stage.storage.pieces} in pieces "
+                             f"({storage_text(stage.storage)}): the export to {tool} cannot say that yet. Export a "
+                             f"plan without, and let {tool} divide them itself")
         group = tuple(replica.devices for replica in stage.replicas)
         _check_replicas(stage, group, plan, tool)
         if group not in groups:

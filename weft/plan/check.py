@@ -3,9 +3,10 @@
 ``check_program`` looks at the instructions alone, whoever wrote them: every action exactly once and on its own rank,
 everything that a compute needs received or computed before it on its rank, every message sent after what it carries was
 computed, sends and receives between two ranks in the same order on both sides, collectives after the gradients they
-exchange, and progress under rendezvous: even if every send, receive and collective blocks its rank until the other side
-is at the same point, all ranks come to the end. Every problem is reported with its place. The tables of a program
-(instances, channels, buckets) are taken as ``weft.plan.layout`` builds them.
+exchange, parameters in pieces gathered before what needs them, and progress under rendezvous: even if every send,
+receive and collective blocks its rank until the other side is at the same point, all ranks come to the end. Every
+problem is reported with its place. The tables of a program (instances, channels, buckets, units) are taken as
+``weft.plan.layout`` builds them.
 
 **nccl.** Its communicators are queues without tags or buffers: one for the messages of each source and target, one for
 the collectives of each group and use (``weft.run.transport``). Nothing more has to be checked for it:
@@ -38,6 +39,7 @@ from weft.plan.memory import MemoryAccount, account_memory
 from weft.plan.plan import Plan
 from weft.plan.program import Instruction, Op, Phase, Program
 from weft.plan.structure import raise_problems, require_structure
+from weft.plan.units import Unit
 
 _Key = tuple[str, int, int, int]
 """What a rank has done: ("compute", instance, microbatch, phase) or ("receive", channel, microbatch, 0)."""
@@ -192,22 +194,29 @@ def _column_problems(program: Program) -> Iterator[str]:
 def _rank_problems(program: Program, needs: _Needs, rank: int) -> Iterator[str]:
     done: set[_Key] = set()
     counts: Counter[tuple[object, ...]] = Counter()
-    ended = False
+    ended, units = False, _UnitRules(program, rank)
     for item in program.instructions(rank):
         if ended:
             yield f"{program.place(item.index)}: stands after the optimizer step"
         match item.op:
             case Op.COMPUTE:
                 yield from _compute_problems(program, needs, rank, item, done)
+                yield from units.compute(item)
                 key: _Key = ("compute", item.instance, item.microbatch, int(item.phase))
             case Op.SEND | Op.RECV:
                 yield from _message_problems(program, needs, rank, item, done)
                 kind = "send" if item.op == Op.SEND else "receive"
                 key = (kind, item.channel, item.microbatch, 0)
             case Op.COLLECTIVE:
-                yield from _collective_problems(program, needs, rank, item, done)
                 key = ("collective", item.bucket, -1, 0)
+                if program.buckets[item.bucket].is_of_unit:
+                    yield from units.exchange(item)
+                    occurrence = item.microbatch * len(program.instances) + item.instance
+                    key = ("collective of a unit", item.bucket, occurrence, int(item.phase))
+                else:
+                    yield from _collective_problems(program, needs, rank, item, done)
             case Op.STEP:
+                yield from units.step(item)
                 if not needs.steps[rank]:
                     yield f"{program.place(item.index)}: there is nothing to update on this rank"
                 ended = True
@@ -216,6 +225,7 @@ def _rank_problems(program: Program, needs: _Needs, rank: int) -> Iterator[str]:
         if counts[key] == 2:
             yield f"{program.place(item.index)}: is there more than once on this rank"
         done.add(key)
+    yield from units.end()
     yield from _missing_problems(program, needs, rank, done)
 
 
@@ -281,7 +291,7 @@ def _missing_problems(program: Program, needs: _Needs, rank: int, done: set[_Key
                         name = program.instance_name(channel.producer)
                         yield f"{where}: the {kind} of {channel.kind} from {name} mb {microbatch} is missing"
     for index in needs.buckets_of[rank]:
-        if ("collective", index, -1, 0) not in done:
+        if ("collective", index, -1, 0) not in done and not program.buckets[index].is_of_unit:
             yield f"{where}: the {program.buckets[index].method} of gradient bucket {index} is missing"
     if needs.steps[rank] and ("step", 0, 0, 0) not in done:
         yield f"{where}: the optimizer step is missing"
@@ -299,6 +309,73 @@ def _phase_problems(phases: set[Phase], training: bool) -> Iterator[str]:
             yield "missing backward (B, or I and W) of"
         elif Phase.W not in phases:
             yield "missing W of"
+
+
+class _UnitRules:
+    """What must hold on one rank of the collectives of units (``weft.plan.units``), whoever wrote the program.
+
+    A compute's parameters are gathered before it, gradients are scattered behind the backwards that make them, all of
+    them before they are added up over groups, and that before the optimizer's step.
+    """
+
+    def __init__(self, program: Program, rank: int) -> None:
+        self.program, self.rank = program, rank
+        self.units = [(index, unit) for index, unit in enumerate(program.units) if rank in unit.ranks]
+        self.of_stage: dict[int, list[tuple[int, Unit]]] = {}
+        for index, unit in self.units:
+            for stage in unit.stages:
+                self.of_stage.setdefault(stage, []).append((index, unit))
+        self.gathered: set[int] = set()
+        self.unscattered: dict[int, Instruction] = {}
+        """By unit a backward whose gradients are not scattered yet."""
+        self.scattered: set[int] = set()
+        self.summed: set[int] = set()
+
+    def compute(self, item: Instruction) -> Iterator[str]:
+        """Yield what is wrong with a compute."""
+        for index, unit in self.of_stage.get(self.program.instances[item.instance].stage, ()):
+            if unit.gather >= 0 and index not in self.gathered:
+                yield f"{self.program.place(item.index)}: comes before the all_gather of its parameters"
+            if unit.reduce >= 0 and item.phase != Phase.F:
+                self.unscattered[index] = item
+                if index in self.summed:
+                    yield f"{self.program.place(item.index)}: comes after the sum of its gradients over groups"
+
+    def exchange(self, item: Instruction) -> Iterator[str]:
+        """Yield what is wrong with a collective of a unit."""
+        bucket = self.program.buckets[item.bucket]
+        if self.rank not in bucket.ranks:
+            members = _rank_list(self.program, bucket.ranks)
+            yield f"{self.program.place(item.index)}: is on the wrong rank; its members are {members}"
+            return
+        own = next(index for index in bucket.units if self.rank in self.program.units[index].ranks)
+        if bucket.method == "all_gather":
+            self.gathered.add(own)
+        elif bucket.method == "reduce_scatter":
+            if self.unscattered.pop(own, None) is None:
+                yield f"{self.program.place(item.index)}: there is no backward before it whose gradients it scatters"
+            self.scattered.add(own)
+        else:
+            if own in self.unscattered or own not in self.scattered:
+                yield f"{self.program.place(item.index)}: comes before the reduce_scatter of what it adds up"
+            self.summed.add(own)
+
+    def step(self, item: Instruction) -> Iterator[str]:
+        """Yield what is missing before the optimizer's step."""
+        for index, before in sorted(self.unscattered.items()):
+            yield (f"{self.program.place(item.index)}: comes before the reduce_scatter of the gradients of "
+                   f"{self.program.label(before.index)!r} (unit {index})")
+        self.unscattered.clear()
+
+    def end(self) -> Iterator[str]:
+        """Yield what is missing on the rank."""
+        where = f"rank {self.rank} ({self.program.rank_names[self.rank]})"
+        for index, before in sorted(self.unscattered.items()):
+            yield (f"{where}: the reduce_scatter of the gradients of {self.program.label(before.index)!r} "
+                   f"(unit {index}) is missing")
+        for index, unit in self.units:
+            if unit.sums and index not in self.summed:
+                yield f"{where}: the sum of the gradients of unit {index} over groups is missing"
 
 
 def _pair_problems(program: Program) -> Iterator[str]:
@@ -390,13 +467,15 @@ def play_rendezvous(program: Program) -> list[int]:
 def _meetings(program: Program) -> list[_Meeting | None]:
     """Return what each instruction must meet, or None for those that pass alone."""
     joint = [len(instance.ranks) > 1 for instance in program.instances]
+    of_unit = [bucket.is_of_unit for bucket in program.buckets]
     columns = (program.op, program.instance, program.microbatch, program.phase, program.channel, program.bucket)
     result: list[_Meeting | None] = []
     for op, instance, microbatch, phase, channel, bucket in zip(*(item.tolist() for item in columns), strict=True):
         if op in (_SEND, _RECV):
             result.append((_SEND, channel, microbatch, 0))
         elif op == _COLLECTIVE:
-            result.append((_COLLECTIVE, bucket, 0, 0))
+            result.append((_COLLECTIVE, bucket, 0, 0) if not of_unit[bucket] else
+                          (_COLLECTIVE, bucket, microbatch * len(program.instances) + instance, phase))
         else:
             result.append((_COMPUTE, instance, microbatch, phase) if op == _COMPUTE and joint[instance] else None)
     return result

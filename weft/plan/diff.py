@@ -16,6 +16,7 @@ from typing import TypeVar
 from weft.model.graph import Graph
 from weft.plan.orders import order_name, stage_order
 from weft.plan.plan import GradientExchange, ModelRef, Plan, Replica, Stage
+from weft.plan.units import storage_text
 
 T = TypeVar("T")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -238,6 +239,7 @@ def _stage_changes(one: Stage, other: Stage) -> Iterator[Change]:
     yield from (Change(what=what, a=left, b=right) for what, left, right in (
         ("devices", _replicas_text(one), _replicas_text(other)),
         ("shares", _shares_text(one), _shares_text(other)), ("mesh", _mesh_text(one), _mesh_text(other)),
+        ("in pieces", *(storage_text(stage.storage) or "no" for stage in (one, other))),
         ("recompute", *("yes" if stage.recompute else "no" for stage in (one, other)))) if left != right)
 
 

@@ -19,8 +19,9 @@ from weft.model.graph import I64, NO_BATCH_DIM, Bool, Graph
 from weft.plan.factors import NO_FACTORS, Factors, find_factors, share_inputs
 from weft.plan.holders import parameter_parts
 from weft.plan.plan import Plan, split_samples
-from weft.plan.program import Bucket, Channel, Instance
+from weft.plan.program import Bucket, Channel, Instance, UnitMethod
 from weft.plan.structure import stage_microbatches
+from weft.plan.units import Unit, find_units
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,7 @@ class Layout:
     instances: tuple[Instance, ...]
     channels: tuple[Channel, ...]
     buckets: tuple[Bucket, ...]
+    units: tuple[Unit, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,10 @@ def build_layout(plan: Plan, graph: Graph) -> Layout:
     channels = [*_channels(graph, instances, flows, "activation")]
     if training:
         channels += _channels(graph, instances, [flow for flow in flows if needs_gradient[flow.tensor]], "gradient")
+    buckets = list(_build_buckets(plan, graph))
+    units = _add_unit_buckets(plan, graph, buckets)
     return Layout(stage_ops=stage_ops, instances=_link_instances(instances, flows, channels, needs_gradient),
-                  channels=tuple(channels), buckets=_build_buckets(plan, graph))
+                  channels=tuple(channels), buckets=tuple(buckets), units=units)
 
 
 def _build_instances(plan: Plan) -> list[Instance]:
@@ -216,6 +220,35 @@ def _build_buckets(plan: Plan, graph: Graph) -> tuple[Bucket, ...]:
             server=None if exchange.server is None else rank_of[exchange.server],
             factors=_find_factors(plan, graph, tensors) if exchange.method == "sufficient_factors" else NO_FACTORS))
     return tuple(buckets)
+
+
+def _add_unit_buckets(plan: Plan, graph: Graph, buckets: list[Bucket]) -> tuple[Unit, ...]:
+    """Add the buckets of the plan's units, and return the units with these."""
+    units: list[Unit] = []
+    shared: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
+
+    def add(unit: Unit, method: UnitMethod, ranks: tuple[int, ...], num_bytes: int) -> int:
+        buckets.append(Bucket(parameters=unit.parameters, method=method, ranks=ranks, num_bytes=num_bytes,
+                              units=(len(units),)))
+        return len(buckets) - 1
+
+    for unit in find_units(plan, graph):
+        gather = reduce = -1
+        sums: list[int] = []
+        if unit.storage.pieces == "parameters":
+            gather = add(unit, "all_gather", unit.ranks, unit.num_bytes)
+        if unit.is_trained and plan.model.mode == "training":
+            reduce = add(unit, "reduce_scatter", unit.ranks, unit.num_bytes)
+            for rank, ranks in zip(unit.ranks, unit.across, strict=True):
+                key = unit.parameters, ranks
+                if len(ranks) > 1 and key not in shared:
+                    shared[key] = add(unit, "sum_pieces", ranks, unit.piece_bytes(rank))
+                elif len(ranks) > 1:
+                    known = buckets[shared[key]]
+                    buckets[shared[key]] = replace(known, units=(*known.units, len(units)))
+                sums += [shared[key]] if len(ranks) > 1 else []
+        units.append(replace(unit, gather=gather, reduce=reduce, sums=tuple(sums)))
+    return tuple(units)
 
 
 def _find_factors(plan: Plan, graph: Graph, parameters: tuple[int, ...]) -> Factors:

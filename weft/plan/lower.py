@@ -5,6 +5,10 @@ each message that it produces is written to both sides at once, as a send on one
 lists are cuts of one global sequence, in which a send and its receive are one event: no two ranks can wait for each
 other, whatever the transport buffers and however long things really take. A receive comes before the compute that was
 still running when the message was sent, so it is posted early and moves data beside that compute.
+
+The collectives of units are actions of the queues, too, which all their members do together: a gather stands before the
+compute before the one that needs it, so that one unit is gathered in advance; a scattering right behind the backward
+that makes the gradients final (``weft.plan.unit_queue``).
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from weft.plan.layout import Layout, build_layout
 from weft.plan.plan import Plan
 from weft.plan.program import Op, Phase, Program
 from weft.plan.structure import parse_action, raise_problems, require_structure
+from weft.plan.unit_queue import collective_of, sums_pending, with_unit_actions
 
 DEFAULT_TIMES: Final = {"F": 1.0, "B": 2.0, "I": 1.0, "W": 1.0}
 """Used for phases that ``Replica.times`` does not give."""
@@ -48,20 +53,25 @@ class _Player:
     def __init__(self, plan: Plan, graph: Graph, layout: Layout) -> None:
         self.plan, self.layout = plan, layout
         self.lists: list[list[tuple[int, int, int, int, int, int]]] = [[] for _ in plan.cluster.devices]
-        self.queues = _action_queues(plan, layout)
+        computes = _action_queues(plan, layout)
+        self.queues = with_unit_actions(plan, layout, computes) if layout.units else computes
         self.head = [0] * len(self.queues)
         self.durations = _durations(plan, layout)
         self.delays = _delays(plan, layout)
         self.done: dict[tuple[int, Phase, int], float] = {}
         self.started: set[tuple[int, Phase, int]] = set()
+        self.arrived: dict[tuple[int, Phase, int], set[int]] = {}
+        """The ranks that have come to an action of several."""
         self.waiting: dict[tuple[int, Phase, int], list[tuple[int, Phase, int]]] = {}
         self.heap: list[tuple[float, int, tuple[int, Phase, int]]] = []
         self.outgoing = _outgoing(layout)
         self.handled = [frozenset(item.microbatches) for item in layout.instances]
         self.used = [frozenset(channel.microbatches) for channel in layout.channels]
-        self.split = {(index, microbatch) for queue in self.queues for index, phase, microbatch in queue
+        self.split = {(index, microbatch) for queue in computes for index, phase, microbatch in queue
                       if phase == Phase.I}
         self.pending, self.buckets_of = _bucket_counts(plan, graph, layout)
+        for bucket, count in sums_pending(layout, self.queues).items():
+            self.pending[bucket] = count
 
     def play(self) -> None:
         """Play everything, then append the optimizer step of each rank."""
@@ -70,12 +80,12 @@ class _Player:
         while self.heap:
             now, _, action = heapq.heappop(self.heap)
             self._finish(action, now)
-            for rank in self.layout.instances[action[0]].ranks:
+            for rank in self._ranks_of(action):
                 self.head[rank] += 1
-            for rank in self.layout.instances[action[0]].ranks:
+            for rank in self._ranks_of(action):
                 self._try_start(rank, now)
             for blocked in self.waiting.pop(action, ()):
-                self._try_start(self.layout.instances[blocked[0]].ranks[0], now)
+                self._try_start(self._ranks_of(blocked)[0], now)
         if any(self.head[rank] < len(queue) for rank, queue in enumerate(self.queues)):
             raise_problems("the plan", self._blocked())
         if self.plan.model.mode == "training" and self.plan.optimizer.kind != "none":
@@ -87,9 +97,14 @@ class _Player:
         if self.head[rank] >= len(self.queues[rank]):
             return
         action = self.queues[rank][self.head[rank]]
-        ranks = self.layout.instances[action[0]].ranks
-        if action in self.started or any(self._head_of(other) != action for other in ranks):
+        ranks = self._ranks_of(action)
+        if action in self.started:
             return
+        if len(ranks) > 1:
+            here = self.arrived.setdefault(action, set())
+            here.add(rank)
+            if len(here) < len(ranks):
+                return
         begin = now
         for needed in self._needs(action):
             if needed not in self.done:
@@ -98,16 +113,21 @@ class _Player:
             arrival = self.done[needed] + self.delays.get((needed[0], action[0], action[1] == Phase.F), 0.0)
             begin = max(begin, arrival)
         self.started.add(action)
-        end = begin + self.durations[action[0]][action[1]]
+        self.arrived.pop(action, None)
+        end = begin + (self.durations[action[0]][action[1]] if action[0] >= 0 else 0.0)
         heapq.heappush(self.heap, (end, len(self.started), action))
 
-    def _head_of(self, rank: int) -> tuple[int, Phase, int] | None:
-        queue = self.queues[rank]
-        return queue[self.head[rank]] if self.head[rank] < len(queue) else None
+    def _ranks_of(self, action: tuple[int, Phase, int]) -> tuple[int, ...]:
+        """Return who does an action together."""
+        if action[0] >= 0:
+            return self.layout.instances[action[0]].ranks
+        return self.layout.buckets[collective_of(self.layout, action)[0]].ranks
 
     def _needs(self, action: tuple[int, Phase, int]) -> Iterator[tuple[int, Phase, int]]:
         """Yield the actions that must be done before this one."""
         index, phase, microbatch = action
+        if index < 0:
+            return
         instance = self.layout.instances[index]
         if phase == Phase.F:
             for producer in instance.producers:
@@ -126,6 +146,9 @@ class _Player:
         """Write the compute, the messages it produces, and the collectives it completes."""
         index, phase, microbatch = action
         self.done[action] = now
+        if index < 0:
+            self._write_collective(action)
+            return
         for rank in self.layout.instances[index].ranks:
             self.lists[rank].append((Op.COMPUTE, index, microbatch, phase, -1, -1))
         if phase != Phase.W:
@@ -136,10 +159,24 @@ class _Player:
                     self.lists[channel.target].append((Op.RECV, -1, microbatch, 0, channel_id, -1))
         if phase in (Phase.B, Phase.W):
             for bucket in self.buckets_of.get(index, ()):
-                self.pending[bucket] -= 1
-                if self.pending[bucket] == 0:
-                    for rank in self.layout.buckets[bucket].ranks:
-                        self.lists[rank].append((Op.COLLECTIVE, -1, -1, 0, -1, bucket))
+                self._count_down(bucket)
+
+    def _count_down(self, bucket: int) -> None:
+        """Write an exchange when all is there that it waits for."""
+        self.pending[bucket] -= 1
+        if self.pending[bucket] == 0:
+            for rank in self.layout.buckets[bucket].ranks:
+                self.lists[rank].append((Op.COLLECTIVE, -1, -1, 0, -1, bucket))
+
+    def _write_collective(self, action: tuple[int, Phase, int]) -> None:
+        """Write a unit's collective, and the sums over groups that it completes."""
+        (index, instance), (_, phase, microbatch) = collective_of(self.layout, action), action
+        bucket = self.layout.buckets[index]
+        for rank in bucket.ranks:
+            self.lists[rank].append((Op.COLLECTIVE, instance, microbatch, phase, -1, index))
+        if bucket.method == "reduce_scatter":
+            for other in self.layout.units[bucket.units[0]].sums:
+                self._count_down(other)
 
     def _blocked(self) -> list[str]:
         """Return one line for each device that cannot go on."""
@@ -153,7 +190,11 @@ class _Player:
             reason = ", ".join(f"{names[index]}:{phase.name}:{microbatch}" for index, phase, microbatch in missing)
             reason = reason or "the other devices of its group"
             device = self.plan.cluster.devices[rank]
-            problems.append(f"order.{device}[{self.head[rank]}]: {names[action[0]]}:{action[1].name}:{action[2]} waits "
+            position = sum(item[0] >= 0 for item in queue[: self.head[rank]])
+            bucket = self.layout.buckets[collective_of(self.layout, action)[0]] if action[0] < 0 else None
+            name = names[action[0]] if bucket is None else (
+                f"{bucket.method} for {self.plan.stages[self.layout.units[bucket.units[0]].stages[0]].name}")
+            problems.append(f"order.{device}[{position}]: {name}:{action[1].name}:{action[2]} waits "
                             f"for {reason}, which never comes: the orders of the devices block each other")
         return problems
 
@@ -218,7 +259,7 @@ def _bucket_counts(plan: Plan, graph: Graph, layout: Layout) -> tuple[list[int],
     """Return how many backward actions each bucket waits for, and the buckets that each instance contributes to."""
     exchanged: dict[int, list[int]] = {}
     for index, bucket in enumerate(layout.buckets):
-        for tensor in bucket.parameters:
+        for tensor in () if bucket.is_of_unit else bucket.parameters:
             exchanged.setdefault(tensor, []).append(index)
     pending = [0] * len(layout.buckets)
     buckets_of: dict[int, list[int]] = {}
@@ -241,6 +282,6 @@ def _pack(plan: Plan, graph: Graph, layout: Layout, lists: list[list[tuple[int, 
     rank_start = np.concatenate(([0], np.cumsum([len(items) for items in lists]))).astype(np.int64)
     return Program(
         plan=plan, graph=graph, stage_ops=layout.stage_ops, instances=layout.instances, channels=layout.channels,
-        buckets=layout.buckets, rank_start=rank_start, op=rows[:, 0].astype(np.uint8), instance=rows[:, 1].copy(),
-        microbatch=rows[:, 2].copy(), phase=rows[:, 3].astype(np.uint8), channel=rows[:, 4].copy(),
-        bucket=rows[:, 5].copy())
+        buckets=layout.buckets, units=layout.units, rank_start=rank_start, op=rows[:, 0].astype(np.uint8),
+        instance=rows[:, 1].copy(), microbatch=rows[:, 2].copy(), phase=rows[:, 3].astype(np.uint8),
+        channel=rows[:, 4].copy(), bucket=rows[:, 5].copy())

@@ -11,6 +11,10 @@ arrives lies in a buffer from its receive until the last compute of the stages t
 a stage hands over, until the last instruction on the rank that reads them or that waits for their way out: the backward
 for what its forward has sent, a later send of the same channel for the rest (``SEND_WINDOW``).
 
+Of stages with storage (``weft.plan.units``) a rank has only its pieces all the time: of the optimizer's states, of
+gradients, of parameters, as far as they are in pieces; and room for what others add to its largest piece. Gathered
+parameters are with the buffers, whole gradients with the gradients, while they are there (``weft.plan.unit_flow``).
+
 Sizes are the graph's, for an instance's samples. Not counted: the allocator's rounding, library workspaces, and the
 inputs and outputs of the model. A tensor that two stages on one rank both keep counts twice. A rank of a stage on
 several devices is charged for its parts of the tensors that the plan names (``weft.plan.local_tensors``), and for all
@@ -35,9 +39,12 @@ from weft.plan.local_tensors import local_tensors
 from weft.plan.plan import Optimizer
 from weft.plan.program import Bucket, Channel, Instance, Op, Phase, Program, inside_backward
 from weft.plan.stage_memory import StageMemory, stage_memory
+from weft.plan.unit_flow import unit_flows
+from weft.plan.units import row_length
 
 CATEGORIES: Final = ("parameters", "gradients", "optimizer", "activations", "buffers")
-"""``buffers`` are tensors that wait between stages: received, or to be read or sent on their own rank."""
+"""``buffers`` are tensors that wait between stages, received, or to be read or sent on their own rank; and gathered
+parameters."""
 
 MOST_BYTES: Final = 1 << 60
 """No account says more: a file may, and sums of its numbers are beyond 64 bits."""
@@ -97,11 +104,12 @@ def account_memory(program: Program) -> MemoryAccount:
     gathered, always = _gathered_bytes(program)
     static[:, CATEGORIES.index("gradients")] -= fresh.by_rank
     static[:, CATEGORIES.index("buffers")] -= always
+    unit_gradients, unit_buffers = _unit_bytes(program)
     return MemoryAccount(
-        static=static, gradients=fresh.held + _made_at_once(program, fresh),
+        static=static, gradients=fresh.held + _made_at_once(program, fresh) + unit_gradients,
         activations=_activation_bytes(program, memories, fresh),
-        buffers=_received_bytes(program, places) + _handed_over_bytes(program, places, memories) + gathered,
-        rank_start=program.rank_start)
+        buffers=_received_bytes(program, places) + _handed_over_bytes(program, places, memories) + gathered
+        + unit_buffers, rank_start=program.rank_start)
 
 
 class _Places:
@@ -501,12 +509,18 @@ def static_bytes(program: Program) -> I64:
     training = plan.model.mode == "training"
     result = np.zeros((program.num_ranks, len(CATEGORIES)), dtype=np.int64)
     rank_of = {device: rank for rank, device in enumerate(plan.cluster.devices)}
-    exchanged = {tensor for bucket in program.buckets for tensor in bucket.parameters}
+    exchanged = {tensor for bucket in program.buckets for tensor in bucket.parameters if not bucket.is_of_unit}
+    units = _unit_parts(program)
     for tensor, parts in parameter_parts(plan, graph).items():
         size = int(graph.tensor_bytes[tensor])
         has_gradient = training and (bool(graph.needs_gradient[tensor]) or tensor in exchanged)
         state = optimizer_bytes(graph, tensor, plan.optimizer)
         for device, part in parts.items():
+            kept = units.get((tensor, rank_of[device]))
+            if kept is not None:
+                result[rank_of[device], :3] += np.ceil([kept.parameters * size, kept.gradients * size * has_gradient,
+                                                        kept.states * state * has_gradient]).astype(np.int64)
+                continue
             result[rank_of[device], 0] += math.ceil(part * size)
             if has_gradient:
                 result[rank_of[device], 1] += math.ceil(part * size)
@@ -521,6 +535,40 @@ def static_bytes(program: Program) -> I64:
     return result
 
 
+class _Kept(NamedTuple):
+    """The parts of a parameter, of its gradient and its states that a rank has all the time."""
+
+    parameters: float
+    gradients: float
+    states: float
+
+
+def _unit_parts(program: Program) -> dict[tuple[int, int], _Kept]:
+    """Return by (parameter, rank) what is kept of the parameters of units."""
+    found, graph = dict[tuple[int, int], _Kept](), program.graph
+    for unit in program.units:
+        for rank in unit.ranks:
+            rows = unit.rows(rank)
+            for tensor, shape in zip(unit.parameters, unit.shapes, strict=True):
+                first, last = rows.get(tensor, (0, 0))
+                entries = max(1, math.prod(graph.tensor_shapes[tensor]))
+                whole, piece = math.prod(shape) / entries, (last - first) * row_length(shape) / entries
+                pieces = unit.storage.pieces
+                found[tensor, rank] = _Kept(piece if pieces == "parameters" else whole,
+                                            whole if unit.storage.scatters_once else piece, piece)
+    return found
+
+
+def _unit_bytes(program: Program) -> tuple[I64, I64]:
+    """Return by instruction whole gradients of units that come and go, and gathered parameters."""
+    gradients, buffers = np.zeros((2, program.num_instructions), dtype=np.int64)
+    for flow in unit_flows(program) if program.units else ():
+        for spans, total in ((flow.gathered, buffers), (flow.gradients, gradients)):
+            for span in spans:
+                total[span.first : span.last + 1] += program.units[span.unit].num_bytes
+    return gradients, buffers
+
+
 def _exchange_bytes(program: Program) -> I64:
     """Return what exchanges take on each rank: factors, as made and gathered, room for the largest sum and product."""
     kept, sums, products = np.zeros((3, program.num_ranks), dtype=np.int64)
@@ -531,7 +579,9 @@ def _exchange_bytes(program: Program) -> I64:
             room, ranks = _factor_bytes(program, bucket), list(bucket.ranks)
             kept[ranks] += room.block + room.gathered
             products[ranks] = np.maximum(products[ranks], room.product)
-    return kept + sums + products
+    rooms = [max((unit.piece_bytes(rank) for unit in program.units if rank in unit.ranks and unit.reduce >= 0),
+                 default=0) for rank in range(program.num_ranks)]
+    return kept + sums + products + np.asarray(rooms, dtype=np.int64)
 
 
 class _FactorBytes(NamedTuple):

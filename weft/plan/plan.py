@@ -27,6 +27,7 @@ Mode = Literal["training", "inference"]
 OptimizerKind = Literal["none", "sgd", "adam", "adamw"]
 OPTIMIZERS: Final = get_args(OptimizerKind)
 GradientMethod = Literal["all_reduce", "hierarchical", "parameter_server", "sufficient_factors"]
+Pieces = Literal["none", "states", "gradients", "parameters"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +104,36 @@ class Sharding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Storage:
+    """What the replicas of a stage keep in pieces, each replica its own, and gather where they need the whole.
+
+    The stage is the *unit* in which parameters are gathered and gradients scattered: ``weft.plan.units`` says how.
+    """
+
+    pieces: Pieces = "none"
+    """``states``: the optimizer's states (ZeRO-1); ``gradients``: these and the gradients (ZeRO-2); ``parameters``: all
+    three (ZeRO-3, FSDP)."""
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Replicas, by their places in ``Stage.replicas``, that have a whole together; of several such groups each has all
+    pieces (hybrid). Empty for one of all replicas."""
+    shares: tuple[float, ...] = ()
+    """The part of the pieces that each member of a group keeps; empty for equal parts."""
+    keeps: bool = False
+    """Gathered parameters stay from a forward to its backward, instead of being gathered again for it."""
+    accumulates: bool = False
+    """Gradients add up whole over the micro-batches and are scattered once in a step, instead of after each backward.
+    Always so where they are not kept in pieces."""
+
+    def __bool__(self) -> bool:
+        return self.pieces != "none"
+
+    @property
+    def scatters_once(self) -> bool:
+        """Return whether each replica has whole gradients until the last of them are there."""
+        return self.accumulates or self.pieces == "states"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """A convex set of operators and the replicas that run it."""
 
@@ -115,6 +146,8 @@ class Stage:
     """The micro-batches this stage handles; null for all."""
     sharding: Sharding = field(default_factory=Sharding)
     """How the devices of a replica divide the stage; all its replicas have the same axes."""
+    storage: Storage = field(default_factory=Storage)
+    """What its replicas keep in pieces."""
     recompute: bool = False
     """Keep only the stage's inputs and run the forward again before the backward."""
     flops: float | None = None
@@ -151,7 +184,8 @@ class Optimizer:
     kind: OptimizerKind = "adamw"
     lr: float = 1e-3
     sharded: bool = False
-    """Each of the devices that hold a parameter keeps only its part of the optimizer's state."""
+    """Each of the devices that hold a parameter keeps only its part of the optimizer's state, though gradients are
+    summed whole (ZeRO-1 for all that ``Stage.storage`` says nothing of)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

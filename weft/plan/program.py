@@ -5,17 +5,22 @@ gives those of one rank as objects. What instructions refer to is in three table
 
 - ``instances``: one replica of one stage on its ranks;
 - ``channels``: tensors that go from one instance to a rank, forward (activations) or backward (their gradients);
-- ``buckets``: parameters whose gradients are exchanged together among ranks.
+- ``buckets``: parameters whose gradients are exchanged together among ranks, or that are gathered together;
+- ``units``: parameters kept in pieces (``weft.plan.units``), with their buckets.
 
 Semantics. A rank issues its instructions in order. A compute instruction runs when the compute before it is done and
 all tensors it needs have arrived. A send, receive or collective is issued when the compute before it in the list is
 done, and then proceeds beside later compute; a send and its receive move data together, a collective starts when all
 members have issued it. The compute of an instance with several ranks runs on all of them at once.
 
-The collectives that directly follow a whole backward (``B``) on a rank are issued inside that backward: each as soon as
-the gradients of its parameters are final there and those before it in the list are issued, so that gradients travel
-beside the rest of the backward (``inside_backward`` says which, and why the list stays as it is). Behind a weight
-gradient (``W``) or a message they are issued after it, as all others.
+The collectives of a unit come again and again, for some computes: a gather stands before what needs it, and what was
+gathered is let go of after the last compute before the unit's next gather that needs it. Gradients of a unit add up
+whole until they are scattered; those who issue the next scattering wait for the one before (``weft.plan.unit_flow``).
+
+The exchanges of gradients that directly follow a whole backward (``B``) on a rank are issued inside that backward:
+each as soon as the gradients of its parameters are final there and those before it in the list are issued, so that
+gradients travel beside the rest of the backward (``inside_backward`` says which, and why the list stays as it is).
+Behind a weight gradient (``W``) or a message they are issued after it, as all others.
 
 ``weft.plan.check`` demands more, so that a program is safe on any transport: it must make progress even if every send,
 receive and collective blocks its rank until the other side is there (rendezvous).
@@ -26,7 +31,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +39,7 @@ import numpy.typing as npt
 from weft.model.graph import I64, Bool, Graph
 from weft.plan.factors import NO_FACTORS, Factors
 from weft.plan.plan import GradientMethod, Plan
+from weft.plan.units import Unit
 
 I32 = npt.NDArray[np.int32]
 U8 = npt.NDArray[np.uint8]
@@ -117,13 +123,18 @@ class Channel:
     num_bytes: int
 
 
+UnitMethod = Literal["all_gather", "reduce_scatter", "sum_pieces"]
+UNIT_METHODS: Final[tuple[UnitMethod, ...]] = ("all_gather", "reduce_scatter", "sum_pieces")
+"""What a unit's collectives do; the last adds up pieces of gradients that several groups have."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """Parameters whose gradients are exchanged among some ranks in one collective."""
+    """Parameters whose gradients are exchanged among some ranks in one collective, or that are gathered in one."""
 
     parameters: tuple[int, ...]
     """Tensor ids in the graph."""
-    method: GradientMethod
+    method: GradientMethod | UnitMethod
     ranks: tuple[int, ...]
     num_bytes: int
     groups: tuple[tuple[int, ...], ...] = ()
@@ -132,6 +143,13 @@ class Bucket:
     """For ``parameter_server``: the rank that sums."""
     factors: Factors = NO_FACTORS
     """For ``sufficient_factors``: what is gathered."""
+    units: tuple[int, ...] = ()
+    """The unit that is gathered or scattered, or those whose pieces are added up."""
+
+    @property
+    def is_of_unit(self) -> bool:
+        """Return whether it may come several times in a step."""
+        return bool(self.units)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,6 +200,7 @@ class Program(ByRank):
     instances: tuple[Instance, ...]
     channels: tuple[Channel, ...]
     buckets: tuple[Bucket, ...]
+    units: tuple[Unit, ...]
     instance: I32
     microbatch: I32
     phase: U8
@@ -229,6 +248,10 @@ class Program(ByRank):
             case Op.COLLECTIVE:
                 bucket = self.buckets[item.bucket]
                 which = f" (bucket {item.bucket})" if len(self.buckets) > 1 else ""
+                if bucket.is_of_unit:
+                    unit = "+".join(self.plan.stages[stage].name for stage in self.units[bucket.units[0]].stages)
+                    when = f" mb {item.microbatch}" if item.microbatch >= 0 else ""
+                    return f"{bucket.method} {unit}{when}{which}"
                 return f"{bucket.method} {len(bucket.parameters)} parameters{which}"
             case Op.STEP:
                 return f"{self.plan.optimizer.kind} step"
@@ -266,7 +289,11 @@ def inside_backward(program: Program) -> I64:
     collectives = np.flatnonzero(program.op == Op.COLLECTIVE)
     if len(collectives) == 0:
         return inside
-    before = last_before(program.rank_start, program.op != Op.COLLECTIVE)[collectives]
+    of_unit = np.asarray([bucket.is_of_unit for bucket in program.buckets], dtype=np.bool_)
+    is_exchange = program.op == Op.COLLECTIVE
+    is_exchange[collectives] = ~of_unit[program.bucket[collectives]]
+    collectives = np.flatnonzero(is_exchange)
+    before = last_before(program.rank_start, ~is_exchange)[collectives]
     found = (before >= 0) & (program.op[before] == Op.COMPUTE) & (program.phase[before] == Phase.B)
     inside[collectives[found]] = before[found]
     for first, last in _differing(program, inside):

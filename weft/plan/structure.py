@@ -20,9 +20,10 @@ from weft.base.units import format_bytes
 from weft.cluster.cluster import Cluster
 from weft.model.graph import Graph, find_cycle
 from weft.plan.factors import LINEAR_KINDS, Factors, find_factors
-from weft.plan.holders import Copies, exchange_sets, layout_problems, parameter_copies
+from weft.plan.holders import Copies, exchange_sets, in_pieces, layout_problems, parameter_copies
 from weft.plan.plan import GradientExchange, Plan, Replica, Stage, split_samples
 from weft.plan.sharding import sharding_problems
+from weft.plan.units import storage_problems, unit_problems
 
 PHASES = ("F", "B", "I", "W")
 _MICROBATCH = re.compile("[0-9]{1,9}")
@@ -61,7 +62,7 @@ def structure_problems(plan: Plan, graph: Graph, cluster: Cluster | None = None)
     if problems:
         return problems
     meaning = itertools.chain(_coverage_problems(plan, graph), _order_problems(plan), layout_problems(plan, graph),
-                              _gradient_problems(plan, graph))
+                              unit_problems(plan, graph), _gradient_problems(plan, graph))
     return list(itertools.islice(meaning, _MAX_PROBLEMS)) or _cycle_problems(plan, graph)
 
 
@@ -129,6 +130,7 @@ def _stage_problems(plan: Plan, graph: Graph, stage: Stage, path: str) -> Iterat
                 yield f"{path}.microbatches[{index}] is {microbatch}, but there are {plan.microbatches} micro-batches"
     yield from _replica_problems(plan, stage, path)
     yield from sharding_problems(stage, graph, path)
+    yield from storage_problems(stage, path)
 
 
 def _replica_problems(plan: Plan, stage: Stage, path: str) -> Iterator[str]:
@@ -290,6 +292,7 @@ def _gradient_problems(plan: Plan, graph: Graph) -> Iterator[str]:
             yield "gradients: an inference plan exchanges none"
         return
     copies = parameter_copies(plan, graph)
+    others = in_pieces(plan, graph)
     exchanged: dict[tuple[int, str], int] = {}
     for index, exchange in enumerate(plan.gradients):
         for position, name in enumerate(exchange.parameters):
@@ -297,6 +300,9 @@ def _gradient_problems(plan: Plan, graph: Graph) -> Iterator[str]:
             path = f"gradients[{index}].parameters[{position}]"
             if tensor not in copies:
                 yield f"{path}: no stage has a parameter {name!r}"
+                continue
+            if tensor in others:
+                yield f"{path}: the gradient of {name!r} is scattered as the storage of its stage says: leave it out"
                 continue
             again = [exchanged[tensor, device] for device in exchange.devices if (tensor, device) in exchanged]
             if again:

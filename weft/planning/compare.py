@@ -291,7 +291,7 @@ def microbatch_choices(problem: Problem, strategy: str) -> list[int]:
     every = divisors(problem.options.batch)
     if strategy == "deploy":
         return every[:1]
-    if strategy == "single" or strategy.startswith("data-parallel"):
+    if strategy in ("single", "fsdp") or strategy.startswith("data-parallel"):
         return every
     most = 8 * len(problem.devices)
     wanted = [number for number in every if number <= most][-MAX_MICROBATCH_CHOICES:][::-1]

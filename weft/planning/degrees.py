@@ -45,7 +45,7 @@ def settle_degrees(options: PlanOptions, cluster: Cluster, *, on_all: bool = Tru
         microbatches = options.batch // (degrees.microbatch_size * degrees.dp)
     options = replace(options, degrees=degrees, microbatches=microbatches,
                       recompute=degrees.recompute == "full" or (options.recompute and degrees.recompute is None),
-                      optimizer=replace(options.optimizer, sharded=options.optimizer.sharded or bool(degrees.zero)))
+                      optimizer=replace(options.optimizer, sharded=options.optimizer.sharded or degrees.zero == 1))
     _check_divides(degrees, options, is_even=even)
     return options
 

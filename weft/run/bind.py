@@ -18,6 +18,7 @@ from torch.autograd.graph import GradientEdge
 from weft.base.errors import RunError
 from weft.plan.memory import SEND_WINDOW
 from weft.plan.program import Channel, Instruction, Op, Phase, Program, inside_backward
+from weft.plan.unit_flow import unit_flow
 from weft.run.cells import Cell, Transfer, occupy, vacate
 from weft.run.clock import Clock, Moment
 from weft.run.exchange import Early, EarlyExchanges, make_exchange, summed_in
@@ -51,6 +52,9 @@ class Binder:
         self.split = {(item.instance, item.microbatch) for item in self.wiring.instructions
                       if item.op == Op.COMPUTE and item.phase == Phase.I}
         self.early_places = _early_places(program, transport.rank)
+        self.flow = _Flow(program, transport.rank)
+        self.at: dict[int, Transfer] = {}
+        """Collectives by their positions."""
         self.recomputes: dict[Key, Action] = {}
         """What a backward does first in a stage that recomputes."""
         self.transfers: dict[Key, Transfer] = {}
@@ -71,9 +75,31 @@ class Binder:
         self.actions: list[Action] = []
         """The rank's step: one closure for each instruction."""
         for position, item in enumerate(self.wiring.instructions):
-            action = self._bind(position, item)
+            action = self._with_units(position, item, self._bind(position, item))
             released = self.wiring.release_buffers(position)
             self.actions.append(partial(_release_after, action, released) if released else action)
+
+    def _with_units(self, position: int, item: Instruction, action: Action) -> Action:
+        """Return the action with what comes and goes of units before and behind it."""
+        stores, flow = self.parameters.units.stores, self.flow
+        begun = [stores[unit] for unit in flow.gradients.get(position, ())]
+        waits = [self.at[place] for place in flow.waits.get(position, ())]
+        if item.op == Op.COMPUTE and item.phase != Phase.W and not begun:
+            waits = []  # the compute does it
+        let_go = [stores[unit] for unit in flow.released.get(position, ())]
+        if not waits and not begun and not let_go:
+            return action
+
+        def with_units() -> None:
+            for transfer in waits:
+                transfer.wait()
+            for store in begun:
+                store.begin_gradients()
+            action()
+            for store in let_go:
+                store.let_go()
+
+        return with_units
 
     def _bind(self, position: int, item: Instruction) -> Action:
         match item.op:
@@ -103,7 +129,8 @@ class Binder:
         """
         instance, microbatch = key
         item, stage, wiring = self.program.instances[instance], self.stages[instance], self.wiring
-        cell, begin = wiring.cells[key], self._begin(position, self._arrivals(item.forward_channels, microbatch))
+        cell = wiring.cells[key]
+        begin = self._begin(position, self._arrivals(position, item.forward_channels, microbatch))
         keeps, report, training = key in wiring.readers.outputs, self._report(key), self.training
         arguments: list[Any] = [None] * len(stage.module.inputs)
         dynamic = wiring.fill(key, arguments)
@@ -192,7 +219,8 @@ class Binder:
         instance, microbatch = key
         item, wiring, stage = self.program.instances[instance], self.wiring, self.stages[instance]
         cell, prepare, readers = wiring.cells[key], self.recomputes.get(key), wiring.readers.gradients
-        begin = self._begin(position, [*self._arrivals(item.gradient_channels, microbatch), *self.sent.get(key, ())])
+        begin = self._begin(position, [*self._arrivals(position, item.gradient_channels, microbatch),
+                                       *self.sent.get(key, ())])
         wanted = [wiring.gradient(key, place) for place in wiring.root_places(key)]
         fixed = None if any(callable(item) for item in wanted) else tuple(wanted)
         queue, keeps = stage.queue if key in self.split else None, key in readers
@@ -241,10 +269,12 @@ class Binder:
         self.issued_early.update({place: early.instruction(number) for number, place in enumerate(places)})
         return early
 
-    def _arrivals(self, channels: tuple[int, ...], microbatch: int) -> list[Transfer]:
+    def _arrivals(self, position: int, channels: tuple[int, ...], microbatch: int) -> list[Transfer]:
+        """Return what a compute waits for: messages, and collectives of units."""
         found = [(index, self.program.channels[index]) for index in channels]
-        return [self.transfers[index, microbatch] for index, channel in found
-                if channel.target == self.transport.rank and microbatch in channel.microbatches]
+        messages = [self.transfers[index, microbatch] for index, channel in found
+                    if channel.target == self.transport.rank and microbatch in channel.microbatches]
+        return [*messages, *(self.at[place] for place in self.flow.waits.get(position, ()))]
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 
@@ -324,6 +354,7 @@ class Binder:
     def _exchange(self, position: int, index: int) -> Action:
         transfer = self._transfer(position)
         self.collectives.append(transfer)
+        self.at[position] = transfer
         start = make_exchange(self.program, index, parameters=self.parameters, factors=self.factors,
                               transport=self.transport, lane=self.lane, later=self.products if self.steps else None)
 
@@ -354,6 +385,24 @@ class Binder:
         """Return when all messages and collectives of the step are done."""
         for transfer in (*self.transfers.values(), *self.collectives):
             transfer.wait()
+
+
+class _Flow:
+    """``weft.plan.unit_flow`` of a rank, by position."""
+
+    def __init__(self, program: Program, rank: int) -> None:
+        flow, first = unit_flow(program, rank), int(program.rank_start[rank])
+        self.waits: dict[int, list[int]] = {}
+        self.gradients: dict[int, list[int]] = {}
+        """Units whose whole gradients begin."""
+        self.released: dict[int, list[int]] = {}
+        """Units whose parameters are let go of behind it."""
+        for at, collective in flow.waits:
+            self.waits.setdefault(at - first, []).append(collective - first)
+        for span in flow.gradients:
+            self.gradients.setdefault(span.first - first, []).append(span.unit)
+        for span in flow.gathered:
+            self.released.setdefault(span.last - first, []).append(span.unit)
 
 
 def _early_places(program: Program, rank: int) -> dict[int, list[int]]:

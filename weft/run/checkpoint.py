@@ -26,10 +26,11 @@ from weft.plan.holders import parameter_copies, parameter_holdings
 from weft.plan.plan import Plan, format_plan
 from weft.plan.program import Program
 from weft.plan.sharding import Region
+from weft.plan.units import rows_of_region
 from weft.run import checkpoint_folder as files
 from weft.run.failures import together
 from weft.run.optimizers import Claim, OptimizerState, claim_of, mismatch
-from weft.run.parameters import StateShares, cut_region, held_regions, put_region, rows_of_region
+from weft.run.parameters import StateShares, cut_region, held_regions, kept_regions, put_region
 from weft.run.prepare import Prepared, value_of
 from weft.run.transport import Transport
 
@@ -75,13 +76,15 @@ class Checkpoints:
         """``plan`` is the one that was given, which the program's may differ from in small things."""
         self.program, self.prepared, self.transport, self.state = prepared.program, prepared, transport, state
         self._digest = hashlib.sha256(format_plan(plan).encode()).hexdigest()[:16]
-        self._regions = held_regions(self.program, transport.rank)
-        graph = self.program.graph
+        self._regions = kept_regions(self.program, transport.rank)
+        graph, held = self.program.graph, held_regions(self.program, transport.rank)
         self._shapes = {graph.tensor_names[tensor]: graph.tensor_shapes[tensor] for tensor in graph.parameters.tolist()}
-        changed = self._regions | {name: rows_of_region(self._regions.get(name, ()), self._shapes[name], rows)
-                                   for name, rows in shares.rows.items()}
+        changed = held | {name: rows_of_region(held.get(name, ()), self._shapes[name], rows)
+                          for name, rows in shares.rows.items()}
+        units = prepared.parameters.units.of
+        divided = tuple(name for name in shares.rows if name not in units or units[name].unit.is_first)
         self._optimizer = None if optimizer is None else OptimizerState(
-            optimizer, shares.tensors, regions=changed, shapes=self._shapes, divided=tuple(shares.rows))
+            optimizer, shares.tensors, regions=changed, shapes=self._shapes, divided=divided)
 
     # ---- writing ----------------------------------------------------------------------------------------------------
 
@@ -113,10 +116,18 @@ class Checkpoints:
         return {name: whole.clone() for (_, name), whole in self._gathered(layout, claims) if whole is not None}
 
     def owned(self) -> list[str]:
-        """Return the parameters of which this rank gives its part: it is the first that holds it."""
+        """Return the parameters of which this rank gives its part: it is the first that holds it, or its first rows."""
         graph, device = self.program.graph, self.program.rank_names[self.transport.rank]
-        return [graph.tensor_names[tensor] for tensor, copies in parameter_copies(self.program.plan, graph).items()
-                if any(item.devices[0] == device for item in copies)]
+        units = self.prepared.parameters.units.of
+        found = []
+        for tensor, copies in parameter_copies(self.program.plan, graph).items():
+            name = graph.tensor_names[tensor]
+            if name in units:
+                if units[name].unit.is_first and units[name].rows.get(name, (1, 1))[0] == 0:
+                    found.append(name)
+            elif any(item.devices[0] == device for item in copies):
+                found.append(name)
+        return found
 
     def _agreed_claims(self) -> dict[Key, Claim]:
         """Return what this rank gives; raise on all ranks if one of them has what no file can hold."""
@@ -126,8 +137,11 @@ class Checkpoints:
 
     def _claims(self) -> dict[Key, Claim]:
         owned = self.owned()
+        units = self.prepared.parameters.units.of
+        given = [*owned, *(name for name, store in units.items() if store.is_gathered and store.unit.is_first
+                           and name in store.rows and name not in owned)]
         found = {name: claim_of(name, self.prepared.parameters.tensors[name], whole=self._shapes[name],
-                                region=self._regions.get(name, ())) for name in owned}
+                                region=self._regions.get(name, ())) for name in given}
         changed = {name for stage in self.prepared.stages.values() for name in stage.module.updated_buffers}
         found |= {name: claim_of(name, self.prepared.buffers[name]) for name in sorted(changed)}
         found |= {name: replace(claim_of(name, tensor), is_initial=True)

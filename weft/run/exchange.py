@@ -81,6 +81,9 @@ def make_exchange(program: Program, index: int, *, parameters: Parameters, facto
     What is left to compute then is added to ``later``; where that is None, waiting for the works computes it.
     """
     bucket, flat = program.buckets[index], parameters.flat[index]
+    if bucket.is_of_unit:
+        store = next(parameters.units.stores[unit] for unit in bucket.units if unit in parameters.units.stores)
+        return store.start(bucket, transport, lane)
     match bucket.method:
         case "all_reduce":
             return lambda: [transport.all_reduce(tensor, bucket.ranks) for tensor in flat]

@@ -156,8 +156,8 @@ def measured_timeline(program: Program, times: Sequence[StepTimes]) -> Timeline:
     start, end = start - origin, end - origin
     groups: dict[tuple[Any, ...], list[int]] = {}
     for index in np.flatnonzero((program.op != Op.COMPUTE) & (program.op != Op.STEP)).tolist():
-        key = (program.bucket[index],) if program.op[index] == Op.COLLECTIVE else (
-            program.channel[index], program.microbatch[index])
+        key = (program.op[index] == Op.COLLECTIVE, program.bucket[index], program.instance[index],
+               program.channel[index], program.microbatch[index], program.phase[index])
         groups.setdefault(key, []).append(index)
     for members in groups.values():
         start[members] = start[members].max()

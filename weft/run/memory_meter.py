@@ -256,8 +256,10 @@ class MemoryMeter:
         if not readings and self._executor.binder.actions:
             raise RunError("the meter has measured nothing: take a step inside its context first")
         parameters = self._executor.parameters
-        flat = storage_bytes(tensor for tensors in parameters.flat for tensor in tensors)
-        room = storage_bytes(block.flat for block in self._executor.binder.factors.values())
+        flat = storage_bytes([*(tensor for tensors in parameters.flat for tensor in tensors),
+                              *parameters.units.lasting_gradients()])
+        room = storage_bytes([parameters.units.room,
+                              *(block.flat for block in self._executor.binder.factors.values())])
         done, gradients, buffers = (tuple(column) for column in zip(*self._rows, strict=True)) if self._rows \
             else ((), (), ())
         return MeterRecord(
@@ -277,6 +279,7 @@ class MemoryMeter:
     def _gradients(self) -> Iterator[Tensor]:
         parameters = self._executor.parameters
         yield from (tensor for tensors in parameters.flat for tensor in tensors)
+        yield from (*parameters.units.lasting_gradients(), *parameters.units.passing_gradients())
         yield from (item.grad for item in parameters.tensors.values() if item.grad is not None)
 
     def _optimizer_state(self) -> Iterator[Tensor]:
@@ -295,6 +298,7 @@ class MemoryMeter:
         yield from (tensor for tensors in binder.wiring.arrived.values() for tensor in tensors)
         yield from binder.wiring.buffers.free()
         yield from (block.flat for block in binder.factors.values())
+        yield from (*binder.parameters.units.wholes(), binder.parameters.units.room)
         for cell in binder.wiring.cells.values():
             yield from cell.outputs or ()
             yield from (item for item in cell.gradients if item is not None)

@@ -7,7 +7,8 @@ micro-batches and ranks, because every loss was weighted by its share of the bat
 Ranks that hold the same part of a parameter have the same gradient when the step begins. With ``optimizer.sharded``
 each of them has the state of some rows and changes these alone; then all gather what the others have changed, one
 parameter after the other, in the same order everywhere (``StateShares``). A parameter with fewer rows than ranks is the
-first rank's. Without ``sharded`` a rank changes all that it holds.
+first rank's. Without ``sharded`` a rank changes all that it holds. Of what is kept in pieces (``weft.run.pieces``) a
+rank changes its rows.
 
 Buffers that the forward changes, such as a batch norm's statistics, change in each replica by the samples it sees.
 After a step all take over those of the first of them, as PyTorch's data parallelism does (``BufferShares``); so a
@@ -17,17 +18,19 @@ checkpoint has one value for each, and a resumed run goes on as it would have.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from weft.plan.holders import parameter_copies, parameter_holdings
+from weft.plan.holders import in_pieces, parameter_copies, parameter_holdings
 from weft.plan.program import Program
 from weft.plan.sharding import Region, TensorLayout, axis_sizes, coordinates_of, parse_layout
+from weft.plan.units import Unit, rows_of_region
 from weft.run.mesh import group_ranks
+from weft.run.pieces import Units
 from weft.run.transport import Transport
 from weft.run.wire import ExchangeGroup
 from weft.sharding.tensor_layout import SUM, WHOLE
@@ -36,11 +39,15 @@ from weft.sharding.tensor_layout import SUM, WHOLE
 class Parameters:
     """Parameters by tensor name; see the module's docstring."""
 
-    def __init__(self, tensors: Mapping[str, torch.nn.Parameter], buckets: Sequence[Sequence[str]]) -> None:
-        self.tensors = dict(tensors)
+    def __init__(self, tensors: Mapping[str, torch.nn.Parameter], buckets: Sequence[Sequence[str]],
+                 units: Units) -> None:
+        """``tensors`` are what stages compute with; of units the rank may keep only pieces of these."""
+        self.units = units
+        self.tensors = {name: tensor for name, tensor in tensors.items() if name not in units.of} | dict(units.kept())
+        """What the rank has all the time."""
         self.flat: tuple[tuple[Tensor, ...], ...] = tuple(self._flatten(names) for names in buckets)
         bucketed = {name for names in buckets for name in names}
-        self._loose = [tensor for name, tensor in self.tensors.items() if name not in bucketed]
+        self._loose = [tensor for name, tensor in self.tensors.items() if name not in bucketed and name not in units.of]
 
     def _flatten(self, names: Sequence[str]) -> tuple[Tensor, ...]:
         by_dtype: dict[torch.dtype, list[torch.nn.Parameter]] = {}
@@ -57,7 +64,8 @@ class Parameters:
         return tuple(result)
 
     def clear_gradients(self) -> None:
-        """Forget all gradients: those in buckets become zero, the others absent."""
+        """Forget all gradients: those in buckets and units become zero, the others absent."""
+        self.units.clear()
         for tensors in self.flat:
             for flat in tensors:
                 flat.zero_()
@@ -65,7 +73,9 @@ class Parameters:
             parameter.grad = None
 
     def gradient(self, name: str) -> Tensor:
-        """Return the gradient of a parameter; zero where the loss does not depend on it."""
+        """Return the gradient of a parameter, or the rank's piece of it; zero where the loss does not depend on it."""
+        if name in self.units.of:
+            return self.units.of[name].own_gradient(name)
         parameter = self.tensors[name]
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
@@ -75,6 +85,25 @@ def held_regions(program: Program, rank: int) -> dict[str, Region]:
     device, names = program.rank_names[rank], program.graph.tensor_names
     return {names[tensor]: held[device][0].region
             for tensor, held in parameter_holdings(program.plan, program.graph).items() if device in held}
+
+
+def kept_regions(program: Program, rank: int) -> dict[str, Region]:
+    """Return which entries of its parameters a rank has all the time: of those in pieces, its rows."""
+    return _piece_regions(program, rank, lambda unit: unit.storage.pieces == "parameters")
+
+
+def gradient_regions(program: Program, rank: int) -> dict[str, Region]:
+    """Return of which entries of its parameters a rank has the whole gradient at the end of a step."""
+    return _piece_regions(program, rank, lambda unit: True)
+
+
+def _piece_regions(program: Program, rank: int, chosen: Callable[[Unit], bool]) -> dict[str, Region]:
+    regions, graph = held_regions(program, rank), program.graph
+    for unit in program.units:
+        for tensor, rows in unit.rows(rank).items() if rank in unit.ranks and chosen(unit) else ():
+            name = graph.tensor_names[tensor]
+            regions[name] = rows_of_region(regions[name], graph.tensor_shapes[tensor], rows)
+    return regions
 
 
 def cut_region(whole: Tensor, region: Region) -> Tensor:
@@ -117,7 +146,7 @@ def parameter_layouts(program: Program, instance: int, rank: int) -> dict[str, T
     coordinates = coordinates_of(item.ranks.index(rank), sizes)
     lines = [set(group_ranks(item.ranks, sizes, coordinates, (axis,))) for axis in range(len(sizes))]
     summed = {names[tensor]: bucket.ranks for bucket in program.buckets if rank in bucket.ranks
-              for tensor in bucket.parameters}
+              for tensor in bucket.parameters if bucket.method != "all_gather"}
     stored = {name for name in stage.sharding.tensors if program.graph.tensor_index[name] in program.graph.parameters}
     result = {}
     for name in sorted(stored | summed.keys()):
@@ -133,9 +162,10 @@ def divided_states(program: Program) -> list[tuple[str, tuple[int, ...]]]:
     if not program.plan.optimizer.sharded:
         return []
     rank_of = {name: rank for rank, name in enumerate(program.rank_names)}
+    others = in_pieces(program.plan, program.graph)
     return [(program.graph.tensor_names[tensor], tuple(sorted(rank_of[device] for device in item.devices)))
             for tensor, copies in parameter_copies(program.plan, program.graph).items()
-            for item in copies if len(item.devices) > 1]
+            for item in copies if len(item.devices) > 1 and tensor not in others]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,10 +192,19 @@ class StateShares:
         self.rows: dict[str, tuple[int, int]] = {}
         """The rows of the rank's part that it changes, where not all."""
         self._transport, self._shared = transport, list[_Shared]()
+        self._units = parameters.units
+        self._take_units()
         for name, ranks in divided_states(program):
             parameter = parameters.tensors.get(name)
             if transport.rank in ranks and parameter is not None and parameter.requires_grad:
                 self._share(name, parameter, ranks)
+
+    def _take_units(self) -> None:
+        """Let the optimizer change the rank's rows of what is kept in pieces."""
+        for name, store in self._units.of.items():
+            self.tensors.pop(name, None)
+            if name in store.rows:
+                self.tensors[name], self.rows[name] = store.own[name], store.rows[name]
 
     def _share(self, name: str, parameter: torch.nn.Parameter, ranks: tuple[int, ...]) -> None:
         group = self._transport.lane_group(ranks)
@@ -183,6 +222,9 @@ class StateShares:
 
     def take_gradients(self) -> None:
         """Give the rows that this rank changes their gradients."""
+        for name, store in self._units.of.items():
+            if name in store.rows and store.piece_gradient is not None and store.own[name].requires_grad:
+                store.own[name].grad = store.own_gradient(name)
         for item in self._shared:
             if item.own is not None:
                 gradient = item.parameter.grad
@@ -191,6 +233,11 @@ class StateShares:
 
     def spread(self) -> None:
         """Bring what every rank has changed to all others that hold it."""
+        for store in self._units.stores.values():
+            if not store.is_gathered and store.piece_gradient is not None:
+                self._transport.status.begin_wait()
+                store.gather(self._transport)
+                self._transport.status.end_wait()
         for item in self._shared:
             self._transport.status.begin_wait()
             data = item.parameter.data
@@ -211,22 +258,6 @@ class StateShares:
             begin, end = item.bounds[index : index + 2]
             if index != item.place:
                 data[begin:end] = part.view(room.shape)[: end - begin].to(data.device)
-
-
-def rows_of_region(region: Region, shape: tuple[int, ...], rows: tuple[int, int]) -> Region:
-    """Return the part of a region with these of its rows; an empty region is the whole of the shape.
-
-    >>> rows_of_region((((0, 2), (6, 8)), ((0, 3),)), (8, 3), (1, 3))
-    (((1, 2), (6, 7)), ((0, 3),))
-    """
-    whole = region or tuple(((0, size),) for size in shape)
-    place, ranges = 0, []
-    for begin, end in whole[0]:
-        first, last = max(rows[0] - place, 0), min(rows[1] - place, end - begin)
-        if first < last:
-            ranges.append((begin + first, begin + last))
-        place += end - begin
-    return (tuple(ranges), *whole[1:])
 
 
 def buffer_holders(program: Program, updates: Mapping[str, str]) -> dict[str, tuple[int, ...]]:

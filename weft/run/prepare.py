@@ -30,6 +30,7 @@ from weft.run.compiled import Compiler
 from weft.run.exchange import FactorBlock, check_rows, collect_factors, lane_groups, lane_pairs, make_blocks
 from weft.run.mesh import ReplicaMesh, axis_weights, mesh_groups
 from weft.run.parameters import BufferShares, Parameters
+from weft.run.pieces import Units
 from weft.run.random_state import RankRandom
 from weft.run.shard_stage import shard_stage
 from weft.run.stage import Compilation, Stage, build_stage, model_graph
@@ -114,7 +115,9 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
         _require_same(program.graph, model.graph)
     graphs = {size: model_graph(model) for size, model in traced.items()}
     first = next(iter(traced.values()))
-    values = _Values(tracer.source, first, device=device, seed=seed, regions=parameters.held_regions(program, rank))
+    units = Units(program, rank, device)
+    values = _Values(tracer.source, first, device=device, seed=seed, regions=parameters.held_regions(program, rank),
+                     units=units)
     split = set(program.instance[(program.op == Op.COMPUTE) & (program.phase == Phase.I)].tolist())
     routes, factors = Routes(program, rank), make_blocks(program, rank, device)
     random = RankRandom(device, seed=seed if random_seed is None else random_seed, rank=rank,
@@ -140,9 +143,9 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
         transport.status.set(Milestone.LOADING)
     check_rows(factors)
     names, updates = program.graph.tensor_names, first.program.buffer_updates
-    buckets = [tuple(names[tensor] for tensor in bucket.parameters) if rank in bucket.ranks else ()
-               for bucket in program.buckets]
-    return Prepared(program=program, stages=stages, parameters=Parameters(values.parameters, buckets),
+    buckets = [tuple(names[tensor] for tensor in bucket.parameters)
+               if rank in bucket.ranks and not bucket.is_of_unit else () for bucket in program.buckets]
+    return Prepared(program=program, stages=stages, parameters=Parameters(values.parameters, buckets, units),
                     buffers=values.buffers, factors=factors, input_names=first.program.inputs,
                     takes_statistics=bool(updates), random=random,
                     buffer_shares=BufferShares(program, updates, values.buffers, transport), compiler=compiler)
@@ -190,7 +193,7 @@ def _borders(program: Program, index: int, rank: int) -> frozenset[str]:
     is_own = np.isin(graph.consumer_op, ops)
     tensors, readers = graph.inputs[is_own], graph.consumer_op[is_own]
     firsts = [int(readers[np.isin(tensors, bucket.parameters)].min(initial=graph.num_ops))
-              for bucket in program.buckets if rank in bucket.ranks]
+              for bucket in program.buckets if rank in bucket.ranks and not bucket.is_of_unit]
     found = sorted(op for op in firsts if op < graph.num_ops)
     return frozenset(graph.op_names[op] for op in found[1:])
 
@@ -211,8 +214,9 @@ class _Values:
     """
 
     def __init__(self, source: ModelSource, traced: TracedModel, *, device: torch.device, seed: int,
-                 regions: Mapping[str, Region]) -> None:
+                 regions: Mapping[str, Region], units: Units) -> None:
         self._module, self._device, self._seed, self._regions = source.build(), device, seed, regions
+        self._units = units
         self._parameters = dict(self._module.named_parameters(remove_duplicate=False))
         self._buffers = dict(self._module.named_buffers(remove_duplicate=False)) | dict(traced.program.constants)
         self.parameters: dict[str, torch.nn.Parameter] = {}
@@ -227,9 +231,12 @@ class _Values:
         if name not in self.parameters:
             given = self._parameters[name]
             value = parameters.cut_region(value_of(name, given, self._seed), self._regions.get(name, ()))
-            value = value.to(self._device, copy=not given.is_meta)
             needs_gradient = given.requires_grad and (given.is_floating_point() or given.is_complex())
-            self.parameters[name] = torch.nn.Parameter(value, requires_grad=needs_gradient)
+            if name in self._units.of:
+                self.parameters[name] = self._units.of[name].fill(name, value, needs_gradient=needs_gradient)
+            else:
+                value = value.to(self._device, copy=not given.is_meta)
+                self.parameters[name] = torch.nn.Parameter(value, requires_grad=needs_gradient)
         return self.parameters[name]
 
 

@@ -26,7 +26,7 @@ from weft.plan.orders import (
     one_f_one_b,
     to_tokens,
 )
-from weft.plan.plan import ClusterRef, GradientExchange, ModelRef, Optimizer, Plan, Replica, Sharding, Stage
+from weft.plan.plan import ClusterRef, GradientExchange, ModelRef, Optimizer, Plan, Replica, Sharding, Stage, Storage
 
 WIDTH: Final = 16
 ADAM: Final = Optimizer(kind="adam", lr=1e-3)
@@ -130,6 +130,14 @@ class World:
         return replace(plan, gradients=tuple(replace(plan.gradients[0], parameters=part, **changes)
                                              for part in (names[half:], names[:half])))
 
+    def pieces(self, storage: Storage) -> Plan:
+        """Return data parallelism in three units that keep in pieces what ``storage`` says."""
+        replicas = tuple(Replica(devices=(device,), share=1 / self.num_ranks) for device in self.devices)
+        stages = [Stage(name=f"s{index}", ops=part, replicas=replicas, storage=storage)
+                  for index, part in enumerate(self.parts(3))]
+        return self.plan(stages, dict.fromkeys(self.devices, _by_units(len(stages))), microbatches=2,
+                         samples=self.num_ranks)
+
     def split(self, *devices: str, ops: tuple[str, ...], name: str = "s0") -> Stage:
         """Return a stage whose layers these devices split as Megatron-LM does: columns, then rows."""
         words: dict[str, tuple[str, ...]] = {}
@@ -155,6 +163,39 @@ def _uneven(world: World) -> Plan:
 
 def _divided_states(world: World) -> Plan:
     return replace(_data_parallel(world), optimizer=replace(ADAM, sharded=True))
+
+
+def _by_units(num_units: int) -> tuple[str, ...]:
+    """Return two micro-batches, each forward through all units and back."""
+    return tuple(f"s{unit}:{phase}:{number}" for number in range(2) for phase in "FB"
+                 for unit in (range(num_units) if phase == "F" else reversed(range(num_units))))
+
+
+def _zero_2(world: World) -> Plan:
+    return world.pieces(Storage(pieces="gradients"))
+
+
+def _fsdp(world: World) -> Plan:
+    return world.pieces(Storage(pieces="parameters"))
+
+
+def _hybrid(world: World) -> Plan:
+    """Wholes in pairs of ranks; where the ranks are no pairs, one whole that is kept from forward to backward."""
+    pairs = tuple((first, first + 1) for first in range(0, world.num_ranks, 2))
+    is_pairs = world.num_ranks % 2 == 0 and world.num_ranks > 2
+    return world.pieces(Storage(pieces="parameters", groups=pairs if is_pairs else (), keeps=not is_pairs))
+
+
+def _tensor_and_fsdp(world: World) -> Plan:
+    """Two replicas that each split the layers and keep half of their parts."""
+    half = world.num_ranks // 2
+    stages = []
+    for index, part in enumerate(world.parts(2)):
+        stage = world.split(*world.devices[:half], ops=part, name=f"s{index}")
+        first = replace(stage.replicas[0], share=0.5)
+        second = replace(first, devices=world.devices[half : 2 * half])
+        stages.append(replace(stage, replicas=(first, second), storage=Storage(pieces="parameters")))
+    return world.plan(stages, dict.fromkeys(world.devices[: 2 * half], _by_units(2)), microbatches=2)
 
 
 def _sufficient_factors(world: World) -> Plan:
@@ -246,8 +287,10 @@ def _inference(world: World) -> Plan:
 
 
 KINDS: Final[Mapping[str, Callable[[World], Plan]]] = {
-    "data-parallel": _data_parallel, "uneven-shares": _uneven, "divided-states": _divided_states,
-    "sufficient-factors": _sufficient_factors, "parameter-server": _parameter_server, "hierarchical": _hierarchical,
-    "1f1b": _one_f_one_b, "interleaved": _interleaved, "zero-bubble": _zero_bubble, "opposite": _opposite,
-    "recompute": _recompute, "tensor-parallel": _tensor_parallel, "tensor-and-data": _tensor_and_data,
+    "data-parallel": _data_parallel, "uneven-shares": _uneven, "divided-states": _divided_states, "zero-2": _zero_2,
+    "fsdp": _fsdp, "hybrid": _hybrid, "sufficient-factors": _sufficient_factors,
+    "parameter-server": _parameter_server, "hierarchical": _hierarchical, "1f1b": _one_f_one_b,
+    "interleaved": _interleaved, "zero-bubble": _zero_bubble, "opposite": _opposite, "recompute": _recompute,
+    "tensor-parallel": _tensor_parallel, "tensor-and-data": _tensor_and_data, "tensor-and-fsdp": _tensor_and_fsdp,
     "wide-stage": _wide_stage, "inference": _inference}
+"""Makers of plans by name."""

@@ -41,7 +41,7 @@ from weft.plan.plan import Plan
 from weft.plan.program import Program
 from weft.plan.sharding import Region
 from weft.run.executor import Executor, StepTimes, loaded_executor
-from weft.run.parameters import put_region
+from weft.run.parameters import gradient_regions, put_region
 from weft.run.prepare import Prepared, Tracer, connect_ranks, lower_to_run, prepare_rank
 from weft.run.result import RunOptions, Verification
 from weft.run.status import Milestone
@@ -256,14 +256,15 @@ def _gather_gradients(program: Program, own: Mapping[str, Tensor],
     """
     graph = program.graph
     ranks = {device: rank for rank, device in enumerate(program.rank_names)}
+    regions = [gradient_regions(program, rank) for rank in range(program.num_ranks)]
     for tensor, held in parameter_holdings(program.plan, graph).items():
         name, shape, dtype = graph.tensor_names[tensor], graph.tensor_shapes[tensor], _dtype_of(graph, tensor)
         parts: list[tuple[int, Region, Tensor]] = []
-        for device, holdings in held.items():
+        for device in held:
             mine = _flat(own.get(name, torch.empty(0, dtype=dtype)))
             data = transport.gather_tensor(mine, source=ranks[device])
             if data is not None and transport.rank == 0 and data.numel():
-                parts.append((ranks[device], holdings[0].region, data.view(dtype)))
+                parts.append((ranks[device], regions[ranks[device]][name], data.view(dtype)))
         whole = torch.full(shape, float("nan"), dtype=dtype) if any(region for _, region, _ in parts) else None
         for _, region, part in reversed(parts) if whole is not None else ():
             put_region(whole, region, part)

@@ -11,6 +11,7 @@ waits for it, in the stream that will read it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -28,6 +29,8 @@ _KNOWN: Final = frozenset({torch.float64, torch.float32, torch.float16, torch.bf
 """Dtypes that all backends move; they add up all of them but truth values."""
 _GATHERING: Final = 1 << 29
 """The tag of messages that gather: beyond those of all other messages, which may go between the same ranks."""
+_SCATTERING: Final = _GATHERING + 1
+"""The tag of messages with pieces that are added up."""
 
 
 def settled(tensor: Tensor) -> Tensor:
@@ -221,6 +224,50 @@ class ExchangeGroup:
         gathering(result, settled(flat), self._place, self._group, by_messages=self._is_gloo).wait()
         return result
 
+    def gather_pieces(self, flat: Tensor, bounds: Sequence[int]) -> None:
+        """Bring the pieces of all ranks together in a flat tensor, in which this rank's is already."""
+        pieces = _pieces(flat, bounds)
+        own = pieces[self._place]
+        if not self._is_gloo:
+            whole, parts = to_move(flat).view(-1), [to_move(piece).view(-1) for piece in pieces]
+            work = self._group._allgather_base(whole, parts[self._place]) if _are_equal(bounds) else (
+                self._group.allgather([parts], [parts[self._place]]))
+            work.wait()
+            return
+        others = [index for index, piece in enumerate(pieces) if index != self._place and piece.numel()]
+        works = [self._group.recv([to_move(pieces[index])], index, _GATHERING) for index in others]
+        if own.numel():
+            works += [self._group.send([to_move(own)], index, _GATHERING) for index in range(len(pieces))
+                      if index != self._place]
+        _AllOf(works).wait()
+
+    def scatter_pieces(self, flat: Tensor, bounds: Sequence[int], into: Tensor, *, room: Tensor, adds: bool) -> None:
+        """Set ``into`` to this rank's piece of the sum of the ranks' flat tensors, or add that to it.
+
+        It may be the rank's piece of its own tensor. ``room`` is as large.
+        """
+        pieces = _pieces(flat, bounds)
+        own = pieces[self._place]
+        if not self._is_gloo:
+            parts = [to_add(piece).view(-1) for piece in pieces]
+            work = self._group._reduce_scatter_base(to_add(room).view(-1), to_add(flat).view(-1)) if _are_equal(
+                bounds) else self._group.reduce_scatter([to_add(room).view(-1)], [parts])
+            work.wait()
+            into.add_(room) if adds else into.copy_(room)
+            return
+        others = [index for index in range(len(pieces)) if index != self._place]
+        works = [self._group.send([to_move(pieces[index])], index, _SCATTERING) for index in others
+                 if pieces[index].numel()]
+        if own.numel():
+            if adds:
+                into.add_(own)
+            elif into.data_ptr() != own.data_ptr():
+                into.copy_(own)
+            for index in others:
+                self._group.recv([to_move(room)], index, _SCATTERING).wait()
+                into.add_(room)
+        _AllOf(works).wait()
+
     def send(self, tensor: Tensor, *targets: int) -> None:
         """Send the tensor to these ranks at once."""
         queues = [self._pairs.get((self._ranks[self._place], target), (self._group, self._ranks.index(target)))
@@ -234,3 +281,11 @@ class ExchangeGroup:
                                             (self._group, self._ranks.index(source)))) for tensor, source in parts]
         for work in [queue.recv([to_move(tensor)], place, 0) for tensor, queue, place in queues]:
             work.wait()
+
+
+def _pieces(flat: Tensor, bounds: Sequence[int]) -> list[Tensor]:
+    return [flat[first:last] for first, last in itertools.pairwise(bounds)]
+
+
+def _are_equal(bounds: Sequence[int]) -> bool:
+    return len({last - first for first, last in itertools.pairwise(bounds)}) == 1

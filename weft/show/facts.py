@@ -27,6 +27,7 @@ from weft.cost.costs import estimate_costs
 from weft.model.graph import F64, I64, Graph
 from weft.plan.plan import Plan, Replica, Stage
 from weft.plan.program import Op, Phase, Program
+from weft.plan.units import storage_text
 from weft.show.names import ATTENTION, factor_word, grouped, short_list, short_modules, to_number
 from weft.simulate.timeline import RankSummary, Timeline
 from weft.simulate.timing import link_bytes
@@ -90,6 +91,8 @@ class StageFacts:
     """None for all."""
     parameter_bytes: int
     recompute: bool
+    in_pieces: str
+    """What its replicas keep in pieces, in words."""
     forward_s: float | None
     """Predicted (else measured) mean over micro-batches."""
     backward_s: float | None
@@ -225,8 +228,8 @@ def stage_facts(program: Program, timeline: Timeline | None = None) -> tuple[Sta
         rows.append(StageFacts(
             name=stage.name, modules=modules[number], num_ops=len(stage.ops), mesh=replica.mesh, share=replica.share,
             replicas=tuple(replica_of(index).devices for index in members), microbatches=stage.microbatches,
-            parameter_bytes=int(graph.tensor_bytes[parameters].sum()), recompute=stage.recompute, forward_s=forward_s,
-            backward_s=backward_s))
+            parameter_bytes=int(graph.tensor_bytes[parameters].sum()), recompute=stage.recompute,
+            in_pieces=storage_text(stage.storage), forward_s=forward_s, backward_s=backward_s))
     return tuple(rows)
 
 
@@ -260,13 +263,24 @@ def exchange_facts(program: Program, timeline: Timeline | None = None) -> tuple[
         rows.append(ExchangeFacts(
             method=buckets[0].method, devices=tuple(program.rank_names[rank] for rank in buckets[0].ranks),
             parameters=tuple(program.graph.tensor_names[tensor] for bucket in buckets for tensor in bucket.parameters),
-            num_bytes=sum(bucket.num_bytes for bucket in buckets), num_buckets=len(buckets),
+            num_bytes=sum(program.buckets[index].num_bytes * _times(program, index) for index in members),
+            num_buckets=len(buckets),
             time_s=None if timeline is None else sum(_bucket_time(program, timeline, index) for index in members)))
     return tuple(rows)
 
 
+def _times(program: Program, bucket: int) -> int:
+    """Return how often a bucket comes in a step."""
+    item = program.buckets[bucket]
+    members = (program.op == Op.COLLECTIVE) & (program.bucket == bucket)
+    return int(members.sum()) // len(item.ranks) if item.is_of_unit else 1
+
+
 def _bucket_time(program: Program, timeline: Timeline, bucket: int) -> float:
     members = (program.op == Op.COLLECTIVE) & (program.bucket == bucket)
+    if program.buckets[bucket].is_of_unit:  # those of a unit come again and again
+        members &= program.rank_of() == program.buckets[bucket].ranks[0]
+        return float((timeline.end_s - timeline.start_s)[members].sum())
     return float(timeline.end_s[members].max() - timeline.start_s[members].min()) if members.any() else 0.0
 
 

@@ -19,6 +19,7 @@ from weft.cluster.cluster import Cluster
 from weft.plan.memory import CATEGORIES
 from weft.plan.plan import Plan
 from weft.plan.program import Program
+from weft.plan.units import storage_text
 from weft.show import facts, page
 from weft.show import plan_drawings as drawings
 from weft.show.chart import Steady, counted
@@ -164,6 +165,9 @@ def _recomputation(plan: Plan) -> str:
 def _optimizer(plan: Plan) -> str:
     if plan.optimizer.kind == "none" or plan.model.mode != "training":
         return "none"
+    found = list(dict.fromkeys(storage_text(stage.storage) for stage in plan.stages))
+    if any(found):
+        return plan.optimizer.kind + ", " + short_list([text or "some stages whole" for text in found])
     return plan.optimizer.kind + (", state sharded" if plan.optimizer.sharded else ", state whole on each device")
 
 

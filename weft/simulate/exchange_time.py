@@ -10,6 +10,7 @@ that it consists of (``exchange_transfers``), searchers for groups of devices wi
 - ``parameter_server``: all send to the server at once, then it sends to all at once. Each way takes ``b`` over the rate
   of the slowest route, or the time in which what several transfers share (the server's link, or its port) has carried
   ``(n - 1) b``.
+- ``all_gather`` and ``reduce_scatter`` of a unit: the collectives of these names; ``sum_pieces``: an all-reduce.
 - ``sufficient_factors``: an all-gather of as many bytes as if all had the largest block, and an all-reduce of
   parameters that something else reads too. Then each device forms the products of all rows, which takes as long as the
   weight gradients of these operators for the whole batch. It does so where it waits for the exchange: that is part of
@@ -35,7 +36,7 @@ from weft.cost.costs import Costs
 from weft.cost.figure import ZERO, Figure, combine
 from weft.model.graph import I64
 from weft.plan.factors import block_size, bucket_rows, num_rows
-from weft.plan.holders import parameter_copies, parameter_parts
+from weft.plan.holders import in_pieces, parameter_copies, parameter_parts
 from weft.plan.program import Bucket, Phase, Program
 
 MAX_EXCHANGE: Final = 64
@@ -55,8 +56,12 @@ def exchange_steps(program: Program, devices: Sequence[DeviceId], bucket: Bucket
     """Return what a bucket's exchange consists of, one step after the other; ``devices`` are the ranks'."""
     size, members = bucket.num_bytes, tuple(devices[rank] for rank in bucket.ranks)
     match bucket.method:
-        case "all_reduce":
+        case "all_reduce" | "sum_pieces":
             return (Step(Collective.ALL_REDUCE, size, (members,)),)
+        case "all_gather":
+            return (Step(Collective.ALL_GATHER, size, (members,)),)
+        case "reduce_scatter":
+            return (Step(Collective.REDUCE_SCATTER, size, (members,)),)
         case "hierarchical":
             groups = tuple(tuple(devices[rank] for rank in group) for group in bucket.groups)
             return (Step(Collective.ALL_REDUCE, size, groups),
@@ -203,18 +208,21 @@ def _transfers_figure(costs: Costs, num_bytes: float, pairs: Sequence[Sequence[D
 
 def share_figure(program: Program, costs: Costs, devices: Sequence[DeviceId], rank: int) -> Figure:
     """Return the time in which ranks that divide the optimizer's states bring each other what they have changed."""
+    gathered = combine(_collective(costs, Collective.ALL_GATHER, unit.num_bytes, [devices[item] for item in unit.ranks])
+                       for unit in program.units if rank in unit.ranks and unit.reduce >= 0 and unit.gather < 0)
     if not program.plan.optimizer.sharded:
-        return ZERO
+        return gathered
     name, graph = program.rank_names[rank], program.graph
     rank_of = {device: index for index, device in enumerate(program.rank_names)}
-    parts = parameter_parts(program.plan, graph)
+    parts, others = parameter_parts(program.plan, graph), in_pieces(program.plan, graph)
     total: defaultdict[tuple[str, ...], float] = defaultdict(float)
     for tensor, copies in parameter_copies(program.plan, graph).items():
         for item in copies:
-            if name in item.devices and len(item.devices) > 1:
+            if name in item.devices and len(item.devices) > 1 and tensor not in others:
                 total[item.devices] += parts[tensor][name] * float(graph.tensor_bytes[tensor])
-    return combine(_collective(costs, Collective.ALL_GATHER, num_bytes, [devices[rank_of[item]] for item in group])
-                   for group, num_bytes in total.items())
+    return combine([gathered, *(_collective(costs, Collective.ALL_GATHER, num_bytes,
+                                            [devices[rank_of[item]] for item in group])
+                                for group, num_bytes in total.items())])
 
 
 def products_figure(program: Program, costs: Costs, device: DeviceId, rank: int) -> Figure:

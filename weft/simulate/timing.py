@@ -113,7 +113,7 @@ def _edges(program: Program, wiring: Wiring) -> I64:
     collective_before = np.where(in_stream, last_before(program.rank_start, program.op == Op.COLLECTIVE), -1)
     rows = [np.stack([before[before >= 0], first[before >= 0]], axis=1)
             for before in (wiring.after, np.where(collective_before >= 0, task[collective_before], -1))]
-    received = wiring.needs[program.op[wiring.needs[:, 1]] == Op.RECV]
+    received = wiring.needs[program.op[wiring.needs[:, 0]] != Op.STEP]
     parts = np.flatnonzero(np.diff(wiring.leader) == 0)
     return np.concatenate([*rows, np.stack([task[received[:, 1]], first[received[:, 0]]], axis=1),
                            np.stack([parts, parts + 1], axis=1)])
@@ -254,9 +254,13 @@ def _transfer_resources(program: Program, cluster: Cluster, devices: tuple[Devic
 def _exchange_resources(program: Program, costs: Costs, devices: tuple[DeviceId, ...], leader: I64) -> I64:
     """Return rows (task, resource) for exchanges of gradients; what they occupy is counted apart from transfers."""
     first = costs.cluster.num_resources
-    rows = [(task, first + resource) for task in np.flatnonzero(program.op[leader] == Op.COLLECTIVE).tolist()
-            for resource in exchange_time.exchange_resources(program, costs, devices,
-                                                             program.buckets[program.bucket[leader[task]]])]
+    limits: dict[int, tuple[int, ...]] = {}
+    rows: list[tuple[int, int]] = []
+    for task in np.flatnonzero(program.op[leader] == Op.COLLECTIVE).tolist():
+        bucket = int(program.bucket[leader[task]])
+        if bucket not in limits:
+            limits[bucket] = exchange_time.exchange_resources(program, costs, devices, program.buckets[bucket])
+        rows += [(task, first + resource) for resource in limits[bucket]]
     return np.asarray(rows, dtype=np.int64).reshape(-1, 2)
 
 
@@ -317,15 +321,17 @@ def first_readers(graph: Graph, ops: I64) -> dict[int, int]:
 # ---- bytes by link ---------------------------------------------------------------------------------------------------
 
 
-def link_bytes(program: Program, costs: Costs, cluster: Cluster) -> dict[str, int]:
+def link_bytes(program: Program, costs: Costs, cluster: Cluster, *, once: bool = False) -> dict[str, int]:
     """Return the bytes of one step over each link that carries some, by the link's name (``a0>h0/fabric``).
+
+    Or of each exchange ``once``, where a unit's collectives come again.
 
     Links are in the order of the cluster; a shared medium has its own name. Where the cluster has no links, each
     ordered pair of devices counts as one.
     """
     devices = rank_devices(program, cluster)
     by_pair: dict[tuple[DeviceId, DeviceId], float] = {}
-    for source, target, num_bytes in _transfers(program, costs, devices):
+    for source, target, num_bytes in _transfers(program, costs, devices, once=once):
         by_pair[source, target] = by_pair.get((source, target), 0.0) + num_bytes
     if not cluster.links:
         names = {pair: ">".join(cluster.devices[device].name for device in pair) for pair in sorted(by_pair)}
@@ -340,10 +346,13 @@ def link_bytes(program: Program, costs: Costs, cluster: Cluster) -> dict[str, in
     return {titles[resource]: round(amounts[resource]) for resource in titles if amounts.get(resource)}
 
 
-def _transfers(program: Program, costs: Costs,
-               devices: Sequence[DeviceId]) -> Iterator[tuple[DeviceId, DeviceId, float]]:
+def _transfers(program: Program, costs: Costs, devices: Sequence[DeviceId], *,
+               once: bool) -> Iterator[tuple[DeviceId, DeviceId, float]]:
     """Yield (sender, receiver, bytes) of everything that is sent in a step."""
     for channel in program.channels:
         yield devices[channel.source], devices[channel.target], channel.num_bytes * len(channel.microbatches)
-    for bucket in program.buckets:
-        yield from exchange_time.exchange_transfers(program, costs, devices, bucket)
+    times = np.bincount(program.bucket[program.op == Op.COLLECTIVE], minlength=len(program.buckets)).tolist()
+    for bucket, count in zip(program.buckets, times, strict=False):
+        number = 1 if once or not bucket.is_of_unit else count // len(bucket.ranks)
+        for sender, receiver, num_bytes in exchange_time.exchange_transfers(program, costs, devices, bucket):
+            yield sender, receiver, num_bytes * number

@@ -19,8 +19,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.base.errors import PlanError
-from weft.model.graph import I64
+from weft.model.graph import I64, Bool
 from weft.plan.program import Op, Phase, Program, inside_backward, last_before
+from weft.plan.unit_flow import unit_flows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -72,7 +73,7 @@ def wire(program: Program, *, inside: I64 | None = None) -> Wiring:
     previous = last_before(program.rank_start, runs)
     after = np.where(previous >= 0, task[previous], -1)
     after[early] = first[inside[early]] + place - 1
-    needs = np.concatenate([_channel_needs(program), _collective_needs(program)])
+    needs = np.concatenate([_channel_needs(program), _collective_needs(program), _unit_needs(program, runs)])
     return Wiring(task=task, first=first, leader=np.repeat(np.arange(program.num_instructions), num_tasks),
                   partner=partner, previous=previous, after=after,
                   needs=needs[np.argsort(needs[:, 0], kind="stable")])
@@ -117,8 +118,13 @@ def _lead_collectives(program: Program, leader_of: I64) -> None:
     instructions = np.flatnonzero(program.op == Op.COLLECTIVE)
     if len(instructions) == 0:
         return
+    of_unit = np.asarray([bucket.is_of_unit for bucket in program.buckets], dtype=np.bool_)
+    _lead_unit_collectives(program, instructions[of_unit[program.bucket[instructions]]], leader_of)
+    instructions = instructions[~of_unit[program.bucket[instructions]]]
     buckets = program.bucket[instructions].astype(np.int64)
     ranks = np.searchsorted(program.rank_start, instructions, side="right") - 1
+    if len(instructions) == 0:
+        return
     wanted = np.concatenate([index * program.num_ranks + np.asarray(sorted(bucket.ranks), dtype=np.int64)
                              for index, bucket in enumerate(program.buckets)])
     found = np.sort(buckets * program.num_ranks + ranks)
@@ -133,6 +139,21 @@ def _lead_collectives(program: Program, leader_of: I64) -> None:
     first = np.full(len(program.buckets), -1, dtype=np.int64)
     first[buckets[::-1]] = instructions[::-1]
     leader_of[instructions] = first[buckets]
+
+
+def _lead_unit_collectives(program: Program, instructions: I64, leader_of: I64) -> None:
+    """Point the members' instructions of each collective of a unit to the first."""
+    keys = program.bucket[instructions].astype(np.int64) * (len(program.instances) + 1) + program.instance[instructions]
+    keys = (keys * (program.plan.microbatches + 1) + program.microbatch[instructions]) * len(Phase)
+    keys += program.phase[instructions]
+    _, first, group, counts = np.unique(keys, return_index=True, return_inverse=True, return_counts=True)
+    members = np.asarray([len(bucket.ranks) for bucket in program.buckets], dtype=np.int64)
+    wrong = np.flatnonzero(counts != members[program.bucket[instructions[first]]])
+    if len(wrong):
+        at, count = int(instructions[first[wrong[0]]]), int(counts[wrong[0]])
+        raise PlanError(f"{program.place(at)}: is there on {count} ranks, but is to be done by "
+                        f"{program.buckets[program.bucket[at]].ranks} together")
+    leader_of[instructions] = instructions[first[group]]
 
 
 def _lead_joint_computes(program: Program, leader_of: I64) -> None:
@@ -166,6 +187,19 @@ def _channel_needs(program: Program) -> I64:
     place = np.minimum(np.searchsorted(keys[order], wanted), len(keys) - 1)
     found = keys[order][place] == wanted
     return np.stack([computes[mention[found]], receives[order][place[found]]], axis=1)
+
+
+def _unit_needs(program: Program, runs: Bool) -> I64:
+    """Return rows (compute, collective of a unit that it waits for); what another collective waits for is waited for
+    by the compute behind that."""
+    rows: list[I64] = []
+    following = np.append(np.flatnonzero(runs), program.num_instructions)
+    for rank, flow in enumerate(unit_flows(program)) if program.units else ():
+        waits = np.asarray(flow.waits, dtype=np.int64).reshape(-1, 2)
+        place = following[np.searchsorted(following, waits[:, 0])]
+        is_own = place < program.rank_start[rank + 1]
+        rows.append(np.stack([place[is_own], waits[is_own, 1]], axis=1))
+    return np.unique(np.concatenate([np.empty((0, 2), dtype=np.int64), *rows]), axis=0)
 
 
 def _collective_needs(program: Program) -> I64:

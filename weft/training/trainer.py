@@ -80,7 +80,12 @@ class Trainer(torch.nn.Module):
         """Of this rank's parameters; None where the plan has none and none was given."""
         self._checkpoints = Checkpoints(prepared, transport, plan=plan, state=state, optimizer=self.optimizer,
                                          shares=self.executor.shares)
-        self._owned = [self._tensors[name] for name in self._checkpoints.owned()]
+        units = prepared.parameters.units.of
+        self._owned = [self._tensors[name] for name in self._checkpoints.owned() if name not in units]
+        self._pieces = [store.own[name] for name, store in units.items() if name in store.own]
+        self._own_pieces = [store.own[name] for name, store in units.items() if name in store.own and (
+            store.unit.is_first)]
+        """Of those, what no other rank counts."""
         self._saved: Path | None = None
         self._is_closed = False
 
@@ -121,10 +126,9 @@ class Trainer(torch.nn.Module):
             self.executor.step(self.num_steps)
             self._prepared.buffer_shares.spread()
             self.transport.status.set(Milestone.UPDATING)
+            self.executor.shares.take_gradients()
             if self._max_grad_norm is not None:
                 self._clip(self._max_grad_norm)
-            if self.optimizer is not None:
-                self.executor.shares.take_gradients()
             problem = self._update()
             loss, failed = self.transport.totals([self.executor.take_loss(), float(problem is not None)])
             if failed:
@@ -145,11 +149,14 @@ class Trainer(torch.nn.Module):
 
     def _clip(self, limit: float) -> None:
         """Scale the gradients of all ranks so that their norm together is at most ``limit``."""
-        norms = _norms([tensor.grad for tensor in self._owned if tensor.grad is not None and tensor.requires_grad])
+        norms = _norms([tensor.grad for tensor in (*self._owned, *self._own_pieces)
+                        if tensor.grad is not None and tensor.requires_grad])
         square = float(torch.stack(norms).square().sum()) if norms else 0.0  # one wait for all of them
         self.gradient_norm = math.sqrt(self.transport.total(square))
         factor = limit / (self.gradient_norm + 1e-6)
-        found = [tensor.grad for tensor in self._tensors.values() if tensor.grad is not None]
+        units = self._prepared.parameters.units.of
+        whole = [tensor for name, tensor in self._tensors.items() if name not in units]
+        found = [tensor.grad for tensor in (*whole, *self._pieces) if tensor.grad is not None]
         if not factor >= 1.0 and found:
             torch._foreach_mul_(found, factor)
 

@@ -198,7 +198,8 @@ def test_an_interrupt_keeps_what_was_found(monkeypatch):
 
     monkeypatch.setitem(STRATEGIES, "gpipe", interrupted)
     comparison = compare_strategies(problem_of())
-    assert [item.strategy for item in comparison.candidates] == ["single", "data-parallel", "data-parallel-by-speed"]
+    assert [item.strategy for item in comparison.candidates] == [
+        "single", "data-parallel", "data-parallel-by-speed", "fsdp"]
     monkeypatch.setitem(STRATEGIES, "single", interrupted)
     with pytest.raises(KeyboardInterrupt):
         compare_strategies(problem_of())

@@ -103,7 +103,7 @@ def test_segments_are_those_of_the_setting_whatever_was_asked_before():
             num_ops=40, activation_bytes=80_000, parameter_bytes=100_000, batch=64), memory), "adamw")
         estimator, alone = Estimator(Chain(problem)), Estimator(Chain(problem))
         whole = replace(replicated(problem), recompute=True)
-        divided = replace(whole, sharded_states=True)
+        divided = replace(whole, zero=1)
         last = estimator.chain.num_places - 1
         before = estimator.segments(whole, 0, 0, last)
         assert estimator.segments(divided, 0, 0, last) == alone.segments(divided, 0, 0, last)
@@ -125,7 +125,7 @@ def test_more_memory_never_makes_an_estimate_worse():
 
 def test_nothing_is_recomputed_or_divided_where_memory_is_ample():
     _, ranked = estimates_of(with_optimizer(mixed_problem(), "adamw"))
-    assert not any(item.setting.recompute or item.setting.sharded_states for item in ranked)
+    assert not any(item.setting.recompute or item.setting.zero for item in ranked)
 
 
 def test_recomputation_in_segments_makes_large_activations_fit():
@@ -145,7 +145,7 @@ def test_recomputation_in_segments_makes_large_activations_fit():
 
 def test_divided_states_make_large_parameters_fit():
     problem = with_memory(with_optimizer(equal_problem(parameter_bytes=1_000_000), "adamw"), 35_000_000)
-    plain, divided = (replicated(problem, sharded_states=sharded) for sharded in (False, True))
+    plain, divided = (replicated(problem, zero=int(sharded)) for sharded in (False, True))
     estimator, ranked = estimates_of(problem)
     with pytest.raises(NoFeasiblePlan, match="too little in all"):
         estimator(plain)
@@ -154,7 +154,7 @@ def test_divided_states_make_large_parameters_fit():
     evaluate(plan, problem)
     for item in ranked:
         width = len(item.setting.layout[0].tp_groups)
-        assert item.setting.sharded_states == (len(item.setting.layout) == 1 and width == 4), item.setting.describe()
+        assert item.setting.zero == (len(item.setting.layout) == 1 and width == 4), item.setting.describe()
         assert not item.setting.recompute
 
 

@@ -125,7 +125,7 @@ def test_inference_has_forwards_only(name):
     problem = replace(problem, options=replace(problem.options, mode="inference"))
     found = joint_search(problem, splits)
     assert not found.setting.recompute
-    assert not found.setting.sharded_states
+    assert not found.setting.zero
     assert found.plan.gradients == ()
     assert all(":F:" in action for actions in found.plan.order.values() for action in actions)
     check_plan(found.plan, problem.graph, problem.cluster)

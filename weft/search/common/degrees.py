@@ -87,9 +87,9 @@ class Degrees:
     @property
     def fixes_layout(self) -> bool:
         """Return whether it says how stages lie on devices, which only the joint search can follow."""
-        return any(getattr(self, name) is not None for name in SIZES)
+        return any(getattr(self, name) is not None for name in SIZES) or (self.zero or 0) > 1
 
-    def admit(self, **sizes: int) -> bool:
+    def admit(self, **sizes: int | str) -> bool:
         """Return whether a plan of these sizes is one of those wanted."""
         return all(getattr(self, name) in (None, size) for name, size in sizes.items())
 
@@ -107,8 +107,6 @@ SIZES: Final = ("tp", "pp", "dp", "cp", "ep", "microbatch_size", "interleave")
 NONE_FIXED: Final = Degrees()
 PLANNED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
     "ep": (lambda size: size == 1, "expert parallelism (--ep {})"),
-    "zero": (lambda level: level <= 1, "gradients or parameters in pieces (--zero {})"),
-    "zero_group": (lambda group: group == "all", "pieces over the replicas of a host (--zero-group {})"),
     "recompute": (lambda word: word in ("none", "full"), "recomputing a part of the activations (--recompute {})"),
 }
 """Which values plans can have by now, of fields where that is not all, and what the others are called."""

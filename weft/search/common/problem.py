@@ -37,7 +37,7 @@ from weft.plan.check import check_plan
 from weft.plan.holders import exchange_sets, parameter_parts
 from weft.plan.layout import stage_inputs
 from weft.plan.orders import Order, forward_only, interleaved, one_f_one_b, to_tokens
-from weft.plan.plan import GradientExchange, Mode, Optimizer, Plan, Replica, Sharding, Stage, split_samples
+from weft.plan.plan import GradientExchange, Mode, Optimizer, Plan, Replica, Sharding, Stage, Storage, split_samples
 from weft.search.common.degrees import NONE_FIXED, Degrees
 from weft.sharding.named_ops import NamedOp
 from weft.simulate.exchange_time import reduce_seconds
@@ -96,6 +96,8 @@ class StageSpec:
     """Axes of each replica; empty for one axis of all its devices."""
     times: tuple[Mapping[str, float], ...] = ()
     """Seconds of each replica by phase, where devices divide the stage; empty if they are not known."""
+    storage: Storage = field(default_factory=Storage)
+    """What the replicas keep in pieces."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,7 +249,7 @@ def _make_stage(problem: Problem, name: str, spec: StageSpec, microbatch_size: i
     flops, written = stage_work(graph, spec.ops)
     return Stage(name=name, ops=tuple(graph.op_names[op] for op in spec.ops), replicas=tuple(replicas),
                  modules=block_names(graph, spec.ops), microbatches=spec.microbatches, sharding=spec.sharding,
-                 recompute=recompute, flops=flops, bytes=written)
+                 storage=spec.storage, recompute=recompute, flops=flops, bytes=written)
 
 
 def block_of(module: str) -> str:

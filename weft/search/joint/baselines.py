@@ -33,6 +33,7 @@ from weft.search.common.problem import (
 )
 from weft.search.joint.chain import Chain, Load
 from weft.search.joint.cut import emptiest_fullest, shortest_period
+from weft.search.joint.pieces import fsdp
 
 Strategy = Callable[[Problem, int], Plan]
 
@@ -202,16 +203,19 @@ class PipelineCutter:
 
 def admits(degrees: Degrees, name: str, num_devices: int) -> bool:
     """Return whether the strategy's plans for so many devices have the degrees."""
-    dp = num_devices if name.startswith("data-parallel") else 1
-    pp = num_devices if name not in ("single", "data-parallel", "data-parallel-by-speed") else 1
+    is_replicated = name in ("data-parallel", "data-parallel-by-speed", "fsdp")
+    dp, pp = num_devices if is_replicated else 1, 1 if is_replicated or name == "single" else num_devices
     is_size_known = degrees.microbatch_size is None or degrees.dp is not None
-    return is_size_known and degrees.admit(tp=1, pp=pp, dp=dp, interleave=1)
+    if name == "fsdp":
+        return is_size_known and degrees.admit(tp=1, cp=1, pp=pp, dp=dp, interleave=1, zero=3, zero_group="all")
+    return is_size_known and (degrees.zero or 0) < 2 and degrees.admit(tp=1, cp=1, pp=pp, dp=dp, interleave=1)
 
 
 STRATEGIES: Final[dict[str, Strategy]] = {
     "single": single_device,
     "data-parallel": data_parallel,
     "data-parallel-by-speed": data_parallel_by_speed,
+    "fsdp": fsdp,
     "gpipe": gpipe_equal,
     "1f1b": one_f_one_b_equal,
     "1f1b-balanced": one_f_one_b_balanced,

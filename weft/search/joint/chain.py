@@ -24,6 +24,7 @@ from weft.plan.piece_memory import PieceMemory
 from weft.plan.plan import Replica, Stage
 from weft.search.common.problem import Problem, mesh_axes
 from weft.search.deploy.splits import NO_SPLITS, Splits, TpGroup, TpGroupTimes
+from weft.search.joint.pieces import layer_starts
 from weft.search.joint.tuning import TUNING
 
 if TYPE_CHECKING:
@@ -42,8 +43,10 @@ class Load:
     """For so many micro-batches activations are kept."""
     recompute: bool = False
     """Only inputs are kept; forwards run again before their backwards."""
-    states_part: float = 1.0
-    """The part of the optimizer's states that the device has."""
+    zero: int = 0
+    """What is kept in pieces: 1 the optimizer's states, 2 gradients, too, 3 parameters, too."""
+    part: float = 1.0
+    """The part of what is in pieces that the device has."""
     chunks: float = 1
     """Of so many stages on the device one is at work at a time: each is charged its part of that."""
     is_alone: bool = False
@@ -53,6 +56,11 @@ class Load:
     def is_only(self) -> bool:
         """Return whether gradients of parameters are not there before the only backward."""
         return self.is_alone and self.microbatches == 1
+
+    @property
+    def in_units(self) -> bool:
+        """Return whether wholes come and go, unit by unit."""
+        return self.zero >= 2
 
     def total(self, static: F64, kept: F64, forward: F64, backward: F64, inputs: F64, output_gradients: F64,
               input_gradients: F64) -> F64:
@@ -79,6 +87,7 @@ class Chain(TpGroupTimes):
         self._pieces: dict[tuple[int, int], PieceMemory] = {}
         self._static, self._passing = cache(self._find_static), cache(self._find_passing)
         self.capacity = cache(self._find_capacity)
+        self._between_units = cache(self._find_between_units)
 
     def _places(self, wanted: int) -> I64:
         """Return where stages may begin: before all operators, or of many those with least to send among neighbours."""
@@ -165,12 +174,56 @@ class Chain(TpGroupTimes):
     def _tables(self, tp_group: TpGroup, load: Load) -> tuple[F64, ...]:
         """Return [begin, end] the parts of ``Load.total``."""
         pieces = self.pieces(tp_group)
-        return (self._static(pieces, load.states_part, load.is_only),
-                *self._passing(pieces, load.num_samples, load.recompute, load.is_only))
+        static = self._static(tp_group if load.in_units else None, pieces, load.zero, load.part, load.is_only)
+        passing = self._passing(pieces, load.num_samples, load.recompute, load.is_only)
+        if not load.in_units or load.recompute:
+            return static, *passing
+        return static, passing[0] + self._between_units(pieces, load.num_samples), *passing[1:]
 
-    def _find_static(self, pieces: PieceMemory, states_part: float, is_only: bool) -> F64:
+    def _find_static(self, tp_group: TpGroup | None, pieces: PieceMemory, zero: int, part: float,
+                     is_only: bool) -> F64:
+        """Return what is there all the time; of what comes and goes unit by unit two of the largest, as ever."""
         parameters, gradients, states, buffers = pieces.lasting
-        return parameters + states_part * states + buffers + (0.0 if is_only else 1.0) * gradients
+        own = [part if zero >= level else 1.0 for level in (3, 2, 1)]
+        total = own[0] * parameters + own[2] * states + buffers + (0.0 if is_only else own[1]) * gradients
+        if tp_group is not None:
+            unit = self.largest_unit(tp_group)
+            total = total + (2 + own[1]) * np.minimum(unit, gradients) + (zero >= 3) * 2 * np.minimum(unit, parameters)
+        return np.asarray(total, dtype=np.float64)
+
+    def _find_between_units(self, pieces: PieceMemory, num_samples: float) -> F64:
+        """Return what units inside keep of what they read from each other, though no operator's backward needs it."""
+        now, before = pieces.passing(num_samples), np.zeros(self.num_places)
+        inside = self.unit_places[1:-1]
+        before[inside] = (now.outputs - now.kept_outputs)[inside]
+        total = np.cumsum(before)
+        return np.asarray(np.maximum(0.0, (total - before)[None, :] - total[:, None]), dtype=np.float64)
+
+    # ---- units ------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def unit_starts(self) -> tuple[int, ...]:
+        """Return the operators at which units begin, besides the first."""
+        return layer_starts(self.problem.graph)
+
+    @cached_property
+    def unit_places(self) -> I64:
+        """Return the places that are nearest to where units begin, both ends included."""
+        starts = np.searchsorted(self.ops, self.unit_starts)
+        after = np.clip(np.searchsorted(self.places, starts), 1, self.num_places - 1)
+        before = after - 1
+        near = np.where(starts - self.places[before] < self.places[after] - starts, before, after)
+        return np.unique(np.concatenate([[0], near, [self.num_places - 1]]))
+
+    def units_between(self, first: int, last: int) -> list[int]:
+        """Return the places at which units of a stage from place to place end, and where it begins."""
+        inside = self.unit_places[(self.unit_places > first) & (self.unit_places < last)]
+        return [first, *inside.tolist(), last]
+
+    def largest_unit(self, tp_group: TpGroup) -> float:
+        """Return the bytes of parameters of the largest unit, on a device of the tp group."""
+        parameters, ends = self.pieces(tp_group).lasting.parameters, self.unit_places
+        return float(parameters[ends[:-1], ends[1:]].max())
 
     def _find_passing(self, pieces: PieceMemory, num_samples: float, recompute: bool,
                       is_only: bool) -> tuple[F64, ...]:

@@ -68,7 +68,7 @@ class Estimator:
         self._exchanges: dict[tuple[frozenset[tuple[int, int, float]], int, int], Line] = {}
         self._segments: dict[tuple[tuple[int, int], float, Load, int, int], tuple[list[int], float]] = {}
         self.members, self._sorts = cache(self._find_members), cache(self._find_sorts)
-        self._inside = cache(self._find_inside)
+        self._inside, self._host_meshes = cache(self._find_inside), cache(self._find_host_meshes)
         self._at_once, self._ways_out = cache(self._find_at_once), cache(self._find_ways_out)
         self._listed = cache(self._find_listed)
         self._ends, self._first_alike = cache(self._find_ends), dict[tuple[int, int], TpGroup]()
@@ -256,8 +256,23 @@ class Estimator:
         """Return what goes through a stage whose tp group takes so many samples of a micro-batch."""
         num_copies = setting.copies(setting.layout[setting.mesh_of[stage]])
         return Load(num_samples=count, in_flight=self.in_flight(setting, stage), recompute=setting.recompute,
-                    states_part=1 / num_copies if setting.sharded_states else 1.0, chunks=setting.chunks,
-                    microbatches=setting.microbatches, is_alone=num_copies == 1)
+                    zero=setting.zero, part=1 / self.group_size(setting, setting.layout[setting.mesh_of[stage]]),
+                    chunks=setting.chunks, microbatches=setting.microbatches, is_alone=num_copies == 1)
+
+    def group_size(self, setting: Setting, mesh: StageMesh) -> int:
+        """Return how many copies of a stage have a whole of it together."""
+        if setting.zero_group == "all" or not setting.zero:
+            return setting.copies(mesh)
+        return min(self._hosts(mesh).values())
+
+    def has_host_groups(self, layout: Sequence[StageMesh]) -> bool:
+        """Return whether the tp groups of each stage lie on several hosts, on each as many, and several."""
+        counts = [self._hosts(mesh) for mesh in layout]
+        return all(len(hosts) > 1 and len(set(hosts.values())) == 1 and min(hosts.values()) > 1 for hosts in counts)
+
+    def _hosts(self, mesh: StageMesh) -> Counter[str]:
+        devices = self.problem.cluster.devices
+        return Counter(devices[tp_group[0]].host for tp_group in mesh.tp_groups)
 
     def stage_bytes(self, setting: Setting, stage: int, tp_group: TpGroup, count: int, begin: int, end: int) -> float:
         """Return what a stage from place to place takes on a device of the tp group."""
@@ -288,6 +303,9 @@ class Estimator:
         The fewest that leave room, since each costs a little time; else those that need least memory.
         """
         key = self.chain.figures_key(tp_group), self.chain.capacity(tp_group), load, first, last
+        if load.in_units:
+            ends = self.chain.units_between(first, last)
+            return ends, self.chain.segmented_bytes(tp_group, ends, load)
         if key not in self._segments:
             room = TUNING.room * self.chain.capacity(tp_group) / load.chunks
             alike = self._first_alike.setdefault(key[0], tp_group)
@@ -313,8 +331,7 @@ class Estimator:
             low = max(bisect_left(forward, target - length / 2, first, last + 1), ends[-1] + 1)
             high = min(bisect_left(forward, target + length / 2, first, last + 1), last - 1)
             if low <= high:
-                ends.append(min(range(low, high + 1), key=lambda at, target=target: (
-                    crossing[at], abs(forward[at] - target))))
+                ends.append(min((crossing[at], abs(forward[at] - target), at) for at in range(low, high + 1))[2])
         return [*ends, last]
 
     def _find_listed(self, tp_group: TpGroup) -> tuple[list[float], list[float]]:
@@ -328,8 +345,9 @@ class Estimator:
             tp_group, count = self.members(mesh, size)[0]
             pieces = self.chain.pieces(tp_group)
             parameters, gradients, states, _ = (float(table[0, -1]) for table in pieces.lasting)
-            whole = parameters + gradients + states / (
-                setting.copies(mesh) if setting.sharded_states else 1)
+            part = 1 / self.group_size(setting, mesh)
+            whole = sum(size * (part if setting.zero >= level else 1.0)
+                        for size, level in ((parameters, 3), (gradients, 2), (states, 1)))
             if not setting.recompute:
                 whole += self.in_flight(setting, stage) * float(pieces.passing(count).saved[0, -1])
             need += whole / len(setting.layout)
@@ -348,6 +366,8 @@ class Estimator:
         num_meshes = len(setting.layout)
         seconds = np.array([time[last] - time[first] for time, first, last in
                             zip(times, cuts[:-1], cuts[1:], strict=True)])
+        if setting.in_units:
+            seconds = np.array([self._with_units(setting, cuts, stage, size) for stage in range(len(seconds))])
         loads = np.bincount(setting.mesh_of, weights=seconds)
         once, sent = self._transfers(setting, cuts, size)
         period = max(float(loads.max()), sent)
@@ -400,10 +420,12 @@ class Estimator:
         stages = [stage for stage, number in enumerate(setting.mesh_of) if number == index]
         gradients, states = (float(sum(table[cuts[stage], cuts[stage + 1]] for stage in stages))
                              for table in self.chain.pieces(mesh.tp_groups[0]).lasting[1:3])
-        states /= setting.copies(mesh) if setting.sharded_states else 1
+        if setting.in_units:
+            return self._scattered(setting, mesh, gradients, states)
+        states /= setting.copies(mesh) if setting.zero else 1
         exchange_s = self._all_reduce(mesh, gradients, setting.cp) * self._crowd(setting.layout, mesh)
         exchange_s += self._inside(mesh.tp_groups[0])
-        spread_s = exchange_s / 2 if setting.sharded_states else 0.0  # what each has updated is gathered by all
+        spread_s = exchange_s / 2 if setting.zero else 0.0  # what each has updated is gathered by all
         hidden_s = min(TUNING.hidden * exchange_s, load_s / 2)
         return spread_s + exchange_s - hidden_s + self._update(mesh, 3 * gradients + 2 * states)
 
@@ -418,7 +440,45 @@ class Estimator:
         num_bytes = float(self.problem.graph.tensor_bytes[list(split.summed)].sum())
         return large_reduce_line(self.problem.costs, tp_group).at(num_bytes)
 
-    def _all_reduce(self, mesh: StageMesh, num_bytes: float, cp: int) -> float:
+    def _scattered(self, setting: Setting, mesh: StageMesh, gradients: float, states: float) -> float:
+        """Return the seconds behind the last backward where gradients are scattered after each."""
+        part = 1 / self.group_size(setting, mesh)
+        after_s = 0.0 if setting.zero == 3 else self._unit_seconds(setting, mesh, gradients, 1)
+        if setting.zero_group == "host":
+            after_s += self._all_reduce(self._host_meshes(mesh)[1], gradients)  # each place its part, side by side
+        return after_s + self._inside(mesh.tp_groups[0]) + self._update(mesh, part * (3 * gradients + 2 * states))
+
+    def _find_host_meshes(self, mesh: StageMesh) -> tuple[StageMesh, StageMesh]:
+        """Return the tp groups of one host, and one of each host."""
+        devices = self.problem.cluster.devices
+        first = {devices[tp_group[0]].host: tp_group for tp_group in reversed(mesh.tp_groups)}
+        host = devices[mesh.tp_groups[0][0]].host
+        return (StageMesh(tuple(item for item in mesh.tp_groups if devices[item[0]].host == host)),
+                StageMesh(tuple(first.values())))
+
+    def _unit_seconds(self, setting: Setting, mesh: StageMesh, num_bytes: float, num_units: int) -> float:
+        """Return the seconds in which so many units, of so many bytes together, are gathered or scattered."""
+        if setting.zero_group == "all":
+            group, crowd = mesh, self._crowd(setting.layout, mesh)
+        else:
+            group, crowd = self._host_meshes(mesh)[0], 1
+        return num_units * self._all_reduce(group, num_bytes / num_units) / 2 * crowd
+
+    def _with_units(self, setting: Setting, cuts: Sequence[int], stage: int, size: int) -> float:
+        """Return the seconds of a stage's forward and backward where its units come and go beside them."""
+        mesh, first, last = setting.layout[setting.mesh_of[stage]], cuts[stage], cuts[stage + 1]
+        table = self.chain.pieces(mesh.tp_groups[0]).lasting
+        units = len(self.chain.units_between(first, last)) - 1
+        ahead, whole = (self._times(mesh, size, recompute=setting.recompute, only_forward=flag)
+                        for flag in (True, False))
+        forward_s = float(ahead[last] - ahead[first])
+        backward_s = float(whole[last] - whole[first]) - forward_s
+        gather_s = self._unit_seconds(setting, mesh, float(table.parameters[first, last]), units)
+        scatter_s = self._unit_seconds(setting, mesh, float(table.gradients[first, last]), units)
+        gather_s *= setting.zero == 3
+        return max(forward_s, gather_s) + max(backward_s, gather_s + scatter_s) + (gather_s + scatter_s) / units
+
+    def _all_reduce(self, mesh: StageMesh, num_bytes: float, cp: int = 1) -> float:
         count = len(mesh.tp_groups) * cp
         if count < 2 or num_bytes <= 0:
             return 0.0

@@ -22,6 +22,7 @@ from weft.cluster.cluster import Cluster, DeviceId
 from weft.search.common.degrees import NONE_FIXED, Degrees
 from weft.search.common.problem import divisors
 from weft.search.deploy.splits import TpGroup
+from weft.search.joint.pieces import PieceGroup
 from weft.search.joint.tuning import TUNING
 
 
@@ -55,12 +56,20 @@ class Setting:
     """No more than one micro-batch has to fit: the order is what the search finds in the memory there is."""
     recompute: bool = False
     """Of every segment of a stage only the inputs are kept; its forward runs again before its backward."""
-    sharded_states: bool = False
-    """TP groups of a stage divide the optimizer's state among them."""
+    zero: int = 0
+    """What the tp groups of a stage keep in pieces, as ``--zero`` says it: 1 the optimizer's states, 2 gradients, too,
+    3 parameters, too (fsdp)."""
+    zero_group: PieceGroup = "all"
+    """Who has a whole together: all tp groups of a stage, or those on one host (hybrid)."""
     cp: int = 1
     """So many of the devices of each tp group divide the sequence of its samples; the rest operators."""
     searched_order: bool = False
     """What each device does in which order was searched for this placement; else it is 1F1B, interleaved for chunks."""
+
+    @property
+    def in_units(self) -> bool:
+        """Return whether a stage is divided into units, which are gathered or scattered one by one."""
+        return self.zero >= 2
 
     @property
     def mesh_of(self) -> list[int]:
@@ -86,7 +95,8 @@ class Setting:
         return "".join((
             f"stages {same} (replicas x {'context x ' * (self.cp > 1)}tensor)", chunks,
             f", {self.microbatches} micro-batches", ", recompute" if self.recompute else "",
-            ", sharded states" if self.sharded_states else "", ", in tight memory" if self.is_tight else "",
+            ("", ", sharded states", ", zero-2", ", fsdp")[self.zero],
+            " inside hosts" if self.zero_group == "host" else "", ", in tight memory" if self.is_tight else "",
             ", searched order" if self.searched_order else ""))
 
 

@@ -42,18 +42,20 @@ from dataclasses import dataclass, replace
 
 from weft.base.errors import NoFeasiblePlan, PlanError
 from weft.cluster.cluster import DeviceId
+from weft.model.graph import I64
 from weft.plan.check import check_memory, check_program
 from weft.plan.lower import lower
-from weft.plan.memory import CATEGORIES, account_memory
-from weft.plan.orders import HELD, Action, Order, one_after_another
+from weft.plan.memory import CATEGORIES, MemoryAccount, account_memory
+from weft.plan.orders import HELD, Order, one_after_another
 from weft.plan.plan import Plan
 from weft.plan.structure import require_structure
 from weft.search.common.budget import Budget, OutOfTime
 from weft.search.common.problem import Problem, StageSpec, divisors, evaluate_plan, make_plan, pipeline_order
-from weft.search.deploy.splits import NO_SPLITS, Splits, contexts_of
+from weft.search.deploy.splits import NO_SPLITS, Splits, TpGroup, contexts_of
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.layouts import Layout, Setting, StageMesh, layouts
+from weft.search.joint.pieces import PIECES, PieceGroup, expand, storage_for, unit_ops
 from weft.search.joint.scheduled import reschedule, with_tight_order
 from weft.search.joint.tuning import TUNING
 from weft.simulate.timeline import Timeline
@@ -122,12 +124,25 @@ def _one_replica(estimator: Estimator, estimate: Estimate, num_replicas: int) ->
     program = lower(plan, problem.graph)
     check_program(program)
     account = account_memory(program)
-    if setting.sharded_states:  # alone, the replica has all of them
-        static = account.static.copy()
-        static[:, CATEGORIES.index("optimizer")] //= num_replicas  # a context axis is inside it
-        account = replace(account, static=static)
+    if setting.zero:  # alone, the replica has all of them
+        account = _divided(alone, setting, account, narrow)
     check_memory(program, problem.cluster, account)
     return replace(simulate(program, problem.costs, problem.cluster), stored_memory=account)
+
+
+def _divided(estimator: Estimator, setting: Setting, account: MemoryAccount, narrow: Setting) -> MemoryAccount:
+    """Return the account of one replica alone with what replicas keep in pieces as one of several has it."""
+    static = account.static.copy()
+    by_rank = {device: mesh for mesh, one in zip(setting.layout, narrow.layout, strict=True) for device in one.devices}
+    for device, mesh in by_rank.items():
+        count = estimator.group_size(setting, mesh) // setting.cp  # a context axis is inside the replica
+        for name, level in (("parameters", 3), ("gradients", 2), ("optimizer", 1)):
+            if setting.zero >= level:
+                static[device, CATEGORIES.index(name)] //= count
+        if setting.in_units:
+            unit = round(estimator.chain.largest_unit(mesh.tp_groups[0]))
+            static[device, CATEGORIES.index("buffers")] += (4 if setting.zero == 3 else 2) * unit + unit // count
+    return replace(account, static=static)
 
 
 def refine(problem: Problem, simulated: Sequence[JointResult], budget: Budget,
@@ -137,7 +152,7 @@ def refine(problem: Problem, simulated: Sequence[JointResult], budget: Budget,
     tried: list[Tried] = []
     if problem.cluster.num_devices > TUNING.large:
         return best, tried
-    straight = [item for item in simulated if not item.setting.is_v]
+    straight = [item for item in simulated if not item.setting.is_v and not item.setting.in_units]
     first = min(straight, key=lambda item: item.step_time_s, default=best)
     others = sorted((item for item in straight if item is not first),
                     key=lambda item: float(item.timeline.busy_s.max()))
@@ -166,14 +181,14 @@ def _with_divided_states(found: JointResult, problem: Problem) -> JointResult | 
     Each updates less then, which may save more than gathering what was updated takes. None where that is not possible.
     """
     setting, optimizer = found.setting, found.plan.optimizer
-    if setting.sharded_states or not any(sharded for _, sharded in _savings(problem, setting)):
+    if setting.zero or not any(sharded for _, sharded in _savings(problem, setting)):
         return None
     plan = replace(found.plan, optimizer=replace(optimizer, sharded=True))
     try:
         timeline = evaluate_plan(plan, problem)
     except (NoFeasiblePlan, PlanError):
         return None
-    return JointResult(plan=plan, setting=replace(setting, sharded_states=True), step_time_s=timeline.step_time_s,
+    return JointResult(plan=plan, setting=replace(setting, zero=1), step_time_s=timeline.step_time_s,
                        timeline=timeline)
 
 
@@ -194,14 +209,18 @@ def build_plan(estimator: Estimator, estimate: Estimate) -> Plan:
         ends = estimator.segments(setting, stage, first, last) if setting.recompute else [first, last]
         counts = estimator.counts(mesh, size)
         assert counts is not None, "it was estimated"
-        parts.append(list(range(len(specs), len(specs) + len(ends) - 1)))
-        specs += [chain.stage(chain.ops[chain.places[begin] : chain.places[end]],
-                              list(zip(mesh.tp_groups, counts, strict=True)), recompute=setting.recompute)
-                  for begin, end in itertools.pairwise(ends)]
+        shares = list(zip(mesh.tp_groups, counts, strict=True))
+        if setting.in_units:
+            made = _units(chain, problem, setting, chain.ops[chain.places[first] : chain.places[last]], shares)
+        else:
+            made = [chain.stage(chain.ops[chain.places[begin] : chain.places[end]], shares, recompute=setting.recompute)
+                    for begin, end in itertools.pairwise(ends)]
+        parts.append(list(range(len(specs), len(specs) + len(made))))
+        specs += made
     is_tight = setting.is_v or setting.is_tight
     plain = one_after_another(setting.mesh_of, setting.microbatches) if is_tight else pipeline_order(
         len(setting.layout), setting.chunks, setting.microbatches, training=problem.is_training)
-    by_mesh = [_expand(actions, parts) for actions in plain]
+    by_mesh = [expand(actions, parts) for actions in plain]
     devices: list[DeviceId] = []
     order: Order = []
     for mesh, actions in zip(setting.layout, by_mesh, strict=True):
@@ -211,15 +230,21 @@ def build_plan(estimator: Estimator, estimate: Estimate) -> Plan:
 
 
 def _with_choices(problem: Problem, setting: Setting) -> Problem:
-    optimizer = replace(problem.options.optimizer, sharded=setting.sharded_states)
+    optimizer = replace(problem.options.optimizer, sharded=setting.zero == 1)
     return replace(problem, options=replace(problem.options, recompute=setting.recompute, optimizer=optimizer,
                                             microbatches=setting.microbatches))
 
 
-def _expand(actions: Sequence[Action], parts: Sequence[Sequence[int]]) -> list[Action]:
-    """Return the actions with a stage's forward as that of its segments in turn, its backward as the reverse."""
-    return [(part, phase, index) for stage, phase, index in actions
-            for part in (parts[stage] if phase == "F" else reversed(parts[stage]))]
+def _units(chain: Chain, problem: Problem, setting: Setting, ops: I64,
+           shares: list[tuple[TpGroup, int]]) -> list[StageSpec]:
+    """Return the units of a stage that keeps something in pieces."""
+    units, last = unit_ops(problem, ops, chain.unit_starts), int(ops[-1]) == int(chain.ops[-1])
+    specs = [chain.stage(part, shares, recompute=setting.recompute) for part in units]
+    groups = [tp_group for tp_group, _ in shares]
+    return [replace(spec, storage=storage_for(
+        problem, groups, PIECES[setting.zero], setting.zero_group,
+        keeps=last and setting.zero == 3 and problem.is_training and place == len(specs) - 1))
+        for place, spec in enumerate(specs)]
 
 
 # ---- finalists -------------------------------------------------------------------------------------------------------
@@ -275,7 +300,7 @@ def _tightest(estimator: Estimator, budget: Budget) -> Iterator[Estimate]:
             if budget.is_spent:
                 return
             with suppress(NoFeasiblePlan):
-                yield estimator.of(plain)(replace(plain, recompute=recompute, is_tight=True, sharded_states=sharded))
+                yield estimator.of(plain)(replace(plain, recompute=recompute, is_tight=True, zero=int(sharded)))
                 break
 
 
@@ -325,13 +350,14 @@ def _estimates(estimator: Estimator, plain: Setting, best: float, failed: list[T
     fewer micro-batches in flight for the same period, and as many on every device.
     """
     reason, setting = "", plain
+    plain_one: Estimate | None = None
     for recompute, sharded in _savings(estimator.problem, plain):
-        setting = replace(plain, recompute=recompute, sharded_states=sharded)
+        setting = replace(plain, recompute=recompute, zero=int(sharded))
         bound = estimator.bound(setting)
         if bound > TUNING.worse * best:
             reason = f"cannot be faster than {bound:.6g} s"
             break
-        plain_one: Estimate | None = None
+        plain_one = None
         try:
             plain_one = estimator(setting)
             yield plain_one
@@ -342,13 +368,52 @@ def _estimates(estimator: Estimator, plain: Setting, best: float, failed: list[T
             with suppress(NoFeasiblePlan):
                 yield estimator(replace(setting, chunks=2, is_v=True))
         if plain_one is not None:
-            return
-    failed.append(Tried(setting=setting, reason=reason))
+            if recompute == estimator.problem.options.recompute or not _may_be_in_units(estimator.problem, plain):
+                return
+            break
+    in_units = list(_in_units(estimator, plain, best))
+    yield from in_units
+    if plain_one is None and not in_units:
+        failed.append(Tried(setting=setting, reason=reason))
+
+
+def _in_units(estimator: Estimator, plain: Setting, best: float) -> Iterator[Estimate]:
+    """Yield estimates with gradients, or parameters, too, in pieces: where memory has no room for whole ones."""
+    asked = estimator.problem.options
+    if not _may_be_in_units(estimator.problem, plain):
+        return
+    ways = (True,) if asked.recompute else (False,) if asked.degrees.recompute == "none" else (False, True)
+    for zero, group in zero_choices(estimator, plain):
+        for recompute in ways:
+            setting = replace(plain, recompute=recompute, zero=zero, zero_group=group)
+            if estimator.bound(setting) > TUNING.worse * best:
+                break
+            with suppress(NoFeasiblePlan):
+                yield estimator(setting)
+                break
+
+
+def zero_choices(estimator: Estimator, setting: Setting) -> Iterator[tuple[int, PieceGroup]]:
+    """Yield what of gradients and parameters may be kept in pieces, and by whom, as it was asked for."""
+    groups: tuple[PieceGroup, ...] = ("host", "all") if estimator.has_host_groups(setting.layout) else ("all",)
+    wanted = estimator.problem.options.degrees
+    for zero in (2, 3):
+        for group in groups:
+            if wanted.zero in (None, zero) and wanted.zero_group in (None, group):
+                yield zero, group
+
+
+def _may_be_in_units(problem: Problem, setting: Setting) -> bool:
+    """Return whether replicas may divide gradients, or parameters, too."""
+    return (problem.is_training and not problem.options.whole_parameters and problem.options.degrees.zero not in (0, 1)
+            and setting.chunks == setting.cp == 1 and any(len(mesh.tp_groups) > 1 for mesh in setting.layout))
 
 
 def _savings(problem: Problem, setting: Setting) -> Iterator[tuple[bool, bool]]:
     """Yield whether to recompute, and to divide states, as it was asked for: what does least to save memory first."""
     asked, training = problem.options, problem.is_training
+    if (asked.degrees.zero or 0) > 1:
+        return
     replicated = any(setting.copies(mesh) > 1 for mesh in setting.layout)
     for recompute in (False, True) if training and asked.degrees.recompute != "none" else (False,):
         for sharded in (False, True) if replicated and _may_divide(problem) else (False,):
@@ -425,7 +490,8 @@ def _simulate(estimator: Estimator, ranked: list[Estimate], budget: Budget, prog
                   or (actions > TUNING.max_actions and len(simulated) >= TUNING.few_finalists))
         if simulated and (enough or budget.is_spent):
             break
-        actions += setting.num_devices * setting.microbatches * setting.chunks
+        units = len(estimator.chain.unit_places) if setting.in_units else 1
+        actions += setting.num_devices * setting.microbatches * setting.chunks * max(1, units // len(setting.layout))
         try:
             found = evaluate(estimator.of(setting), estimate)
         except (NoFeasiblePlan, PlanError) as problem:
