@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from weft.model.graph import Graph
 from weft.plan.plan import Plan
+from weft.sharding.expert_rows import GROUPED_KINDS
 from weft.sharding.factor_rules import has_rule
 
 if TYPE_CHECKING:
@@ -30,6 +31,24 @@ def rule_notes(traced: TracedModel) -> tuple[str, ...]:
 def without_rule_notes(found: Mapping[str, str]) -> tuple[str, ...]:
     """Return the notes on operators without a rule, given by kind with a place each."""
     return tuple(f"{kind} has no rule, so every device does all of it: {where}" for kind, where in found.items())
+
+
+def plan_notes(graph: Graph, plan: Plan) -> Iterator[str]:
+    """Yield what the user should know about a model under a plan."""
+    yield from recompute_notes(graph, plan)
+    yield from load_notes(graph)
+
+
+def load_notes(graph: Graph) -> Iterator[str]:
+    """Yield what the costs of experts assume about how many rows each of them gets."""
+    counts: dict[int, int] = {}
+    for op in range(graph.num_ops):
+        if graph.op_kinds[op] in GROUPED_KINDS:
+            num_experts = graph.tensor_shapes[int(graph.op_inputs(op)[1])][0]
+            counts[num_experts] = max(counts.get(num_experts, 0), graph.tensor_shapes[int(graph.op_outputs(op)[0])][0])
+    for num_experts, num_rows in counts.items():
+        yield (f"all {num_experts} experts are assumed to be chosen equally often: {num_rows / num_experts:,.0f} rows "
+               f"each of the {num_rows:,} for {graph.batch} samples")
 
 
 def recompute_notes(graph: Graph, plan: Plan) -> Iterator[str]:

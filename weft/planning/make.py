@@ -21,7 +21,7 @@ from weft.coarsen.compiled import planned_costs
 from weft.cost.costs import Costs
 from weft.model.graph import Graph
 from weft.model.load import has_module, load_graph_for, trace_model
-from weft.plan.notes import NOTE, recompute_notes
+from weft.plan.notes import NOTE, plan_notes
 from weft.plan.plan import Mode, Optimizer, OptimizerKind, Plan
 from weft.planning.compare import Comparison, compare_all
 from weft.planning.objectives import bind_to_cluster, fewest_devices, parse_target, with_headroom
@@ -134,7 +134,7 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
     if narrow is not cluster:
         comparison = bind_to_cluster(comparison, whole)
     assert comparison.best.plan is not None, "the search raises otherwise"
-    for note in recompute_notes(graph, comparison.best.plan):
+    for note in plan_notes(graph, comparison.best.plan):
         report(f"{NOTE}{note}")
     if search.try_example and _has_values(model):
         with budget.paused():
