@@ -146,7 +146,8 @@ def _measure(node: fx.Node, specs: tuple[Spec, ...], grads: tuple[GradClass, ...
              position: dict[fx.Node, int]) -> OpCost:
     if node.target is _ATTENTION:
         return _attention_cost(node, specs, grads, position)
-    if str(getattr(node.target, "overloadpacket", "")) in GROUPED_KINDS and [len(spec[0]) for spec in specs[:2]] == [2, 3]:
+    is_grouped = str(getattr(node.target, "overloadpacket", "")) in GROUPED_KINDS
+    if is_grouped and [len(spec[0]) for spec in specs[:2]] == [2, 3]:
         return _grouped_cost(specs, grads)
     try:
         call, tensors = _on_meta(node, specs, grads, position)

@@ -49,6 +49,8 @@ class Factor:
     """Parts must be equal."""
     divides: float = 1.0
     """The part of the operator's work that is divided with it: half for the width of attention's values."""
+    ragged: bool = False
+    """A dimension of it may have any number of rows for each of its entries (``weft.sharding.expert_rows``)."""
     fixed: bool = False
     """Never split: it only says of what blocks a dimension is made (three matrices that are joined in one)."""
     forward_sums: tuple[float, ...] = ()

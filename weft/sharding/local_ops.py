@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
 
+from weft.sharding.expert_rows import EXPERTS, Ends, row_range
 from weft.sharding.factor_rules.common import arguments, dims_in, entered_in
 from weft.sharding.factor_rules.layers import Reduction
 from weft.sharding.factors import NOT_SPLIT, OpFactors, Strategy, output_layout
@@ -51,6 +52,8 @@ class LocalCall:
     coordinates: tuple[int, ...]
     group: Callable[[tuple[int, ...]], Group]
     """From axes of the mesh to the group of devices along them."""
+    row_ends: Mapping[int, Ends] = field(default_factory=dict)
+    """Of factors that are rows sorted by expert: where the experts' rows end, in the whole."""
 
     def axes(self, factor: int) -> tuple[int, ...]:
         """Return the axes that split a factor."""
@@ -59,6 +62,8 @@ class LocalCall:
     def range_of(self, factor: int) -> tuple[int, int]:
         """Return the (start, stop) of the device's part of a factor."""
         cuts = [(self.coordinates[axis], self.mesh[axis]) for axis in self.axes(factor)]
+        if factor in self.row_ends:
+            return row_range(self.row_ends[factor], cuts)
         return local_ranges(self.op.factors[factor].size, cuts)[0]
 
     def factor(self, name: str) -> int:
@@ -112,6 +117,9 @@ def plain_call(call: LocalCall, output_shapes: Sequence[tuple[int, ...]]) -> tup
     for position, place in enumerate(call.op.shape_args):
         layout = output_layout(call.op, call.strategy, call.mesh, position)
         args[place] = list(local_shape(output_shapes[position], layout, call.mesh, call.coordinates))
+        for dim, own in enumerate(call.op.outputs[position]):
+            if any(factor in call.row_ends for factor in own):
+                args[place][dim] = call.size_of(own)
     return _ON_PARTS.get(call.target, call.target), tuple(args)
 
 
@@ -153,6 +161,16 @@ def _convolution(call: LocalCall) -> Any:
 
 
 @_local
+def _grouped(call: LocalCall) -> Tensor:
+    """Multiply the rows of the device's experts."""
+    args = call.arguments()
+    start, stop = call.range_of(call.factor(EXPERTS))
+    ends = args["offs"]
+    args["offs"] = ends[start:stop] - ends[start - 1] if start else ends[:stop]
+    return call.target(**args)
+
+
+@_local
 def _embedding(call: LocalCall) -> Tensor:
     """Look up the tokens that are in the device's part of the vocabulary; zeros for the others."""
     args = call.arguments()
@@ -162,6 +180,23 @@ def _embedding(call: LocalCall) -> Tensor:
     padding = args["padding_idx"] - start if start <= args["padding_idx"] < stop else -1
     found = torch.ops.aten.embedding(args["weight"], indices.masked_fill(is_elsewhere, 0), padding)
     return found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+
+
+@_local
+def _embedding_bag(call: LocalCall) -> tuple[Tensor, ...]:
+    """Sum the rows of each bag that are in the device's part of the vocabulary."""
+    args = call.arguments()
+    start, stop = call.range_of(call.factor("vocab"))
+    is_here = (args["indices"] >= start) & (args["indices"] < stop)
+    padding, counts_back = args.get("padding_idx"), "padding_idx" in str(call.target)
+    if padding is not None and (padding >= 0 or counts_back):  # such rows are left out of their bags
+        is_here &= args["indices"] != padding % call.op.factors[call.factor("vocab")].size
+        args["padding_idx"] = None if counts_back else -1
+    weights, given = is_here.to(args["weight"].dtype), args["per_sample_weights"]
+    args["per_sample_weights"] = weights if given is None else given * weights
+    args["indices"] = (args["indices"] - start).masked_fill(~is_here, 0)
+    found: tuple[Tensor, ...] = call.target(**args)
+    return found
 
 
 # ---- normalisations -------------------------------------------------------------------------------------------------
@@ -297,8 +332,10 @@ def _mean(call: LocalCall) -> Tensor:
 
 @_local
 def _index(call: LocalCall) -> Tensor:
-    """Look up what the part has, with zeros for the rest."""
+    """Look up what the part has, with zeros for the rest; of experts, only those of the device are asked for."""
     args = call.arguments()
+    if call.is_split(EXPERTS):
+        return call.target(args["self"], [args["indices"][0] - call.range_of(call.factor(EXPERTS))[0]])
     place = next(dim for dim, index in enumerate(args["indices"]) if index is not None)
     index, is_elsewhere = _here(call, args["indices"][place])
     found: Tensor = call.target(args["self"], [*args["indices"][:place], index, *args["indices"][place + 1:]])
@@ -435,4 +472,4 @@ def _distance(call: LocalCall) -> Any:
     """Return the sum over the device's entries divided by the number of all entries."""
     args = call.arguments()
     num_entries = math.prod(factor.size for factor in call.op.factors)
-    return call.target(args["self"], args["target"], int(Reduction.SUM)) / num_entries
+    return call.target(**{**args, "reduction": int(Reduction.SUM)}) / num_entries

@@ -103,12 +103,12 @@ class Call:
         return list(self.node.all_input_nodes)
 
     def factor(self, name: str, size: int, *, special: bool = False, fixed: bool = False, divides: float = 1.0,
-               forward_sums: tuple[float, ...] = (), backward_sums: tuple[float, ...] = ()) -> tuple[int, ...]:
+               even: bool = False, ragged: bool = False, forward_sums: tuple[float, ...] = (), backward_sums: tuple[float, ...] = ()) -> tuple[int, ...]:
         """Return the index of a new factor, as a tuple; an empty one for sizes that cannot be split."""
         if size <= 1:
             return ()
-        self._factors.append(Factor(name=name, size=size, special=special, fixed=fixed, divides=divides,
-                                    forward_sums=forward_sums, backward_sums=backward_sums))
+        self._factors.append(Factor(name=name, size=size, special=special, fixed=fixed, divides=divides, even=even,
+                                    ragged=ragged, forward_sums=forward_sums, backward_sums=backward_sums))
         return (len(self._factors) - 1,)
 
     def plain(self, shape: Sequence[int], *, but: Iterable[int] = ()) -> list[tuple[int, ...]]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from weft.sharding.factor_rules.common import Call, Shape, aligned, dims_in, rule, shape_of
+from weft.sharding.factor_rules.layers import experts_factor
+from weft.sharding.expert_rows import experts_sort
 from weft.sharding.factors import OpFactors
 
 
@@ -58,8 +60,17 @@ def _index(call: Call) -> OpFactors | None:
     source, indices = call.args["self"], call.args["indices"]
     if not _is_by_number(indices):
         return None  # the size of the result depends on the values
+    if experts_sort(call.node) is not None:
+        return _of_experts(call, source, indices[0])
     found = _Indexed(call, source, indices, lookup=True)
     return call.done([(source, found.source), *found.indices], [found.result], linear=[(source,)])
+
+
+def _of_experts(call: Call, source: Any, index: Any) -> OpFactors | None:
+    """Return the factors of ``bias[ids]`` for rows sorted by expert: every device has those of its experts."""
+    experts = experts_factor(call, shape_of(source)[0])
+    dims = call.plain(shape_of(source), but=[0])[1:]
+    return call.done([(source, [experts, *dims]), (index, [experts])], [[experts, *dims]], linear=[(source,)])
 
 
 @rule
