@@ -78,6 +78,7 @@ EXPLAINED = (
               "sums are the only unfinished results here: maxima, products and norms are taken of whole dimensions"),
     Explained("theirs", "any", ".* -> P", "a sum of truths is a count; as above"),
     Explained("theirs", "nansum", "P -> P", "not linear: what is no number in a part may be one in the sum"),
+    Explained("theirs", "_fft_.*|view_as_.*|_conj", "P -> P", "sums that are not taken yet are made of real numbers only"),
     Explained("theirs", "rms_norm", "R P -> P", "linear in the weight, which is a parameter and never a sum"),
 )
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Final
 
 from weft.model.graph import Graph
+from weft.plan.expert_load import rows_by_experts
 from weft.plan.plan import Plan
-from weft.sharding.expert_rows import GROUPED_KINDS
 from weft.sharding.factor_rules import has_rule
 
 if TYPE_CHECKING:
@@ -41,12 +41,7 @@ def plan_notes(graph: Graph, plan: Plan) -> Iterator[str]:
 
 def load_notes(graph: Graph) -> Iterator[str]:
     """Yield what the costs of experts assume about how many rows each of them gets."""
-    counts: dict[int, int] = {}
-    for op in range(graph.num_ops):
-        if graph.op_kinds[op] in GROUPED_KINDS:
-            num_experts = graph.tensor_shapes[int(graph.op_inputs(op)[1])][0]
-            counts[num_experts] = max(counts.get(num_experts, 0), graph.tensor_shapes[int(graph.op_outputs(op)[0])][0])
-    for num_experts, num_rows in counts.items():
+    for num_experts, num_rows in rows_by_experts(graph).items():
         yield (f"all {num_experts} experts are assumed to be chosen equally often: {num_rows / num_experts:,.0f} rows "
                f"each of the {num_rows:,} for {graph.batch} samples")
 

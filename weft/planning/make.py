@@ -21,6 +21,7 @@ from weft.coarsen.compiled import planned_costs
 from weft.cost.costs import Costs
 from weft.model.graph import Graph
 from weft.model.load import has_module, load_graph_for, trace_model
+from weft.plan.expert_load import check_degree
 from weft.plan.notes import NOTE, plan_notes
 from weft.plan.plan import Mode, Optimizer, OptimizerKind, Plan
 from weft.planning.compare import Comparison, compare_all
@@ -109,6 +110,8 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
             from weft.model.fidelity import check_trace
 
             _judge(check_trace(traced, traced.source.build(), traced.source.inputs()), report)
+    if options.ep is not None:
+        check_degree(graph, narrow, options.ep)
     options = replace(options, recompute=options.recompute or graph.asks_recompute)
     for note in graph.warnings:
         report(f"{NOTE}{note}")
@@ -121,7 +124,8 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
     from weft.search.deploy.find_splits import load_splits
 
     splits = load_splits(model, problem, lambda graph: costs_of(graph, narrow), report=report, progress=report,
-                         budget=budget) if (search.deploy or search.joint) and not options.whole_parameters else {}
+                         degree=options.ep, budget=budget
+                         ) if (search.deploy or search.joint) and not options.whole_parameters else {}
     compare = partial(compare_all, strategies=search.strategies, placements=search.placements, joint=search.joint,
                       deploy=search.deploy)
     devices: tuple[str, ...] | None = None
@@ -185,6 +189,8 @@ def _judge(verdict: Verdict, report: Report) -> None:
 def _settled(search: SearchOptions, options: PlanOptions, num_devices: int) -> SearchOptions:
     """Return the options with what is left open decided."""
     several = not search.strategies and num_devices > 1
+    if options.ep is not None:  # only the joint search knows tp groups of a given size
+        return replace(search, joint=True, deploy=False, strategies=())
     return replace(search, joint=several if search.joint is None else search.joint,
                    deploy=several and options.mode == "training" if search.deploy is None else search.deploy)
 

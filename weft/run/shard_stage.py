@@ -247,8 +247,11 @@ class _Builder:
             rows, is_differentiable = self.layouts.rows.get(node), node in self.layouts.differentiable
             value = Change(self.mesh, shape, before.value, after.value, rows=rows)
             gradient = Change(self.mesh, shape, after.gradient, before.gradient, rows=rows)
-            new = self.graph.call_function(_reshard(value, gradient, is_differentiable), (source,)) if rows is None else \
-                self.graph.call_function(_reshard_rows(value, gradient, is_differentiable), (source, self._ends(rows)))
+            if rows is None:
+                new = self.graph.call_function(_reshard(value, gradient, is_differentiable), (source,))
+            else:
+                made = _reshard_rows(value, gradient, is_differentiable)
+                new = self.graph.call_function(made, (source, self._ends(rows)))
             new.meta["val"] = self._like(node.meta["val"], after.value)
             self.changed[node, after] = new
         return self.changed[node, after]

@@ -1,7 +1,7 @@
 """Rows sorted by the expert that they fall on: which tensors have them, and where an expert's rows end.
 
-A layer of experts sorts its (token, expert) pairs by expert, counts them, multiplies each run of rows with the matrix of
-its expert, and puts the results back in the order of tokens:
+A layer of experts sorts its (token, expert) pairs by expert, counts them, multiplies each run of rows with the matrix
+of its expert, and puts the results back in the order of tokens:
 
     ids -> sort -> values -> histogram -> running sum = ends of the experts' rows
                 -> places -> x[places] -> grouped product -> ... -> grouped product -> y[inverse places]
@@ -48,28 +48,30 @@ def sorted_ids(node: Any) -> fx.Node | None:
     """Return the sort whose values a node is, perhaps in another type; None if it is something else."""
     while str(getattr(node, "target", "")) in _CASTS:
         node = node.args[0]
-    source, place = node.args if getattr(node, "name", "") and len(node.args) == 2 else (None, None)
-    is_values = place == 0 and str(getattr(source, "target", "")) in _SORTS
-    return source if is_values and len(source.args[0].meta["val"].shape) == 1 and not _is_backwards(source) else None
+    source, place = node.args if "getitem" in str(getattr(node, "target", "")) else (None, None)
+    if source is None or place != 0 or str(source.target) not in _SORTS or _is_backwards(source):
+        return None
+    sort: fx.Node = source
+    return sort if len(source.args[0].meta["val"].shape) == 1 else None
 
 
-def _is_backwards(sort: fx.Node) -> bool:
+def _is_backwards(sort: Any) -> bool:
     place = 1 if str(sort.target).endswith("default") else 2
     return bool(sort.kwargs.get("descending", sort.args[place + 1] if len(sort.args) > place + 1 else False))
 
 
-def experts_sort(node: fx.Node) -> fx.Node | None:
+def experts_sort(node: Any) -> fx.Node | None:
     """Return the sort by expert behind a grouped product, or behind a look-up of something of every row's expert.
 
     None for other operators, and where it is not to be seen.
     """
     if str(node.target).rpartition(".")[0] in GROUPED_KINDS:
         ends = node.kwargs.get("offs", node.args[2] if len(node.args) > 2 else None)
-        return _sort_of_ends(ends, int(node.args[1].meta["val"].shape[0]))  # type: ignore[union-attr]
-    if str(node.target) != "aten.index.Tensor" or len(node.args[1]) != 1:  # type: ignore[arg-type]
+        return _sort_of_ends(ends, int(node.args[1].meta["val"].shape[0]))
+    if str(node.target) != "aten.index.Tensor" or len(node.args[1]) != 1:
         return None
-    sort = sorted_ids(node.args[1][0])  # type: ignore[index]
-    num_experts = int(node.args[0].meta["val"].shape[0])  # type: ignore[union-attr]
+    sort = sorted_ids(node.args[1][0])
+    num_experts = int(node.args[0].meta["val"].shape[0])
     return sort if sort is not None and any(_is_count(user, num_experts) for user in _users_of_ids(sort)) else None
 
 
@@ -110,8 +112,8 @@ def find_rows(nodes: Iterable[fx.Node], is_divided: Callable[[fx.Node], bool],
     for node in order:
         if node.op == "call_function" and is_divided(node) and (sort := experts_sort(node)) is not None:
             table = node.args[0] if "index" in str(node.target) else node.args[1]
-            sorts[sort] = int(table.meta["val"].shape[0])  # type: ignore[union-attr]
-    found = {node: Rows(sort=node.args[0], num_experts=sorts[node.args[0]])  # type: ignore[arg-type, index]
+            sorts[sort] = int(table.meta["val"].shape[0])
+    found = {node: Rows(sort=node.args[0], num_experts=sorts[node.args[0]])
              for node in order if _is_result(node) and node.args[0] in sorts}
     is_new = bool(found)
     while is_new:  # a tensor that is joined with such rows, entry by entry, has them too
@@ -129,7 +131,7 @@ def _is_result(node: fx.Node) -> bool:
 
 def _share_rows(node: fx.Node, found: dict[fx.Node, Rows], factors_of: Callable[[fx.Node], OpFactors | None]) -> None:
     """Note for all tensors of a call that they have the rows that one of them has, by their common factor."""
-    results = {user: int(user.args[1]) for user in node.users if _is_result(user)} or {node: 0}  # type: ignore[arg-type]
+    results = {user: int(user.args[1]) for user in node.users if _is_result(user)} or {node: 0}
     given = [item for item in (*node.all_input_nodes, *results) if item in found]
     op = factors_of(node) if given else None
     if op is None:

@@ -65,6 +65,8 @@ class PlanOptions:
     seed: int = 0
     compiled: bool = False
     """Stages run as compiled graphs."""
+    ep: int | None = None
+    """Over how many devices of a tp group experts are divided; None lets the searches choose."""
     whole_parameters: bool = False
     """Who changes a parameter has all of it, as some optimizers need: neither operators nor states are divided."""
 

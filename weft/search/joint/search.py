@@ -284,7 +284,8 @@ def _candidates(chain: Chain) -> Iterator[Setting]:
     """Yield the settings to estimate, without what only saves memory."""
     problem = chain.problem
     max_stages = min(TUNING.max_stages, chain.num_places - 1)
-    for degree in sorted({1, *(degree for _, degree in chain.splits)}):
+    degrees = {1, *(degree for _, degree in chain.splits)} if problem.options.ep is None else {problem.options.ep}
+    for degree in sorted(degrees):
         for layout in layouts(problem.cluster, degree, chain.speed, batch=problem.options.batch, max_stages=max_stages,
                               tp_groups=chain.splits):
             for microbatches, chunks in _microbatches(problem, layout):

@@ -30,7 +30,7 @@ from weft.search.common.budget import Budget
 from weft.search.shard.folded_graph import Assembler
 from weft.search.shard.model_search import MeshSearch, ShardedModel
 from weft.search.shard.op_choices import BACKWARD, FORWARD, Bools, OpChoices, inside_sums, op_seconds, whole_seconds
-from weft.search.shard.parts import Edge, ModelParts
+from weft.search.shard.parts import Edge, ModelPart, ModelParts
 from weft.search.shard.to_plan import full_names, plan_words
 from weft.sharding.layout_steps import ALL_REDUCE
 from weft.sharding.tensor_layout import SUM, largest_part
@@ -69,12 +69,13 @@ class TensorCosts:
 
 def split_operators(folded: FoldedModel, graph: Graph, costs: Costs, groups: Sequence[Sequence[int]], *,
                     optimizer: Optimizer | None = None, budget: Budget | None = None,
-                    is_size_known: bool = False) -> list[TensorCosts]:
+                    is_size_known: bool = False, divides_experts: bool = False) -> list[TensorCosts]:
     """Return how the devices of each group divide the operators of ``graph``, the full model of ``folded``.
 
     The groups have the same size and divide the model in the same way, the best for the first of them. ``costs`` are
     those of the folded model. ``is_size_known``: steps have just as many samples as the graph, so that what is inside
-    each of them may be divided where samples and positions are one dimension.
+    each of them may be divided where samples and positions are one dimension. ``divides_experts``: grouped products are
+    divided by nothing but their experts.
     """
     searches = [MeshSearch(folded, costs, Mesh(costs.cluster, group, (len(group),), comm_fits=costs.comm_fits),
                            optimizer=optimizer or Optimizer(), limit_bytes=None, splits_states=False,
@@ -82,7 +83,8 @@ def split_operators(folded: FoldedModel, graph: Graph, costs: Costs, groups: Seq
     dims = _batch_dims(folded.traced.graph, graph)
 
     def allowed(parts: ModelParts, index: int) -> Bools | None:
-        return _allowed(parts, index, dims, graph.batch if is_size_known else None)
+        found = _allowed(parts, index, dims, graph.batch if is_size_known else None)
+        return found if found is None or not divides_experts else found & _by_experts(parts.parts[index])
 
     best = searches[0].run(allowed)
     return [_Table(replace(best, parts=search.parts), folded, graph, costs, search.assembler).make()
@@ -128,6 +130,15 @@ def _allowed(parts: ModelParts, index: int, dims: Mapping[int, int], batch: int 
         if result.giver == index:
             keep_whole(result.tensor, part.values[result.output])
     return allowed
+
+
+def _by_experts(part: ModelPart) -> Bools:
+    """Allow an operator that has experts to divide them, and nothing else."""
+    op = None if part.choices is None else part.choices.op
+    if part.choices is None or op is None or not any(factor.ragged for factor in op.factors):
+        return np.ones(len(part.seconds), dtype=np.bool_)
+    return np.array([all(choice >= 0 and op.factors[choice].ragged for choice in strategy)
+                     for strategy in part.choices.strategies])
 
 
 def stage_times(found: ShardedModel, folded: FoldedModel, graph: Graph, costs: Costs) -> dict[str, float]:

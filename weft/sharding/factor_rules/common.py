@@ -103,7 +103,8 @@ class Call:
         return list(self.node.all_input_nodes)
 
     def factor(self, name: str, size: int, *, special: bool = False, fixed: bool = False, divides: float = 1.0,
-               even: bool = False, ragged: bool = False, forward_sums: tuple[float, ...] = (), backward_sums: tuple[float, ...] = ()) -> tuple[int, ...]:
+               even: bool = False, ragged: bool = False, forward_sums: tuple[float, ...] = (),
+               backward_sums: tuple[float, ...] = ()) -> tuple[int, ...]:
         """Return the index of a new factor, as a tuple; an empty one for sizes that cannot be split."""
         if size <= 1:
             return ()

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from weft.sharding.expert_rows import experts_sort
 from weft.sharding.factor_rules.common import Call, Shape, aligned, dims_in, rule, shape_of
 from weft.sharding.factor_rules.layers import experts_factor
-from weft.sharding.expert_rows import experts_sort
 from weft.sharding.factors import OpFactors
 
 

@@ -42,8 +42,8 @@ from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
-from weft.sharding.factor_rules.common import Call, Items, Shape, aligned, is_float, rule, shape_of
 from weft.sharding.expert_rows import EXPERTS, experts_sort
+from weft.sharding.factor_rules.common import Call, Items, Shape, aligned, is_float, rule, shape_of
 from weft.sharding.factors import OpFactors
 
 

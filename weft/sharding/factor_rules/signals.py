@@ -34,7 +34,7 @@ def einsum(call: Call) -> OpFactors | None:
     twice = {letter for letters in given for letter in letters if letters.count(letter) > 1}
     factors = {letter: () if letter in twice else call.factor(letter, size) for letter, size in sizes.items()}
     inputs: list[tuple[object, Items]] = [
-        (operand, [factors[letter] if size > 1 else () for letter, size in zip(letters, shape_of(operand), strict=True)])
+        (operand, aligned(shape_of(operand), [factors[letter] for letter in letters]))
         for operand, letters in zip(operands, given, strict=True)]
     linear = [[operand] for operand in operands] if len(set(operands)) == len(operands) else []
     return call.done(inputs, [[factors[letter] for letter in result]], linear=linear)
@@ -52,9 +52,7 @@ def _equation(equation: str, ranks: Sequence[int], rank: int) -> tuple[list[list
     if arrow:
         return given, _letters(right, rank)
     once = sorted(letter for letter in set(left) - set(".,") if left.count(letter) == 1)
-    num_dots = max((len(letters) - len(text) + 3 for text, letters in zip(operands, given, strict=True) if "..." in text),
-                   default=0)
-    return given, [*map(str, reversed(range(num_dots))), *once]
+    return given, [*map(str, reversed(range(rank - len(once)))), *once]
 
 
 def _letters(text: str, rank: int) -> list[str]:

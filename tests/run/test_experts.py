@@ -1,0 +1,72 @@
+"""Experts divided over the devices of a tp group: rows by true counts, equal to one process; each control fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.run.expert_models import FOREIGN, HERE, by_experts
+from tests.run.plans import cut, greedy_order, make_plan, traced
+from tests.run.pool import Pool
+from tests.run.sharded_plans import sharded_plan
+from weft.base.errors import PlanError
+from weft.plan.orders import to_tokens
+from weft.plan.plan import Plan, Replica, Stage
+
+TOLERANCE = 1e-10
+MODELS = {**{name: f"{FOREIGN}:{name}" for name in ("qwen3_moe", "mixtral", "deepseek_v3", "olmoe")},
+          "skewed": f"{HERE}:skewed", "router_loss": f"{HERE}:with_router_loss"}
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    with Pool(4, tmp_path_factory.mktemp("pool"), models=tuple(MODELS.values())) as running:
+        yield running
+
+
+def assert_equals_one(pool: Pool, plan: Plan, model: str, damage: str = "lost all_reduce 2") -> None:
+    check = pool.run(plan, model)["verification"]
+    assert max(check["loss_error"], check["gradient_error"]) <= TOLERANCE, check["worst"]
+    assert not pool.run(plan, model, damage=damage)["verification"]["passed"]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("name", MODELS)
+def test_each_of_four_devices_has_an_expert(pool: Pool, name: str) -> None:
+    """In the skewed one all tokens fall on the first expert, and the last device has no rows at all."""
+    model = MODELS[name]
+    plan = sharded_plan(model, {"expert": 4}, by_experts(model, (4,), axes=(0,)), microbatches=1)
+    stored = [words for tensor, words in plan.stages[0].sharding.tensors.items() if "experts." in tensor and "S0" in words]
+    assert len(stored) >= 2, plan.stages[0].sharding.tensors
+    assert_equals_one(pool, plan, model)
+
+
+@pytest.mark.timeout(120)
+def test_experts_over_two_axes_and_over_one_of_two(pool: Pool) -> None:
+    model = MODELS["skewed"]
+    for axes in ((0, 1), (1,)):
+        words = by_experts(model, (2, 2), axes=axes)
+        assert_equals_one(pool, sharded_plan(model, {"a": 2, "b": 2}, words, microbatches=2), model)
+
+
+def two_stages(model: str) -> Plan:
+    """Return a pipeline of two stages, each with its experts divided over two devices."""
+    graph = traced(model).graph
+    parts = cut(graph, 2)
+    stages = [Stage(name=f"s{index}", ops=tuple(part),
+                    replicas=(Replica(devices=(f"d{2 * index}", f"d{2 * index + 1}"), mesh={"expert": 2}),),
+                    sharding=by_experts(model, (2,), axes=(0,), ops=frozenset(part))) for index, part in enumerate(parts)]
+    tokens = to_tokens(greedy_order([0, 1], 2), ("s0", "s1"))
+    order = {f"d{2 * stage + place}": tokens[stage] for stage in (0, 1) for place in (0, 1)}
+    return make_plan(graph, stages, order, microbatches=2, batch=4, num_devices=4)
+
+
+@pytest.mark.timeout(120)
+def test_experts_inside_a_pipeline(pool: Pool) -> None:
+    assert_equals_one(pool, two_stages(MODELS["mixtral"]), MODELS["mixtral"])
+
+
+def test_degrees_that_do_not_divide_the_experts_are_refused() -> None:
+    with pytest.raises(PlanError, match="does not fit axes of sizes"):
+        by_experts(MODELS["mixtral"], (3,), axes=(0,))
