@@ -51,10 +51,12 @@ def with_router_loss(batch: int = 2, seed: int = 0) -> tuple[nn.Module, tuple[Te
                    torch.randint(3, 64, (batch, 8), generator=generator))
 
 
-def by_experts(model: str, mesh: tuple[int, ...], *, axes: tuple[int, ...], ops: frozenset[str] | None = None) -> Sharding:
+def by_experts(model: str, mesh: tuple[int, ...], *, axes: tuple[int, ...], ops: frozenset[str] | None = None,
+               asks: bool = False) -> Sharding:
     """Return the sharding that divides experts, and what is done with their rows, over some axes of a mesh.
 
-    ``ops`` are the only operators to divide, if given.
+    ``ops`` are the only operators to divide, if given. ``asks``: devices have tokens of their own, and ask each other for
+    the rows of their experts, and for the results.
     """
     program = traced(model).program
     nodes = {name: program.nodes[places[0]] for name, places in program.op_nodes.items()}
@@ -69,5 +71,7 @@ def by_experts(model: str, mesh: tuple[int, ...], *, axes: tuple[int, ...], ops:
              for factor in op.factors.inputs[place][rows[item].dim]), "")
         if "transpose" in str(node.target) and any(experts_sort(user) is not None for user in node.users):
             chosen = "d0"  # the experts' matrices, turned
+        if asks and "exchanged" in named:
+            chosen = "exchanged"
         words[name] = tuple(chosen if axis in axes else "" for axis in range(len(mesh)))
     return with_stored_parameters(words, ops_of(model), parameter_shapes(model), mesh)

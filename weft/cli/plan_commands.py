@@ -60,6 +60,8 @@ def plan(
         "--compile/--eager", help="Stages run as compiled graphs, or operator by operator.")] = False,
     recompute: Annotated[bool, typer.Option(help="Keep only stage inputs between forward and backward.")] = False,
     ep: Annotated[int | None, typer.Option(min=1, help="Devices of a tp group that divide experts.")] = None,
+    expert_load: Annotated[str, typer.Option(
+        help="Rows assumed to fall on each expert: even, power:1.2, or shares.")] = "even",
     profile: common.ProfileOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the best plan here.")] = None,
     tried: TriedOption = False,
@@ -79,7 +81,7 @@ def plan(
                              mode=None if mode is None else common.choice("--mode", mode, get_args(Mode)))
     options = late.PlanOptions(batch=asked.batch, microbatches=asked.microbatches, mode=asked.mode,
                                dtype=common.dtype_choice(dtype), recompute=recompute, ep=ep, seed=seed,
-                               compiled=compiled, optimizer=common.optimizer_choice(optimizer))
+                               expert_load=expert_load, compiled=compiled, optimizer=common.optimizer_choice(optimizer))
     search = late.SearchOptions(strategies=strategy or None, placements=tuple(placement or ()), deploy=deploy,
                                 joint=joint, time_limit_s=time_limit, target=target, headroom=headroom, profile=profile)
     found = late.search_plans(model, read_cluster(cluster), options, search, report=report)

@@ -35,7 +35,7 @@ from weft.run.split_backward import attributes_of
 from weft.run.stage import StageModule
 from weft.sharding.expert_rows import Ends, Rows, find_rows
 from weft.sharding.factor_rules import factors_of
-from weft.sharding.factors import NOT_SPLIT
+from weft.sharding.factors import NOT_SPLIT, split_counts
 from weft.sharding.local_ops import LocalCall, is_special, plain_call, run_local
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, local_shape
 
@@ -208,13 +208,14 @@ class _Builder:
 
     def _split_rows(self, node: Node, found: SplitOp) -> dict[int, Rows]:
         """Return the factors that are split and are rows of experts."""
+        split = split_counts(found.op, found.strategy, self.mesh.sizes) or {}
         rows: dict[int, Rows] = {}
         places: dict[int, list[Node]] = {}
         for position, item in enumerate(node.all_input_nodes):
             for dim, factors in enumerate(found.op.inputs[position]):
                 own = self.layouts.rows.get(item)
                 for factor in factors:
-                    if factor in found.strategy and not found.op.factors[factor].ragged:
+                    if factor in split and not found.op.factors[factor].ragged:
                         if own is not None and own.dim == dim:
                             rows[factor] = own
                         else:

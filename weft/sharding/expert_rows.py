@@ -29,6 +29,8 @@ GROUPED_KINDS: Final = ("aten._grouped_mm", "transformers.grouped_mm_fallback")
 EXPERTS: Final = "experts"
 """The factor of such operators that gives each device some experts with their rows."""
 _CASTS: Final = ("aten.to.dtype", "aten._to_copy.default", "aten.to.device", "aten.to.dtype_layout")
+_PLACES: Final = ("aten.floor_divide.default", "aten.floor_divide.Scalar", "aten.index_put.default",
+                  "aten.div.Tensor_mode", "aten.div.Scalar_mode")
 _SORTS: Final = ("aten.sort.default", "aten.sort.stable")
 Ends = Sequence[int]
 """0, and for each expert how many rows there are up to its last."""
@@ -73,6 +75,15 @@ def experts_sort(node: Any) -> fx.Node | None:
     sort = sorted_ids(node.args[1][0])
     num_experts = int(node.args[0].meta["val"].shape[0])
     return sort if sort is not None and any(_is_count(user, num_experts) for user in _users_of_ids(sort)) else None
+
+
+def numbers_rows(node: Any) -> bool:
+    """Return whether a node numbers tokens in the order of experts, or rows of experts in the order of tokens."""
+    while str(getattr(node, "target", "")) in (*_CASTS, *_PLACES):
+        node = node.args[1][0] if "index_put" in str(node.target) else node.args[0]
+    source, place = node.args if "getitem" in str(getattr(node, "target", "")) else (None, None)
+    return source is not None and place == 1 and str(source.target) in _SORTS and any(
+        str(user.target) == "aten.histc.default" for user in _users_of_ids(source))
 
 
 def _users_of_ids(sort: fx.Node) -> Iterator[fx.Node]:

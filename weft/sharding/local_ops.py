@@ -12,6 +12,7 @@ that lacks the split factor is the sum of what the devices return, and its gradi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from weft.sharding.expert_rows import EXPERTS, Ends, row_range
 from weft.sharding.factor_rules.common import arguments, dims_in, entered_in
@@ -35,6 +37,10 @@ class Group(Protocol):
 
     def all_reduce(self, tensor: Tensor, how: str = "sum") -> Tensor:
         """Return the sum (or ``max``) of the tensor over the group, a new tensor, on every device."""
+        ...
+
+    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Return what every device has for this one, in these shapes; ``parts`` are what this one has for each."""
         ...
 
 
@@ -57,14 +63,22 @@ class LocalCall:
 
     def axes(self, factor: int) -> tuple[int, ...]:
         """Return the axes that split a factor."""
-        return tuple(axis for axis, choice in enumerate(self.strategy) if choice == factor)
+        return tuple(axis for axis, choice in enumerate(self.strategy)
+                     if choice >= 0 and (choice == factor or factor in self.op.factors[choice].joins))
 
-    def range_of(self, factor: int) -> tuple[int, int]:
-        """Return the (start, stop) of the device's part of a factor."""
-        cuts = [(self.coordinates[axis], self.mesh[axis]) for axis in self.axes(factor)]
+    def range_of(self, factor: int, coordinates: Sequence[int] | None = None) -> tuple[int, int]:
+        """Return the (start, stop) of the device's part of a factor, or of the part at other coordinates."""
+        at = coordinates or self.coordinates
+        cuts = [(at[axis], self.mesh[axis]) for axis in self.axes(factor)]
         if factor in self.row_ends:
             return row_range(self.row_ends[factor], cuts)
         return local_ranges(self.op.factors[factor].size, cuts)[0]
+
+    def stops(self, factor: int) -> list[int]:
+        """Return where the parts end that the devices along the factor's axes have, in their order."""
+        choices = [range(size) if axis in self.axes(factor) else (self.coordinates[axis],)
+                   for axis, size in enumerate(self.mesh)]
+        return [self.range_of(factor, at)[1] for at in itertools.product(*choices)]
 
     def factor(self, name: str) -> int:
         """Return the index of a factor by name, -1 if there is none."""
@@ -72,7 +86,7 @@ class LocalCall:
 
     def is_split(self, name: str) -> bool:
         """Return whether some axis splits the factor of this name."""
-        return (index := self.factor(name)) >= 0 and index in self.strategy
+        return (index := self.factor(name)) >= 0 and bool(self.axes(index))
 
     def part(self, name: str, whole: int) -> int:
         """Return the size of the device's part of the factor of this name; ``whole`` where it is not split."""
@@ -336,11 +350,44 @@ def _index(call: LocalCall) -> Tensor:
     args = call.arguments()
     if call.is_split(EXPERTS):
         return call.target(args["self"], [args["indices"][0] - call.range_of(call.factor(EXPERTS))[0]])
+    if call.is_split("exchanged"):
+        looked_up, axes = call.factor("looked_up"), call.axes(call.factor("exchanged"))
+        return _AskedRows.apply(args["self"], args["indices"][0], call.group(axes), call.stops(looked_up))
     place = next(dim for dim, index in enumerate(args["indices"]) if index is not None)
     index, is_elsewhere = _here(call, args["indices"][place])
+    if not args["self"].shape[place]:  # no rows here: what is looked up is a row of zeros
+        args["self"] = functional.pad(args["self"], (0, 0) * (args["self"].dim() - place - 1) + (0, 1))
     found: Tensor = call.target(args["self"], [*args["indices"][:place], index, *args["indices"][place + 1:]])
     inner = args["self"].dim() - place - 1
     return found.masked_fill(is_elsewhere.reshape([*is_elsewhere.shape, *[1] * inner]), 0)
+
+
+class _AskedRows(torch.autograd.Function):
+    """Rows of a table whose parts devices have, each of which asks for some by their numbers in the whole."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, index: Tensor, group: Group, stops: Sequence[int]) -> Tensor:
+        flat = index.flatten()
+        owner = torch.searchsorted(torch.tensor(stops, device=flat.device), flat, right=True)
+        order, counts = torch.argsort(owner, stable=True), torch.bincount(owner, minlength=group.size)
+        asked = group.all_to_all(list(counts.split(1)), [(1,)] * group.size)
+        asked_counts, own_counts = [int(item) for item in asked], counts.tolist()
+        numbers = group.all_to_all(list(flat[order].split(own_counts)), [(count,) for count in asked_counts])
+        wanted = torch.cat(numbers) - (stops[group.rank - 1] if group.rank else 0)
+        shapes = [(count, *table.shape[1:]) for count in own_counts]
+        rows = torch.cat(group.all_to_all(list(table[wanted].split(asked_counts)), shapes))
+        ctx.save_for_backward(order, wanted)
+        ctx.group, ctx.counts, ctx.shape = group, (own_counts, asked_counts), table.shape
+        return torch.empty_like(rows).index_copy_(0, order, rows).view(*index.shape, *table.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None, None]:
+        order, wanted = ctx.saved_tensors
+        own_counts, asked_counts = ctx.counts
+        sent = gradients[0].reshape(len(order), *ctx.shape[1:])[order]
+        shapes = [(count, *ctx.shape[1:]) for count in asked_counts]
+        rows = torch.cat(ctx.group.all_to_all(list(sent.split(own_counts)), shapes))
+        return rows.new_zeros(ctx.shape).index_add_(0, wanted, rows), None, None, None
 
 
 @_local

@@ -15,6 +15,7 @@ from weft.model.graph import F64, I64
 from weft.search.shard.mesh import Resharding
 from weft.sharding import factors
 from weft.sharding.factors import NOT_SPLIT, OpFactors, Strategy
+from weft.sharding.layout_steps import ALL_REDUCE, ALL_TO_ALL
 from weft.sharding.tensor_layout import Layout, largest_part
 
 FORWARD, BACKWARD = 0, 1
@@ -156,8 +157,8 @@ def op_seconds(choices: OpChoices, whole_s: Mapping[Part, float], terms: Mapping
     return total
 
 
-def inside_sums(choices: OpChoices, strategy: int, mesh: Sequence[int]) -> Iterator[tuple[int, int, F64]]:
-    """Yield (axis, pass, bytes) of what devices add up inside an operator where a factor is split that needs it."""
+def inside_sums(choices: OpChoices, strategy: int, mesh: Sequence[int]) -> Iterator[tuple[int, int, int, F64]]:
+    """Yield (axis, pass, collective, bytes) of what devices exchange inside an operator where a factor needs it."""
     op, chosen = choices.op, choices.strategies[strategy]
     counts = factors.factor_counts(chosen, mesh)
     for axis, index in enumerate(chosen):
@@ -166,7 +167,10 @@ def inside_sums(choices: OpChoices, strategy: int, mesh: Sequence[int]) -> Itera
                                for other, count in counts.items() if other != index)
             for which, sums in ((FORWARD, op.factors[index].forward_sums), (BACKWARD, op.factors[index].backward_sums)):
                 if sums:
-                    yield axis, which, np.array(sums, dtype=np.float64) * others
+                    yield axis, which, ALL_REDUCE, np.array(sums, dtype=np.float64) * others
+                if op.factors[index].exchanged:  # each device has a part
+                    part = op.factors[index].exchanged * others / counts[index]
+                    yield axis, which, ALL_TO_ALL, np.array([part])
 
 
 def describe(choices: OpChoices, index: int, axes: Sequence[str]) -> str:

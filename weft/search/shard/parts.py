@@ -32,7 +32,6 @@ from weft.search.shard.mesh import Resharding
 from weft.search.shard.op_choices import BACKWARD, FORWARD, OpChoices
 from weft.sharding.factor_rules import factors_of, has_rule
 from weft.sharding.factors import OpFactors
-from weft.sharding.layout_steps import ALL_REDUCE
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, largest_part
 
 
@@ -261,13 +260,13 @@ class PartBuilder:
         """Return the time of what devices exchange inside an operator where a factor is split that needs it."""
         mesh, op = self.resharding.mesh, choices.op
         seconds = np.zeros(len(choices.strategies))
-        if not any(factor.forward_sums or factor.backward_sums for factor in op.factors):
+        if not any(factor.forward_sums or factor.backward_sums or factor.exchanged for factor in op.factors):
             return seconds
         passes = (FORWARD, BACKWARD) if self.graph.has_backward else (FORWARD,)
         for place in range(len(choices.strategies)):
-            for axis, which, sizes in op_choices.inside_sums(choices, place, mesh.shape):
+            for axis, which, kind, sizes in op_choices.inside_sums(choices, place, mesh.shape):
                 if which in passes:
-                    seconds[place] += mesh.seconds(axis, ALL_REDUCE, sizes).sum()
+                    seconds[place] += mesh.seconds(axis, kind, sizes).sum()
         return seconds
 
     # ---- tensors ----------------------------------------------------------------------------------------------------

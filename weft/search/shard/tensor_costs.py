@@ -13,6 +13,7 @@ Collectives count for the operator that reads what they bring.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
@@ -24,6 +25,7 @@ from weft.cost.mesh import Mesh
 from weft.cost.roofline import PARTS, Part
 from weft.model.folded import FoldedModel
 from weft.model.graph import F64, I64, Graph
+from weft.plan.expert_load import EVEN, largest_share, parse_load
 from weft.plan.plan import Optimizer, Sharding
 from weft.plan.sharding import parse_layout
 from weft.search.common.budget import Budget
@@ -32,7 +34,9 @@ from weft.search.shard.model_search import MeshSearch, ShardedModel
 from weft.search.shard.op_choices import BACKWARD, FORWARD, Bools, OpChoices, inside_sums, op_seconds, whole_seconds
 from weft.search.shard.parts import Edge, ModelPart, ModelParts
 from weft.search.shard.to_plan import full_names, plan_words
-from weft.sharding.layout_steps import ALL_REDUCE
+from weft.sharding.expert_rows import experts_sort, find_rows
+from weft.sharding.factor_rules import factors_of
+from weft.sharding.factors import split_counts
 from weft.sharding.tensor_layout import SUM, largest_part
 
 HARDLY: Final = 1e-9
@@ -69,13 +73,14 @@ class TensorCosts:
 
 def split_operators(folded: FoldedModel, graph: Graph, costs: Costs, groups: Sequence[Sequence[int]], *,
                     optimizer: Optimizer | None = None, budget: Budget | None = None,
-                    is_size_known: bool = False, divides_experts: bool = False) -> list[TensorCosts]:
+                    is_size_known: bool = False, divides_experts: bool = False,
+                    expert_load: str = EVEN) -> list[TensorCosts]:
     """Return how the devices of each group divide the operators of ``graph``, the full model of ``folded``.
 
     The groups have the same size and divide the model in the same way, the best for the first of them. ``costs`` are
     those of the folded model. ``is_size_known``: steps have just as many samples as the graph, so that what is inside
     each of them may be divided where samples and positions are one dimension. ``divides_experts``: grouped products are
-    divided by nothing but their experts.
+    divided by nothing but their experts. ``expert_load``: what falls on each of these (``weft.plan.expert_load``).
     """
     searches = [MeshSearch(folded, costs, Mesh(costs.cluster, group, (len(group),), comm_fits=costs.comm_fits),
                            optimizer=optimizer or Optimizer(), limit_bytes=None, splits_states=False,
@@ -87,7 +92,7 @@ def split_operators(folded: FoldedModel, graph: Graph, costs: Costs, groups: Seq
         return found if found is None or not divides_experts else found & _by_experts(parts.parts[index])
 
     best = searches[0].run(allowed)
-    return [_Table(replace(best, parts=search.parts), folded, graph, costs, search.assembler).make()
+    return [_Table(replace(best, parts=search.parts), folded, graph, costs, search.assembler, expert_load).make()
             for search in searches]
 
 
@@ -161,7 +166,10 @@ class _Table:
     """Fills the arrays, operator by operator of the folded model, for all copies in the full one."""
 
     def __init__(self, found: ShardedModel, folded: FoldedModel, graph: Graph, costs: Costs,
-                 assembler: Assembler) -> None:
+                 assembler: Assembler, expert_load: str = EVEN) -> None:
+        self.load = expert_load
+        self.rows = {} if expert_load == EVEN else find_rows(
+            folded.traced.program.fx_graph.nodes, lambda node: experts_sort(node) is not None, factors_of)
         self.found, self.folded, self.graph, self.costs = found, folded, graph, costs
         self.parts, self.assembler = found.parts, assembler
         self.batch = folded.traced.source.batch
@@ -202,13 +210,28 @@ class _Table:
                 part = (seconds - fixed_s) / (total - fixed_s)
                 self.part[which, ops] = part
                 self.latency[which, ops] += fixed_s * (1 - part)
-        self.saved[ops] = choices.work[strategy]
+        uneven = self._uneven(name, choices, strategy)
+        self.part[:, ops] *= uneven
+        self.saved[ops] = choices.work[strategy] * uneven
         self._add_inside(ops, choices, strategy)
+
+    def _uneven(self, name: str, choices: OpChoices, strategy: int) -> float:
+        """Return how many times its equal part of an operator the device has to which most rows of experts fall."""
+        program, chosen = self.folded.traced.program, choices.strategies[strategy]
+        node = program.nodes[program.op_nodes[name][0]]
+        counts = split_counts(choices.op, chosen, self.found.mesh.shape) or {}
+        for place, item in enumerate(node.all_input_nodes if self.rows else ()):
+            rows = self.rows.get(item)
+            own = () if rows is None else choices.op.inputs[place][rows.dim]
+            count = math.prod(counts.get(index, 1) for index in own)
+            if rows is not None and count > 1:
+                return largest_share(parse_load(self.load, rows.num_experts), count) * count
+        return 1.0
 
     def _add_inside(self, ops: list[int], choices: OpChoices, strategy: int) -> None:
         """Add what devices exchange inside an operator where a factor is split that needs it."""
-        for axis, which, sizes in inside_sums(choices, strategy, self.found.mesh.shape):
-            seconds, latency_s = (float(self.found.mesh.seconds(axis, ALL_REDUCE, items).sum())
+        for axis, which, kind, sizes in inside_sums(choices, strategy, self.found.mesh.shape):
+            seconds, latency_s = (float(self.found.mesh.seconds(axis, kind, items).sum())
                                   for items in (sizes, HARDLY + 0 * sizes))
             self._add(which, ops, seconds, latency_s)
 

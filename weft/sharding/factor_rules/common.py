@@ -112,6 +112,11 @@ class Call:
                                     ragged=ragged, forward_sums=forward_sums, backward_sums=backward_sums))
         return (len(self._factors) - 1,)
 
+    def joint_factor(self, name: str, joins: tuple[int, ...], *, exchanged: float) -> None:
+        """Add a factor that is others together; to split it devices exchange so many bytes."""
+        size = min(self._factors[index].size for index in joins)
+        self._factors.append(Factor(name=name, size=size, special=True, joins=joins, exchanged=exchanged))
+
     def plain(self, shape: Sequence[int], *, but: Iterable[int] = ()) -> list[tuple[int, ...]]:
         """Return a new factor ``d0``, ``d1`` ... for each dimension, none for those in ``but``."""
         without = set(but)

@@ -2,14 +2,16 @@
 
 Dimensions that are not indexed are factors; so are those of the index tensors, which results have in their place. The
 dimension that is looked up is whole, except where one index tensor alone looks it up: then a device with a part of it
-(some experts of a layer) gives its entries and zeros for the others, and the result is the sum.
+(some experts of a layer) gives its entries and zeros for the others, and the result is the sum. Rows of experts may be
+looked up where both are split: devices ask each other for the rows that they have (``exchanged``, an all-to-all).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from weft.sharding.expert_rows import experts_sort
+from weft.sharding.expert_rows import experts_sort, numbers_rows
 from weft.sharding.factor_rules.common import Call, Shape, aligned, dims_in, rule, shape_of
 from weft.sharding.factor_rules.layers import experts_factor
 from weft.sharding.factors import OpFactors
@@ -63,6 +65,9 @@ def _index(call: Call) -> OpFactors | None:
     if experts_sort(call.node) is not None:
         return _of_experts(call, source, indices[0])
     found = _Indexed(call, source, indices, lookup=True)
+    if numbers_rows(indices[0]) and found.source[0] and found.result[0]:
+        num_bytes = math.prod(call.output) * source.meta["val"].dtype.itemsize
+        call.joint_factor("exchanged", (*found.source[0], *found.result[0]), exchanged=float(num_bytes))
     return call.done([(source, found.source), *found.indices], [found.result], linear=[(source,)])
 
 
