@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+from torch import fx
 
 from weft.cost.costs import Costs, Phase
 from weft.cost.mesh import Mesh
@@ -34,7 +35,7 @@ from weft.search.shard.model_search import MeshSearch, ShardedModel
 from weft.search.shard.op_choices import BACKWARD, FORWARD, Bools, OpChoices, inside_sums, op_seconds, whole_seconds
 from weft.search.shard.parts import Edge, ModelPart, ModelParts
 from weft.search.shard.to_plan import full_names, plan_words
-from weft.sharding.expert_rows import experts_sort, find_rows
+from weft.sharding.expert_rows import Rows, experts_sort, find_rows
 from weft.sharding.factor_rules import factors_of
 from weft.sharding.factors import split_counts
 from weft.sharding.tensor_layout import SUM, largest_part
@@ -85,23 +86,33 @@ def split_operators(folded: FoldedModel, graph: Graph, costs: Costs, groups: Seq
     searches = [MeshSearch(folded, costs, Mesh(costs.cluster, group, (len(group),), comm_fits=costs.comm_fits),
                            optimizer=optimizer or Optimizer(), limit_bytes=None, splits_states=False,
                            budget=budget or Budget(effort=float("inf"))) for group in groups]
-    dims = _batch_dims(folded.traced.graph, graph)
+    rows = _expert_rows(folded)
+    dims = _batch_dims(folded, graph, rows)
 
     def allowed(parts: ModelParts, index: int) -> Bools | None:
         found = _allowed(parts, index, dims, graph.batch if is_size_known else None)
         return found if found is None or not divides_experts else found & _by_experts(parts.parts[index])
 
     best = searches[0].run(allowed)
-    return [_Table(replace(best, parts=search.parts), folded, graph, costs, search.assembler, expert_load).make()
+    return [_Table(replace(best, parts=search.parts), folded, graph, costs, search.assembler, expert_load, rows).make()
             for search in searches]
 
 
-def _batch_dims(folded: Graph, graph: Graph) -> dict[int, int]:
-    """Return for tensors of the folded model the dimension that grows with the batch, where that is known."""
-    found = {}
-    for tensor, name in enumerate(folded.tensor_names):
+def _expert_rows(folded: FoldedModel) -> dict[fx.Node, Rows]:
+    """Return the tensors with rows that may be divided by experts."""
+    return find_rows(folded.traced.program.fx_graph.nodes, lambda node: experts_sort(node) is not None, factors_of)
+
+
+def _batch_dims(folded: FoldedModel, graph: Graph, rows: Mapping[fx.Node, Rows]) -> dict[int, int]:
+    """Return for tensors of the folded model the dimension that grows with the batch, where that is known.
+
+    Rows of experts do, too, but to divide them is to divide experts, not samples.
+    """
+    found, names = {}, folded.traced.program.names_of_nodes
+    by_experts = {names.get(node, node.name): item.dim for node, item in rows.items()}
+    for tensor, name in enumerate(folded.traced.graph.tensor_names):
         dim = int(graph.tensor_batch_dim[graph.tensor_index[name]]) if name in graph.tensor_index else -1
-        if dim >= 0:
+        if dim >= 0 and by_experts.get(name) != dim:
             found[tensor] = dim
     return found
 
@@ -166,10 +177,8 @@ class _Table:
     """Fills the arrays, operator by operator of the folded model, for all copies in the full one."""
 
     def __init__(self, found: ShardedModel, folded: FoldedModel, graph: Graph, costs: Costs,
-                 assembler: Assembler, expert_load: str = EVEN) -> None:
-        self.load = expert_load
-        self.rows = {} if expert_load == EVEN else find_rows(
-            folded.traced.program.fx_graph.nodes, lambda node: experts_sort(node) is not None, factors_of)
+                 assembler: Assembler, expert_load: str = EVEN, rows: Mapping[fx.Node, Rows] | None = None) -> None:
+        self.load, self.rows = expert_load, rows if rows is not None and expert_load != EVEN else {}
         self.found, self.folded, self.graph, self.costs = found, folded, graph, costs
         self.parts, self.assembler = found.parts, assembler
         self.batch = folded.traced.source.batch
