@@ -1,6 +1,6 @@
 """Mixtures of experts of the zoo: traced by folding, and one request on one H200 against what its roofline allows.
 
-    python -m benchmarks.bench_experts [--only mixtral-8x7b] [--tokens 2048]
+    python -m benchmarks.bench_experts [--only mixtral-8x7b] [--tokens 2048] [--compile]
 
 A step is the sum of all operators of the forward in bfloat16, batch 1. The roofline is the larger of two times: all
 operations (each token's experts only) at the rate that large products reach, and the weights that some token needs, read
@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 
 from weft.cluster import read_cluster
-from weft.cost.costs import estimate_costs
+from weft.coarsen.compiled import planned_costs
 from weft.cost.op_classes import op_classes
 from weft.model.probe import part_met
 from weft.model.source import resolve_model
@@ -25,7 +25,7 @@ from weft.sharding.expert_rows import GROUPED_KINDS
 MODELS = ("mixtral-8x7b", "qwen3-30b-a3b", "olmoe-7b", "gpt-oss-20b", "deepseek-v3")
 
 
-def row(name: str, tokens: int) -> str:
+def row(name: str, tokens: int, *, compiled: bool) -> str:
     """Return the line of a model."""
     begin = time.process_time()
     source = resolve_model(f"{name}:seq={tokens}", dtype="bfloat16", batch=1, mode="inference")
@@ -33,7 +33,7 @@ def row(name: str, tokens: int) -> str:
     seconds = time.process_time() - begin
     cluster = read_cluster("1 x H200")
     kind, shares = cluster.kinds["H200"], op_classes()["matmul"].gpu
-    step_s = float(estimate_costs(graph, cluster).forward_s[:, 0].sum())
+    step_s = float(planned_costs(graph, cluster, None, "bfloat16", compiled=compiled).forward_s[:, 0].sum())
     weights = sum(float(graph.tensor_bytes[tensor]) for tensor in graph.parameters)
     unread = 0.0
     for op, operator in enumerate(graph.op_kinds):
@@ -53,11 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=MODELS)
     parser.add_argument("--tokens", type=int, default=2048)
+    parser.add_argument("--compile", action="store_true", help="compiled stages, as `weft plan --compile` has them")
     args = parser.parse_args(arguments)
     print("| model | 10^9 parameters | weights, GB | traced, CPU s | Tflop | step | roofline of products | times that "
           "| times the peaks' |\n|---|---|---|---|---|---|---|---|---|")
     for name in [args.only] if args.only else MODELS:
-        print(row(name, args.tokens), flush=True)
+        print(row(name, args.tokens, compiled=args.compile), flush=True)
     return 0
 
 

@@ -11,8 +11,15 @@ from tests.run.plans import cut, greedy_order, make_plan, traced
 from tests.run.pool import Pool
 from tests.run.sharded_plans import sharded_plan
 from weft.base.errors import PlanError
+from weft.cluster import read_cluster
+from weft.cluster.cluster_file import parse_cluster
+from weft.model.folded import trace_folded
+from weft.model.source import ModelSource, resolve_model
 from weft.plan.orders import to_tokens
-from weft.plan.plan import Plan, Replica, Stage
+from weft.plan.plan import Optimizer, Plan, Replica, Stage
+from weft.planning.make import SearchOptions, search_plans
+from weft.search.common.problem import PlanOptions
+from weft.search.shard.compare import search_plan
 
 TOLERANCE = 1e-10
 MODELS = {**{name: f"{FOREIGN}:{name}" for name in ("qwen3_moe", "mixtral", "deepseek_v3", "olmoe")},
@@ -69,6 +76,30 @@ def test_tokens_are_sent_to_the_devices_of_their_experts_and_back(pool: Pool, na
     assert_equals_one(pool, plan, model, damage="lost all_to_all 3")
 
 
+FAST = {
+    "format": "weft.cluster", "version": 1,
+    "devices": [{"name": f"d{index}", "kind": "slow", "flops": {"float64": 1e9}, "memory": "64GiB",
+                 "memory_bandwidth": "1GB/s"} for index in range(4)],
+    "links": [{"from": f"d{first}", "to": f"d{last}", "bandwidth": "1TB/s", "latency": "0s"}
+              for last in range(4) for first in range(last)]}
+"""Slow devices on fast links: all is divided that can be."""
+
+
+@pytest.mark.timeout(120)
+def test_devices_with_samples_of_their_own_that_a_search_gives_experts(pool: Pool) -> None:
+    """What data and expert parallelism are together: tokens go to their experts by all-to-alls, and come back so."""
+    model = "mixtral-8x:layers=2,hidden=32,heads=4,kv_heads=4,ffn=48,vocab=96,seq=8"
+    source = resolve_model(model, dtype="float64", batch=4)
+    assert isinstance(source, ModelSource)
+    plan = search_plan(trace_folded(source), parse_cluster(FAST, where="fast"), shape=(4,),
+                       optimizer=Optimizer(kind="none"))
+    words = {name.rpartition(".experts.")[2]: word for name, (word,) in plan.stages[0].sharding.ops.items()}
+    assert (words["grouped_mm_fallback"], words["index"], words["index_2"]) == ("experts", "exchanged", "exchanged")
+    counts = pool.run(plan, model)["counts"]
+    last = sum(counts[phase]["all_to_all"] for phase in "FB")
+    assert_equals_one(pool, plan, model, damage=f"lost all_to_all {last}")
+
+
 def two_stages(model: str) -> Plan:
     """Return a pipeline of two stages, each with its experts divided over two devices."""
     graph = traced(model).graph
@@ -84,6 +115,19 @@ def two_stages(model: str) -> Plan:
 @pytest.mark.timeout(120)
 def test_experts_inside_a_pipeline(pool: Pool) -> None:
     assert_equals_one(pool, two_stages(MODELS["mixtral"]), MODELS["mixtral"], damage="lost_weight_gradient")
+
+
+@pytest.mark.timeout(240)
+def test_a_plan_that_divides_experts_as_asked_is_run_within_its_account(pool: Pool) -> None:
+    model = "mixtral-8x:layers=2,hidden=128,heads=4,kv_heads=2,ffn=512,vocab=256,seq=32"
+    options = PlanOptions(batch=4, microbatches=2, dtype="float64", ep=4)
+    plan = search_plans(model, read_cluster("4 x H200"), options, SearchOptions()).comparison.best.plan
+    assert plan is not None
+    assert {words for name, words in plan.stages[0].sharding.ops.items() if "grouped" in name} == {("experts",)}
+    found = pool.run(plan, model, memory=True)
+    assert found["verification"]["passed"]
+    for account, measured in found["memory"]:
+        assert measured == pytest.approx(account, rel=0.1)  # rows fall where they do, the account's fall evenly
 
 
 def test_degrees_that_do_not_divide_the_experts_are_refused() -> None:

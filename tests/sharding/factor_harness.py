@@ -139,6 +139,8 @@ def check_structure(op: OpFactors, inputs: Sequence[Sequence[int]], outputs: Seq
         for position, (dims, shape) in enumerate(zip(dims_of, shapes, strict=True)):
             assert len(dims) == len(shape), f"{what} {position} of shape {tuple(shape)} is described as {dims}"
             for dim, size in zip(dims, shape, strict=True):
+                if any(op.factors[item].ragged for item in dim):
+                    continue  # rows of experts: as many as values say
                 assert not dim or math.prod(op.factors[item].size for item in dim) == size, \
                     f"{what} {position}: factors {dim} do not make {size}"
     names = [factor.name for factor in op.factors]
