@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from weft.sharding.asked_rows import AskedRows
 from weft.sharding.expert_rows import EXPERTS, Ends, row_range
 from weft.sharding.factor_rules.common import arguments, dims_in, entered_in
 from weft.sharding.factor_rules.layers import Reduction
@@ -352,7 +353,7 @@ def _index(call: LocalCall) -> Tensor:
         return call.target(args["self"], [args["indices"][0] - call.range_of(call.factor(EXPERTS))[0]])
     if call.is_split("exchanged"):
         looked_up, axes = call.factor("looked_up"), call.axes(call.factor("exchanged"))
-        return _AskedRows.apply(args["self"], args["indices"][0], call.group(axes), call.stops(looked_up))
+        return AskedRows.apply(args["self"], args["indices"][0], call.group(axes), call.stops(looked_up))
     place = next(dim for dim, index in enumerate(args["indices"]) if index is not None)
     index, is_elsewhere = _here(call, args["indices"][place])
     if not args["self"].shape[place]:  # no rows here: what is looked up is a row of zeros
@@ -360,34 +361,6 @@ def _index(call: LocalCall) -> Tensor:
     found: Tensor = call.target(args["self"], [*args["indices"][:place], index, *args["indices"][place + 1:]])
     inner = args["self"].dim() - place - 1
     return found.masked_fill(is_elsewhere.reshape([*is_elsewhere.shape, *[1] * inner]), 0)
-
-
-class _AskedRows(torch.autograd.Function):
-    """Rows of a table whose parts devices have, each of which asks for some by their numbers in the whole."""
-
-    @staticmethod
-    def forward(ctx: Any, table: Tensor, index: Tensor, group: Group, stops: Sequence[int]) -> Tensor:
-        flat = index.flatten()
-        owner = torch.searchsorted(torch.tensor(stops, device=flat.device), flat, right=True)
-        order, counts = torch.argsort(owner, stable=True), torch.bincount(owner, minlength=group.size)
-        asked = group.all_to_all(list(counts.split(1)), [(1,)] * group.size)
-        asked_counts, own_counts = [int(item) for item in asked], counts.tolist()
-        numbers = group.all_to_all(list(flat[order].split(own_counts)), [(count,) for count in asked_counts])
-        wanted = torch.cat(numbers) - (stops[group.rank - 1] if group.rank else 0)
-        shapes = [(count, *table.shape[1:]) for count in own_counts]
-        rows = torch.cat(group.all_to_all(list(table[wanted].split(asked_counts)), shapes))
-        ctx.save_for_backward(order, wanted)
-        ctx.group, ctx.counts, ctx.shape = group, (own_counts, asked_counts), table.shape
-        return torch.empty_like(rows).index_copy_(0, order, rows).view(*index.shape, *table.shape[1:])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None, None]:
-        order, wanted = ctx.saved_tensors
-        own_counts, asked_counts = ctx.counts
-        sent = gradients[0].reshape(len(order), *ctx.shape[1:])[order]
-        shapes = [(count, *ctx.shape[1:]) for count in asked_counts]
-        rows = torch.cat(ctx.group.all_to_all(list(sent.split(own_counts)), shapes))
-        return rows.new_zeros(ctx.shape).index_add_(0, wanted, rows), None, None, None
 
 
 @_local
