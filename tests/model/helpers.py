@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from weft.model.source import ModelSource, resolve_model
 from weft.model.trace import TracedModel, run_program
 from weft.model.weights import materialize
+from weft.run.verify import GroupedProducts
 
 
 def source_of(make: Callable[[], nn.Module], *shapes: tuple[int, ...], batch: int = 2, mode: str = "training"):
@@ -43,7 +44,8 @@ def gradients(module: nn.Module) -> dict[str, Tensor]:
 def eager(source: ModelSource, inputs: tuple[Tensor, ...]) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss and gradients of the plain module."""
     module = materialize(source.build(), 0)
-    result = module(*inputs)
+    with GroupedProducts():
+        result = module(*inputs)
     loss = result[0] if isinstance(result, tuple) else result
     loss.backward()
     return loss.detach(), gradients(module)

@@ -23,6 +23,12 @@ SMALL = {
     "llama-tiny": "",
     "opt-1.3b": "layers=2,hidden=32,heads=4,vocab=97,seq=16,ffn=48",
     "mixtral-8x": "layers=2,hidden=32,heads=4,kv_heads=2,vocab=97,seq=16,ffn=48,experts=4",
+    "mixtral-8x7b": "layers=2,hidden=32,heads=4,kv_heads=2,vocab=97,seq=16,ffn=48,experts=4",
+    "qwen3-30b-a3b": "layers=2,hidden=32,heads=4,head_dim=8,kv_heads=2,vocab=97,seq=16,ffn=24,experts=8,top_k=3",
+    "olmoe-7b": "layers=2,hidden=32,heads=4,kv_heads=4,vocab=97,seq=16,ffn=24,experts=8,top_k=3",
+    "deepseek-v3": "layers=3,hidden=32,heads=4,vocab=97,seq=16,ffn=24,experts=8,top_k=3,groups=4,top_groups=2,"
+                   "dense_layers=1,dense_ffn=48,q_rank=16,kv_rank=16,rope_dim=8,plain_dim=8,value_dim=8",
+    "gpt-oss-20b": "layers=2,hidden=32,heads=4,head_dim=8,kv_heads=2,vocab=97,seq=16,ffn=24,experts=4,top_k=2,window=4",
     "bert-large": "layers=2,hidden=32,heads=4,vocab=97,seq=16,ffn=48",
     "t5-base": "layers=5,hidden=32,heads=4,vocab=97,seq=16,ffn=48",
     "llama-3-8b": "layers=3,hidden=32,heads=4,kv_heads=2,ffn=48,vocab=97,seq=16",

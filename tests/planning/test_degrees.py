@@ -141,7 +141,6 @@ def test_nonsense_is_refused(degrees, message):
 def test_model_must_be_divisible():
     graph = tensor_world()[0].graph
     for degrees, message in (({"tp": 8}, "--tp 8 does not divide the 4 attention heads of 'llama-tiny': try 4"),
-                             ({"ep": 2}, "has no experts to divide by --ep 2"),
                              ({"pp": 512, "interleave": 4}, "too few for 2048 stages")):
         with pytest.raises(InputError, match=message):
             check_model_degrees(PlanOptions(batch=8, degrees=Degrees(**degrees)), graph)

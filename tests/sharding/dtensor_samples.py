@@ -111,6 +111,14 @@ SAMPLES: Mapping[str, Callable[..., Arguments]] = {
     "squeeze.dims": lambda a, b, c, d: call(rand(a, 1, b), [1]),
     "squeeze.default": lambda a, b, c, d: call(rand(a, 1, b)),
     "constant_pad_nd.default": lambda a, b, c, d: call(rand(a, b), [1, 1]),
+    # complex numbers, and places in images
+    "_conj.default": lambda a, b, c, d: call(torch.complex(rand(a, b), rand(a, b))),
+    "_fft_c2c.default": lambda a, b, c, d: call(torch.complex(rand(a, b), rand(a, b)), [1], 0, True),
+    "_fft_c2r.default": lambda a, b, c, d: call(torch.complex(rand(a, b), rand(a, b)), [1], 0, 2 * b - 2),
+    "grid_sampler_2d.default": lambda a, b, c, d: call(rand(a, b, 8, 8), rand(a, c, d, 2), 0, 0, False),
+    "grid_sampler_3d.default": lambda a, b, c, d: call(rand(a, b, 4, 4, 4), rand(a, c, d, 4, 3), 0, 0, False),
+    "view_as_complex.default": lambda a, b, c, d: call(rand(a, b, 2)),
+    "view_as_real.default": lambda a, b, c, d: call(torch.complex(rand(a, b), rand(a, b))),
     # rows by number
     "gather.default": lambda a, b, c, d: call(rand(a, b), 1, ints(b, a, c)),
     "index_select.default": lambda a, b, c, d: call(rand(a, b), 0, ints(a, c)),

@@ -139,6 +139,8 @@ def check_structure(op: OpFactors, inputs: Sequence[Sequence[int]], outputs: Seq
         for position, (dims, shape) in enumerate(zip(dims_of, shapes, strict=True)):
             assert len(dims) == len(shape), f"{what} {position} of shape {tuple(shape)} is described as {dims}"
             for dim, size in zip(dims, shape, strict=True):
+                if any(op.factors[item].ragged for item in dim):
+                    continue  # rows of experts: as many as values say
                 assert not dim or math.prod(op.factors[item].size for item in dim) == size, \
                     f"{what} {position}: factors {dim} do not make {size}"
     names = [factor.name for factor in op.factors]
@@ -329,6 +331,15 @@ class FakeGroup:
 
     def __init__(self, size: int, rank: int, barrier: threading.Barrier, slots: list[Any]) -> None:
         self.size, self.rank, self._barrier, self._slots = size, rank, barrier, slots
+
+    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Return what every rank has for this one."""
+        self._slots[self.rank] = [part.detach().clone() for part in parts]
+        self._barrier.wait(GROUP_TIMEOUT_S)
+        found = [slots[self.rank] for slots in self._slots]
+        self._barrier.wait(GROUP_TIMEOUT_S)
+        assert [tuple(part.shape) for part in found] == [tuple(shape) for shape in shapes], "parts of other shapes"
+        return found
 
     def all_reduce(self, tensor: Tensor, how: str = "sum") -> Tensor:
         """Return the sum or maximum over the group."""

@@ -62,6 +62,8 @@ EXPLAINED = (
               "the saved statistics are empty, so there is nothing to split; DTensor calls them split"),
     Explained("ours", "scaled_dot_product_attention", r"S2 R R -> S2|R R S3 -> S3",
               "queries do not depend on each other, nor do columns of values; DTensor splits batch and heads only"),
+    Explained("ours", "grid_sampler_[23]d", r"R S\d -> S\d|S1 R -> S1",
+              "places that are looked up do not depend on each other, nor do channels; DTensor splits images only"),
     Explained("ours", "group_norm", "S1 S0 S0 -> S1", "groups do not depend on each other; the number of groups changes"),
     Explained("ours", "cross_entropy_loss|nll_loss|mse_loss|l1_loss|mean", r".*S\d.* -> P",
               "a part of a mean is divided by the number of all, so the parts are a sum and may be uneven; classes too"),
@@ -78,6 +80,7 @@ EXPLAINED = (
               "sums are the only unfinished results here: maxima, products and norms are taken of whole dimensions"),
     Explained("theirs", "any", ".* -> P", "a sum of truths is a count; as above"),
     Explained("theirs", "nansum", "P -> P", "not linear: what is no number in a part may be one in the sum"),
+    Explained("theirs", "_fft_.*|view_as_.*|_conj", "P -> P", "sums that are not taken yet are made of real numbers only"),
     Explained("theirs", "rms_norm", "R P -> P", "linear in the weight, which is a parameter and never a sum"),
 )
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from tests.sharding.factor_harness import MESHES, Checked, call_node, check_call, check_meshes
 from weft.sharding.factor_rules import factors_of
+from weft.sharding.factors import Factor
 
 aten = torch.ops.aten
 
@@ -78,6 +79,20 @@ def test_random_indices(kinds, mesh):
     shapes = {"scalar": (), "row": (3,), "column": (4, 1), "table": (4, 3)}
     indices = [None if kind is None else index(4, *shapes[kind], seed=place) for place, kind in enumerate(kinds)]
     check_call(aten.index.Tensor, tensor(4, 5, 6)[:, :4], indices, mesh=mesh)
+
+
+@pytest.mark.parametrize("num_rows", [4, 7, 12])
+def test_rows_that_devices_ask_each_other_for(num_rows):
+    """Both what is looked up and what asks are split, evenly or not; no part of a row is made twice."""
+    args = tensor(9, 5), [index(9, num_rows)]
+    op = factors_of(call_node(aten.index.Tensor, args, {})[0])
+    names = [factor.name for factor in op.factors]
+    joins = names.index("looked_up"), names.index("i0")
+    asks = Factor(name="exchanged", size=min(9, num_rows), special=True, joins=joins)
+    for mesh in ((2,), (3,), (2, 2)):
+        checked = check_call(aten.index.Tensor, *args, mesh=mesh, op=replace(op, factors=(*op.factors, asks)))
+        assert "exchanged" in checked.split
+        assert not [item for item in checked.strategies if len(op.factors) in item and set(joins) & set(item)]
 
 
 def test_the_same_index_twice():

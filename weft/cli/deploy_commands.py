@@ -73,7 +73,7 @@ def deploy(
     splits = late.load_splits(model, problem, costs_of, report=report, progress=report,
                               budget=budget) if tensor and searching.method == "auto" else {}
     found = late.search_deployments(problem, searching, splits=splits, policy=late.load_policy(weights), budget=budget)
-    for note in late.recompute_notes(graph, found.plan):
+    for note in late.plan_notes(graph, found.plan):
         report(f"note: {note}")
     common.write_plan(out, found.plan, report)
     plain = _data_parallel(problem, budget)

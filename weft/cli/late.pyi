@@ -37,7 +37,7 @@ from weft.model.trace import TracedModel as TracedModel
 from weft.plan.check import check_plan as check_plan
 from weft.plan.diff import diff_plans as diff_plans
 from weft.plan.lower import lower as lower
-from weft.plan.notes import recompute_notes as recompute_notes
+from weft.plan.notes import plan_notes as plan_notes
 from weft.plan.program import Program as Program
 from weft.planning.compare import Comparison as Comparison
 from weft.planning.degrees import check_model_degrees as check_model_degrees

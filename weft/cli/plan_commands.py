@@ -63,6 +63,8 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="none, sgd, adam or adamw.")] = "adamw",
     compiled: Annotated[bool, typer.Option(
         "--compile/--eager", help="Stages run as compiled graphs, or operator by operator.")] = False,
+    expert_load: Annotated[str, typer.Option(
+        help="Rows assumed to fall on each expert: even, power:1.2, or shares.")] = "even",
     profile: common.ProfileOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the best plan here.")] = None,
     tried: TriedOption = False,
@@ -82,7 +84,7 @@ def plan(
                              mode=None if mode is None else common.choice("--mode", mode, get_args(Mode)))
     options = late.PlanOptions(batch=asked.batch, microbatches=asked.microbatches, mode=asked.mode,
                                dtype=common.dtype_choice(dtype), seed=seed, compiled=compiled, degrees=degrees,
-                               optimizer=common.optimizer_choice(optimizer))
+                               expert_load=expert_load, optimizer=common.optimizer_choice(optimizer))
     search = late.SearchOptions(strategies=strategy or None, placements=tuple(placement or ()), deploy=deploy,
                                 joint=joint, time_limit_s=time_limit, target=target, headroom=headroom, profile=profile)
     found = late.search_plans(model, read_cluster(cluster), options, search, report=report)

@@ -32,7 +32,7 @@ _BY_WEIGHT: Final = ("recurrent", "attention", "convolution", "matmul", "softmax
 
 _TABLE: Final = Path(__file__).with_name("efficiency.yaml")
 _NAMESPACES: Final = frozenset({"torch", "ops", "aten", "prims", "onnx", "ai", "com", "microsoft", "operator",
-                                "_operator", "builtins", "math"})
+                                "_operator", "builtins", "math", "transformers"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

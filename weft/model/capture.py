@@ -38,6 +38,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from weft.base.errors import ModelError
 from weft.model import functional
 from weft.model.chains import Chain, ChainMismatch, find_chains, standing_in, write_chains
+from weft.model.fixed_counts import counts_of_fixed_size
 from weft.model.fold import FoldMismatch, check_unchanging
 from weft.model.forward import checkpoints_noted, refused_functions
 
@@ -186,6 +187,7 @@ def _forward_as_written(training: bool) -> Iterator[None]:
             logger = logging.getLogger(name)
             stack.callback(setattr, logger, "disabled", logger.disabled)
             logger.disabled = True
+        stack.enter_context(counts_of_fixed_size())
         if training:
             stack.enter_context(refused_functions(_own_line))
         yield

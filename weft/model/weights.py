@@ -22,6 +22,8 @@ STANDARD_DEVIATION: Final = 0.02
 _FILLERS: Final = ("uniform_", "normal_", "trunc_normal_", "constant_", "ones_", "zeros_", "xavier_uniform_",
                    "xavier_normal_", "kaiming_uniform_", "kaiming_normal_")
 """Functions of ``torch.nn.init`` that take long to do nothing to a tensor without memory."""
+_LARGE_ENTRIES: Final = 1 << 28
+"""Uninitialised tensors with more are parameters (the experts of a layer): even to reserve their memory may fail."""
 
 
 @contextmanager
@@ -35,14 +37,23 @@ def without_memory() -> Iterator[None]:
             param._is_hf_initialized = True  # transformers then leaves it alone: drawing nothing takes it long
         register(self, name, param)
 
-    fillers = {name: getattr(torch.nn.init, name) for name in _FILLERS}
+    def empty_on_meta(*sizes: Any, **options: Any) -> torch.Tensor:
+        if "device" not in options and "out" not in options:
+            found = empty(*sizes, **options, device="meta")
+            if found.numel() > _LARGE_ENTRIES:
+                return found
+        return empty(*sizes, **options)
+
+    fillers, empty = {name: getattr(torch.nn.init, name) for name in _FILLERS}, torch.empty
     torch.nn.Module.register_parameter = register_on_meta
+    torch.empty = empty_on_meta
     for name, filler in fillers.items():
         setattr(torch.nn.init, name, partial(_fill_unless_meta, filler))
     try:
         yield
     finally:
         torch.nn.Module.register_parameter = register
+        torch.empty = empty
         for name, filler in fillers.items():
             setattr(torch.nn.init, name, filler)
 

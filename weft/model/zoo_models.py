@@ -147,7 +147,11 @@ def _from_settings(family: Mapping[str, Any], sizes: Sizes, mode: Mode) -> nn.Mo
     """Return the module that a configuration of transformers makes, with a forward of plain tensors."""
     settings = {**_settings(family["config"], sizes), **family.get("fixed", {})}
     config = _class(family["package"], f"{family['prefix']}Config")(**settings)
-    module: nn.Module = _class(family["package"], family["prefix"] + family["head"])(_without_masks(config))
+    if "attention" in family:  # with masks: windows, or sums that the plain one does not know
+        config._attn_implementation = family["attention"]
+    else:
+        config = _without_masks(config)
+    module: nn.Module = _class(family["package"], family["prefix"] + family["head"])(config)
     base = type(module)
     module.__class__ = type(base.__name__, (base,), {
         "forward": _FORWARDS[family["forward"]][mode == "inference"], "_plain_forward": base.forward,
@@ -157,8 +161,8 @@ def _from_settings(family: Mapping[str, Any], sizes: Sizes, mode: Mode) -> nn.Mo
 
 def _settings(names: Mapping[str, Any], sizes: Sizes) -> dict[str, Any]:
     """Return the settings that take these sizes, or multiples of one."""
-    known = {**sizes, "head_dim": sizes.get("hidden", 0) // sizes.get("heads", 1),
-             "num_used_experts": min(2, sizes.get("experts", 0)), "num_positions": sizes.get("frames", 0) // 2}
+    known = {"head_dim": sizes.get("hidden", 0) // sizes.get("heads", 1), "top_k": min(2, sizes.get("experts", 0)),
+             "num_positions": sizes.get("frames", 0) // 2, **sizes}
     return {key: known[name] if isinstance(name, str) else [factor * known[name[0]] for factor in name[1:]]
             for key, name in names.items()}
 

@@ -23,7 +23,7 @@ from weft.search.deploy.splits import tp_groups_by_degree
 from weft.search.joint.baselines import STRATEGIES, admits
 
 AXES: Final = ("tp", "cp", "pp", "dp")
-"""What devices multiply to; the devices of ``ep`` are replicas."""
+"""What devices multiply to; the devices of ``ep`` are those of ``tp``."""
 
 
 def settle_degrees(options: PlanOptions, cluster: Cluster, *, on_all: bool = True) -> PlanOptions:
@@ -34,8 +34,10 @@ def settle_degrees(options: PlanOptions, cluster: Cluster, *, on_all: bool = Tru
     degrees, even = options.degrees, is_even(cluster)
     if not degrees:
         return options
-    check_planned(replace(degrees, ep=None))
+    check_planned(degrees)
     _check_together(options)
+    if (degrees.ep or 1) > 1:
+        degrees = replace(degrees, tp=degrees.ep)
     _check_tp(degrees, cluster)
     degrees = _from_batch(degrees, options)
     degrees = _with_all_devices(degrees, cluster) if even and on_all else _few_enough(degrees, cluster)
@@ -53,10 +55,7 @@ def settle_degrees(options: PlanOptions, cluster: Cluster, *, on_all: bool = Tru
 def check_model_degrees(options: PlanOptions, graph: Graph) -> None:
     """Raise ``InputError`` where the model cannot be divided as asked."""
     degrees = options.degrees
-    if (degrees.ep or 1) > 1 and not has_experts(graph):
-        raise InputError(f"{graph.name!r} has no experts to divide by --ep {degrees.ep}: leave it out")
-    check_planned(degrees)
-    heads = min_heads(graph)
+    heads = None if (degrees.ep or 1) > 1 else min_heads(graph)
     if degrees.tp is not None and heads is not None and heads % degrees.tp:
         works = (size for size in divisors(heads) if size & (size - 1) == 0)
         raise InputError(f"--tp {degrees.tp} does not divide the {heads} attention heads of {graph.name!r}: try "
@@ -102,11 +101,6 @@ def near(value: int, works: Iterable[int]) -> str:
     return " or ".join(map(str, below + above)) or "another one"
 
 
-def has_experts(graph: Graph) -> bool:
-    """Return whether modules of the model are experts."""
-    return any(part.startswith("expert") for module in dict.fromkeys(graph.op_modules) for part in module.split("."))
-
-
 def min_heads(graph: Graph) -> int | None:
     """Return the heads of the attention operators, the fewest of any; None where there are none."""
     found = {graph.tensor_shapes[int(graph.op_inputs(op)[0])] for op, kind in enumerate(graph.op_kinds)
@@ -123,6 +117,9 @@ def _check_together(options: PlanOptions) -> None:
         for name, value in late.items():
             if value:
                 raise InputError(f"{name} is for training, and this is inference: leave it out")
+    if degrees.ep is not None and degrees.ep > 1 and degrees.tp not in (None, degrees.ep):
+        raise InputError(f"--ep {degrees.ep} divides experts over the devices of a tp group, and --tp {degrees.tp} says "
+                         "how many these are: make them equal, or leave --tp out")
     if degrees.zero == 0 and degrees.zero_group is not None:
         raise InputError("--zero-group says who divides what --zero 0 keeps whole: leave one of them out")
     if options.whole_parameters:

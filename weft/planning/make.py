@@ -21,7 +21,8 @@ from weft.coarsen.compiled import planned_costs
 from weft.cost.costs import Costs
 from weft.model.graph import Graph
 from weft.model.load import has_module, load_graph_for, trace_model
-from weft.plan.notes import NOTE, recompute_notes
+from weft.plan.expert_load import check_degree, parse_load, rows_by_experts
+from weft.plan.notes import NOTE, plan_notes
 from weft.plan.plan import Mode, Optimizer, OptimizerKind, Plan
 from weft.plan.step_rates import StepRates, step_rates
 from weft.planning.compare import Comparison, compare_all
@@ -119,6 +120,10 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
 
             _judge(check_trace(traced, traced.source.build(), traced.source.inputs()), report)
     check_model_degrees(options, graph)
+    if (options.degrees.ep or 1) > 1:
+        check_degree(graph, narrow, options.degrees.ep or 1)
+    for num_experts in rows_by_experts(graph):
+        parse_load(options.expert_load, num_experts)
     asks = graph.asks_recompute and options.degrees.recompute != "none"
     options = replace(options, recompute=options.recompute or asks)
     for note in graph.warnings:
@@ -146,7 +151,7 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
     if narrow is not cluster:
         comparison = bind_to_cluster(comparison, whole)
     assert comparison.best.plan is not None, "the search raises otherwise"
-    for note in recompute_notes(graph, comparison.best.plan):
+    for note in plan_notes(graph, comparison.best.plan, load=options.expert_load):
         report(f"{NOTE}{note}")
     if search.try_example and _has_values(model):
         with budget.paused():

@@ -13,7 +13,9 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,6 +28,7 @@ from weft.cost.mesh import Mesh
 from weft.plan.plan import Plan, Replica
 from weft.plan.sharding import axis_sizes, coordinates_of, factor_name
 from weft.run.transport import Transport
+from weft.sharding.expert_rows import Ends, Rows
 from weft.sharding.layout_steps import Step, find_steps
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, part_sizes
 
@@ -158,9 +161,21 @@ def _axes_used(ops: Mapping[str, tuple[str, ...]]) -> list[tuple[int, ...]]:
 class Change:
     """Changes the layout of tensors of one shape on one device; call it with the device's part."""
 
-    def __init__(self, mesh: ReplicaMesh, shape: Sequence[int], source: Layout, target: Layout) -> None:
-        self.steps = [_LocalStep(mesh, tuple(shape), step) for step in
-                      find_steps(source, target, mesh.sizes, shape, mesh.weights)]
+    def __init__(self, mesh: ReplicaMesh, shape: Sequence[int], source: Layout, target: Layout, *,
+                 rows: Rows | None = None) -> None:
+        """``rows`` is the dimension that is cut where experts' rows end: call what ``cut_at`` returns."""
+        whole = tuple(shape)
+        self.rows_dim = None if rows is None else rows.dim
+        if rows is not None:
+            whole = (*whole[:rows.dim], rows.num_experts, *whole[rows.dim + 1:])
+        self.steps = [_LocalStep(mesh, whole, step) for step in
+                      find_steps(source, target, mesh.sizes, whole, mesh.weights)]
+
+    def cut_at(self, ends: Ends) -> Change:
+        """Return the change of a tensor whose experts' rows end there."""
+        found = copy(self)
+        found.steps = [step.cut_at(self.rows_dim, ends) for step in self.steps]
+        return found
 
     def __bool__(self) -> bool:
         return bool(self.steps)
@@ -179,6 +194,13 @@ class _LocalStep:
         self.group: AxisGroup = mesh.group((step.axis,))
         self.now, self.after = step.before[step.axis], step.after
         self.old, self.new = (_Parts.of(placement, mesh, shape, step) for placement in (self.now, self.after))
+
+    def cut_at(self, dim: int | None, ends: Ends) -> _LocalStep:
+        """Return the step with parts of this dimension that are experts' rows, not experts."""
+        found = copy(self)
+        found.old, found.new = (parts.cut_at(ends) if parts is not None and parts.dim == dim else parts
+                                for parts in (self.old, self.new))
+        return found
 
     def __call__(self, tensor: Tensor) -> Tensor:
         rank, old, new = self.group.rank, self.old, self.new
@@ -217,18 +239,27 @@ class _Parts:
     sizes: tuple[int, ...]
     """Entries of each coordinate's part of a block."""
     zigzag: bool = False
+    first: int = 0
+    """Entries before the parts, which devices have that differ along earlier axes."""
 
     @staticmethod
     def of(placement: Placement, mesh: ReplicaMesh, shape: tuple[int, ...], step: Step) -> _Parts | None:
         """Return the parts of a placement that splits, as it is after the axes that cut before."""
         if not placement.is_split:
             return None
-        length = shape[placement.dim] // placement.blocks
+        length, first = shape[placement.dim] // placement.blocks, 0
         for axis in range(step.axis):
             if step.before[axis].dim == placement.dim:
-                length = part_sizes(length, mesh.sizes[axis], unit=placement.unit)[mesh.coordinates[axis]]
+                sizes = part_sizes(length, mesh.sizes[axis], unit=placement.unit)
+                length = sizes[mesh.coordinates[axis]]
+                first += sum(sizes[:mesh.coordinates[axis]])
         return _Parts(placement.dim, placement.blocks,
-                      part_sizes(length, mesh.sizes[step.axis], unit=placement.unit), placement.zigzag)
+                      part_sizes(length, mesh.sizes[step.axis], unit=placement.unit), placement.zigzag, first)
+
+    def cut_at(self, ends: Ends) -> _Parts:
+        """Return the parts as rows, where they are experts whose rows end there."""
+        places = list(accumulate(self.sizes, initial=self.first))
+        return replace(self, sizes=tuple(ends[last] - ends[first] for first, last in pairwise(places)), first=0)
 
     def cut(self, tensor: Tensor, rank: int) -> Tensor:
         """Return a device's part, a view where it can be one."""

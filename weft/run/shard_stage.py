@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from weft.base.errors import PlanError
 from weft.model.probe import is_random
 from weft.plan.plan import Sharding
 from weft.plan.sharding import SplitOp, TensorLayout, parse_layout, parse_strategy, whole_layout
@@ -32,8 +33,9 @@ from weft.run.mesh import Change, ReplicaMesh, Reshard
 from weft.run.random_state import RankRandom
 from weft.run.split_backward import attributes_of
 from weft.run.stage import StageModule
+from weft.sharding.expert_rows import Ends, Rows, find_rows
 from weft.sharding.factor_rules import factors_of
-from weft.sharding.factors import NOT_SPLIT
+from weft.sharding.factors import NOT_SPLIT, split_counts
 from weft.sharding.local_ops import LocalCall, is_special, plain_call, run_local
 from weft.sharding.tensor_layout import SUM, WHOLE, Layout, Placement, local_shape
 
@@ -73,12 +75,17 @@ class _Layouts:
             words = sharding.ops.get(name, ())
             if any(words):
                 self.splits[node] = parse_strategy(factors_of(node), words, mesh.sizes, name=name)
+        self.rows = find_rows(stage.module.graph.nodes, self._divides_experts, factors_of)
         self.made: dict[Node, TensorLayout] = {}
         self.common: dict[Node, TensorLayout] = {}
         for node in stage.module.graph.nodes:
             if node.op != "output":
                 self.made[node] = self._made(node)
                 self.common[node] = self._common(node, sharding)
+
+    def _divides_experts(self, node: Node) -> bool:
+        found = self.splits.get(node)
+        return found is not None and any(choice >= 0 and found.op.factors[choice].ragged for choice in found.strategy)
 
     def _needs_gradient(self, node: Node) -> bool:
         value = node.meta.get("val")
@@ -143,6 +150,8 @@ class _Builder:
         self.graph = Graph()
         self.local: dict[Node, Node] = {}
         self.changed: dict[tuple[Node, TensorLayout], Node] = {}
+        self.ends: dict[Node, Node] = {}
+        """By sort: where the experts' rows end."""
 
     def build(self) -> Graph:
         """Return the graph."""
@@ -189,10 +198,39 @@ class _Builder:
                          mesh=self.mesh.sizes, coordinates=self.mesh.coordinates, group=self.mesh.group)
         made = node.meta["val"]
         shapes = [tuple(item.shape) for item in (made if isinstance(made, tuple | list) else (made,))]
+        if rows := self._split_rows(node, found):
+            ends = self._ends(next(iter(rows.values())))
+            return self.graph.call_function(_by_rows(call, shapes, tuple(rows)), (ends, *args), kwargs)
         if is_special(found.op, found.strategy):
             return self.graph.call_function(_special(call, shapes), args, kwargs)
         target, args = plain_call(call, shapes)
         return self.graph.call_function(target, args, kwargs)
+
+    def _split_rows(self, node: Node, found: SplitOp) -> dict[int, Rows]:
+        """Return the factors that are split and are rows of experts."""
+        split = split_counts(found.op, found.strategy, self.mesh.sizes) or {}
+        rows: dict[int, Rows] = {}
+        places: dict[int, list[Node]] = {}
+        for position, item in enumerate(node.all_input_nodes):
+            for dim, factors in enumerate(found.op.inputs[position]):
+                own = self.layouts.rows.get(item)
+                for factor in factors:
+                    if factor in split and not found.op.factors[factor].ragged:
+                        if own is not None and own.dim == dim:
+                            rows[factor] = own
+                        else:
+                            places.setdefault(factor, []).append(item)
+        for factor in rows.keys() & places.keys():
+            raise PlanError(f"sharding.ops.{self.stage.op_names.get(node, node.name)}: experts' rows are divided with "
+                            f"{places[factor][0].name!r}, which has other rows: leave this operator whole")
+        return rows
+
+    def _ends(self, rows: Rows) -> Node:
+        """Return the node that finds where the experts' rows end."""
+        if rows.sort not in self.ends:
+            values = next(user for user in rows.sort.users if user.args[1] == 0)  # a sort is done by all devices
+            self.ends[rows.sort] = self.graph.call_function(_find_ends(rows.num_experts), (self.local[values],))
+        return self.ends[rows.sort]
 
     def _read(self, node: Node, wanted: TensorLayout) -> Node:
         """Return the node's value in the layout that a reader wants."""
@@ -207,9 +245,14 @@ class _Builder:
         if (node, after) not in self.changed:
             source = self.local[node] if before == self.layouts.made[node] else self.changed[node, before]
             shape = tuple(node.meta["val"].shape)
-            value = Change(self.mesh, shape, before.value, after.value)
-            gradient = Change(self.mesh, shape, after.gradient, before.gradient)
-            new = self.graph.call_function(_reshard(value, gradient, node in self.layouts.differentiable), (source,))
+            rows, is_differentiable = self.layouts.rows.get(node), node in self.layouts.differentiable
+            value = Change(self.mesh, shape, before.value, after.value, rows=rows)
+            gradient = Change(self.mesh, shape, after.gradient, before.gradient, rows=rows)
+            if rows is None:
+                new = self.graph.call_function(_reshard(value, gradient, is_differentiable), (source,))
+            else:
+                made = _reshard_rows(value, gradient, is_differentiable)
+                new = self.graph.call_function(made, (source, self._ends(rows)))
             new.meta["val"] = self._like(node.meta["val"], after.value)
             self.changed[node, after] = new
         return self.changed[node, after]
@@ -222,6 +265,32 @@ def _reshard(value: Change, gradient: Change, is_differentiable: bool) -> Callab
         return result
 
     return reshard
+
+
+def _reshard_rows(value: Change, gradient: Change, is_differentiable: bool) -> Callable[[Tensor, Ends], Tensor]:
+    """Return a function that changes the layout of a tensor with rows of experts, which end somewhere."""
+    def reshard(tensor: Tensor, ends: Ends) -> Tensor:
+        return _reshard(value.cut_at(ends), gradient.cut_at(ends), is_differentiable)(tensor)
+
+    return reshard
+
+
+def _find_ends(num_experts: int) -> Callable[[Tensor], Ends]:
+    """Return a function from the sorted numbers of experts to where the rows of each end; it waits for the device."""
+    def find_ends(ids: Tensor) -> Ends:
+        numbers = torch.arange(num_experts, dtype=ids.dtype, device=ids.device)
+        return [0, *torch.searchsorted(ids, numbers, right=True).tolist()]
+
+    return find_ends
+
+
+def _by_rows(call: LocalCall, shapes: Sequence[tuple[int, ...]], factors: Sequence[int]) -> Callable[..., Any]:
+    """Return a function that does what one device does for an operator of which it has some experts' rows."""
+    def local_part(ends: Ends, *args: Any, **kwargs: Any) -> Any:
+        here = replace(call, args=args, kwargs=kwargs, row_ends=dict.fromkeys(factors, ends))
+        return run_local(here, shapes)
+
+    return local_part
 
 
 def _special(call: LocalCall, shapes: Sequence[tuple[int, ...]]) -> Callable[..., Any]:

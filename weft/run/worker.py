@@ -19,7 +19,7 @@ from weft.model.fidelity import check_trace
 from weft.model.source import ModelSource, resolve_model
 from weft.model.weights import materialize
 from weft.plan.cut import check_cut
-from weft.plan.notes import recompute_notes
+from weft.plan.notes import plan_notes
 from weft.plan.plan import Plan, load_plan
 from weft.plan.program import Op, Program
 from weft.run.checkpoint import Checkpoints, model_state
@@ -182,7 +182,7 @@ def execute(plan: Plan, tracer: Tracer, options: RunOptions, *, transport: Trans
             result = replace(result, verification=check, gradients=inspected.gradients,
                              gradient_spread=inspected.gradient_spread)
     status.set(Milestone.DONE)
-    notes = (*program.graph.warnings, *recompute_notes(program.graph, plan), *fallbacks)
+    notes = (*program.graph.warnings, *plan_notes(program.graph, plan), *fallbacks)
     return None if result is None else replace(result, notes=notes)
 
 

@@ -52,6 +52,8 @@ class Factor:
     """Parts must be equal."""
     divides: float = 1.0
     """The part of the operator's work that is divided with it: half for the width of attention's values."""
+    ragged: bool = False
+    """A dimension of it may have any number of rows for each of its entries (``weft.sharding.expert_rows``)."""
     fixed: bool = False
     """Never split: it only says of what blocks a dimension is made (three matrices that are joined in one)."""
     zigzag: bool = False
@@ -62,6 +64,10 @@ class Factor:
     """Bytes of each all-reduce inside the operator where this factor, and no other, is split (if it is special)."""
     backward_sums: tuple[float, ...] = ()
     """The same for its backward."""
+    joins: tuple[int, ...] = ()
+    """It is in no dimension: to split it is to split these others, each tensor by the one that it has."""
+    exchanged: float = 0.0
+    """Bytes that devices exchange in an all-to-all inside the operator where it is split, and again in its backward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +100,9 @@ Strategy = tuple[int, ...]
 
 def is_valid(op: OpFactors, strategy: Strategy, mesh: Sequence[int]) -> bool:
     """Return whether the parts are not empty, even where they must be, and no dimension is split by two factors."""
-    counts = factor_counts(strategy, mesh)
+    counts = split_counts(op, strategy, mesh)
+    if counts is None:
+        return False
     tensors = (*op.inputs, *op.outputs)
     for index, count in counts.items():
         factor = op.factors[index]
@@ -111,6 +119,17 @@ def factor_counts(strategy: Strategy, mesh: Sequence[int]) -> dict[int, int]:
     for choice, count in zip(strategy, mesh, strict=True):
         if choice >= 0:
             counts[choice] = counts.get(choice, 1) * count
+    return counts
+
+
+def split_counts(op: OpFactors, strategy: Strategy, mesh: Sequence[int]) -> dict[int, int] | None:
+    """Return into how many parts dimensions are split, by the factors they have; None if one is split in two ways."""
+    counts: dict[int, int] = {}
+    for index, count in factor_counts(strategy, mesh).items():
+        for member in op.factors[index].joins or (index,):
+            if member in counts:
+                return None
+            counts[member] = count
     return counts
 
 
@@ -199,12 +218,13 @@ def _layout(op: OpFactors, strategy: Strategy, mesh: Sequence[int], dims: Dims, 
 
 
 def _placement(op: OpFactors, dims: Dims, factor: int, counts: Mapping[int, int], otherwise: Placement) -> Placement:
-    """Return where a tensor has the factor, or ``otherwise``."""
-    for dim, items in enumerate(dims):
-        if factor in items:
-            place = items.index(factor)
-            blocks = math.prod(op.factors[item].size for item in items[:place])
-            inner = math.prod(op.factors[item].size for item in items[place + 1:])
-            return Placement(dim, blocks, inner if op.factors[factor].size % counts[factor] else 1,
-                             place > 0 and op.factors[items[place - 1]].zigzag)
+    """Return where a tensor has the factor, or one that it joins, or ``otherwise``."""
+    for member in op.factors[factor].joins or (factor,):
+        for dim, items in enumerate(dims):
+            if member in items:
+                place = items.index(member)
+                blocks = math.prod(op.factors[item].size for item in items[:place])
+                inner = math.prod(op.factors[item].size for item in items[place + 1:])
+                return Placement(dim, blocks, inner if op.factors[member].size % counts[factor] else 1,
+                                 place > 0 and op.factors[items[place - 1]].zigzag)
     return otherwise

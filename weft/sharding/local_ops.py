@@ -12,16 +12,20 @@ that lacks the split factor is the sum of what the devices return, and its gradi
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from weft.sharding.asked_rows import AskedRows
 from weft.sharding.attention import Meeting, attend, can_attend, parts_of
+from weft.sharding.expert_rows import EXPERTS, Ends, row_range
 from weft.sharding.factor_rules.common import arguments, dims_in, entered_in
 from weft.sharding.factor_rules.layers import Reduction
 from weft.sharding.factors import NOT_SPLIT, ROWS, OpFactors, Strategy, is_passed_round, output_layout
@@ -42,6 +46,10 @@ class Group(Protocol):
         """Start sending to the next device; return what waits for the tensor, of the same shape, of the one before."""
         ...
 
+    def all_to_all(self, parts: Sequence[Tensor], shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
+        """Return what every device has for this one, in these shapes; ``parts`` are what this one has for each."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True)
 class LocalCall:
@@ -57,14 +65,20 @@ class LocalCall:
     coordinates: tuple[int, ...]
     group: Callable[[tuple[int, ...]], Group]
     """From axes of the mesh to the group of devices along them."""
+    row_ends: Mapping[int, Ends] = field(default_factory=dict)
+    """Of factors that are rows sorted by expert: where the experts' rows end, in the whole."""
 
     def axes(self, factor: int) -> tuple[int, ...]:
         """Return the axes that split a factor."""
-        return tuple(axis for axis, choice in enumerate(self.strategy) if choice == factor)
+        return tuple(axis for axis, choice in enumerate(self.strategy)
+                     if choice >= 0 and (choice == factor or factor in self.op.factors[choice].joins))
 
-    def range_of(self, factor: int) -> tuple[int, int]:
-        """Return the (start, stop) of the device's part of a factor."""
-        cuts = [(self.coordinates[axis], self.mesh[axis]) for axis in self.axes(factor)]
+    def range_of(self, factor: int, coordinates: Sequence[int] | None = None) -> tuple[int, int]:
+        """Return the (start, stop) of the device's part of a factor, or of the part at other coordinates."""
+        at = coordinates or self.coordinates
+        cuts = [(at[axis], self.mesh[axis]) for axis in self.axes(factor)]
+        if factor in self.row_ends:
+            return row_range(self.row_ends[factor], cuts)
         return local_ranges(self.op.factors[factor].size, cuts)[0]
 
     def ranges_of(self, name: str, *, at: int | None = None) -> tuple[tuple[int, int], ...]:
@@ -80,6 +94,11 @@ class LocalCall:
         num_blocks = 1 if block < 0 else self.op.factors[block].size
         return local_ranges(self.op.factors[index].size * num_blocks, cuts, blocks=num_blocks,
                             zigzag=block >= 0 and self.op.factors[block].zigzag)
+    def stops(self, factor: int) -> list[int]:
+        """Return where the parts end that the devices along the factor's axes have, in their order."""
+        choices = [range(size) if axis in self.axes(factor) else (self.coordinates[axis],)
+                   for axis, size in enumerate(self.mesh)]
+        return [self.range_of(factor, at)[1] for at in itertools.product(*choices)]
 
     def factor(self, name: str) -> int:
         """Return the index of a factor by name, -1 if there is none."""
@@ -87,7 +106,7 @@ class LocalCall:
 
     def is_split(self, name: str) -> bool:
         """Return whether some axis splits the factor of this name."""
-        return (index := self.factor(name)) >= 0 and index in self.strategy
+        return (index := self.factor(name)) >= 0 and bool(self.axes(index))
 
     def part(self, name: str, whole: int) -> int:
         """Return the size of the device's part of the factor of this name; ``whole`` where it is not split."""
@@ -132,6 +151,9 @@ def plain_call(call: LocalCall, output_shapes: Sequence[tuple[int, ...]]) -> tup
     for position, place in enumerate(call.op.shape_args):
         layout = output_layout(call.op, call.strategy, call.mesh, position)
         args[place] = list(local_shape(output_shapes[position], layout, call.mesh, call.coordinates))
+        for dim, own in enumerate(call.op.outputs[position]):
+            if any(factor in call.row_ends for factor in own):
+                args[place][dim] = call.size_of(own)
     return _ON_PARTS.get(call.target, call.target), tuple(args)
 
 
@@ -173,6 +195,16 @@ def _convolution(call: LocalCall) -> Any:
 
 
 @_local
+def _grouped(call: LocalCall) -> Tensor:
+    """Multiply the rows of the device's experts."""
+    args = call.arguments()
+    start, stop = call.range_of(call.factor(EXPERTS))
+    ends = args["offs"]
+    args["offs"] = ends[start:stop] - ends[start - 1] if start else ends[:stop]
+    return call.target(**args)
+
+
+@_local
 def _embedding(call: LocalCall) -> Tensor:
     """Look up the tokens that are in the device's part of the vocabulary; zeros for the others."""
     args = call.arguments()
@@ -182,6 +214,23 @@ def _embedding(call: LocalCall) -> Tensor:
     padding = args["padding_idx"] - start if start <= args["padding_idx"] < stop else -1
     found = torch.ops.aten.embedding(args["weight"], indices.masked_fill(is_elsewhere, 0), padding)
     return found.masked_fill(is_elsewhere.unsqueeze(-1), 0.0)
+
+
+@_local
+def _embedding_bag(call: LocalCall) -> tuple[Tensor, ...]:
+    """Sum the rows of each bag that are in the device's part of the vocabulary."""
+    args = call.arguments()
+    start, stop = call.range_of(call.factor("vocab"))
+    is_here = (args["indices"] >= start) & (args["indices"] < stop)
+    padding, counts_back = args.get("padding_idx"), "padding_idx" in str(call.target)
+    if padding is not None and (padding >= 0 or counts_back):  # such rows are left out of their bags
+        is_here &= args["indices"] != padding % call.op.factors[call.factor("vocab")].size
+        args["padding_idx"] = None if counts_back else -1
+    weights, given = is_here.to(args["weight"].dtype), args["per_sample_weights"]
+    args["per_sample_weights"] = weights if given is None else given * weights
+    args["indices"] = (args["indices"] - start).masked_fill(~is_here, 0)
+    found: tuple[Tensor, ...] = call.target(**args)
+    return found
 
 
 # ---- normalisations -------------------------------------------------------------------------------------------------
@@ -327,10 +376,17 @@ def _mean(call: LocalCall) -> Tensor:
 
 @_local
 def _index(call: LocalCall) -> Tensor:
-    """Look up what the part has, with zeros for the rest."""
+    """Look up what the part has, with zeros for the rest; of experts, only those of the device are asked for."""
     args = call.arguments()
+    if call.is_split(EXPERTS):
+        return call.target(args["self"], [args["indices"][0] - call.range_of(call.factor(EXPERTS))[0]])
+    if call.is_split("exchanged"):
+        looked_up, axes = call.factor("looked_up"), call.axes(call.factor("exchanged"))
+        return AskedRows.apply(args["self"], args["indices"][0], call.group(axes), call.stops(looked_up))
     place = next(dim for dim, index in enumerate(args["indices"]) if index is not None)
     index, is_elsewhere = _here(call, args["indices"][place])
+    if not args["self"].shape[place]:  # no rows here: what is looked up is a row of zeros
+        args["self"] = functional.pad(args["self"], (0, 0) * (args["self"].dim() - place - 1) + (0, 1))
     found: Tensor = call.target(args["self"], [*args["indices"][:place], index, *args["indices"][place + 1:]])
     inner = args["self"].dim() - place - 1
     return found.masked_fill(is_elsewhere.reshape([*is_elsewhere.shape, *[1] * inner]), 0)
@@ -465,4 +521,4 @@ def _distance(call: LocalCall) -> Any:
     """Return the sum over the device's entries divided by the number of all entries."""
     args = call.arguments()
     num_entries = math.prod(factor.size for factor in call.op.factors)
-    return call.target(args["self"], args["target"], int(Reduction.SUM)) / num_entries
+    return call.target(**{**args, "reduction": int(Reduction.SUM)}) / num_entries

@@ -34,7 +34,7 @@ from weft.model.parts import Verdict
 from weft.model.source import ModelSource
 from weft.model.zoo import Mode
 from weft.plan.cut import check_cut, finest_parts, loss_parts
-from weft.plan.notes import recompute_notes, rule_notes
+from weft.plan.notes import plan_notes, rule_notes
 from weft.plan.plan import Optimizer, OptimizerKind, Plan, load_plan, parse_plan, plan_to_json
 from weft.plan.program import Program
 from weft.planning.make import SearchOptions, search_plans
@@ -164,7 +164,7 @@ def _judged(verdict: Verdict) -> tuple[str, ...]:
 def _notes(program: Program, tracer: Tracer) -> tuple[str, ...]:
     """Return what the user should know about the model under the plan."""
     plan = program.plan
-    notes = (*program.graph.warnings, *recompute_notes(program.graph, plan))
+    notes = (*program.graph.warnings, *plan_notes(program.graph, plan))
     if any(len(replica.devices) > 1 for stage in plan.stages for replica in stage.replicas):
         notes += rule_notes(tracer.trace(program.graph.batch))
     return notes

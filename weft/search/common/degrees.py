@@ -51,7 +51,7 @@ class Degrees:
     cp: int | None = None
     """Devices that divide the sequence of a sample among them."""
     ep: int | None = None
-    """Devices that divide the experts among them."""
+    """Devices of a tp group, all of it, that divide the experts among them."""
     zero: int | None = None
     """What replicas keep in pieces: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 parameters too (fsdp)."""
     zero_group: ZeroGroup | None = None
@@ -106,7 +106,6 @@ SIZES: Final = ("tp", "pp", "dp", "cp", "ep", "microbatch_size", "interleave")
 """Fields that are counts."""
 NONE_FIXED: Final = Degrees()
 PLANNED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
-    "ep": (lambda size: size == 1, "expert parallelism (--ep {})"),
     "recompute": (lambda word: word in ("none", "full"), "recomputing a part of the activations (--recompute {})"),
 }
 """Which values plans can have by now, of fields where that is not all, and what the others are called."""

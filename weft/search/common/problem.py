@@ -34,6 +34,7 @@ from weft.model.graph import F64, I64, Graph
 from weft.plan import plan as plans
 from weft.plan.binding import stage_work
 from weft.plan.check import check_plan
+from weft.plan.expert_load import EVEN
 from weft.plan.holders import exchange_sets, parameter_parts
 from weft.plan.layout import stage_inputs
 from weft.plan.orders import Order, forward_only, interleaved, one_f_one_b, to_tokens
@@ -68,6 +69,8 @@ class PlanOptions:
     seed: int = 0
     compiled: bool = False
     """Stages run as compiled graphs."""
+    expert_load: str = EVEN
+    """What share of the rows falls on each expert, see ``weft.plan.expert_load``."""
     whole_parameters: bool = False
     """Who changes a parameter has all of it, as some optimizers need: neither operators nor states are divided."""
     degrees: Degrees = NONE_FIXED

@@ -94,7 +94,9 @@ def find_splits(problem: Problem, folded: FoldedModel, costs_of: Callable[[Graph
                 costs = costs or costs_of(folded.traced.graph)
                 firsts = _distinct(problem.cluster, [groups[group][:count] for group in members])
                 tables = split_operators(folded, problem.graph, costs, list(dict.fromkeys(firsts)), budget=budget,
-                                         optimizer=problem.options.optimizer, is_size_known=is_size_known(problem))
+                                         optimizer=problem.options.optimizer, is_size_known=is_size_known(problem),
+                                         divides_experts=(problem.options.degrees.ep or 1) > 1,
+                                         expert_load=problem.options.expert_load)
         except (NoFeasiblePlan, ModelError, OutOfTime):
             break  # no time left, or nothing to divide: the search goes on without
         known = dict(zip(dict.fromkeys(firsts), tables, strict=True))

@@ -17,7 +17,7 @@ from weft.model.graph import F64, I64
 from weft.search.shard.mesh import Resharding
 from weft.sharding import factors
 from weft.sharding.factors import NOT_SPLIT, OpFactors, Strategy
-from weft.sharding.layout_steps import ALL_GATHER, ALL_REDUCE
+from weft.sharding.layout_steps import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL
 from weft.sharding.sequence import Place, blocks_word
 from weft.sharding.tensor_layout import Layout, largest_part
 
@@ -197,8 +197,8 @@ def pass_seconds(costs: Costs, op: int, column: int, choices: OpChoices, which: 
     return op_seconds(choices, whole, costs.terms[column], op)
 
 
-def inside_sums(choices: OpChoices, strategy: int, mesh: Sequence[int]) -> Iterator[tuple[int, int, F64]]:
-    """Yield (axis, pass, bytes) of what devices add up inside an operator where a factor is split that needs it."""
+def inside_sums(choices: OpChoices, strategy: int, mesh: Sequence[int]) -> Iterator[tuple[int, int, int, F64]]:
+    """Yield (axis, pass, collective, bytes) of what devices exchange inside an operator where a factor needs it."""
     op, chosen = choices.op, choices.strategies[strategy]
     counts = factors.factor_counts(chosen, mesh)
     for axis, index in enumerate(chosen):
@@ -207,7 +207,10 @@ def inside_sums(choices: OpChoices, strategy: int, mesh: Sequence[int]) -> Itera
                                for other, count in counts.items() if other != index)
             for which, sums in ((FORWARD, op.factors[index].forward_sums), (BACKWARD, op.factors[index].backward_sums)):
                 if sums:
-                    yield axis, which, np.array(sums, dtype=np.float64) * others
+                    yield axis, which, ALL_REDUCE, np.array(sums, dtype=np.float64) * others
+                if op.factors[index].exchanged:  # each device has a part
+                    part = op.factors[index].exchanged * others / counts[index]
+                    yield axis, which, ALL_TO_ALL, np.array([part])
 
 
 def inside_seconds(choices: OpChoices, strategy: int, mesh: Mesh, work_s: Sequence[float],
@@ -218,8 +221,8 @@ def inside_seconds(choices: OpChoices, strategy: int, mesh: Mesh, work_s: Sequen
     nothing follows. With ``num_bytes`` next to nothing it is what so many times the bytes would take.
     """
     found = [0.0, 0.0]
-    for axis, which, sizes in inside_sums(choices, strategy, mesh.shape):
-        found[which] += float(mesh.seconds(axis, ALL_REDUCE, sizes * num_bytes).sum())
+    for axis, which, kind, sizes in inside_sums(choices, strategy, mesh.shape):
+        found[which] += float(mesh.seconds(axis, kind, sizes * num_bytes).sum())
     if choices.words[strategy][0].endswith("@ring"):
         count, place = mesh.shape[0], choices.op.keys[0][0]
         part = float(choices.input_part[place][strategy]) * count

@@ -275,7 +275,8 @@ class PartBuilder:
         """Return the time of what devices exchange inside an operator where a factor is split that needs it."""
         mesh, factors = self.resharding.mesh, choices.op.factors
         seconds = np.zeros(len(choices.strategies))
-        if not choices.op.keys and not any(factor.forward_sums or factor.backward_sums for factor in factors):
+        if not choices.op.keys and not any(factor.forward_sums or factor.backward_sums or factor.exchanged
+                                           for factor in factors):
             return seconds
         work = [op_choices.pass_seconds(self.costs, op, self.columns[0], choices, which)
                 for which in (FORWARD, BACKWARD)]

@@ -13,17 +13,20 @@ Collectives count for the operator that reads what they bring.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
+from torch import fx
 
 from weft.cost.costs import Costs, Phase
 from weft.cost.mesh import Mesh
 from weft.cost.roofline import PARTS, Part
 from weft.model.folded import FoldedModel
 from weft.model.graph import F64, I64, Graph
+from weft.plan.expert_load import EVEN, largest_share, parse_load
 from weft.plan.plan import Optimizer, Sharding
 from weft.plan.sharding import parse_layout
 from weft.search.common.budget import Budget
@@ -41,8 +44,11 @@ from weft.search.shard.op_choices import (
     pass_seconds,
     whole_seconds,
 )
-from weft.search.shard.parts import Edge, ModelParts
+from weft.search.shard.parts import Edge, ModelPart, ModelParts
 from weft.search.shard.to_plan import full_names, plan_words
+from weft.sharding.expert_rows import Rows, experts_sort, find_rows
+from weft.sharding.factor_rules import factors_of
+from weft.sharding.factors import split_counts
 from weft.sharding.tensor_layout import SUM, largest_part
 
 HARDLY: Final = 1e-9
@@ -82,34 +88,47 @@ class TensorCosts:
 
 def split_operators(folded: FoldedModel, graph: Graph, costs: Costs, groups: Sequence[Sequence[int]], *,
                     optimizer: Optimizer | None = None, budget: Budget | None = None,
-                    is_size_known: bool = False, cp: int = 1) -> list[TensorCosts]:
+                    is_size_known: bool = False, cp: int = 1, divides_experts: bool = False,
+                    expert_load: str = EVEN) -> list[TensorCosts]:
     """Return how the devices of each group divide the operators of ``graph``, the full model of ``folded``.
 
     The groups have the same size and divide the model in the same way, the best for the first of them. ``costs`` are
-    those of the folded model. ``is_size_known``: steps have just as many samples as that, so that what is inside
+    those of the folded model. ``is_size_known``: steps have just as many samples as the graph, so that what is inside
     each of them may be divided where samples and positions are one dimension. ``cp`` devices divide the sequence, and
-    the rest of a group operators.
+    the rest of a group operators. ``divides_experts``: grouped products are divided by nothing but their experts.
+    ``expert_load``: what falls on each of these (``weft.plan.expert_load``).
     """
     shape = tuple(mesh_axes(len(groups[0]), cp).values())
     searches = [MeshSearch(folded, costs, Mesh(costs.cluster, group, shape, comm_fits=costs.comm_fits),
                            optimizer=optimizer or Optimizer(), limit_bytes=None, splits_states=False,
                            budget=budget or Budget(effort=float("inf")), has_context=cp > 1) for group in groups]
-    dims = _batch_dims(folded.traced.graph, graph)
+    rows = _expert_rows(folded)
+    dims = _batch_dims(folded, graph, rows)
 
     def allowed(parts: ModelParts, index: int) -> Bools | None:
-        return _allowed(parts, index, dims, folded.traced.graph.batch if is_size_known else None)
+        found = _allowed(parts, index, dims, folded.traced.graph.batch if is_size_known else None)
+        return found if found is None or not divides_experts else found & _by_experts(parts.parts[index])
 
     best = searches[0].run(allowed)
-    return [_Table(replace(best, parts=search.parts), folded, graph, costs, search.assembler).make()
+    return [_Table(replace(best, parts=search.parts), folded, graph, costs, search.assembler, expert_load, rows).make()
             for search in searches]
 
 
-def _batch_dims(folded: Graph, graph: Graph) -> dict[int, int]:
-    """Return for tensors of the folded model the dimension that grows with the batch, where that is known."""
-    found = {}
-    for tensor, name in enumerate(folded.tensor_names):
+def _expert_rows(folded: FoldedModel) -> dict[fx.Node, Rows]:
+    """Return the tensors with rows that may be divided by experts."""
+    return find_rows(folded.traced.program.fx_graph.nodes, lambda node: experts_sort(node) is not None, factors_of)
+
+
+def _batch_dims(folded: FoldedModel, graph: Graph, rows: Mapping[fx.Node, Rows]) -> dict[int, int]:
+    """Return for tensors of the folded model the dimension that grows with the batch, where that is known.
+
+    Rows of experts do, too, but to divide them is to divide experts, not samples.
+    """
+    found, names = {}, folded.traced.program.names_of_nodes
+    by_experts = {names.get(node, node.name): item.dim for node, item in rows.items()}
+    for tensor, name in enumerate(folded.traced.graph.tensor_names):
         dim = int(graph.tensor_batch_dim[graph.tensor_index[name]]) if name in graph.tensor_index else -1
-        if dim >= 0:
+        if dim >= 0 and by_experts.get(name) != dim:
             found[tensor] = dim
     return found
 
@@ -146,6 +165,15 @@ def _allowed(parts: ModelParts, index: int, dims: Mapping[int, int], batch: int 
     return allowed
 
 
+def _by_experts(part: ModelPart) -> Bools:
+    """Allow an operator that has experts to divide them, and nothing else."""
+    op = None if part.choices is None else part.choices.op
+    if part.choices is None or op is None or not any(factor.ragged for factor in op.factors):
+        return np.ones(len(part.seconds), dtype=np.bool_)
+    return np.array([all(choice >= 0 and op.factors[choice].ragged for choice in strategy)
+                     for strategy in part.choices.strategies])
+
+
 def stage_times(found: ShardedModel, folded: FoldedModel, graph: Graph, costs: Costs) -> dict[str, float]:
     """Return the seconds of forward and backward of the whole model on the mesh, sums of parameters' gradients apart.
 
@@ -166,7 +194,8 @@ class _Table:
     """Fills the arrays, operator by operator of the folded model, for all copies in the full one."""
 
     def __init__(self, found: ShardedModel, folded: FoldedModel, graph: Graph, costs: Costs,
-                 assembler: Assembler) -> None:
+                 assembler: Assembler, expert_load: str = EVEN, rows: Mapping[fx.Node, Rows] | None = None) -> None:
+        self.load, self.rows = expert_load, rows if rows is not None and expert_load != EVEN else {}
         self.found, self.folded, self.graph, self.costs = found, folded, graph, costs
         self.parts, self.assembler = found.parts, assembler
         self.batch = folded.traced.source.batch
@@ -208,8 +237,23 @@ class _Table:
                 part = (seconds - fixed_s) / (total - fixed_s)
                 self.part[which, ops] = part
                 self.latency[which, ops] += fixed_s * (1 - part)
-        self.saved[ops] = choices.work[strategy]
+        uneven = self._uneven(name, choices, strategy)
+        self.part[:, ops] *= uneven
+        self.saved[ops] = choices.work[strategy] * uneven
         self._add_inside(op, ops, choices, strategy)
+
+    def _uneven(self, name: str, choices: OpChoices, strategy: int) -> float:
+        """Return how many times its equal part of an operator the device has to which most rows of experts fall."""
+        program, chosen = self.folded.traced.program, choices.strategies[strategy]
+        node = program.nodes[program.op_nodes[name][0]]
+        counts = split_counts(choices.op, chosen, self.found.mesh.shape) or {}
+        for place, item in enumerate(node.all_input_nodes if self.rows else ()):
+            rows = self.rows.get(item)
+            own = () if rows is None else choices.op.inputs[place][rows.dim]
+            count = math.prod(counts.get(index, 1) for index in own)
+            if rows is not None and count > 1:
+                return largest_share(parse_load(self.load, rows.num_experts), count) * count
+        return 1.0
 
     def _add_inside(self, op: int, ops: list[int], choices: OpChoices, strategy: int) -> None:
         """Add what devices exchange inside an operator where a factor is split that needs it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from weft.sharding.factor_rules import elementwise, indexing, layers, views  # noqa: F401
+from weft.sharding.factor_rules import elementwise, indexing, layers, signals, views  # noqa: F401
 from weft.sharding.factor_rules.common import RULES, Call
 from weft.sharding.factors import OpFactors
 

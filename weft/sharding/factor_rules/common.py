@@ -103,14 +103,19 @@ class Call:
         return list(self.node.all_input_nodes)
 
     def factor(self, name: str, size: int, *, special: bool = False, fixed: bool = False, grows: bool = False,
-               divides: float = 1.0, forward_sums: tuple[float, ...] = (),
+               divides: float = 1.0, even: bool = False, ragged: bool = False, forward_sums: tuple[float, ...] = (),
                backward_sums: tuple[float, ...] = ()) -> tuple[int, ...]:
         """Return the index of a new factor, as a tuple; an empty one for sizes that cannot be split."""
         if size <= 1:
             return ()
-        self._factors.append(Factor(name=name, size=size, special=special, fixed=fixed, grows=grows,
-                                    divides=divides, forward_sums=forward_sums, backward_sums=backward_sums))
+        self._factors.append(Factor(name=name, size=size, special=special, fixed=fixed, grows=grows, divides=divides,
+                                    even=even, ragged=ragged, forward_sums=forward_sums, backward_sums=backward_sums))
         return (len(self._factors) - 1,)
+
+    def joint_factor(self, name: str, joins: tuple[int, ...], *, exchanged: float) -> None:
+        """Add a factor that is others together; to split it devices exchange so many bytes."""
+        size = min(self._factors[index].size for index in joins)
+        self._factors.append(Factor(name=name, size=size, special=True, joins=joins, exchanged=exchanged))
 
     def plain(self, shape: Sequence[int], *, but: Iterable[int] = ()) -> list[tuple[int, ...]]:
         """Return a new factor ``d0``, ``d1`` ... for each dimension, none for those in ``but``."""

@@ -2,14 +2,18 @@
 
 Dimensions that are not indexed are factors; so are those of the index tensors, which results have in their place. The
 dimension that is looked up is whole, except where one index tensor alone looks it up: then a device with a part of it
-(some experts of a layer) gives its entries and zeros for the others, and the result is the sum.
+(some experts of a layer) gives its entries and zeros for the others, and the result is the sum. Rows of experts may be
+looked up where both are split: devices ask each other for the rows that they have (``exchanged``, an all-to-all).
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+from weft.sharding.expert_rows import experts_sort, numbers_rows
 from weft.sharding.factor_rules.common import Call, Shape, aligned, dims_in, rule, shape_of
+from weft.sharding.factor_rules.layers import experts_factor
 from weft.sharding.factors import OpFactors
 
 
@@ -58,8 +62,20 @@ def _index(call: Call) -> OpFactors | None:
     source, indices = call.args["self"], call.args["indices"]
     if not _is_by_number(indices):
         return None  # the size of the result depends on the values
+    if experts_sort(call.node) is not None:
+        return _of_experts(call, source, indices[0])
     found = _Indexed(call, source, indices, lookup=True)
+    if numbers_rows(indices[0]) and found.source[0] and found.result[0]:
+        num_bytes = math.prod(call.output) * source.meta["val"].dtype.itemsize
+        call.joint_factor("exchanged", (*found.source[0], *found.result[0]), exchanged=float(num_bytes))
     return call.done([(source, found.source), *found.indices], [found.result], linear=[(source,)])
+
+
+def _of_experts(call: Call, source: Any, index: Any) -> OpFactors | None:
+    """Return the factors of ``bias[ids]`` for rows sorted by expert: every device has those of its experts."""
+    experts = experts_factor(call, shape_of(source)[0])
+    dims = call.plain(shape_of(source), but=[0])[1:]
+    return call.done([(source, [experts, *dims]), (index, [experts])], [[experts, *dims]], linear=[(source,)])
 
 
 @rule

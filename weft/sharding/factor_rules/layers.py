@@ -2,7 +2,7 @@
 
     linear  (b... k, n k, n) -> (b... n)        addmm  (m n, m k, k n) -> (m n)
     matmul  (b... m k, b... k n) -> (b... m n)  embedding  (vocab d, t...) -> (t... d)
-    grouped (m k, e k n, e) -> (m n)            neither rows nor experts can be split: offsets say which meet
+    grouped (e.m k, e k n, e) -> (e.m n)        every expert has rows of its own, as many as offsets say
 
 Where a bias is added to the product, ``k`` is special: only the first of its parts adds the bias, so that the sum of
 all has it once. The vocabulary is special too: a device looks up the tokens that it has, for others it gives zeros.
@@ -28,7 +28,7 @@ normalisation are special, because their number is an argument.
 Losses have rows (all dimensions but the classes) and classes:
 
     cross entropy, likelihood  (rows... classes, rows..., classes) -> () or (rows...)
-    squared error              (d..., d...) -> () or (d...)
+    squared error              (d..., d...) -> () or (d...)      and other errors taken entry by entry
 
 Rows of a mean are special: it is the sum over a device's rows divided by the number (or weight) of all rows that count,
 so that the devices' results add up to the mean however many rows each has. Classes are special: the sum of exponentials
@@ -43,6 +43,7 @@ from dataclasses import replace
 from enum import IntEnum
 from typing import Any
 
+from weft.sharding.expert_rows import EXPERTS, experts_sort
 from weft.sharding.factor_rules.common import Call, Items, Shape, aligned, is_float, rule, shape_of
 from weft.sharding.factors import ROWS, OpFactors
 
@@ -100,7 +101,22 @@ def grouped(call: Call) -> OpFactors | None:
     if call.args.get("bias") is not None or (len(shape_of(left)), len(shape_of(right))) != (2, 3):
         return None
     n, k = call.factor("n", shape_of(right)[-1]), call.factor("k", shape_of(left)[-1])
-    return call.done([(left, [(), k]), (right, [(), k, n])], [[(), n]], linear=linear_in((left,), (right,)))
+    experts = experts_factor(call, shape_of(right)[0]) if experts_sort(call.node) is not None else ()
+    return call.done([(left, [experts, k]), (right, [experts, k, n])], [[experts, n]],
+                     linear=linear_in((left,), (right,)))
+
+
+def experts_factor(call: Call, num_experts: int) -> tuple[int, ...]:
+    """Return the factor of experts, with which rows are divided that are sorted by them."""
+    return call.factor(EXPERTS, num_experts, special=True, even=True, ragged=True)
+
+
+class BagMode(IntEnum):
+    """How ATen numbers what is made of the rows of a bag."""
+
+    SUM = 0
+    MEAN = 1
+    MAX = 2
 
 
 @rule
@@ -113,6 +129,21 @@ def embedding(call: Call) -> OpFactors | None:
     hidden = call.factor("d", shape_of(weight)[1])
     vocabulary = call.factor("vocab", shape_of(weight)[0], special=True)
     return call.done([(weight, [vocabulary, hidden]), (indices, tokens)], [[*tokens, hidden]], linear=[[weight]])
+
+
+@rule
+def embedding_bag(call: Call) -> OpFactors | None:
+    """Return the factors of sums, means or maxima over bags of rows of a table; the bags are whole."""
+    if call.args["scale_grad_by_freq"] or call.args["sparse"]:
+        return None
+    weight, mode = call.args["weight"], call.args["mode"]
+    hidden = call.factor("d", shape_of(weight)[1])
+    vocabulary = call.factor("vocab", shape_of(weight)[0], special=True) if mode == BagMode.SUM else ()
+    others = [[(), hidden] if mode == BagMode.MAX and len(shape) == 2 else [()] * len(shape)
+              for shape in call.outputs[1:]]
+    found = call.done([(weight, [vocabulary, hidden])], [[(), hidden], *others],
+                      linear=[[weight]] if mode != BagMode.MAX else [])
+    return None if found is None else replace(found, whole_outputs=tuple(range(1, len(call.outputs))))
 
 
 def _batch(call: Call, shape: Shape, name: str = "b") -> Items:
@@ -296,10 +327,12 @@ def cross_entropy(call: Call) -> OpFactors | None:
 
 @rule
 def distance(call: Call) -> OpFactors | None:
-    """Return the factors of a squared or absolute error."""
+    """Return the factors of an error taken entry by entry: squared, absolute, or a cross entropy of two classes."""
     left, right = call.args["self"], call.args["target"]
     if shape_of(left) != shape_of(right):
         return None
     is_mean = call.args["reduction"] == Reduction.MEAN
     dims = [call.factor(f"d{dim}", size, special=is_mean) for dim, size in enumerate(shape_of(left))]
-    return call.done([(left, dims), (right, dims)], [dims if call.args["reduction"] == Reduction.NONE else []])
+    weights = [item for name in ("weight", "pos_weight") if (item := call.args.get(name)) is not None]
+    return call.done([(left, dims), (right, dims), *((item, aligned(shape_of(item), dims)) for item in weights)],
+                     [dims if call.args["reduction"] == Reduction.NONE else []])

@@ -166,6 +166,14 @@ def _expand(call: Call) -> OpFactors | None:
 
 
 @rule
+def _broadcast(call: Call) -> OpFactors | None:
+    """Return the factors of tensors that are all copied to one shape."""
+    tensors, after = call.args["tensors"], call.plain(call.output)
+    return call.done([(tensor, aligned(shape_of(tensor), after)) for tensor in tensors], [after] * len(call.outputs),
+                     linear=[tensors])
+
+
+@rule
 def _repeat(call: Call) -> OpFactors | None:
     before, rank = call.plain(call.shape), len(call.output) - len(call.shape)
     padded, sizes = [()] * rank + before, (1,) * rank + call.shape
