@@ -22,6 +22,7 @@ from weft.model.graph import Graph, find_cycle
 from weft.plan.factors import LINEAR_KINDS, Factors, find_factors
 from weft.plan.holders import Copies, exchange_sets, layout_problems, parameter_copies
 from weft.plan.plan import GradientExchange, Plan, Replica, Stage, split_samples
+from weft.plan.saving import saving_problems
 from weft.plan.sharding import sharding_problems
 
 PHASES = ("F", "B", "I", "W")
@@ -129,6 +130,8 @@ def _stage_problems(plan: Plan, graph: Graph, stage: Stage, path: str) -> Iterat
                 yield f"{path}.microbatches[{index}] is {microbatch}, but there are {plan.microbatches} micro-batches"
     yield from _replica_problems(plan, stage, path)
     yield from sharding_problems(stage, graph, path)
+    known = [graph.op_index[name] for name in stage.ops if name in graph.op_index]
+    yield from saving_problems(graph, np.asarray(known, dtype=np.int64), stage, path)
 
 
 def _replica_problems(plan: Plan, stage: Stage, path: str) -> Iterator[str]:

@@ -112,7 +112,7 @@ class Binder:
         assert call is not None, "a stage with split actions has a split forward"
         leaf_places, root_places, updates = wiring.leaf_places(instance), wiring.root_places(key), stage.updates
         random = stage.random if stage.module.uses_random else None
-        recomputes = training and self.program.plan.stages[item.stage].recompute
+        recomputes = training and self.program.plan.stages[item.stage].keeps_only_inputs
 
         def connect(outputs: tuple[Tensor, ...]) -> None:
             cell.edges = [_edge(outputs[place]) for place in root_places]

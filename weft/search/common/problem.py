@@ -38,6 +38,7 @@ from weft.plan.holders import exchange_sets, parameter_parts
 from weft.plan.layout import stage_inputs
 from weft.plan.orders import Order, forward_only, interleaved, one_f_one_b, to_tokens
 from weft.plan.plan import GradientExchange, Mode, Optimizer, Plan, Replica, Sharding, Stage, split_samples
+from weft.plan.saving import repeated_in
 from weft.sharding.named_ops import NamedOp
 from weft.simulate.exchange_time import reduce_seconds
 from weft.simulate.timeline import Timeline
@@ -218,11 +219,12 @@ def _make_stage(problem: Problem, name: str, spec: StageSpec, microbatch_size: i
     phases: tuple[Phase, ...] = ("F", "B", "I", "W") if problem.is_training else ("F",)
     replicas = []
     recompute = problem.options.recompute and problem.is_training
+    again = spec.ops if recompute else spec.ops[:0]
     given: Sequence[Mapping[str, float]] = spec.times or [{}] * len(spec.replicas)
     for (devices, share), count, known in zip(spec.replicas, counts, given, strict=True):
         times: dict[str, float] = {
             phase: stage_figure(problem.costs, spec.ops, devices, phase, fraction=count / graph.batch,
-                                recompute=recompute, sharded=bool(spec.sharding), times=known).seconds
+                                again=again, sharded=bool(spec.sharding), times=known).seconds
             for phase in phases}
         replicas.append(Replica(devices=tuple(problem.cluster.devices[device].name for device in devices),
                                 mesh=spec.mesh or ({TENSOR_AXIS: len(devices)} if len(devices) > 1 else {}),
@@ -369,7 +371,8 @@ def _best_cut(plan: Plan, graph: Graph, costs: Costs, index: int,
     times = final_times(
         graph, costs, np.sort([graph.op_index[name] for name in stage.ops]),
         [place[name] for name in replica.devices], [(tensor,) for tensor in tensors],
-        fraction=counts[slowest] / graph.batch, recompute=stage.recompute)
+        fraction=counts[slowest] / graph.batch, at_once=stage.keeps_only_inputs, again=repeated_in(
+            graph, np.sort([graph.op_index[name] for name in stage.ops]), stage))
     backward_s = replica.times.get("B", float(times[-1]))
     times *= backward_s / (times[-1] or 1.0)
     order = np.argsort(times[:-1], kind="stable")
