@@ -7,10 +7,10 @@ forward takes the tensors that its backward will need (``Graph.is_saved``); a wh
 a split one of all but what the weight gradients need, which stays until ``W``; with recomputation the forward keeps the
 stage's inputs alone, and runs once more, keeping the rest, when the backward begins; where a stage names what it keeps
 (``weft.plan.saving``), the rest is made again bundle by bundle, while the backward runs. While a compute runs it also
-needs room for what is live inside it, a parameter's gradient until it is added to the sum over micro-batches included. What
-arrives lies in a buffer from its receive until the last compute of the stages that read it; outputs and gradients that
-a stage hands over, until the last instruction on the rank that reads them or that waits for their way out: the backward
-for what its forward has sent, a later send of the same channel for the rest (``SEND_WINDOW``).
+needs room for what is live inside it, a parameter's gradient until it is added to the sum over micro-batches included.
+What arrives lies in a buffer from its receive until the last compute of the stages that read it; outputs and gradients
+that a stage hands over, until the last instruction on the rank that reads them or that waits for their way out: the
+backward for what its forward has sent, a later send of the same channel for the rest (``SEND_WINDOW``).
 
 Sizes are the graph's, for an instance's samples. Not counted: the allocator's rounding, library workspaces, and the
 inputs and outputs of the model. A tensor that two stages on one rank both keep counts twice. A rank of a stage on

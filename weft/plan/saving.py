@@ -2,8 +2,8 @@
 
 A stage with ``saved`` tensors keeps those, as far as something needs them, and makes everything else again that its
 backward needs: ``repeated_ops`` says with which operators. An operator of which a result is named is not run again, so
-what it keeps inside (a mask, statistics) stays as well. Operators that run again and read one another are a *bundle*: all
-of it runs once, just before the first backward that needs some of it, and what it gives goes with the last.
+what it keeps inside (a mask, statistics) stays as well. Operators that run again and read one another are a *bundle*:
+all of it runs once, just before the first backward that needs some of it, and what it gives goes with the last.
 
     saved:      x             q, k, v                   y
     forward:    x -> linear -> q, k, v -> attention -> a -> linear -> y

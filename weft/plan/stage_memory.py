@@ -430,7 +430,7 @@ class StageView:
         made = self.spans(self.steps[::-1], self.mask(saved))  # what nobody reads, at the latest where it was made
         live = self.again_live()
         if live is not None:  # what only serves to make something again goes when that is made
-            readers = {}
+            readers: dict[int, int] = {}
             for step in self.steps:
                 for tensor in step.read if step.bundle >= 0 else ():
                     storage = int(self.root[tensor])

@@ -186,7 +186,8 @@ def _compilation(program: Program, index: int, compiler: Compiler | None,
     graph, stage = program.graph, program.plan.stages[program.instances[index].stage]
     is_training = program.plan.model.mode == "training"
     return Compilation(
-        compiler=compiler, name=f"stage {stage.name}", device=transport.device, writes_updates=not stage.keeps_only_inputs,
+        compiler=compiler, name=f"stage {stage.name}", device=transport.device,
+        writes_updates=not stage.keeps_only_inputs,
         borders=_borders(program, index, transport.rank) if is_training else frozenset(),
         differentiable=frozenset(name for name, needed, role in zip(
             graph.tensor_names, graph.needs_gradient, graph.tensor_role, strict=True)

@@ -51,6 +51,7 @@ from weft.plan.structure import require_structure
 from weft.search.common.budget import Budget, OutOfTime
 from weft.search.common.problem import Problem, StageSpec, divisors, evaluate_plan, make_plan, pipeline_order
 from weft.search.deploy.splits import NO_SPLITS, Splits
+from weft.search.joint.budgets import with_budgets
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.layouts import Layout, Setting, StageMesh, layouts
@@ -153,6 +154,16 @@ def refine(problem: Problem, simulated: Sequence[JointResult], budget: Budget,
         _note(divided, best, tried, progress)
         best = divided
     return best, tried
+
+
+def _with_budgets(found: JointResult, problem: Problem, budget: Budget) -> JointResult:
+    """Return the same with what memory is left for kept instead of made again, where that is faster."""
+    program = found.timeline.program
+    if not found.setting.recompute or problem.options.recompute or program is None or program.plan is not found.plan:
+        return found
+    better = with_budgets(found.plan, problem, program, found.step_time_s, budget)
+    return found if better is None else replace(
+        found, plan=better[0], timeline=better[1], step_time_s=better[1].step_time_s)
 
 
 def _note(found: JointResult, before: JointResult, tried: list[Tried], progress: Callable[[str], None]) -> None:
@@ -392,7 +403,7 @@ def _simulate(estimator: Estimator, ranked: list[Estimate], budget: Budget, prog
             break
         actions += setting.num_devices * setting.microbatches * setting.chunks
         try:
-            found = evaluate(estimator, estimate)
+            found = _with_budgets(evaluate(estimator, estimate), estimator.problem, budget)
         except (NoFeasiblePlan, PlanError) as problem:
             miss = problem if isinstance(problem, NoFeasiblePlan) else NoFeasiblePlan(str(problem))
             misses.append(miss)

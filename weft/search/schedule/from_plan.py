@@ -160,11 +160,12 @@ class _Builder:
                      memory=float(self.memory[item.stage].change[item.phase]), after=self._after(item))
 
     def _seconds(self, stage: int, phase: CostPhase) -> float:
-        own = self.program.plan.stages[stage]
-        return max(stage_figure(self.costs, self.program.stage_ops[stage], [self.devices[rank] for rank in item.ranks],
-                                phase, fraction=item.num_samples / self.program.graph.batch,
-                                again=repeated_in(self.program.graph, self.program.stage_ops[stage], own),
-                                sharded=bool(own.sharding), times=own.replicas[item.replica].times).seconds for item in map(self.program.instances.__getitem__, self.instances_of[stage]))
+        own, ops = self.program.plan.stages[stage], self.program.stage_ops[stage]
+        again = repeated_in(self.program.graph, ops, own)
+        return max(stage_figure(self.costs, ops, [self.devices[rank] for rank in item.ranks], phase, again=again,
+                                fraction=item.num_samples / self.program.graph.batch, sharded=bool(own.sharding),
+                                times=own.replicas[item.replica].times).seconds
+                   for item in map(self.program.instances.__getitem__, self.instances_of[stage]))
 
     def _after(self, item: BlockMeaning) -> tuple[int, ...]:
         if item.phase == "W":
