@@ -15,6 +15,7 @@ import typer
 
 from weft.base.errors import InputError
 from weft.base.files import check_output, write_atomic
+from weft.base.units import parse_bytes
 from weft.cli import late
 from weft.cluster import read_cluster
 from weft.cluster.cluster import Cluster
@@ -123,6 +124,31 @@ def dtype_choice(text: str | None) -> Any:
 def optimizer_choice(kind: str) -> Optimizer:
     """Return the optimizer of that kind."""
     return Optimizer(kind=choice("--optimizer", kind, OPTIMIZERS))
+
+
+RECOMPUTE: Final = ("auto", "none", "full", "selective")
+
+
+def saving_choice(text: str) -> Any:
+    """Return what ``--recompute`` asks for besides all or nothing: a word, or bytes."""
+    if text in RECOMPUTE:
+        return "auto" if text == "full" else text
+    if not text[:1].isdigit():
+        raise InputError(f"--recompute must be none, full, selective or bytes such as 2GiB, not {text!r}")
+    return parse_bytes(text)
+
+
+def with_recompute_words(arguments: list[str]) -> list[str]:
+    """Return the arguments with ``full`` behind a ``--recompute`` of ``weft plan`` that nothing follows, as before."""
+    if arguments[:1] != ["plan"]:
+        return arguments
+    found: list[str] = []
+    for place, item in enumerate(arguments):
+        following = arguments[place + 1] if place + 1 < len(arguments) else "-"
+        found += ["--recompute=auto"] if item == "--no-recompute" else [item]
+        if item == "--recompute" and following not in RECOMPUTE and not following[:1].isdigit():
+            found[-1] = "--recompute=full"
+    return found
 
 
 def write_plan(path: Path | None, plan: Plan, report: Callable[[str], None]) -> None:

@@ -25,7 +25,7 @@ from weft.cli import (
     schedule_commands,
     shard_commands,
 )
-from weft.cli.common import INTERRUPTED
+from weft.cli.common import INTERRUPTED, with_recompute_words
 
 app = typer.Typer(
     name="weft", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -46,7 +46,8 @@ def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code."""
     command = typer.main.get_command(app)
     try:
-        result = command.main(args=arguments, prog_name="weft", standalone_mode=False)
+        given = with_recompute_words(sys.argv[1:] if arguments is None else list(arguments))
+        result = command.main(args=given, prog_name="weft", standalone_mode=False)
     except WeftError as problem:
         print(f"weft: {problem}", file=sys.stderr)
         return problem.exit_code

@@ -58,7 +58,10 @@ def plan(
     optimizer: Annotated[str, typer.Option(help="none, sgd, adam or adamw.")] = "adamw",
     compiled: Annotated[bool, typer.Option(
         "--compile/--eager", help="Stages run as compiled graphs, or operator by operator.")] = False,
-    recompute: Annotated[bool, typer.Option(help="Keep only stage inputs between forward and backward.")] = False,
+    recompute: Annotated[str, typer.Option(
+        metavar="none|full|selective|BYTES", help="What is computed again for the backward: nothing, all but the "
+        "inputs of stages, attention, or what a stage cannot keep of a micro-batch within so many bytes (2GiB) on each "
+        "device; auto: what memory asks for.")] = "auto",
     profile: common.ProfileOption = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write the best plan here.")] = None,
     tried: TriedOption = False,
@@ -77,7 +80,8 @@ def plan(
                              microbatches=microbatches,
                              mode=None if mode is None else common.choice("--mode", mode, get_args(Mode)))
     options = late.PlanOptions(batch=asked.batch, microbatches=asked.microbatches, mode=asked.mode,
-                               dtype=common.dtype_choice(dtype), recompute=recompute, seed=seed, compiled=compiled,
+                               dtype=common.dtype_choice(dtype), recompute=recompute == "full", seed=seed,
+                               saving=common.saving_choice(recompute), compiled=compiled,
                                optimizer=common.optimizer_choice(optimizer))
     search = late.SearchOptions(strategies=strategy or None, placements=tuple(placement or ()), deploy=deploy,
                                 joint=joint, time_limit_s=time_limit, target=target, headroom=headroom, profile=profile)

@@ -130,6 +130,9 @@ def _stage_problems(plan: Plan, graph: Graph, stage: Stage, path: str) -> Iterat
                 yield f"{path}.microbatches[{index}] is {microbatch}, but there are {plan.microbatches} micro-batches"
     yield from _replica_problems(plan, stage, path)
     yield from sharding_problems(stage, graph, path)
+    if plan.compiled and stage.saved:
+        yield (f"{path}.saved names tensors, which compiled stages cannot choose: let the plan run operator by "
+               "operator (compiled: false), or remove saved")
     known = [graph.op_index[name] for name in stage.ops if name in graph.op_index]
     yield from saving_problems(graph, np.asarray(known, dtype=np.int64), stage, path)
 

@@ -109,7 +109,7 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
             from weft.model.fidelity import check_trace
 
             _judge(check_trace(traced, traced.source.build(), traced.source.inputs()), report)
-    options = replace(options, recompute=options.recompute or graph.asks_recompute)
+    options = replace(options, recompute=options.recompute or (graph.asks_recompute and options.saving == "auto"))
     for note in graph.warnings:
         report(f"{NOTE}{note}")
 

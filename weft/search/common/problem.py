@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
@@ -38,7 +38,8 @@ from weft.plan.holders import exchange_sets, parameter_parts
 from weft.plan.layout import stage_inputs
 from weft.plan.orders import Order, forward_only, interleaved, one_f_one_b, to_tokens
 from weft.plan.plan import GradientExchange, Mode, Optimizer, Plan, Replica, Sharding, Stage, split_samples
-from weft.plan.saving import repeated_in
+from weft.plan.saving import repeated_in, saved_names
+from weft.search.recompute.stages import chosen_again
 from weft.sharding.named_ops import NamedOp
 from weft.simulate.exchange_time import reduce_seconds
 from weft.simulate.timeline import Timeline
@@ -63,13 +64,24 @@ class PlanOptions:
     optimizer: Optimizer = field(default_factory=Optimizer)
     recompute: bool = False
     """Keep only stage inputs between forward and backward."""
+    saving: Literal["auto", "none", "selective"] | int = "auto"
+    """What else may be made again: where memory asks for it, nothing, attention, or what every stage cannot keep within
+    so many bytes of one micro-batch on each device."""
     seed: int = 0
     compiled: bool = False
     """Stages run as compiled graphs."""
     whole_parameters: bool = False
     """Who changes a parameter has all of it, as some optimizers need: neither operators nor states are divided."""
 
+    @property
+    def may_recompute(self) -> bool:
+        """Return whether searches may let stages recompute where memory asks for it."""
+        return self.saving == "auto"
+
     def __post_init__(self) -> None:
+        if self.compiled and self.saving not in ("auto", "none"):
+            raise InputError("compiled stages recompute as a whole or not at all so far: ask for --recompute full or "
+                             "none, or for --eager")
         if self.batch < 1:
             raise InputError(f"the batch must be 1 or more, not {self.batch}")
         if self.microbatches is not None and (self.microbatches < 1 or self.batch % self.microbatches):
@@ -219,9 +231,11 @@ def _make_stage(problem: Problem, name: str, spec: StageSpec, microbatch_size: i
     phases: tuple[Phase, ...] = ("F", "B", "I", "W") if problem.is_training else ("F",)
     replicas = []
     recompute = problem.options.recompute and problem.is_training
-    again = spec.ops if recompute else spec.ops[:0]
+    again = spec.ops if recompute else _chosen_again(problem, spec, max(counts))
+    saved = () if recompute or not len(again) else saved_names(graph, np.sort(spec.ops), again)
     given: Sequence[Mapping[str, float]] = spec.times or [{}] * len(spec.replicas)
     for (devices, share), count, known in zip(spec.replicas, counts, given, strict=True):
+        known = known if recompute or not len(again) else _with_again(problem, spec.ops, again, devices[0], known)
         times: dict[str, float] = {
             phase: stage_figure(problem.costs, spec.ops, devices, phase, fraction=count / graph.batch,
                                 again=again, sharded=bool(spec.sharding), times=known).seconds
@@ -232,7 +246,26 @@ def _make_stage(problem: Problem, name: str, spec: StageSpec, microbatch_size: i
     flops, written = stage_work(graph, spec.ops)
     return Stage(name=name, ops=tuple(graph.op_names[op] for op in spec.ops), replicas=tuple(replicas),
                  modules=block_names(graph, spec.ops), microbatches=spec.microbatches, sharding=spec.sharding,
-                 recompute=recompute, flops=flops, bytes=written)
+                 recompute=bool(len(again)), saved=saved, flops=flops, bytes=written)
+
+
+def _chosen_again(problem: Problem, spec: StageSpec, num_samples: int) -> I64:
+    """Return the operators of a stage that run again because the user asked for it."""
+    how, graph = problem.options.saving, problem.graph
+    if not problem.is_training or how in ("auto", "none"):
+        return spec.ops[:0]
+    fraction, degree = num_samples / graph.batch, max(len(devices) for devices, _ in spec.replicas)
+    column = problem.costs.column_of_device[spec.replicas[0][0][0]]
+    return chosen_again(graph, np.sort(spec.ops), how * degree if isinstance(how, int) else how, fraction=fraction,
+                        seconds=problem.costs.op_seconds("F", fraction)[:, column])
+
+
+def _with_again(problem: Problem, ops: I64, again: I64, device: DeviceId,
+                times: Mapping[str, float]) -> Mapping[str, float]:
+    """Return the seconds of a replica whose devices divide the stage, with what runs again in its backward."""
+    forward = problem.costs.op_seconds("F")[:, problem.costs.column_of_device[device]]
+    more = times.get("F", 0.0) * float(forward[again].sum()) / (float(forward[ops].sum()) or 1.0)
+    return {phase: seconds + more if phase in ("B", "I") else seconds for phase, seconds in times.items()}
 
 
 def block_of(module: str) -> str:

@@ -131,7 +131,7 @@ class _Stages:
                         for index, items in zip(own, by_stage, strict=True))
             room = chooser.most_bytes if not np.isfinite(left) else share * (left + whole)
             if chooser.least_bytes <= room:
-                return again_of(chooser(min(room, chooser.most_bytes)), placed)
+                return again_of(chooser(min(room, chooser.most_bytes), closely=False), placed)
         return None
 
     def _stage(self, stage: Stage, ops: I64, again: I64) -> Stage:

@@ -282,7 +282,7 @@ def _tightest(estimator: Estimator, budget: Budget) -> Iterator[Estimate]:
     for plain in _candidates(estimator.chain) if training and not is_large else ():
         if plain.chunks > 1 or len(plain.layout) < 2 or len(plain.layout) * plain.microbatches > TUNING.max_blocks:
             continue
-        for recompute in (False, True) if not asked.recompute else (True,):
+        for recompute in (True,) if asked.recompute else (False, True) if asked.may_recompute else (False,):
             if budget.is_spent:
                 return
             with suppress(NoFeasiblePlan):
@@ -327,7 +327,8 @@ def _estimates(estimator: Estimator, plain: Setting, best: float, failed: list[T
     training, asked = estimator.problem.is_training, estimator.problem.options
     may_divide = training and replicated and not asked.whole_parameters
     reason, setting = "", plain
-    for recompute, sharded in itertools.product((False, True) if training else (False,),
+    may_recompute = asked.recompute or asked.may_recompute
+    for recompute, sharded in itertools.product((False, True) if training and may_recompute else (False,),
                                                 (False, True) if may_divide else (False,)):
         if (asked.recompute and not recompute and training) or (asked.optimizer.sharded and replicated and not sharded):
             continue

@@ -85,10 +85,11 @@ class Chooser:
         """Return what is kept where nothing runs again."""
         return sum(item.total_bytes * count for item, count in zip(self.sorts, self.copies, strict=True))
 
-    def __call__(self, budget: float, *, room: float = float("inf")) -> Choice:
+    def __call__(self, budget: float, *, room: float = float("inf"), closely: bool = True) -> Choice:
         """Return the best choice found within the budget, with at most ``room`` bytes made again for one piece.
 
-        Raise ``NoFeasiblePlan`` where nothing keeps so little.
+        Unless ``closely``, only options that are best at some price are combined, which is quick. Raise
+        ``NoFeasiblePlan`` where nothing keeps so little.
         """
         bound = self._relaxed(budget)
         found = self._combine(budget, room)
@@ -98,10 +99,11 @@ class Chooser:
                 f"{format_bytes(int(np.ceil(self.least_bytes)))} that must be kept whatever is computed again: give at "
                 "least so much", missing_bytes=int(np.ceil(self.least_bytes - budget)))
         best = Choice(options=found, bound_s=bound)
-        if best.gap > WORTHWHILE:
+        if best.gap > WORTHWHILE and closely:
             self._add_between(self.most_bytes - budget)
             best = replace(best, options=self._combine(budget, room) or found)
-        if best.gap > WORTHWHILE and sum(piece.num_ops for piece in self.pieces) <= MOST_AT_ONCE and np.isinf(room):
+        num_ops = sum(piece.num_ops for piece in self.pieces)
+        if closely and best.gap > WORTHWHILE and num_ops <= MOST_AT_ONCE and np.isinf(room):
             best = self._at_once(best, budget)
         return best
 

@@ -48,6 +48,7 @@ def hull(piece: Piece) -> tuple[Option, ...]:
     """Return the options that are best at some price per byte, the one that keeps everything first."""
     program = _Program(piece)
     all_kept, least = option_of(piece, (False,) * piece.num_ops), program.cheapest(float("inf"))
+    least = program.within(least.kept_bytes)[0] or least  # of several with as few bytes the quickest
     found = {all_kept.kept_bytes: all_kept, least.kept_bytes: least}
     stack = [(all_kept, least)]
     while stack:
