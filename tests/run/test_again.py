@@ -35,8 +35,8 @@ def keeping(plan: Plan, graph: Graph, seed: int, share: float = 0.4) -> Plan:
         ops = np.sort([graph.op_index[name] for name in stage.ops])
         kept = [storages[0] for op in ops.tolist() if (storages := made_storages(graph, op)) and chance.random() < share]
         again = repeated_ops(graph, ops, kept)
-        assert len(again)
-        stages.append(replace(stage, recompute=True, saved=saved_names(graph, ops, again)))
+        stages.append(replace(stage, recompute=True, saved=saved_names(graph, ops, again)) if len(again) else stage)
+    assert any(stage.saved for stage in stages)
     return replace(plan, stages=tuple(stages))
 
 
@@ -69,7 +69,8 @@ def test_pipelines_equal_one_process(pool: Pool, case: str) -> None:
     check = pool.run(plan, model)["verification"]
     assert check["num_gradients"] > 0
     assert max(check["loss_error"], check["gradient_error"]) <= TOLERANCE, check["worst"]
-    assert not pool.run(plan, model, damage="changed_weight")["verification"]["passed"]
+    damage = "lost_weight_gradient" if "split" in case else "changed_weight"
+    assert not pool.run(plan, model, damage=damage)["verification"]["passed"]
 
 
 @pytest.mark.timeout(120)
@@ -106,7 +107,7 @@ def test_any_choice_gives_the_same_gradients(seed: int, split: bool) -> None:
 def dropped_plan() -> tuple[ModelSource, Plan, Plan]:
     """Return a model with dropout, and plans that keep all, and that make dropout's result again."""
     source = source_from(Dropped, numbers)
-    plain = one_rank_plan(source, 2, microbatches=2)
+    plain = one_rank_plan(source, 1, microbatches=2)
     graph = Tracer(source).trace(1).graph
     first = next(op for op in range(graph.num_ops) if "tanh" in graph.op_kinds[op])
     plan = replace(plain, stages=(replace(plain.stages[0], recompute=True, saved=(

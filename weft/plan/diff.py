@@ -238,7 +238,13 @@ def _stage_changes(one: Stage, other: Stage) -> Iterator[Change]:
     yield from (Change(what=what, a=left, b=right) for what, left, right in (
         ("devices", _replicas_text(one), _replicas_text(other)),
         ("shares", _shares_text(one), _shares_text(other)), ("mesh", _mesh_text(one), _mesh_text(other)),
-        ("recompute", *("yes" if stage.recompute else "no" for stage in (one, other)))) if left != right)
+        ("recompute", *map(_recompute_text, (one, other)))) if left != right)
+
+
+def _recompute_text(stage: Stage) -> str:
+    if stage.saved:
+        return f"all but {len(stage.saved)} tensors"
+    return "yes" if stage.recompute else "no"
 
 
 def _replicas_text(stage: Stage) -> str:

@@ -31,7 +31,7 @@ GRID: Final = 16
 """So many limits on the bytes of one piece are tried for options between those of the hull."""
 FEW: Final = 4
 """Up to so many copies of a piece alone may make up for what is missing."""
-MOST_AT_ONCE: Final = 600
+MOST_AT_ONCE: Final = 1500
 """Operators of all pieces together that are solved as one."""
 
 
