@@ -125,6 +125,8 @@ def optimizer_choice(kind: str) -> Optimizer:
     return Optimizer(kind=choice("--optimizer", kind, OPTIMIZERS))
 
 
+
+
 def write_plan(path: Path | None, plan: Plan, report: Callable[[str], None]) -> None:
     """Write a plan, if that is wanted, and say where."""
     if path is not None:

@@ -111,7 +111,7 @@ def _explain_plan(path: Path, model: str | None, cluster: str | None, profile: P
     is_of_latency = item.model.mode == "inference" and item.microbatches == 1
     options = late.PlanOptions(batch=item.model.batch, mode=item.model.mode, dtype=item.model.dtype,
                                own_dtypes=item.model.own_dtypes, optimizer=item.optimizer, compiled=item.compiled,
-                               recompute=any(stage.recompute for stage in item.stages), seed=item.search.seed,
+                               recompute=any(stage.keeps_only_inputs for stage in item.stages), seed=item.search.seed,
                                microbatches=1 if is_of_latency else None)
     request = late.Request(model=spec, graph=graph, options=options,
                            costs_of=lambda graph, on: late.planned_costs(graph, on, profile, options.dtype,

@@ -88,7 +88,8 @@ def to_titan(program: Program, *, csv_path: str | None = None, nearest: bool = F
     # The batch of a rank: micro-batches are parts of it in a pipeline, else steps of accumulation.
     samples = plan.model.batch if len(grid.groups) > 1 else plan.microbatch_size
     training = {"local_batch_size": samples // degrees.data, "global_batch_size": plan.model.batch}
-    recompute = {"mode": "full" if any(stage.recompute for stage in plan.stages) else "none"}
+    recompute = {"mode": "full" if any(stage.keeps_only_inputs for stage in plan.stages) else
+                 "selective" if any(stage.recompute for stage in plan.stages) else "none"}
     return TitanSettings(sections={"parallelism": parallelism, "training": training,
                                    "activation_checkpoint": recompute},
                          ranks=grid.ranks, csv=csv, notes=tuple(notes))
@@ -196,7 +197,10 @@ def _notes(plan: Plan, grid: DeviceGrid) -> Iterator[str]:
     if methods:
         yield f"the plan exchanges gradients by {' and '.join(methods)}; torchtitan uses collectives of its own"
     if len({stage.recompute for stage in plan.stages}) > 1:
-        yield "only some stages recompute in the plan; torchtitan has one setting for all (mode = full)"
+        yield "only some stages recompute in the plan; torchtitan has one setting for all"
+    if any(stage.saved for stage in plan.stages):
+        yield ("the plan says tensor by tensor what is kept for the backward; torchtitan chooses by kinds of operators "
+               "(activation_checkpoint)")
 
 
 def format_toml(settings: TitanSettings) -> str:

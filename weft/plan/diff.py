@@ -240,7 +240,13 @@ def _stage_changes(one: Stage, other: Stage) -> Iterator[Change]:
         ("devices", _replicas_text(one), _replicas_text(other)),
         ("shares", _shares_text(one), _shares_text(other)), ("mesh", _mesh_text(one), _mesh_text(other)),
         ("in pieces", *(storage_text(stage.storage) or "no" for stage in (one, other))),
-        ("recompute", *("yes" if stage.recompute else "no" for stage in (one, other)))) if left != right)
+        ("recompute", *map(_recompute_text, (one, other)))) if left != right)
+
+
+def _recompute_text(stage: Stage) -> str:
+    if stage.saved:
+        return f"all but {len(stage.saved)} tensors"
+    return "yes" if stage.recompute else "no"
 
 
 def _replicas_text(stage: Stage) -> str:

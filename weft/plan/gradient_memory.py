@@ -15,11 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 
 from weft.model.graph import F64, Bool
+
+if TYPE_CHECKING:
+    from weft.plan.again_memory import AgainLive
 
 HANDING_ON: Final = frozenset({"aten.add", "aten.add_", "prims.add", "aten.reshape", "aten.flatten", "aten.clone",
                                 "aten.contiguous", "aten.alias", "aten.dropout"})
@@ -93,9 +96,17 @@ class GradientsLive:
     deferred: float
     """What gradients of weights that are computed later keep."""
 
-    def above(self, released: F64) -> F64:
-        """Return the most by operator, less what is ``released`` when each begins, and when the last one ends."""
-        return np.maximum(self.during - released[:-1], self.joining - released[1:])
+    def above(self, released: F64, again: AgainLive | None = None) -> F64:
+        """Return the most by operator, less what is ``released`` when each begins, and when the last one ends.
+
+        What is made ``again`` comes to it.
+        """
+        if again is None:
+            return np.maximum(self.during - released[:-1], self.joining - released[1:])
+        before = np.concatenate((self.during[:1], self.joining[:-1]))
+        making = np.where(again.making > 0, np.minimum(self.during, before) + again.making - released[:-1], 0.0)
+        return np.maximum(making, np.maximum(self.during + again.during - released[:-1],
+                                             self.joining + again.after - released[1:]))
 
     def most(self) -> F64:
         """Return the most by operator."""

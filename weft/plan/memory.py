@@ -5,11 +5,12 @@ Static for a rank: parameters and buffers, the optimizer's state, gradients that
 products, at the optimizer's step. Gradients that are not exchanged appear in a step's first backward of their stage. A
 forward takes the tensors that its backward will need (``Graph.is_saved``); a whole backward lets go of them on its way,
 a split one of all but what the weight gradients need, which stays until ``W``; with recomputation the forward keeps the
-stage's inputs alone, and runs once more, keeping the rest, when the backward begins. While a compute runs it also needs
-room for what is live inside it, a parameter's gradient until it is added to the sum over micro-batches included. What
-arrives lies in a buffer from its receive until the last compute of the stages that read it; outputs and gradients that
-a stage hands over, until the last instruction on the rank that reads them or that waits for their way out: the backward
-for what its forward has sent, a later send of the same channel for the rest (``SEND_WINDOW``).
+stage's inputs alone, and runs once more, keeping the rest, when the backward begins; where a stage names what it keeps
+(``weft.plan.saving``), the rest is made again bundle by bundle, while the backward runs. While a compute runs it also
+needs room for what is live inside it, a parameter's gradient until it is added to the sum over micro-batches included.
+What arrives lies in a buffer from its receive until the last compute of the stages that read it; outputs and gradients
+that a stage hands over, until the last instruction on the rank that reads them or that waits for their way out: the
+backward for what its forward has sent, a later send of the same channel for the rest (``SEND_WINDOW``).
 
 Of stages with storage (``weft.plan.units``) a rank has only its pieces all the time: of the optimizer's states, of
 gradients, of parameters, as far as they are in pieces; and room for what others add to its largest piece. Gathered
@@ -38,6 +39,7 @@ from weft.plan.layout import bytes_of, stage_inputs
 from weft.plan.local_tensors import local_tensors
 from weft.plan.plan import Optimizer
 from weft.plan.program import Bucket, Channel, Instance, Op, Phase, Program, inside_backward
+from weft.plan.saving import kept_storages, repeated_in
 from weft.plan.stage_memory import StageMemory, stage_memory
 from weft.plan.unit_flow import unit_flows
 from weft.plan.units import row_length
@@ -223,11 +225,13 @@ def instance_memories(program: Program) -> list[StageMemory]:
         stage, ops = program.plan.stages[item.stage], program.stage_ops[item.stage]
         replica, fresh = stage.replicas[item.replica], absent.anywhere(index)
         arriving, handed = _single_gradients(program, index, inputs)
+        again = repeated_in(program.graph, ops, stage) if training and not stage.keeps_only_inputs else ops[:0]
         key = item.stage, item.num_samples, tuple(sorted(replica.mesh.items())), fresh, arriving, handed
         if key not in known:
             known[key] = stage_memory(
                 program.graph, ops, num_samples=item.num_samples, training=training, crossing=crossing, fresh=fresh,
-                arriving=arriving, handed=handed, local=local_tensors(program.graph, stage, replica, ops, crossing))
+                arriving=arriving, handed=handed, local=local_tensors(program.graph, stage, replica, ops, crossing),
+                again=again)
         result.append(known[key])
     return result
 
@@ -261,7 +265,7 @@ def _activation_bytes(program: Program, memories: list[StageMemory], fresh: _Fre
     change = np.zeros((max(1, len(memories)), len(Phase)))  # a file may say more bytes than an integer of 64 bits holds
     extra, first = np.zeros((2, *change.shape))
     for index, (instance, memory) in enumerate(zip(program.instances, memories, strict=True)):
-        recompute = program.plan.stages[instance.stage].recompute
+        recompute = program.plan.stages[instance.stage].keeps_only_inputs
         if training:
             rest = assembled_bytes(program, instance, memory)
             kept = (memory.inputs if recompute else memory.saved) + rest
@@ -312,12 +316,17 @@ def passing_bytes(program: Program, channel: Channel) -> int:
     """
     if channel.kind == "gradient" or program.plan.model.mode != "training" or not channel.whole:
         return 0
-    if any(program.plan.stages[program.instances[item].stage].recompute for item in channel.consumers):
+    if any(program.plan.stages[program.instances[item].stage].keeps_only_inputs for item in channel.consumers):
         return 0
     graph, tensors = program.graph, np.asarray(channel.tensors, dtype=np.int64)
     sizes = graph.tensor_bytes[tensors]
-    kept = graph.is_saved[graph.memory_root[tensors]]
+    kept = np.logical_or.reduce([_kept(program, program.instances[item].stage) for item in channel.consumers])[
+        graph.memory_root[tensors]]
     return round(channel.num_bytes * float(sizes[~kept].sum()) / max(1, int(sizes.sum())))
+
+
+def _kept(program: Program, stage: int) -> Bool:
+    return kept_storages(program.graph, program.stage_ops[stage], program.plan.stages[stage])
 
 
 def is_assembled(program: Program, instance: Instance) -> bool:
@@ -327,14 +336,14 @@ def is_assembled(program: Program, instance: Instance) -> bool:
 
 def assembled_bytes(program: Program, instance: Instance, memory: StageMemory) -> int:
     """Return what no backward needs of the inputs that pieces are put together to; they stay until the backward."""
-    if program.plan.stages[instance.stage].recompute or not is_assembled(program, instance):
+    if program.plan.stages[instance.stage].keeps_only_inputs or not is_assembled(program, instance):
         return 0
     return max(0, memory.inputs - memory.saved_inputs)
 
 
 def waiting_inputs(program: Program, instance: Instance, memory: StageMemory) -> int:
     """Return what stays in the buffers it came in, where a stage recomputes, until weights have their gradients."""
-    is_kept = program.plan.stages[instance.stage].recompute and bool(instance.forward_channels)
+    is_kept = program.plan.stages[instance.stage].keeps_only_inputs and bool(instance.forward_channels)
     return max(0, memory.inputs - memory.saved_inputs) if is_kept else 0
 
 
@@ -382,16 +391,16 @@ def _leaf_bytes(program: Program, places: _Places) -> tuple[I64, I64]:
     graph, found = program.graph, dict[int, set[int]]()
     until = np.full_like(places.backward, -1)
     inputs = [stage_inputs(graph, ops) for ops in program.stage_ops]
-    held = graph.needs_gradient & ~graph.is_saved[graph.memory_root]
     for (rank, index), slot in places.slots.items():
         item = program.instances[index]
-        if program.plan.model.mode != "training" or program.plan.stages[item.stage].recompute:
+        if program.plan.model.mode != "training" or program.plan.stages[item.stage].keeps_only_inputs:
             continue
         for producer in item.producers:
             source = places.slots.get((rank, producer))
             if source is not None and program.instances[producer].samples == item.samples:
                 made = inputs[item.stage][np.isin(graph.tensor_producer[inputs[item.stage]],
                                                   program.stage_ops[program.instances[producer].stage])]
+                held = graph.needs_gradient & ~_kept(program, item.stage)[graph.memory_root]
                 found.setdefault(source, set()).update(graph.memory_root[made[held[made]]].tolist())
                 if held[made].any():
                     np.maximum(until[source], places.backward[slot], out=until[source])
@@ -431,8 +440,8 @@ def _left_bytes(program: Program) -> I64:
     result: I64 = np.zeros(len(program.instances), dtype=np.int64)
     for (index, root), is_copied in copied.items():
         item = program.instances[index]
-        is_kept = bool(graph.is_saved[root]) and program.plan.model.mode == "training" and not program.plan.stages[
-            item.stage].recompute
+        is_kept = bool(_kept(program, item.stage)[root]) and program.plan.model.mode == "training" and (
+            not program.plan.stages[item.stage].keeps_only_inputs)
         is_made = graph.tensor_producer[root] in program.stage_ops[item.stage]
         if is_copied and is_made and not is_kept and index not in near:
             result[index] += bytes_of(graph, [root], item.num_samples)
@@ -490,7 +499,7 @@ def handed_outputs(program: Program, memories: list[StageMemory]) -> I64:
     training = program.plan.model.mode == "training"
     result = _copied_to_send(program)
     for index, (item, memory) in enumerate(zip(program.instances, memories, strict=True)):
-        keeps_all = training and not program.plan.stages[item.stage].recompute
+        keeps_all = training and not program.plan.stages[item.stage].keeps_only_inputs
         result[index] += memory.outputs - memory.saved_outputs if keeps_all else memory.outputs
     return result
 

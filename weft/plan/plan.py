@@ -149,12 +149,20 @@ class Stage:
     storage: Storage = field(default_factory=Storage)
     """What its replicas keep in pieces."""
     recompute: bool = False
-    """Keep only the stage's inputs and run the forward again before the backward."""
+    """Keep only the stage's inputs, and what ``saved`` names, and make the rest again for the backward."""
+    saved: tuple[str, ...] = ()
+    """Tensors that the stage keeps where it recomputes: see ``weft.plan.saving``. Empty: the whole forward runs again
+    before the backward."""
     flops: float | None = None
     """Operations of its forward for one sample, by which the same model with other operators is known; null if not
     known."""
     bytes: float | None = None
     """What that forward writes, floating-point numbers counted as 4 bytes."""
+
+    @property
+    def keeps_only_inputs(self) -> bool:
+        """Return whether the whole forward runs again before the backward."""
+        return self.recompute and not self.saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

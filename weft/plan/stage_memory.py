@@ -12,7 +12,7 @@ the list of operators before the first that reads what they bring.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Final, NamedTuple
 
@@ -20,9 +20,11 @@ import numpy as np
 
 from weft.model.graph import F64, I64, NO_BATCH_DIM, Bool, Graph, TensorRole
 from weft.model.weight_gradients import MADE_FIRST, can_wait
+from weft.plan.again_memory import AgainLive, again_live
 from weft.plan.gradient_memory import HANDING_ON, GradientsLive, gives_on, gradients_live
 from weft.plan.layout import stage_inputs
 from weft.plan.local_tensors import LocalTensor
+from weft.plan.saving import bundles
 
 KEEPS_RESULT: Final = frozenset(f"aten.{name}" for name in (
     "softmax", "_softmax", "log_softmax", "_log_softmax", "relu", "tanh", "sigmoid", "exp", "expm1", "sqrt", "rsqrt",
@@ -33,6 +35,9 @@ _PRODUCTS: Final = frozenset(("aten.linear", "aten.matmul", "aten.einsum"))
 """Of tensors of more than two dimensions they are products of matrices between views."""
 TRANSPOSES: Final = frozenset(("aten.t", "aten.transpose", "aten.permute"))
 """A product with a parameter behind one of these is split as one with the parameter itself."""
+
+
+_NONE: Final[I64] = np.zeros(0, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,14 +94,16 @@ class Rises(NamedTuple):
 
 def stage_memory(graph: Graph, ops: I64, *, num_samples: int, training: bool, crossing: I64,
                  local: Mapping[int, LocalTensor] = MappingProxyType({}), fresh: frozenset[int] = frozenset(),
-                 arriving: frozenset[int] = frozenset(), handed: frozenset[int] = frozenset()) -> StageMemory:
+                 arriving: frozenset[int] = frozenset(), handed: frozenset[int] = frozenset(),
+                 again: I64 = _NONE) -> StageMemory:
     """Return the memory figures of the stage with these operators; ``crossing`` are the tensors between stages.
 
     ``local`` is what one device of the stage has of tensors that are not whole there. ``fresh`` are parameters whose
     gradients are not there before the first backward. The gradients of ``arriving`` tensors lie in a message's buffer,
     those of ``handed`` ones with the stage of the rank that made them; others are sums, or put together of pieces.
+    Operators in ``again`` run again in the backward, bundle by bundle.
     """
-    view = StageView(graph, ops, num_samples, local)
+    view = StageView(graph, ops, num_samples, local, again)
     saved = view.saved(training=training)
     handed_over = crossing[view.is_made[crossing]]
     outputs = np.unique(view.root[view.as_read[handed_over]])
@@ -112,7 +119,7 @@ def stage_memory(graph: Graph, ops: I64, *, num_samples: int, training: bool, cr
     if training:
         begins = view.begins(handed_over, arriving | handed)
         live = view.gradients_live(begins)
-        work, above = live.most() + view.weights_room(), live.above(view.released(own_saved))
+        work, above = live.most() + view.weights_room(), live.above(view.released(own_saved), view.again_live())
         rise, first = above + view.weights_room(), above + view.fresh(fresh) + view.weights_room(without=fresh)
         split = view.split(own_saved, begins, handed)
     return StageMemory(
@@ -167,6 +174,10 @@ class _Step:
     """Its backward gives a copy, where others of its kind hand on what they are given."""
     gives_views: bool = False
     """The gradients that it gives are views of what it has made for them."""
+    bundle: int = -1
+    """It runs again in the backward, with this bundle of ``weft.plan.saving``; -1 if it does not."""
+    inside_again: float = 0.0
+    """What it keeps inside then, from there on."""
 
 
 class _Uses(NamedTuple):
@@ -179,7 +190,8 @@ class _Uses(NamedTuple):
 class StageView:
     """The graph as one device of a stage sees it."""
 
-    def __init__(self, graph: Graph, ops: I64, num_samples: int, local: Mapping[int, LocalTensor]) -> None:
+    def __init__(self, graph: Graph, ops: I64, num_samples: int, local: Mapping[int, LocalTensor],
+                 again: I64 = _NONE) -> None:
         self.graph, count, scale = graph, graph.num_tensors, num_samples / graph.batch
         whole: F64 = graph.tensor_bytes.astype(np.float64)
         whole[graph.tensor_batch_dim != NO_BATCH_DIM] *= scale
@@ -205,6 +217,10 @@ class StageView:
             self.is_saved[[tensor for tensor in copied if local[tensor].keeps_made and graph.is_saved[tensor]]] = True
         if local:
             self._insert_moves(local, whole)
+        self.is_needed: Bool = self.is_saved
+        """Storages that a backward needs, whether kept or made again."""
+        if len(again):
+            self._repeat(ops, again)
         self.is_made = self.mask([tensor for step in self.steps for tensor in step.written])
         self.is_touched = self.is_made | self.mask([tensor for step in self.steps for tensor in step.read])
         self.inputs = stage_inputs(graph, ops)
@@ -285,6 +301,24 @@ class StageView:
         kept[forgotten] = False
         self.is_saved = kept
 
+    def _repeat(self, ops: I64, again: I64) -> None:
+        """Note which steps run again, and so what is kept: what these read, and not what they make.
+
+        The move of a tensor to another layout runs again with what makes the tensor.
+        """
+        bundle_of = {op: number for number, bundle in enumerate(bundles(self.graph, again)) for op in bundle}
+        of_op, steps = iter(ops.tolist()), []
+        for step in self.steps:
+            op = next(of_op) if step.kind else int(self.graph.tensor_producer[step.read[0] % self.graph.num_tensors])
+            steps.append(step if op not in bundle_of else replace(
+                step, bundle=bundle_of[op], inside=0.0, inside_again=step.inside,
+                forward_room=step.forward_room + step.inside))
+        self.steps = steps
+        self.is_saved = self.is_needed.copy()
+        repeated = [step for step in self.steps if step.bundle >= 0]
+        self.is_saved[self.root[[tensor for step in repeated for tensor in step.read]]] = True
+        self.is_saved[[tensor for step in repeated for tensor in step.written]] = False
+
     def _insert_moves(self, local: Mapping[int, LocalTensor], whole: F64) -> None:
         """Put each move before the first operator that reads what it brings, or at the end."""
         made = {tensor for step in self.steps for tensor in step.written}
@@ -319,15 +353,18 @@ class StageView:
         product, or a gradient, that lies in another order is copied again.
         """
         waiting = [step for step in self.steps if step.can_wait]
-        operands = self._saved_storages(self.mask([tensor for step in waiting for tensor in step.read])
-                                        | self.is_from_outside)
+        operands = np.unique(self.root[self.mask([tensor for step in waiting for tensor in step.read])
+                                       | self.is_from_outside])
+        operands = operands[self.is_needed[operands]]
         live = self.gradients_live(begins, handed=handed, defers=True)
         inside = [0.0 if step.can_wait else step.inside for step in self.steps[::-1]]
-        rise = live.above(self._released(np.setdiff1d(saved, operands), inside)) + self.weights_room(waiting=False)
-        kept = float(self.size[operands].sum()) + sum(step.inside for step in waiting) + live.deferred
+        rise = live.above(self._released(np.setdiff1d(saved, operands), inside),
+                          self.again_live(self.mask(operands))) + self.weights_room(waiting=False)
+        kept = float(self.size[operands].sum()) + live.deferred + sum(
+            step.inside + step.inside_again for step in waiting)
         return _Split(kept=kept, rise=float(rise.max()),
                       room=float(max((self.sizes[list(step.weights)].sum() * step.made_first + step.inside
-                                      + step.backward_room for step in waiting), default=0.0)))
+                                      + step.inside_again + step.backward_room for step in waiting), default=0.0)))
 
     def _saved_storages(self, chosen: Bool) -> I64:
         storages = np.unique(self.root[chosen])
@@ -385,12 +422,27 @@ class StageView:
         np.add.at(change, last + 1, self.size[storages])
         return np.cumsum(change)
 
+    def again_live(self, stay: Bool | None = None) -> AgainLive | None:
+        """Return what is made again in the backward takes; what is in ``stay`` is there to its end."""
+        if not any(step.bundle >= 0 for step in self.steps):
+            return None
+        return again_live(self.steps, root=self.root, size=self.size, needed=self.is_needed, stay=stay)
+
     def needed_until(self, saved: I64) -> tuple[I64, I64]:
         """Return the last backward that needs each of these storages: of a reader, or of what wrote and needs it."""
         steps = [_Uses(step.read, step.written if step.keeps_result else []) for step in self.steps[::-1]]
         _, last, storages = self.spans(steps, self.mask(saved))
         found = dict(zip(storages.tolist(), last.tolist(), strict=True))
         made = self.spans(self.steps[::-1], self.mask(saved))  # what nobody reads, at the latest where it was made
+        live = self.again_live()
+        if live is not None:  # what only serves to make something again goes when that is made
+            readers: dict[int, int] = {}
+            for step in self.steps:
+                for tensor in step.read if step.bundle >= 0 else ():
+                    storage = int(self.root[tensor])
+                    if not self.is_needed[storage]:
+                        readers[storage] = max(readers.get(storage, 0), live.places[step.bundle])
+            found |= readers
         ends = [found.get(storage, end) for storage, end in zip(made[2].tolist(), made[1].tolist(), strict=True)]
         return np.asarray(ends, dtype=np.int64), made[2]
 

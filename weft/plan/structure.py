@@ -22,6 +22,7 @@ from weft.model.graph import Graph, find_cycle
 from weft.plan.factors import LINEAR_KINDS, Factors, find_factors
 from weft.plan.holders import Copies, exchange_sets, in_pieces, layout_problems, parameter_copies
 from weft.plan.plan import GradientExchange, Plan, Replica, Stage, split_samples
+from weft.plan.saving import saving_problems
 from weft.plan.sharding import sharding_problems
 from weft.plan.units import storage_problems, unit_problems
 
@@ -131,6 +132,11 @@ def _stage_problems(plan: Plan, graph: Graph, stage: Stage, path: str) -> Iterat
     yield from _replica_problems(plan, stage, path)
     yield from sharding_problems(stage, graph, path)
     yield from storage_problems(stage, path)
+    if plan.compiled and stage.saved:
+        yield (f"{path}.saved names tensors, which compiled stages cannot choose: let the plan run operator by "
+               "operator (compiled: false), or remove saved")
+    known = [graph.op_index[name] for name in stage.ops if name in graph.op_index]
+    yield from saving_problems(graph, np.asarray(known, dtype=np.int64), stage, path)
 
 
 def _replica_problems(plan: Plan, stage: Stage, path: str) -> Iterator[str]:

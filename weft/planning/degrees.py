@@ -17,7 +17,7 @@ from typing import Final
 from weft.base.errors import InputError
 from weft.cluster.cluster import Cluster
 from weft.model.graph import Graph
-from weft.search.common.degrees import Degrees, check_planned
+from weft.search.common.degrees import Degrees
 from weft.search.common.problem import PlanOptions, divisors
 from weft.search.deploy.splits import tp_groups_by_degree
 from weft.search.joint.baselines import STRATEGIES, admits
@@ -34,7 +34,6 @@ def settle_degrees(options: PlanOptions, cluster: Cluster, *, on_all: bool = Tru
     degrees, even = options.degrees, is_even(cluster)
     if not degrees:
         return options
-    check_planned(degrees)
     _check_together(options)
     if (degrees.ep or 1) > 1:
         degrees = replace(degrees, tp=degrees.ep)

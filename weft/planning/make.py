@@ -124,8 +124,7 @@ def search_plans(model: str | ModelSource, cluster: Cluster, options: PlanOption
         check_degree(graph, narrow, options.degrees.ep or 1)
     for num_experts in rows_by_experts(graph):
         parse_load(options.expert_load, num_experts)
-    asks = graph.asks_recompute and options.degrees.recompute != "none"
-    options = replace(options, recompute=options.recompute or asks)
+    options = replace(options, recompute=options.recompute or (graph.asks_recompute and options.saving == "auto"))
     for note in graph.warnings:
         report(f"{NOTE}{note}")
 

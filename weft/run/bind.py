@@ -140,7 +140,7 @@ class Binder:
         leaf_places, root_places = wiring.leaf_places(instance), wiring.root_places(key)
         updates = _by_dtype(stage.updates)
         random = stage.random if stage.module.uses_random else None
-        recomputes = training and self.program.plan.stages[item.stage].recompute
+        recomputes = training and self.program.plan.stages[item.stage].keeps_only_inputs
 
         def connect(outputs: tuple[Tensor, ...]) -> None:
             cell.edges = [_edge(outputs[place]) for place in root_places]

@@ -24,6 +24,7 @@ from weft.plan.check import check_program
 from weft.plan.lower import lower
 from weft.plan.plan import Plan, split_samples
 from weft.plan.program import Op, Phase, Program
+from weft.plan.saving import repeated_in
 from weft.plan.sharding import Region, axis_sizes
 from weft.run import parameters
 from weft.run.compiled import Compiler
@@ -137,7 +138,7 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
             module = shard_stage(module, stage.sharding, mesh, random=random,
                                  parameters=parameters.parameter_layouts(program, index, rank))
         module = collect_factors(module, factors, num_microbatches=len(item.microbatches))
-        stages[index] = Stage(module, split=index in split, mesh=mesh, random=random,
+        stages[index] = Stage(module, split=index in split, mesh=mesh, random=random, again=_again(program, item.stage),
                               compilation=_compilation(program, index, compiler, transport))
     if compiler is not None:
         transport.status.set(Milestone.LOADING)
@@ -149,6 +150,14 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
                     buffers=values.buffers, factors=factors, input_names=first.program.inputs,
                     takes_statistics=bool(updates), random=random,
                     buffer_shares=BufferShares(program, updates, values.buffers, transport), compiler=compiler)
+
+
+def _again(program: Program, stage: int) -> frozenset[str]:
+    """Return the operators of a stage that run again inside its backward."""
+    if program.plan.stages[stage].keeps_only_inputs or program.plan.model.mode != "training":
+        return frozenset()
+    again = repeated_in(program.graph, program.stage_ops[stage], program.plan.stages[stage])
+    return frozenset(program.graph.op_names[op] for op in again.tolist())
 
 
 def _compiler(status: StatusLine) -> Compiler:
@@ -180,7 +189,8 @@ def _compilation(program: Program, index: int, compiler: Compiler | None,
     graph, stage = program.graph, program.plan.stages[program.instances[index].stage]
     is_training = program.plan.model.mode == "training"
     return Compilation(
-        compiler=compiler, name=f"stage {stage.name}", device=transport.device, writes_updates=not stage.recompute,
+        compiler=compiler, name=f"stage {stage.name}", device=transport.device,
+        writes_updates=not stage.keeps_only_inputs,
         borders=_borders(program, index, transport.rank) if is_training else frozenset(),
         differentiable=frozenset(name for name, needed, role in zip(
             graph.tensor_names, graph.needs_gradient, graph.tensor_role, strict=True)

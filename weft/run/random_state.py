@@ -94,6 +94,22 @@ class RankRandom:
         finally:
             self.restore(now)
 
+    def now(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the states that an operator meets: of the process's generator, and of the streams."""
+        return self._generator.get_state(), dict(self._streams)
+
+    @contextmanager
+    def as_it_was(self, states: tuple[Tensor, Mapping[str, Tensor]]) -> Iterator[None]:
+        """Draw again what an operator drew that met these states; all goes on afterwards as if nothing had been."""
+        now, streams = self.now()
+        self._generator.set_state(states[0])
+        self._streams.update(states[1])
+        try:
+            yield
+        finally:
+            self._generator.set_state(now)
+            self._streams.update(streams)
+
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
     def states(self, rank: int) -> dict[str, Tensor]:

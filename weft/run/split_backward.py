@@ -115,8 +115,8 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool,
                 queue: WeightGradients) -> Tensor:
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)
-        ctx.rest = (bias, transposed, queue)
+        ctx.save_for_backward(x if weight.requires_grad else None)
+        ctx.rest = (weight, bias, transposed, queue)  # the parameter itself, which gets the gradient
         if transposed:
             return functional.linear(x, weight, bias)
         if bias is not None and x.dim() == 2:
@@ -125,8 +125,8 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = _alone(ctx)
-        bias, transposed, queue = ctx.rest
+        (x,) = _alone(ctx)
+        weight, bias, transposed, queue = ctx.rest
         queue.pending.append(MatmulGradient(weight, bias, x, grad, transposed))
         needed = ctx.needs_input_grad[0]
         return (torch.matmul(grad, weight if transposed else weight.t()) if needed else None), None, None, None, None

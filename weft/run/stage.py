@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -33,6 +33,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from weft.base.errors import ModelError
 from weft.model.probe import is_random
 from weft.model.trace import TracedModel, retarget
+from weft.run.again import Repeating, mark_repeated
 from weft.run.compiled import CompiledStage, Compiler, Request, compile_stage
 from weft.run.mesh import ReplicaMesh
 from weft.run.random_state import RankRandom
@@ -304,8 +305,12 @@ class Stage:
     """The callables of one stage: ``forward`` for ``B``, ``split_forward`` for ``I`` and ``W``."""
 
     def __init__(self, module: StageModule, *, split: bool, random: RankRandom, mesh: ReplicaMesh | None = None,
-                 compilation: Compilation | None = None) -> None:
-        """``compilation`` says how the stage is compiled; without it, operators run one by one."""
+                 compilation: Compilation | None = None, again: Collection[str] = ()) -> None:
+        """``compilation`` says how the stage is compiled; without it, operators run one by one.
+
+        Operators in ``again`` run once more in the backward.
+        """
+        mark_repeated(module.op_names, module.module.graph, again)
         self.module, self.mesh, self.random = module, mesh, random
         """The mesh is that of a stage on several devices, with the number of its collectives."""
         self.updates = [(len(module.outputs) + number, self.buffer(name))
@@ -316,10 +321,10 @@ class Stage:
         self.split_forward: Forward | None = None
         if compilation is None:
             _lay_norms_as_traced(module.module)
-            self.forward = self._with_stream(_direct_call(module.module))
+            self.forward = self._with_stream(self._call(module.module, bool(again)))
             if split:
                 self.split_forward = self._with_stream(
-                    _direct_call(split_weight_gradients(module.module, self.queue)))
+                    self._call(split_weight_gradients(module.module, self.queue), bool(again)))
             return
         updates = dict(self.updates) if compilation.writes_updates else {}
         compiled = compilation.compile(module, updates, None)
@@ -329,6 +334,13 @@ class Stage:
             cut = compilation.compile(module, {place: updates[place] for place in compiled.written}, self.queue)
             self.split_forward = self._with_stream(_direct_call(split_weight_gradients(cut.module, self.queue)))
         self.updates = [item for item in self.updates if item[0] not in compiled.written]
+
+    def _call(self, module: GraphModule, again: bool) -> Forward:
+        """Return the module's forward; if ``again``, one that keeps only what is not made again."""
+        if not again:
+            return _direct_call(module)
+        repeating = Repeating(module, self.random, draws=self.module.uses_random and self.mesh is not None)
+        return repeating.forward(_direct_call(repeating.module))
 
     def _with_stream(self, forward: Forward) -> Forward:
         """Return the forward with random numbers of the rank's own; on several devices its operators see to that."""

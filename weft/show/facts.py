@@ -97,6 +97,8 @@ class StageFacts:
     """Predicted (else measured) mean over micro-batches."""
     backward_s: float | None
     """Both parts of a split backward together."""
+    num_saved: int = 0
+    """Of a stage that recomputes, the tensors that it keeps besides its inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,7 +231,8 @@ def stage_facts(program: Program, timeline: Timeline | None = None) -> tuple[Sta
             name=stage.name, modules=modules[number], num_ops=len(stage.ops), mesh=replica.mesh, share=replica.share,
             replicas=tuple(replica_of(index).devices for index in members), microbatches=stage.microbatches,
             parameter_bytes=int(graph.tensor_bytes[parameters].sum()), recompute=stage.recompute,
-            in_pieces=storage_text(stage.storage), forward_s=forward_s, backward_s=backward_s))
+            in_pieces=storage_text(stage.storage), forward_s=forward_s, backward_s=backward_s,
+            num_saved=len(stage.saved)))
     return tuple(rows)
 
 

@@ -99,7 +99,8 @@ def stages_table(rows: Sequence[facts.StageFacts]) -> TextTable:
 
 def stage_modules(row: facts.StageFacts) -> str:
     """Return a stage's modules, with what is special about the stage."""
-    notes = [*["recomputed"] * row.recompute, *[row.in_pieces] * bool(row.in_pieces)]
+    notes = [f"keeps {row.num_saved} tensors" if row.num_saved else "recomputed"] if row.recompute else []
+    notes += [row.in_pieces] * bool(row.in_pieces)
     if row.microbatches is not None:
         notes.append("micro-batches " + short_list(map(str, row.microbatches)))
     return (row.modules or UNKNOWN) + (f" ({', '.join(notes)})" if notes else "")

@@ -45,6 +45,7 @@ from weft.cost.roofline import pointwise_rate
 from weft.model.graph import F64, I64, Graph
 from weft.plan.memory import static_bytes
 from weft.plan.program import U8, Channel, Op, Phase, Program, last_before
+from weft.plan.saving import bundles, repeated_in
 from weft.simulate import exchange_time
 from weft.simulate.tasks import TaskGraph, make_task_graph
 from weft.simulate.timeline import Timeline, make_timeline
@@ -155,7 +156,7 @@ def _compute_figure(
     item = program.instances[instance]
     stage, ops = program.plan.stages[item.stage], program.stage_ops[item.stage]
     figure = stage_figure(costs, ops, [devices[rank] for rank in item.ranks], _COST_PHASE[phase],
-                          fraction=item.num_samples / program.graph.batch, recompute=stage.recompute,
+                          fraction=item.num_samples / program.graph.batch, again=repeated_in(program.graph, ops, stage),
                           sharded=bool(stage.sharding), times=stage.replicas[item.replica].times)
     if not math.isfinite(figure.seconds):
         names = ", ".join(program.rank_names[rank] for rank in item.ranks)
@@ -181,28 +182,30 @@ def _part_shares(program: Program, costs: Costs, devices: tuple[DeviceId, ...], 
                  buckets: tuple[int, ...]) -> F64:
     """Return the shares of a backward's parts: up to where each bucket's gradients are final, and from the last on."""
     item = program.instances[instance]
+    stage, ops = program.plan.stages[item.stage], program.stage_ops[item.stage]
     times = final_times(
-        program.graph, costs, program.stage_ops[item.stage], [devices[rank] for rank in item.ranks],
+        program.graph, costs, ops, [devices[rank] for rank in item.ranks],
         [program.buckets[index].parameters for index in buckets], fraction=item.num_samples / program.graph.batch,
-        recompute=program.plan.stages[item.stage].recompute,
+        again=repeated_in(program.graph, ops, stage), at_once=stage.keeps_only_inputs,
         factored=exchange_time.factored_ops(program, item.stage, item.ranks))
     ends = np.maximum.accumulate(times / (times[-1] or 1.0))
     return np.diff(ends, prepend=0.0)
 
 
 def stage_figure(costs: Costs, ops: I64, devices: Sequence[DeviceId], phase: CostPhase, *, fraction: float,
-                 recompute: bool, sharded: bool, times: Mapping[str, float] = MappingProxyType({})) -> Figure:
+                 again: I64, sharded: bool, times: Mapping[str, float] = MappingProxyType({})) -> Figure:
     """Return the time of a stage on all its devices together, for this share of the traced batch.
 
-    It is the slowest device's time for the whole stage. Where the stage shards tensors it is in ``times``, which the
+    It is the slowest device's time for the whole stage; a backward takes the forward of the operators in ``again`` as
+    well. Where the stage shards tensors it is in ``times``, which the
     search for the sharding gave, collectives inside included; else an estimate without these: the slowest device's time
     divided by the number of devices.
     """
     figures = []
     for device in devices:
         figure = costs.stage_figure(ops, device, phase, fraction)
-        if recompute and phase in ("B", "I"):
-            figure += costs.stage_figure(ops, device, "F", fraction)
+        if len(again) and phase in ("B", "I"):
+            figure += costs.stage_figure(again, device, "F", fraction)
         figures.append(figure)
     slowest = max(figures, key=lambda figure: figure.seconds)
     if not sharded:
@@ -287,21 +290,22 @@ def _unit_resources(program: Program, cluster: Cluster, devices: tuple[DeviceId,
 
 
 def final_times(graph: Graph, costs: Costs, ops: I64, devices: Sequence[int], parameters: Sequence[Sequence[int]], *,
-                fraction: float, recompute: bool, factored: I64 | None = None) -> F64:
+                fraction: float, again: I64, at_once: bool, factored: I64 | None = None) -> F64:
     """Return when each set of parameters is final, and last the backward's end, in seconds on the slowest device.
 
     ``ops`` are those of the stage, ascending, for this share of the traced batch. What the stage does not read is final
-    from the begin. A stage that recomputes has its forward first. Operators in ``factored`` leave out the gradients of
-    weights.
+    from the begin. Operators in ``again`` run forward once more: first, if all ``at_once``, else when the backward
+    comes to the last of their bundle. Operators in ``factored`` leave out the gradients of weights.
     """
     backward, forward = costs.op_seconds("B", fraction)[ops], costs.op_seconds("F", fraction)[ops]
     if factored is not None and len(factored):
         backward = np.where(np.isin(ops, factored)[:, None], costs.op_seconds("I", fraction)[ops], backward)
     columns = sorted({costs.column_of_device[device] for device in devices})
-    totals = (backward + forward if recompute else backward)[:, columns].sum(axis=0)
-    column = columns[int(np.argmax(totals))]
-    before = float(forward[:, column].sum()) if recompute else 0.0
-    done = before + np.cumsum(backward[::-1, column])[::-1]
+    for bundle in [again.tolist()] if at_once and len(again) else bundles(graph, again):
+        places = np.searchsorted(ops, bundle)
+        backward[-1 if at_once else places[-1]] += forward[places].sum(axis=0)
+    column = columns[int(np.argmax(backward[:, columns].sum(axis=0)))]
+    done = np.cumsum(backward[::-1, column])[::-1]
     first = first_readers(graph, ops)
     times = [max((float(done[first[tensor]]) for tensor in tensors if tensor in first), default=0.0)
              for tensors in parameters]

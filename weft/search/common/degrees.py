@@ -4,14 +4,12 @@
     weft.make_plan("llama-70b", cluster, tp=8, pp=2, interleave=2, recompute="none")
 
 ``Degrees`` is the one place: the command line makes its options of it, and everything that makes plans reads it from
-``PlanOptions.degrees``. ``PLANNED`` says which values plans can have by now. ``weft.planning.degrees`` checks them
-against the model, the batch and the cluster.
+``PlanOptions.degrees``. ``weft.planning.degrees`` checks them against the model, the batch and the cluster.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Final, Literal, TypedDict
 
@@ -105,10 +103,6 @@ class Degrees:
 SIZES: Final = ("tp", "pp", "dp", "cp", "ep", "microbatch_size", "interleave")
 """Fields that are counts."""
 NONE_FIXED: Final = Degrees()
-PLANNED: Final[Mapping[str, tuple[Callable[[Any], bool], str]]] = {
-    "recompute": (lambda word: word in ("none", "full"), "recomputing a part of the activations (--recompute {})"),
-}
-"""Which values plans can have by now, of fields where that is not all, and what the others are called."""
 
 
 def option(name: str) -> str:
@@ -126,11 +120,3 @@ def is_recompute(text: object) -> bool:
         return re.match(r"[0-9]", text) is not None and parse_bytes(text) > 0
     except InputError:
         return False
-
-
-def check_planned(degrees: Degrees) -> None:
-    """Raise ``InputError`` for what is asked but cannot be planned yet."""
-    for name, (can, what) in PLANNED.items():
-        value = getattr(degrees, name)
-        if value is not None and not can(value):
-            raise InputError(f"{what.format(value)} is not planned yet: leave {option(name)} out")

@@ -22,11 +22,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import numpy as np
 
 from weft.base.errors import InputError
+from weft.base.units import parse_bytes
 from weft.cluster.cluster import Cluster, DeviceId
 from weft.cluster.cluster_file import to_json
 from weft.cost.costs import Costs, Phase
@@ -39,7 +40,9 @@ from weft.plan.holders import exchange_sets, parameter_parts
 from weft.plan.layout import stage_inputs
 from weft.plan.orders import Order, forward_only, interleaved, one_f_one_b, to_tokens
 from weft.plan.plan import GradientExchange, Mode, Optimizer, Plan, Replica, Sharding, Stage, Storage, split_samples
+from weft.plan.saving import repeated_in, saved_names
 from weft.search.common.degrees import NONE_FIXED, Degrees
+from weft.search.recompute.stages import chosen_again
 from weft.sharding.named_ops import NamedOp
 from weft.simulate.exchange_time import reduce_seconds
 from weft.simulate.timeline import Timeline
@@ -76,7 +79,24 @@ class PlanOptions:
     degrees: Degrees = NONE_FIXED
     """What is fixed by hand."""
 
+    @property
+    def saving(self) -> Literal["auto", "none", "selective"] | int:
+        """Return what may be made again if not all: what memory asks for, nothing, attention, or what every stage
+        cannot keep within so many bytes of one micro-batch on each device."""
+        word = self.degrees.recompute
+        if word is None or word == "full":
+            return "auto"
+        return word if word in ("none", "selective") else parse_bytes(word)  # type: ignore[return-value]
+
+    @property
+    def may_recompute(self) -> bool:
+        """Return whether searches may let stages recompute where memory asks for it."""
+        return self.saving == "auto"
+
     def __post_init__(self) -> None:
+        if self.compiled and self.saving not in ("auto", "none"):
+            raise InputError("compiled stages recompute as a whole or not at all so far: ask for --recompute full or "
+                             "none, or for --eager")
         if self.batch < 1:
             raise InputError(f"the batch must be 1 or more, not {self.batch}")
         if self.microbatches is not None and (self.microbatches < 1 or self.batch % self.microbatches):
@@ -240,11 +260,14 @@ def _make_stage(problem: Problem, name: str, spec: StageSpec, microbatch_size: i
     phases: tuple[Phase, ...] = ("F", "B", "I", "W") if problem.is_training else ("F",)
     replicas = []
     recompute = problem.options.recompute and problem.is_training
+    again = spec.ops if recompute else _chosen_again(problem, spec, max(counts))
+    saved = () if recompute or not len(again) else saved_names(graph, np.sort(spec.ops), again)
     given: Sequence[Mapping[str, float]] = spec.times or [{}] * len(spec.replicas)
     for (devices, share), count, known in zip(spec.replicas, counts, given, strict=True):
+        known = known if recompute or not len(again) else _with_again(problem, spec.ops, again, devices[0], known)
         times: dict[str, float] = {
             phase: stage_figure(problem.costs, spec.ops, devices, phase, fraction=count / graph.batch,
-                                recompute=recompute, sharded=bool(spec.sharding), times=known).seconds
+                                again=again, sharded=bool(spec.sharding), times=known).seconds
             for phase in phases}
         replicas.append(Replica(devices=tuple(problem.cluster.devices[device].name for device in devices),
                                 mesh=spec.mesh or mesh_axes(len(devices), 1),
@@ -252,7 +275,26 @@ def _make_stage(problem: Problem, name: str, spec: StageSpec, microbatch_size: i
     flops, written = stage_work(graph, spec.ops)
     return Stage(name=name, ops=tuple(graph.op_names[op] for op in spec.ops), replicas=tuple(replicas),
                  modules=block_names(graph, spec.ops), microbatches=spec.microbatches, sharding=spec.sharding,
-                 storage=spec.storage, recompute=recompute, flops=flops, bytes=written)
+                 storage=spec.storage, recompute=bool(len(again)), saved=saved, flops=flops, bytes=written)
+
+
+def _chosen_again(problem: Problem, spec: StageSpec, num_samples: int) -> I64:
+    """Return the operators of a stage that run again because the user asked for it."""
+    how, graph = problem.options.saving, problem.graph
+    if not problem.is_training or how in ("auto", "none"):
+        return spec.ops[:0]
+    fraction, degree = num_samples / graph.batch, max(len(devices) for devices, _ in spec.replicas)
+    column = problem.costs.column_of_device[spec.replicas[0][0][0]]
+    return chosen_again(graph, np.sort(spec.ops), how * degree if isinstance(how, int) else how, fraction=fraction,
+                        seconds=problem.costs.op_seconds("F", fraction)[:, column])
+
+
+def _with_again(problem: Problem, ops: I64, again: I64, device: DeviceId,
+                times: Mapping[str, float]) -> Mapping[str, float]:
+    """Return the seconds of a replica whose devices divide the stage, with what runs again in its backward."""
+    forward = problem.costs.op_seconds("F")[:, problem.costs.column_of_device[device]]
+    more = times.get("F", 0.0) * float(forward[again].sum()) / (float(forward[ops].sum()) or 1.0)
+    return {phase: seconds + more if phase in ("B", "I") else seconds for phase, seconds in times.items()}
 
 
 def block_of(module: str) -> str:
@@ -391,7 +433,8 @@ def _best_cut(plan: Plan, graph: Graph, costs: Costs, index: int,
     times = final_times(
         graph, costs, np.sort([graph.op_index[name] for name in stage.ops]),
         [place[name] for name in replica.devices], [(tensor,) for tensor in tensors],
-        fraction=counts[slowest] / graph.batch, recompute=stage.recompute)
+        fraction=counts[slowest] / graph.batch, at_once=stage.keeps_only_inputs, again=repeated_in(
+            graph, np.sort([graph.op_index[name] for name in stage.ops]), stage))
     backward_s = replica.times.get("B", float(times[-1]))
     times *= backward_s / (times[-1] or 1.0)
     order = np.argsort(times[:-1], kind="stable")

@@ -52,6 +52,7 @@ from weft.plan.structure import require_structure
 from weft.search.common.budget import Budget, OutOfTime
 from weft.search.common.problem import Problem, StageSpec, divisors, evaluate_plan, make_plan, pipeline_order
 from weft.search.deploy.splits import NO_SPLITS, Splits, TpGroup, contexts_of
+from weft.search.joint.budgets import with_budgets
 from weft.search.joint.chain import Chain
 from weft.search.joint.estimate import Estimate, Estimator
 from weft.search.joint.layouts import Layout, Setting, StageMesh, layouts
@@ -168,6 +169,18 @@ def refine(problem: Problem, simulated: Sequence[JointResult], budget: Budget,
         _note(divided, best, tried, progress)
         best = divided
     return best, tried
+
+
+def _with_budgets(found: JointResult, problem: Problem, budget: Budget) -> JointResult:
+    """Return the same with what memory is left for kept instead of made again, where that is faster."""
+    program = found.timeline.program
+    setting = found.setting
+    if (not setting.recompute or setting.in_units or setting.cp > 1 or problem.options.recompute or program is None
+            or program.plan is not found.plan):
+        return found
+    better = with_budgets(found.plan, problem, program, found.step_time_s, budget)
+    return found if better is None else replace(
+        found, plan=better[0], timeline=better[1], step_time_s=better[1].step_time_s)
 
 
 def _note(found: JointResult, before: JointResult, tried: list[Tried], progress: Callable[[str], None]) -> None:
@@ -382,7 +395,7 @@ def _in_units(estimator: Estimator, plain: Setting, best: float) -> Iterator[Est
     asked = estimator.problem.options
     if not _may_be_in_units(estimator.problem, plain):
         return
-    ways = (True,) if asked.recompute else (False,) if asked.degrees.recompute == "none" else (False, True)
+    ways = (True,) if asked.recompute else (False, True) if asked.may_recompute else (False,)
     for zero, group in zero_choices(estimator, plain):
         for recompute in ways:
             setting = replace(plain, recompute=recompute, zero=zero, zero_group=group)
@@ -415,7 +428,7 @@ def _savings(problem: Problem, setting: Setting) -> Iterator[tuple[bool, bool]]:
     if (asked.degrees.zero or 0) > 1:
         return
     replicated = any(setting.copies(mesh) > 1 for mesh in setting.layout)
-    for recompute in (False, True) if training and asked.degrees.recompute != "none" else (False,):
+    for recompute in (False, True) if training and (asked.recompute or asked.may_recompute) else (False,):
         for sharded in (False, True) if replicated and _may_divide(problem) else (False,):
             if (recompute or not (asked.recompute and training)) and (
                     sharded or not (asked.optimizer.sharded and replicated)):
@@ -493,7 +506,7 @@ def _simulate(estimator: Estimator, ranked: list[Estimate], budget: Budget, prog
         units = len(estimator.chain.unit_places) if setting.in_units else 1
         actions += setting.num_devices * setting.microbatches * setting.chunks * max(1, units // len(setting.layout))
         try:
-            found = evaluate(estimator.of(setting), estimate)
+            found = _with_budgets(evaluate(estimator.of(setting), estimate), estimator.problem, budget)
         except (NoFeasiblePlan, PlanError) as problem:
             miss = problem if isinstance(problem, NoFeasiblePlan) else NoFeasiblePlan(str(problem))
             misses.append(miss)

@@ -217,7 +217,7 @@ def _pipelined(problem: Problem, specs: list[StageSpec], devices: list[int], mic
     busiest device needs for it, as far as ``in_flight`` and links allow.
     """
     fraction = problem.options.batch / microbatches / problem.graph.batch
-    seconds = [stage_figure(problem.costs, spec.ops, spec.replicas[0][0], "F", fraction=fraction, recompute=False,
+    seconds = [stage_figure(problem.costs, spec.ops, spec.replicas[0][0], "F", fraction=fraction, again=spec.ops[:0],
                             sharded=False).seconds for spec in specs]
     return _play(seconds, devices, _stage_edges(problem, specs, devices, fraction), len(problem.devices),
                  num_requests=microbatches, in_flight=in_flight)

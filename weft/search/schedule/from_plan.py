@@ -45,6 +45,7 @@ from weft.plan.memory import (
 )
 from weft.plan.plan import Plan
 from weft.plan.program import Channel, Program
+from weft.plan.saving import repeated_in
 from weft.plan.stage_memory import StageMemory
 from weft.plan.structure import stage_patterns
 from weft.search.schedule.problem import Block, ScheduleProblem, Transfer
@@ -159,11 +160,12 @@ class _Builder:
                      memory=float(self.memory[item.stage].change[item.phase]), after=self._after(item))
 
     def _seconds(self, stage: int, phase: CostPhase) -> float:
-        own = self.program.plan.stages[stage]
-        return max(stage_figure(self.costs, self.program.stage_ops[stage], [self.devices[rank] for rank in item.ranks],
-                                phase, fraction=item.num_samples / self.program.graph.batch, recompute=own.recompute,
-                                sharded=bool(own.sharding), times=own.replicas[item.replica].times
-                                ).seconds for item in map(self.program.instances.__getitem__, self.instances_of[stage]))
+        own, ops = self.program.plan.stages[stage], self.program.stage_ops[stage]
+        again = repeated_in(self.program.graph, ops, own)
+        return max(stage_figure(self.costs, ops, [self.devices[rank] for rank in item.ranks], phase, again=again,
+                                fraction=item.num_samples / self.program.graph.batch, sharded=bool(own.sharding),
+                                times=own.replicas[item.replica].times).seconds
+                   for item in map(self.program.instances.__getitem__, self.instances_of[stage]))
 
     def _after(self, item: BlockMeaning) -> tuple[int, ...]:
         if item.phase == "W":
@@ -305,7 +307,7 @@ class _StageBytes:
         outputs = max(handed[index] for index in instances)
         kept = for_weights = sent = passing = buffers = 0
         if training:
-            kept = max(item.inputs if stage.recompute else item.saved for item in own)
+            kept = max(item.inputs if stage.keeps_only_inputs else item.saved for item in own)
             for_weights = max(memory.saved_for_weights + waiting_inputs(program, item, memory)
                               for item, memory in zip(items, own, strict=True))
             is_sent = any(item.producer in instances and item.kind == "activation" for item in program.channels)
@@ -315,7 +317,7 @@ class _StageBytes:
                           for item, memory, channels in zip(items, own, arriving, strict=True))
             buffers = max(sum(program.channels[channel].num_bytes for channel in item.gradient_channels)
                           for item in items)
-        rises = [item.rises(recompute=stage.recompute) for item in own]
+        rises = [item.rises(recompute=stage.keeps_only_inputs) for item in own]
         forward = max(rise.forward + (item.inputs if pieces else 0) for rise, item in zip(rises, own, strict=True))
         return cls(
             change={"F": kept + sent + passing, "B": -kept - sent - passing, "I": for_weights + buffers - kept - sent,

@@ -8,11 +8,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,26 +15,6 @@ import numpy as np
 
 from weft.model.graph import F64, I64
 from weft.search.strategies.core import Core
-
-
-@contextmanager
-def quiet_stdout() -> Iterator[None]:
-    """Send to stderr what compiled code prints on stdout: the solver does so now and then, and nothing turns it off."""
-    flush = ctypes.CDLL(None).fflush
-    try:
-        sys.stdout.flush()
-        kept = os.dup(1)
-    except (OSError, ValueError):  # There is no stdout.
-        yield
-        return
-    flush(None)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        flush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

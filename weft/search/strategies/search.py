@@ -35,12 +35,13 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from weft.base.errors import NoFeasiblePlan
+from weft.base.quiet import quiet_stdout
 from weft.model.graph import F64, I64
 from weft.search.common.budget import Budget, OutOfTime, cut_short, ended_by_ctrl_c
 from weft.search.common.incumbent import Incumbent
 from weft.search.strategies.core import Compact, make_core
 from weft.search.strategies.dual import Dual, cost_of
-from weft.search.strategies.integer import IntegerResult, quiet_stdout, solve_integer
+from weft.search.strategies.integer import IntegerResult, solve_integer
 from weft.search.strategies.shrink import left, lowest, shrink
 from weft.search.strategies.strategy_graph import FORBIDDEN, StrategyGraph, check_graph, evaluate
 from weft.search.strategies.tuning import TUNING
