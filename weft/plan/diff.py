@@ -289,7 +289,7 @@ def _places(plan: Plan, graph: Graph) -> dict[str, tuple[str, ...]]:
     for stage in plan.stages:
         devices = {device for replica in stage.replicas for device in replica.devices}
         for op in stage.ops:
-            if not graph.is_constant[graph.op_index[op]]:
+            if op in graph.op_index and not graph.is_constant[graph.op_index[op]]:  # another version may name others
                 found.setdefault(op, set()).update(devices)
     order = (name for name in graph.op_names if name in found)
     return {op: tuple(sorted(found[op], key=rank.__getitem__)) for op in order}

@@ -210,11 +210,13 @@ class StageView:
         self._is_activation = graph.tensor_role[graph.memory_root] == TensorRole.ACTIVATION
         self._turned = frozenset(np.flatnonzero(graph.has_turned_gradient).tolist())
         self._trained = frozenset(graph.parameters[graph.needs_gradient[graph.parameters]].tolist())
+        self._parts = [tensor for tensor in copied if local[tensor].keeps_made]
+        """What a stage brings together only to send it, when its forward ends."""
         self.steps = [self._step(op, local, scale) for op in ops.tolist()]
         if copied or taken:
             forgotten = [int(self.as_read[tensor]) for tensor in copied if not local[tensor].is_kept]
             self._divide_storages(ops, copied + taken, forgotten)
-            self.is_saved[[tensor for tensor in copied if local[tensor].keeps_made and graph.is_saved[tensor]]] = True
+            self.is_saved[[tensor for tensor in self._parts if graph.is_saved[tensor]]] = True
         if local:
             self._insert_moves(local, whole)
         self.is_needed: Bool = self.is_saved
@@ -479,7 +481,7 @@ class StageView:
         """
         first, last, storages = self.spans(steps, counted)
         if stay is not None:
-            last[self.mask(stay)[storages]] = len(steps) - 1
+            last[self.mask([*stay.tolist(), *self._parts])[storages]] = len(steps) - 1
         change = np.zeros(len(steps) + 1)
         np.add.at(change, first, self.size[storages])
         np.add.at(change, last + 1, -self.size[storages])
