@@ -20,7 +20,8 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -67,12 +68,14 @@ def compile_graphs(function: Callable[..., Sequence[Tensor]], primals: Sequence[
         _without_copies(joint, len(made))
         joint = joint_graph_passes(joint, primals[0].device)
         forward, backward = min_cut_rematerialization_partition(
-            joint, [node.meta["val"] for node in _placeholders(joint)], num_fwd_outputs=len(made))
+            joint, [node.meta["val"] for node in _placeholders(joint)], num_fwd_outputs=len(made),
+            static_lifetime_input_indices=[place for place, item in enumerate(primals) if item.is_parameter])
         _write_updates(forward, updates)
         tangents = [node.meta["val"] for node in _placeholders(backward)][-len(differentiable):]
         with _strides_of_outputs() as strides:
             compiled = _compile(forward, num_kept=num_outputs, is_inference=False)
         _lay_out(backward, strides[num_outputs:])
+        _give_away(forward, backward, num_outputs)
         graphs = Graphs(forward=compiled, num_outputs=num_outputs, with_tangent=tuple(differentiable),
                         tangent_strides=tuple(tuple(item.stride()) for item in tangents))
         return _with_backward(graphs, backward, primals, split=split)
@@ -132,14 +135,54 @@ def _lay_out(module: GraphModule, strides: Sequence[Sequence[int] | None]) -> No
             node.meta["val"] = value.as_strided(value.shape, stride)
 
 
+_GIVEN_AWAY: Final = "given_away_"
+
+
+def _give_away(forward: GraphModule, backward: GraphModule, num_outputs: int) -> None:
+    """Mark the arguments of the backward whose memory it may use for something else.
+
+    That is what the forward saved, if nobody else has that memory: it is neither one of its arguments nor one of its
+    results, is saved once, and no gradient lies in it. The mark is the argument's name, because the compiler's cache
+    knows a graph by its code.
+    """
+    results = _output(forward).args[0]
+    owners = Counter(_root(item) for item in results if isinstance(item, Node))
+    returned = {_root(item) for item in _output(backward).args[0] if isinstance(item, Node)}
+    for place, (saved, node) in enumerate(zip(results[num_outputs:], _placeholders(backward), strict=False)):
+        root = _root(saved)
+        if root.op == "call_function" and owners[root] == 1 and node not in returned:
+            _call(node, f"{_GIVEN_AWAY}{place}")
+    backward.recompile()
+
+
+def _call(argument: Node, name: str) -> None:
+    argument._rename(name)
+    argument.target = argument.name
+
+
 def _compile(module: GraphModule, *, num_kept: int, is_inference: bool = False, is_backward: bool = False) -> Call:
     """Return the compiled graph; its first ``num_kept`` results lie as they were traced."""
     _output(module).meta["user_visible_output_idxs"] = [
         place for place, item in enumerate(_output(module).args[0][:num_kept]) if isinstance(item, Node)]
-    examples = [node.meta["val"] for node in _placeholders(module)]
-    compiled = compile_fx_inner(module, examples, is_inference=is_inference, is_backward=is_backward)
+    arguments = _placeholders(module)
+    with _giving([place for place, node in enumerate(arguments) if node.name.startswith(_GIVEN_AWAY)]):
+        compiled = compile_fx_inner(module, [node.meta["val"] for node in arguments], is_inference=is_inference,
+                                    is_backward=is_backward)
     call: Call = compiled
     return call
+
+
+@contextmanager
+def _giving(places: list[int]) -> Iterator[None]:
+    """Tell the compiler which arguments it may write over, where it looks for that."""
+    context = TracingContext.get()
+    before = context.fw_metadata
+    if places:
+        context.fw_metadata = SimpleNamespace(bw_donated_idxs=places, static_input_indices=[])
+    try:
+        yield
+    finally:
+        context.fw_metadata = before
 
 
 def _with_backward(graphs: Graphs, backward: GraphModule, primals: Sequence[Primal], *, split: bool) -> Graphs:
@@ -191,6 +234,9 @@ def _cut(backward: GraphModule, wanted: Sequence[tuple[int, int]], primals: Sequ
     soon = [(primal, place) for primal, place in wanted if results[place] not in late]
     later = [(primal, place) for primal, place in wanted if results[place] in late]
     kept = [node for node in backward.graph.nodes if node not in late and any(user in late for user in node.users)]
+    for place, node in enumerate(kept):  # what the second part reads, the first may not write over
+        if _root(node).op == "placeholder":
+            _call(_root(node), f"kept_{place}")
     early = {node for node in backward.graph.nodes if node.op == "call_function" and node not in late}
     first, second = Graph(), Graph()
     _copy_part(backward, first, early, arguments=_placeholders(backward),
