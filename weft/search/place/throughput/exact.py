@@ -13,9 +13,9 @@ time; ``s[t, i, j]`` tensor t is sent from i to j where that occupies something;
 
 Times are scaled to whole numbers and rounded down, so that the solver's bound is one for the real problem.
 
-*Bounds* are from work alone (``average_bound``), and, where ``prices`` has none or a graph is too wide for it, from what
-one of several equal devices must take (``shared_bound``). Let K devices be interchangeable, and let W be the time of what they must take together, after the
-others took all they can within the value T. Then
+*Bounds* are from work alone (``average_bound``), and, where ``prices`` has none or the graph is too wide for it, from
+what one of several equal devices must take (``shared_bound``). Let K devices be interchangeable, and let W be the time
+of what they must take together, after the others took all they can within the value T. Then
 
 - the fullest of them takes at least W / K, and pays for what leaves and enters it (``_fullest``);
 - each takes at least W - (K - 1) T, so each pays at least c = the least that such a set pays, and
