@@ -62,8 +62,8 @@ class _Holders:
         rank = {device: index for index, device in enumerate(self.devices)}
         joined: dict[tuple[int, ...], Held] = {}
         for tables in found.values():
-            if (key := tuple(map(id, tables))) not in joined:
-                joined[key] = dict(sorted(_joined(tables).items(), key=lambda item: rank[item[0]]))
+            if (numbers := tuple(map(id, tables))) not in joined:
+                joined[numbers] = dict(sorted(_joined(tables).items(), key=lambda item: rank[item[0]]))
         return {tensor: joined[tuple(map(id, tables))] for tensor, tables in sorted(found.items())}
 
     @cached_property
