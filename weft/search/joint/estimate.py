@@ -331,7 +331,9 @@ class Estimator:
             low = max(bisect_left(forward, target - length / 2, first, last + 1), ends[-1] + 1)
             high = min(bisect_left(forward, target + length / 2, first, last + 1), last - 1)
             if low <= high:
-                ends.append(min((crossing[at], abs(forward[at] - target), at) for at in range(low, high + 1))[2])
+                least = min(crossing[low : high + 1])
+                ends.append(min((abs(forward[at] - target), at)
+                                for at in range(low, high + 1) if crossing[at] == least)[1])
         return [*ends, last]
 
     def _find_listed(self, tp_group: TpGroup) -> tuple[list[float], list[float]]:
