@@ -11,7 +11,7 @@ import sys
 BENCHMARKS = ("bench_startup", "bench_trace", "bench_recompute", "bench_simulate", "bench_profile", "bench_checker", "bench_runtime",
               "bench_resume", "bench_faults", "bench_random_plans", "bench_schedule", "bench_place", "bench_partition",
               "bench_fusion", "bench_shard", "bench_shard_models", "bench_shard_run", "bench_deploy", "bench_golden",
-              "bench_limits", "bench_lab", "bench_mps")
+              "bench_limits", "bench_lab", "bench_mps", "bench_context")
 
 
 def main() -> None:

@@ -169,7 +169,7 @@ def _role(plan: Plan, graph: Graph, axis: int, name: str, size: int, tool: str) 
                 continue  # it is in no layer
             words = stage.sharding.ops.get(graph.op_names[op], ())
             word = words[axis].partition("/")[0].partition("x")[0] if words else ""
-            kind = _WORDS.get(word)
+            kind = None if words and words[axis].endswith("z") else _WORDS.get(word)  # rows in zig-zag are no samples
             if kind is None:
                 what = "is done whole by every device" if not word else f"is split by {word!r}"
                 raise InputError(

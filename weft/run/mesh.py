@@ -1,6 +1,6 @@
 """A replica's devices as a mesh, seen from one of them: its groups along every axis, and changes of a tensor's layout.
 
-Every collective waits until it is done. ``ReplicaMesh.counts`` says how often each kind was issued.
+Every collective but ``pass_on`` waits until it is done. ``ReplicaMesh.counts`` says how often each kind was issued.
 
 A layout changes one axis of the mesh at a time, in the steps that ``weft.sharding.layout_steps`` finds; ``_LocalStep``
 is a step as one device does it. ``Reshard`` is the autograd function, with one change for the value in the forward and
