@@ -62,8 +62,8 @@ class _Holders:
         rank = {device: index for index, device in enumerate(self.devices)}
         joined: dict[tuple[int, ...], Held] = {}
         for tables in found.values():
-            if (numbers := tuple(map(id, tables))) not in joined:
-                joined[numbers] = dict(sorted(_joined(tables).items(), key=lambda item: rank[item[0]]))
+            if (same := tuple(map(id, tables))) not in joined:
+                joined[same] = dict(sorted(_joined(tables).items(), key=lambda item: rank[item[0]]))
         return {tensor: joined[tuple(map(id, tables))] for tensor, tables in sorted(found.items())}
 
     @cached_property
@@ -181,12 +181,18 @@ def _copies(held: dict[str, tuple[Holding, ...]]) -> Iterator[Copies]:
         yield Copies(tuple(devices), tuple(tuple(members) for members in sets.values()))
 
 
+def in_pieces(plan: Plan, graph: Graph) -> frozenset[int]:
+    """Return the parameters of stages with storage: of these gradients are scattered (``weft.plan.units``)."""
+    read = [graph.op_inputs(graph.op_index[name]) for stage in plan.stages if stage.storage for name in stage.ops]
+    return frozenset(np.intersect1d(np.concatenate(read), graph.parameters).tolist()) if read else frozenset()
+
+
 def exchange_sets(plan: Plan, graph: Graph) -> dict[int, tuple[tuple[str, ...], ...]]:
     """Return the parameters whose gradients have to be exchanged, with the sets of devices that do so."""
-    result = {}
+    result, others = {}, in_pieces(plan, graph)
     for tensor, copies in parameter_copies(plan, graph).items():
         sets = tuple(members for item in copies for members in item.exchange_sets if len(members) > 1)
-        if sets and graph.needs_gradient[tensor]:
+        if sets and graph.needs_gradient[tensor] and tensor not in others:
             result[tensor] = sets
     return result
 

@@ -129,7 +129,8 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
         item = program.instances[index]
         ops = [program.graph.op_names[op] for op in program.stage_ops[item.stage].tolist()]
         outputs = [program.graph.tensor_names[tensor] for tensor in routes.outputs(item.stage)]
-        module = build_stage(graphs[item.num_samples], ops, outputs, values=values.value, device=device)
+        module = build_stage(graphs[item.num_samples], ops, outputs, values=values.value, device=device,
+                             lets_go=program.plan.stages[item.stage].storage.pieces == "parameters")
         mesh = None
         if len(item.ranks) > 1:
             stage = program.plan.stages[item.stage]

@@ -116,11 +116,12 @@ def attribute_name(name: str) -> str:
 
 
 def build_stage(model: ModelGraph, ops: Sequence[str], outputs: Sequence[str], *, values: Callable[[str], Tensor],
-                device: torch.device) -> StageModule:
+                device: torch.device, lets_go: bool = False) -> StageModule:
     """Return the stage of the operators ``ops`` that returns the tensors ``outputs``.
 
-    ``values`` gives its parameters and buffers by tensor name; constants are made on ``device``. Raise
-    ``ModelError`` if an output is not computed by these operators.
+    ``values`` gives its parameters and buffers by tensor name; constants are made on ``device``. If it ``lets_go`` of
+    its parameters, outputs that share their memory are copied. Raise ``ModelError`` if an output is not computed by
+    these operators.
     """
     builder = _Builder(model, frozenset(ops))
     builder.copy_all()
@@ -134,7 +135,7 @@ def build_stage(model: ModelGraph, ops: Sequence[str], outputs: Sequence[str], *
     builder.graph.output(tuple(builder.copied[node] for node in results))
     attributes = {attribute_name(name): values(name) for name in (*builder.parameters, *builder.buffers)}
     _retarget(builder.graph, torch.device("meta"))
-    _copy_shared_outputs(builder.graph)
+    _copy_shared_outputs(builder.graph, lets_go=lets_go)
     _retarget(builder.graph, device)
     return StageModule(
         module=GraphModule(attributes, builder.graph, class_name="Stage"), inputs=tuple(builder.inputs),
@@ -230,8 +231,8 @@ def _makes_tensor(node: Node) -> bool:
     return schema is not None and not node.all_input_nodes and any(item.name == "device" for item in schema.arguments)
 
 
-def _copy_shared_outputs(graph: FxGraph) -> None:
-    """Clone the outputs that share memory with an argument, as runs on meta tensors show.
+def _copy_shared_outputs(graph: FxGraph, *, lets_go: bool) -> None:
+    """Clone the outputs that share memory with an argument, or a parameter that goes, as runs on meta tensors show.
 
     Arguments are laid out as traced if the same rank has made them, and in one piece if they came in a message, in the
     order of what was sent or, put together of several, as they are counted: then ``contiguous`` and its like may make
@@ -240,26 +241,35 @@ def _copy_shared_outputs(graph: FxGraph) -> None:
     end = next(iter(reversed(graph.nodes)))
     results = list(end.args[0])
     lays: tuple[Callable[[Tensor], Tensor], ...] = (Tensor.detach, torch.empty_like, Tensor.contiguous)
-    shared = set[int]().union(*(_shared_outputs(graph, lay) for lay in lays))
+    shared = set[int]().union(*(_shared_outputs(graph, lay, lets_go=lets_go) for lay in lays))
     with graph.inserting_before(end):
         for position in sorted(shared):
             results[position] = graph.call_function(torch.ops.aten.clone.default, (results[position],))
     end.args = (tuple(results),)
 
 
-def _shared_outputs(graph: FxGraph, lay: Callable[[Tensor], Tensor]) -> set[int]:
+def _shared_outputs(graph: FxGraph, lay: Callable[[Tensor], Tensor], *, lets_go: bool) -> set[int]:
     arguments = [lay(_meta_like(node)) for node in graph.nodes if node.op == "placeholder"]
+    run = _MetaRun(torch.nn.Module(), graph=graph)
     with torch.no_grad():
-        outputs = _MetaRun(torch.nn.Module(), graph=graph).run(*arguments, enable_io_processing=False)
-    storages = {item.untyped_storage()._cdata for item in arguments}
+        outputs = run.run(*arguments, enable_io_processing=False)
+    storages = {item.untyped_storage()._cdata for item in (*arguments, *(run.attributes if lets_go else ()))}
     return {position for position, output in enumerate(outputs) if output.untyped_storage()._cdata in storages}
 
 
 class _MetaRun(Interpreter):
     """Runs a stage without data; views share their (empty) storage as they will when it runs for real."""
 
+    def __init__(self, module: torch.nn.Module, *, graph: FxGraph) -> None:
+        super().__init__(module, graph=graph)
+        self.attributes: list[Tensor] = []
+        """Parameters and buffers."""
+
     def run_node(self, n: Node) -> Any:
-        return _meta_like(n) if n.op == "get_attr" else super().run_node(n)
+        if n.op != "get_attr":
+            return super().run_node(n)
+        self.attributes.append(_meta_like(n))
+        return self.attributes[-1]
 
 
 def _meta_like(node: Node) -> Tensor:
