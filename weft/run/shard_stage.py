@@ -28,6 +28,7 @@ from torch.fx.node import map_arg
 from weft.model.probe import is_random
 from weft.plan.plan import Sharding
 from weft.plan.sharding import SplitOp, TensorLayout, parse_layout, parse_strategy, whole_layout
+from weft.run.again import MOVE
 from weft.run.mesh import Change, ReplicaMesh, Reshard
 from weft.run.random_state import RankRandom
 from weft.run.split_backward import attributes_of
@@ -172,6 +173,8 @@ class _Builder:
         value, layout = node.meta.get("val"), self.layouts.made[node].value
         if isinstance(value, Tensor):
             new.meta = {**node.meta, "val": self._like(value, layout)}
+        else:
+            new.meta = {**node.meta, **new.meta}
         return new
 
     def _like(self, value: Tensor, layout: Layout) -> Tensor:
@@ -210,7 +213,7 @@ class _Builder:
             value = Change(self.mesh, shape, before.value, after.value)
             gradient = Change(self.mesh, shape, after.gradient, before.gradient)
             new = self.graph.call_function(_reshard(value, gradient, node in self.layouts.differentiable), (source,))
-            new.meta["val"] = self._like(node.meta["val"], after.value)
+            new.meta |= {"val": self._like(node.meta["val"], after.value), MOVE: True}
             self.changed[node, after] = new
         return self.changed[node, after]
 
