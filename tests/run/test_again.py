@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.run import test_sharded_memory as sharded_memory
 from tests.run.plans import cut, greedy_order, pipeline_plan, replicated_plan, source_of, traced
 from tests.run.pool import Pool
-from tests.run.pretended import prepared
+from tests.run.pretended import measured, prepared
 from tests.run.sharded_plans import sharded_plan, sharding_of
 from tests.run.test_executor import Dropped, numbers, one_rank_plan, source_from
 from tests.run.test_sharded import CASES as SHARDED
@@ -83,6 +84,16 @@ def test_stages_on_several_devices_equal_one_process(pool: Pool, case: str, spli
     assert check["num_gradients"] > 0
     assert max(check["loss_error"], check["gradient_error"]) <= TOLERANCE, check["worst"]
     assert not pool.run(plan, model, damage="changed_weight")["verification"]["passed"]
+
+
+@pytest.mark.parametrize("share", [0.2, 0.6])
+def test_the_account_of_stages_on_several_devices_is_what_a_rank_takes(share: float) -> None:
+    plan, tracer = sharded_memory.plan_of(sharded_memory.ZOO, 2, "megatron"), sharded_memory.tracer_of(sharded_memory.ZOO)
+    graph = tracer.trace(sharded_memory.BATCH).graph
+    chosen = keeping(plan, graph, seed=2, share=share)
+    account, whole = (sharded_memory.accounted(sharded_memory.ZOO, item) for item in (chosen, plan))
+    assert account == pytest.approx(measured(tracer, chosen), rel=0.05)
+    assert account < 0.97 * whole, "else it would also hold where nothing is made again"
 
 
 def gradients(source: ModelSource, plan: Plan) -> dict[str, torch.Tensor]:

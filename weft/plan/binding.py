@@ -268,11 +268,20 @@ def _rebuilt(stage: Stage, index: int, found: _Matching, graph: Graph) -> Stage:
     if not ops:
         found.problems.append(f"stage {stage.name}: none of its operators is in the model")
     if not stage.sharding:
-        return replace(stage, ops=ops)
+        return replace(stage, ops=ops, saved=_saved(stage, found, graph))
     changed = _Sharded(stage=stage, found=found, graph=graph)
     sharding = changed.rebuilt()
     found.problems += [*changed.problems(ops)]
-    return replace(stage, ops=ops, sharding=sharding)
+    return replace(stage, ops=ops, sharding=sharding, saved=_saved(stage, found, graph))
+
+
+def _saved(stage: Stage, found: _Matching, graph: Graph) -> tuple[str, ...]:
+    """Return what the stage keeps, with the names of now; what is not there any more is a problem."""
+    changed = _Sharded(stage=stage, found=found, graph=graph)
+    names = [changed.tensor(name) for name in stage.saved]
+    found.problems += [f"stage {stage.name} keeps tensor {old!r} for its backward, which is not in the model"
+                       for old, name in zip(stage.saved, names, strict=True) if name is None]
+    return tuple(name for name in names if name is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,7 +13,7 @@ that moves a tensor between the devices of a tp group: all of them meet the same
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,15 +32,23 @@ MARK = "weft_again"
 """Nodes with this in ``meta`` are made again."""
 
 
-def mark_repeated(op_names: dict[Node, str] | Any, graph: Graph, ops: Collection[str]) -> None:
-    """Mark the nodes of these operators, and those that bring what they make to other devices or take it apart."""
-    marked: set[Node] = set()
+MOVE = "weft_move"
+"""Nodes with this in ``meta`` bring a tensor to another layout."""
+
+
+def mark_repeated(op_names: Mapping[Node, str], graph: Graph, ops: Collection[str]) -> None:
+    """Mark the nodes of these operators, and those that take what they make apart."""
     for node in graph.nodes:
-        if node.op == "call_function":
-            name = op_names.get(node)
-            if name in ops if name is not None else any(item in marked for item in node.all_input_nodes):
-                marked.add(node)
-                node.meta = {**node.meta, MARK: True}
+        if node.op == "call_function" and (op_names[node] in ops if node in op_names else any(
+                MARK in item.meta for item in node.all_input_nodes)):
+            node.meta = {**node.meta, MARK: True}
+
+
+def _mark_moves(graph: Graph) -> None:
+    """Mark what brings to another layout what is made again."""
+    for node in graph.nodes:
+        if MOVE in node.meta and MARK in node.all_input_nodes[0].meta:
+            node.meta = {**node.meta, MARK: True}
 
 
 @dataclass(eq=False, slots=True)
@@ -225,6 +233,7 @@ class Repeating:
         self.random, self.draws, self.calls = random, draws, dict[Node, _Call]()
         self.bundles: list[list[_Call]] = []
         self.tape: _Tape | None = None
+        _mark_moves(module.graph)
         graph, new = Graph(), dict[Node, Node]()
         for node in module.graph.nodes:
             self._copy(node, graph, new, module)

@@ -27,6 +27,7 @@ from weft.plan.program import Op, Phase, Program
 from weft.plan.saving import repeated_in
 from weft.plan.sharding import Region, axis_sizes
 from weft.run import parameters
+from weft.run.again import mark_repeated
 from weft.run.compiled import Compiler
 from weft.run.exchange import FactorBlock, check_rows, collect_factors, lane_groups, lane_pairs, make_blocks
 from weft.run.mesh import ReplicaMesh, axis_weights, mesh_groups
@@ -131,6 +132,8 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
         outputs = [program.graph.tensor_names[tensor] for tensor in routes.outputs(item.stage)]
         module = build_stage(graphs[item.num_samples], ops, outputs, values=values.value, device=device,
                              lets_go=program.plan.stages[item.stage].storage.pieces == "parameters")
+        again = _again(program, item.stage)
+        mark_repeated(module.op_names, module.module.graph, again)
         mesh = None
         if len(item.ranks) > 1:
             stage = program.plan.stages[item.stage]
@@ -139,7 +142,7 @@ def prepare_rank(program: Program, tracer: Tracer, transport: Transport, *, seed
             module = shard_stage(module, stage.sharding, mesh, random=random,
                                  parameters=parameters.parameter_layouts(program, index, rank))
         module = collect_factors(module, factors, num_microbatches=len(item.microbatches))
-        stages[index] = Stage(module, split=index in split, mesh=mesh, random=random, again=_again(program, item.stage),
+        stages[index] = Stage(module, split=index in split, mesh=mesh, random=random, again=bool(again),
                               compilation=_compilation(program, index, compiler, transport))
     if compiler is not None:
         transport.status.set(Milestone.LOADING)

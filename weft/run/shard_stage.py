@@ -29,6 +29,7 @@ from weft.base.errors import PlanError
 from weft.model.probe import is_random
 from weft.plan.plan import Sharding
 from weft.plan.sharding import SplitOp, TensorLayout, parse_layout, parse_strategy, whole_layout
+from weft.run.again import MOVE
 from weft.run.mesh import Change, ReplicaMesh, Reshard
 from weft.run.random_state import RankRandom
 from weft.run.split_backward import attributes_of
@@ -181,6 +182,8 @@ class _Builder:
         value, layout = node.meta.get("val"), self.layouts.made[node].value
         if isinstance(value, Tensor):
             new.meta = {**node.meta, "val": self._like(value, layout)}
+        else:
+            new.meta = {**node.meta, **new.meta}
         return new
 
     def _like(self, value: Tensor, layout: Layout) -> Tensor:
@@ -253,7 +256,7 @@ class _Builder:
             else:
                 made = _reshard_rows(value, gradient, is_differentiable)
                 new = self.graph.call_function(made, (source, self._ends(rows)))
-            new.meta["val"] = self._like(node.meta["val"], after.value)
+            new.meta |= {"val": self._like(node.meta["val"], after.value), MOVE: True}
             self.changed[node, after] = new
         return self.changed[node, after]
 

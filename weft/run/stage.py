@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from weft.base.errors import ModelError
 from weft.model.probe import is_random
 from weft.model.trace import TracedModel, retarget
-from weft.run.again import Repeating, mark_repeated
+from weft.run.again import Repeating
 from weft.run.compiled import CompiledStage, Compiler, Request, compile_stage
 from weft.run.mesh import ReplicaMesh
 from weft.run.random_state import RankRandom
@@ -315,12 +315,11 @@ class Stage:
     """The callables of one stage: ``forward`` for ``B``, ``split_forward`` for ``I`` and ``W``."""
 
     def __init__(self, module: StageModule, *, split: bool, random: RankRandom, mesh: ReplicaMesh | None = None,
-                 compilation: Compilation | None = None, again: Collection[str] = ()) -> None:
+                 compilation: Compilation | None = None, again: bool = False) -> None:
         """``compilation`` says how the stage is compiled; without it, operators run one by one.
 
-        Operators in ``again`` run once more in the backward.
+        Some nodes are marked to run ``again`` in the backward.
         """
-        mark_repeated(module.op_names, module.module.graph, again)
         self.module, self.mesh, self.random = module, mesh, random
         """The mesh is that of a stage on several devices, with the number of its collectives."""
         self.updates = [(len(module.outputs) + number, self.buffer(name))
@@ -331,10 +330,10 @@ class Stage:
         self.split_forward: Forward | None = None
         if compilation is None:
             _lay_norms_as_traced(module.module)
-            self.forward = self._with_stream(self._call(module.module, bool(again)))
+            self.forward = self._with_stream(self._call(module.module, again))
             if split:
                 self.split_forward = self._with_stream(
-                    self._call(split_weight_gradients(module.module, self.queue), bool(again)))
+                    self._call(split_weight_gradients(module.module, self.queue), again))
             return
         updates = dict(self.updates) if compilation.writes_updates else {}
         compiled = compilation.compile(module, updates, None)
