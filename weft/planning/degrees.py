@@ -117,8 +117,8 @@ def _check_together(options: PlanOptions) -> None:
             if value:
                 raise InputError(f"{name} is for training, and this is inference: leave it out")
     if degrees.ep is not None and degrees.ep > 1 and degrees.tp not in (None, degrees.ep):
-        raise InputError(f"--ep {degrees.ep} divides experts over the devices of a tp group, and --tp {degrees.tp} says "
-                         "how many these are: make them equal, or leave --tp out")
+        raise InputError(f"--ep {degrees.ep} divides experts over the devices of a tp group, and --tp {degrees.tp} "
+                         "says how many these are: make them equal, or leave --tp out")
     if degrees.zero == 0 and degrees.zero_group is not None:
         raise InputError("--zero-group says who divides what --zero 0 keeps whole: leave one of them out")
     if options.whole_parameters:
