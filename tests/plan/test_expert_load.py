@@ -24,7 +24,7 @@ def test_loads_are_shares_of_all_rows() -> None:
 
 @pytest.mark.parametrize("text", ["uneven", "power", "power:x", "1,2", "0,0,0,0", "1,1,1,-1", "inf,1,1,1", "nan,1,1,1", ""])
 def test_other_loads_are_refused(text: str) -> None:
-    with pytest.raises(InputError, match="is not even, power:1.2, or 4 shares"):
+    with pytest.raises(InputError, match=r"is not even, power:1\.2, or 4 shares"):
         parse_load(text, 4)
 
 
