@@ -110,7 +110,8 @@ class Binder:
         """Arguments that change from step to step: place, and function that returns the value."""
         call = stage.split_forward if key in self.split else stage.forward
         assert call is not None, "a stage with split actions has a split forward"
-        leaf_places, root_places, updates = wiring.leaf_places(instance), wiring.root_places(key), stage.updates
+        leaf_places, root_places = wiring.leaf_places(instance), wiring.root_places(key)
+        updates = _by_dtype(stage.updates)
         random = stage.random if stage.module.uses_random else None
         recomputes = training and self.program.plan.stages[item.stage].recompute
 
@@ -140,8 +141,8 @@ class Binder:
                 cell.outputs = outputs
             if report is not None:
                 report(outputs)
-            for place, buffer in updates:
-                buffer.data.copy_(outputs[place].detach())
+            for places, buffers in updates:
+                torch._foreach_copy_([buffer.data for buffer in buffers], [outputs[place].detach() for place in places])
             let_go()
 
         def recompute() -> None:  # it draws the same numbers again
@@ -392,6 +393,16 @@ def _cutter(value: Tensor, rows: Rows | None, order: tuple[int, ...], device: to
         return settled((tensor if rows is None else rows.of(tensor)).permute(order))
 
     return cut
+
+
+def _by_dtype(updates: Sequence[tuple[int, Tensor]]) -> list[tuple[list[int], list[Tensor]]]:
+    """Return the results that are new values of buffers with these buffers, so that few kernels copy them."""
+    found: dict[torch.dtype, tuple[list[int], list[Tensor]]] = {}
+    for place, buffer in updates:
+        places, buffers = found.setdefault(buffer.dtype, ([], []))
+        places.append(place)
+        buffers.append(buffer)
+    return list(found.values())
 
 
 def _edge(output: Tensor) -> GradientEdge:

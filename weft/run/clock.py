@@ -28,14 +28,18 @@ class Clock:
     def __init__(self, device: torch.device) -> None:
         self.is_gpu = device.type == "cuda"
         self._device, self._marks, self._used = device, list[Any](), 0
+        self._stream: Any = None
         self.now: Callable[[], Moment] = self._mark if self.is_gpu else time.perf_counter_ns
 
     def begin(self) -> None:
-        """Use the marks again, from the first."""
+        """Use the marks again, from the first, in the stream that is used now."""
         self._used = 0
+        if self.is_gpu:
+            self._stream = torch.cuda.current_stream(self._device)
 
     def moments(self, count: int) -> list[Moment]:
         """Return room for so many moments, all of them now."""
+        self.begin()
         return [self.now()] * count
 
     def _mark(self) -> Any:
@@ -43,7 +47,7 @@ class Clock:
             self._marks.append(torch.cuda.Event(enable_timing=True))
         mark = self._marks[self._used]
         self._used += 1
-        mark.record(torch.cuda.current_stream(self._device))
+        mark.record(self._stream)
         return mark
 
     def read(self, *moments: Sequence[Moment]) -> list[F64]:

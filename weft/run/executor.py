@@ -92,11 +92,12 @@ class Executor:
     def _run(self, cell: memoryview[int]) -> None:
         starts, ends, now = self._starts, self._ends, self.clock.now
         self.clock.begin()
+        moment = now()
         for position, action in enumerate(self.binder.actions):
             cell[0] = position
-            starts[position] = now()
+            starts[position] = moment
             action()
-            ends[position] = now()
+            moment = ends[position] = now()
         self.binder.finish()
 
     def take_loss(self) -> float:
