@@ -118,7 +118,7 @@ BROKEN: dict[str, tuple[Callable[[Plan], Plan], list[str]]] = {
     "sharding with too many words": (shard(ops={"op0": ("k", "")}, tensors={"y0": ("S0", "R")}), [
         "stages[0].sharding.ops.op0 has 2 words for 1 axes", "stages[0].sharding.tensors.y0 has 2 words for 1 axes"]),
     "sharding that is not a placement": (shard(tensors={"y0": ("Q",)}), [
-        "stages[0].sharding.tensors.y0: 'Q' is not a placement: use R, P, S0, S2/3 or S1x64"]),
+        "stages[0].sharding.tensors.y0: 'Q' is not a placement: use R, P, S0, S2/3, S1/2z or S1x64"]),
     "sharding of a missing dimension": (shard(tensors={"y0": ("S2",)}), [
         "stages[0].sharding.tensors.y0: axis 'tensor' splits dimension 2, but the tensor has 2 dimensions"]),
     "sharding in blocks that do not fit": (shard(tensors={"y0": ("S1/3",)}), [
