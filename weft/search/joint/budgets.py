@@ -71,7 +71,9 @@ class _Stages:
         self.left = {name: _capacity(problem, name) - account.peak_bytes(rank)
                      for rank, name in enumerate(plan.cluster.devices)}
         self.groups = _groups(plan)
-        self.again = [index for index, stage in enumerate(plan.stages) if stage.keeps_only_inputs]
+        # Of stages that devices divide the account of a choice may say too little: they stay as they are.
+        self.again = [index for index, stage in enumerate(plan.stages)
+                      if stage.keeps_only_inputs and not stage.sharding]
 
     def pieces(self, index: int, at_once: int) -> list[PlacedPiece]:
         """Return the pieces of a stage, with bytes and seconds of all micro-batches that are in flight, of a device."""
