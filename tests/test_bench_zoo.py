@@ -58,5 +58,5 @@ def test_clusters_are_half_equal_half_mixed_and_up_to_64_devices():
     assert {name for name, count in kinds.items() if count > 1} == MIXED
     assert len(CLUSTERS) == 2 * len(MIXED) == 8
     assert max(cluster_of(name).num_devices for name in CLUSTERS) == 64
-    assert len(NAMES) == 20
+    assert len(NAMES) == 27
     assert Case(model="llama-7b", cluster="box4").batch == 64

@@ -66,8 +66,8 @@ def test_models_lists_the_zoo(capsys):
 def test_plan_compares_strategies(capsys):
     result = run_json(capsys, "plan", MODEL, CLUSTER, "--batch", 8, "-q")
     rows = {row["strategy"]: row for row in result["strategies"]}
-    assert set(rows) == {"single", "data-parallel", "data-parallel-by-speed", "gpipe", "1f1b", "1f1b-balanced", "joint",
-                         "deploy"}
+    assert set(rows) == {"single", "data-parallel", "data-parallel-by-speed", "fsdp", "gpipe", "1f1b", "1f1b-balanced",
+                         "joint", "deploy"}
     assert result["step_time"] == min(row["step_time"] for row in rows.values())
     assert result["bound"] <= result["step_time"]
     assert set(rows["1f1b"]["peak_memory"]) == {"a0", "a1"}

@@ -51,7 +51,7 @@ def test_a_bare_recompute_keeps_working(arguments, words, note, capsys):
 @pytest.mark.parametrize(("flags", "code", "message"), [
     (["--tp", "3"], 2, "weft: --tp 3 devices of one host cannot divide operators"),
     (["--pp", "3"], 2, "weft: --pp 3 is 3 devices, and the cluster has 4: try --pp 2 or 4"),
-    (["--ep", "2"], 2, "weft: 'gpt2-tiny:layers=2' has no experts to divide by --ep 2: leave it out"),
+    (["--ep", "2"], 2, "weft: --ep 2 divides experts over devices, but gpt2-tiny:layers=2 has none: leave it out"),
     (["--zero", "7"], 2, "weft: --zero must be 0, 1, 2 or 3, not 7"),
     (["--deploy", "--tp", "2"], 2, "weft: --deploy chooses itself which stages are where"),
     (["--batch", "4", "--dp", "4", "--recompute=some"], 2, "weft: --recompute must be none, full, selective or")])

@@ -62,5 +62,5 @@ def test_the_planner_prices_what_it_plans(tmp_path, capsys):
         steps[flag] = json.loads(capsys.readouterr().out)["step_time"]
         assert steps[flag] == pytest.approx(plan["search"]["step_time"], rel=0.05)
         assert main(["show", str(file)]) == 0
-        assert ("bf16, compiled" in capsys.readouterr().out) is (flag == "--compile")
+        assert ("bfloat16, compiled" in capsys.readouterr().out) is (flag == "--compile")
     assert steps["--compile"] < steps["--eager"]

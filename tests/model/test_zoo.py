@@ -31,6 +31,8 @@ SMALL = {
     "gpt-oss-20b": "layers=2,hidden=32,heads=4,head_dim=8,kv_heads=2,vocab=97,seq=16,ffn=24,experts=4,top_k=2,window=4",
     "bert-large": "layers=2,hidden=32,heads=4,vocab=97,seq=16,ffn=48",
     "t5-base": "layers=5,hidden=32,heads=4,vocab=97,seq=16,ffn=48",
+    "llama-3-70b": "layers=2,hidden=32,heads=4,kv_heads=2,ffn=48,vocab=97,seq=16",
+    "llama-405b": "layers=2,hidden=32,heads=4,kv_heads=2,ffn=48,vocab=97,seq=16",
     "llama-3-8b": "layers=3,hidden=32,heads=4,kv_heads=2,ffn=48,vocab=97,seq=16",
     "t5-large": "layers=2,hidden=32,heads=4,vocab=97,seq=16,ffn=48",
     "mt5-base": "layers=2,hidden=32,heads=4,vocab=97,seq=16,ffn=48",

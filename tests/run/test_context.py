@@ -96,7 +96,7 @@ def test_a_searched_plan_with_a_context_axis_in_a_pipeline(pool: Pool) -> None:
     assert sorted(contexts) == [2, 4]
     estimator = Estimator(Chain(problem, contexts[2]))
     layout = tuple(StageMesh(((DeviceId(first), DeviceId(first + 1)),)) for first in (0, 2))
-    setting = Setting(layout=layout, microbatches=4, cp=2, sharded_states=True)
+    setting = Setting(layout=layout, microbatches=4, cp=2, zero=1)
     plan = evaluate(estimator, estimator(setting)).plan
     assert [dict(stage.replicas[0].mesh) for stage in plan.stages] == [{"context": 2}] * 2
     assert any(word.endswith("@ring") or word == "rows/2z" for words in plan.stages[0].sharding.ops.values()

@@ -18,6 +18,7 @@ from weft.model.source import ModelSource, resolve_model
 from weft.plan.orders import to_tokens
 from weft.plan.plan import Optimizer, Plan, Replica, Stage
 from weft.planning.make import SearchOptions, search_plans
+from weft.search.common.degrees import Degrees
 from weft.search.common.problem import PlanOptions
 from weft.search.shard.compare import search_plan
 
@@ -120,7 +121,7 @@ def test_experts_inside_a_pipeline(pool: Pool) -> None:
 @pytest.mark.timeout(240)
 def test_a_plan_that_divides_experts_as_asked_is_run_within_its_account(pool: Pool) -> None:
     model = "mixtral-8x:layers=2,hidden=128,heads=4,kv_heads=2,ffn=512,vocab=256,seq=32"
-    options = PlanOptions(batch=4, microbatches=2, dtype="float64", ep=4)
+    options = PlanOptions(batch=4, microbatches=2, dtype="float64", degrees=Degrees(ep=4, tp=4))
     plan = search_plans(model, read_cluster("4 x H200"), options, SearchOptions()).comparison.best.plan
     assert plan is not None
     assert {words for name, words in plan.stages[0].sharding.ops.items() if "grouped" in name} == {("experts",)}

@@ -32,7 +32,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, NewType
+from typing import NamedTuple, NewType, cast
 
 from weft.base.errors import ClusterError
 
@@ -185,9 +185,12 @@ class Cluster:
             raise ClusterError(
                 f"nothing can be sent from {sender!r} to {receiver!r}: cluster {self.name!r} {has}. Add 'network:', a "
                 "host's 'intra:' or 'links:' to the cluster file, or give the transfer times in the graph file")
-        links = [self.links[index] for index in ids]
-        return Route(links=tuple(LinkId(index) for index in ids), latency_s=sum(link.latency_s for link in links),
-                     bytes_per_s=min((link.bytes_per_s for link in links), default=float("inf")))
+        latency_s, bytes_per_s = 0.0, float("inf")
+        for index in ids:  # a large cluster has many pairs of devices
+            link = self.links[index]
+            latency_s += link.latency_s
+            bytes_per_s = min(bytes_per_s, link.bytes_per_s)
+        return Route(links=cast(tuple[LinkId, ...], ids), latency_s=latency_s, bytes_per_s=bytes_per_s)
 
     @cached_property
     def _routes(self) -> dict[tuple[int, int], Route]:
@@ -426,12 +429,14 @@ class RouteTable:
         if root not in self._near:
             self._near[root] = self._search_switches(root)
         tree, near = self._near[root]
-        last = [(found.depth, -min(found.width, self._rates[link][0]), self._rates[link][1] - found.negative_latency,
-                 found.order, link) for link in self._into[target]
-                if (found := near.get(self._ends[link][0])) is not None]
-        if not last:
+        links = [link for link in self._into[target] if self._ends[link][0] in near]
+        if not links:
             return None
-        link = min(last)[-1]
+        link = links[0]
+        if len(links) > 1:
+            link = min((found.depth, -min(found.width, self._rates[link][0]), self._rates[link][1]
+                        - found.negative_latency, found.order, link)
+                       for link, found in ((link, near[self._ends[link][0]]) for link in links))[-1]
         before = self._walk_back(tree, root, self._ends[link][0])
         assert before is not None, "it was reached"
         return (*before, link)
