@@ -13,30 +13,14 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 
 from weft.model.graph import F64, I64, Bool
-from weft.plan.gradient_memory import HANDING_ON
+from weft.plan.gradient_memory import HANDING_ON, BackwardStep
 
 _NEEDS_NOTHING: Final = HANDING_ON | {"", "aten.sub", "aten.rsub", "aten.cat", "aten.stack", "aten.sum", "aten.mean"}
 """Operators whose backward needs none of their operands, and moves."""
 
 
-class AgainStep(Protocol):
-    """What the walk needs to know of an operator."""
-
-    @property
-    def kind(self) -> str:
-        """Return what operator it is."""
-
-    @property
-    def read(self) -> list[int]:
-        """Return the tensors that it reads."""
-
-    @property
-    def written(self) -> list[int]:
-        """Return the tensors that it gives."""
-
-    @property
-    def is_view(self) -> bool:
-        """Return whether it gives nothing but views."""
+class AgainStep(BackwardStep, Protocol):
+    """What the walk needs to know of an operator besides."""
 
     @property
     def keeps_result(self) -> bool:
@@ -53,7 +37,6 @@ class AgainStep(Protocol):
     @property
     def bundle(self) -> int:
         """Return the bundle it runs again with, or -1."""
-
 
 
 class AgainLive(NamedTuple):
