@@ -40,6 +40,7 @@ def settle_degrees(options: PlanOptions, cluster: Cluster, *, on_all: bool = Tru
     _check_tp(degrees, cluster)
     degrees = _from_batch(degrees, options)
     degrees = _with_all_devices(degrees, cluster) if even and on_all else _few_enough(degrees, cluster)
+    _check_pieces(degrees, cluster)
     microbatches = options.microbatches
     if microbatches is None and degrees.microbatch_size is not None and degrees.dp is not None:
         _check_divides(degrees, options)
@@ -132,6 +133,20 @@ def _check_together(options: PlanOptions) -> None:
                          "them")
 
 
+def _check_pieces(degrees: Degrees, cluster: Cluster) -> None:
+    """Raise ``InputError`` where nobody could have the pieces that are asked for."""
+    if (degrees.zero or 0) > 0 and degrees.dp == 1 and (degrees.cp or 1) == 1:
+        raise InputError(f"--zero {degrees.zero} keeps pieces on replicas, and there is one of each stage (--dp 1): "
+                         "leave it out, or have more replicas")
+    for name, size in (("--cp", degrees.cp), ("--interleave", degrees.interleave)):
+        if (degrees.zero or 0) > 1 and (size or 1) > 1:
+            raise InputError(f"--zero {degrees.zero} is not planned together with {name} {size}: leave one of them "
+                             "out, or ask for --zero 1")
+    hosts = len({device.host for device in cluster.devices})
+    if degrees.zero_group == "host" and hosts == 1:
+        raise InputError("--zero-group host is for replicas on several hosts, and the cluster has one: leave it out")
+
+
 def _check_tp(degrees: Degrees, cluster: Cluster) -> None:
     groups = cluster.groups_by_host_and_kind()
     works = [1, *(degree for degree, _ in tp_groups_by_degree(groups))]
@@ -139,8 +154,9 @@ def _check_tp(degrees: Degrees, cluster: Cluster) -> None:
         works = [degree for degree in works if len(groups[0]) % degree == 0]
     if degrees.tp is not None and degrees.tp not in works:
         most = max(map(len, groups))
-        raise InputError(f"--tp {degrees.tp} devices of one host cannot divide operators: hosts have up to {most} of a "
-                         f"kind, and tp groups are powers of two. Try {near(degrees.tp, works)}")
+        name = "--tp" if (degrees.ep or 1) == 1 else "--ep"
+        raise InputError(f"{name} {degrees.tp} devices of one host cannot divide operators: hosts have up to {most} of "
+                         f"a kind, and tp groups are powers of two. Try {near(degrees.tp, works)}")
 
 
 def _from_batch(degrees: Degrees, options: PlanOptions) -> Degrees:

@@ -362,7 +362,7 @@ def _estimates(estimator: Estimator, plain: Setting, best: float, failed: list[T
     Where it does not fit, or only with uneven stages, the pipeline is also laid over its meshes and back: that needs
     fewer micro-batches in flight for the same period, and as many on every device.
     """
-    reason, setting = "", plain
+    reason, setting = "no layout of its replicas has the pieces asked for, or none of them fits", plain
     plain_one: Estimate | None = None
     for recompute, sharded in _savings(estimator.problem, plain):
         setting = replace(plain, recompute=recompute, zero=int(sharded))
